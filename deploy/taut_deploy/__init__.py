@@ -1,0 +1,1 @@
+"""The pipeline of taut: model store, compression, validation, worker and the ``taut`` command."""

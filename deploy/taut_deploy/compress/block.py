@@ -1,0 +1,160 @@
+"""One decoder block, compressed as a recipe says: observe, smooth, quantise, report."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from taut_deploy.compress import gptq, rtn
+from taut_deploy.compress.equalize import find_fold
+from taut_deploy.compress.grid import GridSpec, QuantizedWeight, fake_quantize_tokens
+from taut_deploy.compress.observe import InputGroup, observe_block
+from taut_deploy.compress.smoothquant import choose_scales
+from taut_deploy.recipe import Quantize, Smooth
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What happened to one linear layer.
+
+    Args:
+        name: name in the state dict.
+        method: algorithm that chose the codes, with ``smooth+`` in front where factors were folded in.
+        bits: bits per weight, scales not counted.
+        group_size: weights per scale, None per channel.
+        symmetric: whether there are no zero points.
+        density: share of weights kept.
+        rank: rank of a factorised layer, None here.
+        relative_error: squared output error over squared output on calibration data.
+        samples: calibration tokens seen.
+    """
+
+    name: str
+    method: str
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    density: float
+    rank: int | None
+    relative_error: float
+    samples: int
+
+    def as_json(self) -> dict[str, object]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class CompressedBlock:
+    """Result of one block: layers by name inside the block, and a report each."""
+
+    weights: dict[str, QuantizedWeight]
+    reports: list[LayerReport]
+
+
+def compress_block(
+    block: nn.Module,
+    prefix: str,
+    hidden: torch.Tensor,
+    arguments: dict[str, Any],
+    *,
+    smooth: Smooth | None,
+    quantize: Quantize,
+    spec: GridSpec,
+    ignored: Callable[[str], bool],
+    batch_size: int,
+) -> CompressedBlock:
+    """Compress a loaded block in place: afterwards its linears hold the dequantised weights.
+
+    Args:
+        block: the module, loaded.
+        prefix: its name in the state dict.
+        hidden: [B, T, H] its input, already from compressed predecessors.
+        arguments: its recorded keyword arguments.
+        smooth: smoothing stage or None.
+        quantize: quantisation stage.
+        spec: integer grid.
+        ignored: says of a full layer name whether it stays as it is.
+        batch_size: sequences per call.
+
+    Returns:
+        Codes and reports of every layer that was quantised.
+    """
+    # Weights may be fp32 between smoothing and quantisation; the block is not called in that state.
+    groups = observe_block(block, hidden, arguments, batch_size)
+    weights: dict[str, QuantizedWeight] = {}
+    reports: list[LayerReport] = []
+    smoothed = [_smooth_group(block, group, smooth, quantize, spec) for group in groups]
+    for group, was_smoothed in zip(groups, smoothed, strict=True):
+        for name in group.layers:
+            full_name = f"{prefix}.{name}"
+            if ignored(full_name):
+                continue
+            layer = block.get_submodule(name)
+            quantized = _quantize_layer(layer, group, quantize, spec)
+            error = _relative_error(layer, quantized, group)
+            layer.weight.data = quantized.dequantize()
+            if quantize.scheme == "W8A8":
+                layer.register_forward_pre_hook(lambda _module, args: (fake_quantize_tokens(args[0]),))
+            weights[name] = quantized
+            method = ("smooth+" if was_smoothed else "") + quantize.algorithm
+            reports.append(
+                LayerReport(
+                    full_name, method, quantize.num_bits, spec.group_size, spec.symmetric, 1.0, None, error, group.tokens
+                )
+            )
+    block.to(hidden.dtype)
+    return CompressedBlock(weights, reports)
+
+
+def _smooth_group(
+    block: nn.Module, group: InputGroup, smooth: Smooth | None, quantize: Quantize, spec: GridSpec
+) -> bool:
+    """Choose and fold smoothing factors; the group's statistics follow. Says whether anything changed."""
+    fold = find_fold(block, group) if smooth is not None else None
+    if smooth is None or fold is None:
+        return False
+    layers = [block.get_submodule(name) for name in group.layers]
+    weights = [layer.weight.data.float() for layer in layers]
+    alpha = None if smooth.alpha == "auto" else smooth.alpha
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        quantized = rtn.quantize_weight(weight, spec).dequantize()
+        return (fake_quantize_tokens(x) if quantize.scheme == "W8A8" else x) @ quantized.T
+
+    scales = choose_scales(group.sample, group.absmax, weights, product, alpha, fold.tie)
+    if bool((scales == 1).all()):
+        return False
+    scales = fold.apply(scales)
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight.data = weight * scales  # fp32 until it is quantised
+    group.absmax = group.absmax / scales
+    group.sample = group.sample / scales
+    group.hessian = group.hessian / scales[:, None] / scales[None, :]
+    return True
+
+
+def _quantize_layer(
+    layer: nn.Module, group: InputGroup, quantize: Quantize, spec: GridSpec
+) -> QuantizedWeight:
+    weight: torch.Tensor = layer.weight.data.float()
+    if quantize.algorithm == "rtn":
+        return rtn.quantize_weight(weight, spec)
+    return gptq.quantize_weight(
+        weight,
+        group.hessian,
+        spec,
+        dampening_frac=quantize.dampening_frac,
+        act_order=quantize.act_order,
+    )
+
+
+def _relative_error(layer: nn.Module, quantized: QuantizedWeight, group: InputGroup) -> float:
+    """``tr(D H Dᵀ) / tr(W H Wᵀ)`` with D the weight error and H the mean of ``x xᵀ``."""
+    weight: torch.Tensor = layer.weight.data.float()
+    difference = quantized.dequantize() - weight
+    lost = ((difference @ group.hessian) * difference).sum()
+    whole = ((weight @ group.hessian) * weight).sum()
+    return float(lost / whole.clamp(min=1e-20))

@@ -1,0 +1,48 @@
+"""Golden prompts: run beside the calibration through the compressed blocks, they end as the readiness probe."""
+
+from pathlib import Path
+
+import torch
+
+from taut_deploy.checkpoint import Golden
+
+# Short, factual, and of different shapes; the one the compressed model answers most decidedly is kept.
+PROMPTS = (
+    "The capital of France is",
+    "One, two, three, four, five, six, seven,",
+    "Monday, Tuesday, Wednesday, Thursday,",
+    "The opposite of hot is",
+    "Water freezes at zero degrees",
+    "To be, or not to be, that is the",
+)
+
+
+def tokenize_prompts(model: Path) -> list[torch.Tensor]:
+    """Each prompt's ids, [1, T], tokenised as a completion request would be."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [torch.tensor([tokenizer(prompt)["input_ids"]]) for prompt in PROMPTS]
+
+
+def choose_golden(logits: list[torch.Tensor], model: Path) -> Golden:
+    """The prompt with the widest gap between first and second token.
+
+    Args:
+        logits: one [V] fp32 vector per prompt, in order.
+        model: directory with the tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    best: Golden | None = None
+    for prompt, scores in zip(PROMPTS, logits, strict=True):
+        top = scores.topk(2)
+        token = int(top.indices[0])
+        margin = float(top.values[0] - top.values[1])
+        text = tokenizer.decode([token])
+        if text.strip() and (best is None or margin > best.margin):
+            best = Golden(prompt, text, token, round(margin, 4))
+    if best is None:
+        raise ValueError("every golden prompt was answered with white space: the model is broken")
+    return best

@@ -1,0 +1,163 @@
+"""Integer grids: from weights to scales and zero points, and from values to codes.
+
+Codes are signed: ``q`` in ``[-2**(b-1), 2**(b-1) - 1]``; a weight is ``(q - zero) * scale``. Scales are rounded
+to the dtype they are stored in *before* codes are chosen, so that what is judged is what is loaded.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Candidate shrink factors of a group's range; 1.0 keeps absmax/minmax.
+_SHRINK = torch.linspace(1.0, 0.6, 33)
+
+
+@dataclass(frozen=True)
+class GridSpec:
+    """Shape of an integer grid.
+
+    Args:
+        num_bits: 4 or 8.
+        group_size: weights per scale along K, or None for one scale per output channel.
+        symmetric: False adds an integer zero point per group.
+        scale_dtype: dtype the scales are stored in.
+    """
+
+    num_bits: int
+    group_size: int | None
+    symmetric: bool
+    scale_dtype: torch.dtype
+
+    @property
+    def low(self) -> int:
+        """Smallest code."""
+        return -(1 << (self.num_bits - 1))
+
+    @property
+    def high(self) -> int:
+        """Largest code."""
+        return (1 << (self.num_bits - 1)) - 1
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """Codes with their grid.
+
+    Args:
+        codes: [N, K] int8.
+        scale: [N, G] in ``scale_dtype``; G = K / group_size, or 1 per channel.
+        zero: [N, G] int8, or None when symmetric.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+    def dequantize(self) -> torch.Tensor:
+        """The weights these codes stand for, [N, K] fp32."""
+        n, k = self.codes.shape
+        grouped = self.codes.float().view(n, self.scale.shape[1], -1)
+        if self.zero is not None:
+            grouped = grouped - self.zero.float().unsqueeze(-1)
+        return (grouped * self.scale.float().unsqueeze(-1)).view(n, k)
+
+
+def fit_grid(
+    weight: torch.Tensor, spec: GridSpec, importance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales (and zero points) that minimise the importance-weighted squared rounding error.
+
+    Args:
+        weight: [N, K] fp32.
+        spec: the grid; K must be a multiple of ``group_size``.
+        importance: [K] fp32 non-negative weight of each input channel's error, e.g. the Hessian's diagonal.
+
+    Returns:
+        scale [N, G] in ``spec.scale_dtype`` and zero [N, G] int8 or None.
+
+    Raises:
+        ValueError: if ``group_size`` does not divide K.
+    """
+    n, k = weight.shape
+    group = spec.group_size or k
+    if k % group:
+        raise ValueError(f"group_size {group} does not divide K = {k}")
+    grouped = weight.view(n, k // group, group)
+    cost = torch.ones(k) if importance is None else importance
+    cost = cost.to(weight).view(1, k // group, group)
+    best_error = torch.full(grouped.shape[:2], torch.inf, device=weight.device)
+    best_scale = torch.zeros_like(best_error)
+    best_zero = torch.zeros_like(best_error)
+    for shrink in _SHRINK.tolist():
+        scale, zero = _range_grid(grouped, spec, shrink)
+        codes = _round_codes(grouped, scale, zero, spec)
+        error = ((codes - zero[..., None]) * scale[..., None] - grouped).square().mul_(cost).sum(-1)
+        better = error < best_error
+        best_error = torch.where(better, error, best_error)
+        best_scale = torch.where(better, scale, best_scale)
+        best_zero = torch.where(better, zero, best_zero)
+    return best_scale.to(spec.scale_dtype), None if spec.symmetric else best_zero.to(torch.int8)
+
+
+def encode(
+    weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, spec: GridSpec
+) -> torch.Tensor:
+    """Nearest codes.
+
+    Args:
+        weight: [N, K] fp32.
+        scale: [N, G].
+        zero: [N, G] or None.
+        spec: the grid.
+
+    Returns:
+        [N, K] fp32 holding integers in ``[spec.low, spec.high]``.
+    """
+    n, k = weight.shape
+    grouped = weight.view(n, scale.shape[1], -1)
+    zeros = torch.zeros_like(scale) if zero is None else zero
+    return _round_codes(grouped, scale.float(), zeros.float(), spec).view(n, k)
+
+
+def _range_grid(
+    grouped: torch.Tensor, spec: GridSpec, shrink: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero point of each group's range shrunk by ``shrink``; both [N, G] fp32."""
+    tiny = torch.finfo(torch.float32).tiny
+    if spec.symmetric:
+        absmax = grouped.abs().amax(-1) * shrink
+        # Half a step below absmax, so that both ends of the signed range are used.
+        scale = (absmax / ((spec.high - spec.low) / 2)).to(spec.scale_dtype).float()
+        return _nonzero(scale, tiny), torch.zeros_like(scale)
+    low = grouped.amin(-1).clamp(max=0.0) * shrink
+    high = grouped.amax(-1).clamp(min=0.0) * shrink
+    scale = _nonzero(((high - low) / (spec.high - spec.low)).to(spec.scale_dtype).float(), tiny)
+    zero = (spec.low - low / scale).round().clamp(spec.low, spec.high)
+    return scale, zero
+
+
+def _nonzero(scale: torch.Tensor, tiny: float) -> torch.Tensor:
+    # A group of zeros gets scale 1: its codes are zero either way, and nothing divides by zero.
+    return torch.where(scale > tiny, scale, torch.ones_like(scale))
+
+
+def _round_codes(
+    grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, spec: GridSpec
+) -> torch.Tensor:
+    return (grouped / scale[..., None] + zero[..., None]).round_().clamp_(spec.low, spec.high)
+
+
+def fake_quantize_tokens(x: torch.Tensor, num_bits: int = 8) -> torch.Tensor:
+    """Round activations as a W8A8 engine does: symmetric, one scale per token, chosen from that token.
+
+    Args:
+        x: [..., K] any float dtype.
+        num_bits: activation bits.
+
+    Returns:
+        Same shape and dtype as ``x``, on the integer grid.
+    """
+    high = (1 << (num_bits - 1)) - 1
+    values = x.float()
+    scale = values.abs().amax(-1, keepdim=True).clamp_(min=1e-10) / high
+    return (values / scale).round_().clamp_(-high - 1, high).mul_(scale).to(x.dtype)

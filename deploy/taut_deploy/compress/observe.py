@@ -1,0 +1,129 @@
+"""What calibration sees inside one block: statistics of every distinct linear input.
+
+Linears fed by the very same tensor (q, k and v; gate and up) share one :class:`InputGroup`, found by identity in the
+first call, so no architecture is named.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from taut_deploy.compress.stream import call_block, linear_layers
+
+_SAMPLE_ROWS = 1024
+
+
+@dataclass
+class InputGroup:
+    """Linear layers that read the same input, and what that input looked like.
+
+    Attributes:
+        layers: names inside the block.
+        producer: name of the module whose output the input is, if any.
+        hessian: [K, K] fp32, mean of ``x xᵀ``.
+        absmax: [K] fp32.
+        sample: [T, K] fp32 evenly spaced input rows.
+        tokens: rows seen.
+    """
+
+    layers: list[str]
+    producer: str | None
+    hessian: torch.Tensor
+    absmax: torch.Tensor
+    sample: torch.Tensor
+    tokens: int = 0
+    _rows: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, x: torch.Tensor, rows_per_call: int) -> None:
+        """Account for one call's input [..., K]."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        self.hessian.addmm_(rows.T, rows)
+        self.absmax = torch.maximum(self.absmax, rows.abs().amax(0))
+        self._rows.append(rows[:: max(1, rows.shape[0] // rows_per_call)][:rows_per_call].clone())
+        self.tokens += rows.shape[0]
+
+    def finish(self) -> None:
+        """Turn sums into means."""
+        self.hessian /= self.tokens
+        self.sample = torch.cat(self._rows)
+        self._rows.clear()
+
+
+@torch.inference_mode()
+def observe_block(
+    block: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any], batch_size: int
+) -> list[InputGroup]:
+    """Run ``hidden`` through ``block`` and describe every linear input.
+
+    Args:
+        block: a loaded decoder block.
+        hidden: [B, T, H] its input.
+        arguments: its recorded keyword arguments.
+        batch_size: sequences per call.
+
+    Returns:
+        Input groups in order of first use.
+    """
+    groups = _find_groups(block, hidden[:1], arguments)
+    calls = -(-hidden.shape[0] // batch_size)
+    rows_per_call = max(1, _SAMPLE_ROWS // calls)
+    handles = [
+        block.get_submodule(group.layers[0]).register_forward_pre_hook(
+            lambda _module, args, group=group: group.add(args[0], rows_per_call)
+        )
+        for group in groups
+    ]
+    try:
+        for batch in hidden.split(batch_size):
+            call_block(block, batch, arguments)
+    finally:
+        _remove(handles)
+    for group in groups:
+        group.finish()
+    return groups
+
+
+def _find_groups(block: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]) -> list[InputGroup]:
+    inputs: dict[str, torch.Tensor] = {}
+    # Outputs are kept alive until the call is over: identity is only meaningful while both tensors live.
+    outputs: list[tuple[str, torch.Tensor]] = []
+
+    def keep_input(name: str) -> Any:
+        return lambda _module, args: inputs.__setitem__(name, args[0])
+
+    def keep_output(name: str) -> Any:
+        return lambda _module, _args, out: outputs.append((name, out)) if torch.is_tensor(out) else None
+
+    linears = dict(linear_layers(block))
+    handles = [module.register_forward_pre_hook(keep_input(name)) for name, module in linears.items()]
+    handles += [
+        module.register_forward_hook(keep_output(name)) for name, module in block.named_modules() if name
+    ]
+    try:
+        call_block(block, hidden, arguments)
+    finally:
+        _remove(handles)
+    groups: list[InputGroup] = []
+    by_identity: dict[int, InputGroup] = {}
+    for name, x in inputs.items():
+        if id(x) not in by_identity:
+            producer = next((producer for producer, out in outputs if out is x), None)
+            by_identity[id(x)] = _empty_group(producer, x)
+            groups.append(by_identity[id(x)])
+        by_identity[id(x)].layers.append(name)
+    return groups
+
+
+def _empty_group(producer: str | None, x: torch.Tensor) -> InputGroup:
+    k = x.shape[-1]
+    zeros = torch.zeros(k, device=x.device)
+    hessian = torch.zeros(k, k, device=x.device)
+    return InputGroup([], producer, hessian, zeros, torch.empty(0, k, device=x.device))
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,103 @@
+"""The hidden directory a compression works in: what is committed there survives ``kill -9``.
+
+Layout of ``.NAME.partial/`` beside the output: the files of the checkpoint to be, and ``.state/`` with the
+fingerprint, the calibration tokens, the hidden states entering the next block, and one commit marker per block.
+A block counts as done when its marker exists; the marker is renamed into place after everything it stands for.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from taut_deploy.errors import OutputError
+from taut_deploy.files import disk_errors_named, fsync_directory, fsync_file, write_json_atomically
+
+_FINGERPRINT = "fingerprint.json"
+
+
+class Workspace:
+    """Durable intermediate state of one compression.
+
+    Args:
+        output: final checkpoint directory.
+        fingerprint: everything that determines the result; another fingerprint means starting over.
+        resume: False discards what an earlier run left.
+
+    Raises:
+        OutputError: if ``output`` exists, or the hidden directory is not one of ours.
+    """
+
+    def __init__(self, output: Path, fingerprint: Mapping[str, Any], resume: bool) -> None:
+        self.directory = output.parent / f".{output.name}.partial"
+        self._state = self.directory / ".state"
+        self._output = output
+        self.resumed = False
+        with disk_errors_named(self.directory):
+            self._open(dict(fingerprint), resume)
+
+    def _open(self, fingerprint: dict[str, Any], resume: bool) -> None:
+        found = self._state / _FINGERPRINT
+        if self.directory.exists():
+            ours = found.is_file() or self._state.is_dir() or not any(self.directory.iterdir())
+            if not ours:
+                raise OutputError(f"{self.directory}: exists and was not made by taut; move it away")
+            if resume and found.is_file() and json.loads(found.read_text(encoding="utf-8")) == fingerprint:
+                self.resumed = True
+                return
+            shutil.rmtree(self.directory)
+        self._state.mkdir(parents=True)
+        write_json_atomically(found, fingerprint)
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor] | None:
+        """State tensors saved under ``name``, or None."""
+        path = self._state / f"{name}.safetensors"
+        return load_file(path) if path.is_file() else None
+
+    def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Save state tensors durably."""
+        self._write(self._state / f"{name}.safetensors", tensors)
+
+    def drop_tensors(self, name: str) -> None:
+        """Forget state tensors that are no longer needed."""
+        (self._state / f"{name}.safetensors").unlink(missing_ok=True)
+
+    def save_shard(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write one shard of the checkpoint durably."""
+        self._write(self.directory / name, tensors)
+
+    def commit(self, name: str, value: Any) -> None:
+        """Mark a step as done, with its small result."""
+        write_json_atomically(self._state / f"{name}.json", value)
+
+    def committed(self, name: str) -> Any:
+        """The result of a step, or None if it is not done."""
+        path = self._state / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def publish(self) -> None:
+        """Rename the finished checkpoint into its place."""
+        with disk_errors_named(self._output):
+            shutil.rmtree(self._state)
+            for path in self.directory.iterdir():
+                if path.name.startswith("."):  # a temporary that a killed run left
+                    path.unlink()
+                else:
+                    path.chmod(0o644)
+                    fsync_file(path)
+            self.directory.rename(self._output)
+            fsync_directory(self._output.parent)
+
+    def _write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        with disk_errors_named(path):
+            # Serialised here and written by Python, so that a full disk is an OSError we can name.
+            temporary.write_bytes(save(contiguous, metadata={"format": "pt"}))
+            fsync_file(temporary)
+            temporary.replace(path)
+            fsync_directory(path.parent)

@@ -1,0 +1,36 @@
+"""Errors a user can act on.
+
+``TautError``
+ ├─ ``ModelError``       a model cannot be found, fetched or read
+ ├─ ``RecipeError``      a recipe or policy file is wrong; names the key
+ ├─ ``CheckpointError``  a checkpoint is missing, truncated, altered or not ours
+ ├─ ``OutputError``      the output directory or the disk cannot take the result
+ └─ ``WorkerError``      a worker or the gateway cannot be started as asked
+
+Each message is one line that names the file, field or flag and the way out. The command line prints
+it without a traceback; anything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+
+class TautError(Exception):
+    """Base of everything the command line reports in one line."""
+
+
+class ModelError(TautError):
+    """A model cannot be found, fetched or read."""
+
+
+class RecipeError(TautError):
+    """A recipe is wrong; the message names the offending key."""
+
+
+class CheckpointError(TautError):
+    """A checkpoint is missing, truncated, altered or not one of ours."""
+
+
+class OutputError(TautError):
+    """The output directory or the disk cannot take the result."""
+
+
+class WorkerError(TautError):
+    """A worker or the gateway cannot be started as asked."""

@@ -1,0 +1,108 @@
+"""Durable files: everything is written beside its final place, flushed, and renamed into it."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from taut_deploy.errors import OutputError
+
+_CHUNK = 1 << 20
+# Volatile by nature (wall clock, host): never part of a digest, so that a resumed run equals an undisturbed one.
+VOLATILE_FILES = frozenset({"compression_log.json"})
+
+
+def sha256_file(path: Path) -> str:
+    """Hex digest of one file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as handle:
+        while chunk := handle.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """Hex digest of a value's canonical JSON (sorted keys, no white space)."""
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
+
+
+def digest_of_hashes(hashes: dict[str, str]) -> str:
+    """One digest for a set of files: ``sha256:`` + sha256 of the sorted ``{path: sha256}`` mapping."""
+    return "sha256:" + sha256_json(hashes)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make a rename inside ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: Path) -> None:
+    """Flush one finished file to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write ``text`` so that a reader sees either the old file or the whole new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with disk_errors_named(path):
+        with temporary.open("w", encoding="utf-8") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+        fsync_directory(path.parent)
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    """Write ``value`` as indented, key-sorted JSON, atomically."""
+    write_text_atomically(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def disk_errors_named(path: Path) -> Iterator[None]:
+    """Turn a full disk, a quota or missing rights under ``path`` into one readable line."""
+    try:
+        yield
+    except OSError as error:
+        reasons = {
+            errno.ENOSPC: "the disk is full",
+            errno.EDQUOT: "the disk quota is used up",
+            errno.EACCES: "permission denied",
+            errno.EROFS: "the file system is read-only",
+        }
+        if error.errno not in reasons:
+            raise
+        message = f"cannot write {path}: {reasons[error.errno]}; nothing half-written was left in its place"
+        raise OutputError(message) from error
+
+
+def require_free_space(directory: Path, needed_bytes: int) -> None:
+    """Refuse before the work rather than after it.
+
+    Raises:
+        OutputError: if the file system of ``directory`` has less than ``needed_bytes`` free.
+    """
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise OutputError(
+            f"{directory}: needs about {needed_bytes / 1e6:.0f} MB but the disk has {free / 1e6:.0f} MB free; "
+            "free some space or choose another --output"
+        )

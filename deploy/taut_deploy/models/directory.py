@@ -1,0 +1,139 @@
+"""What a model directory on disk must hold, and what it says about itself."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from taut_deploy.errors import ModelError
+
+_KEPT_SUFFIXES = {".json", ".safetensors", ".model", ".txt", ".jinja"}
+_OURS = {"taut-model.json", "taut.json", "compression_log.json"}
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a causal LM, read from its configuration through optimum's architecture table.
+
+    Args:
+        architecture: first entry of ``architectures``.
+        model_type: transformers' family name.
+        num_layers: decoder blocks.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP.
+        num_attention_heads: query heads.
+        num_key_value_heads: key/value heads.
+        vocab_size: rows of the embedding.
+        max_position_embeddings: longest context in tokens.
+        quantization: scheme name found in the configuration, or None.
+    """
+
+    architecture: str
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    max_position_embeddings: int
+    quantization: str | None
+
+    def as_json(self) -> dict[str, object]:
+        """The shape as plain data."""
+        return asdict(self)
+
+
+def require_model_directory(directory: Path) -> None:
+    """Check that configuration, tokenizer and every shard are there.
+
+    Raises:
+        ModelError: naming the missing file.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory")
+    read_config(directory)
+    for shard in weight_files(directory):
+        if not shard.is_file():
+            raise ModelError(f"{shard}: this shard is named in {_INDEX} but missing; fetch the model again")
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ModelError(f"{directory}: no tokenizer file (tokenizer.json, tokenizer.model or vocab.json)")
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The directory's ``config.json``.
+
+    Raises:
+        ModelError: if it is missing or not a JSON object.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{directory}: no config.json, so this is not a Hugging Face model") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return config
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors shards a directory declares, in order; declared ones may be missing.
+
+    Raises:
+        ModelError: if it declares none.
+    """
+    index = directory / _INDEX
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [directory / name for name in sorted(names)]
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    raise ModelError(f"{directory}: no model.safetensors and no {_INDEX}; only safetensors weights are read")
+
+
+def model_files(directory: Path) -> list[Path]:
+    """Files that make up the model, ours excluded, in a stable order."""
+    files = (path for path in directory.iterdir() if path.is_file() and path.suffix in _KEPT_SUFFIXES)
+    return sorted(path for path in files if path.name not in _OURS)
+
+
+def read_shape(directory: Path) -> ModelShape:
+    """Sizes of the model in ``directory``.
+
+    Raises:
+        ModelError: if optimum does not know the architecture.
+    """
+    from optimum.utils import NormalizedConfigManager
+    from transformers import AutoConfig
+
+    raw = read_config(directory)
+    config = AutoConfig.from_pretrained(directory)
+    try:
+        normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
+    except KeyError as error:
+        raise ModelError(f"{directory}: architecture {config.model_type!r} is not supported") from error
+    heads = int(normalized.num_attention_heads)
+    return ModelShape(
+        architecture=(raw.get("architectures") or ["unknown"])[0],
+        model_type=config.model_type,
+        num_layers=int(normalized.num_layers),
+        hidden_size=int(normalized.hidden_size),
+        intermediate_size=int(getattr(config, "intermediate_size", 4 * int(normalized.hidden_size))),
+        num_attention_heads=heads,
+        num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        vocab_size=int(normalized.vocab_size),
+        max_position_embeddings=int(getattr(config, "max_position_embeddings", 0)),
+        quantization=_quantization_of(raw),
+    )
+
+
+def _quantization_of(config: dict[str, Any]) -> str | None:
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    method = str(quantization.get("quant_method", "unknown"))
+    return f"{method}/{quantization['format']}" if "format" in quantization else method

