@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-# Candidate shrink factors of a group's range; 1.0 keeps absmax/minmax.
-_SHRINK = torch.linspace(1.0, 0.6, 33)
+# Candidate shrink factors of a group's range; 1.0 keeps absmax/minmax. With 8 bits the range's ends are worth more
+# than a finer step, so nothing is searched there.
+_SHRINK_FACTORS = tuple(1.0 - 0.0125 * step for step in range(33))
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def fit_grid(
     best_error = torch.full(grouped.shape[:2], torch.inf, device=weight.device)
     best_scale = torch.zeros_like(best_error)
     best_zero = torch.zeros_like(best_error)
-    for shrink in _SHRINK.tolist():
+    for shrink in _SHRINK_FACTORS if spec.num_bits < 8 else (1.0,):
         scale, zero = _range_grid(grouped, spec, shrink)
         codes = _round_codes(grouped, scale, zero, spec)
         error = ((codes - zero[..., None]) * scale[..., None] - grouped).square().mul_(cost).sum(-1)

@@ -13,7 +13,7 @@ from torch import nn
 
 from taut_deploy.compress.stream import call_block, linear_layers
 
-_SAMPLE_ROWS = 1024
+_SAMPLE_ROWS = 512
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-CANDIDATE_ALPHAS = (0.0, 0.25, 0.35, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+CANDIDATE_ALPHAS = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 # quantised product of a sample of inputs with one weight: (x [T, K], w [N, K]) -> [T, N]
 QuantizedProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

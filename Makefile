@@ -1,0 +1,41 @@
+# One command per thing a newcomer or CI does; `make help` lists them.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+# The checkout must never shadow an installed package (kernels/, docker/, tests/).
+export PYTHONSAFEPATH := 1
+
+.PHONY: help serve test setup check lint types contracts test-gpu clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+serve: setup ## fetch SmolLM2-135M-Instruct, compress it, serve it on 127.0.0.1:8000
+	@exec $(BIN)/taut serve $(ARGS)
+
+test: setup ## run the whole suite
+	@$(BIN)/pytest $(ARGS)
+
+setup: $(VENV)/.ready ## make .venv with the locked dependencies
+
+$(VENV)/.ready: requirements/install.sh requirements/cpu.txt requirements/service.txt requirements/dev.txt requirements/build.txt pyproject.toml
+	@bash requirements/install.sh
+	@touch $@
+
+check: setup lint types contracts test ## lint + types + import contracts + tests: what CI runs
+
+lint: setup ## ruff
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup ## mypy --strict
+	@$(BIN)/mypy
+
+contracts: setup ## which room may import which
+	@$(BIN)/lint-imports
+
+test-gpu: setup ## tests that need a CUDA device
+	@$(BIN)/pytest -m gpu $(ARGS)
+
+clean: ## remove the virtual environment
+	rm -rf $(VENV)

@@ -1,0 +1,1 @@
+"""The sub-commands of ``taut``; each parses its arguments and calls one function of the rooms."""

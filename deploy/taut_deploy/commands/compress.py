@@ -1,0 +1,81 @@
+"""``taut compress``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from taut_deploy.commands.output import JsonFlag, megabytes, print_json
+from taut_deploy.errors import OutputError
+from taut_deploy.home import TautHome
+from taut_deploy.models import ModelStore
+from taut_deploy.progress import progress_reporter
+from taut_deploy.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from taut_deploy.compress.plan import CompressionPlan
+
+
+def compress(
+    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
+    recipe: Annotated[str, typer.Option(help="Built-in recipe or YAML file.")] = "w8a8",
+    output: Annotated[Path | None, typer.Option(help="Checkpoint directory to make.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Say what would be done, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")] = True,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: JsonFlag = False,
+) -> None:
+    """Compress a model into a checkpoint that vLLM, transformers and 'taut worker' load."""
+    from taut_deploy.compress import driver
+
+    _require_device(device)
+    chosen = load_recipe(recipe)
+    home = TautHome.from_environment()
+    if output is None and not plan:
+        raise OutputError("--output: give the checkpoint directory to make")
+    record = ModelStore(home.models).fetch(model)
+    job = driver.CompressionJob(record, chosen, output or home.checkpoints / "plan", home.root, device, resume)
+    if plan:
+        _print_plan(driver.plan(job), as_json)
+        return
+    with progress_reporter(quiet=as_json) as report:
+        manifest = driver.compress(job, report)
+    summary = {
+        "path": str(job.output.resolve()),
+        "digest": manifest.digest,
+        "bytes": manifest.bytes,
+        "base_bytes": record.bytes,
+        "scheme": manifest.scheme,
+        "recipe_hash": manifest.recipe_hash,
+        "layers": len(manifest.layers),
+    }
+    if as_json:
+        print_json(summary)
+        return
+    ratio = manifest.bytes / record.bytes
+    typer.echo(
+        f"{job.output}: {manifest.scheme}, {len(manifest.layers)} layers, {megabytes(record.bytes)} -> "
+        f"{megabytes(manifest.bytes)} ({ratio:.2f}x)\n{manifest.digest}"
+    )
+
+
+def _require_device(device: str) -> None:
+    import torch
+
+    if device not in {"cpu", "cuda"}:
+        raise OutputError(f"--device {device}: use cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OutputError("--device cuda: torch sees no CUDA device here; use --device cpu")
+
+
+def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
+    if as_json:
+        print_json(plan.as_json())
+        return
+    group = f"groups of {plan.group_size}" if plan.group_size else "per channel"
+    kept = [layer for layer in plan.layers if layer.fate != "quantize"]
+    typer.echo(f"recipe {plan.recipe}: {plan.scheme}, {group}, {plan.blocks} blocks, {len(plan.layers)} linear layers")
+    typer.echo(f"weights {megabytes(plan.bytes_before)} -> {megabytes(plan.bytes_after)}")
+    typer.echo(f"about {megabytes(plan.peak_memory_bytes)} of memory and {megabytes(plan.disk_bytes)} of disk at most")
+    for layer in kept:
+        typer.echo(f"kept: {layer.name} {layer.shape}: {layer.fate}")

@@ -1,0 +1,70 @@
+"""``taut model fetch | list | inspect``."""
+
+from pathlib import Path
+
+import typer
+
+from taut_deploy.commands.output import JsonFlag, megabytes, print_json
+from taut_deploy.home import TautHome
+from taut_deploy.models import ModelStore
+
+app = typer.Typer(help="The model store: fetch, list and look into models.", no_args_is_help=True)
+
+
+def _store() -> ModelStore:
+    return ModelStore(TautHome.from_environment().models)
+
+
+@app.command()
+def fetch(name: str, as_json: JsonFlag = False) -> None:
+    """Make a model available on disk: a catalogue name, 'owner/name' on the hub, a directory, or a .gguf file."""
+    record = _store().fetch(name)
+    if as_json:
+        print_json(record.as_json())
+    else:
+        typer.echo(f"{record.path}\n{record.digest}  {megabytes(record.bytes)}  from {record.source}")
+
+
+@app.command("list")
+def list_models(as_json: JsonFlag = False) -> None:
+    """Show the models in the store."""
+    records = _store().list()
+    if as_json:
+        print_json([record.as_json() for record in records])
+        return
+    for record in records:
+        typer.echo(f"{record.name:32} {megabytes(record.bytes):>12}  {record.digest[:19]}  {record.source}")
+    if not records:
+        typer.echo("the store is empty; try: taut model fetch smollm2-135m-instruct")
+
+
+@app.command()
+def inspect(name: str, as_json: JsonFlag = False) -> None:
+    """Show sizes, digest and, for a taut checkpoint, how it was compressed."""
+    from taut_deploy.checkpoint import is_checkpoint, read_manifest
+    from taut_deploy.models.directory import read_shape
+
+    record = _store().find(name)
+    shape = read_shape(Path(record.path))
+    details: dict[str, object] = {**record.as_json(), "shape": shape.as_json()}
+    if is_checkpoint(Path(record.path)):
+        manifest = read_manifest(Path(record.path))
+        details["checkpoint"] = {
+            "scheme": manifest.scheme,
+            "bits": manifest.bits,
+            "recipe": manifest.recipe["name"],
+            "recipe_hash": manifest.recipe_hash,
+            "base_model": manifest.base_model,
+            "layers": len(manifest.layers),
+            "validation": manifest.validation,
+        }
+    if as_json:
+        print_json(details)
+        return
+    for key, value in details.items():
+        if isinstance(value, dict):
+            typer.echo(f"{key}:")
+            for inner, inside in value.items():
+                typer.echo(f"  {inner}: {inside}")
+        else:
+            typer.echo(f"{key}: {value}")

@@ -1,0 +1,23 @@
+"""What commands print: text for people, or one JSON document with ``--json``."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as JSON on stdout."""
+    typer.echo(json.dumps(value, indent=2, sort_keys=True))
+
+
+def say(text: str) -> None:
+    """One line for the user, at once."""
+    typer.echo(f"taut: {text}", err=True)
+
+
+def megabytes(count: int) -> str:
+    """Bytes in MB (10**6) for people."""
+    return f"{count / 1e6:.1f} MB"

@@ -1,0 +1,38 @@
+"""``taut serve``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taut_deploy.commands.output import JsonFlag, print_json, say
+from taut_deploy.home import TautHome
+from taut_deploy.progress import progress_reporter
+from taut_deploy.serve import load_serve_settings
+
+
+def serve(
+    config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to compress and serve, or a checkpoint.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe; default w8a8.")] = None,
+    baseline: Annotated[bool | None, typer.Option("--baseline", help="Serve the uncompressed model too.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address of the gateway; default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the gateway; default 8000.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers per model; default 1.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Fetch, compress if needed, start workers and gateway, and print a curl line; Ctrl-C ends all of it."""
+    from taut_deploy.serve.prepare import gateway_configuration, prepare_models, require_free_port
+    from taut_deploy.serve.supervise import serve as run
+
+    settings = load_serve_settings(
+        config,
+        {"model": model, "recipe": recipe, "baseline": baseline, "host": host, "port": port, "workers": workers},
+    )
+    home = TautHome.from_environment()
+    require_free_port(settings.host, settings.port)
+    with progress_reporter(quiet=as_json) as report:
+        models = prepare_models(settings, home, say, report)
+    if as_json:
+        print_json(gateway_configuration(settings, models))
+    run(settings, models, home.run, say)

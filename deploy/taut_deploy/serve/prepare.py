@@ -1,0 +1,128 @@
+"""Everything ``taut serve`` needs before a process starts: the model, the checkpoint, the gateway's file."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
+from taut_deploy.compress.driver import CompressionJob, Progress, compress
+from taut_deploy.errors import WorkerError
+from taut_deploy.home import TautHome
+from taut_deploy.models import ModelRecord, ModelStore
+from taut_deploy.models.directory import read_shape
+from taut_deploy.recipe import load_recipe
+from taut_deploy.serve.settings import ServeSettings
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model on the API and the directory its workers load.
+
+    Args:
+        name: public name.
+        directory: checkpoint or model directory.
+        manifest: manifest of a compressed checkpoint, None for the baseline.
+        ports: one worker per port.
+    """
+
+    name: str
+    directory: Path
+    manifest: Manifest | None
+    ports: tuple[int, ...]
+
+
+def prepare_models(settings: ServeSettings, home: TautHome, say: Say, progress: Progress) -> list[ServedModel]:
+    """Fetch, compress where needed, verify, and assign ports.
+
+    Raises:
+        TautError: whatever is wrong with the model, the recipe or the disk.
+    """
+    path = Path(settings.model).expanduser()
+    if is_checkpoint(path):
+        say(f"using the checkpoint {path}")
+        return [_served(verify(path).name, path, verify(path), settings.workers)]
+    say(f"fetching {settings.model}")
+    base = ModelStore(home.models).fetch(settings.model)
+    compressed = _compressed(base, settings, home, say, progress)
+    served = [compressed]
+    if settings.baseline:
+        served.append(_served(f"{base.name}-baseline", Path(base.path), None, settings.workers))
+    return served
+
+
+def gateway_configuration(settings: ServeSettings, models: list[ServedModel]) -> dict[str, Any]:
+    """The gateway's configuration as plain data (its shape is the service room's contract)."""
+    return {
+        "listen": {"host": settings.host, "port": settings.port},
+        "models": [_gateway_model(model, settings) for model in models],
+        **settings.gateway,
+    }
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Refuse early if something listens there already.
+
+    Raises:
+        WorkerError: naming the address and the flag.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise WorkerError(f"{host}:{port}: cannot listen there ({error.strerror}); choose another --port") from error
+
+
+def _compressed(base: ModelRecord, settings: ServeSettings, home: TautHome, say: Say, progress: Progress) -> ServedModel:
+    recipe = load_recipe(settings.recipe)
+    # The key holds what determines the bytes, so a changed recipe of the same name gets its own directory.
+    key = f"{base.name}--{recipe.name}--{base.digest[7:15]}{recipe.hash[7:15]}"
+    output = home.checkpoints / key
+    say(f"{'reusing' if output.exists() else 'compressing into'} {output}")
+    compress(CompressionJob(base, recipe, output, home.root), progress)
+    return _served(base.name, output, verify(output), settings.workers)
+
+
+def _served(name: str, directory: Path, manifest: Manifest | None, workers: int) -> ServedModel:
+    return ServedModel(name, directory, manifest, tuple(_free_port() for _ in range(workers)))
+
+
+def _gateway_model(model: ServedModel, settings: ServeSettings) -> dict[str, Any]:
+    workers = [
+        {"name": f"{model.name}-{index}", "url": f"http://127.0.0.1:{port}"} for index, port in enumerate(model.ports)
+    ]
+    entry: dict[str, Any] = {"name": model.name, "workers": workers}
+    manifest = model.manifest
+    if manifest is None:
+        longest = read_shape(model.directory).max_position_embeddings
+        provenance: dict[str, Any] = {"method": "none", "bits": 16}
+    else:
+        longest = manifest.max_model_len
+        entry["golden"] = {"prompt": manifest.golden.prompt, "expected_text": manifest.golden.expected_text}
+        provenance = {
+            "method": manifest.scheme,
+            "bits": manifest.bits,
+            "size_bytes": manifest.bytes,
+            "base_model": manifest.base_model["name"],
+            "base_digest": manifest.base_model["digest"],
+            "recipe": str(manifest.recipe["name"]),
+            "recipe_hash": manifest.recipe_hash,
+            "calibration_hash": str(manifest.calibration["hash"]),
+            "digest": manifest.digest,
+        }
+        if manifest.validation is not None:
+            provenance["validation"] = str(manifest.validation["verdict"])
+    entry["max_model_len"] = settings.max_model_len or longest
+    entry["provenance"] = provenance
+    return entry
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

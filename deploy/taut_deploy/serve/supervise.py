@@ -1,0 +1,121 @@
+"""Run the workers and the gateway until Ctrl-C, and say when they answer."""
+
+import asyncio
+import json
+import shlex
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from taut_deploy.errors import WorkerError
+from taut_deploy.files import write_text_atomically
+from taut_deploy.serve.prepare import ServedModel, gateway_configuration
+from taut_deploy.serve.process import ChildSpec, SupervisedProcess
+from taut_deploy.serve.settings import ServeSettings
+
+Say = Callable[[str], None]
+
+_POLL_S = 0.5
+_WORKER_GRACE_S = 40.0
+_GATEWAY_GRACE_S = 35.0
+
+
+def worker_child(model: ServedModel, index: int, settings: ServeSettings, logs: Path) -> ChildSpec:
+    """How to start one worker of ``model``: through ``taut worker``, as anybody else would."""
+    argv = [sys.executable, "-m", "taut_deploy", "worker", str(model.directory), "--port", str(model.ports[index])]
+    argv += ["--name", model.name, "--kv-cache-dtype", settings.kv_cache_dtype]
+    argv += ["--kv-cache-gib", str(settings.kv_cache_gib)]
+    if settings.max_model_len is not None:
+        argv += ["--max-model-len", str(settings.max_model_len)]
+    if settings.vllm_args:
+        argv += ["--", *settings.vllm_args]
+    name = f"{model.name}-{index}"
+    return ChildSpec(name, tuple(argv), {"PYTHONSAFEPATH": "1"}, logs / f"{name}.log", _WORKER_GRACE_S)
+
+
+def gateway_child(configuration: Path, logs: Path) -> ChildSpec:
+    """How to start the gateway."""
+    argv = (sys.executable, "-m", "taut_service", "--config", str(configuration))
+    return ChildSpec("gateway", argv, {"PYTHONSAFEPATH": "1"}, logs / "gateway.log", _GATEWAY_GRACE_S)
+
+
+def curl_line(settings: ServeSettings, model: str) -> str:
+    """A completion request that can be pasted into a shell."""
+    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0})
+    url = f"http://{settings.host}:{settings.port}/v1/completions"
+    return f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def serve(settings: ServeSettings, models: list[ServedModel], run_directory: Path, say: Say) -> None:
+    """Start everything, report readiness, and block until SIGINT or SIGTERM.
+
+    Raises:
+        WorkerError: if a process cannot be started or never becomes ready.
+    """
+    logs = run_directory / str(settings.port)
+    logs.mkdir(parents=True, exist_ok=True)
+    configuration = logs / "gateway.yaml"
+    write_text_atomically(configuration, yaml.safe_dump(gateway_configuration(settings, models), sort_keys=False))
+    children = [SupervisedProcess(gateway_child(configuration, logs), say)]
+    for model in models:
+        children += [
+            SupervisedProcess(worker_child(model, index, settings, logs), say) for index in range(len(model.ports))
+        ]
+    say(f"starting {len(children) - 1} worker(s) and the gateway; logs in {logs}")
+    asyncio.run(_supervise(children, settings, models, say))
+
+
+async def _supervise(
+    children: list[SupervisedProcess], settings: ServeSettings, models: list[ServedModel], say: Say
+) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    runs = [asyncio.create_task(child.run(), name=child.spec.name) for child in children]
+    watch = asyncio.create_task(_announce_readiness(children, settings, models, say))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait([*runs, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watch.cancel()
+        say("stopping")
+        # The gateway first: it refuses new requests and lets live streams finish while workers still run.
+        for group in (runs[:1], runs[1:]):
+            for task in group:
+                task.cancel()
+            await asyncio.gather(*group, return_exceptions=True)
+        stopped.cancel()
+    for task in done - {stopped}:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+        raise WorkerError(f"{task.get_name()} stopped by itself")
+
+
+async def _announce_readiness(
+    children: list[SupervisedProcess], settings: ServeSettings, models: list[ServedModel], say: Say
+) -> None:
+    """Follow ``/health/ready``: print the curl line when it turns green, say so when it turns red."""
+    ready = False
+    while True:
+        now = await asyncio.to_thread(_is_ready, f"http://{settings.host}:{settings.port}/health/ready")
+        if now != ready:
+            ready = now
+            for child in children:
+                child.was_ready = child.was_ready or now
+            say("ready. Try:\n\n    " + curl_line(settings, models[0].name) + "\n" if now else "not ready")
+        await asyncio.sleep(_POLL_S)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:  # noqa: S310 - our own loopback address
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+

@@ -1,0 +1,233 @@
+"""Next-token distributions from a Hugging Face directory, computed by transformers.
+
+Of compressed-tensors checkpoints, transformers 5.19 with compressed-tensors 0.17 unpacks the
+weights once, before the first forward pass, and keeps rounding the activations of every layer whose
+scheme asks for it (W8A8: int8, one scale per token); ``tests/deploy/test_validate_checkpoints.py``
+proves both against own arithmetic. The rounding runs in the model's type: in bf16 its scales have
+eight bits, and the error of a Gaussian activation is 0.82 % of its norm where an int8 kernel with
+fp32 scales leaves 0.76 % (512 x 576, seed 0), so W8A8 looks slightly worse here than served.
+Comparing servers shows the kernels themselves.
+"""
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from taut_deploy.validate.divergence import FullDistribution
+from taut_deploy.validate.errors import CouldNotValidateError, one_line
+
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
+
+
+class CheckpointTokenizer:
+    """The tokenizer of a directory.
+
+    Raises:
+        CouldNotValidateError: the directory has none that loads.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except _LOAD_ERRORS as error:
+            raise CouldNotValidateError(
+                f"{path}: no usable tokenizer: {one_line(error)}"
+            ) from error
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of ``text``."""
+        # verbose=False: a warning about texts longer than the context is beside the point, they are
+        # cut.
+        encoded = self._tokenizer(text, add_special_tokens=special, verbose=False)
+        return list(encoded["input_ids"])
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ``ids``, special tokens shown."""
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token string → id, added tokens included."""
+        return dict(self._tokenizer.get_vocab())
+
+
+class CheckpointSource:
+    """A model in memory that answers with full distributions.
+
+    Args:
+        path: Hugging Face directory with ``config.json`` and safetensors.
+        role: ``baseline`` or ``candidate``, named in errors.
+        device: torch device.
+        dtype: type to compute in; by default the checkpoint's own, as it is served.
+
+    Raises:
+        CouldNotValidateError: the directory is missing, incomplete, unreadable or of an unknown
+            kind.
+    """
+
+    def __init__(
+        self, path: Path, role: str, device: str, dtype: torch.dtype | None = None
+    ) -> None:
+        self.path, self.role = path, role
+        self.config = read_config(path, role)
+        _refuse_unknown_quantization(self.config, path, role)
+        self._device = usable_device(device)
+        self._model = self._load(dtype)
+        self._unpacked = False
+
+    def _load(self, dtype: torch.dtype | None) -> Any:
+        try:
+            with _silenced_bars(), _silenced_report():
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    self.path,
+                    dtype=dtype or "auto",
+                    local_files_only=True,
+                    use_safetensors=True,
+                    trust_remote_code=False,
+                    # Reported below by name; the library would only say that there are some.
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )
+        except _LOAD_ERRORS as error:
+            message = f"{self.role} {self.path}: cannot be loaded: {one_line(error)}"
+            raise CouldNotValidateError(message) from error
+        # transformers fills absent tensors with random numbers and only warns.
+        for problem in ("missing_keys", "mismatched_keys"):
+            # A mismatch is a tuple of name and two shapes.
+            names = sorted(key if isinstance(key, str) else key[0] for key in info[problem])
+            if names:
+                raise CouldNotValidateError(
+                    f"{self.role} {self.path}: {len(names)} {problem.split('_')[0]} tensors, "
+                    f"the first is {names[0]}"
+                )
+        return model.to(self._device).eval()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating type the model computes in."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
+    def model_name(self) -> None:
+        """Directories have no served name."""
+        return
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model takes, if its configuration says so."""
+        value = self.config.get("max_position_embeddings")
+        return int(value) if isinstance(value, int) else None
+
+    @torch.inference_mode()
+    def score(self, ids: Sequence[int]) -> FullDistribution:
+        """Run one sequence.
+
+        Args:
+            ids: token ids.
+
+        Returns:
+            Logits [len(ids) - 1, vocabulary] in the model's type.
+
+        Raises:
+            CouldNotValidateError: an id is outside the vocabulary or a logit is not finite.
+        """
+        vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        if max(ids) >= vocabulary:
+            raise CouldNotValidateError(
+                f"{self.role} {self.path}: token {max(ids)} is outside its vocabulary of "
+                f"{vocabulary}"
+            )
+        tokens = torch.tensor([list(ids)], device=self._device)
+        # compressed-tensors unpacks, with a bar, in the first forward pass; later passes leave
+        # stderr to whoever shows progress there.
+        with contextlib.nullcontext() if self._unpacked else _silenced_bars():
+            logits = self._model(tokens, use_cache=False).logits[0, :-1]
+        self._unpacked = True
+        if not torch.isfinite(logits).all():
+            position = int((~torch.isfinite(logits)).any(-1).nonzero()[0])
+            raise CouldNotValidateError(
+                f"{self.role} {self.path}: NaN or infinite logits at position {position} of a "
+                "sequence; the weights are broken"
+            )
+        return FullDistribution(logits)
+
+
+def read_config(path: Path, role: str) -> dict[str, Any]:
+    """Read ``config.json`` of a model directory.
+
+    Raises:
+        CouldNotValidateError: no such directory, no configuration in it, or not JSON.
+    """
+    if not path.is_dir():
+        raise CouldNotValidateError(
+            f"--{role} {path}: no such directory (a server is given as http://host:port)"
+        )
+    file = path / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CouldNotValidateError(
+            f"--{role} {path}: no config.json, so not a model directory"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CouldNotValidateError(f"{file}: unreadable: {one_line(error)}") from error
+    if not isinstance(config, dict):
+        raise CouldNotValidateError(f"{file}: expected a JSON object")
+    return config
+
+
+def _refuse_unknown_quantization(config: dict[str, Any], path: Path, role: str) -> None:
+    """Refuse what transformers would quietly load as if it were not quantised."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise CouldNotValidateError(
+            f"--{role} {path}: transformers cannot compute quant_method {method!r}; "
+            "serve it and give its URL, or export it dense"
+        )
+
+
+def usable_device(device: str) -> torch.device:
+    """Turn a device name into a device that is there.
+
+    Raises:
+        CouldNotValidateError: unknown name or absent device.
+    """
+    try:
+        # An allocation, because torch.device("cuda:7") itself is accepted everywhere.
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise CouldNotValidateError(f"--device {device}: {one_line(error, 120)}") from error
+
+
+def wider_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of the A/A run: fp32 for half precision, fp64 for fp32."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+@contextlib.contextmanager
+def _silenced_report() -> Iterator[None]:
+    """Keep transformers' table of wrong tensors off the log: the error that follows names them."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+@contextlib.contextmanager
+def _silenced_bars() -> Iterator[None]:
+    """Keep the libraries' progress bars off the terminal; logging keeps its own stderr."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield

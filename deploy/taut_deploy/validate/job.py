@@ -1,0 +1,148 @@
+"""What a validation is asked to do and what it answers: plain data, no tensor library."""
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from taut_deploy.validate.errors import CouldNotValidateError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total): ``stage`` is ``compare`` or ``noise``, counted in sequences."""
+
+
+class Verdict(enum.Enum):
+    """The answer of a validation. ``INCONCLUSIVE`` never promotes."""
+
+    PASS = "PASS"  # noqa: S105 - a verdict, not a password
+    FAIL = "FAIL"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+    @property
+    def exit_code(self) -> int:
+        """0 for PASS, 1 for FAIL, 2 for INCONCLUSIVE (3, could not run, is an exception)."""
+        return {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 2}[self.value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationJob:
+    """One comparison of a candidate with its baseline.
+
+    Args:
+        baseline: Hugging Face directory, or base URL of an OpenAI-compatible server
+            (``http://host:port``, with or without ``/v1``).
+        candidate: likewise; the two kinds may be mixed.
+        text: UTF-8 file the models are scored on; never the calibration text.
+        policy: built-in policy name or YAML file.
+        output: directory for ``report.json`` and ``report.md``.
+        sequences: number of token sequences, the blocks of the bootstrap.
+        sequence_length: tokens per sequence, of which ``sequence_length - 1`` are predicted.
+        seed: seed of the bootstrap; nothing else is random.
+        device: torch device for directories, e.g. ``cpu`` or ``cuda``.
+        bootstrap: bootstrap resamples.
+        noise_sequences: sequences of the A/A run (baseline against itself); 0 leaves it out.
+        top_k: log-probabilities per position asked of a server; stock vLLM allows at most 20.
+        baseline_model: model name on the baseline server; by default the server's only model.
+        candidate_model: likewise for the candidate.
+        api_key: bearer token for servers; never written to the report.
+        timeout_s: seconds to wait for one server answer.
+        accept_lower_bound: let a KL that is only known as a lower bound (servers) pass a ``max``
+            rule.
+        progress: called after each sequence.
+
+    Raises:
+        CouldNotValidateError: a number is out of range; the flag is named.
+    """
+
+    baseline: str
+    candidate: str
+    text: Path
+    policy: str | Path
+    output: Path
+    sequences: int = 32
+    sequence_length: int = 512
+    seed: int = 0
+    device: str = "cpu"
+    bootstrap: int = 2000
+    noise_sequences: int = 8
+    top_k: int = 20
+    baseline_model: str | None = None
+    candidate_model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 300.0
+    accept_lower_bound: bool = False
+    progress: Progress | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        floors = {
+            "sequences": 2,
+            "sequence_length": 2,
+            "seed": 0,
+            "bootstrap": 200,
+            "noise_sequences": 0,
+            "top_k": 1,
+        }
+        for name, least in floors.items():
+            if getattr(self, name) < least:
+                flag = "--" + name.replace("_", "-")
+                raise CouldNotValidateError(f"{flag}: {getattr(self, name)} is below {least}")
+        if not self.timeout_s > 0:
+            raise CouldNotValidateError(
+                f"--timeout-s: {self.timeout_s} is not a positive number of seconds"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A measured number and what is known about it.
+
+    Args:
+        estimate: the value over all positions.
+        low: lower end of the two-sided 95 % interval.
+        high: upper end of the two-sided 95 % interval.
+        one_sided_low: one-sided 95 % lower bound (the 5 % end).
+        one_sided_high: one-sided 95 % upper bound (the 95 % end).
+        noise: the same metric of the baseline against itself, or None if not measured.
+        is_lower_bound: the quantity is a lower bound of the metric named, not the metric.
+    """
+
+    estimate: float
+    low: float
+    high: float
+    one_sided_low: float
+    one_sided_high: float
+    noise: float | None = None
+    is_lower_bound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RuleOutcome:
+    """One limit of the policy, judged.
+
+    ``margin`` is how far the deciding end of the interval lies inside (positive) or outside.
+    """
+
+    metric: str
+    side: str
+    limit: float
+    verdict: Verdict
+    margin: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationResult:
+    """The verdict, what it rests on and where the report lies."""
+
+    verdict: Verdict
+    metrics: Mapping[str, Metric]
+    rules: tuple[RuleOutcome, ...]
+    report: Mapping[str, Any]
+    report_json: Path
+    report_markdown: Path
+
+    @property
+    def exit_code(self) -> int:
+        """The process exit code that goes with the verdict."""
+        return self.verdict.exit_code

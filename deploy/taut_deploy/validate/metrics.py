@@ -1,0 +1,126 @@
+"""Metrics of a comparison, each with its interval.
+
+With ``d = NLL_candidate - NLL_baseline`` and ``p`` the probability given to the true token, over
+all positions: ``delta_nll`` mean d, ``perplexity_ratio`` exp(mean d), ``mean_kl`` and its quantiles
+(nats), ``top1_agreement`` share of positions with the same most likely token, ``rms_delta_p`` root
+mean square of the difference of p. The set is that of llama.cpp's ``--kl-divergence``.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from taut_deploy.validate.bootstrap import (
+    Interval,
+    mean_interval,
+    quantile_intervals,
+    resample_indices,
+)
+from taut_deploy.validate.divergence import Comparison, Floats
+from taut_deploy.validate.job import Metric
+
+_QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p99": 0.99}
+_KL_METRICS = ("mean_kl", *_QUANTILES)
+
+
+def stack(comparisons: Sequence[Comparison]) -> Comparison:
+    """Join the comparisons of equally long sequences into arrays [sequences, positions]."""
+    return Comparison(
+        baseline_nll=np.stack([c.baseline_nll for c in comparisons]),
+        candidate_nll=np.stack([c.candidate_nll for c in comparisons]),
+        kl=np.stack([c.kl for c in comparisons]),
+        baseline_top1=np.stack([c.baseline_top1 for c in comparisons]),
+        candidate_top1=np.stack([c.candidate_top1 for c in comparisons]),
+        kl_is_lower_bound=any(c.kl_is_lower_bound for c in comparisons),
+    )
+
+
+def measure(
+    comparison: Comparison, noise: Comparison | None, *, resamples: int, seed: int
+) -> dict[str, Metric]:
+    """Compute every metric.
+
+    Args:
+        comparison: arrays [sequences, positions], at least two sequences.
+        noise: the baseline against itself, for the noise floor.
+        resamples: bootstrap resamples.
+        seed: of the bootstrap.
+
+    Returns:
+        Metrics by name; :class:`taut_deploy.validate.policy.Requirements` has the same names.
+    """
+    floor = {} if noise is None else point_estimates(noise)
+    indices = resample_indices(len(comparison.kl), resamples, seed)
+    intervals = _intervals(comparison, lambda rows: mean_interval(rows.mean(axis=1), indices))
+    quantiles = quantile_intervals(comparison.kl, list(_QUANTILES.values()), indices)
+    intervals |= dict(zip(_QUANTILES, quantiles, strict=True))
+    return {
+        name: Metric(
+            **dataclasses.asdict(interval),
+            noise=floor.get(name),
+            is_lower_bound=comparison.kl_is_lower_bound and name in _KL_METRICS,
+        )
+        for name, interval in intervals.items()
+    }
+
+
+def point_estimates(comparison: Comparison) -> dict[str, float]:
+    """The metrics without intervals, for any number of sequences."""
+
+    def point(rows: Floats) -> Interval:
+        return Interval(*[float(rows.mean())] * 5)
+
+    points = {name: value.estimate for name, value in _intervals(comparison, point).items()}
+    quantiles = np.quantile(comparison.kl, list(_QUANTILES.values()))
+    return points | dict(zip(_QUANTILES, map(float, quantiles), strict=True))
+
+
+def kl_tail(comparison: Comparison) -> dict[str, float]:
+    """Quantiles of the KL that are too far out for an interval, and its maximum."""
+    return {
+        "p99.9": float(np.quantile(comparison.kl, 0.999)),
+        "max": float(comparison.kl.max()),
+    }
+
+
+def perplexities(comparison: Comparison) -> dict[str, float]:
+    """Perplexity of each model: exp of the mean negative log-likelihood."""
+    return {
+        "baseline": _exp(float(comparison.baseline_nll.mean())),
+        "candidate": _exp(float(comparison.candidate_nll.mean())),
+    }
+
+
+def mean_delta_p(comparison: Comparison) -> float:
+    """Mean change of the true token's probability, candidate minus baseline."""
+    return float(_delta_p(comparison).mean())
+
+
+def _exp(nats: float) -> float:
+    """Exponential that stays finite, so that a report of a ruined model is still valid JSON."""
+    return math.exp(min(nats, 700.0))
+
+
+def _delta_p(comparison: Comparison) -> Floats:
+    delta: Floats = np.exp(-comparison.candidate_nll) - np.exp(-comparison.baseline_nll)
+    return delta
+
+
+def _intervals(comparison: Comparison, mean: Callable[[Floats], Interval]) -> dict[str, Interval]:
+    delta_nll = mean(comparison.candidate_nll - comparison.baseline_nll)
+    same = (comparison.baseline_top1 == comparison.candidate_top1).astype(np.float64)
+    square = mean(_delta_p(comparison) ** 2)
+    return {
+        "perplexity_ratio": _transform(delta_nll, _exp),
+        "delta_nll": delta_nll,
+        "mean_kl": _transform(mean(comparison.kl), lambda x: max(x, 0.0)),
+        "top1_agreement": _transform(mean(same), lambda x: min(max(x, 0.0), 1.0)),
+        "rms_delta_p": _transform(square, lambda x: max(x, 0.0) ** 0.5),
+    }
+
+
+def _transform(interval: Interval, increasing: Callable[[float], float]) -> Interval:
+    """Map an interval through an increasing function; its coverage stays."""
+    return Interval(*(float(increasing(end)) for end in dataclasses.astuple(interval)))

@@ -1,0 +1,123 @@
+"""Policies: the limits a candidate must keep, parsed once, unknown keys refused.
+
+A policy is YAML::
+
+    name: balanced
+    require:
+      perplexity_ratio: {max: 1.03}
+      top1_agreement: {min: 0.915}
+"""
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from taut_deploy.validate.errors import CouldNotValidateError, one_line
+
+Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Limit(_Strict):
+    """An upper limit, a lower limit, or both."""
+
+    max: Number | None = None
+    min: Number | None = None
+
+    @model_validator(mode="after")
+    def _has_a_side(self) -> "Limit":
+        if self.max is None and self.min is None:
+            raise ValueError("give 'max', 'min' or both")
+        if self.max is not None and self.min is not None and self.min > self.max:
+            raise ValueError(f"'min' {self.min} is above 'max' {self.max}")
+        return self
+
+
+class Requirements(_Strict):
+    """The metrics a policy may limit; each is compared by the bounds of its 95 % interval."""
+
+    perplexity_ratio: Limit | None = None
+    delta_nll: Limit | None = None
+    mean_kl: Limit | None = None
+    kl_p50: Limit | None = None
+    kl_p90: Limit | None = None
+    kl_p99: Limit | None = None
+    top1_agreement: Limit | None = None
+    rms_delta_p: Limit | None = None
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> "Requirements":
+        if not self.limits:
+            raise ValueError(f"give at least one of {', '.join(type(self).model_fields)}")
+        return self
+
+    @property
+    def limits(self) -> dict[str, Limit]:
+        """The limits that were given, by metric."""
+        named = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: limit for name, limit in named.items() if limit is not None}
+
+
+class Policy(_Strict):
+    """A named set of limits; all must hold."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")]
+    description: str = ""
+    require: Requirements
+
+
+def builtin_policies() -> list[str]:
+    """Names of the policies that ship with taut."""
+    folder = resources.files("taut_deploy.validate") / "policies"
+    names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
+    return sorted(name.removesuffix(".yaml") for name in names)
+
+
+def load_policy(reference: str | Path) -> Policy:
+    """Load a policy by built-in name or from a YAML file.
+
+    Raises:
+        CouldNotValidateError: no such policy, not YAML, or a wrong key or value (named).
+    """
+    if str(reference) in builtin_policies():
+        folder = resources.files("taut_deploy.validate") / "policies"
+        text = (folder / f"{reference}.yaml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(reference).read_text(encoding="utf-8")
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+            known = ", ".join(builtin_policies())
+            message = f"{str(reference)!r}: no such policy; give a YAML file or one of {known}"
+            raise CouldNotValidateError(message) from error
+        except UnicodeDecodeError as error:
+            raise CouldNotValidateError(f"{reference}: not a text file") from error
+        except OSError as error:
+            raise CouldNotValidateError(f"{reference}: {error.strerror}") from error
+    return parse_policy(text, str(reference))
+
+
+def parse_policy(text: str, origin: str) -> Policy:
+    """Parse policy YAML; ``origin`` is named in errors.
+
+    Raises:
+        CouldNotValidateError: naming the key and what is wrong with it.
+    """
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise CouldNotValidateError(f"{origin}: not valid YAML: {one_line(error)}") from error
+    if not isinstance(data, dict):
+        raise CouldNotValidateError(f"{origin}: expected a mapping with 'name' and 'require'")
+    try:
+        return Policy.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "policy"
+        what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+        raise CouldNotValidateError(f"{origin}: {key}: {what}") from error

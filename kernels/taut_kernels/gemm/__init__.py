@@ -1,0 +1,1 @@
+"""Matrix products over compressed weights, one operation a file."""

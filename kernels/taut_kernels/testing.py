@@ -1,0 +1,158 @@
+"""What tests and benchmarks of kernels share: inputs, the error budget, the NaN poison.
+
+The error budget replaces guessed tolerances. The gold result is the reference on the same inputs
+upcast to fp64; a kernel may be off by twice what the low-precision reference is off, plus one
+rounding of the largest output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from taut_kernels import _launch, formats
+
+BUDGET_FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class W4A16Case:
+    """Random operands of one W4A16 product, in every layout.
+
+    Attributes:
+        x: [M, K] activations.
+        values: [N, K] int8 weights in -8..7.
+        zeros: [N, K/G] int8 zero points in -8..7, or None.
+        weight_packed: disk layout of ``values``.
+        weight_scale: [N, K/G] disk scales.
+        weight_zero_point: disk layout of ``zeros``, or None.
+        qweight: GPU kernel layout of ``values``.
+        scales: [K/G, N].
+        zero_points: [K/G, N] uint8, or None.
+        bias: [N] or None.
+        group_size: G, already K for one group a channel.
+    """
+
+    x: torch.Tensor
+    values: torch.Tensor
+    zeros: torch.Tensor | None
+    weight_packed: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_zero_point: torch.Tensor | None
+    qweight: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    bias: torch.Tensor | None
+    group_size: int
+
+    def operands(self) -> tuple[torch.Tensor | int | None, ...]:
+        """Return the arguments of `taut::w4a16_gemm` in order."""
+        return (self.x, self.qweight, self.scales, self.zero_points, self.bias, self.group_size)
+
+    def gold(self) -> torch.Tensor:
+        """Return the product [M, N] in fp64, straight from the unpacked weights."""
+        N, K = self.values.shape
+        values = self.values.double().view(N, -1, self.group_size)
+        if self.zeros is not None:
+            values = values - self.zeros.double().unsqueeze(-1)
+        weight = (values * self.weight_scale.double().unsqueeze(-1)).view(N, K)
+        y = self.x.double() @ weight.t()
+        return y if self.bias is None else y + self.bias.double()
+
+
+def make_w4a16_case(
+    M: int,
+    N: int,
+    K: int,
+    group_size: int,
+    *,
+    dtype: torch.dtype,
+    asymmetric: bool = False,
+    with_bias: bool = False,
+    device: str = "cpu",
+    seed: int = 0,
+) -> W4A16Case:
+    """Draw a product whose outputs are of order 1.
+
+    Args:
+        M: tokens.
+        N: output features.
+        K: input features.
+        group_size: G, or -1 for one group a channel.
+        dtype: of activations and scales.
+        asymmetric: with zero points.
+        with_bias: with a bias.
+        device: where to put the operands.
+        seed: of the generator; equal seeds give equal cases on every device.
+
+    Returns:
+        The case.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    group = K if group_size == -1 else group_size
+    values = torch.randint(-8, 8, (N, K), generator=generator).to(torch.int8)
+    scale = (torch.rand(N, K // group, generator=generator) + 0.5) / (5 * K**0.5)
+    x = torch.randn(M, K, generator=generator).to(dtype)
+    zeros = torch.randint(-8, 8, (N, K // group), generator=generator).to(torch.int8)
+    bias = torch.randn(N, generator=generator).to(dtype)
+    weight_packed = formats.pack_weight(values)
+    weight_scale = scale.to(dtype)
+    zero_packed = formats.pack_zero_point(zeros) if asymmetric else None
+    return W4A16Case(
+        x=x.to(device),
+        values=values.to(device),
+        zeros=zeros.to(device) if asymmetric else None,
+        weight_packed=weight_packed.to(device),
+        weight_scale=weight_scale.to(device),
+        weight_zero_point=None if zero_packed is None else zero_packed.to(device),
+        qweight=formats.repack_weight(weight_packed, K).to(device),
+        scales=formats.repack_scale(weight_scale).to(device),
+        zero_points=None
+        if zero_packed is None
+        else formats.repack_zero_point(zero_packed, N).to(device),
+        bias=bias.to(device) if with_bias else None,
+        group_size=group,
+    )
+
+
+def max_error(actual: torch.Tensor, gold: torch.Tensor) -> float:
+    """Return the largest absolute difference, in fp64."""
+    return (actual.double() - gold).abs().max().item() if gold.numel() else 0.0
+
+
+def assert_within_budget(actual: torch.Tensor, gold: torch.Tensor, reference: torch.Tensor) -> None:
+    """Hold a result to the error budget.
+
+    Args:
+        actual: what the kernel computed, any float dtype.
+        gold: the same product in fp64.
+        reference: the specification's result in the dtype of ``actual``.
+
+    Raises:
+        AssertionError: wrong shape or dtype, a value that is not finite, or an error above the
+            budget.
+    """
+    assert actual.shape == gold.shape, f"shape {tuple(actual.shape)} ≠ {tuple(gold.shape)}"
+    assert actual.dtype == reference.dtype, f"dtype {actual.dtype} ≠ {reference.dtype}"
+    assert torch.isfinite(actual).all(), "result holds values that are not finite"
+    if not gold.numel():
+        return
+    rounding = torch.finfo(actual.dtype).eps * gold.abs().max().item()
+    budget = BUDGET_FACTOR * (max_error(reference, gold) + rounding)
+    error = max_error(actual, gold)
+    assert error <= budget, f"error {error:.3e} is above the budget {budget:.3e}"
+
+
+def _empty_nan(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+@contextmanager
+def nan_poison() -> Iterator[None]:
+    """Make launchers allocate outputs filled with NaN, so that an element nobody wrote shows."""
+    with mock.patch.object(_launch, "empty", _empty_nan):
+        yield

@@ -1,0 +1,96 @@
+"""Every difference between the vLLM versions we support (0.26 to 0.33), in one file.
+
+| | 0.26 | 0.32 |
+|---|---|---|
+| `MPLinearKernel._get_weight_params` | (w_q, w_s, w_zp, w_gidx) | (w_q, w_s, w_zp) |
+| `MPLinearLayerConfig.has_g_idx` | present | absent: act-order is refused earlier |
+| `MPLinearKernel.__init__` | takes `w_gidx_param_name` too | does not |
+
+Neither version has a public way to put a kernel first: `register_linear_kernel` appends, and
+Machete, Marlin or CPUWNA16 would win. We insert into the priority lists in place, since their
+readers hold the list object.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_PLATFORMS = ("CUDA", "CPU")
+
+
+class IncompatibleVllmError(RuntimeError):
+    """This vLLM lacks an extension point the plugin needs."""
+
+
+def kernel_weight_params(
+    kernel: Any, layer: torch.nn.Module
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return (weight, scale, zero point or None) of a layer, from either tuple shape.
+
+    Args:
+        kernel: an `MPLinearKernel`.
+        layer: the layer it serves.
+    """
+    weight, scale, zero_point = kernel._get_weight_params(layer)[:3]
+    return weight, scale, zero_point
+
+
+def has_act_order(config: Any) -> bool:
+    """Say whether an `MPLinearLayerConfig` asks for activation reordering (0.26 only)."""
+    return bool(getattr(config, "has_g_idx", False))
+
+
+def insert_first(kernel: type, selection: ModuleType) -> None:
+    """Put a mixed-precision kernel first for CUDA and CPU, once.
+
+    Args:
+        kernel: subclass of `MPLinearKernel`.
+        selection: `vllm.model_executor.kernels.linear`.
+
+    Raises:
+        IncompatibleVllmError: the priority lists are not where we know them.
+    """
+    try:
+        lists = selection._POSSIBLE_KERNELS
+        targets = [lists[getattr(selection.PlatformEnum, name)] for name in _PLATFORMS]
+        triton_backend = selection._LINEAR_BACKEND_KERNEL_MAP["triton"]
+    except (AttributeError, KeyError) as error:
+        raise IncompatibleVllmError(
+            f"vLLM's linear kernel lists are not where this plugin expects them: {error!r}"
+        ) from error
+    for kernels in targets:
+        if kernel not in kernels:
+            kernels.insert(0, kernel)
+    # Without this, --linear-backend triton would filter us out.
+    triton_backend.add(kernel)
+
+
+def after_model_load(base_loader: Any, callback: Callable[[torch.nn.Module], None]) -> None:
+    """Call back with each model once its weights are processed, before it serves.
+
+    Args:
+        base_loader: `vllm.model_executor.model_loader.base_loader.BaseModelLoader`.
+        callback: may raise to refuse the model.
+
+    Raises:
+        IncompatibleVllmError: the loader has no `load_model`.
+    """
+    original = getattr(base_loader, "load_model", None)
+    if original is None:
+        raise IncompatibleVllmError("vLLM's BaseModelLoader has no load_model")
+    if getattr(original, "_taut_callback", None) is not None:
+        return
+
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        model: torch.nn.Module = original(self, *args, **kwargs)
+        callback(model)
+        return model
+
+    load_model._taut_callback = callback  # type: ignore[attr-defined]
+    base_loader.load_model = load_model

@@ -1,0 +1,141 @@
+"""The mixed-precision linear kernel vLLM chooses for W4A16 layers.
+
+Holds no arithmetic: it converts the weights once after loading and calls `taut::w4a16_gemm` (CUDA)
+or `taut::w4a16_gemm_cpu` (CPU). This module imports vLLM; only
+:mod:`taut_kernels.vllm_plugin.registration` imports it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.kernels.linear import MPLinearKernel
+from vllm.model_executor.layers.quantization.utils import replace_parameter
+from vllm.model_executor.parameter import permute_param_layout_
+from vllm.platforms import current_platform
+from vllm.scalar_type import scalar_types
+
+from taut_kernels import formats, tiles
+from taut_kernels._launch import gpu_name
+from taut_kernels.gemm import w4a16
+from taut_kernels.vllm_plugin import compat
+from taut_kernels.vllm_plugin.selection import why_not_ours
+
+
+def _replace(layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    # A plain Parameter: Dynamo does not trace vLLM's parameter classes.
+    replace_parameter(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
+    """W4A16 on our own kernels, symmetric or with zero points.
+
+    The class name is unique on purpose: ``VLLM_DISABLED_KERNELS`` matches it.
+    """
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Return the least CUDA compute capability, ×10."""
+        return 80
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        """Decide on one layer; a refusal carries its reason and vLLM asks the next kernel."""
+        reason = refusal(c)
+        return reason is None, reason
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Repack the layer's parameters from the disk layout, in place."""
+        K, N = self.config.partition_weight_shape
+        _to_disk_layout(getattr(layer, self.w_q_name))
+        _to_disk_layout(getattr(layer, self.w_s_name))
+        weight, scale, zero = compat.kernel_weight_params(self, layer)
+        if not self.config.zero_points:
+            zero = None  # GPTQ keeps one, filled with the middle, in symmetric layers too
+        if zero is not None:
+            _to_disk_layout(zero)
+        if current_platform.is_cpu():
+            weight, scale = formats.repack_for_cpu(weight.data, scale.data, _data(zero), K)
+            zero = None
+        else:
+            weight = formats.repack_weight(weight.data, K)
+            scale = formats.repack_scale(scale.data)
+            zero = None if zero is None else formats.repack_zero_point(zero.data, N)
+        _replace(layer, self.w_q_name, weight)
+        _replace(layer, self.w_s_name, scale)
+        if self.w_zp_name is not None:
+            if zero is not None:
+                _replace(layer, self.w_zp_name, zero)
+            elif hasattr(layer, self.w_zp_name):
+                setattr(layer, self.w_zp_name, None)
+        if not current_platform.is_cpu():
+            self._compile_every_bucket(layer)
+
+    def apply_weights(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute the layer; x is [..., K], the result [..., N]."""
+        K, N = self.config.partition_weight_shape
+        weight, scale, zero = compat.kernel_weight_params(self, layer)
+        rows = x.reshape(-1, K)
+        # The operands were checked once at loading; the public functions would check them on every
+        # call.
+        if x.device.type == "cpu":
+            group = K // scale.shape[0]
+            y: torch.Tensor = torch.ops.taut.w4a16_gemm_cpu(rows, weight, scale, bias, group)
+        else:
+            group = K if self.config.group_size == -1 else self.config.group_size
+            y = torch.ops.taut.w4a16_gemm(rows, weight, scale, zero, bias, group)
+        return y.view(*x.shape[:-1], N)
+
+    def _compile_every_bucket(self, layer: torch.nn.Module) -> None:
+        """Run each tile once, so that no request waits for the compiler."""
+        K = self.config.partition_weight_shape[0]
+        weight = getattr(layer, self.w_q_name)
+        # Only rank 0 of a row-parallel layer adds the bias, so a layer with one is called in both
+        # ways.
+        biases = {None, getattr(layer, "bias", None)}
+        for M in tiles.bucket_sizes(w4a16.OP, gpu_name(weight.device)):
+            x = torch.zeros(M, K, dtype=self.config.act_type, device=weight.device)
+            for bias in biases:
+                self.apply_weights(layer, x, bias)
+
+
+def _data(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return None if parameter is None else parameter.data
+
+
+def _to_disk_layout(parameter: Any) -> None:
+    """Bring GPTQ's and AWQ's [K/8, N] parameters to compressed-tensors' [N, K/8]."""
+    packed = getattr(parameter, "packed_dim", None)
+    if packed is None:
+        permute_param_layout_(parameter, input_dim=1, output_dim=0)
+    else:
+        permute_param_layout_(
+            parameter,
+            input_dim=1,
+            output_dim=0,
+            packed_dim=1 if packed == parameter.input_dim else 0,
+        )
+
+
+def refusal(config: Any) -> str | None:
+    """Say why our kernel does not apply to an `MPLinearLayerConfig`, None where it does.
+
+    Args:
+        config: vLLM's description of a layer's shard.
+    """
+    if config.weight_type not in (scalar_types.uint4b8, scalar_types.uint4):
+        return f"no taut kernel for weights of type {config.weight_type} yet"
+    if (config.weight_type == scalar_types.uint4) != config.zero_points:
+        return f"weight type {config.weight_type} with zero_points={config.zero_points}"
+    if compat.has_act_order(config):
+        return "activation reordering (g_idx) is not supported"
+    if getattr(config, "out_type", None) not in (None, config.act_type):
+        return f"output type {config.out_type} differs from activation type {config.act_type}"
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        return f"no taut kernel for {current_platform.device_type}"
+    K, N = config.partition_weight_shape
+    device = "cpu" if current_platform.is_cpu() else "cuda"
+    return why_not_ours(N, K, config.group_size, dtype=config.act_type, device=device)

@@ -1,0 +1,1 @@
+"""Taut's gateway: an OpenAI-compatible front door for vLLM workers that serve compressed models."""

@@ -1,0 +1,156 @@
+"""Which header goes where: hop-by-hop ends here, ids are checked, the rest passes as it came.
+
+Source: RFC 9110 §7.6.1 for hop-by-hop fields.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable
+from itertools import count
+
+from taut_service.errors import Headers, RequestError
+
+REQUEST_ID = b"x-request-id"
+WORKER = b"x-taut-worker"
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# Replaced by ours. Without accept-encoding the worker answers uncompressed, so that events and
+# usage can be read in passing. vLLM answers 415 to any content type but JSON, and the body has
+# been parsed as JSON when it leaves here.
+_REPLACED_IN_REQUEST = frozenset(
+    {b"host", b"content-length", b"content-type", b"expect", b"accept-encoding", REQUEST_ID}
+)
+_REPLACED_IN_RESPONSE = frozenset({b"date", b"server", REQUEST_ID, WORKER})
+_DROPPED_FROM_REQUEST = _HOP_BY_HOP | _REPLACED_IN_REQUEST
+_DROPPED_FROM_RESPONSE = _HOP_BY_HOP | _REPLACED_IN_RESPONSE
+_VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class RequestIds:
+    """Makes ids that no other gateway makes: a random prefix per object, then a count.
+
+    A random number per request would cost a system call each.
+    """
+
+    def __init__(self) -> None:
+        self._prefix = b"req-" + secrets.token_hex(6).encode()
+        self._numbers = count()
+
+    def next(self) -> bytes:
+        """Return a new id of 28 characters."""
+        return b"%b%012x" % (self._prefix, next(self._numbers))
+
+
+class RequestHeaders:
+    """The few headers the gateway acts on, and the rest for the worker; one pass over the list.
+
+    Args:
+        headers: names in lower case, as ASGI gives them.
+        ids: for a request that brings no id, or no valid one.
+    """
+
+    __slots__ = (
+        "_lengths",
+        "authorization",
+        "content_length",
+        "expects_continue",
+        "passed_on",
+        "request_id",
+    )
+
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]], ids: RequestIds) -> None:
+        self.authorization: list[bytes] = []
+        self.content_length: int | None = None
+        self.expects_continue = False
+        self.request_id = b""
+        self.passed_on: Headers = []
+        self._lengths = 0
+        listed: set[bytes] = set()
+        for name, value in headers:
+            if name in _DROPPED_FROM_REQUEST:
+                self._act_on(name, value, listed)
+                continue
+            if name == b"authorization":
+                self.authorization.append(value)
+            self.passed_on.append((name, value))
+        if listed:
+            self.passed_on = [item for item in self.passed_on if item[0] not in listed]
+        if _VALID_ID.fullmatch(self.request_id) is None:
+            self.request_id = ids.next()
+
+    def _act_on(self, name: bytes, value: bytes, listed: set[bytes]) -> None:
+        if name == b"content-length":
+            self._lengths += 1
+            self.content_length = int(value) if value.isdigit() else None
+        elif name == REQUEST_ID:
+            self.request_id = self.request_id or value
+        elif name == b"expect":
+            self.expects_continue = True
+        elif name == b"connection":
+            listed.update(token.strip().lower() for token in value.split(b","))
+
+    def check_framing(self) -> None:
+        """Refuse what servers disagree about.
+
+        Raises:
+            RequestError: there is more than one ``Content-Length``.
+        """
+        # httptools refuses this already; a different server in front of the same application
+        # might not.
+        if self._lengths > 1:
+            raise RequestError("the request has more than one Content-Length")
+
+    def hide_authorization(self) -> None:
+        """Keep the gateway's own keys from the workers."""
+        self.passed_on = [item for item in self.passed_on if item[0] != b"authorization"]
+
+
+def request_head(path: bytes, headers: RequestHeaders, length: int) -> bytes:
+    """Write the head of a worker's request, up to but without ``Host`` and the empty line.
+
+    Args:
+        path: absolute path with query.
+        headers: the client's.
+        length: bytes of the body.
+
+    Returns:
+        Request line and header lines, each ended by CRLF.
+    """
+    lines = [b"POST %b HTTP/1.1" % path]
+    lines += [b"%b: %b" % item for item in headers.passed_on]
+    lines.append(
+        b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %b\r\n"
+        % (length, headers.request_id)
+    )
+    return b"\r\n".join(lines)
+
+
+def response_headers(headers: Headers, request_id: bytes, worker: bytes) -> Headers:
+    """Return a worker's response headers for the client.
+
+    Args:
+        headers: names in lower case.
+        request_id: of this request.
+        worker: the worker's name.
+
+    Returns:
+        End-to-end headers with ``x-request-id`` and ``x-taut-worker``.
+    """
+    passed_on = [item for item in headers if item[0] not in _DROPPED_FROM_RESPONSE]
+    passed_on.append((REQUEST_ID, request_id))
+    passed_on.append((WORKER, worker))
+    return passed_on

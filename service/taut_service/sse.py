@@ -1,0 +1,110 @@
+"""Server-sent events as they pass: whole events, counted, with the usage a worker reports.
+
+The bytes forwarded are the worker's own, in order; only the cuts between them move, to the blank
+lines that end events. So when a worker dies in the middle of an event, the half is dropped here
+and the error event that follows is well-formed. Format: WHATWG HTML, §9.2.6; a line may end in
+LF, CRLF or CR. The usage object: OpenAI API reference, ``usage``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+"""An event longer than this is passed on in pieces, so that memory stays bounded."""
+
+# Atomic: a CRLF is one line end, never a CR and an LF.
+_BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_DATA_LINE = re.compile(rb"(?:(?<=\n)|(?<=\r)|\A)data:")
+_USAGE = re.compile(rb'"usage"\s*:\s*\{')
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,12})')
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,12})')
+
+
+class Usage(NamedTuple):
+    """Tokens in and out, as the worker counted them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def read_usage(data: bytes) -> Usage | None:
+    """Find the last ``usage`` object in a piece of JSON text without parsing the rest.
+
+    Within a JSON string the quotes of ``"usage"`` would be escaped, so generated text cannot be
+    mistaken for it.
+
+    Args:
+        data: a whole JSON document or whole events.
+
+    Returns:
+        The counts, or None where there is no such object.
+    """
+    start = data.rfind(b'"usage"')
+    if start < 0 or _USAGE.match(data, start) is None:
+        return None
+    prompt = _PROMPT_TOKENS.search(data, start)
+    completion = _COMPLETION_TOKENS.search(data, start)
+    # An embedding has no completion: the field is then absent.
+    if prompt is None:
+        return None
+    return Usage(int(prompt[1]), int(completion[1]) if completion is not None else 0)
+
+
+class SseReframer:
+    """Turns arbitrary cuts of a byte stream into cuts between events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self.events = 0
+        self.usage: Usage | None = None
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes.
+
+        Args:
+            data: whatever one read gave.
+
+        Returns:
+            The bytes up to the last blank line seen, ``b""`` while an event is unfinished.
+        """
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        end = _end_of_events(data)
+        if end < len(data):
+            data, self._rest = data[:end], data[end:]
+            if len(self._rest) > MAX_EVENT_BYTES:
+                data, self._rest = data + self._rest, b""
+        if data:
+            self._account(data)
+        return data
+
+    def flush(self) -> bytes:
+        """Return what is left when the stream has ended well; normally nothing."""
+        data, self._rest = self._rest, b""
+        return data
+
+    def _account(self, events: bytes) -> None:
+        self.events += _count_data(events)
+        if b'"usage"' in events:
+            self.usage = read_usage(events) or self.usage
+
+
+def _count_data(events: bytes) -> int:
+    """Count the events that carry data; a comment or a retry hint does not."""
+    if b"\r" in events:
+        return sum(_DATA_LINE.search(event) is not None for event in _BLANK_LINE.split(events))
+    if events.startswith(b"data:") and events.find(b"\n\n") == len(events) - 2:
+        return 1
+    return sum(event.startswith(b"data:") or b"\ndata:" in event for event in events.split(b"\n\n"))
+
+
+def _end_of_events(data: bytes) -> int:
+    if b"\r" not in data:
+        return data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
+    end = 0
+    for match in _BLANK_LINE.finditer(data):
+        end = match.end()
+    return end

@@ -1,0 +1,125 @@
+"""A worker's address and the idle connections to it.
+
+``send`` hands back a :class:`Connection` whose answer has begun. A pooled connection that the
+worker closed between two requests is replaced by a fresh one, once, and only if not one byte of
+an answer had come: uvicorn drops idle connections after five seconds, so this is the ordinary
+case, not a fault. Retrying elsewhere is the gateway's decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+
+from taut_service.connection import ConnectError, Connection, ConnectionLostError
+from taut_service.settings import Timeouts
+
+MAX_IDLE = 256
+"""Idle connections kept per worker; more than this were opened by a burst."""
+
+
+class UpstreamClient:
+    """Keep-alive connections to one host and port. Belongs to one event loop.
+
+    Args:
+        host: name or address.
+        port: TCP port.
+        timeouts: limits on connecting and on silence.
+        on_stale: told when a pooled connection turned out to be closed.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeouts: Timeouts,
+        on_stale: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._timeouts = timeouts
+        self._on_stale = on_stale
+        # Last in, first out: the most recently used is the least likely to have been closed. A
+        # dict, for removal in O(1).
+        self._idle: dict[Connection, None] = {}
+        literal = f"[{host}]" if ":" in host else host
+        self.authority = f"{literal}:{port}".encode()
+
+    @property
+    def idle(self) -> int:
+        """Pooled connections now."""
+        return len(self._idle)
+
+    async def send(self, head: bytes, body: bytes) -> Connection:
+        """Send a request, wait for the head of the answer.
+
+        Args:
+            head: request line and headers, with the empty line.
+            body: the body.
+
+        Returns:
+            The connection, to be read to its end and given to :meth:`give_back`, whatever happens.
+
+        Raises:
+            UpstreamError: connecting failed, or the answer did not begin.
+        """
+        while self._idle:
+            pooled, _ = self._idle.popitem()
+            if not pooled.alive:
+                continue
+            try:
+                return await self._exchange(pooled, head, body)
+            except ConnectionLostError:
+                if pooled.got_bytes:
+                    raise
+                self._on_stale()
+                break
+        return await self._exchange(await self._connect(), head, body)
+
+    def give_back(self, connection: Connection) -> None:
+        """End the exchange; pool the connection, or close it if the answer was not whole."""
+        if connection.finish() and len(self._idle) < MAX_IDLE:
+            self._idle[connection] = None
+        else:
+            connection.abort()
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            connection, _ = self._idle.popitem()
+            connection.abort()
+
+    async def _exchange(self, connection: Connection, head: bytes, body: bytes) -> Connection:
+        try:
+            await connection.exchange(head, body)
+        except BaseException:
+            # Cancellation included: an abandoned request must not go on running in the worker.
+            connection.abort()
+            raise
+        return connection
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                _, connection = await loop.create_connection(self._new, self._host, self._port)
+        except TimeoutError as error:
+            raise ConnectError(f"no connection within {self._timeouts.connect_s:g} s") from error
+        except OSError as error:
+            raise ConnectError(_reason(error)) from error
+        return connection
+
+    def _new(self) -> Connection:
+        return Connection(self._forget, self._timeouts.first_byte_s, self._timeouts.idle_s)
+
+    def _forget(self, connection: Connection) -> None:
+        self._idle.pop(connection, None)
+
+
+def _reason(error: OSError) -> str:
+    """Return the system's words: asyncio's own name the address as well."""
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)

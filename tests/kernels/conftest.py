@@ -1,0 +1,171 @@
+"""Fixtures of the kernel tests: a tiny Llama in W4A16, subprocesses with a chosen environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from taut_kernels import formats
+
+HERE = Path(__file__).parent
+HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 128, 256, 2, 96
+LINEARS = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
+    "self_attn.v_proj": (HIDDEN // 2, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def run_python() -> RunPython:
+    """Run this Python in a fresh process; `env` comes on top of our environment."""
+
+    def run(
+        *arguments: str, env: dict[str, str] | None = None, timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TAUT_", "VLLM_", "TRITON_INTERPRET"))
+        }
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=inherited | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2"} | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run
+
+
+def _quantised_linear(
+    shape: tuple[int, int], group_size: int, asymmetric: bool, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    N, K = shape
+    values = torch.randint(-8, 8, shape, generator=generator).to(torch.int8)
+    scale = (torch.rand(N, K // group_size, generator=generator) + 0.5) / (5 * K**0.5)
+    tensors = {
+        "weight_packed": formats.pack_weight(values),
+        "weight_scale": scale.to(torch.bfloat16),
+        "weight_shape": torch.tensor(shape),
+    }
+    if asymmetric:
+        zeros = torch.randint(-3, 4, (N, K // group_size), generator=generator).to(torch.int8)
+        tensors["weight_zero_point"] = formats.pack_zero_point(zeros)
+    return tensors
+
+
+def _state_dict(down_group_size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    state = {
+        "model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator),
+        "lm_head.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator) * 0.5,
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        state[f"{prefix}.input_layernorm.weight"] = torch.ones(HIDDEN)
+        state[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+        for name, shape in LINEARS.items():
+            asymmetric = name.startswith("mlp")
+            group_size = 64 if not asymmetric else 32
+            if name == "mlp.down_proj":
+                group_size = down_group_size
+            tensors = _quantised_linear(shape, group_size, asymmetric, generator)
+            state |= {f"{prefix}.{name}.{key}": tensor for key, tensor in tensors.items()}
+    floats = (torch.float32,)
+    return {k: v.to(torch.bfloat16) if v.dtype in floats else v for k, v in state.items()}
+
+
+def _group(targets: list[str], group_size: int, symmetric: bool) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group",
+        "group_size": group_size,
+    }
+    return {"targets": targets, "weights": weights, "input_activations": None}
+
+
+def _config(down_group_size: int) -> dict[str, Any]:
+    groups = {
+        "group_0": _group([r"re:.*self_attn\..*"], 64, symmetric=True),
+        "group_1": _group([r"re:.*mlp\.(gate|up)_proj$"], 32, symmetric=False),
+        "group_2": _group([r"re:.*mlp\.down_proj$"], down_group_size, symmetric=False),
+    }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": groups,
+        },
+    }
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<s>": 0, "</s>": 1} | {f"w{i}": i for i in range(2, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "</s>",
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="session")
+def make_tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Write a random pack-quantized Llama; the argument is down_proj's group size."""
+    from safetensors.torch import save_file
+
+    def make(down_group_size: int) -> Path:
+        directory = tmp_path_factory.mktemp(f"tiny_llama_g{down_group_size}")
+        save_file(_state_dict(down_group_size), directory / "model.safetensors", {"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(_config(down_group_size)))
+        _write_tokenizer(directory)
+        return directory
+
+    return make

@@ -1,0 +1,30 @@
+"""Run by test_vllm_plugin.py: serve a checkpoint with vLLM, print tokens and logprobs as JSON."""
+
+import json
+import sys
+
+PROMPTS = ([2, 3, 5, 7, 11, 13], list(range(40, 80)), [90])
+NUM_TOKENS = 12
+
+
+def main(directory: str) -> None:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=directory, dtype="bfloat16", enforce_eager=True, max_model_len=128, max_num_seqs=4
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1, ignore_eos=True)
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    answers = []
+    for prompt, output in zip(
+        PROMPTS, llm.generate(prompts, sampling, use_tqdm=False), strict=True
+    ):
+        tokens = list(output.outputs[0].token_ids)
+        steps = zip(tokens, output.outputs[0].logprobs, strict=True)
+        logprobs = [step[token].logprob for token, step in steps]
+        answers.append({"prompt": prompt, "tokens": tokens, "logprobs": logprobs})
+    sys.stdout.write("\nANSWERS " + json.dumps(answers) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,378 @@
+"""The plugin's parts; vLLM itself only in subprocesses, without starting an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import types
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from taut_kernels import vllm_plugin
+from taut_kernels.vllm_plugin import compat, selection, selfcheck
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+
+
+# --- imports -------------------------------------------------------------------------------------
+
+
+def test_importing_the_package_touches_no_device_and_no_vllm(run_python: Any) -> None:
+    code = (
+        "import sys, taut_kernels, taut_kernels.vllm_plugin\n"
+        "assert not {'vllm', 'torch', 'triton'} & set(sys.modules)\n"
+        "import taut_kernels.gemm.w4a16, taut_kernels.gemm.w4a16_cpu, taut_kernels.testing, torch\n"
+        "import taut_kernels.aot, taut_kernels.vllm_plugin.selfcheck\n"
+        "assert 'vllm' not in sys.modules\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    process = run_python("-c", code)
+    assert process.returncode == 0, process.stderr
+
+
+def test_transformers_finds_no_kernels_package_of_ours(run_python: Any) -> None:
+    code = "import importlib.util as u; s = u.find_spec('kernels'); print(s and s.origin)"
+    assert "taut" not in run_python("-c", code).stdout
+
+
+# --- modes and cache key -------------------------------------------------------------------------
+
+
+def test_mode_defaults_to_prefer_and_refuses_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAUT_KERNELS", raising=False)
+    assert vllm_plugin.requested_mode() == "prefer"
+    monkeypatch.setenv("TAUT_KERNELS", "")
+    assert vllm_plugin.requested_mode() == "prefer"
+    monkeypatch.setenv("TAUT_KERNELS", "always")
+    with pytest.raises(ValueError, match="prefer, require, off, got 'always'"):
+        vllm_plugin.register()
+
+
+def test_cache_key_follows_mode_and_sources(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TAUT_KERNELS", "require")
+    key = vllm_plugin.cache_key()
+    assert key == vllm_plugin.cache_key()
+    monkeypatch.setenv("TAUT_KERNELS", "off")
+    other = vllm_plugin.cache_key()
+    assert key.split("-")[0] == "require"
+    assert other.split("-") == ["off", key.split("-")[1]]
+    package = tmp_path / "package"
+    (package / "vllm_plugin").mkdir(parents=True)
+    (package / "vllm_plugin" / "__init__.py").write_text("")
+    (package / "tiles.json").write_text("{}")
+    monkeypatch.setattr(vllm_plugin, "__file__", str(package / "vllm_plugin" / "__init__.py"))
+    before = vllm_plugin.cache_key()
+    (package / "tiles.json").write_text("{ }")
+    assert vllm_plugin.cache_key() != before
+
+
+# --- self-check ----------------------------------------------------------------------------------
+
+
+def test_ready_where_the_plugin_is_installed() -> None:
+    assert selfcheck.why_not_ready(None) is None
+    assert selfcheck.why_not_ready("other,taut") is None
+
+
+@pytest.mark.parametrize("value", ["nope", "", " taut", "tauter"])
+def test_not_ready_where_vllm_plugins_excludes_it(value: str) -> None:
+    assert f"VLLM_PLUGINS={value!r} excludes 'taut'" in str(selfcheck.why_not_ready(value))
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ([], "install taut"),
+        ([EntryPoint("x", selfcheck.TARGET, selfcheck.GROUP)], "install taut"),
+        ([EntryPoint("taut", "elsewhere:register", selfcheck.GROUP)], "reinstall taut"),
+    ],
+)
+def test_not_ready_without_our_entry_point(
+    found: list[EntryPoint], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selfcheck, "entry_points", lambda *, group: found)
+    assert message in str(selfcheck.why_not_ready(None))
+
+
+def test_not_ready_where_the_op_computes_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from taut_kernels.gemm import w4a16, w4a16_cpu
+
+    def wrong(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.full((2, 32), 191.0, dtype=x.dtype)
+
+    monkeypatch.setattr(w4a16, "w4a16_gemm", wrong)
+    monkeypatch.setattr(w4a16_cpu, "w4a16_gemm_cpu", wrong)
+    assert "wrong answer" in str(selfcheck.why_not_ready(None))
+
+
+# --- both API shapes -----------------------------------------------------------------------------
+
+
+class _Kernel026:
+    """The shape of vLLM 0.26's MPLinearKernel: a 4-tuple with g_idx."""
+
+    def _get_weight_params(self, layer: Any) -> tuple[Any, Any, Any, Any]:
+        return layer.w, layer.s, layer.z, layer.g_idx
+
+
+class _Kernel032:
+    """The shape of vLLM 0.32's MPLinearKernel: a 3-tuple."""
+
+    def _get_weight_params(self, layer: Any) -> tuple[Any, Any, Any]:
+        return layer.w, layer.s, layer.z
+
+
+@pytest.mark.parametrize("kernel", [_Kernel026(), _Kernel032()])
+def test_weight_params_from_both_tuple_shapes(kernel: Any) -> None:
+    layer: Any = types.SimpleNamespace(w="w", s="s", z="z", g_idx="g")
+    assert compat.kernel_weight_params(kernel, layer) == ("w", "s", "z")
+
+
+def test_act_order_is_read_where_the_field_exists() -> None:
+    assert compat.has_act_order(types.SimpleNamespace(has_g_idx=True))
+    assert not compat.has_act_order(types.SimpleNamespace(has_g_idx=False))
+    assert not compat.has_act_order(types.SimpleNamespace())
+
+
+def _selection_module() -> Any:
+    platforms = types.SimpleNamespace(CUDA="cuda", CPU="cpu")
+    return types.SimpleNamespace(
+        PlatformEnum=platforms,
+        _POSSIBLE_KERNELS={"cuda": [int], "cpu": [float]},
+        _LINEAR_BACKEND_KERNEL_MAP={"triton": set()},
+    )
+
+
+def test_insert_first_is_first_and_idempotent() -> None:
+    module = _selection_module()
+    held = module._POSSIBLE_KERNELS["cuda"]
+    for _ in range(3):
+        compat.insert_first(str, module)
+    assert held == [str, int]
+    assert {"cuda": [str, int], "cpu": [str, float]} == module._POSSIBLE_KERNELS
+    assert {"triton": {str}} == module._LINEAR_BACKEND_KERNEL_MAP
+
+
+@pytest.mark.parametrize("missing", ["_POSSIBLE_KERNELS", "_LINEAR_BACKEND_KERNEL_MAP"])
+def test_insert_first_names_a_vllm_that_changed(missing: str) -> None:
+    module = _selection_module()
+    delattr(module, missing)
+    with pytest.raises(compat.IncompatibleVllmError, match=missing):
+        compat.insert_first(str, module)
+
+
+def test_after_model_load_calls_back_once_however_often_installed() -> None:
+    class Loader:
+        def load_model(self, size: int) -> Any:
+            return torch.nn.Linear(size, size)
+
+    seen: list[torch.nn.Module] = []
+    for _ in range(3):
+        compat.after_model_load(Loader, seen.append)
+    model = Loader().load_model(size=3)
+    assert seen == [model]
+    with pytest.raises(compat.IncompatibleVllmError, match="load_model"):
+        compat.after_model_load(object, seen.append)
+
+
+# --- audit ---------------------------------------------------------------------------------------
+
+
+class TautW4A16LinearKernel:
+    config: ClassVar[Any] = types.SimpleNamespace(weight_type="uint4b8")
+
+
+class OtherKernel:
+    def __init__(self, weight_type: str) -> None:
+        self.config = types.SimpleNamespace(weight_type=weight_type)
+
+
+class Int8Kernel:
+    """No MPLinearLayerConfig: a scaled-mm kernel."""
+
+
+class Scheme:
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+
+def _model(**kernels: Any) -> torch.nn.Module:
+    model = torch.nn.Module()
+    for name, kernel in kernels.items():
+        layer = torch.nn.Linear(2, 2)
+        layer.scheme = Scheme(kernel)  # type: ignore[assignment]
+        model.add_module(name, layer)
+    model.add_module("norm", torch.nn.LayerNorm(2))
+    return model
+
+
+def _audit(model: torch.nn.Module, reason: str | None = None) -> list[selection.LayerChoice]:
+    return list(selection.audit(model, lambda config: reason))
+
+
+def test_audit_names_each_layer_kernel_and_reason() -> None:
+    model = _model(a=TautW4A16LinearKernel(), b=OtherKernel("uint4"), c=Int8Kernel())
+    choices = {choice.layer: choice for choice in _audit(model, "too odd")}
+    assert set(choices) == {"a", "b", "c"}
+    assert choices["a"].reason is None
+    assert choices["b"].reason == "too odd; vLLM OtherKernel"
+    assert choices["b"].in_scope
+    assert choices["c"].reason == "no taut kernel for Scheme yet; vLLM Int8Kernel"
+    assert not choices["c"].in_scope
+    assert "another kernel" in str(_audit(model)[1].reason)
+
+
+def test_summary_counts_kernels_and_reasons() -> None:
+    model = _model(a=OtherKernel("uint4"), b=OtherKernel("uint4"), c=TautW4A16LinearKernel())
+    assert selection.summary(_audit(model, "too odd")) == (
+        "OtherKernel ×2, TautW4A16LinearKernel ×1; not ours: too odd; vLLM OtherKernel (×2)"
+    )
+    assert selection.summary([]) == "no quantised linear layer"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (_model(a=TautW4A16LinearKernel(), b=OtherKernel("uint4b8")), "b: odd; vLLM OtherKernel"),
+        (_model(a=Int8Kernel()), "no layer runs on a taut kernel"),
+        (_model(), "no layer runs on a taut kernel"),
+    ],
+)
+def test_require_refuses(model: torch.nn.Module, message: str) -> None:
+    with pytest.raises(selection.KernelsNotUsedError, match=message):
+        selection.conclude(_audit(model, "odd"), "require")
+    selection.conclude(_audit(model, "odd"), "prefer")
+
+
+def test_require_accepts_schemes_out_of_scope_beside_ours() -> None:
+    model = _model(a=TautW4A16LinearKernel(), b=Int8Kernel(), c=OtherKernel("uint8b128"))
+    selection.conclude(_audit(model, "not 4 bits"), "require")
+
+
+def test_report_is_written_before_require_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kernels.json"
+    monkeypatch.setenv("TAUT_KERNELS_REPORT", str(path))
+    with pytest.raises(selection.KernelsNotUsedError):
+        selection.conclude(_audit(_model(a=OtherKernel("uint4")), "odd"), "require")
+    record = json.loads(path.read_text())
+    assert record["format"] == 1
+    assert record["layers"][0]["reason"] == "odd; vLLM OtherKernel"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kernels.json"]
+
+
+def test_why_not_ours_depends_on_the_device() -> None:
+    ask = selection.why_not_ours
+    bf16, fp16 = torch.bfloat16, torch.float16
+    assert ask(576, 1536, 64, dtype=bf16, device="cpu") is None
+    assert ask(576, 1536, 64, dtype=fp16, device="cuda") is None
+    assert "bfloat16" in str(ask(576, 1536, 64, dtype=fp16, device="cpu"))
+    assert "got 16" in str(ask(576, 1536, 16, dtype=bf16, device="cuda"))
+
+
+# --- the installed vLLM, without starting an engine ----------------------------------------------
+
+REGISTER = """
+import json
+from vllm.plugins import load_general_plugins
+from vllm.model_executor.kernels import linear as L
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+load_general_plugins()
+from taut_kernels.vllm_plugin import register
+{again}
+names = {{k.name: [c.__name__ for c in v] for k, v in L._POSSIBLE_KERNELS.items()}}
+hooked = hasattr(BaseModelLoader.load_model, "_taut_callback")
+print("RESULT " + json.dumps([names, hooked]))
+"""
+
+
+def _registered(run_python: Any, env: dict[str, str], again: str = "") -> tuple[Any, bool]:
+    process = run_python("-c", REGISTER.format(again=again), env=env)
+    assert process.returncode == 0, process.stderr[-2000:]
+    (line,) = (text for text in process.stdout.splitlines() if text.startswith("RESULT "))
+    names, hooked = json.loads(line.removeprefix("RESULT "))
+    return names, hooked
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_vllm_loads_the_entry_point_and_register_is_idempotent(run_python: Any) -> None:
+    names, hooked = _registered(run_python, {}, again="register(); register()")
+    for platform in ("CUDA", "CPU"):
+        assert names[platform][0] == "TautW4A16LinearKernel"
+        assert names[platform].count("TautW4A16LinearKernel") == 1
+    assert "TautW4A16LinearKernel" not in names["ROCM"]
+    assert hooked
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("env", [{"VLLM_PLUGINS": "nope"}, {"TAUT_KERNELS": "off"}])
+def test_nothing_is_registered_where_excluded_or_off(env: dict[str, str], run_python: Any) -> None:
+    names, hooked = _registered(run_python, env)
+    assert "TautW4A16LinearKernel" not in str(names)
+    assert not hooked
+
+
+KERNEL = """
+import types
+import torch
+from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+from vllm.model_executor import parameter
+from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
+from vllm.scalar_type import scalar_types
+from taut_kernels import formats, testing
+from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal
+
+def config(**change):
+    fields = dict(full_weight_shape=(128, 64), partition_weight_shape=(128, 64), group_size=32,
+                  weight_type=scalar_types.uint4b8, act_type=torch.bfloat16, zero_points=False)
+    return types.SimpleNamespace(**(fields | change))
+
+assert refusal(config()) is None
+assert refusal(config(has_g_idx=False)) is None
+assert "g_idx" in refusal(config(has_g_idx=True))
+assert "zero_points=True" in refusal(config(zero_points=True))
+assert "uint8b128" in refusal(config(weight_type=scalar_types.uint8b128))
+assert "out" in refusal(config(out_type=torch.float16))
+assert "got 16" in refusal(config(group_size=16))
+
+# GPTQ keeps [K/8, N] words and [K/G, N] scales: the kernel brings them to our layout first.
+case = testing.make_w4a16_case(3, 64, 128, 32, dtype=torch.bfloat16)
+keep = dict(weight_loader=lambda *a: None)
+# A parameter asks for its place among tensor-parallel ranks; one process needs no group for that.
+parameter.get_tensor_model_parallel_rank = lambda: 0
+parameter.get_tensor_model_parallel_world_size = lambda: 1
+layer = torch.nn.Module()
+words, scales = case.weight_packed.t().contiguous(), case.weight_scale.t().contiguous()
+layer.qweight = PackedvLLMParameter(
+    data=words, input_dim=0, output_dim=1, packed_dim=0, packed_factor=8, **keep
+)
+layer.scales = GroupQuantScaleParameter(data=scales, input_dim=0, output_dim=1, **keep)
+zeros = torch.zeros(4, 8, dtype=torch.int32)
+layer.qzeros = torch.nn.Parameter(zeros, requires_grad=False)
+kernel = TautW4A16LinearKernel(
+    MPLinearLayerConfig(**vars(config())), "qweight", "scales", "qzeros"
+)
+kernel.process_weights_after_loading(layer)
+assert layer.qzeros is None
+y = kernel.apply_weights(layer, case.x)
+testing.assert_within_budget(y, case.gold(), torch.ops.taut.w4a16_gemm(*case.operands()))
+print("RESULT ok")
+"""
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_linear_kernel_refuses_what_it_must_and_takes_gptq_layout(run_python: Any) -> None:
+    process = run_python("-c", KERNEL)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "RESULT ok" in process.stdout

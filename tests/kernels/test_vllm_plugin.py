@@ -1,0 +1,136 @@
+"""The plugin inside a real vLLM (CPU), on a tiny random Llama: three starts, one a claim."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# find_spec, not importorskip: importing vLLM here would burden every other test of the process.
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+SCRIPT = Path(__file__).with_name("serve_tiny_llama.py")
+SERVING = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}
+TIE = 0.15
+"""Logprob difference below which two tokens of this model count as equally likely."""
+
+
+def _answers(stdout: str) -> list[dict[str, Any]]:
+    lines = [line for line in stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert len(lines) == 1, stdout[-2000:]
+    answers: list[dict[str, Any]] = json.loads(lines[0].removeprefix("ANSWERS "))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def covered(make_tiny_llama: Callable[[int], Path]) -> Path:
+    return make_tiny_llama(32)
+
+
+@pytest.fixture(scope="module")
+def required(
+    covered: Path, run_python: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Path]]:
+    """One start with TAUT_KERNELS=require on a model our kernels cover: (process, report)."""
+    report = tmp_path_factory.mktemp("report") / "kernels.json"
+    asked = {"TAUT_KERNELS": "require", "TAUT_KERNELS_REPORT": str(report)}
+    yield run_python(str(SCRIPT), str(covered), env=SERVING | asked), report
+
+
+@pytest.fixture(scope="module")
+def stock(covered: Path, run_python: Any) -> Any:
+    """One start of the same model on vLLM's own kernels."""
+    return run_python(str(SCRIPT), str(covered), env=SERVING | {"TAUT_KERNELS": "off"})
+
+
+def test_every_layer_runs_on_our_kernel_where_required(required: tuple[Any, Path]) -> None:
+    process, report = required
+    assert process.returncode == 0, process.stderr[-3000:]
+    record = json.loads(report.read_text())
+    layers = {choice["layer"]: choice["kernel"] for choice in record["layers"]}
+    expected = {
+        f"model.layers.{layer}.{name}"
+        for layer in range(2)
+        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    }
+    assert set(layers) == expected
+    assert set(layers.values()) == {"TautW4A16LinearKernel"}
+    assert record["mode"] == "require"
+    log = process.stdout + process.stderr
+    assert log.count("taut kernels (require): TautW4A16LinearKernel ×8") == 1
+
+
+def test_off_leaves_vllm_its_own_kernel(stock: Any) -> None:
+    assert stock.returncode == 0, stock.stderr[-3000:]
+    log = stock.stdout + stock.stderr
+    assert "Using CPUWNA16LinearKernel for CompressedTensorsWNA16" in log
+    assert "TautW4A16LinearKernel" not in log
+
+
+def _gold_logprobs(directory: Path, prompt: list[int], tokens: list[int]) -> Any:
+    """Logprobs [len(tokens), vocabulary] from transformers on dense fp32 weights."""
+    import torch
+    from safetensors.torch import load_file
+    from taut_kernels import formats
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    state, dense = load_file(directory / "model.safetensors"), {}
+    for name, tensor in state.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight":
+            dense[name] = tensor.float()
+        elif kind == "weight_packed":
+            N, K = state[f"{layer}.weight_shape"].tolist()
+            scale = state[f"{layer}.weight_scale"].float().unsqueeze(-1)
+            weight = formats.unpack_weight(tensor, K).float().view(N, scale.shape[1], -1)
+            if (zero := state.get(f"{layer}.weight_zero_point")) is not None:
+                weight = weight - formats.unpack_zero_point(zero, N).float().unsqueeze(-1)
+            dense[f"{layer}.weight"] = (weight * scale).view(N, K)
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"], config["torch_dtype"]
+    model = LlamaForCausalLM(LlamaConfig(**config)).float().eval()
+    model.load_state_dict(dense)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)
+
+
+def test_greedy_tokens_equal_vllms_own_kernel(
+    covered: Path, required: tuple[Any, Path], stock: Any
+) -> None:
+    our_errors, their_errors, equal = [], [], 0
+    pairs = zip(_answers(required[0].stdout), _answers(stock.stdout), strict=True)
+    for our, their in pairs:
+        gold = _gold_logprobs(covered, our["prompt"], our["tokens"])
+        for step, (token, other) in enumerate(zip(our["tokens"], their["tokens"], strict=True)):
+            # bf16 between layers costs up to 0.06 here, for either kernel: only a tie may differ.
+            if token != other:
+                assert abs(gold[step, token] - gold[step, other]) < TIE
+                break
+            equal += 1
+            our_errors.append(abs(our["logprobs"][step] - gold[step, token].item()))
+            their_errors.append(abs(their["logprobs"][step] - gold[step, token].item()))
+    assert equal >= 12
+    # Equal tokens could hide a small error; being no further from fp32 than vLLM's own cannot.
+    assert sum(our_errors) <= 1.25 * sum(their_errors)
+
+
+def test_require_refuses_a_layer_our_kernel_does_not_cover(
+    make_tiny_llama: Callable[[int], Path], run_python: Any
+) -> None:
+    process = run_python(
+        str(SCRIPT), str(make_tiny_llama(16)), env=SERVING | {"TAUT_KERNELS": "require"}
+    )
+    assert process.returncode != 0
+    log = process.stdout + process.stderr
+    assert "TAUT_KERNELS=require: model.layers.0.mlp.down_proj: group size must be" in log
+    assert "got 16; vLLM CPUWNA16LinearKernel" in log
+    assert "not ours: group size must be 32, 64, 128" in log
+    assert "ANSWERS" not in process.stdout
