@@ -1,8 +1,8 @@
 """The checkpoint directory and its manifest, ``taut.json``: one of the seams between the rooms.
 
-The manifest is written last, into a directory that is then renamed: a directory without a valid manifest is not a
-checkpoint. ``files`` holds the sha256 of every other file except the volatile log; ``validation`` is the only part
-that changes later.
+The manifest is written last, into a directory that is then renamed: a directory without a valid
+manifest is not a checkpoint. ``files`` holds the sha256 of every other file except the volatile
+log; ``validation`` is the only part that changes later.
 """
 
 import json
@@ -15,6 +15,18 @@ from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file, wri
 
 MANIFEST = "taut.json"
 FORMAT_VERSION = 1
+_SHAPES: dict[str, type] = {
+    "name": str,
+    "scheme": str,
+    "recipe": dict,
+    "base_model": dict,
+    "calibration": dict,
+    "layers": list,
+    "files": dict,
+    "max_model_len": int,
+}
+# What changes the answers of a model that is loaded from the directory.
+_LOADED_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
 
 
 @dataclass(frozen=True)
@@ -102,14 +114,22 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{directory}: no {MANIFEST}, so this is not a taut checkpoint") from error
+        raise CheckpointError(
+            f"{directory}: no {MANIFEST}, so this is not a taut checkpoint"
+        ) from error
     except (ValueError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format_version is {version!r}, this taut reads {FORMAT_VERSION}")
+        raise CheckpointError(
+            f"{path}: format_version is {version!r}, this taut reads {FORMAT_VERSION}"
+        )
     try:
-        return Manifest(**{**data, "golden": Golden(**data["golden"])})
+        manifest = Manifest(**{**data, "golden": Golden(**data["golden"])})
+        for name, kind in _SHAPES.items():
+            if not isinstance(getattr(manifest, name), kind):
+                raise TypeError(f"{name!r} is not a {kind.__name__}")
+        return manifest
     except (TypeError, KeyError) as error:
         raise CheckpointError(f"{path}: {error}; compress the model again") from error
 
@@ -124,24 +144,31 @@ def verify(directory: Path) -> Manifest:
     for name, expected in sorted(manifest.files.items()):
         path = directory / name
         if not path.is_file():
-            raise CheckpointError(f"{path}: listed in {MANIFEST} but missing; compress the model again")
+            raise CheckpointError(
+                f"{path}: listed in {MANIFEST} but missing; compress the model again"
+            )
         if sha256_file(path) != expected:
             raise CheckpointError(
-                f"{path}: its sha256 differs from {MANIFEST} (altered or cut short); compress the model again"
+                f"{path}: its sha256 differs from {MANIFEST} (altered or cut short); "
+                "compress the model again"
             )
     extra = {path.name for path in _content(directory)} - manifest.files.keys()
-    if unlisted := sorted(name for name in extra if name.endswith((".safetensors", ".json"))):
+    if unlisted := sorted(name for name in extra if name.endswith(_LOADED_SUFFIXES)):
         raise CheckpointError(f"{directory / unlisted[0]}: not listed in {MANIFEST}; remove it")
     return manifest
 
 
 def record_validation(directory: Path, verdict: dict[str, Any]) -> None:
     """Store the last verdict in the manifest."""
-    write_json_atomically(directory / MANIFEST, asdict(replace(read_manifest(directory), validation=verdict)))
+    write_json_atomically(
+        directory / MANIFEST, asdict(replace(read_manifest(directory), validation=verdict))
+    )
 
 
 def _content(directory: Path) -> list[Path]:
     """Files a manifest accounts for, in a stable order."""
     left_out = VOLATILE_FILES | {MANIFEST}
     files = (path for path in directory.iterdir() if path.is_file())
-    return sorted(path for path in files if path.name not in left_out and not path.name.startswith("."))
+    return sorted(
+        path for path in files if path.name not in left_out and not path.name.startswith(".")
+    )

@@ -3,21 +3,21 @@
 import os
 import sys
 import warnings
+from typing import Any
 
-import click
 import typer
 
-from taut_deploy.commands import compress, doctor, model, serve, validate, worker
+from taut_deploy.commands import bench, compress, doctor, model, serve, validate, worker
 from taut_deploy.errors import TautError
 
 app = typer.Typer(
     name="taut",
     help="Compress Hugging Face causal LMs, prove what it cost, and serve them.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(model.app, name="model")
+app.add_typer(bench.app, name="bench")
 app.command()(compress.compress)
 app.command()(worker.worker)
 app.command()(serve.serve)
@@ -28,6 +28,10 @@ EXIT_FAILED = 2
 EXIT_COULD_NOT_VALIDATE = 3
 EXIT_INTERRUPTED = 130
 
+# typer carries its own copy of click from 0.26 on and uses the installed one before; its usage
+# errors are reached through a name that both export.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
 
 def main() -> int:
     """Entry point of the console script; returns the exit code."""
@@ -36,16 +40,25 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
-        app(standalone_mode=False)
-    except typer.Exit as end:
-        return end.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        sys.stderr.write("taut: interrupted; run the same command again to go on\n")
-        return EXIT_INTERRUPTED
+        # Outside standalone mode typer returns the code of a raised Exit (130 after Ctrl-C).
+        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    except _UsageError as error:
+        return _failed(_usage_message(error))
     except TautError as error:
-        sys.stderr.write(f"taut: {' '.join(str(error).split())}\n")
-        return EXIT_COULD_NOT_VALIDATE if sys.argv[1:2] == ["validate"] else EXIT_FAILED
-    return 0
+        return _failed(str(error))
+    if code == EXIT_INTERRUPTED:
+        sys.stderr.write("taut: interrupted; run the same command again to go on\n")
+    return int(code)
+
+
+def _failed(message: str) -> int:
+    sys.stderr.write(f"taut: {' '.join(message.split())}\n")
+    # 1 and 2 are verdicts of `taut validate`.
+    return EXIT_COULD_NOT_VALIDATE if sys.argv[1:2] == ["validate"] else EXIT_FAILED
+
+
+def _usage_message(error: Any) -> str:
+    command = error.ctx.command_path if error.ctx is not None else "taut"
+    return f"{error.format_message().rstrip('.')}; see '{command} --help'"

@@ -13,7 +13,8 @@ from typing import Any
 from taut_deploy.errors import OutputError
 
 _CHUNK = 1 << 20
-# Volatile by nature (wall clock, host): never part of a digest, so that a resumed run equals an undisturbed one.
+# Volatile by nature (wall clock, host): never part of a digest, so that a resumed run equals an
+# undisturbed one.
 VOLATILE_FILES = frozenset({"compression_log.json"})
 
 
@@ -34,7 +35,7 @@ def sha256_json(value: Any) -> str:
 
 
 def digest_of_hashes(hashes: dict[str, str]) -> str:
-    """One digest for a set of files: ``sha256:`` + sha256 of the sorted ``{path: sha256}`` mapping."""
+    """One digest for a set of files: ``sha256:`` over the sorted ``{path: sha256}`` mapping."""
     return "sha256:" + sha256_json(hashes)
 
 
@@ -58,19 +59,31 @@ def fsync_file(path: Path) -> None:
 
 def write_text_atomically(path: Path, text: str) -> None:
     """Write ``text`` so that a reader sees either the old file or the whole new one."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """Write ``content`` so that a reader sees either the old file or the whole new one.
+
+    Raises:
+        OutputError: the disk cannot take it; the old file, if any, is still there.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with disk_errors_named(path):
-        with temporary.open("w", encoding="utf-8") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(path)
+        try:
+            temporary.write_bytes(content)
+            fsync_file(temporary)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
         fsync_directory(path.parent)
 
 
 def write_json_atomically(path: Path, value: Any) -> None:
     """Write ``value`` as indented, key-sorted JSON, atomically."""
-    write_text_atomically(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+    write_text_atomically(path, text + "\n")
 
 
 @contextlib.contextmanager
@@ -84,11 +97,17 @@ def disk_errors_named(path: Path) -> Iterator[None]:
             errno.EDQUOT: "the disk quota is used up",
             errno.EACCES: "permission denied",
             errno.EROFS: "the file system is read-only",
+            errno.ENOTDIR: "a part of the path is a file",
+            errno.EEXIST: "a part of the path is a file",
+            errno.EISDIR: "it is a directory",
+            errno.ENAMETOOLONG: "the name is too long",
         }
         if error.errno not in reasons:
             raise
-        message = f"cannot write {path}: {reasons[error.errno]}; nothing half-written was left in its place"
-        raise OutputError(message) from error
+        raise OutputError(
+            f"cannot write {path}: {reasons[error.errno]}; "
+            "nothing half-written was left in its place"
+        ) from error
 
 
 def require_free_space(directory: Path, needed_bytes: int) -> None:
@@ -103,6 +122,6 @@ def require_free_space(directory: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise OutputError(
-            f"{directory}: needs about {needed_bytes / 1e6:.0f} MB but the disk has {free / 1e6:.0f} MB free; "
-            "free some space or choose another --output"
+            f"{directory}: needs about {needed_bytes / 1e6:.0f} MB but the disk has "
+            f"{free / 1e6:.0f} MB free; free some space or choose another --output"
         )

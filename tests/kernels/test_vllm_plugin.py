@@ -22,6 +22,12 @@ TIE = 0.15
 """Logprob difference below which two tokens of this model count as equally likely."""
 
 
+def _why(process: Any) -> str:
+    """Return the log lines that tell why a start failed; the tail is only the farewell."""
+    log = process.stdout + process.stderr
+    return "\n".join(line for line in log.splitlines() if "Error" in line)[-4000:] or log[-4000:]
+
+
 def _answers(stdout: str) -> list[dict[str, Any]]:
     lines = [line for line in stdout.splitlines() if line.startswith("ANSWERS ")]
     assert len(lines) == 1, stdout[-2000:]
@@ -52,7 +58,7 @@ def stock(covered: Path, run_python: Any) -> Any:
 
 def test_every_layer_runs_on_our_kernel_where_required(required: tuple[Any, Path]) -> None:
     process, report = required
-    assert process.returncode == 0, process.stderr[-3000:]
+    assert process.returncode == 0, _why(process)
     record = json.loads(report.read_text())
     layers = {choice["layer"]: choice["kernel"] for choice in record["layers"]}
     expected = {
@@ -68,7 +74,7 @@ def test_every_layer_runs_on_our_kernel_where_required(required: tuple[Any, Path
 
 
 def test_off_leaves_vllm_its_own_kernel(stock: Any) -> None:
-    assert stock.returncode == 0, stock.stderr[-3000:]
+    assert stock.returncode == 0, _why(stock)
     log = stock.stdout + stock.stderr
     assert "Using CPUWNA16LinearKernel for CompressedTensorsWNA16" in log
     assert "TautW4A16LinearKernel" not in log

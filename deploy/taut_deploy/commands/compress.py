@@ -21,7 +21,9 @@ def compress(
     recipe: Annotated[str, typer.Option(help="Built-in recipe or YAML file.")] = "w8a8",
     output: Annotated[Path | None, typer.Option(help="Checkpoint directory to make.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what would be done, and stop.")] = False,
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")] = True,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
+    ] = True,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: JsonFlag = False,
 ) -> None:
@@ -34,7 +36,9 @@ def compress(
     if output is None and not plan:
         raise OutputError("--output: give the checkpoint directory to make")
     record = ModelStore(home.models).fetch(model)
-    job = driver.CompressionJob(record, chosen, output or home.checkpoints / "plan", home.root, device, resume)
+    job = driver.CompressionJob(
+        record, chosen, output or home.checkpoints / "plan", home.root, device, resume
+    )
     if plan:
         _print_plan(driver.plan(job), as_json)
         return
@@ -54,8 +58,9 @@ def compress(
         return
     ratio = manifest.bytes / record.bytes
     typer.echo(
-        f"{job.output}: {manifest.scheme}, {len(manifest.layers)} layers, {megabytes(record.bytes)} -> "
-        f"{megabytes(manifest.bytes)} ({ratio:.2f}x)\n{manifest.digest}"
+        f"{job.output}: {manifest.scheme}, {len(manifest.layers)} layers, "
+        f"{megabytes(record.bytes)} -> {megabytes(manifest.bytes)} ({ratio:.2f}x)\n"
+        f"{manifest.digest}"
     )
 
 
@@ -74,8 +79,14 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
         return
     group = f"groups of {plan.group_size}" if plan.group_size else "per channel"
     kept = [layer for layer in plan.layers if layer.fate != "quantize"]
-    typer.echo(f"recipe {plan.recipe}: {plan.scheme}, {group}, {plan.blocks} blocks, {len(plan.layers)} linear layers")
+    typer.echo(
+        f"recipe {plan.recipe}: {plan.scheme}, {group}, {plan.blocks} blocks, "
+        f"{len(plan.layers)} linear layers"
+    )
     typer.echo(f"weights {megabytes(plan.bytes_before)} -> {megabytes(plan.bytes_after)}")
-    typer.echo(f"about {megabytes(plan.peak_memory_bytes)} of memory and {megabytes(plan.disk_bytes)} of disk at most")
+    typer.echo(
+        f"about {megabytes(plan.peak_memory_bytes)} of memory and {megabytes(plan.disk_bytes)} "
+        "of disk at most"
+    )
     for layer in kept:
         typer.echo(f"kept: {layer.name} {layer.shape}: {layer.fate}")

@@ -2,13 +2,18 @@
 
 import importlib.metadata
 import platform
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from taut_deploy.commands.output import JsonFlag, print_json
 from taut_deploy.home import TautHome
+from taut_deploy.models.directory import weight_files
+
+if TYPE_CHECKING:
+    from taut_deploy.checkpoint import Manifest
 
 _PACKAGES = (
     "taut",
@@ -27,10 +32,12 @@ _PACKAGES = (
 
 
 def doctor(
-    checkpoint: Annotated[Path | None, typer.Argument(help="Also explain this checkpoint's layers.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="Also explain this checkpoint's layers.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what is installed, whether the plugin is live, and which kernel each layer would use and why."""
+    """Say what is installed, if the plugin is live, and which kernel each layer would use."""
     facts = diagnose(checkpoint)
     if as_json:
         print_json(facts)
@@ -43,7 +50,9 @@ def doctor(
         elif isinstance(value, list):
             typer.echo(f"{key}:")
             for row in value:
-                typer.echo(f"  {row['kernel']:16} {row['layers']:4} x {row['shape']}  {row['reason']}")
+                typer.echo(
+                    f"  {row['kernel']:16} {row['layers']:4} x {row['shape']}  {row['reason']}"
+                )
         else:
             typer.echo(f"{key}: {value}")
 
@@ -80,7 +89,9 @@ def _versions() -> dict[str, str]:
 def _devices() -> dict[str, str]:
     import torch
 
-    devices = {"cpu": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"}
+    devices = {
+        "cpu": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    }
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         devices[f"cuda:{index}"] = f"{properties.name}, sm_{properties.major}{properties.minor}"
@@ -99,4 +110,51 @@ def _explain(checkpoint: Path) -> dict[str, Any]:
             "digest": manifest.digest,
             "files": f"{len(manifest.files)} verified",
         },
+        "layers": [
+            {"shape": f"{n}x{k}", "layers": count, "kernel": kernel, "reason": reason}
+            for (n, k, kernel, reason), count in _kernel_choices(checkpoint, manifest).items()
+        ],
     }
+
+
+def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, int, str, str]]:
+    """How many layers of each shape [N, K] run on which kernel, and why not ours.
+
+    Asked of the layers as stored; vLLM fuses q/k/v and gate/up along N, which changes no answer
+    that depends on K and the group.
+    """
+    import torch
+    from taut_kernels.vllm_plugin.selection import why_not_ours
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = _layer_shapes(checkpoint)
+    choices: Counter[tuple[int, int, str, str]] = Counter()
+    for layer in manifest.layers:
+        n, k = shapes[str(layer["name"])]
+        if manifest.scheme != "W4A16":
+            reason = f"no taut kernel for {manifest.scheme} yet"
+        else:
+            group = layer["group_size"] or -1
+            reason = why_not_ours(n, k, group, dtype=torch.bfloat16, device=device) or ""
+        kernel = "vLLM's own" if reason else "taut::w4a16_gemm"
+        choices[n, k, kernel, reason] += 1
+    return choices
+
+
+def _layer_shapes(checkpoint: Path) -> dict[str, tuple[int, int]]:
+    """Shape [N, K] of every quantised layer, read from the shards' headers."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, int]] = {}
+    for shard in weight_files(checkpoint):
+        with safe_open(shard, framework="pt") as handle:
+            for key in handle.keys():  # noqa: SIM118 - not a dict
+                layer, _, leaf = key.rpartition(".")
+                if leaf == "weight_shape":
+                    n, k = handle.get_tensor(key).tolist()
+                    shapes[layer] = (int(n), int(k))
+                elif leaf == "weight":
+                    shape = handle.get_slice(key).get_shape()
+                    if len(shape) == 2:
+                        shapes[layer] = (int(shape[0]), int(shape[1]))
+    return shapes

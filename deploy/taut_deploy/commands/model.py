@@ -8,7 +8,7 @@ from taut_deploy.commands.output import JsonFlag, megabytes, print_json
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 
-app = typer.Typer(help="The model store: fetch, list and look into models.", no_args_is_help=True)
+app = typer.Typer(help="The model store: fetch, list and look into models.")
 
 
 def _store() -> ModelStore:
@@ -17,12 +17,14 @@ def _store() -> ModelStore:
 
 @app.command()
 def fetch(name: str, as_json: JsonFlag = False) -> None:
-    """Make a model available on disk: a catalogue name, 'owner/name' on the hub, a directory, or a .gguf file."""
+    """Put a model on disk: a catalogue name, 'owner/name' on the hub, a directory or a GGUF."""
     record = _store().fetch(name)
     if as_json:
         print_json(record.as_json())
     else:
-        typer.echo(f"{record.path}\n{record.digest}  {megabytes(record.bytes)}  from {record.source}")
+        typer.echo(
+            f"{record.path}\n{record.digest}  {megabytes(record.bytes)}  from {record.source}"
+        )
 
 
 @app.command("list")
@@ -33,7 +35,9 @@ def list_models(as_json: JsonFlag = False) -> None:
         print_json([record.as_json() for record in records])
         return
     for record in records:
-        typer.echo(f"{record.name:32} {megabytes(record.bytes):>12}  {record.digest[:19]}  {record.source}")
+        typer.echo(
+            f"{record.name:32} {megabytes(record.bytes):>12}  {record.digest[:19]}  {record.source}"
+        )
     if not records:
         typer.echo("the store is empty; try: taut model fetch smollm2-135m-instruct")
 

@@ -13,21 +13,34 @@ from taut_deploy.serve import load_serve_settings
 
 def serve(
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model to compress and serve, or a checkpoint.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to compress and serve, or a checkpoint.")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(help="Recipe; default w8a8.")] = None,
-    baseline: Annotated[bool | None, typer.Option("--baseline", help="Serve the uncompressed model too.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address of the gateway; default 127.0.0.1.")] = None,
+    baseline: Annotated[
+        bool | None, typer.Option("--baseline", help="Serve the uncompressed model too.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address of the gateway; default 127.0.0.1.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; default 8000.")] = None,
     workers: Annotated[int | None, typer.Option(help="Workers per model; default 1.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fetch, compress if needed, start workers and gateway, and print a curl line; Ctrl-C ends all of it."""
+    """Fetch, compress if needed, start workers and gateway, print a curl line; Ctrl-C ends all."""
     from taut_deploy.serve.prepare import gateway_configuration, prepare_models, require_free_port
     from taut_deploy.serve.supervise import serve as run
 
     settings = load_serve_settings(
         config,
-        {"model": model, "recipe": recipe, "baseline": baseline, "host": host, "port": port, "workers": workers},
+        {
+            "model": model,
+            "recipe": recipe,
+            "baseline": baseline,
+            "host": host,
+            "port": port,
+            "workers": workers,
+        },
     )
     home = TautHome.from_environment()
     require_free_port(settings.host, settings.port)

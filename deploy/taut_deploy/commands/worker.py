@@ -10,15 +10,27 @@ from taut_deploy.worker import KernelMode, WorkerSpec, exec_worker
 
 
 def worker(
-    checkpoint: Annotated[Path, typer.Argument(help="taut checkpoint, or an uncompressed model directory.")],
-    vllm_args: Annotated[list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")] = None,
-    name: Annotated[str | None, typer.Option(help="Model name on the API; default from the manifest.")] = None,
+    checkpoint: Annotated[
+        Path, typer.Argument(help="taut checkpoint, or an uncompressed model directory.")
+    ],
+    vllm_args: Annotated[
+        list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Model name on the API; default from the manifest.")
+    ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8101,
     max_model_len: Annotated[int | None, typer.Option(min=16, help="Context in tokens.")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="KV-cache element type.")] = "auto",
-    kv_cache_gib: Annotated[int, typer.Option(min=1, help="CPU only: memory for the KV cache, GiB.")] = 1,
-    kernels: Annotated[str | None, typer.Option(help="require, prefer or off; default by scheme.")] = None,
-    shutdown_timeout: Annotated[int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")] = 30,
+    kv_cache_gib: Annotated[
+        int, typer.Option(min=1, help="CPU only: memory for the KV cache, GiB.")
+    ] = 1,
+    kernels: Annotated[
+        str | None, typer.Option(help="require, prefer or off; default by scheme.")
+    ] = None,
+    shutdown_timeout: Annotated[
+        int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
+    ] = 30,
 ) -> None:
     """Verify a checkpoint and become a vLLM server for it on loopback."""
     if kernels not in {None, "require", "prefer", "off"}:

@@ -1,1 +1,1 @@
-"""Compression: one file of pure tensor maths per method, and a driver that streams decoder blocks."""
+"""Compression: one file of pure tensor maths a method, and a driver that streams blocks."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from taut_deploy.compress.equalize import find_fold
 from taut_deploy.compress.grid import GridSpec, QuantizedWeight, fake_quantize_tokens
 from taut_deploy.compress.observe import InputGroup, observe_block
 from taut_deploy.compress.smoothquant import choose_scales
+from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Quantize, Smooth
 
 
@@ -21,7 +22,8 @@ class LayerReport:
 
     Args:
         name: name in the state dict.
-        method: algorithm that chose the codes, with ``smooth+`` in front where factors were folded in.
+        method: algorithm that chose the codes, with ``smooth+`` in front where factors were folded
+            in.
         bits: bits per weight, scales not counted.
         group_size: weights per scale, None per channel.
         symmetric: whether there are no zero points.
@@ -81,6 +83,9 @@ def compress_block(
 
     Returns:
         Codes and reports of every layer that was quantised.
+
+    Raises:
+        ModelError: a weight or an input is not finite; names the layer.
     """
     # Weights may be fp32 between smoothing and quantisation; the block is not called in that state.
     groups = observe_block(block, hidden, arguments, batch_size)
@@ -92,17 +97,27 @@ def compress_block(
             full_name = f"{prefix}.{name}"
             if ignored(full_name):
                 continue
-            layer = block.get_submodule(name)
-            quantized = _quantize_layer(layer, group, quantize, spec)
+            layer = _linear(block, name)
+            quantized = _quantize_layer(full_name, layer, group, quantize, spec)
             error = _relative_error(layer, quantized, group)
             layer.weight.data = quantized.dequantize()
             if quantize.scheme == "W8A8":
-                layer.register_forward_pre_hook(lambda _module, args: (fake_quantize_tokens(args[0]),))
+                layer.register_forward_pre_hook(
+                    lambda _module, args: (fake_quantize_tokens(args[0]),)
+                )
             weights[name] = quantized
             method = ("smooth+" if was_smoothed else "") + quantize.algorithm
             reports.append(
                 LayerReport(
-                    full_name, method, quantize.num_bits, spec.group_size, spec.symmetric, 1.0, None, error, group.tokens
+                    full_name,
+                    method,
+                    quantize.num_bits,
+                    spec.group_size,
+                    spec.symmetric,
+                    1.0,
+                    None,
+                    error,
+                    group.tokens,
                 )
             )
     block.to(hidden.dtype)
@@ -112,11 +127,11 @@ def compress_block(
 def _smooth_group(
     block: nn.Module, group: InputGroup, smooth: Smooth | None, quantize: Quantize, spec: GridSpec
 ) -> bool:
-    """Choose and fold smoothing factors; the group's statistics follow. Says whether anything changed."""
+    """Choose and fold smoothing factors; the group's statistics follow. Says if they did."""
     fold = find_fold(block, group) if smooth is not None else None
     if smooth is None or fold is None:
         return False
-    layers = [block.get_submodule(name) for name in group.layers]
+    layers = [_linear(block, name) for name in group.layers]
     weights = [layer.weight.data.float() for layer in layers]
     alpha = None if smooth.alpha == "auto" else smooth.alpha
 
@@ -136,10 +151,18 @@ def _smooth_group(
     return True
 
 
+def _linear(block: nn.Module, name: str) -> nn.Linear:
+    return cast("nn.Linear", block.get_submodule(name))
+
+
 def _quantize_layer(
-    layer: nn.Module, group: InputGroup, quantize: Quantize, spec: GridSpec
+    name: str, layer: nn.Linear, group: InputGroup, quantize: Quantize, spec: GridSpec
 ) -> QuantizedWeight:
-    weight: torch.Tensor = layer.weight.data.float()
+    weight = layer.weight.data.float()
+    # Either would spread silently: NaN compares false and ends as code 0 of scale 0.
+    for what, tensor in (("weight", weight), ("input during calibration", group.hessian)):
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(f"{name}: its {what} holds NaN or infinity; the model is broken")
     if quantize.algorithm == "rtn":
         return rtn.quantize_weight(weight, spec)
     return gptq.quantize_weight(
@@ -151,9 +174,9 @@ def _quantize_layer(
     )
 
 
-def _relative_error(layer: nn.Module, quantized: QuantizedWeight, group: InputGroup) -> float:
+def _relative_error(layer: nn.Linear, quantized: QuantizedWeight, group: InputGroup) -> float:
     """``tr(D H Dᵀ) / tr(W H Wᵀ)`` with D the weight error and H the mean of ``x xᵀ``."""
-    weight: torch.Tensor = layer.weight.data.float()
+    weight = layer.weight.data.float()
     difference = quantized.dequantize() - weight
     lost = ((difference @ group.hessian) * difference).sum()
     whole = ((weight @ group.hessian) * weight).sum()

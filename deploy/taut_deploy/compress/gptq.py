@@ -1,9 +1,9 @@
 """GPTQ: round one input channel at a time and push its error onto the channels not yet rounded.
 
-Source: GPTQ, arXiv:2210.17323, §3 (Cholesky form, lazy blocks). Two choices on top of the paper: the grid of
-every group is fixed beforehand from the original weights with the Hessian's diagonal as importance, and
-columns may be visited in order of importance while groups stay where they are ("static" act-order), so the
-stored layout is plain and needs no index.
+Source: GPTQ, arXiv:2210.17323, §3 (Cholesky form, lazy blocks). Two choices on top of the paper:
+the grid of every group is fixed beforehand from the original weights with the Hessian's diagonal as
+importance, and columns may be visited in order of importance while groups stay where they are
+("static" act-order), so the stored layout is plain and needs no index.
 """
 
 import torch
@@ -28,21 +28,23 @@ def quantize_weight(
         weight: [N, K] fp32.
         hessian: [K, K] fp32, mean of ``x xᵀ`` over calibration tokens.
         spec: the grid.
-        dampening_frac: share of the mean diagonal added to the diagonal; grows tenfold while the matrix is
-            not positive definite.
+        dampening_frac: share of the mean diagonal added to the diagonal; grows tenfold while the
+            matrix is not positive definite.
         act_order: visit columns by falling diagonal.
 
     Returns:
         Codes with scales and zero points, in the original column order.
     """
-    n, k = weight.shape
+    k = weight.shape[1]
     hessian = hessian.clone()
     dead = hessian.diagonal() == 0
     hessian.diagonal()[dead] = 1.0
     weight = torch.where(dead, torch.zeros_like(weight), weight)
     scale, zero = fit_grid(weight, spec, hessian.diagonal())
 
-    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(k)
+    order = (
+        hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(k)
+    )
     factor = inverse_cholesky(hessian[order][:, order], dampening_frac)
     group_of = torch.arange(k, device=weight.device)[order] // (spec.group_size or k)
     column_scale = scale.float()[:, group_of]
@@ -67,6 +69,7 @@ def inverse_cholesky(hessian: torch.Tensor, dampening_frac: float) -> torch.Tens
         dampened.diagonal().add_(dampening_frac * mean)
         lower, failed = torch.linalg.cholesky_ex(dampened)
         if not failed:
+            upper: torch.Tensor
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed:
                 return upper
@@ -82,7 +85,7 @@ def _round_with_feedback(
     spec: GridSpec,
 ) -> torch.Tensor:
     """The inner loop; every argument already in visiting order. Returns [N, K] fp32 integers."""
-    n, k = weight.shape
+    k = weight.shape[1]
     remaining = weight.clone()
     codes = torch.empty_like(weight)
     for start in range(0, k, _LAZY_BLOCK):

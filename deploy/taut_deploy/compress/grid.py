@@ -1,15 +1,16 @@
 """Integer grids: from weights to scales and zero points, and from values to codes.
 
-Codes are signed: ``q`` in ``[-2**(b-1), 2**(b-1) - 1]``; a weight is ``(q - zero) * scale``. Scales are rounded
-to the dtype they are stored in *before* codes are chosen, so that what is judged is what is loaded.
+Codes are signed: ``q`` in ``[-2**(b-1), 2**(b-1) - 1]``; a weight is ``(q - zero) * scale``. Scales
+are rounded to the dtype they are stored in *before* codes are chosen, so that what is judged is
+what is loaded.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-# Candidate shrink factors of a group's range; 1.0 keeps absmax/minmax. With 8 bits the range's ends are worth more
-# than a finer step, so nothing is searched there.
+# Candidate shrink factors of a group's range; 1.0 keeps absmax/minmax. With 8 bits the range's ends
+# are worth more than a finer step, so nothing is searched there.
 _SHRINK_FACTORS = tuple(1.0 - 0.0125 * step for step in range(33))
 
 
@@ -71,7 +72,8 @@ def fit_grid(
     Args:
         weight: [N, K] fp32.
         spec: the grid; K must be a multiple of ``group_size``.
-        importance: [K] fp32 non-negative weight of each input channel's error, e.g. the Hessian's diagonal.
+        importance: [K] fp32 non-negative weight of each input channel's error, e.g. the Hessian's
+            diagonal.
 
     Returns:
         scale [N, G] in ``spec.scale_dtype`` and zero [N, G] int8 or None.
@@ -149,7 +151,7 @@ def _round_codes(
 
 
 def fake_quantize_tokens(x: torch.Tensor, num_bits: int = 8) -> torch.Tensor:
-    """Round activations as a W8A8 engine does: symmetric, one scale per token, chosen from that token.
+    """Round activations as a W8A8 engine does: symmetric, one scale per token, from that token.
 
     Args:
         x: [..., K] any float dtype.

@@ -1,7 +1,7 @@
 """What calibration sees inside one block: statistics of every distinct linear input.
 
-Linears fed by the very same tensor (q, k and v; gate and up) share one :class:`InputGroup`, found by identity in the
-first call, so no architecture is named.
+Linears fed by the very same tensor (q, k and v; gate and up) share one :class:`InputGroup`, found
+by identity in the first call, so no architecture is named.
 """
 
 from collections.abc import Iterable
@@ -77,7 +77,7 @@ def observe_block(
         for group in groups
     ]
     try:
-        for batch in hidden.split(batch_size):
+        for batch in torch.split(hidden, batch_size):
             call_block(block, batch, arguments)
     finally:
         _remove(handles)
@@ -86,21 +86,30 @@ def observe_block(
     return groups
 
 
-def _find_groups(block: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]) -> list[InputGroup]:
+def _find_groups(
+    block: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]
+) -> list[InputGroup]:
     inputs: dict[str, torch.Tensor] = {}
-    # Outputs are kept alive until the call is over: identity is only meaningful while both tensors live.
+    # Outputs are kept alive until the call is over: identity is only meaningful while both tensors
+    # live.
     outputs: list[tuple[str, torch.Tensor]] = []
 
     def keep_input(name: str) -> Any:
         return lambda _module, args: inputs.__setitem__(name, args[0])
 
     def keep_output(name: str) -> Any:
-        return lambda _module, _args, out: outputs.append((name, out)) if torch.is_tensor(out) else None
+        return lambda _module, _args, out: (
+            outputs.append((name, out)) if torch.is_tensor(out) else None
+        )
 
     linears = dict(linear_layers(block))
-    handles = [module.register_forward_pre_hook(keep_input(name)) for name, module in linears.items()]
+    handles = [
+        module.register_forward_pre_hook(keep_input(name)) for name, module in linears.items()
+    ]
     handles += [
-        module.register_forward_hook(keep_output(name)) for name, module in block.named_modules() if name
+        module.register_forward_hook(keep_output(name))
+        for name, module in block.named_modules()
+        if name
     ]
     try:
         call_block(block, hidden, arguments)

@@ -1,4 +1,4 @@
-"""What a compression will do, before it does it: layers, group size, bytes, time-independent checks."""
+"""What a compression will do, before it does it: layers, group size, bytes."""
 
 import fnmatch
 import math
@@ -56,7 +56,7 @@ class CompressionPlan:
 
 
 def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a layer's full name matches one of the recipe's ``ignore`` patterns (shell wildcards)."""
+    """Whether a layer's full name matches one of the ``ignore`` patterns (shell wildcards)."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
@@ -73,19 +73,25 @@ def grid_spec(quantize: Quantize, input_sizes: set[int], scale_dtype: torch.dtyp
             return GridSpec(quantize.num_bits, group, quantize.symmetric, scale_dtype)
     sizes = ", ".join(str(k) for k in sorted(input_sizes))
     raise RecipeError(
-        f"stages.quantize.group_size: none of 128, 64, 32 up to {quantize.group_size} divides every layer input "
-        f"({sizes}); put the odd layers into 'ignore'"
+        f"stages.quantize.group_size: none of 128, 64, 32 up to {quantize.group_size} divides "
+        f"every layer input ({sizes}); put the odd layers into 'ignore'"
     )
 
 
-def make_plan(model: StreamedModel, recipe: Recipe, directory: Path, scale_dtype: torch.dtype) -> CompressionPlan:
+def make_plan(
+    model: StreamedModel, recipe: Recipe, directory: Path, scale_dtype: torch.dtype
+) -> CompressionPlan:
     """Work out what compressing ``model`` by ``recipe`` will do.
 
     Raises:
         RecipeError: if a pattern in ``ignore`` leaves nothing to do, or no group size fits.
     """
     layers = tuple(
-        LayerPlan(f"{block.name}.{name}", (layer.out_features, layer.in_features), _fate(f"{block.name}.{name}", recipe))
+        LayerPlan(
+            f"{block.name}.{name}",
+            (layer.out_features, layer.in_features),
+            _fate(f"{block.name}.{name}", recipe),
+        )
         for block in model.blocks
         for name, layer in linear_layers(block.module)
     )

@@ -1,8 +1,8 @@
-"""SmoothQuant: divide an input channel by ``s`` and multiply its weights by ``s``; the product is unchanged.
+"""SmoothQuant: divide an input channel by ``s``, multiply its weights by ``s``: the same product.
 
-Source: SmoothQuant, arXiv:2211.10438, §4: ``s = max|x|**alpha / max|w|**(1 - alpha)``. ``alpha`` is not given by the
-paper per layer; here it is chosen per input group by the measured error of the quantised product, the search idea
-being that of AWQ (arXiv:2306.00978, §3.2).
+Source: SmoothQuant, arXiv:2211.10438, §4: ``s = max|x|**alpha / max|w|**(1 - alpha)``. The paper
+gives no ``alpha`` per layer; here it is chosen per input group by the measured error of the
+quantised product, the search idea being that of AWQ (arXiv:2306.00978, §3.2).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,9 @@
 """A causal LM whose decoder blocks are in memory one at a time.
 
-The skeleton is built on the meta device; a block's weights are read from the safetensors shards when it is
-loaded and dropped when it is released. Nothing here knows a particular architecture: the decoder is the one
-long ``ModuleList`` of equal modules, and what the blocks are called with is recorded from the model's own forward.
+The skeleton is built on the meta device; a block's weights are read from the safetensors shards
+when it is loaded and dropped when it is released. Nothing here knows a particular architecture: the
+decoder is the one long ``ModuleList`` of equal modules, and what the blocks are called with is
+recorded from the model's own forward.
 """
 
 from collections.abc import Iterator
@@ -47,7 +48,9 @@ class WeightReader:
                 with safe_open(shard, framework="pt") as handle:
                     self._shard_of.update(dict.fromkeys(handle.keys(), shard))
             except Exception as error:  # safetensors raises its own type and plain OSError alike
-                raise ModelError(f"{shard}: cannot be read as safetensors ({error}); fetch the model again") from error
+                raise ModelError(
+                    f"{shard}: cannot be read as safetensors ({error}); fetch the model again"
+                ) from error
 
     @property
     def names(self) -> list[str]:
@@ -85,20 +88,24 @@ class StreamedModel:
         self._device = device
         config = AutoConfig.from_pretrained(directory)
         with init_empty_weights(include_buffers=False):
-            # sdpa needs no mask tensor for unpadded text, so one recorded call serves every batch size.
-            self.model: nn.Module = AutoModelForCausalLM.from_config(
+            # sdpa needs no mask tensor for unpadded text, so one recorded call serves every batch
+            # size.
+            self.model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation="sdpa"
             )
         self.model.eval()
         self._decoder_name, layers = _find_decoder(self.model)
         self.blocks = [
-            DecoderBlock(index, f"{self._decoder_name}.{index}", module) for index, module in enumerate(layers)
+            DecoderBlock(index, f"{self._decoder_name}.{index}", module)
+            for index, module in enumerate(layers)
         ]
 
     @property
     def outer_names(self) -> list[str]:
         """Stored tensors outside the decoder blocks (embeddings, final norm, output head)."""
-        return [name for name in self._reader.names if not name.startswith(self._decoder_name + ".")]
+        return [
+            name for name in self._reader.names if not name.startswith(self._decoder_name + ".")
+        ]
 
     def read(self, name: str) -> torch.Tensor:
         """One stored tensor."""
@@ -110,8 +117,8 @@ class StreamedModel:
             stored = self._reader.read(f"{prefix}.{name}" if prefix else name)
             if stored.shape != parameter.shape:
                 raise ModelError(
-                    f"{prefix}.{name}: stored shape {tuple(stored.shape)} does not match config.json's "
-                    f"{tuple(parameter.shape)}"
+                    f"{prefix}.{name}: stored shape {tuple(stored.shape)} does not match "
+                    f"config.json's {tuple(parameter.shape)}"
                 )
             _set_parameter(module, name, stored.to(self._device, self._dtype))
 
@@ -123,7 +130,9 @@ class StreamedModel:
         """Fill embeddings, final norm and output head; ties are restored by the model itself."""
         for name in self.outer_names:
             if _has_parameter(self.model, name):
-                _set_parameter(self.model, name, self._reader.read(name).to(self._device, self._dtype))
+                _set_parameter(
+                    self.model, name, self._reader.read(name).to(self._device, self._dtype)
+                )
         self.model.tie_weights()
 
     @torch.inference_mode()
@@ -159,7 +168,7 @@ class StreamedModel:
 
 
 def call_block(module: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-    """Run one decoder block; some architectures return a tuple whose first item is the hidden state."""
+    """Run one decoder block; some return a tuple whose first item is the hidden state."""
     out = module(hidden, **arguments)
     result: torch.Tensor = out[0] if isinstance(out, tuple) else out
     return result
@@ -167,7 +176,9 @@ def call_block(module: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any
 
 def linear_layers(block: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """The block's linear layers with their names inside it."""
-    return ((name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear))
+    return (
+        (name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)
+    )
 
 
 class _Recorder(nn.Module):
@@ -189,13 +200,20 @@ class _Recorder(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             raise AttributeError(
-                f"the model reads '{name}' off its decoder blocks, which streaming does not support yet"
+                f"the model reads '{name}' off its decoder blocks, which streaming does not "
+                "support yet"
             ) from None
 
 
 def _find_decoder(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    uniform = [(name, module) for name, module in lists if len({type(entry) for entry in module}) == 1]
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    uniform = [
+        (name, module) for name, module in lists if len({type(entry) for entry in module}) == 1
+    ]
     if not uniform:
         raise ModelError(f"{type(model).__name__}: found no list of decoder blocks")
     return max(uniform, key=lambda item: len(item[1]))
@@ -220,4 +238,3 @@ def _has_parameter(model: nn.Module, name: str) -> bool:
 def _set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
     module.get_submodule(owner)._parameters[leaf] = nn.Parameter(value, requires_grad=False)
-

@@ -1,8 +1,9 @@
 """The hidden directory a compression works in: what is committed there survives ``kill -9``.
 
-Layout of ``.NAME.partial/`` beside the output: the files of the checkpoint to be, and ``.state/`` with the
-fingerprint, the calibration tokens, the hidden states entering the next block, and one commit marker per block.
-A block counts as done when its marker exists; the marker is renamed into place after everything it stands for.
+Layout of ``.NAME.partial/`` beside the output: the files of the checkpoint to be, and ``.state/``
+with the fingerprint, the calibration tokens, the hidden states entering the next block, and one
+commit marker per block. A block counts as done when its marker exists; the marker is renamed into
+place after everything it stands for.
 """
 
 import json
@@ -15,9 +16,16 @@ import torch
 from safetensors.torch import load_file, save
 
 from taut_deploy.errors import OutputError
-from taut_deploy.files import disk_errors_named, fsync_directory, fsync_file, write_json_atomically
+from taut_deploy.files import (
+    disk_errors_named,
+    fsync_directory,
+    fsync_file,
+    write_bytes_atomically,
+    write_json_atomically,
+)
 
 _FINGERPRINT = "fingerprint.json"
+_STATE = ".state"
 
 
 class Workspace:
@@ -34,7 +42,7 @@ class Workspace:
 
     def __init__(self, output: Path, fingerprint: Mapping[str, Any], resume: bool) -> None:
         self.directory = output.parent / f".{output.name}.partial"
-        self._state = self.directory / ".state"
+        self._state = self.directory / _STATE
         self._output = output
         self.resumed = False
         with disk_errors_named(self.directory):
@@ -45,13 +53,28 @@ class Workspace:
         if self.directory.exists():
             ours = found.is_file() or self._state.is_dir() or not any(self.directory.iterdir())
             if not ours:
-                raise OutputError(f"{self.directory}: exists and was not made by taut; move it away")
-            if resume and found.is_file() and json.loads(found.read_text(encoding="utf-8")) == fingerprint:
+                raise OutputError(
+                    f"{self.directory}: exists and was not made by taut; move it away"
+                )
+            if (
+                resume
+                and found.is_file()
+                and json.loads(found.read_text(encoding="utf-8")) == fingerprint
+            ):
                 self.resumed = True
                 return
-            shutil.rmtree(self.directory)
+            self._discard(found)
         self._state.mkdir(parents=True)
         write_json_atomically(found, fingerprint)
+
+    def _discard(self, fingerprint: Path) -> None:
+        """Remove everything; ``.state`` goes last, so that a kill in between leaves it ours."""
+        # First of all: without it no later run takes the rest for a state to resume.
+        fingerprint.unlink(missing_ok=True)
+        for path in self.directory.iterdir():
+            if path.is_file():
+                path.unlink()
+        shutil.rmtree(self.directory)
 
     def tensors(self, name: str) -> dict[str, torch.Tensor] | None:
         """State tensors saved under ``name``, or None."""
@@ -80,24 +103,30 @@ class Workspace:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
     def publish(self) -> None:
-        """Rename the finished checkpoint into its place."""
+        """Rename the finished checkpoint into its place.
+
+        The rename is the commit: before it everything needed to go on is still there, after it only
+        ``.state`` is left to remove, which :func:`remove_leftovers` does if we are killed first.
+        """
         with disk_errors_named(self._output):
-            shutil.rmtree(self._state)
             for path in self.directory.iterdir():
-                if path.name.startswith("."):  # a temporary that a killed run left
-                    path.unlink()
+                if path.name.startswith("."):
+                    if path.is_file():  # a temporary that a killed run left
+                        path.unlink()
                 else:
                     path.chmod(0o644)
                     fsync_file(path)
             self.directory.rename(self._output)
             fsync_directory(self._output.parent)
+        remove_leftovers(self._output)
 
     def _write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        temporary = path.with_name(f".{path.name}.tmp")
         contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with disk_errors_named(path):
-            # Serialised here and written by Python, so that a full disk is an OSError we can name.
-            temporary.write_bytes(save(contiguous, metadata={"format": "pt"}))
-            fsync_file(temporary)
-            temporary.replace(path)
-            fsync_directory(path.parent)
+        # Serialised here and written by Python, so that a full disk is an OSError we can name.
+        write_bytes_atomically(path, save(contiguous, metadata={"format": "pt"}))
+
+
+def remove_leftovers(output: Path) -> None:
+    """Remove the state a run that was killed right after publishing left in the checkpoint."""
+    # Two processes may both find it; whatever one of them cannot remove, the other does.
+    shutil.rmtree(output / _STATE, ignore_errors=True)

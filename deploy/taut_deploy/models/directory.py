@@ -56,9 +56,15 @@ def require_model_directory(directory: Path) -> None:
     read_config(directory)
     for shard in weight_files(directory):
         if not shard.is_file():
-            raise ModelError(f"{shard}: this shard is named in {_INDEX} but missing; fetch the model again")
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ModelError(f"{directory}: no tokenizer file (tokenizer.json, tokenizer.model or vocab.json)")
+            raise ModelError(
+                f"{shard}: this shard is named in {_INDEX} but missing; fetch the model again"
+            )
+    if not any(
+        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")
+    ):
+        raise ModelError(
+            f"{directory}: no tokenizer file (tokenizer.json, tokenizer.model or vocab.json)"
+        )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -71,7 +77,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelError(f"{directory}: no config.json, so this is not a Hugging Face model") from error
+        raise ModelError(
+            f"{directory}: no config.json, so this is not a Hugging Face model"
+        ) from error
     except ValueError as error:
         raise ModelError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(config, dict):
@@ -83,21 +91,30 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors shards a directory declares, in order; declared ones may be missing.
 
     Raises:
-        ModelError: if it declares none.
+        ModelError: if it declares none, or its index is damaged.
     """
     index = directory / _INDEX
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelError(
+                f"{index}: no JSON object with a 'weight_map'; fetch it again"
+            ) from error
         return [directory / name for name in sorted(names)]
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
-    raise ModelError(f"{directory}: no model.safetensors and no {_INDEX}; only safetensors weights are read")
+    raise ModelError(
+        f"{directory}: no model.safetensors and no {_INDEX}; only safetensors weights are read"
+    )
 
 
 def model_files(directory: Path) -> list[Path]:
     """Files that make up the model, ours excluded, in a stable order."""
-    files = (path for path in directory.iterdir() if path.is_file() and path.suffix in _KEPT_SUFFIXES)
+    files = (
+        path for path in directory.iterdir() if path.is_file() and path.suffix in _KEPT_SUFFIXES
+    )
     return sorted(path for path in files if path.name not in _OURS)
 
 
@@ -115,14 +132,18 @@ def read_shape(directory: Path) -> ModelShape:
     try:
         normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
     except KeyError as error:
-        raise ModelError(f"{directory}: architecture {config.model_type!r} is not supported") from error
+        raise ModelError(
+            f"{directory}: architecture {config.model_type!r} is not supported"
+        ) from error
     heads = int(normalized.num_attention_heads)
     return ModelShape(
         architecture=(raw.get("architectures") or ["unknown"])[0],
         model_type=config.model_type,
         num_layers=int(normalized.num_layers),
         hidden_size=int(normalized.hidden_size),
-        intermediate_size=int(getattr(config, "intermediate_size", 4 * int(normalized.hidden_size))),
+        intermediate_size=int(
+            getattr(config, "intermediate_size", 4 * int(normalized.hidden_size))
+        ),
         num_attention_heads=heads,
         num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         vocab_size=int(normalized.vocab_size),

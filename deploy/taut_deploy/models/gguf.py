@@ -1,7 +1,8 @@
 """GGUF to a bf16 Hugging Face directory.
 
-transformers reads and dequantises GGUF but refuses to save the result (it still counts as "quantized
-with gguf"), so the weights are copied into a fresh model of the same configuration, which is then saved.
+transformers reads and dequantises GGUF but refuses to save the result (it still counts as
+"quantized with gguf"), so the weights are copied into a fresh model of the same configuration,
+which is then saved.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The model store: one directory per model, complete or absent.
 
-A fetch builds the model in a hidden sibling directory under a lock and renames it into place, so a reader
-never sees half a model and two fetchers never work on the same one.
+A fetch builds the model in a hidden sibling directory under a lock and renames it into place, so a
+reader never sees half a model and two fetchers never work on the same one.
 """
 
 import json
@@ -68,14 +68,15 @@ class ModelStore:
         """Every complete model in the store, by name."""
         if not self._root.is_dir():
             return []
-        records = [_read_record(path) for path in sorted(self._root.iterdir())]
+        records = [read_record(path) for path in sorted(self._root.iterdir())]
         return [record for record in records if record is not None]
 
     def fetch(self, reference: str) -> ModelRecord:
         """Make ``reference`` available on disk and say where.
 
         Args:
-            reference: a catalogue name, a local HF directory, a GGUF file, or a hub id ``owner/name``.
+            reference: a catalogue name, a local HF directory, a GGUF file, or a hub id
+                ``owner/name``.
 
         Raises:
             ModelError: not found, offline, altered, or not a causal LM directory.
@@ -90,12 +91,14 @@ class ModelStore:
         if path.suffix == ".gguf":
             if not path.is_file():
                 raise ModelError(f"{path}: no such GGUF file")
-            return self._materialise(path.stem.lower(), f"gguf sha256:{sha256_file(path)}", path.absolute())
+            return self._materialise(
+                path.stem.lower(), f"gguf sha256:{sha256_file(path)}", path.absolute()
+            )
         if reference.count("/") == 1 and not reference.startswith((".", "/", "~")):
             return self._materialise(reference.replace("/", "--"), f"hub {reference}", reference)
         raise ModelError(
-            f"{reference!r}: no such model; give one of {', '.join(sorted(CATALOG))}, a Hugging Face id "
-            "'owner/name', a local model directory or a .gguf file"
+            f"{reference!r}: no such model; give one of {', '.join(sorted(CATALOG))}, "
+            "a Hugging Face id 'owner/name', a local model directory or a .gguf file"
         )
 
     def find(self, reference: str) -> ModelRecord:
@@ -107,18 +110,22 @@ class ModelStore:
         path = Path(reference).expanduser()
         if path.is_dir():
             return describe_directory(path)
-        record = _read_record(self._root / reference.replace("/", "--"))
+        record = read_record(self._root / reference.replace("/", "--"))
         if record is None:
-            raise ModelError(f"{reference!r}: not in the model store; run 'taut model fetch {reference}' first")
+            raise ModelError(
+                f"{reference!r}: not in the model store; run 'taut model fetch {reference}' first"
+            )
         return record
 
-    def _materialise(self, name: str, origin: str, source: "PackagedGguf | Path | str") -> ModelRecord:
+    def _materialise(
+        self, name: str, origin: str, source: "PackagedGguf | Path | str"
+    ) -> ModelRecord:
         target = self._root / name
         with disk_errors_named(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self._root / f".{name}.lock", timeout=self._lock_timeout_s):
-                existing = _read_record(target)
+                existing = read_record(target)
                 if existing is not None and existing.source == origin:
                     return existing
                 return self._build(target, origin, source)
@@ -160,7 +167,11 @@ def _fill(partial: Path, source: "PackagedGguf | Path | str") -> None:
 
 
 def describe_directory(
-    directory: Path, *, name: str | None = None, path: Path | None = None, source: str = "local directory"
+    directory: Path,
+    *,
+    name: str | None = None,
+    path: Path | None = None,
+    source: str = "local directory",
 ) -> ModelRecord:
     """Hash a model directory and describe it.
 
@@ -168,7 +179,9 @@ def describe_directory(
         ModelError: if it is not a causal LM directory with complete safetensors.
     """
     require_model_directory(directory)
-    hashes = {str(file.relative_to(directory)): sha256_file(file) for file in model_files(directory)}
+    hashes = {
+        str(file.relative_to(directory)): sha256_file(file) for file in model_files(directory)
+    }
     return ModelRecord(
         name=name or directory.resolve().name,
         path=str((path or directory).resolve()),
@@ -178,9 +191,18 @@ def describe_directory(
     )
 
 
-def _read_record(directory: Path) -> ModelRecord | None:
+def read_record(directory: Path) -> ModelRecord | None:
+    """What the store wrote about the model in ``directory``; None where it wrote nothing.
+
+    Raises:
+        ModelError: if the record is damaged.
+    """
     record_file = directory / RECORD_FILE
     if directory.name.startswith(".") or not record_file.is_file():
         return None
-    return ModelRecord(**json.loads(record_file.read_text(encoding="utf-8")))
-
+    try:
+        return ModelRecord(**json.loads(record_file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ModelError(
+            f"{record_file}: damaged ({error}); remove {directory} and fetch it again"
+        ) from error

@@ -1,5 +1,6 @@
-"""Everything ``taut serve`` needs before a process starts: the model, the checkpoint, the gateway's file."""
+"""What ``taut serve`` needs before a process starts: model, checkpoint, the gateway's file."""
 
+import importlib.metadata
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
 from taut_deploy.compress.driver import CompressionJob, Progress, compress
 from taut_deploy.errors import WorkerError
+from taut_deploy.files import sha256_json
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelRecord, ModelStore
 from taut_deploy.models.directory import read_shape
@@ -35,7 +37,9 @@ class ServedModel:
     ports: tuple[int, ...]
 
 
-def prepare_models(settings: ServeSettings, home: TautHome, say: Say, progress: Progress) -> list[ServedModel]:
+def prepare_models(
+    settings: ServeSettings, home: TautHome, say: Say, progress: Progress
+) -> list[ServedModel]:
     """Fetch, compress where needed, verify, and assign ports.
 
     Raises:
@@ -74,14 +78,20 @@ def require_free_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise WorkerError(f"{host}:{port}: cannot listen there ({error.strerror}); choose another --port") from error
+            raise WorkerError(
+                f"{host}:{port}: cannot listen there ({error.strerror}); choose another --port"
+            ) from error
 
 
-def _compressed(base: ModelRecord, settings: ServeSettings, home: TautHome, say: Say, progress: Progress) -> ServedModel:
+def _compressed(
+    base: ModelRecord, settings: ServeSettings, home: TautHome, say: Say, progress: Progress
+) -> ServedModel:
     recipe = load_recipe(settings.recipe)
-    # The key holds what determines the bytes, so a changed recipe of the same name gets its own directory.
-    key = f"{base.name}--{recipe.name}--{base.digest[7:15]}{recipe.hash[7:15]}"
-    output = home.checkpoints / key
+    # The key holds what determines the bytes, so a changed recipe of the same name gets its own
+    # directory.
+    version = importlib.metadata.version("taut")
+    key = sha256_json([base.digest, recipe.hash, version])[:16]
+    output = home.checkpoints / f"{base.name}--{recipe.name}--{key}"
     say(f"{'reusing' if output.exists() else 'compressing into'} {output}")
     compress(CompressionJob(base, recipe, output, home.root), progress)
     return _served(base.name, output, verify(output), settings.workers)
@@ -93,7 +103,8 @@ def _served(name: str, directory: Path, manifest: Manifest | None, workers: int)
 
 def _gateway_model(model: ServedModel, settings: ServeSettings) -> dict[str, Any]:
     workers = [
-        {"name": f"{model.name}-{index}", "url": f"http://127.0.0.1:{port}"} for index, port in enumerate(model.ports)
+        {"name": f"{model.name}-{index}", "url": f"http://127.0.0.1:{port}"}
+        for index, port in enumerate(model.ports)
     ]
     entry: dict[str, Any] = {"name": model.name, "workers": workers}
     manifest = model.manifest
@@ -102,7 +113,10 @@ def _gateway_model(model: ServedModel, settings: ServeSettings) -> dict[str, Any
         provenance: dict[str, Any] = {"method": "none", "bits": 16}
     else:
         longest = manifest.max_model_len
-        entry["golden"] = {"prompt": manifest.golden.prompt, "expected_text": manifest.golden.expected_text}
+        entry["golden"] = {
+            "prompt": manifest.golden.prompt,
+            "expected_text": manifest.golden.expected_text,
+        }
         provenance = {
             "method": manifest.scheme,
             "bits": manifest.bits,

@@ -1,4 +1,4 @@
-"""One supervised child process: its own process group, restarted with backoff, ended with everything it started."""
+"""One supervised child: a process group of its own, restarted with backoff, ended as a whole."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,29 @@ from pathlib import Path
 
 from taut_deploy.errors import WorkerError
 
-_FIRST_BACKOFF_S = 1.0
-_LAST_BACKOFF_S = 30.0
-# A child that lived this long was working: its next failure starts the backoff afresh.
-_HEALTHY_AFTER_S = 60.0
-_FAILURES_BEFORE_READY = 3
 _PR_SET_PDEATHSIG = 1
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When a child that ended is started again.
+
+    Args:
+        first_backoff_s: wait before the first restart, seconds; doubles with each.
+        last_backoff_s: longest wait, seconds.
+        healthy_after_s: a child that lived this long was working: the wait starts afresh.
+        failures_before_ready: ends in a row, before it was ever ready, that are given up on.
+    """
+
+    first_backoff_s: float = 1.0
+    last_backoff_s: float = 30.0
+    healthy_after_s: float = 60.0
+    failures_before_ready: int = 3
+
+
+_POLICY = RestartPolicy()
 
 
 @dataclass(frozen=True)
@@ -44,19 +59,22 @@ class ChildSpec:
 class SupervisedProcess:
     """Keeps one child running until told to stop.
 
-    The child leads its own session, so a terminal's Ctrl-C reaches it only through us, and its group can be
-    ended as a whole (vLLM starts an engine process of its own). Cancelling :meth:`run` stops the child.
+    The child leads its own session, so a terminal's Ctrl-C reaches it only through us, and its
+    group can be ended as a whole (vLLM starts an engine process of its own). Cancelling :meth:`run`
+    stops the child.
 
     Args:
         spec: what to run.
         say: prints one line for the user.
+        policy: when to restart.
     """
 
-    def __init__(self, spec: ChildSpec, say: Say) -> None:
+    def __init__(self, spec: ChildSpec, say: Say, policy: RestartPolicy = _POLICY) -> None:
         self.spec = spec
         self.was_ready = False
         self.restarts = 0
         self._say = say
+        self._policy = policy
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -70,24 +88,27 @@ class SupervisedProcess:
         Raises:
             WorkerError: if it failed several times in a row before it was ever ready.
         """
-        backoff = _FIRST_BACKOFF_S
+        backoff = self._policy.first_backoff_s
         failures = 0
         try:
             while True:
                 started = time.monotonic()
                 code = await self._run_once()
                 failures = 0 if self.was_ready else failures + 1
-                if failures >= _FAILURES_BEFORE_READY:
+                if failures >= self._policy.failures_before_ready:
                     raise WorkerError(
-                        f"{self.spec.name} ended {failures} times before it was ready: {self._last_line()} "
-                        f"(full log: {self.spec.log})"
+                        f"{self.spec.name} ended {failures} times before it was ready: "
+                        f"{self._last_line()} (full log: {self.spec.log})"
                     )
-                if time.monotonic() - started > _HEALTHY_AFTER_S:
-                    backoff = _FIRST_BACKOFF_S
+                if time.monotonic() - started > self._policy.healthy_after_s:
+                    backoff = self._policy.first_backoff_s
                 self.restarts += 1
-                self._say(f"{self.spec.name} ended with {_describe(code)}; starting it again in {backoff:.0f} s")
+                self._say(
+                    f"{self.spec.name} ended with {_describe(code)}; "
+                    f"starting it again in {backoff:.0f} s"
+                )
                 await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, _LAST_BACKOFF_S)
+                backoff = min(2 * backoff, self._policy.last_backoff_s)
         finally:
             await self._stop()
 
@@ -106,6 +127,8 @@ class SupervisedProcess:
         code = await self._process.wait()
         # Whatever it left behind (an engine process) would hold memory and the port.
         _signal_group(self._process.pid, signal.SIGKILL)
+        # From here on the kernel may give its number to a stranger.
+        self._process = None
         return code
 
     async def _stop(self) -> None:

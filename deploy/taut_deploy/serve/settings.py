@@ -12,7 +12,8 @@ from taut_deploy.errors import RecipeError
 class ServeSettings(BaseModel):
     """Settings of one ``taut serve``.
 
-    ``gateway`` is merged into the gateway's configuration file as it is (admission, timeouts, api_keys …).
+    ``gateway`` is merged into the gateway's configuration file as it is (admission, timeouts,
+    api_keys …).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

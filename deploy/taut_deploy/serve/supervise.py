@@ -1,14 +1,15 @@
 """Run the workers and the gateway until Ctrl-C, and say when they answer."""
 
 import asyncio
+import http.client
 import json
 import shlex
 import signal
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -27,7 +28,15 @@ _GATEWAY_GRACE_S = 35.0
 
 def worker_child(model: ServedModel, index: int, settings: ServeSettings, logs: Path) -> ChildSpec:
     """How to start one worker of ``model``: through ``taut worker``, as anybody else would."""
-    argv = [sys.executable, "-m", "taut_deploy", "worker", str(model.directory), "--port", str(model.ports[index])]
+    argv = [
+        sys.executable,
+        "-m",
+        "taut_deploy",
+        "worker",
+        str(model.directory),
+        "--port",
+        str(model.ports[index]),
+    ]
     argv += ["--name", model.name, "--kv-cache-dtype", settings.kv_cache_dtype]
     argv += ["--kv-cache-gib", str(settings.kv_cache_gib)]
     if settings.max_model_len is not None:
@@ -35,23 +44,31 @@ def worker_child(model: ServedModel, index: int, settings: ServeSettings, logs: 
     if settings.vllm_args:
         argv += ["--", *settings.vllm_args]
     name = f"{model.name}-{index}"
-    return ChildSpec(name, tuple(argv), {"PYTHONSAFEPATH": "1"}, logs / f"{name}.log", _WORKER_GRACE_S)
+    return ChildSpec(
+        name, tuple(argv), {"PYTHONSAFEPATH": "1"}, logs / f"{name}.log", _WORKER_GRACE_S
+    )
 
 
 def gateway_child(configuration: Path, logs: Path) -> ChildSpec:
     """How to start the gateway."""
     argv = (sys.executable, "-m", "taut_service", "--config", str(configuration))
-    return ChildSpec("gateway", argv, {"PYTHONSAFEPATH": "1"}, logs / "gateway.log", _GATEWAY_GRACE_S)
+    return ChildSpec(
+        "gateway", argv, {"PYTHONSAFEPATH": "1"}, logs / "gateway.log", _GATEWAY_GRACE_S
+    )
 
 
 def curl_line(settings: ServeSettings, model: str) -> str:
     """A completion request that can be pasted into a shell."""
-    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0})
+    body = json.dumps(
+        {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
+    )
     url = f"http://{settings.host}:{settings.port}/v1/completions"
     return f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
 
-def serve(settings: ServeSettings, models: list[ServedModel], run_directory: Path, say: Say) -> None:
+def serve(
+    settings: ServeSettings, models: list[ServedModel], run_directory: Path, say: Say
+) -> None:
     """Start everything, report readiness, and block until SIGINT or SIGTERM.
 
     Raises:
@@ -60,11 +77,14 @@ def serve(settings: ServeSettings, models: list[ServedModel], run_directory: Pat
     logs = run_directory / str(settings.port)
     logs.mkdir(parents=True, exist_ok=True)
     configuration = logs / "gateway.yaml"
-    write_text_atomically(configuration, yaml.safe_dump(gateway_configuration(settings, models), sort_keys=False))
+    write_text_atomically(
+        configuration, yaml.safe_dump(gateway_configuration(settings, models), sort_keys=False)
+    )
     children = [SupervisedProcess(gateway_child(configuration, logs), say)]
     for model in models:
         children += [
-            SupervisedProcess(worker_child(model, index, settings, logs), say) for index in range(len(model.ports))
+            SupervisedProcess(worker_child(model, index, settings, logs), say)
+            for index in range(len(model.ports))
         ]
     say(f"starting {len(children) - 1} worker(s) and the gateway; logs in {logs}")
     asyncio.run(_supervise(children, settings, models, say))
@@ -80,12 +100,14 @@ async def _supervise(
     runs = [asyncio.create_task(child.run(), name=child.spec.name) for child in children]
     watch = asyncio.create_task(_announce_readiness(children, settings, models, say))
     stopped = asyncio.create_task(stop.wait())
+    waited: list[asyncio.Task[Any]] = [*runs, stopped]
     try:
-        done, _ = await asyncio.wait([*runs, stopped], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     finally:
         watch.cancel()
         say("stopping")
-        # The gateway first: it refuses new requests and lets live streams finish while workers still run.
+        # The gateway first: it refuses new requests and lets live streams finish while workers
+        # still run.
         for group in (runs[:1], runs[1:]):
             for task in group:
                 task.cancel()
@@ -100,22 +122,28 @@ async def _supervise(
 async def _announce_readiness(
     children: list[SupervisedProcess], settings: ServeSettings, models: list[ServedModel], say: Say
 ) -> None:
-    """Follow ``/health/ready``: print the curl line when it turns green, say so when it turns red."""
+    """Follow ``/health/ready``: print the curl line when it turns green, say when it turns red."""
     ready = False
     while True:
-        now = await asyncio.to_thread(_is_ready, f"http://{settings.host}:{settings.port}/health/ready")
+        now = await asyncio.to_thread(
+            _is_ready, f"http://{settings.host}:{settings.port}/health/ready"
+        )
         if now != ready:
             ready = now
             for child in children:
                 child.was_ready = child.was_ready or now
-            say("ready. Try:\n\n    " + curl_line(settings, models[0].name) + "\n" if now else "not ready")
+            say(
+                "ready. Try:\n\n    " + curl_line(settings, models[0].name) + "\n"
+                if now
+                else "not ready"
+            )
         await asyncio.sleep(_POLL_S)
 
 
 def _is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:  # noqa: S310 - our own loopback address
+        # Our own loopback address.
+        with urllib.request.urlopen(url, timeout=2) as response:  # noqa: S310
             return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (OSError, http.client.HTTPException):  # URLError is an OSError
         return False
-

@@ -1,0 +1,1 @@
+"""``taut bench``: measurements with their comparison in the same run."""

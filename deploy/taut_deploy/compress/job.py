@@ -1,0 +1,122 @@
+"""A compression job: what is asked for, what identifies its result, and whether that exists."""
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest
+from taut_deploy.compress.calibration import describe_text
+from taut_deploy.compress.stream import StreamedModel
+from taut_deploy.compress.workspace import remove_leftovers
+from taut_deploy.errors import ModelError, OutputError
+from taut_deploy.models.directory import read_config, read_shape
+from taut_deploy.models.store import ModelRecord
+from taut_deploy.recipe import Recipe
+
+_LIBRARIES = ("taut", "torch", "transformers", "compressed-tensors", "safetensors")
+
+
+@dataclass(frozen=True)
+class CompressionJob:
+    """One request to compress.
+
+    Args:
+        model: the base model on disk.
+        recipe: what to do.
+        output: checkpoint directory to make; must not exist, or be this very checkpoint.
+        cache: where the calibration corpus is kept.
+        device: ``cpu`` or ``cuda``.
+        resume: continue what an interrupted run left.
+    """
+
+    model: ModelRecord
+    recipe: Recipe
+    output: Path
+    cache: Path
+    device: str = "cpu"
+    resume: bool = True
+
+
+def finished_checkpoint(job: CompressionJob) -> Manifest | None:
+    """The finished checkpoint if it is this very one, None if nothing is there.
+
+    Raises:
+        OutputError: something else stands in its place.
+        CheckpointError: the manifest there cannot be read.
+    """
+    if not job.output.exists():
+        return None
+    if not is_checkpoint(job.output):
+        if job.output.is_dir() and not any(job.output.iterdir()):
+            job.output.rmdir()
+            return None
+        raise OutputError(
+            f"{job.output}: exists and is not a taut checkpoint; choose another --output"
+        )
+    manifest = read_manifest(job.output)
+    text = _calibration_text(job.recipe)
+    if (
+        manifest.recipe_hash == job.recipe.hash
+        and manifest.base_model["digest"] == job.model.digest
+        and text in {None, manifest.calibration["description"]}
+    ):
+        remove_leftovers(job.output)
+        return manifest
+    raise OutputError(
+        f"{job.output}: holds a checkpoint of {manifest.base_model['name']} by recipe "
+        f"{manifest.recipe['name']!r}; choose another --output or remove it"
+    )
+
+
+def open_stream(job: CompressionJob) -> StreamedModel:
+    """The base model, its blocks still on disk.
+
+    Raises:
+        ModelError: the model cannot be read, or is quantised already.
+    """
+    directory = Path(job.model.path)
+    found = read_shape(directory).quantization
+    if found is not None:
+        raise ModelError(
+            f"{directory}: its config.json says it is quantised already ({found}); "
+            "compress the model it was made from"
+        )
+    return StreamedModel(directory, stored_dtype(directory), torch.device(job.device))
+
+
+def stored_dtype(directory: Path) -> torch.dtype:
+    """The dtype ``config.json`` names; bfloat16 where it names none."""
+    name = str(
+        read_config(directory).get("dtype")
+        or read_config(directory).get("torch_dtype")
+        or "bfloat16"
+    )
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
+def fingerprint(job: CompressionJob) -> dict[str, Any]:
+    """Everything that determines the bytes of the result."""
+    # Threads and device change the order of sums, and so the bytes.
+    return {
+        "base_model": job.model.digest,
+        "recipe_hash": job.recipe.hash,
+        "calibration_text": _calibration_text(job.recipe),
+        "libraries": library_versions(),
+        "device": job.device,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _calibration_text(recipe: Recipe) -> str | None:
+    """What identifies a calibration file's content, None for the other sources."""
+    path = recipe.calibration.path
+    return describe_text(Path(path)) if path is not None else None
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of what computes and writes."""
+    return {name: importlib.metadata.version(name) for name in _LIBRARIES}

@@ -1,0 +1,282 @@
+"""The whole way through the house: real model, our compression, real vLLM, our gateway, real HTTP.
+
+Tests share one ``taut serve``; the last two of the file disturb it and therefore come last.
+"""
+
+import asyncio
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import openai
+import pytest
+from serving import MODEL, Served, post, status_of, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1200)]
+
+PROMPT = "The capital of France is"
+MESSAGES = [{"role": "user", "content": "Name the capital of France."}]
+
+
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
+
+
+def async_client(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0)
+
+
+def test_printed_curl_line_works_as_printed(served):
+    (line,) = re.findall(r"^ +(curl .*)$", served.output(), re.MULTILINE)
+    done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["choices"][0]["text"].startswith(" Paris")
+
+
+def test_sdk_completion(served):
+    answer = client(served).completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=4, temperature=0
+    )
+    assert answer.choices[0].text.startswith(" Paris")
+    assert answer.usage.completion_tokens == 4
+
+
+def test_sdk_streamed_completion_equals_the_whole_one(served):
+    sdk = client(served)
+    whole = sdk.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0)
+    parts = sdk.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=12, temperature=0, stream=True
+    )
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+
+
+def test_sdk_chat_streamed_and_whole_agree(served):
+    sdk = client(served)
+    whole = sdk.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0
+    )
+    parts = sdk.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0, stream=True
+    )
+    text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert text == whole.choices[0].message.content
+    assert "Paris" in text
+
+
+def test_async_sdk_many_at_once(served):
+    async def run() -> list[str]:
+        sdk = async_client(served)
+
+        async def whole() -> str:
+            answer = await sdk.completions.create(
+                model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0
+            )
+            return answer.choices[0].text
+
+        async def streamed() -> str:
+            stream = await sdk.completions.create(
+                model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0, stream=True
+            )
+            return "".join([part.choices[0].text async for part in stream])
+
+        async with sdk:
+            return await asyncio.gather(*(whole() if i % 2 else streamed() for i in range(12)))
+
+    texts = asyncio.run(run())
+    assert len(texts) == 12
+    assert all(text.startswith(" Paris") for text in texts)
+
+
+def test_async_sdk_chat_stream(served):
+    async def run() -> str:
+        async with async_client(served) as sdk:
+            stream = await sdk.chat.completions.create(
+                model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0, stream=True
+            )
+            return "".join(
+                [part.choices[0].delta.content or "" async for part in stream if part.choices]
+            )
+
+    assert "Paris" in asyncio.run(run())
+
+
+def test_models_tell_how_they_were_compressed(served):
+    with urllib.request.urlopen(f"{served.url}/v1/models", timeout=30) as response:
+        (entry,) = json.load(response)["data"]
+    provenance = entry["taut"]
+    assert entry["id"] == MODEL
+    assert (provenance["method"], provenance["bits"]) == ("W8A8", 8)
+    assert provenance["base_model"] == MODEL
+    assert provenance["recipe_hash"].startswith("sha256:")
+    assert 150e6 < provenance["size_bytes"] < 180e6  # int8 linears, bf16 embedding
+
+
+def test_tokenize_is_passed_on_and_embeddings_are_declined(served):
+    status, answer = post(f"{served.url}/tokenize", {"model": MODEL, "prompt": PROMPT})
+    assert (status, answer["count"]) == (200, 5)
+    status, answer = post(f"{served.url}/v1/embeddings", {"model": MODEL, "input": PROMPT})
+    assert status == 404
+    assert "/v1/embeddings" in answer["error"]["message"]
+
+
+def test_metrics_count_requests(served):
+    post(f"{served.url}/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 1})
+    with urllib.request.urlopen(f"{served.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    counted = re.findall(
+        r'^taut_requests_total\{.*model="' + MODEL + r'".*\} (\S+)$', text, re.MULTILINE
+    )
+    assert sum(float(value) for value in counted) >= 1
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"model": "nope"}, 404),
+        ({"max_tokens": 10**6}, 400),
+        ({"max_tokens": "many"}, 400),
+        ({"temperature": "hot"}, 400),
+    ],
+)
+def test_bad_requests_get_openai_errors(served, route, change, status):
+    body = {"model": MODEL, "max_tokens": 1} | (
+        {"prompt": PROMPT} if route == "/v1/completions" else {"messages": MESSAGES}
+    )
+    code, answer = post(f"{served.url}{route}", body | change)
+    assert code == status
+    assert {"message", "type", "param", "code"} <= answer["error"].keys()
+
+
+def test_over_long_prompt_is_refused_by_the_worker_or_before_it(served):
+    code, answer = post(
+        f"{served.url}/v1/completions", {"model": MODEL, "prompt": "word " * 9000, "max_tokens": 1}
+    )
+    assert code == 400
+    assert "error" in answer
+
+
+def running_requests(served: Served) -> float:
+    with urllib.request.urlopen(f"{served.worker_url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    return sum(
+        float(v) for v in re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.MULTILINE)
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_stops_generation_in_vllm(served, stream):
+    body = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "max_tokens": 4000,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    wait_for(lambda: running_requests(served) == 1, 30)
+    connection.sock.close()
+    connection.close()
+    left = time.monotonic()
+    # 4,000 tokens take close to a minute here: stopping within seconds means it was aborted.
+    wait_for(lambda: running_requests(served) == 0, 10)
+    print(f"vLLM stopped {time.monotonic() - left:.2f} s after the disconnect (stream={stream})")
+
+
+def test_validate_runs_against_the_served_model(served, base_model, environment, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "The quick brown fox jumps over the lazy dog while the sun sets behind the hills. " * 20
+    )
+    command = [sys.executable, "-m", "taut_deploy", "validate", "--baseline", base_model.path]
+    command += [
+        "--candidate",
+        served.url,
+        "--policy",
+        "aggressive-small-model",
+        "--text",
+        str(text),
+    ]
+    command += ["--sequences", "3", "--sequence-length", "64", "--noise-sequences", "0"]
+    command += ["--output", str(tmp_path / "report"), "--accept-lower-bound", "--json"]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=300, check=False)
+    assert done.returncode in {0, 1, 2}, done.stderr.decode()
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    ratio = report["metrics"]["perplexity_ratio"]["estimate"]
+    assert 0.9 < ratio < 1.15
+
+
+def test_second_start_reuses_what_exists(served, environment):
+    before = {path.name: path.stat().st_mtime_ns for path in served.checkpoint.iterdir()}
+    command = [sys.executable, "-m", "taut_deploy", "compress", MODEL, "--recipe", "w8a8", "--json"]
+    command += ["--output", str(served.checkpoint)]
+    started = time.monotonic()
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=True)
+    assert json.loads(done.stdout)["path"] == str(served.checkpoint)
+    assert {path.name: path.stat().st_mtime_ns for path in served.checkpoint.iterdir()} == before
+    print(f"found the finished checkpoint in {time.monotonic() - started:.1f} s")
+
+
+def children_of(pid: int) -> list[int]:
+    listing = subprocess.run(
+        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
+    parents = {
+        int(child): int(parent) for child, parent in (line.split() for line in listing.splitlines())
+    }
+    found = [child for child, parent in parents.items() if parent == pid]
+    return found + [grandchild for child in found for grandchild in children_of(child)]
+
+
+def is_alive(pid: int) -> bool:
+    return subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+    ).stdout.strip()[:1] not in {
+        "",
+        "Z",
+    }
+
+
+def worker_pid(served: Served) -> int:
+    port = served.worker_url.rsplit(":", 1)[1]
+    found = subprocess.run(
+        ["pgrep", "-f", f"vllm.* --port {port}"], capture_output=True, text=True, check=True
+    )
+    return int(found.stdout.split()[0])
+
+
+def test_killed_worker_is_restarted_and_readiness_says_so(served):
+    subprocess.run(["kill", "-9", str(worker_pid(served))], check=True)
+    wait_for(lambda: served.readiness() == 503, 15, served.output)
+    status, answer = post(
+        f"{served.url}/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+    )
+    assert status == 503
+    assert "error" in answer
+    assert status_of(f"{served.url}/health/live") == 200
+    served.wait_ready(400)
+    status, answer = post(
+        f"{served.url}/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+    )
+    assert status == 200
+
+
+def test_ctrl_c_ends_everything_it_started_and_only_that(served):
+    bystander = subprocess.Popen(["sleep", "600"])
+    try:
+        family = children_of(served.process.pid)
+        assert len(family) >= 3  # gateway, vLLM, its engine
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(timeout=120) == 0
+        assert [pid for pid in family if is_alive(pid)] == []
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
