@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from taut_deploy.validate import CouldNotValidateError
-from taut_deploy.validate.checkpoint_source import CheckpointSource, usable_device, wider_dtype
 from transformers import AutoModelForCausalLM
 from validate_setup import MODULES, perturb, rewrite, write_model
+
+from taut_deploy.validate import CouldNotValidateError
+from taut_deploy.validate.checkpoint_source import CheckpointSource, usable_device, wider_dtype
 
 IDS = tuple(range(2, 42))
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}

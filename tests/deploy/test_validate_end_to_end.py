@@ -8,8 +8,6 @@ import sys
 
 import pytest
 import torch
-from taut_deploy.checkpoint import Golden, Manifest, seal
-from taut_deploy.validate import CouldNotValidateError, ValidationJob, Verdict, run_validation
 from validate_setup import (
     VOCABULARY,
     job_for,
@@ -18,6 +16,9 @@ from validate_setup import (
     write_text,
     write_tokenizer,
 )
+
+from taut_deploy.checkpoint import Golden, Manifest, seal
+from taut_deploy.validate import CouldNotValidateError, ValidationJob, Verdict, run_validation
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from taut_deploy.validate import CouldNotValidateError, Metric, Verdict
 from taut_deploy.validate.gate import judge
 from taut_deploy.validate.policy import builtin_policies, load_policy, parse_policy

@@ -4,8 +4,9 @@ vLLM."""
 from __future__ import annotations
 
 import pytest
-from taut_deploy.validate import CouldNotValidateError, Verdict, run_validation
 from validate_setup import FakeServer, job_for, perturb, write_model, write_text
+
+from taut_deploy.validate import CouldNotValidateError, Verdict, run_validation
 
 LOOSE = "name: loose\nrequire: {perplexity_ratio: {max: 50}, mean_kl: {max: 50}}"
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
+
 from taut_deploy.validate.bootstrap import mean_interval, quantile_intervals, resample_indices
 from taut_deploy.validate.divergence import (
     Comparison,

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from taut_deploy.validate import ValidationJob
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -22,6 +21,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from taut_deploy.validate import ValidationJob
 
 WORDS = [f"w{i}" for i in range(60)]
 VOCABULARY = {"<s>": 0, "<unk>": 1, **{word: i + 2 for i, word in enumerate(WORDS)}}

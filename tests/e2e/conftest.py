@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelRecord, ModelStore
 

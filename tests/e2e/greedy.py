@@ -1,8 +1,7 @@
 """Greedy text from one checkpoint, as JSON on the last line of stdout.
 
-Usage: ``python greedy.py vllm|transformers DIRECTORY``. A process of its own, because vLLM reads its
-environment
-(``VLLM_PLUGINS``, ``TAUT_KERNELS``) once and frees its memory only by ending.
+Usage: ``python greedy.py vllm|transformers DIRECTORY``. A process of its own, because vLLM reads
+its environment (``VLLM_PLUGINS``, ``TAUT_KERNELS``) once and frees its memory only by ending.
 """
 
 import json

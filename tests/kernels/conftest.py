@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from taut_kernels import formats
 
 HERE = Path(__file__).parent

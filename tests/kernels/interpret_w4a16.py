@@ -8,6 +8,7 @@ integers); bf16 runs on a GPU.
 import sys
 
 import torch
+
 from taut_kernels import testing
 from taut_kernels.gemm import w4a16
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 
 import pytest
+
 from taut_kernels import aot
 from taut_kernels.tiles import TileConfig
 

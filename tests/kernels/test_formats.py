@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from taut_kernels import formats
 
 SIZES = [(1, 8), (3, 5), (16, 32), (7, 128), (24, 200), (5, 576)]

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+
 from taut_kernels import vllm_plugin
 from taut_kernels.vllm_plugin import compat, selection, selfcheck
 

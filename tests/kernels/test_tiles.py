@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from taut_kernels import tiles
 
 SMALL = {"block_m": 16, "block_n": 64, "num_warps": 4, "num_stages": 3}

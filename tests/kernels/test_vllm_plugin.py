@@ -84,8 +84,9 @@ def _gold_logprobs(directory: Path, prompt: list[int], tokens: list[int]) -> Any
     """Logprobs [len(tokens), vocabulary] from transformers on dense fp32 weights."""
     import torch
     from safetensors.torch import load_file
-    from taut_kernels import formats
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from taut_kernels import formats
 
     state, dense = load_file(directory / "model.safetensors"), {}
     for name, tensor in state.items():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+
 from taut_kernels import testing
 from taut_kernels.gemm import w4a16
 from taut_kernels.gemm.w4a16 import w4a16_gemm, w4a16_gemm_ref

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from taut_kernels import formats, testing
 from taut_kernels.gemm.w4a16 import w4a16_gemm_ref
 from taut_kernels.gemm.w4a16_cpu import w4a16_gemm_cpu, why_not_supported

@@ -195,7 +195,7 @@ def main() -> None:
             "repeats": options.repeats,
             "date": time.strftime("%Y-%m-%d"),
         }
-        print(json.dumps(line))  # noqa: T201
+        print(json.dumps(line))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import random
 import pytest
 from gateway_harness import COMPLETION, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
+
 from taut_service.admission import AdmissionController
 from taut_service.errors import OverloadedError
 from taut_service.settings import AdmissionLimit

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from taut_service.settings import Settings, SettingsError, load_settings
 
 MINIMAL = """

@@ -1,7 +1,8 @@
 """Tokens per second of OpenAI-compatible servers, interleaved in one run.
 
-The same requests go to every target in turn (A B A B …), so that a drift of the machine hits all of them; the median
-over rounds is reported with its range. Output length is fixed (``ignore_eos``), so tokens are comparable.
+The same requests go to every target in turn (A B A B …), so that a drift of the machine hits all
+of them; the median over rounds is reported with its range. Output length is fixed
+(``ignore_eos``), so tokens are comparable.
 """
 
 import asyncio

@@ -29,7 +29,7 @@ def serve(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
     as_json: JsonFlag = False,
 ) -> None:
-    """Tokens per second of running servers, e.g. a worker alone and the same worker behind the gateway."""
+    """Tokens per second of running servers, e.g. a worker with and without the gateway."""
     from taut_deploy.bench.serve import Load, Target, measure
 
     targets = []

@@ -124,6 +124,7 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
     that depends on K and the group.
     """
     import torch
+
     from taut_kernels.vllm_plugin.selection import why_not_ours
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -29,7 +29,7 @@ class LayerReport:
         symmetric: whether there are no zero points.
         density: share of weights kept.
         rank: rank of a factorised layer, None here.
-        relative_error: squared output error over squared output on calibration data.
+        relative_error: squared output error over squared output on sampled calibration rows.
         samples: calibration tokens seen.
     """
 
@@ -88,7 +88,8 @@ def compress_block(
         ModelError: a weight or an input is not finite; names the layer.
     """
     # Weights may be fp32 between smoothing and quantisation; the block is not called in that state.
-    groups = observe_block(block, hidden, arguments, batch_size)
+    needs_hessian = quantize.algorithm == "gptq"
+    groups = observe_block(block, hidden, arguments, batch_size, needs_hessian)
     weights: dict[str, QuantizedWeight] = {}
     reports: list[LayerReport] = []
     smoothed = [_smooth_group(block, group, smooth, quantize, spec) for group in groups]
@@ -147,7 +148,8 @@ def _smooth_group(
         layer.weight.data = weight * scales  # fp32 until it is quantised
     group.absmax = group.absmax / scales
     group.sample = group.sample / scales
-    group.hessian = group.hessian / scales[:, None] / scales[None, :]
+    if group.hessian is not None:
+        group.hessian = group.hessian / scales[:, None] / scales[None, :]
     return True
 
 
@@ -160,10 +162,10 @@ def _quantize_layer(
 ) -> QuantizedWeight:
     weight = layer.weight.data.float()
     # Either would spread silently: NaN compares false and ends as code 0 of scale 0.
-    for what, tensor in (("weight", weight), ("input during calibration", group.hessian)):
+    for what, tensor in (("weight", weight), ("input during calibration", group.absmax)):
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(f"{name}: its {what} holds NaN or infinity; the model is broken")
-    if quantize.algorithm == "rtn":
+    if group.hessian is None:
         return rtn.quantize_weight(weight, spec)
     return gptq.quantize_weight(
         weight,
@@ -175,9 +177,7 @@ def _quantize_layer(
 
 
 def _relative_error(layer: nn.Linear, quantized: QuantizedWeight, group: InputGroup) -> float:
-    """``tr(D H Dᵀ) / tr(W H Wᵀ)`` with D the weight error and H the mean of ``x xᵀ``."""
-    weight = layer.weight.data.float()
-    difference = quantized.dequantize() - weight
-    lost = ((difference @ group.hessian) * difference).sum()
-    whole = ((weight @ group.hessian) * weight).sum()
-    return float(lost / whole.clamp(min=1e-20))
+    """Squared error of the layer's output over its square, on the sampled input rows."""
+    exact = group.sample @ layer.weight.data.float().T
+    got = group.sample @ quantized.dequantize().T
+    return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))

@@ -23,7 +23,7 @@ class InputGroup:
     Attributes:
         layers: names inside the block.
         producer: name of the module whose output the input is, if any.
-        hessian: [K, K] fp32, mean of ``x xᵀ``.
+        hessian: [K, K] fp32, mean of ``x xᵀ``; None where nobody asked for it.
         absmax: [K] fp32.
         sample: [T, K] fp32 evenly spaced input rows.
         tokens: rows seen.
@@ -31,7 +31,7 @@ class InputGroup:
 
     layers: list[str]
     producer: str | None
-    hessian: torch.Tensor
+    hessian: torch.Tensor | None
     absmax: torch.Tensor
     sample: torch.Tensor
     tokens: int = 0
@@ -40,21 +40,27 @@ class InputGroup:
     def add(self, x: torch.Tensor, rows_per_call: int) -> None:
         """Account for one call's input [..., K]."""
         rows = x.reshape(-1, x.shape[-1]).float()
-        self.hessian.addmm_(rows.T, rows)
+        if self.hessian is not None:
+            self.hessian.addmm_(rows.T, rows)
         self.absmax = torch.maximum(self.absmax, rows.abs().amax(0))
         self._rows.append(rows[:: max(1, rows.shape[0] // rows_per_call)][:rows_per_call].clone())
         self.tokens += rows.shape[0]
 
     def finish(self) -> None:
         """Turn sums into means."""
-        self.hessian /= self.tokens
+        if self.hessian is not None:
+            self.hessian /= self.tokens
         self.sample = torch.cat(self._rows)
         self._rows.clear()
 
 
 @torch.inference_mode()
 def observe_block(
-    block: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any], batch_size: int
+    block: nn.Module,
+    hidden: torch.Tensor,
+    arguments: dict[str, Any],
+    batch_size: int,
+    with_hessian: bool = True,
 ) -> list[InputGroup]:
     """Run ``hidden`` through ``block`` and describe every linear input.
 
@@ -63,11 +69,17 @@ def observe_block(
         hidden: [B, T, H] its input.
         arguments: its recorded keyword arguments.
         batch_size: sequences per call.
+        with_hessian: also accumulate ``x xᵀ``, the dearest statistic; rounding to nearest needs
+            none.
 
     Returns:
         Input groups in order of first use.
     """
     groups = _find_groups(block, hidden[:1], arguments)
+    if with_hessian:
+        for group in groups:
+            k = group.absmax.shape[0]
+            group.hessian = torch.zeros(k, k, device=hidden.device)
     calls = -(-hidden.shape[0] // batch_size)
     rows_per_call = max(1, _SAMPLE_ROWS // calls)
     handles = [
@@ -129,8 +141,7 @@ def _find_groups(
 def _empty_group(producer: str | None, x: torch.Tensor) -> InputGroup:
     k = x.shape[-1]
     zeros = torch.zeros(k, device=x.device)
-    hessian = torch.zeros(k, k, device=x.device)
-    return InputGroup([], producer, hessian, zeros, torch.empty(0, k, device=x.device))
+    return InputGroup([], producer, None, zeros, torch.empty(0, k, device=x.device))
 
 
 def _remove(handles: Iterable[Any]) -> None:

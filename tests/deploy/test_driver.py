@@ -1,0 +1,423 @@
+"""The pipeline on a tiny model: the checkpoint, its readers, and everything that must be refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import (
+    edit_json,
+    job_for,
+    recipe_data,
+    w8a8_data,
+    write_calibration_text,
+    write_llama,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from validate_setup import MODULES, write_text
+
+from taut_deploy import files
+from taut_deploy.checkpoint import read_manifest, verify
+from taut_deploy.compress import driver
+from taut_deploy.compress.formats import read_back
+from taut_deploy.compress.grid import fake_quantize_tokens
+from taut_deploy.errors import ModelError, OutputError, RecipeError
+
+LINEARS = [
+    f"model.layers.{i}.{'self_attn' if m[0] in 'qkvo' else 'mlp'}.{m}"
+    for i in range(2)
+    for m in MODULES
+]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """``model/`` (fp32, K 64 and 128) and ``text.txt``."""
+    path = tmp_path_factory.mktemp("room")
+    write_llama(path / "model")
+    write_calibration_text(path / "text.txt")
+    return path
+
+
+def job(room: Path, output: Path, **quantize):
+    return job_for(room / "model", recipe_data(room / "text.txt", **quantize), output)
+
+
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, as its index says."""
+    index = json.loads((checkpoint / "model.safetensors.index.json").read_text())
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shard in index["weight_map"].items():
+        tensors[name] = load_file(checkpoint / shard)[name]
+    return tensors
+
+
+def round_as_compressed_tensors(x: torch.Tensor) -> torch.Tensor:
+    """Its scale spans -128..127 evenly (absmax / 127.5), where vLLM and we use absmax / 127."""
+    scale = x.abs().amax(-1, keepdim=True) / 127.5
+    return (x / scale).round().clamp(-128, 127) * scale
+
+
+def dequantised_model(base: Path, checkpoint: Path, scheme: str, rounding=fake_quantize_tokens):
+    """The base model with every weight replaced by what the checkpoint stands for.
+
+    Inputs of W8A8 layers go through ``rounding``.
+    """
+    tensors = stored(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    for name, module in model.named_modules():
+        parts = {
+            key.removeprefix(f"{name}."): value
+            for key, value in tensors.items()
+            if key.rpartition(".")[0] == name
+        }
+        if "weight_scale" in parts:
+            module.weight.data = read_back(parts, scheme).dequantize()
+            if scheme == "W8A8":
+                module.register_forward_pre_hook(lambda _module, args: (rounding(args[0]),))
+        elif "weight" in parts:
+            module.weight.data = parts["weight"]
+    return model
+
+
+def logits_of(model) -> torch.Tensor:
+    ids = torch.randint(2, 60, (3, 20), generator=torch.Generator().manual_seed(9))
+    with torch.inference_mode():
+        return model(ids).logits
+
+
+CASES = {
+    "w8a8 smoothed": lambda text: w8a8_data(text),
+    "w8a8 gptq": lambda text: (
+        w8a8_data(text) | {"stages": [{"method": "quantize", "scheme": "W8A8"}]}
+    ),
+    "w4a16 symmetric": lambda text: recipe_data(text),
+    "w4a16 zero points": lambda text: recipe_data(text, symmetric=False),
+    "w4a16 rtn g64": lambda text: recipe_data(text, group_size=64, algorithm="rtn"),
+    "w4a16 g128 that does not divide": lambda text: recipe_data(text, group_size=128),
+    "w4a16 smoothed": lambda text: (
+        recipe_data(text, symmetric=False)
+        | {
+            "stages": [
+                {"method": "smooth"},
+                {"method": "quantize", "scheme": "W4A16", "group_size": 32},
+            ]
+        }
+    ),
+    "w4a16 without the first block": lambda text: (
+        recipe_data(text) | {"ignore": ["lm_head", "model.layers.0.*"]}
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stock_transformers_computes_what_the_checkpoint_stands_for(case, room, tmp_path):
+    data = CASES[case](room / "text.txt")
+    manifest = driver.compress(job_for(room / "model", data, tmp_path / "out"))
+    assert verify(tmp_path / "out") == manifest
+    ours = logits_of(
+        dequantised_model(
+            room / "model", tmp_path / "out", manifest.scheme, round_as_compressed_tensors
+        )
+    )
+    theirs = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
+    base = logits_of(AutoModelForCausalLM.from_pretrained(room / "model").eval())
+    scale = (ours - base).norm()
+    assert 0 < scale < 0.5 * base.norm(), "compressed, and still the same model"
+    assert (theirs - ours).norm() < 0.02 * scale
+
+
+def test_the_manifest_is_complete(room, tmp_path):
+    request = job_for(room / "model", w8a8_data(room / "text.txt"), tmp_path / "out")
+    driver.compress(request)
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.name, manifest.scheme, manifest.bits) == ("model", "W8A8", 8)
+    assert manifest.recipe == request.recipe.as_json()
+    assert manifest.recipe_hash == request.recipe.hash
+    assert manifest.base_model["digest"] == request.model.digest
+    assert manifest.calibration["description"].startswith("file sha256:")
+    assert (manifest.calibration["sequences"], manifest.calibration["sequence_length"]) == (6, 32)
+    assert sorted(layer["name"] for layer in manifest.layers) == sorted(LINEARS)
+    for layer in manifest.layers:
+        assert layer["samples"] == 6 * 32
+        assert 0 < layer["relative_error"] < 1e-3
+        assert (layer["bits"], layer["density"], layer["rank"]) == (8, 1.0, None)
+    assert manifest.max_model_len == 128
+    assert set(manifest.libraries) >= {"taut", "torch", "transformers", "compressed-tensors"}
+    listed = {path.name for path in (tmp_path / "out").iterdir()}
+    assert set(manifest.files) == listed - {"taut.json", "compression_log.json"}
+    assert manifest.bytes == sum(
+        (tmp_path / "out" / name).stat().st_size for name in manifest.files
+    )
+    assert manifest.validation is None
+    assert not [name for name in listed if name.startswith(".")]
+
+
+def test_the_golden_answer_is_the_compressed_models_own(room, tmp_path):
+    driver.compress(job_for(room / "model", w8a8_data(room / "text.txt"), tmp_path / "out"))
+    golden = read_manifest(tmp_path / "out").golden
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = dequantised_model(room / "model", tmp_path / "out", "W8A8")
+    with torch.inference_mode():
+        last = model(torch.tensor([tokenizer(golden.prompt)["input_ids"]])).logits[0, -1]
+    assert int(last.argmax()) == golden.expected_token
+    assert golden.expected_text == tokenizer.decode([golden.expected_token])
+    top = last.topk(2).values
+    assert golden.margin == pytest.approx(float(top[0] - top[1]), abs=1e-3)
+
+
+def test_reported_errors_are_those_of_the_outputs(room, tmp_path):
+    """First block only: further in, inputs come from blocks that are compressed already."""
+    manifest = driver.compress(job(room, tmp_path / "out", algorithm="rtn"))
+    base = AutoModelForCausalLM.from_pretrained(room / "model").eval()
+    rounded = dequantised_model(room / "model", tmp_path / "out", "W4A16")
+    name = "model.layers.0.self_attn.k_proj"
+    seen: list[torch.Tensor] = []
+    base.get_submodule(name).register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+    ids = torch.tensor(
+        AutoTokenizer.from_pretrained(room / "model")((room / "text.txt").read_text())["input_ids"]
+    )
+    chunks = ids[: len(ids) // 32 * 32].view(-1, 32)
+    order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        base(chunks[order[:6]])
+    x = seen[0].flatten(0, 1).clone()
+    before = x @ base.get_submodule(name).weight.data.T
+    after = x @ rounded.get_submodule(name).weight.data.T
+    expected = float((after - before).square().sum() / before.square().sum())
+    (report,) = [layer for layer in manifest.layers if layer["name"] == name]
+    assert report["relative_error"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "hidden", "intermediate", "used"),
+    [(128, 128, 256, 128), (128, 64, 128, 64), (64, 128, 256, 64), (128, 96, 160, 32)],
+)
+def test_the_largest_group_size_that_divides_is_used(asked, hidden, intermediate, used, tmp_path):
+    model = write_llama(tmp_path / "m", hidden=hidden, intermediate=intermediate)
+    text = write_calibration_text(tmp_path / "t.txt")
+    plan = driver.plan(job_for(model, recipe_data(text, group_size=asked), tmp_path / "out"))
+    assert plan.group_size == used
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_group_size_that_divides_is_a_recipe_error(tmp_path):
+    model = write_llama(tmp_path / "m", hidden=48)
+    text = write_calibration_text(tmp_path / "t.txt")
+    with pytest.raises(RecipeError, match=r"group_size.*divides every layer input \(48, 128\)"):
+        driver.plan(job_for(model, recipe_data(text), tmp_path / "out"))
+
+
+def test_the_plan_says_what_happens(room, tmp_path):
+    data = recipe_data(room / "text.txt") | {"ignore": ["*.k_proj"]}
+    request = job_for(room / "model", data, tmp_path / "out")
+    plan = driver.plan(request)
+    kept = {layer.name for layer in plan.layers if layer.fate != "quantize"}
+    assert kept == {name for name in LINEARS if name.endswith("k_proj")}
+    driver.compress(request)
+    quantized = {layer["name"] for layer in read_manifest(tmp_path / "out").layers}
+    assert quantized == set(LINEARS) - kept
+    actual = sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    assert plan.bytes_after == pytest.approx(actual, rel=0.15), "headers are large in tiny files"
+
+
+def test_ignoring_everything_is_refused(room, tmp_path):
+    data = recipe_data(room / "text.txt") | {"ignore": ["*"]}
+    with pytest.raises(RecipeError, match="ignore: matches every linear layer"):
+        driver.compress(job_for(room / "model", data, tmp_path / "out"))
+
+
+def test_a_finished_checkpoint_is_returned_untouched(room, tmp_path):
+    first = driver.compress(job(room, tmp_path / "out"))
+    before = {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "out").iterdir()}
+    assert driver.compress(job(room, tmp_path / "out")) == first
+    after = {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "out").iterdir()}
+    assert after == before
+
+
+def test_another_recipe_into_the_same_output_is_refused(room, tmp_path):
+    driver.compress(job(room, tmp_path / "out"))
+    before = verify(tmp_path / "out")
+    with pytest.raises(OutputError, match="holds a checkpoint of model by recipe 'tiny'"):
+        driver.compress(job(room, tmp_path / "out", symmetric=False))
+    assert verify(tmp_path / "out") == before
+
+
+def test_another_calibration_text_under_the_same_name_is_refused(tmp_path):
+    model = write_llama(tmp_path / "m", layers=1)
+    text = write_calibration_text(tmp_path / "t.txt")
+    driver.compress(job_for(model, recipe_data(text), tmp_path / "out"))
+    write_text(text, 400, seed=6)
+    with pytest.raises(OutputError, match="holds a checkpoint"):
+        driver.compress(job_for(model, recipe_data(text), tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_an_output_that_is_not_ours_is_refused_and_left_alone(kind, room, tmp_path):
+    output = tmp_path / "out"
+    if kind == "file":
+        output.write_text("precious")
+    else:
+        output.mkdir()
+        (output / "thesis.txt").write_text("precious")
+    with pytest.raises(OutputError, match="exists and is not a taut checkpoint"):
+        driver.compress(job(room, output))
+    kept = output if kind == "file" else output / "thesis.txt"
+    assert kept.read_text() == "precious"
+
+
+def test_an_empty_output_directory_is_taken(room, tmp_path):
+    (tmp_path / "out").mkdir()
+    driver.compress(job(room, tmp_path / "out"))
+    verify(tmp_path / "out")
+
+
+def test_a_partial_directory_that_is_not_ours_is_refused_and_left_alone(room, tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "thesis.txt").write_text("precious")
+    with pytest.raises(OutputError, match=r"\.out\.partial: exists and was not made by taut"):
+        driver.compress(job(room, tmp_path / "out"))
+    assert (tmp_path / ".out.partial" / "thesis.txt").read_text() == "precious"
+
+
+def test_an_output_below_a_file_is_refused(room, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="a part of the path is a file"):
+        driver.compress(job(room, tmp_path / "file" / "out"))
+
+
+def test_two_at_once_into_one_output_are_refused(room, tmp_path):
+    from filelock import FileLock
+
+    with (
+        FileLock(tmp_path / ".out.lock"),
+        pytest.raises(OutputError, match="another 'taut compress' is writing it"),
+    ):
+        driver.compress(job(room, tmp_path / "out"))
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("nth", [1, 4, 9, 13])
+def test_a_full_disk_is_one_line_and_leaves_no_half_file(nth, room, tmp_path, monkeypatch):
+    """The n-th write breaks off half way with ENOSPC; once there is room again the run goes on."""
+    calls = 0
+    real = Path.write_bytes
+
+    def write_half(self: Path, content: bytes) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            real(self, content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(OutputError, match=r"^cannot write .*: the disk is full"):
+        driver.compress(job(room, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.rglob("*.tmp"))
+    monkeypatch.setattr(Path, "write_bytes", real)
+    driver.compress(job(room, tmp_path / "out"))
+    driver.compress(job(room, tmp_path / "undisturbed"))
+    left, right = tree(tmp_path / "out"), tree(tmp_path / "undisturbed")
+    left.pop("compression_log.json")
+    right.pop("compression_log.json")
+    assert left == right
+
+
+def test_too_little_space_is_refused_before_any_work(room, tmp_path, monkeypatch):
+    usage = files.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+    with pytest.raises(OutputError, match=r"needs about .* MB but the disk has 0 MB free"):
+        driver.compress(job(room, tmp_path / "out"))
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_a_missing_shard_is_named(room, tmp_path):
+    model = write_llama(tmp_path / "m", shard_bytes=100_000)
+    shards = sorted(model.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    request = job_for(model, recipe_data(room / "text.txt"), tmp_path / "out")
+    shards[1].unlink()
+    with pytest.raises(ModelError, match=shards[1].name):
+        driver.compress(request)
+
+
+def test_a_truncated_shard_is_named(room, tmp_path):
+    model = write_llama(tmp_path / "m")
+    request = job_for(model, recipe_data(room / "text.txt"), tmp_path / "out")
+    shard = model / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"m/model\.safetensors: cannot be read as safetensors"):
+        driver.compress(request)
+    assert not (tmp_path / "out").exists()
+
+
+def test_shapes_that_contradict_the_configuration_are_named(room, tmp_path):
+    model = write_llama(tmp_path / "m")
+    edit_json(model / "config.json", intermediate_size=96)
+    with pytest.raises(ModelError, match=r"layers\.0.*mlp.*stored shape"):
+        driver.compress(job_for(model, recipe_data(room / "text.txt"), tmp_path / "out"))
+
+
+@pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
+def test_a_weight_that_is_not_finite_is_named(algorithm, room, tmp_path):
+    model = write_llama(tmp_path / "m")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    data = recipe_data(room / "text.txt", algorithm=algorithm)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj: its weight holds NaN"):
+        driver.compress(job_for(model, data, tmp_path / "out"))
+
+
+def test_a_model_that_is_quantised_already_is_refused(room, tmp_path):
+    driver.compress(job(room, tmp_path / "first"))
+    with pytest.raises(
+        ModelError, match=r"quantised already \(compressed-tensors/pack-quantized\)"
+    ):
+        driver.compress(
+            job_for(tmp_path / "first", recipe_data(room / "text.txt"), tmp_path / "out")
+        )
+
+
+def test_tied_and_half_precision_models_come_out_whole(room, tmp_path):
+    model = write_llama(tmp_path / "m", dtype=torch.bfloat16, tie=True, shard_bytes=60_000)
+    driver.compress(job_for(model, w8a8_data(room / "text.txt"), tmp_path / "out"))
+    assert "lm_head.weight" not in stored(tmp_path / "out")
+    base = logits_of(AutoModelForCausalLM.from_pretrained(model).eval()).float()
+    got = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()).float()
+    assert (got - base).norm() < 0.1 * base.norm()
+
+
+def test_no_resume_starts_over(room, tmp_path, monkeypatch):
+    request = job(room, tmp_path / "out")
+
+    def stop_at_block_1(done, _total, what):
+        if done == 1:
+            raise KeyboardInterrupt(what)
+
+    with pytest.raises(KeyboardInterrupt):
+        driver.compress(request, stop_at_block_1)
+    steps: list[str] = []
+    driver.compress(
+        dataclasses.replace(request, resume=False), lambda _done, _total, what: steps.append(what)
+    )
+    assert "compressing model.layers.0" in steps
+    with pytest.raises(KeyboardInterrupt):
+        driver.compress(dataclasses.replace(request, output=tmp_path / "b"), stop_at_block_1)
+    resumed: list[str] = []
+    driver.compress(
+        dataclasses.replace(request, output=tmp_path / "b"),
+        lambda _done, _total, what: resumed.append(what),
+    )
+    assert "compressing model.layers.0" not in resumed
+    assert "compressing model.layers.1" in resumed
