@@ -19,12 +19,12 @@ gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
-    "plain": DecodeTile(1, 1, 1, 1, 4, 4, False),
-    "k_warps": DecodeTile(1, 1, 4, 1, 4, 2, True),
-    "row_warps": DecodeTile(1, 4, 1, 1, 2, 1, False),
-    "two_rows": DecodeTile(2, 2, 2, 1, 4, 2, False),
-    "split": DecodeTile(1, 2, 2, 3, 4, 4, True),
-    "deep": DecodeTile(1, 1, 2, 1, 8, 4, False),
+    "plain": DecodeTile(1, 1, 1, 1, 4, 4, 1, False),
+    "k_warps": DecodeTile(1, 1, 4, 1, 4, 2, 2, True),
+    "row_warps": DecodeTile(1, 4, 1, 1, 2, 1, 1, False),
+    "two_rows": DecodeTile(2, 2, 2, 1, 4, 4, 4, False),
+    "split": DecodeTile(1, 2, 2, 3, 4, 4, 2, True),
+    "deep": DecodeTile(1, 1, 2, 1, 8, 8, 8, False),
 }
 
 
@@ -53,7 +53,8 @@ def make_case(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize(
-    ("M", "N", "K", "G"), [(1, 64, 128, 32), (3, 48, 576, 64), (16, 80, 1152, 128), (5, 32, 192, -1)]
+    ("M", "N", "K", "G"),
+    [(1, 64, 128, 32), (3, 48, 576, 64), (16, 80, 1152, 128), (5, 32, 192, -1)],
 )
 def test_reference_matches_the_formula(
     M: int, N: int, K: int, G: int, asymmetric: bool, dtype: torch.dtype
@@ -98,7 +99,10 @@ def bad(**change: Any) -> dict[str, Any]:
         (bad(x=torch.zeros(17, 128, dtype=torch.float16)), "x must have at most 16 rows, got 17"),
         (bad(x=torch.zeros(2, 96, dtype=torch.float16)), "multiple of 64, a lane's 16-byte load"),
         (bad(group_size=48), "32, 64, 128"),
-        (bad(qweight=torch.zeros(3, 2, 32, dtype=torch.int32)), "qweight must have four dimensions"),
+        (
+            bad(qweight=torch.zeros(3, 2, 32, dtype=torch.int32)),
+            "qweight must have four dimensions",
+        ),
         (bad(qweight=torch.zeros(3, 1, 32, 4, dtype=torch.int32)), "qweight must have shape"),
         (bad(qweight=torch.zeros(3, 2, 32, 4)), "qweight must be torch.int32"),
         (bad(scales=torch.zeros(3, 2, 8, 4, 2, dtype=torch.float16)), "scales must have shape"),

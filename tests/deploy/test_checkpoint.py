@@ -1,0 +1,139 @@
+"""The manifest: what it vouches for, and every way it can be found wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from taut_deploy.checkpoint import Golden, Manifest, read_manifest, record_validation, seal, verify
+from taut_deploy.errors import CheckpointError
+from tiny_models import edit_json
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Two shards, a configuration, a log, and a manifest over them."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "model-00001-of-00002.safetensors").write_bytes(bytes(range(256)) * 8)
+    (folder / "model-00002-of-00002.safetensors").write_bytes(bytes(range(255, -1, -1)) * 8)
+    (folder / "config.json").write_text("{}")
+    (folder / "compression_log.json").write_text('{"seconds": 1}')
+    manifest = Manifest(
+        name="m",
+        scheme="W8A8",
+        bits=8,
+        recipe={"name": "r"},
+        recipe_hash="sha256:0",
+        base_model={"name": "m", "digest": "sha256:1", "source": "here"},
+        calibration={},
+        layers=[],
+        golden=Golden("a", "b", 1, 2.0),
+        max_model_len=64,
+        libraries={},
+    )
+    seal(folder, manifest)
+    return folder
+
+
+def test_what_was_sealed_reads_back_and_verifies(checkpoint):
+    manifest = verify(checkpoint)
+    assert manifest == read_manifest(checkpoint)
+    assert manifest.golden == Golden("a", "b", 1, 2.0)
+    assert sorted(manifest.files) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert manifest.bytes == 2048 + 2048 + 2
+    assert manifest.digest.startswith("sha256:")
+
+
+def test_the_log_may_change_and_the_rest_may_not(checkpoint):
+    (checkpoint / "compression_log.json").write_text('{"seconds": 2}')
+    verify(checkpoint)
+
+
+def alter_a_byte(folder):
+    shard = folder / "model-00002-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[1000] ^= 1
+    shard.write_bytes(content)
+
+
+def cut_short(folder):
+    shard = folder / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+FILE_DAMAGE = {
+    "altered": (alter_a_byte, r"model-00002-of-00002\.safetensors: its sha256 differs"),
+    "cut short": (cut_short, r"model-00001-of-00002\.safetensors: its sha256 differs"),
+    "missing": (
+        lambda f: (f / "model-00002-of-00002.safetensors").unlink(),
+        r"model-00002-of-00002\.safetensors: listed in taut\.json but missing",
+    ),
+    "a directory": (
+        lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()),
+        r"config\.json: listed in taut\.json but missing",
+    ),
+    "unlisted weights": (
+        lambda f: (f / "adapter.safetensors").write_bytes(b"x"),
+        r"adapter\.safetensors: not listed in taut\.json; remove it",
+    ),
+    "unlisted template": (
+        lambda f: (f / "chat_template.jinja").write_text("x"),
+        r"chat_template\.jinja: not listed in taut\.json; remove it",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", FILE_DAMAGE)
+def test_the_file_that_differs_is_named(damage, checkpoint):
+    change, message = FILE_DAMAGE[damage]
+    change(checkpoint)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        verify(checkpoint)
+    assert "\n" not in str(refused.value)
+    assert str(checkpoint) in str(refused.value)
+
+
+MANIFEST_DAMAGE = {
+    "no manifest": (lambda p: p.unlink(), r"no taut\.json, so this is not a taut checkpoint"),
+    "not JSON": (lambda p: p.write_text("{"), r"taut\.json: not valid JSON"),
+    "not text": (lambda p: p.write_bytes(b"\xff\xfe{"), r"taut\.json: not valid JSON"),
+    "a list": (lambda p: p.write_text("[]"), "format_version is None, this taut reads 1"),
+    "a later version": (
+        lambda p: edit_json(p, format_version=2),
+        "format_version is 2, this taut reads 1",
+    ),
+    "no version": (lambda p: edit_json(p, format_version=None), "format_version is None"),
+    "a key too few": (lambda p: edit_json(p, scheme=None), "scheme"),
+    "a key too many": (lambda p: edit_json(p, surprise=1), "surprise"),
+    "golden of another kind": (lambda p: edit_json(p, golden=3), r"taut\.json: "),
+    "files of another kind": (lambda p: edit_json(p, files=["a"]), "'files' is not a dict"),
+}
+
+
+@pytest.mark.parametrize("damage", MANIFEST_DAMAGE)
+def test_a_manifest_that_is_wrong_is_named(damage, checkpoint):
+    change, message = MANIFEST_DAMAGE[damage]
+    change(checkpoint / "taut.json")
+    with pytest.raises(CheckpointError, match=message) as refused:
+        verify(checkpoint)
+    assert str(checkpoint) in str(refused.value)
+
+
+def test_a_verdict_is_recorded_without_touching_the_digest(checkpoint):
+    before = verify(checkpoint)
+    record_validation(checkpoint, {"verdict": "PASS"})
+    after = verify(checkpoint)
+    assert after.validation == {"verdict": "PASS"}
+    assert after.digest == before.digest
+    assert json.loads((checkpoint / "taut.json").read_text())["validation"] == {"verdict": "PASS"}
+
+
+def test_a_copy_elsewhere_verifies_with_the_same_digest(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "elsewhere")
+    assert verify(tmp_path / "elsewhere").digest == verify(checkpoint).digest

@@ -1,0 +1,118 @@
+"""Recipes: the shipped ones parse, and every mistake names its key."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from taut_deploy.errors import RecipeError
+from taut_deploy.recipe import builtin_recipes, load_recipe, parse_recipe
+
+W8A8 = {"method": "quantize", "scheme": "W8A8"}
+W4A16 = {"method": "quantize", "scheme": "W4A16", "group_size": 32}
+GOOD = {"name": "r", "stages": [W4A16]}
+
+WRONG = {
+    "unknown key": ({**GOOD, "stagez": 1}, "stagez: unknown key"),
+    "unknown stage key": (
+        {**GOOD, "stages": [{**W4A16, "gruop": 1}]},
+        r"stages\.0.*gruop: unknown",
+    ),
+    "unknown calibration key": (
+        {**GOOD, "calibration": {"sauce": 1}},
+        r"calibration\.sauce: unknown",
+    ),
+    "no name": ({"stages": [W4A16]}, "name: Field required"),
+    "name with a slash": ({**GOOD, "name": "a/b"}, "name: .*pattern"),
+    "no stages": ({"name": "r"}, "stages: Field required"),
+    "empty stages": ({**GOOD, "stages": []}, "stages: .*at least 1"),
+    "stages a string": ({**GOOD, "stages": "W8A8"}, "stages: .*tuple"),
+    "unknown method": ({**GOOD, "stages": [{"method": "prune"}]}, r"stages\.0: .*'prune'"),
+    "unknown scheme": (
+        {**GOOD, "stages": [{**W4A16, "scheme": "W3"}]},
+        r"stages\.0.*scheme: .*W8A8",
+    ),
+    "odd group": (
+        {**GOOD, "stages": [{**W4A16, "group_size": 48}]},
+        r"group_size: .*32, 64 or 128",
+    ),
+    "W4A16 without group": (
+        {**GOOD, "stages": [{"method": "quantize", "scheme": "W4A16"}]},
+        "W4A16 needs 'group_size'",
+    ),
+    "W8A8 with group": ({**GOOD, "stages": [{**W8A8, "group_size": 32}]}, "drop 'group_size'"),
+    "W8A8 asymmetric": ({**GOOD, "stages": [{**W8A8, "symmetric": False}]}, "symmetric: false"),
+    "no quantize": ({**GOOD, "stages": [{"method": "smooth"}]}, "followed by one 'quantize'"),
+    "quantize first": (
+        {**GOOD, "stages": [W8A8, {"method": "smooth"}]},
+        "followed by one 'quantize'",
+    ),
+    "two smooths": (
+        {**GOOD, "stages": [{"method": "smooth"}, {"method": "smooth"}, W8A8]},
+        "followed by one 'quantize'",
+    ),
+    "alpha too large": (
+        {**GOOD, "stages": [{"method": "smooth", "alpha": 1.5}, W8A8]},
+        r"alpha.*less than or equal to 1",
+    ),
+    "no sequences": ({**GOOD, "calibration": {"sequences": 0}}, r"calibration\.sequences"),
+    "long sequences": (
+        {**GOOD, "calibration": {"sequence_length": 1 << 20}},
+        r"calibration\.sequence_length",
+    ),
+    "file without path": ({**GOOD, "calibration": {"source": "file"}}, r"calibration: .*'path'"),
+    "path without file": ({**GOOD, "calibration": {"path": "x"}}, r"calibration: .*'path'"),
+    "unknown source": ({**GOOD, "calibration": {"source": "web"}}, r"calibration\.source"),
+    "dampening zero": (
+        {**GOOD, "stages": [{**W4A16, "dampening_frac": 0}]},
+        r"dampening_frac.*greater than 0",
+    ),
+    "ignore a string": ({**GOOD, "ignore": "lm_head"}, "ignore: .*tuple"),
+    "a list": ([GOOD], "expected a mapping"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_the_key_at_fault_is_named(mistake):
+    data, message = WRONG[mistake]
+    with pytest.raises(RecipeError, match=message) as refused:
+        parse_recipe(yaml.safe_dump(data), "my.yaml")
+    assert str(refused.value).startswith("my.yaml: ")
+    assert "\n" not in str(refused.value)
+
+
+def test_text_that_is_not_yaml_is_one_line(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("name: [unclosed\nstages: }")
+    with pytest.raises(RecipeError, match=r"r\.yaml: not valid YAML") as refused:
+        load_recipe(str(path))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_binary_file_is_refused(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="not a text file"):
+        load_recipe(str(tmp_path / "r.yaml"))
+
+
+@pytest.mark.parametrize("reference", ["w3a3", "/", "nowhere/at/all.yaml"])
+def test_a_recipe_that_does_not_exist_says_which_do(reference):
+    with pytest.raises(RecipeError, match=r"no such recipe; give a YAML file or one of .*w8a8"):
+        load_recipe(reference)
+
+
+def test_the_shipped_recipes_parse():
+    assert set(builtin_recipes()) >= {"w8a8", "w4a16"}
+    for name in builtin_recipes():
+        recipe = load_recipe(name)
+        assert recipe.name == name
+        assert recipe.description
+
+
+def test_the_hash_covers_what_changes_the_result_and_nothing_else():
+    base = parse_recipe(yaml.safe_dump(GOOD), "r")
+    renamed = parse_recipe(yaml.safe_dump({**GOOD, "name": "b", "description": "d"}), "r")
+    spelled = parse_recipe(yaml.safe_dump({**GOOD, "ignore": ["lm_head"]}), "r")
+    seeded = parse_recipe(yaml.safe_dump({**GOOD, "calibration": {"seed": 1}}), "r")
+    ignoring = parse_recipe(yaml.safe_dump({**GOOD, "ignore": []}), "r")
+    assert base.hash == renamed.hash == spelled.hash
+    assert len({base.hash, seeded.hash, ignoring.hash}) == 3

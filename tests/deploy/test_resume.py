@@ -1,0 +1,123 @@
+"""``kill -9`` in the middle of ``taut compress``: the next run goes on and ends in the same bytes."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from taut_deploy.checkpoint import verify
+from tiny_models import recipe_data, w8a8_data, write_calibration_text, write_llama, write_recipe
+
+SCRIPT = Path(__file__).with_name("kill_compress.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """``model/``, ``w8a8.yaml`` and ``w4a16.yaml``."""
+    path = tmp_path_factory.mktemp("room")
+    write_llama(path / "model", layers=3)
+    text = write_calibration_text(path / "text.txt")
+    write_recipe(path / "w8a8.yaml", w8a8_data(text))
+    write_recipe(path / "w4a16.yaml", recipe_data(text, symmetric=False))
+    return path
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Every byte of a checkpoint but the log, which holds wall-clock times."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "compression_log.json"
+    }
+
+
+def kill(room: Path, recipe: str, work: Path, *how: str) -> dict[str, list[str]]:
+    argv = [sys.executable, str(SCRIPT), str(room / "model"), str(room / recipe), str(work), *how]
+    done = subprocess.run(argv, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_all_equal(outputs: list[str]) -> None:
+    expected = content(Path(outputs[0]))
+    assert "taut.json" in expected
+    verify(Path(outputs[0]))
+    for output in map(Path, outputs[1:]):
+        assert content(output) == expected, output
+        left = [path.name for path in output.parent.iterdir() if path != output]
+        assert left == [f".{output.name}.lock"], "nothing but the lock file stays beside it"
+
+
+def test_killed_at_twenty_random_moments(room, tmp_path):
+    found = kill(room, "w8a8.yaml", tmp_path, "times", "20")
+    assert len(found["hits"]) == 20
+    print("\n", collections.Counter(found["hits"]))
+    assert len(set(found["hits"])) >= 4, f"the kills must fall on different steps: {found['hits']}"
+    assert_all_equal(found["outputs"])
+
+
+@pytest.mark.parametrize("recipe", ["w8a8.yaml", "w4a16.yaml"])
+def test_killed_before_every_second_durable_step(recipe, room, tmp_path):
+    found = kill(room, recipe, tmp_path, "steps", "2")
+    print("\n", collections.Counter(found["hits"]))
+    assert len(found["hits"]) > 20
+    assert {hit.split(": ")[1] for hit in found["hits"]} >= {
+        "0 blocks done",
+        "3 blocks done",
+        "sealed",
+        "published",
+    }
+    assert_all_equal(found["outputs"])
+
+
+def test_killed_through_the_command_line(room, tmp_path):
+    """The real command, process and all: killed early, in the middle and late, then let finish."""
+    draw = random.Random(1)
+
+    def start(output: Path) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "taut_deploy", "compress", str(room / "model")]
+        argv += ["--recipe", str(room / "w8a8.yaml"), "--output", str(output)]
+        return subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+    undisturbed, output = tmp_path / "undisturbed", tmp_path / "out"
+    assert start(undisturbed).wait() == 0
+    hits = []
+    for wanted in ("preparing calibration", "model.layers.0", "model.layers.2"):
+        process = start(output)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if wanted in line:
+                time.sleep(draw.uniform(0.0, 0.02))
+                hits.append(line.strip())
+                break
+        process.kill()
+        process.communicate()
+    assert len(hits) == 3, hits
+    assert start(output).wait() == 0
+    assert content(output) == content(undisturbed)
+
+
+def test_changing_the_recipe_in_between_starts_over(room, tmp_path):
+    """State of another recipe is dropped, even where dropping it was itself cut short."""
+    output = tmp_path / "out"
+    partial = tmp_path / ".out.partial"
+    (partial / ".state").mkdir(parents=True)
+    (partial / ".state" / "fingerprint.json").write_text(json.dumps({"recipe_hash": "another"}))
+    (partial / ".state" / "block-0.json").write_text("[]")
+    (partial / "model-00001-of-00004.safetensors").write_bytes(b"of another recipe")
+    argv = [sys.executable, "-m", "taut_deploy", "compress", str(room / "model")]
+    argv += ["--recipe", str(room / "w4a16.yaml"), "--output", str(output)]
+    subprocess.run(argv, check=True, capture_output=True, env=ENVIRONMENT)
+    assert (
+        verify(output).recipe["name"] == yaml.safe_load((room / "w4a16.yaml").read_text())["name"]
+    )
+    assert not partial.exists()

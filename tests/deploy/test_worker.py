@@ -1,0 +1,236 @@
+"""From a checkpoint to vLLM's argv and environment; nothing here starts vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from taut_deploy import worker
+from taut_deploy.checkpoint import Golden, Manifest, seal
+from taut_deploy.errors import CheckpointError, ModelError, WorkerError
+from taut_deploy.models.store import RECORD_FILE, describe_directory
+from taut_deploy.worker import WorkerSpec, build_command, check_kernels, verify_model
+from tiny_models import write_llama
+
+CHECKPOINT = Path("checkpoint")
+
+
+def manifest(scheme: str = "W8A8") -> Manifest:
+    return Manifest(
+        name="tiny",
+        scheme=scheme,
+        bits=8,
+        recipe={},
+        recipe_hash="",
+        base_model={},
+        calibration={},
+        layers=[],
+        golden=Golden("a", "b", 1, 1.0),
+        max_model_len=2048,
+        libraries={},
+    )
+
+
+def build(platform="cpu", scheme="W8A8", environment=None, **spec):
+    request = WorkerSpec(checkpoint=CHECKPOINT, **spec)
+    return build_command(request, manifest(scheme), platform, "key-1", environment or {})
+
+
+ARGUMENTS = [
+    *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "8101"),
+    *("--max-model-len", "2048", "--kv-cache-dtype", "auto", "--shutdown-timeout", "30"),
+    *("--additional-config", '{"taut": "key-1"}'),
+]
+
+
+def test_the_command_on_a_cpu():
+    command = build("cpu")
+    assert list(command.argv) == [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "checkpoint"),
+        *ARGUMENTS,
+    ]
+    assert command.environment == {
+        "PYTHONSAFEPATH": "1",
+        "TAUT_KERNELS": "prefer",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+
+
+def test_the_command_on_a_gpu():
+    command = build("cuda")
+    assert list(command.argv) == [
+        *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "checkpoint"),
+        *ARGUMENTS,
+    ]
+    assert "VLLM_CPU_KVCACHE_SPACE" not in command.environment
+
+
+def test_what_is_asked_for_replaces_the_defaults():
+    command = build(
+        name="n",
+        port=9,
+        max_model_len=64,
+        kv_cache_dtype="fp8",
+        shutdown_timeout_s=5,
+        kv_cache_gib=3,
+        extra=("--enforce-eager", "--dtype", "bfloat16"),
+    )
+    flags = dict(zip(command.argv[5:-3:2], command.argv[6:-3:2], strict=True))
+    assert flags == {
+        "--served-model-name": "n",
+        "--host": "127.0.0.1",
+        "--port": "9",
+        "--max-model-len": "64",
+        "--kv-cache-dtype": "fp8",
+        "--shutdown-timeout": "5",
+        "--additional-config": '{"taut": "key-1"}',
+    }
+    assert command.argv[-3:] == ("--enforce-eager", "--dtype", "bfloat16")
+    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+
+
+def test_kv_cache_memory_set_in_the_environment_stays():
+    command = build(environment={"VLLM_CPU_KVCACHE_SPACE": "7"})
+    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "asked", "mode"),
+    [
+        ("W4A16", None, "require"),
+        ("W8A8", None, "prefer"),
+        ("W4A16", "off", "off"),
+        ("W8A8", "require", "require"),
+    ],
+)
+def test_schemes_with_kernels_of_ours_require_them(scheme, asked, mode):
+    assert build(scheme=scheme, kernels=asked).environment["TAUT_KERNELS"] == mode
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "accepted"),
+    [
+        ("cpu", "auto", True),
+        ("cpu", "fp8", True),
+        ("cpu", "int8_per_token_head", False),
+        ("cpu", "fp8_per_token_head", False),
+        ("cpu", "turbo", False),
+        ("cuda", "int8_per_token_head", True),
+        ("cuda", "turbo", False),
+    ],
+)
+@pytest.mark.parametrize("way", ["option", "extra", "extra=", "extra_"])
+def test_only_kv_cache_dtypes_a_platform_implements(platform, dtype, accepted, way):
+    spec = {
+        "option": {"kv_cache_dtype": dtype},
+        "extra": {"extra": ("--kv-cache-dtype", dtype)},
+        "extra=": {"extra": (f"--kv-cache-dtype={dtype}",)},
+        "extra_": {"extra": ("--kv_cache_dtype", dtype)},
+    }[way]
+    if accepted:
+        argv = build(platform, **spec).argv
+        assert argv.count("--kv-cache-dtype") == 1
+        assert argv[argv.index("--kv-cache-dtype") + 1] == dtype
+        assert not any("_dtype" in argument for argument in argv)
+    else:
+        message = rf"--kv-cache-dtype {dtype}: not implemented on {platform}; use one of auto"
+        with pytest.raises(WorkerError, match=message):
+            build(platform, **spec)
+
+
+def test_a_kv_cache_flag_without_a_value_is_refused():
+    with pytest.raises(WorkerError, match="--kv-cache-dtype"):
+        build(extra=("--kv-cache-dtype",))
+
+
+@pytest.mark.parametrize(
+    ("extra", "way_out"),
+    [
+        (("--host", "0.0.0.0"), "127.0.0.1 only"),
+        (("--host=0.0.0.0",), "127.0.0.1 only"),
+        (("--ho", "0.0.0.0"), "127.0.0.1 only"),
+        (("--uds", "/tmp/s"), "--port"),
+        (("--port", "1"), "--port"),
+        (("--served-model-name", "x"), "--name"),
+        (("--served_model_name=x",), "--name"),
+        (("--served", "x"), "--name"),
+        (("--max-model-len", "9"), "--max-model-len"),
+        (("--shutdown-timeout", "0"), "--shutdown-timeout"),
+        (("--additional-config", "{}"), "taut's kernels"),
+        (("--additional_config.taut", "x"), "taut's kernels"),
+        (("--model", "x"), "first argument"),
+        (("--config", "f.yaml"), "give the arguments themselves"),
+        (("--config=f.yaml",), "give the arguments themselves"),
+        (("--kv-cache", "fp8"), "in full"),
+    ],
+)
+def test_extra_arguments_cannot_undo_what_taut_promises(extra, way_out):
+    with pytest.raises(WorkerError, match=rf"^{extra[0].partition('=')[0]}: .*{way_out}"):
+        build(extra=("--enforce-eager", *extra))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("--max-num-seqs", "4"),
+        ("--compilation-config.level", "0"),
+        ("-O0",),
+        ("--enable-prefix-caching",),
+        ("--max-num-batched-tokens=64",),
+    ],
+)
+def test_other_extra_arguments_pass_as_they_are(extra):
+    assert build(extra=extra).argv[-len(extra) :] == extra
+
+
+def test_a_filtered_out_plugin_is_refused_with_the_reason():
+    with pytest.raises(WorkerError, match=r"VLLM_PLUGINS='nope' excludes 'taut'.*--kernels off"):
+        check_kernels("prefer", {"VLLM_PLUGINS": "nope"})
+    check_kernels("off", {"VLLM_PLUGINS": "nope"})
+    check_kernels("require", {})
+
+
+def test_the_worker_becomes_vllm_with_a_key_of_its_own_mode(tmp_path, monkeypatch):
+    """``off`` and ``require`` must not share vLLM's compile cache."""
+    started = []
+    monkeypatch.setattr(worker.os, "execve", lambda *arguments: started.append(arguments))
+    monkeypatch.setenv("TAUT_KERNELS", "nonsense")
+    model = write_llama(tmp_path / "m", layers=1)
+    for mode in ("off", "require"):
+        worker.exec_worker(WorkerSpec(model, kernels=mode))
+    for (program, argv, environment), mode in zip(started, ("off", "require"), strict=True):
+        assert program == argv[0] == sys.executable
+        config = json.loads(argv[argv.index("--additional-config") + 1])
+        assert config["taut"].startswith(f"{mode}-")
+        assert environment["TAUT_KERNELS"] == mode
+        assert argv[argv.index("--max-model-len") + 1] == "128"
+        assert argv[argv.index("--served-model-name") + 1] == "m"
+
+
+def test_an_uncompressed_model_is_checked_against_its_record(tmp_path):
+    model = write_llama(tmp_path / "m", layers=1)
+    assert verify_model(model) is None
+    (model / RECORD_FILE).write_text(json.dumps(describe_directory(model).as_json()))
+    assert verify_model(model) is None
+    shard = model / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(CheckpointError, match=r"differ from taut-model\.json"):
+        verify_model(model)
+
+
+def test_a_checkpoint_is_verified_before_anything_starts(tmp_path):
+    model = write_llama(tmp_path / "m", layers=1)
+    seal(model, manifest())
+    assert verify_model(model) is not None
+    (model / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"config\.json: its sha256 differs"):
+        worker.exec_worker(WorkerSpec(model))
+
+
+def test_a_directory_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="no config"):
+        verify_model(tmp_path)
