@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import transformers
 from optimum.utils import NormalizedConfigManager
+
 from taut_deploy.cli import main
 from taut_deploy.compress import driver
 
@@ -79,15 +80,16 @@ def count_events(report: Path, die_before: int) -> Callable[[], None]:
             nonlocal seen
             if event not in EVENTS:
                 return
-            path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes) else ""
-            if not path.startswith(str(report.parent)) and os.path.isabs(path):
+            path = Path(os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes) else "")
+            # rmtree names files relative to a directory it holds open.
+            if path.is_absolute() and not path.is_relative_to(report.parent):
                 return
             seen += 1
             if seen == die_before:
                 os.kill(os.getpid(), signal.SIGKILL)
             if die_before == 0:
                 with report.open("a") as handle:
-                    handle.write(f"{event} {Path(path).name}\n")
+                    handle.write(f"{event} {path.name}\n")
 
         sys.addaudithook(hook)
 

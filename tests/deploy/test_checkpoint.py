@@ -6,9 +6,10 @@ import json
 import shutil
 
 import pytest
+from tiny_models import edit_json
+
 from taut_deploy.checkpoint import Golden, Manifest, read_manifest, record_validation, seal, verify
 from taut_deploy.errors import CheckpointError
-from tiny_models import edit_json
 
 
 @pytest.fixture

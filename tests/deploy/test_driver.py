@@ -1,17 +1,14 @@
-"""The pipeline on a tiny model: the checkpoint, its readers, and everything that must be refused."""
+"""The pipeline on a tiny model: the checkpoint, its readers, and what must be refused."""
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import (
-    edit_json,
     job_for,
     recipe_data,
     w8a8_data,
@@ -19,14 +16,14 @@ from tiny_models import (
     write_llama,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from validate_setup import MODULES, write_text
+from validate_setup import MODULES
 
-from taut_deploy import files
 from taut_deploy.checkpoint import read_manifest, verify
 from taut_deploy.compress import driver
+from taut_deploy.compress.calibration import make_calibration_set
 from taut_deploy.compress.formats import read_back
 from taut_deploy.compress.grid import fake_quantize_tokens
-from taut_deploy.errors import ModelError, OutputError, RecipeError
+from taut_deploy.errors import RecipeError
 
 LINEARS = [
     f"model.layers.{i}.{'self_attn' if m[0] in 'qkvo' else 'mlp'}.{m}"
@@ -89,6 +86,12 @@ def logits_of(model) -> torch.Tensor:
     ids = torch.randint(2, 60, (3, 20), generator=torch.Generator().manual_seed(9))
     with torch.inference_mode():
         return model(ids).logits
+
+
+def calibration_tokens(request: driver.CompressionJob) -> torch.Tensor:
+    """The tokens a job is calibrated on."""
+    settings = request.recipe.calibration
+    return make_calibration_set(settings, Path(request.model.path), request.cache).tokens
 
 
 CASES = {
@@ -171,27 +174,29 @@ def test_the_golden_answer_is_the_compressed_models_own(room, tmp_path):
     assert golden.margin == pytest.approx(float(top[0] - top[1]), abs=1e-3)
 
 
-def test_reported_errors_are_those_of_the_outputs(room, tmp_path):
+@pytest.mark.parametrize(
+    "recipe", [recipe_data, w8a8_data, lambda text: w8a8_data(text, algorithm="gptq")]
+)
+def test_reported_errors_are_those_of_the_outputs(recipe, room, tmp_path):
     """First block only: further in, inputs come from blocks that are compressed already."""
-    manifest = driver.compress(job(room, tmp_path / "out", algorithm="rtn"))
+    data = recipe(room / "text.txt")
+    manifest = driver.compress(job_for(room / "model", data, tmp_path / "out"))
     base = AutoModelForCausalLM.from_pretrained(room / "model").eval()
-    rounded = dequantised_model(room / "model", tmp_path / "out", "W4A16")
-    name = "model.layers.0.self_attn.k_proj"
-    seen: list[torch.Tensor] = []
-    base.get_submodule(name).register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
-    ids = torch.tensor(
-        AutoTokenizer.from_pretrained(room / "model")((room / "text.txt").read_text())["input_ids"]
+    compressed = dequantised_model(
+        room / "model", tmp_path / "out", manifest.scheme, rounding=lambda x: x
     )
-    chunks = ids[: len(ids) // 32 * 32].view(-1, 32)
-    order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(1))
+    tokens = calibration_tokens(job_for(room / "model", data, tmp_path / "out"))
+    name = "model.layers.0.self_attn.k_proj"
+    outputs: list[torch.Tensor] = []
     with torch.inference_mode():
-        base(chunks[order[:6]])
-    x = seen[0].flatten(0, 1).clone()
-    before = x @ base.get_submodule(name).weight.data.T
-    after = x @ rounded.get_submodule(name).weight.data.T
+        for model in (base, compressed):
+            layer = model.get_submodule(name)
+            layer.register_forward_hook(lambda _module, _args, out: outputs.append(out))
+            model(tokens)
+    before, after = outputs
     expected = float((after - before).square().sum() / before.square().sum())
     (report,) = [layer for layer in manifest.layers if layer["name"] == name]
-    assert report["relative_error"] == pytest.approx(expected, rel=1e-3)
+    assert report["relative_error"] == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -232,163 +237,6 @@ def test_ignoring_everything_is_refused(room, tmp_path):
         driver.compress(job_for(room / "model", data, tmp_path / "out"))
 
 
-def test_a_finished_checkpoint_is_returned_untouched(room, tmp_path):
-    first = driver.compress(job(room, tmp_path / "out"))
-    before = {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "out").iterdir()}
-    assert driver.compress(job(room, tmp_path / "out")) == first
-    after = {p.name: (p.stat().st_mtime_ns, p.stat().st_ino) for p in (tmp_path / "out").iterdir()}
-    assert after == before
-
-
-def test_another_recipe_into_the_same_output_is_refused(room, tmp_path):
-    driver.compress(job(room, tmp_path / "out"))
-    before = verify(tmp_path / "out")
-    with pytest.raises(OutputError, match="holds a checkpoint of model by recipe 'tiny'"):
-        driver.compress(job(room, tmp_path / "out", symmetric=False))
-    assert verify(tmp_path / "out") == before
-
-
-def test_another_calibration_text_under_the_same_name_is_refused(tmp_path):
-    model = write_llama(tmp_path / "m", layers=1)
-    text = write_calibration_text(tmp_path / "t.txt")
-    driver.compress(job_for(model, recipe_data(text), tmp_path / "out"))
-    write_text(text, 400, seed=6)
-    with pytest.raises(OutputError, match="holds a checkpoint"):
-        driver.compress(job_for(model, recipe_data(text), tmp_path / "out"))
-
-
-@pytest.mark.parametrize("kind", ["directory", "file"])
-def test_an_output_that_is_not_ours_is_refused_and_left_alone(kind, room, tmp_path):
-    output = tmp_path / "out"
-    if kind == "file":
-        output.write_text("precious")
-    else:
-        output.mkdir()
-        (output / "thesis.txt").write_text("precious")
-    with pytest.raises(OutputError, match="exists and is not a taut checkpoint"):
-        driver.compress(job(room, output))
-    kept = output if kind == "file" else output / "thesis.txt"
-    assert kept.read_text() == "precious"
-
-
-def test_an_empty_output_directory_is_taken(room, tmp_path):
-    (tmp_path / "out").mkdir()
-    driver.compress(job(room, tmp_path / "out"))
-    verify(tmp_path / "out")
-
-
-def test_a_partial_directory_that_is_not_ours_is_refused_and_left_alone(room, tmp_path):
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "thesis.txt").write_text("precious")
-    with pytest.raises(OutputError, match=r"\.out\.partial: exists and was not made by taut"):
-        driver.compress(job(room, tmp_path / "out"))
-    assert (tmp_path / ".out.partial" / "thesis.txt").read_text() == "precious"
-
-
-def test_an_output_below_a_file_is_refused(room, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match="a part of the path is a file"):
-        driver.compress(job(room, tmp_path / "file" / "out"))
-
-
-def test_two_at_once_into_one_output_are_refused(room, tmp_path):
-    from filelock import FileLock
-
-    with (
-        FileLock(tmp_path / ".out.lock"),
-        pytest.raises(OutputError, match="another 'taut compress' is writing it"),
-    ):
-        driver.compress(job(room, tmp_path / "out"))
-
-
-def tree(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
-
-
-@pytest.mark.parametrize("nth", [1, 4, 9, 13])
-def test_a_full_disk_is_one_line_and_leaves_no_half_file(nth, room, tmp_path, monkeypatch):
-    """The n-th write breaks off half way with ENOSPC; once there is room again the run goes on."""
-    calls = 0
-    real = Path.write_bytes
-
-    def write_half(self: Path, content: bytes) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == nth:
-            real(self, content[: len(content) // 2])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(self, content)
-
-    monkeypatch.setattr(Path, "write_bytes", write_half)
-    with pytest.raises(OutputError, match=r"^cannot write .*: the disk is full"):
-        driver.compress(job(room, tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.rglob("*.tmp"))
-    monkeypatch.setattr(Path, "write_bytes", real)
-    driver.compress(job(room, tmp_path / "out"))
-    driver.compress(job(room, tmp_path / "undisturbed"))
-    left, right = tree(tmp_path / "out"), tree(tmp_path / "undisturbed")
-    left.pop("compression_log.json")
-    right.pop("compression_log.json")
-    assert left == right
-
-
-def test_too_little_space_is_refused_before_any_work(room, tmp_path, monkeypatch):
-    usage = files.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda _path: usage._replace(free=1000))
-    with pytest.raises(OutputError, match=r"needs about .* MB but the disk has 0 MB free"):
-        driver.compress(job(room, tmp_path / "out"))
-    assert not (tmp_path / ".out.partial").exists()
-
-
-def test_a_missing_shard_is_named(room, tmp_path):
-    model = write_llama(tmp_path / "m", shard_bytes=100_000)
-    shards = sorted(model.glob("model-*.safetensors"))
-    assert len(shards) > 1
-    request = job_for(model, recipe_data(room / "text.txt"), tmp_path / "out")
-    shards[1].unlink()
-    with pytest.raises(ModelError, match=shards[1].name):
-        driver.compress(request)
-
-
-def test_a_truncated_shard_is_named(room, tmp_path):
-    model = write_llama(tmp_path / "m")
-    request = job_for(model, recipe_data(room / "text.txt"), tmp_path / "out")
-    shard = model / "model.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=r"m/model\.safetensors: cannot be read as safetensors"):
-        driver.compress(request)
-    assert not (tmp_path / "out").exists()
-
-
-def test_shapes_that_contradict_the_configuration_are_named(room, tmp_path):
-    model = write_llama(tmp_path / "m")
-    edit_json(model / "config.json", intermediate_size=96)
-    with pytest.raises(ModelError, match=r"layers\.0.*mlp.*stored shape"):
-        driver.compress(job_for(model, recipe_data(room / "text.txt"), tmp_path / "out"))
-
-
-@pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
-def test_a_weight_that_is_not_finite_is_named(algorithm, room, tmp_path):
-    model = write_llama(tmp_path / "m")
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    data = recipe_data(room / "text.txt", algorithm=algorithm)
-    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj: its weight holds NaN"):
-        driver.compress(job_for(model, data, tmp_path / "out"))
-
-
-def test_a_model_that_is_quantised_already_is_refused(room, tmp_path):
-    driver.compress(job(room, tmp_path / "first"))
-    with pytest.raises(
-        ModelError, match=r"quantised already \(compressed-tensors/pack-quantized\)"
-    ):
-        driver.compress(
-            job_for(tmp_path / "first", recipe_data(room / "text.txt"), tmp_path / "out")
-        )
-
-
 def test_tied_and_half_precision_models_come_out_whole(room, tmp_path):
     model = write_llama(tmp_path / "m", dtype=torch.bfloat16, tie=True, shard_bytes=60_000)
     driver.compress(job_for(model, w8a8_data(room / "text.txt"), tmp_path / "out"))
@@ -396,28 +244,3 @@ def test_tied_and_half_precision_models_come_out_whole(room, tmp_path):
     base = logits_of(AutoModelForCausalLM.from_pretrained(model).eval()).float()
     got = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()).float()
     assert (got - base).norm() < 0.1 * base.norm()
-
-
-def test_no_resume_starts_over(room, tmp_path, monkeypatch):
-    request = job(room, tmp_path / "out")
-
-    def stop_at_block_1(done, _total, what):
-        if done == 1:
-            raise KeyboardInterrupt(what)
-
-    with pytest.raises(KeyboardInterrupt):
-        driver.compress(request, stop_at_block_1)
-    steps: list[str] = []
-    driver.compress(
-        dataclasses.replace(request, resume=False), lambda _done, _total, what: steps.append(what)
-    )
-    assert "compressing model.layers.0" in steps
-    with pytest.raises(KeyboardInterrupt):
-        driver.compress(dataclasses.replace(request, output=tmp_path / "b"), stop_at_block_1)
-    resumed: list[str] = []
-    driver.compress(
-        dataclasses.replace(request, output=tmp_path / "b"),
-        lambda _done, _total, what: resumed.append(what),
-    )
-    assert "compressing model.layers.0" not in resumed
-    assert "compressing model.layers.1" in resumed

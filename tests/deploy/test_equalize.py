@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_blocks import FAMILIES, SIZES, make_block
+from tiny_blocks import FAMILIES, make_block
 from torch import nn
-from transformers import NemotronConfig
-from transformers.models.nemotron.modeling_nemotron import NemotronMLP
 
 from taut_deploy.compress.equalize import find_fold
 from taut_deploy.compress.grid import GridSpec, fake_quantize_tokens
@@ -56,13 +54,32 @@ def test_factors_are_tied_over_the_heads_that_share_a_value():
     torch.testing.assert_close(tied[:, 0], (heads[:, 0] * heads[:, 1]).sqrt())
 
 
+class PlainMLP(nn.Module):
+    """No gate: a squared ReLU, called as a function, between up and down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(64, 128)
+        self.down_proj = nn.Linear(128, 64)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.up_proj(hidden).relu().square())
+
+
+class PlainBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = PlainMLP()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.mlp(hidden)
+
+
 @torch.no_grad()
 def test_an_activation_between_up_and_down_takes_no_factors():
-    """Squared ReLU without a gate is not linear in the up projection."""
+    """The product of a gate is linear in the up projection; squared ReLU is not."""
     torch.manual_seed(0)
-    mlp = NemotronMLP(NemotronConfig(**SIZES))
-    block = nn.ModuleDict({"mlp": mlp})
-    block.forward = lambda hidden: mlp(hidden)
+    block = PlainBlock()
     groups = observe_block(block, torch.randn(2, 5, 64), {}, 1)
     assert [group.layers for group in groups] == [["mlp.up_proj"], ["mlp.down_proj"]]
     assert find_fold(block, groups[1]) is None

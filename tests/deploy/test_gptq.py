@@ -56,7 +56,7 @@ def test_lazy_blocks_change_nothing():
     got = gptq.quantize_weight(weight, x.T @ x / 1024, spec, act_order=False)
     scale, zero = fit_grid(weight, spec, (x.T @ x / 1024).diagonal())
     expected = column_by_column(weight, x.T @ x / 1024, scale, zero, 32, range(320), 0.01)
-    # Summation order differs over 320 columns, so a few values near the middle may fall differently.
+    # Sums are taken in another order, so a few values near the middle may fall differently.
     assert (got.codes != expected).float().mean() < 0.01
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
+
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe import builtin_recipes, load_recipe, parse_recipe
 

@@ -8,13 +8,14 @@ import shlex
 import socket
 
 import pytest
+from tiny_models import w8a8_data, write_calibration_text, write_llama, write_recipe
+
 from taut_deploy.checkpoint import read_manifest
 from taut_deploy.errors import RecipeError, WorkerError
 from taut_deploy.home import TautHome
 from taut_deploy.serve import ServeSettings, load_serve_settings
 from taut_deploy.serve.prepare import gateway_configuration, prepare_models, require_free_port
 from taut_deploy.serve.supervise import curl_line, gateway_child, worker_child
-from tiny_models import w8a8_data, write_calibration_text, write_llama, write_recipe
 
 WRONG = {
     "unknown key": ("prot: 1", "prot: unknown key"),
@@ -104,6 +105,7 @@ def test_the_gateway_is_told_what_it_serves(prepared):
 def test_the_gateway_accepts_the_configuration(prepared, tmp_path):
     """The seam itself: the service room's own loader reads what we write."""
     import yaml
+
     from taut_service.settings import load_settings
 
     settings, _, _, (models, _) = prepared

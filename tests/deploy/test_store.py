@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_gguf import MEMBER, PACKAGE, TOKENS, VERSION, write_gguf, write_wheel
+from tiny_models import write_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.files import sha256_file
 from taut_deploy.models import catalog, store
 from taut_deploy.models.catalog import PackagedGguf
 from taut_deploy.models.directory import read_shape
-from tiny_gguf import MEMBER, PACKAGE, TOKENS, VERSION, write_gguf, write_wheel
-from tiny_models import write_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,8 @@ _FETCH = """
 import json, sys, time
 from pathlib import Path
 from taut_deploy.models import catalog, store
-root, log, entry = Path(sys.argv[1]), Path(sys.argv[2]), catalog.PackagedGguf(**json.loads(sys.argv[3]))
+root, log = Path(sys.argv[1]), Path(sys.argv[2])
+entry = catalog.PackagedGguf(**json.loads(sys.argv[3]))
 catalog.CATALOG["tiny"] = entry
 real = store._fill
 def fill(*arguments):

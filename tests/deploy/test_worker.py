@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_models import write_llama
+
 from taut_deploy import worker
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.errors import CheckpointError, ModelError, WorkerError
 from taut_deploy.models.store import RECORD_FILE, describe_directory
 from taut_deploy.worker import WorkerSpec, build_command, check_kernels, verify_model
-from tiny_models import write_llama
 
 CHECKPOINT = Path("checkpoint")
 
@@ -50,6 +51,7 @@ def test_the_command_on_a_cpu():
     assert list(command.argv) == [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "checkpoint"),
         *ARGUMENTS,
+        *("--dtype", "bfloat16"),
     ]
     assert command.environment == {
         "PYTHONSAFEPATH": "1",
@@ -77,7 +79,7 @@ def test_what_is_asked_for_replaces_the_defaults():
         kv_cache_dtype="fp8",
         shutdown_timeout_s=5,
         kv_cache_gib=3,
-        extra=("--enforce-eager", "--dtype", "bfloat16"),
+        extra=("--enforce-eager", "--dtype", "float32"),
     )
     flags = dict(zip(command.argv[5:-3:2], command.argv[6:-3:2], strict=True))
     assert flags == {
@@ -88,8 +90,9 @@ def test_what_is_asked_for_replaces_the_defaults():
         "--kv-cache-dtype": "fp8",
         "--shutdown-timeout": "5",
         "--additional-config": '{"taut": "key-1"}',
+        "--dtype": "bfloat16",
     }
-    assert command.argv[-3:] == ("--enforce-eager", "--dtype", "bfloat16")
+    assert command.argv[-3:] == ("--enforce-eager", "--dtype", "float32"), "the last one counts"
     assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
 
 

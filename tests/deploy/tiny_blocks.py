@@ -38,7 +38,7 @@ def make_block(family: str) -> tuple[nn.Module, torch.Tensor, dict[str, Any]]:
     config = config_type(**SIZES, **extra)
     block = block_type(config, layer_idx=0).eval()
     for name, parameter in block.named_parameters():
-        if name.endswith("layernorm.weight") or name.endswith("bias"):
+        if name.endswith(("layernorm.weight", "bias")):
             parameter.data = torch.empty_like(parameter).uniform_(-0.5, 1.5)
     hidden = torch.randn(2, 10, 64)
     positions = torch.arange(10)[None]

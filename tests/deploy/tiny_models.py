@@ -1,4 +1,4 @@
-"""Tiny random models, texts and recipes for the tests of the pipeline. Nothing here is a real LLM."""
+"""Tiny random models, texts and recipes for the tests of the pipeline; no real LLM."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def recipe_data(text: Path, **quantize: Any) -> dict[str, Any]:
     }
 
 
-def w8a8_data(text: Path, **quantize: Any) -> dict[str, Any]:
+def w8a8_data(text: Path, algorithm: str = "rtn") -> dict[str, Any]:
     """The recipe of the default scheme: smoothing, then W8A8."""
-    data = recipe_data(text, scheme="W8A8", group_size=None, algorithm="rtn", **quantize)
+    data = recipe_data(text, scheme="W8A8", group_size=None, algorithm=algorithm)
     data["stages"].insert(0, {"method": "smooth", "alpha": "auto"})
     return data
 

@@ -12,6 +12,7 @@ from taut_deploy.compress.equalize import find_fold
 from taut_deploy.compress.grid import GridSpec, QuantizedWeight, fake_quantize_tokens
 from taut_deploy.compress.observe import InputGroup, observe_block
 from taut_deploy.compress.smoothquant import choose_scales
+from taut_deploy.compress.threads import single_thread
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Quantize, Smooth
 
@@ -99,7 +100,8 @@ def compress_block(
             if ignored(full_name):
                 continue
             layer = _linear(block, name)
-            quantized = _quantize_layer(full_name, layer, group, quantize, spec)
+            with single_thread():
+                quantized = _quantize_layer(full_name, layer, group, quantize, spec)
             error = _relative_error(layer, quantized, group)
             layer.weight.data = quantized.dequantize()
             if quantize.scheme == "W8A8":

@@ -47,12 +47,15 @@ def quantize_weight(
     )
     factor = inverse_cholesky(hessian[order][:, order], dampening_frac)
     group_of = torch.arange(k, device=weight.device)[order] // (spec.group_size or k)
-    column_scale = scale.float()[:, group_of]
-    column_zero = None if zero is None else zero.float()[:, group_of]
-    codes = _round_with_feedback(weight[:, order], factor, column_scale, column_zero, spec)
-    restored = torch.empty_like(codes)
-    restored[:, order] = codes
-    return QuantizedWeight(restored.to(torch.int8), scale, zero)
+    # Input channels are rows from here on, so that one visited channel is contiguous memory.
+    channel_scale = scale.float().T[group_of]
+    channel_zero = None if zero is None else zero.float().T[group_of]
+    visited = _round_with_feedback(
+        weight.T[order].contiguous(), factor, channel_scale, channel_zero, spec
+    )
+    codes = torch.empty_like(visited)
+    codes[order] = visited
+    return QuantizedWeight(codes.T.to(torch.int8).contiguous(), scale, zero)
 
 
 def inverse_cholesky(hessian: torch.Tensor, dampening_frac: float) -> torch.Tensor:
@@ -78,28 +81,38 @@ def inverse_cholesky(hessian: torch.Tensor, dampening_frac: float) -> torch.Tens
 
 
 def _round_with_feedback(
-    weight: torch.Tensor,
+    remaining: torch.Tensor,
     factor: torch.Tensor,
-    column_scale: torch.Tensor,
-    column_zero: torch.Tensor | None,
+    channel_scale: torch.Tensor,
+    channel_zero: torch.Tensor | None,
     spec: GridSpec,
 ) -> torch.Tensor:
-    """The inner loop; every argument already in visiting order. Returns [N, K] fp32 integers."""
-    k = weight.shape[1]
-    remaining = weight.clone()
-    codes = torch.empty_like(weight)
+    """The inner loop; every argument in visiting order.
+
+    Args:
+        remaining: [K, N] fp32 weights, overwritten.
+        factor: [K, K] from :func:`inverse_cholesky`.
+        channel_scale: [K, N] fp32.
+        channel_zero: [K, N] fp32 or None.
+        spec: the grid.
+
+    Returns:
+        [K, N] fp32 integers.
+    """
+    k = remaining.shape[0]
+    codes = torch.empty_like(remaining)
     for start in range(0, k, _LAZY_BLOCK):
         stop = min(start + _LAZY_BLOCK, k)
-        block = remaining[:, start:stop]
+        block = remaining[start:stop]
         errors = torch.empty_like(block)
         local = factor[start:stop, start:stop]
         for i in range(stop - start):
-            scale = column_scale[:, start + i]
-            zero = 0.0 if column_zero is None else column_zero[:, start + i]
-            code = (block[:, i] / scale + zero).round_().clamp_(spec.low, spec.high)
-            error = (block[:, i] - (code - zero) * scale) / local[i, i]
-            block[:, i + 1 :].addr_(error, local[i, i + 1 :], alpha=-1)
-            codes[:, start + i] = code
-            errors[:, i] = error
-        remaining[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
+            scale = channel_scale[start + i]
+            zero = 0.0 if channel_zero is None else channel_zero[start + i]
+            code = (block[i] / scale + zero).round_().clamp_(spec.low, spec.high)
+            error = (block[i] - (code - zero) * scale) / local[i, i]
+            block[i + 1 :].addr_(local[i, i + 1 :], error, alpha=-1)
+            codes[start + i] = code
+            errors[i] = error
+        remaining[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     return codes

@@ -94,7 +94,8 @@ def fit_grid(
     for shrink in _SHRINK_FACTORS if spec.num_bits < 8 else (1.0,):
         scale, zero = _range_grid(grouped, spec, shrink)
         codes = _round_codes(grouped, scale, zero, spec)
-        error = ((codes - zero[..., None]) * scale[..., None] - grouped).square().mul_(cost).sum(-1)
+        codes.sub_(zero[..., None]).mul_(scale[..., None])  # now the weights they stand for
+        error = codes.sub_(grouped).square_().mul_(cost).sum(-1)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_scale = torch.where(better, scale, best_scale)
@@ -147,7 +148,8 @@ def _nonzero(scale: torch.Tensor, tiny: float) -> torch.Tensor:
 def _round_codes(
     grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, spec: GridSpec
 ) -> torch.Tensor:
-    return (grouped / scale[..., None] + zero[..., None]).round_().clamp_(spec.low, spec.high)
+    codes = grouped / scale[..., None]
+    return codes.add_(zero[..., None]).round_().clamp_(spec.low, spec.high)
 
 
 def fake_quantize_tokens(x: torch.Tensor, num_bits: int = 8) -> torch.Tensor:

@@ -122,18 +122,21 @@ def read_shape(directory: Path) -> ModelShape:
     """Sizes of the model in ``directory``.
 
     Raises:
-        ModelError: if optimum does not know the architecture.
+        ModelError: if transformers or optimum does not know the architecture, or the configuration
+            contradicts itself.
     """
     from optimum.utils import NormalizedConfigManager
     from transformers import AutoConfig
 
     raw = read_config(directory)
-    config = AutoConfig.from_pretrained(directory)
     try:
+        config = AutoConfig.from_pretrained(directory)
         normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
-    except KeyError as error:
+    except (ValueError, KeyError, TypeError) as error:
+        family = raw.get("model_type")
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{directory}: architecture {config.model_type!r} is not supported"
+            f"{directory}: architecture {family!r} is not supported ({reason})"
         ) from error
     heads = int(normalized.num_attention_heads)
     return ModelShape(

