@@ -1,11 +1,12 @@
-"""Greedy text from one checkpoint, as JSON on the last line of stdout.
+"""Greedy text from one checkpoint, as JSON in a file (vLLM logs to stdout too).
 
-Usage: ``python greedy.py vllm|transformers DIRECTORY``. A process of its own, because vLLM reads
-its environment (``VLLM_PLUGINS``, ``TAUT_KERNELS``) once and frees its memory only by ending.
+Usage: ``python greedy.py vllm|transformers DIRECTORY ANSWER``. A process of its own, because vLLM
+reads its environment (``VLLM_PLUGINS``, ``TAUT_KERNELS``) once and frees its memory only by ending.
 """
 
 import json
 import sys
+from pathlib import Path
 
 PROMPTS = (
     "The capital of France is",
@@ -46,5 +47,4 @@ def with_transformers(directory: str) -> list[list[int]]:
 
 if __name__ == "__main__":
     run = {"vllm": with_vllm, "transformers": with_transformers}[sys.argv[1]]
-    answer = run(sys.argv[2])
-    print(json.dumps(answer), flush=True)
+    Path(sys.argv[3]).write_text(json.dumps(run(sys.argv[2])))
