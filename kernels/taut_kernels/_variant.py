@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from taut_kernels.tiles import TileConfig
+from taut_kernels.tiles_decode import DecodeTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +22,15 @@ class KernelVariant:
         integers: names of the run-time int32 arguments.
         divisible_by_16: those of ``integers`` that the launch specialises as multiples of 16.
         constants: argument name → value fixed at compile time (None for an absent tensor).
+        allowed_spill_bytes: local memory a thread may use; more than 0 only for a measured tile
+            that is faster with it (kernels/README.md).
     """
 
     label: str
     kernel: Any
-    tile: TileConfig
+    tile: TileConfig | DecodeTile
     pointers: dict[str, str]
     integers: tuple[str, ...]
     divisible_by_16: tuple[str, ...]
     constants: dict[str, Any]
+    allowed_spill_bytes: int = 0

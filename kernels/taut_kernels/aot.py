@@ -23,7 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 
 from taut_kernels._variant import KernelVariant
-from taut_kernels.gemm import w4a16
+from taut_kernels.gemm import w4a16, w4a16_decode_variants
+from taut_kernels.tiles import TileConfig
+from taut_kernels.tiles_decode import DecodeTile
 
 SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 """Most shared memory a program may use (CUDA C++ Programming Guide, compute capabilities)."""
@@ -38,7 +40,8 @@ class AotResult:
     Attributes:
         target: ``sm_80`` or ``sm_90``.
         label: op, dtype and options.
-        tile: ``block_m×block_n/warps/stages``.
+        tile: ``block_m×block_n/warps/stages``, or for the decode kernel rows, warps along N × K,
+            splits, and depths.
         registers: per thread.
         spill_bytes: local memory per thread; the kernels use none of their own, so all of it is
             spills.
@@ -58,6 +61,21 @@ class AotResult:
 def every_variant() -> Iterator[KernelVariant]:
     """Yield the variants of every op in the package."""
     yield from w4a16.kernel_variants()
+    yield from w4a16_decode_variants.kernel_variants()
+
+
+def _name(tile: TileConfig | DecodeTile) -> str:
+    if isinstance(tile, TileConfig):
+        return f"{tile.block_m}x{tile.block_n}/{tile.num_warps}w/{tile.num_stages}s"
+    rows = f"{tile.rows}r/{tile.row_warps}x{tile.k_warps}w/k{tile.split_k}"
+    return f"{rows}/d{tile.depth}.{tile.x_depth}.{tile.batch}{'f' if tile.fence else ''}"
+
+
+def _options(tile: TileConfig | DecodeTile) -> dict[str, int | None]:
+    """Return what the launcher passes to the compiler beside the constants."""
+    if isinstance(tile, TileConfig):
+        return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
 
 
 def _source(variant: KernelVariant) -> ASTSource:
@@ -88,8 +106,10 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
     return registers, stack + local
 
 
-def _judge(spill_bytes: int, shared_bytes: int, target: str) -> str | None:
-    if spill_bytes:
+def _judge(
+    spill_bytes: int, shared_bytes: int, target: str, allowed_spill_bytes: int = 0
+) -> str | None:
+    if spill_bytes > allowed_spill_bytes:
         return f"spills {spill_bytes} bytes a thread"
     if shared_bytes > SHARED_MEMORY_BYTES[target]:
         limit = SHARED_MEMORY_BYTES[target]
@@ -107,9 +127,7 @@ def compile_variant(variant: KernelVariant, target: str) -> AotResult:
     Returns:
         The result; ``failure`` holds the first line of a compiler error.
     """
-    tile = variant.tile
-    name = f"{tile.block_m}x{tile.block_n}/{tile.num_warps}w/{tile.num_stages}s"
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    name, options = _name(variant.tile), _options(variant.tile)
     gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     try:
         compiled: Any = triton.compile(_source(variant), target=gpu, options=options)
@@ -118,7 +136,7 @@ def compile_variant(variant: KernelVariant, target: str) -> AotResult:
         return AotResult(target, variant.label, name, 0, 0, 0, f"does not compile: {reason}")
     registers, spill_bytes = _resource_usage(compiled.asm["cubin"])
     shared_bytes = int(compiled.metadata.shared)
-    failure = _judge(spill_bytes, shared_bytes, target)
+    failure = _judge(spill_bytes, shared_bytes, target, variant.allowed_spill_bytes)
     return AotResult(target, variant.label, name, registers, spill_bytes, shared_bytes, failure)
 
 

@@ -175,6 +175,25 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(supervise)
     assert not alive(pid)
 
 
+async def test_a_child_that_is_not_serving_yet_gets_the_short_grace(supervise):
+    process, _ = supervise(DEAF, grace_s=60, policy=RestartPolicy(startup_grace_s=0.3))
+    task = asyncio.create_task(process.run())
+    await until(lambda: log_of(process) == ["deaf"], "the child ignores SIGTERM")
+    started = time.monotonic()
+    await stop(task)
+    assert 0.3 <= time.monotonic() - started < 10
+
+
+async def test_a_serving_child_gets_the_whole_grace(supervise):
+    process, _ = supervise(DEAF, grace_s=1.0, policy=RestartPolicy(startup_grace_s=0.1))
+    task = asyncio.create_task(process.run())
+    await until(lambda: log_of(process) == ["deaf"], "the child ignores SIGTERM")
+    process.mark_ready()
+    started = time.monotonic()
+    await stop(task)
+    assert time.monotonic() - started >= 1.0
+
+
 async def test_a_child_that_obeys_is_given_time_to_finish(supervise):
     code = "import signal, sys, time\n"
     code += "def end(*_): time.sleep(0.3); print('drained', flush=True); sys.exit(0)\n"

@@ -1,7 +1,7 @@
 """`taut::w4a16_decode`: specification, layout, launcher, op contract, GPU.
 
 The jit kernel is inline assembly, which the Triton interpreter cannot run: it is compiled ahead of
-time here (test_w4a16_decode_aot.py) and runs on a GPU (marker `gpu`).
+time (test_aot.py) and runs on a GPU (marker `gpu`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from taut_kernels import formats_decode, testing
+
+from taut_kernels import formats, formats_decode, testing, tiles_decode
 from taut_kernels.gemm import w4a16_decode as decode
+from taut_kernels.gemm import w4a16_decode_variants
+from taut_kernels.gemm._w4a16_decode_jit import w4a16_decode_kernel
 from taut_kernels.tiles_decode import DecodeTile
 
 gpu = pytest.mark.gpu
@@ -26,6 +29,44 @@ TILES = {
     "split": DecodeTile(1, 2, 2, 3, 4, 4, 2, True),
     "deep": DecodeTile(1, 1, 2, 1, 8, 8, 8, False),
 }
+
+
+@pytest.mark.parametrize(("N", "K", "G"), [(16, 64, 32), (48, 576, 64), (80, 1152, 128)])
+def test_layout_inverts(N: int, K: int, G: int) -> None:
+    generator = torch.Generator().manual_seed(N)
+    values = torch.randint(-8, 8, (N, K), generator=generator).to(torch.int8)
+    packed = formats_decode.repack_weight(formats.pack_weight(values), K)
+    assert packed.shape == (N // 16, K // 64, 32, 4)
+    assert torch.equal(formats_decode.unpack_weight(packed).to(torch.int8) - 8, values)
+    zeros = torch.randint(-8, 8, (N, K // G), generator=generator).to(torch.int8)
+    for dtype in DTYPES:
+        scale = torch.randn(N, K // G, generator=generator).to(dtype)
+        pairs = formats_decode.repack_scale(scale)
+        assert torch.equal(formats_decode.unpair_rows(pairs, K // G), scale)
+        offsets = formats_decode.repack_zero_point(formats.pack_zero_point(zeros), N, dtype)
+        stored = formats_decode.stored_zero_points(offsets, K // G)
+        assert torch.equal(stored.to(torch.int8) - 8, zeros)
+
+
+def test_layout_puts_a_nibble_where_its_docstring_says() -> None:
+    values = torch.full((32, 128), -8, dtype=torch.int8)
+    # tile 1, r = 1, g = 3; chunk 1, h = 1, t = 2, i = 0, j = 1, b = 1.
+    values[16 + 8 + 3, 64 + 32 + 16 + 0 + 2 + 1] = 5
+    packed = formats_decode.repack_weight(formats.pack_weight(values), 128)
+    expected = torch.zeros_like(packed)
+    expected[1, 1, 4 * 3 + 2, 2] = (13 << (4 * (4 + 2 + 1))) - 2**32  # int32 wraps
+    assert torch.equal(packed, expected)
+
+
+def test_layout_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="multiple of 16"):
+        formats_decode.repack_weight(torch.zeros(24, 8, dtype=torch.int32), 64)
+    with pytest.raises(ValueError, match="multiple of 64"):
+        formats_decode.repack_weight(torch.zeros(16, 4, dtype=torch.int32), 32)
+    with pytest.raises(ValueError, match="weight_scale must be 2-D"):
+        formats_decode.repack_scale(torch.zeros(16, 2))
+    with pytest.raises(ValueError, match="dtype must be float16 or bfloat16"):
+        formats_decode.repack_zero_point(torch.zeros(2, 1, dtype=torch.int32), 16, torch.float32)
 
 
 def operands(case: testing.W4A16Case) -> tuple[Any, ...]:
@@ -169,7 +210,9 @@ def test_gpu_every_format(K: int, G: int, asymmetric: bool, dtype: torch.dtype) 
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize(("N", "K", "G"), [(80, 3072, 128), (16, 64, 64), (144, 1600, 32), (4096, 4096, -1)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("N", "K", "G"), [(80, 3072, 128), (16, 64, 64), (144, 1600, 32), (4096, 4096, -1)]
+)
 def test_gpu_every_cut(N: int, K: int, G: int, tile: str) -> None:
     cut = dataclasses.replace(TILES[tile], row_tiles=min(TILES[tile].row_tiles, N // 16))
     for M in (1, 5, 8, 9, 16):
@@ -228,3 +271,61 @@ def test_gpu_op_picks_a_tile() -> None:
     testing.assert_within_budget(actual, case.gold(), decode.w4a16_decode_ref(*arguments))
     empty = torch.ops.taut.w4a16_decode(case.x[:0], *arguments[1:])
     assert empty.shape == (0, 4096)
+
+
+def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
+    variants = list(w4a16_decode_variants.kernel_variants())
+    assert len(variants) == len({(v.label, v.tile) for v in variants})
+    measured = {t for table in tiles_decode.tables().values() for t in table.tiles.values()}
+    assert measured <= {v.tile for v in variants}
+    labels = " ".join(v.label for v in variants)
+    for word in ("bf16", "fp16", " asym", " sym", "group=32", "group=64", "group=128", "channel"):
+        assert word in labels
+
+
+class Recorder:
+    """Stands in for the jit kernel: remembers how it was launched."""
+
+    arg_names = w4a16_decode_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.grid, self.arguments, self.constants = grid, arguments, constants
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("tile", "N", "M", "grid"),
+    [
+        ("plain", 80, 1, (5, 1)),
+        ("row_warps", 80, 9, (2, 1)),
+        ("two_rows", 80, 16, (2, 1)),
+        ("two_rows", 16, 3, (1, 1)),
+        ("split", 80, 8, (3, 3)),
+    ],
+)
+def test_launch_covers_every_row_and_names_every_argument(
+    tile: str, N: int, M: int, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(decode, "w4a16_decode_kernel", recorder)
+    arguments = operands(make_case(M, N, 1536, 128, torch.bfloat16, asymmetric=True))
+    y = decode.launch(TILES[tile], *arguments)
+    assert y.shape == (M, N)
+    assert recorder.grid == grid
+    named = dict(zip(recorder.arg_names, recorder.arguments, strict=False))
+    given = set(named) | set(recorder.constants)
+    assert given == set(recorder.arg_names) | {"num_warps", "maxnreg"}
+    constants = recorder.constants
+    assert constants["TOKEN_TILES"] == (1 if M <= 8 else 2)
+    rows = 16 * constants["ROW_TILES"] * constants["ROW_WARPS"]
+    assert rows * grid[0] >= N
+    if grid[1] == 1:
+        assert named["partial_ptr"] is None
+        assert named["arrivals_ptr"] is None
+    else:
+        tokens = 8 * constants["TOKEN_TILES"]
+        assert named["partial_ptr"].numel() == grid[0] * grid[1] * rows * tokens
+        assert named["arrivals_ptr"].numel() >= grid[0]
+    assert (named["M"], named["N"], named["stride_xm"]) == (M, N, 1536)

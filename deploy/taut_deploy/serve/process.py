@@ -26,12 +26,15 @@ class RestartPolicy:
         last_backoff_s: longest wait, seconds.
         healthy_after_s: a child that lived this long was working: the wait starts afresh.
         failures_before_ready: ends in a row, before it was ever ready, that are given up on.
+        startup_grace_s: longest wait between SIGTERM and SIGKILL for a child that is not serving
+            yet: it has no request to finish, and vLLM ignores SIGTERM while it compiles.
     """
 
     first_backoff_s: float = 1.0
     last_backoff_s: float = 30.0
     healthy_after_s: float = 60.0
     failures_before_ready: int = 3
+    startup_grace_s: float = 5.0
 
 
 _POLICY = RestartPolicy()
@@ -73,6 +76,7 @@ class SupervisedProcess:
         self.spec = spec
         self.was_ready = False
         self.restarts = 0
+        self._serving = False
         self._say = say
         self._policy = policy
         self._process: asyncio.subprocess.Process | None = None
@@ -82,14 +86,19 @@ class SupervisedProcess:
         """Process id while running."""
         return self._process.pid if self._process is not None else None
 
+    def mark_ready(self) -> None:
+        """Note that the child, as it runs now, answers requests."""
+        self.was_ready = self._serving = True
+
     async def run(self) -> None:
-        """Start the child and restart it whenever it ends.
+        """Start the child and restart it whenever it ends; its log begins anew.
 
         Raises:
             WorkerError: if it failed several times in a row before it was ever ready.
         """
         backoff = self._policy.first_backoff_s
         failures = 0
+        self.spec.log.unlink(missing_ok=True)
         try:
             while True:
                 started = time.monotonic()
@@ -113,6 +122,7 @@ class SupervisedProcess:
             await self._stop()
 
     async def _run_once(self) -> int:
+        self._serving = False
         self.spec.log.parent.mkdir(parents=True, exist_ok=True)
         with self.spec.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -136,9 +146,12 @@ class SupervisedProcess:
         if process is None:
             return
         if process.returncode is None:
+            grace_s = self.spec.grace_s
+            if not self._serving:
+                grace_s = min(grace_s, self._policy.startup_grace_s)
             _signal_group(process.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), self.spec.grace_s)
+                await asyncio.wait_for(process.wait(), grace_s)
         _signal_group(process.pid, signal.SIGKILL)
         await process.wait()
 

@@ -130,8 +130,9 @@ async def _announce_readiness(
         )
         if now != ready:
             ready = now
-            for child in children:
-                child.was_ready = child.was_ready or now
+            if now:
+                for child in children:
+                    child.mark_ready()
             say(
                 "ready. Try:\n\n    " + curl_line(settings, models[0].name) + "\n"
                 if now

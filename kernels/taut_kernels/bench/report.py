@@ -1,0 +1,148 @@
+"""CSV and Markdown of a benchmark, with everything that made the figures."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from taut_kernels.bench.timing import Timing
+
+_PACKAGES = ("torch", "triton", "vllm", "gemlite", "taut")
+_COLUMNS = (
+    "shape N K M kernel us p20_us p80_us weight_GB_per_s share_of_copy_ceiling".split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured cell.
+
+    Attributes:
+        shape: name of the product.
+        N: output features.
+        K: input features.
+        M: tokens.
+        kernel: whose.
+        timing: of one call.
+        weight_bytes: int4 weights and scales of the layer.
+        ceiling: copy rate of the card, bytes read and written a second.
+    """
+
+    shape: str
+    N: int
+    K: int
+    M: int
+    kernel: str
+    timing: Timing
+    weight_bytes: int
+    ceiling: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes of int4 weights and scales a second; a dense rival moves more to do the same."""
+        return self.weight_bytes / (self.timing.median * 1e-6)
+
+    def line(self) -> str:
+        """Return the row for a terminal."""
+        return (
+            f"{self.shape:8} M={self.M:<5}{self.kernel:12}{self.timing.median:9.2f} us "
+            f"[{self.timing.p20:.2f}, {self.timing.p80:.2f}]  {self.rate / self.ceiling:6.1%}"
+        )
+
+
+def environment() -> dict[str, str]:
+    """Return what a figure depends on: card, driver, versions, date."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed as a distribution"
+    return {
+        "GPU": torch.cuda.get_device_name(),
+        "driver": driver,
+        "Python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    } | versions
+
+
+def write(
+    rows: Sequence[Row], notes: Sequence[str], ceiling: float, directory: Path, name: str
+) -> None:
+    """Write ``<name>.csv`` and ``<name>.md``.
+
+    Args:
+        rows: every measured cell.
+        notes: what was not measured, and why.
+        ceiling: copy rate of the card, bytes a second.
+        directory: made if missing.
+        name: of the files.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(_COLUMNS)
+        for row in rows:
+            time = row.timing
+            cells = (row.shape, row.N, row.K, row.M, row.kernel)
+            figures = (time.median, time.p20, time.p80)
+            rates = (f"{row.rate / 1e9:.1f}", f"{row.rate / row.ceiling:.4f}")
+            writer.writerow([*cells, *(f"{us:.3f}" for us in figures), *rates])
+    text = _markdown(rows, notes, ceiling)
+    (directory / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def _markdown(rows: Sequence[Row], notes: Sequence[str], ceiling: float) -> str:
+    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
+    kernels = list(dict.fromkeys(row.kernel for row in rows))
+    lines = [
+        f"Measured with {facts}; copy ceiling {ceiling / 1e12:.2f} TB/s.",
+        "",
+        "µs per call, median [p20, p80]; ratio = best rival ÷ ours (> 1: ours is faster); share = "
+        "bytes of int4 weights and scales over the copy ceiling, for our best.",
+        "",
+        "| shape N×K | M | " + " | ".join(kernels) + " | ratio | share |",
+        "|" + "---|" * (len(kernels) + 4),
+    ]
+    cells: dict[tuple[str, int, int, int], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row.shape, row.N, row.K, row.M), {})[row.kernel] = row
+    for (shape, N, K, M), found in cells.items():
+        columns = [_cell(found.get(kernel)) for kernel in kernels]
+        ratio, share = _ratio(list(found.values()))
+        lines.append(f"| {shape} {N}×{K} | {M} | {' | '.join(columns)} | {ratio} | {share} |")
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes), ""])
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    return f"{row.timing.median:.1f} [{row.timing.p20:.1f}, {row.timing.p80:.1f}]"
+
+
+def _ratio(rows: Sequence[Row]) -> tuple[str, str]:
+    ours = min((row for row in rows if row.kernel.startswith("taut")), key=_median, default=None)
+    rival = min(
+        (row for row in rows if not row.kernel.startswith("taut")), key=_median, default=None
+    )
+    if ours is None or rival is None:
+        return "–", "–"
+    ratio = rival.timing.median / ours.timing.median
+    return f"{ratio:.2f} ({rival.kernel})", f"{ours.rate / ours.ceiling:.0%}"
+
+
+def _median(row: Row) -> float:
+    return row.timing.median

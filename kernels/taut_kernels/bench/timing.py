@@ -1,0 +1,128 @@
+"""The clock of every kernel benchmark: graphs, rotated weights, flushed L2, subjects in turn."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+ROTATED_BYTES = 256 * 2**20
+"""Weights one graph walks through: five times the L2 of an H100 or H200."""
+MIN_CALLS = 64
+REPLAYS = 60
+_FLUSH_BYTES = 256 * 2**20
+_COPY_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Something to time.
+
+    Args:
+        name: shown in the report.
+        call: runs the operation once on the i-th copy of its weights; must be capturable.
+        copies: how many copies there are.
+    """
+
+    name: str
+    call: Callable[[int], object]
+    copies: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds per call over the replays: median, 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+def copies_needed(bytes_per_call: int) -> int:
+    """Return how many copies of the weights keep one graph's walk out of L2."""
+    return max(2, -(-ROTATED_BYTES // bytes_per_call))
+
+
+def _capture(subject: Subject, min_calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    calls = max(min_calls, subject.copies)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(3):
+            subject.call(i % subject.copies)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(calls):
+            subject.call(i % subject.copies)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, calls
+
+
+def measure(
+    subjects: Sequence[Subject], replays: int = REPLAYS, min_calls: int = MIN_CALLS
+) -> list[Timing]:
+    """Time subjects in turn: every round replays each of them once, after a flush of L2.
+
+    Args:
+        subjects: what to time, all on the current device.
+        replays: rounds.
+        min_calls: calls a graph holds at least; fewer for calls of milliseconds.
+
+    Returns:
+        One timing a subject, in order.
+    """
+    captured = [_capture(subject, min_calls) for subject in subjects]
+    flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    samples: list[list[float]] = [[] for _ in subjects]
+    for _ in range(replays):
+        for (graph, calls), times in zip(captured, samples, strict=True):
+            start, stop = _event(), _event()
+            # Read, not written: dirty lines would be written back on the first calls' time. The
+            # flush also keeps the GPU busy until the replay is enqueued behind it.
+            flush.amax()
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e3 / calls)
+    return [_summary(times) for times in samples]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _summary(times: list[float]) -> Timing:
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return Timing(statistics.median(times), fifths[0], fifths[3])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target_ptr + offsets, tl.load(source_ptr + offsets))
+
+
+def copy_ceiling() -> float:
+    """Measure the card's copy rate in bytes read and written a second.
+
+    A kernel, not `Tensor.copy_`: captured in a graph that becomes a copy-engine node and reads too
+    low.
+    """
+    source = torch.randint(-(2**31), 2**31 - 1, (_COPY_BYTES // 4,), device="cuda").to(torch.int32)
+    target = torch.empty_like(source)
+    block = 4096
+
+    def copy(_: int) -> None:
+        _copy_kernel[(source.numel() // block,)](source, target, BLOCK=block, num_warps=8)
+
+    timing = measure([Subject("copy", copy, 1)], replays=10)[0]
+    if not torch.equal(source, target):
+        raise AssertionError("the copy kernel that measures the ceiling does not copy")
+    return 2 * _COPY_BYTES / (timing.median * 1e-6)

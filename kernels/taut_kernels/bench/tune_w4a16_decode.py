@@ -1,0 +1,230 @@
+"""Find the decode kernel's tiles on this card: ``python -m taut_kernels.bench.tune_w4a16_decode``.
+
+Every candidate is compiled first, in parallel, then held to the error budget, then timed; the
+fastest one of each shape and token tile goes into a table for ``taut_kernels/tiles``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from taut_kernels import formats_decode, tiles_decode
+from taut_kernels.bench import report, timing
+from taut_kernels.bench.w4a16_layer import Layer, make_layer
+from taut_kernels.gemm import w4a16_decode
+from taut_kernels.tiles_decode import DecodeTile
+
+SHAPES = {
+    "gate_up": (28672, 4096),
+    "down": (4096, 14336),
+    "qkv": (6144, 4096),
+    "o": (4096, 4096),
+    "square": (8192, 8192),
+}
+"""N × K of a Llama-3-8B layer's products, and the square of the literature."""
+GROUP_SIZE = 128
+_WARPS_PER_GPU = (850, 4500)
+
+
+_QUEUES = {
+    (1, 1): ((8, 8, 2), (8, 4, 1), (8, 8, 8)),
+    (1, 2): ((4, 4, 2), (2, 2, 2)),
+    (2, 2): ((4, 4, 2), (4, 4, 4), (2, 2, 2)),
+}
+"""(depth, x_depth, batch) to try, by row tiles and token tiles."""
+_REGISTERS = {(1, 1): (0,), (1, 2): (0, 96), (2, 2): (128,)}
+
+
+def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
+    """Yield the tiles worth compiling for one shape."""
+    units = -(-K // tiles_decode.UNIT)
+    splits = [split for split in (1, 2, 4, 7) if units % split == 0]
+    for row_tiles, row_warps, k_warps, split in itertools.product(
+        (1, 2), (1, 2, 4), (1, 2, 4, 8), splits
+    ):
+        warps = N // 16 // row_tiles * k_warps * split
+        if units % (k_warps * split) or not 2 <= row_warps * k_warps <= 8:
+            continue
+        if not _WARPS_PER_GPU[0] <= warps <= _WARPS_PER_GPU[1]:
+            continue
+        if (row_warps > 2 and k_warps > 1) or (split > 1 and k_warps > 2):
+            continue
+        for (depth, x_depth, batch), fence, registers in itertools.product(
+            _QUEUES.get((row_tiles, token_tiles), ()),
+            (False, True),
+            _REGISTERS.get((row_tiles, token_tiles), ()),
+        ):
+            yield DecodeTile(
+                row_tiles, row_warps, k_warps, split, depth, x_depth, batch, fence, registers
+            )
+
+
+def _compile(job: tuple[int, int, int, DecodeTile]) -> str | None:
+    """Compile one candidate into Triton's cache; a line where it does not compile."""
+    N, K, M, tile = job
+    x, qweight, scales, arrivals = _operands(N, K, M)
+    try:
+        w4a16_decode.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+        torch.cuda.synchronize()
+    except (triton.CompilationError, RuntimeError) as error:
+        return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _operands(
+    N: int, K: int, M: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Make operands of the right shapes and types; only their compiled form matters."""
+    x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
+    qweight = torch.zeros(N // 16, K // 64, 32, 4, dtype=torch.int32, device="cuda")
+    quads = -(-K // GROUP_SIZE // 4)
+    scales = torch.zeros(N // 16, quads, 8, 4, 2, dtype=torch.bfloat16, device="cuda")
+    arrivals = torch.zeros(N // 16, dtype=torch.int32, device="cuda")
+    return x, qweight, scales, arrivals
+
+
+Weights = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Copies of a layer's qweight, scales and arrivals."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """One timed candidate; ``us`` is microseconds a call."""
+
+    shape: str
+    N: int
+    K: int
+    M: int
+    us: float
+    tile: DecodeTile
+
+
+def _subject(layer: Layer, M: int, tile: DecodeTile, weights: Weights) -> timing.Subject:
+    x = layer.x[:M]
+
+    def call(i: int) -> torch.Tensor:
+        qweight, scales, arrivals = weights[i]
+        return w4a16_decode.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+
+    return timing.Subject(str(tile), call, len(weights))
+
+
+def _time_shape(
+    name: str, N: int, K: int, Ms: Sequence[int], tiles: dict[int, list[DecodeTile]]
+) -> list[Result]:
+    layer = make_layer(N, K, GROUP_SIZE, 16, torch.bfloat16)
+    copies = timing.copies_needed(layer.weight_bytes())
+    qweight = formats_decode.repack_weight(layer.weight_packed, K)
+    scales = formats_decode.repack_scale(layer.weight_scale)
+    weights = [
+        (qweight.clone(), scales.clone(), w4a16_decode.make_arrivals(N, layer.x.device))
+        for _ in range(copies)
+    ]
+    results: list[Result] = []
+    for M in Ms:
+        for tile in tiles[M]:
+            subject = _subject(layer, M, tile, weights)
+            try:
+                y = subject.call(0)
+            except (triton.CompilationError, RuntimeError) as error:
+                sys.stdout.write(f"{name} M={M} {tile}: {str(error).splitlines()[0]}\n")
+                continue
+            assert isinstance(y, torch.Tensor)
+            if reason := layer.why_wrong(y):
+                sys.stdout.write(f"WRONG {name} M={M} {tile}: {reason}\n")
+                continue
+            us = timing.measure([subject], replays=15)[0].median
+            results.append(Result(name, N, K, M, us, tile))
+    return results
+
+
+def _table_rows(results: list[Result]) -> list[dict[str, Any]]:
+    """Put the best tile of each shape and token tile into the rows of a table of ``tiles/``.
+
+    With 8 token columns the least sum over the measured M counts, so that no M pays for another.
+    """
+    sums: dict[tuple[int, int, int], dict[DecodeTile, list[float]]] = {}
+    for result in results:
+        key = (result.N, result.K, 8 if result.M <= 8 else 16)
+        sums.setdefault(key, {}).setdefault(result.tile, []).append(result.us)
+    rows = []
+    for (N, K, max_m), tiles in sums.items():
+        most = max(len(us) for us in tiles.values())
+        complete = {tile: us for tile, us in tiles.items() if len(us) == most}
+        tile, us = min(complete.items(), key=lambda item: sum(item[1]))
+        rows.append({"N": N, "K": K, "max_m": max_m, "tile": dataclasses.asdict(tile), "us": us})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.tune_w4a16_decode")
+    parser.add_argument("--output", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument("--tokens", type=int, action="append", choices=(1, 8, 16))
+    parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
+    parser.add_argument("--top", type=int, default=6, help="rows printed for each shape")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.stderr.write("error: taut_kernels.bench.tune_w4a16_decode needs a CUDA device\n")
+        return 2
+    shapes = {name: SHAPES[name] for name in arguments.shape or SHAPES}
+    Ms = arguments.tokens or [1, 8, 16]
+    tiles = {
+        (name, M): list(candidates(*shape, 1 if M <= 8 else 2))
+        for name, shape in shapes.items()
+        for M in Ms
+    }
+    jobs = {
+        (*shapes[name], 8 if M <= 8 else 16, tile): None
+        for (name, M), some in tiles.items()
+        for tile in some
+    }
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
+        for line in pool.map(_compile, jobs, chunksize=max(1, len(jobs) // 200)):
+            if line:
+                sys.stdout.write(f"does not compile: {line}\n")
+    sys.stdout.write(f"compiled {len(jobs)} candidates\n")
+    results: list[Result] = []
+    for name, (N, K) in shapes.items():
+        found = _time_shape(name, N, K, Ms, {M: tiles[name, M] for M in Ms})
+        results += found
+        for M in Ms:
+            mine = sorted((r for r in found if r.M == M), key=lambda r: r.us)
+            for result in mine[: arguments.top]:
+                line = f"{name:8} M={M:<2} {result.us:6.2f} us  {dataclasses.astuple(result.tile)}"
+                sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    source = "python -m taut_kernels.bench.tune_w4a16_decode, " + ", ".join(
+        f"{key} {value}" for key, value in report.environment().items()
+    )
+    table = {
+        "gpu": torch.cuda.get_device_name(),
+        "source": source,
+        "rows": _table_rows(results),
+    }
+    _write(table, arguments.output / "table.json")
+    _write([dataclasses.asdict(result) for result in results], arguments.output / "all.json")
+    return 0
+
+
+def _write(document: object, path: Path) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""The published W4A16 kernels, each fed the same disk layer: Marlin, Machete, gemlite, cuBLAS.
+
+Marlin and Machete are vLLM's operators, with weights prepared as its kernel classes prepare them
+(the classes themselves want a tensor-parallel group). Whatever is not installed raises
+`UnavailableError` with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from taut_kernels import formats, formats_decode
+from taut_kernels.bench.timing import Subject
+from taut_kernels.bench.w4a16_layer import Layer
+from taut_kernels.gemm import w4a16, w4a16_decode
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+Prepare = Callable[[Layer], Call]
+"""Prepare one copy of a layer's weights and return the call on it."""
+
+
+class UnavailableError(RuntimeError):
+    """A rival cannot run here; the message says why."""
+
+
+def taut_decode(layer: Layer) -> Call:
+    """Our decode regime (M ≤ 16)."""
+    qweight = formats_decode.repack_weight(layer.weight_packed, layer.K)
+    scales = formats_decode.repack_scale(layer.weight_scale)
+    arrivals = w4a16_decode.make_arrivals(layer.N, layer.x.device)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.taut.w4a16_decode(
+            x, qweight, scales, None, None, arrivals, layer.group_size
+        )
+        return y
+
+    return call
+
+
+def taut_gemm(layer: Layer) -> Call:
+    """Our general kernel (any M)."""
+    qweight = formats.repack_weight(layer.weight_packed, layer.K)
+    scales = formats.repack_scale(layer.weight_scale)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return w4a16.w4a16_gemm(x, qweight, scales, group_size=layer.group_size)
+
+    return call
+
+
+def cublas(layer: Layer) -> Call:
+    """The dense product in the activations' dtype: what W4A16 has to beat to be worth it."""
+    weight = layer.dense()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight)
+
+    return call
+
+
+def _vllm(*names: str) -> list[Any]:
+    try:
+        return [importlib.import_module(f"vllm.{name}") for name in names]
+    except ImportError as error:
+        raise UnavailableError(f"vLLM: {error}") from error
+
+
+def marlin(layer: Layer) -> Call:
+    """Run vLLM's Marlin, prepared as its `MarlinLinearKernel` does."""
+    quantization = "model_executor.layers.quantization.utils.marlin_utils"
+    ops, marlin_utils, scalar_type = _vllm("_custom_ops", quantization, "scalar_type")
+    device = layer.x.device
+    empty = marlin_utils.marlin_make_empty_g_idx(device)
+    weight = ops.gptq_marlin_repack(
+        layer.weight_packed.t().contiguous(), perm=empty, size_k=layer.K, size_n=layer.N, num_bits=4
+    )
+    scale = marlin_utils.marlin_permute_scales(
+        layer.weight_scale.t().contiguous(), layer.K, layer.N, layer.group_size
+    )
+    workspace = marlin_utils.marlin_make_workspace_new(device)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = marlin_utils.apply_gptq_marlin_linear(
+            input=x,
+            weight=weight,
+            weight_scale=scale,
+            weight_zp=empty,
+            g_idx=empty,
+            g_idx_sort_indices=empty,
+            workspace=workspace,
+            wtype=scalar_type.scalar_types.uint4b8,
+            output_size_per_partition=layer.N,
+            input_size_per_partition=layer.K,
+            is_k_full=True,
+        )
+        return y
+
+    return call
+
+
+def machete(layer: Layer) -> Call:
+    """Run vLLM's Machete, its first choice on Hopper, prepared as `MacheteLinearKernel` does."""
+    ops, scalar_type = _vllm("_custom_ops", "scalar_type")
+    kind, dtype = scalar_type.scalar_types.uint4b8, layer.x.dtype
+    # Machete wants [K/8, N] with the K words next to each other, as they lie on disk.
+    weight = ops.machete_prepack_B(
+        layer.weight_packed.clone().t(), a_type=dtype, b_type=kind, group_scales_type=dtype
+    )
+    scale = layer.weight_scale.t().contiguous()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = ops.machete_mm(
+            a=x, b_q=weight, b_type=kind, b_group_scales=scale, b_group_size=layer.group_size
+        )
+        return y
+
+    return call
+
+
+def gemlite(layer: Layer) -> Call:
+    """Run gemlite's Triton kernels with the configurations it ships for the card."""
+    try:
+        helper = importlib.import_module("gemlite.helper")
+    except ImportError as error:
+        raise UnavailableError(f"gemlite: {error}") from error
+    values = formats.unpack_weight(layer.weight_packed, layer.K) + formats.SYMMETRIC_ZERO
+    zeros = torch.full_like(layer.weight_scale, formats.SYMMETRIC_ZERO)
+    processor = helper.A16Wn(device="cuda:0", dtype=layer.x.dtype)
+    module = processor.from_weights(
+        values.to(torch.uint8), layer.weight_scale, zeros, 4, layer.group_size
+    )
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = module(x)
+        return y
+
+    return call
+
+
+PREPARE: dict[str, Prepare] = {
+    "taut decode": taut_decode,
+    "taut gemm": taut_gemm,
+    "Marlin": marlin,
+    "Machete": machete,
+    "gemlite": gemlite,
+    "cuBLAS": cublas,
+}
+
+
+def applies(name: str, M: int) -> bool:
+    """Say whether a kernel takes M tokens."""
+    return name != "taut decode" or M <= w4a16_decode.MAX_M
+
+
+def subject(name: str, calls: list[Call], x: torch.Tensor) -> Subject:
+    """Bind prepared copies to the activations of one M."""
+    return Subject(name, lambda i: calls[i](x), len(calls))

@@ -1,0 +1,167 @@
+"""How the decode kernel is cut up for one shape: measured tables and the rule behind them.
+
+A table is ``tiles/w4a16_decode-<card>.json``::
+
+    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
+     "rows": [{"N": …, "K": …, "max_m": 8 | 16, "tile": {…}, "us": [µs per call, …]}, …]}
+
+``tile`` has exactly the fields of :class:`DecodeTile`. A shape that no table of the card
+names takes :func:`rule`. The layout of the weights does not depend on the tile.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_DIRECTORY = Path(__file__).with_name("tiles")
+_ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
+UNIT = 512
+"""K indices a warp works through between two looks at its place (8 chunks of 64)."""
+WARPS_WANTED = 1536
+"""Warps that keep 132 SMs busy; fewer leave memory idle, more only add reductions (README)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """One way to cut the work.
+
+    Args:
+        row_tiles: tiles of 16 output rows a warp, 1..4.
+        row_warps: warps of a program beside each other along N, a power of two.
+        k_warps: warps of a program along K, a power of two; at most 16 warps together.
+        split_k: programs along K, 1..32; more than one adds a last-program reduction.
+        depth: chunks of weights a warp has in flight, 1..8.
+        x_depth: chunks of activations, 1..8.
+        batch: chunks consumed between two rounds of loads; divides 8, ``depth`` and ``x_depth``.
+        fence: keep ptxas from sinking loads to their uses.
+        registers: most a thread may have, so that every program is resident at once; 0 leaves it to
+            ptxas.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    row_tiles: int
+    row_warps: int
+    k_warps: int
+    split_k: int
+    depth: int
+    x_depth: int
+    batch: int
+    fence: bool
+    registers: int = 0
+
+    def __post_init__(self) -> None:
+        for field, limit in (("row_tiles", 4), ("split_k", 32), ("depth", 8), ("x_depth", 8)):
+            value = getattr(self, field)
+            if not 1 <= value <= limit:
+                raise ValueError(f"{field} must lie in 1..{limit}, got {value}")
+        for field in ("row_warps", "k_warps"):
+            value = getattr(self, field)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{field} must be a power of two, got {value}")
+        if self.batch < 1 or any(n % self.batch for n in (8, self.depth, self.x_depth)):
+            raise ValueError(f"batch must divide 8, depth and x_depth, got {self.batch}")
+        if self.registers and not 32 <= self.registers <= 255:
+            raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
+        if self.num_warps > 16:
+            raise ValueError(f"row_warps × k_warps must be at most 16, got {self.num_warps}")
+
+    @property
+    def num_warps(self) -> int:
+        """Warps a program."""
+        return self.row_warps * self.k_warps
+
+    @property
+    def rows(self) -> int:
+        """Output rows a program."""
+        return 16 * self.row_tiles * self.row_warps
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTable:
+    """The measured tiles of one card, by (N, K, token tiles)."""
+
+    gpu: str
+    tiles: dict[tuple[int, int, int], DecodeTile]
+
+
+def parse(text: str, where: str) -> DecodeTable:
+    """Read a table.
+
+    Args:
+        text: JSON in the form of the module's docstring.
+        where: file name, for errors.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: an unknown key, a missing field, or a shape named twice; names ``where``.
+    """
+    data: dict[str, Any] = json.loads(text)
+    if set(data) != {"gpu", "source", "rows"}:
+        raise ValueError(f"{where}: expected exactly gpu, source and rows, got {sorted(data)}")
+    found: dict[tuple[int, int, int], DecodeTile] = {}
+    for row in data["rows"]:
+        if set(row) != _ROW_FIELDS or row["max_m"] not in (8, 16):
+            raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, max_m 8 or 16")
+        key = (row["N"], row["K"], row["max_m"] // 8)
+        if key in found:
+            raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={8 * key[2]} is there twice")
+        found[key] = DecodeTile(**row["tile"])
+    return DecodeTable(data["gpu"], found)
+
+
+@cache
+def tables() -> dict[str, DecodeTable]:
+    """Load every card's table, once a process."""
+    loaded = {}
+    for path in sorted(_DIRECTORY.glob("w4a16_decode-*.json")):
+        table = parse(path.read_text(encoding="utf-8"), path.name)
+        loaded[table.gpu] = table
+    return loaded
+
+
+def rule(N: int, K: int, token_tiles: int) -> DecodeTile:
+    """Choose a tile for a shape nobody measured.
+
+    One warp a 16-row tile, then warps along K until the card is full: inside the program as far as
+    K reaches, so that nothing has to meet in memory.
+
+    Args:
+        N: output features, a multiple of 16.
+        K: input features.
+        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+
+    Returns:
+        The tile.
+    """
+    units = -(-K // UNIT)
+    k_warps = 1
+    while k_warps < min(8, units) and N // 16 * k_warps < WARPS_WANTED:
+        k_warps *= 2
+    x_depth = 2 if token_tiles == 2 else 4
+    return DecodeTile(1, 1, k_warps, 1, depth=4, x_depth=x_depth, batch=1, fence=False)
+
+
+@cache
+def lookup(gpu: str | None, N: int, K: int, token_tiles: int) -> DecodeTile:
+    """Choose the tile of one shape on one card.
+
+    Args:
+        gpu: card name, None outside CUDA.
+        N: output features.
+        K: input features.
+        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+
+    Returns:
+        The measured tile, or that of :func:`rule`.
+    """
+    table = tables().get(gpu or "")
+    measured = table.tiles.get((N, K, token_tiles)) if table else None
+    return measured or rule(N, K, token_tiles)

@@ -1,0 +1,73 @@
+"""Tile tables of the decode kernel: parsing, look-up, the rule for shapes nobody measured."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from taut_kernels import tiles_decode
+from taut_kernels.tiles_decode import DecodeTile
+
+TILE = {
+    "row_tiles": 1,
+    "row_warps": 2,
+    "k_warps": 2,
+    "split_k": 1,
+    "depth": 4,
+    "x_depth": 2,
+    "batch": 2,
+    "fence": False,
+    "registers": 0,
+}
+
+
+def table(**row: Any) -> str:
+    rows = [{"N": 64, "K": 128, "max_m": 8, "tile": TILE, "us": [1.0]} | row]
+    return json.dumps({"gpu": "card", "source": "test", "rows": rows})
+
+
+def test_parse_reads_a_tile() -> None:
+    parsed = tiles_decode.parse(table(), "t.json")
+    assert parsed.gpu == "card"
+    assert parsed.tiles == {(64, 128, 1): DecodeTile(1, 2, 2, 1, 4, 2, 2, False)}
+    assert parsed.tiles[64, 128, 1].num_warps == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps({"gpu": "card", "rows": []}), "t.json: expected exactly gpu, source and rows"),
+        (table(max_m=4), "max_m 8 or 16"),
+        (table(note="?"), "needs exactly"),
+        (table(tile=TILE | {"batch": 3}), "batch must divide"),
+        (table(tile=TILE | {"k_warps": 3}), "k_warps must be a power of two"),
+        (table(tile=TILE | {"k_warps": 16}), "at most 16"),
+        (table(tile=TILE | {"depth": 9}), "depth must lie in 1..8"),
+        (table(tile=TILE | {"registers": 16}), "registers must be 0 or lie in"),
+    ],
+)
+def test_parse_refuses(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiles_decode.parse(text, "t.json")
+
+
+def test_parse_refuses_a_shape_named_twice() -> None:
+    document = json.loads(table())
+    document["rows"] *= 2
+    with pytest.raises(ValueError, match="N=64 K=128 max_m=8 is there twice"):
+        tiles_decode.parse(json.dumps(document), "t.json")
+
+
+def test_lookup_prefers_the_measured_tile() -> None:
+    card = tiles_decode.tables()["NVIDIA H200"]
+    (N, K, token_tiles), measured = next(iter(card.tiles.items()))
+    assert tiles_decode.lookup("NVIDIA H200", N, K, token_tiles) == measured
+    unknown = tiles_decode.lookup("another card", N, K, token_tiles)
+    assert unknown == tiles_decode.rule(N, K, token_tiles)
+
+
+@pytest.mark.parametrize(("N", "K", "k_warps"), [(65536, 4096, 1), (4096, 4096, 8), (64, 64, 1)])
+def test_rule_adds_warps_along_k_until_the_card_is_full(N: int, K: int, k_warps: int) -> None:
+    assert tiles_decode.rule(N, K, 1).k_warps == k_warps
