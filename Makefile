@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The checkout must never shadow an installed package (kernels/, docker/, tests/).
 export PYTHONSAFEPATH := 1
 
-.PHONY: help serve test setup check lint types contracts test-gpu clean
+.PHONY: help serve test setup check lint types contracts test-gpu bench-gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ contracts: setup ## which room may import which
 
 test-gpu: setup ## tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
+
+bench-gpu: setup ## kernels against their rivals, e.g. ARGS='--output results'; needs a CUDA device
+	@$(BIN)/taut bench kernels $(ARGS)
 
 clean: ## remove the virtual environment
 	rm -rf $(VENV)

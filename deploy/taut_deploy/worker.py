@@ -60,8 +60,12 @@ _GUARDED_FLAGS = {
     "--config": "give the arguments themselves, so that they can be checked",
     _KV_CACHE_FLAG: f"write {_KV_CACHE_FLAG} in full",
 }
-# Schemes that taut's own kernels serve; their workers refuse to run on anything else.
-_SCHEMES_WITH_KERNELS = frozenset({"W4A16"})
+# Schemes that taut's own kernels serve at least as fast as vLLM's: such workers refuse to run on
+# anything else.
+_SCHEMES_WITH_KERNELS: dict[Platform, frozenset[str]] = {
+    "cpu": frozenset({"W4A16"}),
+    "cuda": frozenset(),
+}
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def build_command(
             f"--kv-cache-dtype {kv_cache_dtype}: not implemented on {platform}; "
             f"use one of {', '.join(sorted(allowed))}"
         )
-    kernels = spec.kernels or _kernel_mode(manifest)
+    kernels = spec.kernels or _kernel_mode(manifest, platform)
     length = spec.max_model_len or (
         manifest.max_model_len if manifest else read_shape(spec.checkpoint).max_position_embeddings
     )
@@ -221,7 +225,7 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
 
     platform = installed_platform()
     manifest = verify_model(spec.checkpoint)
-    mode = spec.kernels or _kernel_mode(manifest)
+    mode = spec.kernels or _kernel_mode(manifest, platform)
     check_kernels(mode, os.environ)
     # The key names the mode it is for, which it reads here.
     os.environ[MODE_VARIABLE] = mode
@@ -233,10 +237,9 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     os.execve(command.argv[0], list(command.argv), {**os.environ, **command.environment})  # noqa: S606
 
 
-def _kernel_mode(manifest: Manifest | None) -> KernelMode:
-    return (
-        "require" if manifest is not None and manifest.scheme in _SCHEMES_WITH_KERNELS else "prefer"
-    )
+def _kernel_mode(manifest: Manifest | None, platform: Platform) -> KernelMode:
+    ours = manifest is not None and manifest.scheme in _SCHEMES_WITH_KERNELS[platform]
+    return "require" if ours else "prefer"
 
 
 def _read_extra(spec: WorkerSpec) -> tuple[str, Sequence[str]]:

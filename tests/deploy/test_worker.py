@@ -102,16 +102,19 @@ def test_kv_cache_memory_set_in_the_environment_stays():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "asked", "mode"),
+    ("platform", "scheme", "asked", "mode"),
     [
-        ("W4A16", None, "require"),
-        ("W8A8", None, "prefer"),
-        ("W4A16", "off", "off"),
-        ("W8A8", "require", "require"),
+        ("cpu", "W4A16", None, "require"),
+        ("cpu", "W8A8", None, "prefer"),
+        ("cpu", "W4A16", "off", "off"),
+        ("cpu", "W8A8", "require", "require"),
+        ("cuda", "W4A16", None, "prefer"),
+        ("cuda", "W4A16", "require", "require"),
     ],
 )
-def test_schemes_with_kernels_of_ours_require_them(scheme, asked, mode):
-    assert build(scheme=scheme, kernels=asked).environment["TAUT_KERNELS"] == mode
+def test_schemes_with_faster_kernels_of_ours_require_them(platform, scheme, asked, mode):
+    command = build(platform=platform, scheme=scheme, kernels=asked)
+    assert command.environment["TAUT_KERNELS"] == mode
 
 
 @pytest.mark.parametrize(

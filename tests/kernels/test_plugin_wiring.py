@@ -279,6 +279,13 @@ def test_why_not_ours_depends_on_the_device() -> None:
     assert "got 16" in str(ask(576, 1536, 16, dtype=bf16, device="cuda"))
 
 
+def test_prefer_never_puts_in_a_kernel_measured_slower() -> None:
+    ask = selection.why_not_preferred
+    assert "slower" in str(ask("cuda", "prefer"))
+    assert ask("cuda", "require") is None
+    assert ask("cpu", "prefer") is None
+
+
 # --- the installed vLLM, without starting an engine ----------------------------------------------
 
 REGISTER = """

@@ -19,6 +19,20 @@ def bench() -> None:
     """Measure, with the comparison in the same run."""
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def kernels(context: typer.Context) -> None:
+    """W4A16 kernels against Marlin, Machete, gemlite and cuBLAS; needs a CUDA device.
+
+    Arguments are those of 'python -m taut_kernels.bench.w4a16' (--output DIR [--shape] [--tokens]).
+    """
+    from taut_kernels.bench.w4a16 import main
+
+    raise typer.Exit(main(context.args))
+
+
 @app.command()
 def serve(
     target: Annotated[

@@ -125,7 +125,8 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
     """
     import torch
 
-    from taut_kernels.vllm_plugin.selection import why_not_ours
+    from taut_kernels.vllm_plugin import requested_mode
+    from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = _layer_shapes(checkpoint)
@@ -136,7 +137,11 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
             reason = f"no taut kernel for {manifest.scheme} yet"
         else:
             group = layer["group_size"] or -1
-            reason = why_not_ours(n, k, group, dtype=torch.bfloat16, device=device) or ""
+            reason = (
+                why_not_ours(n, k, group, dtype=torch.bfloat16, device=device)
+                or why_not_preferred(device, requested_mode())
+                or ""
+            )
         kernel = "vLLM's own" if reason else "taut::w4a16_gemm"
         choices[n, k, kernel, reason] += 1
     return choices

@@ -6,8 +6,8 @@ the work, and raises where it cannot.
 
 ``TAUT_KERNELS`` says what a worker asks for:
 
-- ``prefer`` (default): our kernels first, vLLM's own for layers ours refuse; the reasons are
-  recorded and logged once
+- ``prefer`` (default): our kernels where they are the faster ones, vLLM's own for the rest; the
+  reasons are recorded and logged once
 - ``require``: the load fails unless every W4A16 layer, and at least one layer, runs on our kernels
 - ``off``: nothing is registered, for A/B runs
 """

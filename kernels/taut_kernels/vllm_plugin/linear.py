@@ -19,8 +19,8 @@ from vllm.scalar_type import scalar_types
 from taut_kernels import formats, tiles
 from taut_kernels._launch import gpu_name
 from taut_kernels.gemm import w4a16
-from taut_kernels.vllm_plugin import compat
-from taut_kernels.vllm_plugin.selection import why_not_ours
+from taut_kernels.vllm_plugin import compat, requested_mode
+from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
 
 def _replace(layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -138,4 +138,6 @@ def refusal(config: Any) -> str | None:
         return f"no taut kernel for {current_platform.device_type}"
     K, N = config.partition_weight_shape
     device = "cpu" if current_platform.is_cpu() else "cuda"
-    return why_not_ours(N, K, config.group_size, dtype=config.act_type, device=device)
+    return why_not_ours(
+        N, K, config.group_size, dtype=config.act_type, device=device
+    ) or why_not_preferred(device, requested_mode())

@@ -69,6 +69,25 @@ def why_not_ours(N: int, K: int, group_size: int, *, dtype: torch.dtype, device:
     return w4a16_cpu.why_not_supported(N, K, group_size, dtype) if device == "cpu" else None
 
 
+def why_not_preferred(device: str, mode: str) -> str | None:
+    """Say why ``prefer`` leaves a layer to vLLM although our kernel could run it.
+
+    A slower kernel is never put in silently: on CUDA the one the plugin knows takes two to five
+    times as long as Marlin (kernels/README.md, "Measured facts"); the decode kernel that beats
+    Marlin is not dispatched yet.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        mode: value of ``TAUT_KERNELS``.
+
+    Returns:
+        A reason, or None where ours is used.
+    """
+    if device == "cuda" and mode == "prefer":
+        return "slower than vLLM's Marlin and Machete so far; TAUT_KERNELS=require runs it"
+    return None
+
+
 def _kernel_of(module: torch.nn.Module) -> Any | None:
     """Find a linear layer's kernel: on its scheme (compressed-tensors) or method (GPTQ, AWQ)."""
     for holder in (getattr(module, "scheme", None), getattr(module, "quant_method", None)):
