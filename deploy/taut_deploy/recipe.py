@@ -5,15 +5,18 @@ A recipe is YAML. ``stages`` run per decoder block in the order written; today t
 ``compress/``.
 """
 
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
+from taut_deploy.strict_yaml import (
+    parse_mapping,
+    read_shipped_or_file,
+    shipped_names,
+    validate_mapping,
+)
 
 
 class _Strict(BaseModel):
@@ -134,12 +137,7 @@ class Recipe(_Strict):
 
 def builtin_recipes() -> list[str]:
     """Names of the recipes that ship with taut."""
-    folder = resources.files("taut_deploy") / "recipes"
-    return sorted(
-        entry.name.removesuffix(".yaml")
-        for entry in folder.iterdir()
-        if entry.name.endswith(".yaml")
-    )
+    return shipped_names("taut_deploy", "recipes")
 
 
 def load_recipe(reference: str) -> Recipe:
@@ -148,20 +146,7 @@ def load_recipe(reference: str) -> Recipe:
     Raises:
         RecipeError: no such recipe, not YAML, or a wrong key or value (named).
     """
-    if reference in builtin_recipes():
-        text = (resources.files("taut_deploy") / "recipes" / f"{reference}.yaml").read_text(
-            encoding="utf-8"
-        )
-    else:
-        try:
-            text = Path(reference).read_text(encoding="utf-8")
-        except (FileNotFoundError, IsADirectoryError) as error:
-            known = ", ".join(builtin_recipes())
-            raise RecipeError(
-                f"{reference!r}: no such recipe; give a YAML file or one of {known}"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise RecipeError(f"{reference}: not a text file") from error
+    text = read_shipped_or_file(reference, "taut_deploy", "recipes", "recipe", RecipeError)
     return parse_recipe(text, reference)
 
 
@@ -171,16 +156,5 @@ def parse_recipe(text: str, origin: str) -> Recipe:
     Raises:
         RecipeError: naming the key and what is wrong with it.
     """
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise RecipeError(f"{origin}: expected a mapping with 'name' and 'stages'")
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "recipe"
-        what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
-        raise RecipeError(f"{origin}: {key}: {what}") from error
+    data = parse_mapping(text, origin, RecipeError, "'name' and 'stages'")
+    return validate_mapping(Recipe, data, origin, RecipeError)

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from taut_deploy.errors import RecipeError
+from taut_deploy.strict_yaml import parse_mapping, validate_mapping
 
 
 class ServeSettings(BaseModel):
@@ -41,21 +41,14 @@ def load_serve_settings(path: Path | None, overrides: dict[str, Any]) -> ServeSe
     Raises:
         RecipeError: the file cannot be read, or a key or value is wrong (named).
     """
-    data: Any = {}
+    data: dict[str, Any] = {}
     if path is not None:
         try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path}: cannot be read") from error
-        except yaml.YAMLError as error:
-            raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(data, dict):
-            raise RecipeError(f"{path}: expected a mapping")
+        data = parse_mapping(text, str(path), RecipeError)
     given = {key: value for key, value in overrides.items() if value is not None}
-    try:
-        return ServeSettings.model_validate({**data, **given})
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
-        raise RecipeError(f"{path or 'taut serve'}: {key}: {what}") from error
+    return validate_mapping(
+        ServeSettings, {**data, **given}, str(path or "taut serve"), RecipeError
+    )

@@ -8,14 +8,18 @@ A policy is YAML::
       top1_agreement: {min: 0.915}
 """
 
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from taut_deploy.validate.errors import CouldNotValidateError, one_line
+from taut_deploy.strict_yaml import (
+    parse_mapping,
+    read_shipped_or_file,
+    shipped_names,
+    validate_mapping,
+)
+from taut_deploy.validate.errors import CouldNotValidateError
 
 Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
 
@@ -74,9 +78,7 @@ class Policy(_Strict):
 
 def builtin_policies() -> list[str]:
     """Names of the policies that ship with taut."""
-    folder = resources.files("taut_deploy.validate") / "policies"
-    names = [entry.name for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-    return sorted(name.removesuffix(".yaml") for name in names)
+    return shipped_names("taut_deploy.validate", "policies")
 
 
 def load_policy(reference: str | Path) -> Policy:
@@ -85,20 +87,9 @@ def load_policy(reference: str | Path) -> Policy:
     Raises:
         CouldNotValidateError: no such policy, not YAML, or a wrong key or value (named).
     """
-    if str(reference) in builtin_policies():
-        folder = resources.files("taut_deploy.validate") / "policies"
-        text = (folder / f"{reference}.yaml").read_text(encoding="utf-8")
-    else:
-        try:
-            text = Path(reference).read_text(encoding="utf-8")
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            known = ", ".join(builtin_policies())
-            message = f"{str(reference)!r}: no such policy; give a YAML file or one of {known}"
-            raise CouldNotValidateError(message) from error
-        except UnicodeDecodeError as error:
-            raise CouldNotValidateError(f"{reference}: not a text file") from error
-        except OSError as error:
-            raise CouldNotValidateError(f"{reference}: {error.strerror}") from error
+    text = read_shipped_or_file(
+        str(reference), "taut_deploy.validate", "policies", "policy", CouldNotValidateError
+    )
     return parse_policy(text, str(reference))
 
 
@@ -108,16 +99,5 @@ def parse_policy(text: str, origin: str) -> Policy:
     Raises:
         CouldNotValidateError: naming the key and what is wrong with it.
     """
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise CouldNotValidateError(f"{origin}: not valid YAML: {one_line(error)}") from error
-    if not isinstance(data, dict):
-        raise CouldNotValidateError(f"{origin}: expected a mapping with 'name' and 'require'")
-    try:
-        return Policy.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "policy"
-        what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
-        raise CouldNotValidateError(f"{origin}: {key}: {what}") from error
+    data = parse_mapping(text, origin, CouldNotValidateError, "'name' and 'require'")
+    return validate_mapping(Policy, data, origin, CouldNotValidateError)

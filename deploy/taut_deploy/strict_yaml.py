@@ -1,0 +1,92 @@
+"""YAML a user writes: shipped by name or read from a file, parsed strictly, errors in one line."""
+
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from taut_deploy.errors import TautError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def shipped_names(package: str, folder: str) -> list[str]:
+    """Names of the YAML files that ship in ``package``'s ``folder``."""
+    entries = (resources.files(package) / folder).iterdir()
+    names = [entry.name for entry in entries if entry.name.endswith(".yaml")]
+    return sorted(name.removesuffix(".yaml") for name in names)
+
+
+def read_shipped_or_file(
+    reference: str, package: str, folder: str, what: str, error_type: type[TautError]
+) -> str:
+    """The text behind a shipped name or a path.
+
+    Args:
+        reference: name or path.
+        package: package the shipped files are in.
+        folder: folder inside it.
+        what: the thing's name, for errors (``recipe``).
+        error_type: what to raise.
+
+    Raises:
+        TautError: of ``error_type``; no such name or file, or not readable as text.
+    """
+    known = shipped_names(package, folder)
+    if reference in known:
+        shipped = resources.files(package) / folder / f"{reference}.yaml"
+        return shipped.read_text(encoding="utf-8")
+    try:
+        return Path(reference).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        message = f"{reference!r}: no such {what}; give a YAML file or one of {', '.join(known)}"
+        raise error_type(message) from error
+    except UnicodeDecodeError as error:
+        raise error_type(f"{reference}: not a text file") from error
+    except OSError as error:
+        raise error_type(f"{reference}: {error.strerror}") from error
+
+
+def parse_mapping(
+    text: str, origin: str, error_type: type[TautError], keys: str = ""
+) -> dict[str, Any]:
+    """Parse YAML that must be a mapping.
+
+    Args:
+        text: the document.
+        origin: named in errors.
+        error_type: what to raise.
+        keys: what the mapping must at least hold, in words; where nothing is required an empty
+            document is an empty mapping.
+
+    Raises:
+        TautError: of ``error_type``, naming ``origin``.
+    """
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise error_type(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from error
+    if data is None and not keys:
+        return {}
+    if not isinstance(data, dict):
+        raise error_type(f"{origin}: expected a mapping{' with ' if keys else ''}{keys}")
+    return data
+
+
+def validate_mapping(
+    model: type[Model], data: dict[str, Any], origin: str, error_type: type[TautError]
+) -> Model:
+    """Build ``model`` from ``data``, unknown keys refused by the model.
+
+    Raises:
+        TautError: of ``error_type``, naming the first wrong key and what is wrong with it.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or model.__name__.lower()
+        what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
+        raise error_type(f"{origin}: {key}: {what}") from error
