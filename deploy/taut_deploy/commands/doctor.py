@@ -1,6 +1,7 @@
 """``taut doctor``: versions, devices, and which kernel each layer of a checkpoint would use."""
 
 import importlib.metadata
+import os
 import platform
 from collections import Counter
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, print_json
+from taut_deploy.commands.output import JsonFlag, print_facts, print_json
 from taut_deploy.home import TautHome
 from taut_deploy.models.directory import weight_files
 
@@ -42,25 +43,16 @@ def doctor(
     if as_json:
         print_json(facts)
         return
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            typer.echo(f"{key}:")
-            for name, inside in value.items():
-                typer.echo(f"  {name}: {inside}")
-        elif isinstance(value, list):
-            typer.echo(f"{key}:")
-            for row in value:
-                typer.echo(
-                    f"  {row['kernel']:16} {row['layers']:4} x {row['shape']}  {row['reason']}"
-                )
-        else:
-            typer.echo(f"{key}: {value}")
+    layers = facts.pop("layers", None)
+    print_facts(facts)
+    if layers is not None:
+        typer.echo("layers:")
+        for row in layers:
+            typer.echo(f"  {row['kernel']:16} {row['layers']:4} x {row['shape']}  {row['reason']}")
 
 
 def diagnose(checkpoint: Path | None) -> dict[str, Any]:
     """Everything ``taut doctor`` prints, as plain data."""
-    import os
-
     from taut_kernels.vllm_plugin.selfcheck import why_not_ready
 
     reason = why_not_ready(os.environ.get("VLLM_PLUGINS"))

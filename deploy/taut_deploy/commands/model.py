@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, megabytes, print_json
+from taut_deploy.commands.output import JsonFlag, megabytes, print_facts, print_json
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 
@@ -65,10 +65,4 @@ def inspect(name: str, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(details)
         return
-    for key, value in details.items():
-        if isinstance(value, dict):
-            typer.echo(f"{key}:")
-            for inner, inside in value.items():
-                typer.echo(f"  {inner}: {inside}")
-        else:
-            typer.echo(f"{key}: {value}")
+    print_facts(details)

@@ -1,6 +1,7 @@
 """What commands print: text for people, or one JSON document with ``--json``."""
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,17 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document 
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout."""
     typer.echo(json.dumps(value, indent=2, sort_keys=True))
+
+
+def print_facts(facts: Mapping[str, Any]) -> None:
+    """Print ``name: value`` lines, mappings indented below their name."""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            typer.echo(f"{name}:")
+            for inner, inside in value.items():
+                typer.echo(f"  {inner}: {inside}")
+        else:
+            typer.echo(f"{name}: {value}")
 
 
 def say(text: str) -> None:

@@ -89,11 +89,8 @@ def open_stream(job: CompressionJob) -> StreamedModel:
 
 def stored_dtype(directory: Path) -> torch.dtype:
     """The dtype ``config.json`` names; bfloat16 where it names none."""
-    name = str(
-        read_config(directory).get("dtype")
-        or read_config(directory).get("torch_dtype")
-        or "bfloat16"
-    )
+    config = read_config(directory)
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype = getattr(torch, name.removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 

@@ -48,7 +48,8 @@ def prepare_models(
     path = Path(settings.model).expanduser()
     if is_checkpoint(path):
         say(f"using the checkpoint {path}")
-        return [_served(verify(path).name, path, verify(path), settings.workers)]
+        manifest = verify(path)
+        return [_served(manifest.name, path, manifest, settings.workers)]
     say(f"fetching {settings.model}")
     base = ModelStore(home.models).fetch(settings.model)
     compressed = _compressed(base, settings, home, say, progress)
