@@ -32,6 +32,10 @@ _PACKAGES = (
 )
 
 
+# On a CPU our op is a contract of ours around the int4 product of torch itself; say so.
+_OUR_KERNEL = {"cpu": "taut::w4a16_gemm_cpu (ATen int4)", "cuda": "taut::w4a16_gemm"}
+
+
 def doctor(
     checkpoint: Annotated[
         Path | None, typer.Argument(help="Also explain this checkpoint's layers.")
@@ -48,7 +52,7 @@ def doctor(
     if layers is not None:
         typer.echo("layers:")
         for row in layers:
-            typer.echo(f"  {row['kernel']:16} {row['layers']:4} x {row['shape']}  {row['reason']}")
+            typer.echo(f"  {row['kernel']:32} {row['layers']:4} x {row['shape']}  {row['reason']}")
 
 
 def diagnose(checkpoint: Path | None) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
                 or why_not_preferred(device, requested_mode())
                 or ""
             )
-        kernel = "vLLM's own" if reason else "taut::w4a16_gemm"
+        kernel = "vLLM's own" if reason else _OUR_KERNEL[device]
         choices[n, k, kernel, reason] += 1
     return choices
 
