@@ -3,9 +3,31 @@
 Importing the package does nothing. The rooms inside:
 
 - :mod:`taut_kernels.gemm`: matrix products over compressed weights, one op a file
+- :mod:`taut_kernels.fused`: norm, activation and rotary embedding, with quantisation behind them
 - :mod:`taut_kernels.formats`: disk and kernel layouts of weights
 - :mod:`taut_kernels.tiles`: tile tables
 - :mod:`taut_kernels.aot`: compile every kernel without a GPU
 - :mod:`taut_kernels.testing`: inputs, error budget, NaN poison
 - :mod:`taut_kernels.vllm_plugin`: what vLLM loads
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+def fuse_for_vllm(graph: fx.Graph) -> None:
+    """Fuse norms and activations with the quantisation behind them in a graph vLLM compiles.
+
+    It stands here because vLLM looks for a pass named in its configuration in the top package only;
+    :func:`taut_kernels.vllm_plugin.fusion.fuse` does the work.
+
+    Args:
+        graph: changed in place.
+    """
+    from taut_kernels.vllm_plugin.fusion import fuse
+
+    fuse(graph)

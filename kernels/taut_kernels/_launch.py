@@ -1,4 +1,4 @@
-"""What every launcher shares: where output memory comes from and which GPU it runs on.
+"""What every launcher shares: output memory, which GPU it runs on, and a launch that costs little.
 
 Launchers allocate through :func:`empty` so that a test can replace it by an allocator that fills
 with NaN (:func:`taut_kernels.testing.nan_poison`): an element a kernel forgets to write then shows.
@@ -6,9 +6,15 @@ with NaN (:func:`taut_kernels.testing.nan_poison`): an element a kernel forgets 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from functools import cache
+from typing import Any
 
 import torch
+
+PDL_OPTIONS: tuple[dict[str, bool], dict[str, bool]] = ({}, {"launch_pdl": True})
+"""Launch options without and with programmatic dependent launch: a kernel may start before the one
+in front of it has ended, and waits for it inside."""
 
 
 def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -33,3 +39,83 @@ def gpu_name(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return _cuda_name(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Say whether a device has warp-group products and programmatic dependent launch (sm_90)."""
+    if device.type != "cuda":
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _capability(index) == (9, 0)
+
+
+Constants = dict[str, Any]
+"""Constant arguments and compiler options of a kernel, by name."""
+_NEEDED_ALIGNMENT = 16
+
+
+class Launcher:
+    """A jit kernel that is launched without Triton's look-up of what it already compiled.
+
+    That look-up (types, alignments and constants of every argument, a string key, a check of
+    globals) is most of what a launch costs the host: README, "Measured facts". A compiled kernel is
+    found by a key of the caller's instead.
+
+    Args:
+        kernel: a `triton.jit` function whose constant arguments come last.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __call__(
+        self,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        pointers: tuple[torch.Tensor | None, ...],
+        integers: tuple[int, ...],
+        constants: Callable[[], tuple[Constants, Constants]],
+    ) -> None:
+        """Launch on the current device and stream.
+
+        Args:
+            key: equal for two calls only if their constants, options, dtypes, absent pointers,
+                device and the integers that Triton specialises on are equal.
+            grid: programs along each axis.
+            pointers: the first arguments.
+            integers: the arguments between pointers and constants.
+            constants: called where the key is new; returns constant arguments and options.
+        """
+        address = 0
+        for pointer in pointers:
+            if pointer is not None:
+                address |= pointer.data_ptr()
+        if address % _NEEDED_ALIGNMENT:
+            self._launch_through_triton(grid, pointers, integers, constants)
+            return
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._launch_through_triton(grid, pointers, integers, constants)
+            if found[0] is not None:  # Triton's interpreter compiles nothing
+                self._compiled[key] = found
+            return
+        compiled, values = found
+        compiled[grid](*pointers, *integers, *values)
+
+    def _launch_through_triton(
+        self,
+        grid: tuple[int, int, int],
+        pointers: tuple[torch.Tensor | None, ...],
+        integers: tuple[int, ...],
+        constants: Callable[[], tuple[Constants, Constants]],
+    ) -> tuple[Any, tuple[Any, ...]]:
+        named, options = constants()
+        compiled = self.kernel[grid](*pointers, *integers, **named, **options)
+        names = self.kernel.arg_names[len(pointers) + len(integers) :]
+        return compiled, tuple(named[name] for name in names)

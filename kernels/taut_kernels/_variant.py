@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-from taut_kernels.tiles import TileConfig
-from taut_kernels.tiles_decode import DecodeTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,21 +13,30 @@ class KernelVariant:
     Args:
         label: op, dtype and options, for the report.
         kernel: the `triton.jit` function.
-        tile: the tile it is compiled for.
+        tile: what it is compiled for; hashable, and ``str`` names it in the report.
         pointers: argument name → element type as Triton spells it; each is taken as 16-byte
             aligned.
         integers: names of the run-time int32 arguments.
         divisible_by_16: those of ``integers`` that the launch specialises as multiples of 16.
         constants: argument name → value fixed at compile time (None for an absent tensor).
+        floats: names of the run-time fp32 arguments.
+        options: what the launcher passes to the compiler.
+        targets: architectures the launcher runs this form on.
         allowed_spill_bytes: local memory a thread may use; more than 0 only for a measured tile
             that is faster with it (kernels/README.md).
+        descriptors: argument name → element type and block of a host-side tensor descriptor, as
+            Triton spells them.
     """
 
     label: str
     kernel: Any
-    tile: TileConfig | DecodeTile
+    tile: object
     pointers: dict[str, str]
     integers: tuple[str, ...]
     divisible_by_16: tuple[str, ...]
     constants: dict[str, Any]
+    options: dict[str, Any]
+    floats: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("sm_80", "sm_90")
     allowed_spill_bytes: int = 0
+    descriptors: dict[str, str] = field(default_factory=dict)

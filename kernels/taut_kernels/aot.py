@@ -23,9 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 
 from taut_kernels._variant import KernelVariant
-from taut_kernels.gemm import w4a16, w4a16_decode_variants
-from taut_kernels.tiles import TileConfig
-from taut_kernels.tiles_decode import DecodeTile
+from taut_kernels.fused import variants as fused_variants
+from taut_kernels.gemm import scaled_mm_variants, w4a16_decode_variants, w4a16_wgmma_variants
 
 SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 """Most shared memory a program may use (CUDA C++ Programming Guide, compute capabilities)."""
@@ -40,8 +39,7 @@ class AotResult:
     Attributes:
         target: ``sm_80`` or ``sm_90``.
         label: op, dtype and options.
-        tile: ``block_m×block_n/warps/stages``, or for the decode kernel rows, warps along N × K,
-            splits, and depths.
+        tile: how the tile's class prints it.
         registers: per thread.
         spill_bytes: local memory per thread; the kernels use none of their own, so all of it is
             spills.
@@ -60,27 +58,17 @@ class AotResult:
 
 def every_variant() -> Iterator[KernelVariant]:
     """Yield the variants of every op in the package."""
-    yield from w4a16.kernel_variants()
     yield from w4a16_decode_variants.kernel_variants()
-
-
-def _name(tile: TileConfig | DecodeTile) -> str:
-    if isinstance(tile, TileConfig):
-        return f"{tile.block_m}x{tile.block_n}/{tile.num_warps}w/{tile.num_stages}s"
-    rows = f"{tile.rows}r/{tile.row_warps}x{tile.k_warps}w/k{tile.split_k}"
-    return f"{rows}/d{tile.depth}.{tile.x_depth}.{tile.batch}{'f' if tile.fence else ''}"
-
-
-def _options(tile: TileConfig | DecodeTile) -> dict[str, int | None]:
-    """Return what the launcher passes to the compiler beside the constants."""
-    if isinstance(tile, TileConfig):
-        return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
+    yield from w4a16_wgmma_variants.kernel_variants()
+    yield from scaled_mm_variants.kernel_variants()
+    yield from fused_variants.kernel_variants()
 
 
 def _source(variant: KernelVariant) -> ASTSource:
     signature = {name: f"*{element}" for name, element in variant.pointers.items()}
+    signature |= {name: f"tensordesc<{kind}>" for name, kind in variant.descriptors.items()}
     signature |= dict.fromkeys(variant.integers, "i32")
+    signature |= dict.fromkeys(variant.floats, "fp32")
     signature |= dict.fromkeys(variant.constants, "constexpr")
     names = variant.kernel.arg_names
     aligned = (*variant.pointers, *variant.divisible_by_16)
@@ -127,10 +115,10 @@ def compile_variant(variant: KernelVariant, target: str) -> AotResult:
     Returns:
         The result; ``failure`` holds the first line of a compiler error.
     """
-    name, options = _name(variant.tile), _options(variant.tile)
+    name = str(variant.tile)
     gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     try:
-        compiled: Any = triton.compile(_source(variant), target=gpu, options=options)
+        compiled: Any = triton.compile(_source(variant), target=gpu, options=variant.options)
     except (CompilationError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         return AotResult(target, variant.label, name, 0, 0, 0, f"does not compile: {reason}")
@@ -141,9 +129,11 @@ def compile_variant(variant: KernelVariant, target: str) -> AotResult:
 
 
 def compile_all(targets: Iterable[str]) -> Iterator[AotResult]:
-    """Compile every variant for every target, one result at a time."""
+    """Compile every variant for every target it runs on, one result at a time."""
     for target in targets:
         for variant in every_variant():
+            if target not in variant.targets:
+                continue
             yield compile_variant(variant, target)
 
 

@@ -1,4 +1,4 @@
-"""Weight formats: the compressed-tensors disk layout of 4-bit weights and the layouts kernels read.
+"""4-bit weight formats: the compressed-tensors disk layout, and what kernels read on a CPU.
 
 ``N`` is output features, ``K`` input features, ``G`` the group size along K (``G = K``: one group a
 channel). A stored nibble is ``value + 8`` with value in -8..7, for weights and zero points alike; a
@@ -10,14 +10,7 @@ On disk (compressed-tensors ``pack-quantized``)
     ``weight_zero_point``  [ceil(N/8), K/G] int32: bits 4i..4i+3 of word j hold row 8j + i
     Nibbles beyond N or K are 0.
 
-GPU kernel layout (:func:`repack_weight`, :func:`repack_scale`, :func:`repack_zero_point`)
-    ``qweight``      [16 * ceil(K/128), N] int32: bits 4i..4i+3 of word (16b + r, n) hold K index
-                     128b + 16i + r
-    ``scales``       [K/G, N] float
-    ``zero_points``  [K/G, N] uint8, 0..15
-    One nibble position of 16 neighbouring words is 16 neighbouring K indices, so that a kernel
-    unpacks with one shift and one mask per word and never has to replicate or shuffle registers.
-    Nibbles beyond K are 0.
+GPU kernel layout: :mod:`taut_kernels.formats_mma`
 
 CPU kernel layout (:func:`repack_for_cpu`)
     ``qweight_cpu``       [N, K/2] uint8, opaque: ATen chooses it for the vector width of this
@@ -33,10 +26,6 @@ from __future__ import annotations
 import torch
 
 NIBBLES_PER_WORD = 8
-K_BLOCK = 128
-"""K indices one row block of ``qweight`` holds."""
-RUN = 16
-"""Neighbouring K indices that share a nibble position; also the smallest K of `tl.dot`."""
 SYMMETRIC_ZERO = 8
 CPU_GROUP_SIZES = (256, 128, 64, 32)
 """Groups ATen's int4 CPU kernel takes, largest first."""
@@ -142,69 +131,6 @@ def unpack_zero_point(weight_zero_point: torch.Tensor, N: int) -> torch.Tensor:
     """
     _check_words(weight_zero_point.t(), N, "weight_zero_point")
     return _unpack_columns(weight_zero_point.t(), N).to(torch.int8).t() - SYMMETRIC_ZERO
-
-
-def repack_weight(weight_packed: torch.Tensor, K: int) -> torch.Tensor:
-    """Convert disk weights to the GPU kernel layout.
-
-    Args:
-        weight_packed: [N, ceil(K/8)] int32, any device.
-        K: input features.
-
-    Returns:
-        ``qweight`` [16 * ceil(K/128), N] int32, contiguous, same device.
-
-    Raises:
-        ValueError: the tensor does not hold K columns.
-    """
-    _check_words(weight_packed, K, "weight_packed")
-    N = weight_packed.shape[0]
-    blocks = -(-K // K_BLOCK)
-    # Padding whole words keeps the nibbles beyond K at 0; those inside the last word already are.
-    words = torch.nn.functional.pad(
-        weight_packed, (0, blocks * K_BLOCK // NIBBLES_PER_WORD - weight_packed.shape[1])
-    )
-    nibbles = _unpack_columns(words, blocks * K_BLOCK).reshape(N, blocks, NIBBLES_PER_WORD, RUN)
-    runs = nibbles.permute(1, 3, 0, 2).reshape(blocks * RUN * N, NIBBLES_PER_WORD)
-    return _pack_columns(runs).view(blocks * RUN, N)
-
-
-def unpack_qweight(qweight: torch.Tensor, K: int) -> torch.Tensor:
-    """Unpack the GPU kernel layout.
-
-    Args:
-        qweight: [16 * ceil(K/128), N] int32.
-        K: input features.
-
-    Returns:
-        [K, N] uint8, stored nibbles 0..15.
-    """
-    rows, N = qweight.shape
-    words = qweight.view(rows // RUN, 1, RUN, N)
-    nibbles = (words >> _shifts(qweight.device).view(1, NIBBLES_PER_WORD, 1, 1)) & 0xF
-    return nibbles.reshape(rows * NIBBLES_PER_WORD, N)[:K].to(torch.uint8)
-
-
-def repack_scale(weight_scale: torch.Tensor) -> torch.Tensor:
-    """Convert disk scales [N, K/G] to the kernel's ``scales`` [K/G, N], contiguous."""
-    return weight_scale.t().contiguous()
-
-
-def repack_zero_point(weight_zero_point: torch.Tensor, N: int) -> torch.Tensor:
-    """Convert disk zero points to the kernel's.
-
-    Args:
-        weight_zero_point: [ceil(N/8), K/G] int32.
-        N: output features.
-
-    Returns:
-        ``zero_points`` [K/G, N] uint8 in 0..15, contiguous.
-
-    Raises:
-        ValueError: the tensor does not hold N rows.
-    """
-    signed = unpack_zero_point(weight_zero_point, N)
-    return (signed + SYMMETRIC_ZERO).to(torch.uint8).t().contiguous()
 
 
 def cpu_group_size(K: int, group_size: int) -> int | None:

@@ -7,21 +7,22 @@ rounding of the largest output.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
 
-from taut_kernels import _launch, formats
+from taut_kernels import _launch, formats, formats_mma
 
 BUDGET_FACTOR = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class W4A16Case:
-    """Random operands of one W4A16 product, in every layout.
+    """Random operands of one W4A16 product, as on disk.
 
     Attributes:
         x: [M, K] activations.
@@ -30,9 +31,6 @@ class W4A16Case:
         weight_packed: disk layout of ``values``.
         weight_scale: [N, K/G] disk scales.
         weight_zero_point: disk layout of ``zeros``, or None.
-        qweight: GPU kernel layout of ``values``.
-        scales: [K/G, N].
-        zero_points: [K/G, N] uint8, or None.
         bias: [N] or None.
         group_size: G, already K for one group a channel.
     """
@@ -43,15 +41,25 @@ class W4A16Case:
     weight_packed: torch.Tensor
     weight_scale: torch.Tensor
     weight_zero_point: torch.Tensor | None
-    qweight: torch.Tensor
-    scales: torch.Tensor
-    zero_points: torch.Tensor | None
     bias: torch.Tensor | None
     group_size: int
 
-    def operands(self) -> tuple[torch.Tensor | int | None, ...]:
-        """Return the arguments of `taut::w4a16_gemm` in order."""
-        return (self.x, self.qweight, self.scales, self.zero_points, self.bias, self.group_size)
+    def operands(self) -> tuple[Any, ...]:
+        """Return the arguments of `taut::w4a16_gemm` in order, repacked anew.
+
+        Raises:
+            ValueError: the shape has no GPU layout.
+        """
+        (N, K), zero = self.values.shape, self.weight_zero_point
+        return (
+            self.x,
+            formats_mma.repack_weight(self.weight_packed, K),
+            formats_mma.repack_scale(self.weight_scale),
+            None if zero is None else formats_mma.repack_zero_point(zero, N, self.x.dtype),
+            self.bias,
+            torch.zeros(N // formats_mma.ROW_TILE, dtype=torch.int32, device=self.x.device),
+            self.group_size,
+        )
 
     def gold(self) -> torch.Tensor:
         """Return the product [M, N] in fp64, straight from the unpacked weights."""
@@ -62,6 +70,26 @@ class W4A16Case:
         weight = (values * self.weight_scale.double().unsqueeze(-1)).view(N, K)
         y = self.x.double() @ weight.t()
         return y if self.bias is None else y + self.bias.double()
+
+    def reference(self) -> torch.Tensor:
+        """Return the product [M, N] in the dtype of ``x``: weights exact, fp32 accumulation."""
+        return self._product(lambda weight: weight)
+
+    def rounded_reference(self) -> torch.Tensor:
+        """Return the product [M, N] with each dequantised weight rounded to the dtype of ``x``.
+
+        What Marlin, Machete and our regimes beyond 16 tokens compute; fp32 accumulation.
+        """
+        return self._product(lambda weight: weight.to(self.x.dtype).float())
+
+    def _product(self, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        N, K = self.values.shape
+        values = self.values.float().view(N, -1, self.group_size)
+        if self.zeros is not None:
+            values = values - self.zeros.float().unsqueeze(-1)
+        weight = (values * self.weight_scale.float().unsqueeze(-1)).view(N, K)
+        y = self.x.float() @ rounded(weight).t()
+        return (y if self.bias is None else y + self.bias.float()).to(self.x.dtype)
 
 
 def make_w4a16_case(
@@ -109,11 +137,6 @@ def make_w4a16_case(
         weight_packed=weight_packed.to(device),
         weight_scale=weight_scale.to(device),
         weight_zero_point=None if zero_packed is None else zero_packed.to(device),
-        qweight=formats.repack_weight(weight_packed, K).to(device),
-        scales=formats.repack_scale(weight_scale).to(device),
-        zero_points=None
-        if zero_packed is None
-        else formats.repack_zero_point(zero_packed, N).to(device),
         bias=bias.to(device) if with_bias else None,
         group_size=group,
     )
@@ -148,11 +171,16 @@ def assert_within_budget(actual: torch.Tensor, gold: torch.Tensor, reference: to
 
 
 def _empty_nan(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    if not dtype.is_floating_point:
+        return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
+    return torch.full(shape, float("nan"), device=device).to(dtype)
 
 
 @contextmanager
 def nan_poison() -> Iterator[None]:
-    """Make launchers allocate outputs filled with NaN, so that an element nobody wrote shows."""
+    """Make launchers allocate outputs filled with NaN, so that an element nobody wrote shows.
+
+    Integers, which have no NaN, are filled with their least value.
+    """
     with mock.patch.object(_launch, "empty", _empty_nan):
         yield

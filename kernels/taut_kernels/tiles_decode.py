@@ -71,6 +71,10 @@ class DecodeTile:
         if self.num_warps > 16:
             raise ValueError(f"row_warps × k_warps must be at most 16, got {self.num_warps}")
 
+    def __str__(self) -> str:
+        cut = f"{self.rows}r/{self.row_warps}x{self.k_warps}w/k{self.split_k}"
+        return f"{cut}/d{self.depth}.{self.x_depth}.{self.batch}{'f' if self.fence else ''}"
+
     @property
     def num_warps(self) -> int:
         """Warps a program."""

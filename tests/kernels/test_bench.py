@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from taut_kernels.bench import report, timing, tune_w4a16_decode, w4a16
+from taut_kernels.bench import report, timing, tune_w4a16_decode, tune_w4a16_wgmma, w4a16
 from taut_kernels.bench.w4a16_layer import Layer
 from taut_kernels.tiles_decode import DecodeTile
 
@@ -16,7 +16,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("module", [w4a16, tune_w4a16_decode])
+@pytest.mark.parametrize("module", [w4a16, tune_w4a16_decode, tune_w4a16_wgmma])
 def test_without_a_gpu_the_command_says_so(
     module: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -28,7 +28,7 @@ def test_report_names_the_best_rival_and_the_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "environment", lambda: {"GPU": "card"})
-    times = {"taut decode": 10.0, "Marlin": 15.0, "Machete": 25.0}
+    times = {"taut": 10.0, "Marlin": 15.0, "Machete": 25.0}
     rows = [
         report.Row("o", 64, 128, 1, kernel, timing.Timing(us, us, us), 4_000_000, 1e12)
         for kernel, us in times.items()
@@ -74,3 +74,26 @@ def test_candidates_fit_the_shape() -> None:
             assert found, name
             assert len(set(found)) == len(found)
             assert all(K % (512 * tile.k_warps * tile.split_k) == 0 for tile in found)
+
+
+def test_wgmma_table_takes_the_fastest_choice_and_candidates_fit() -> None:
+    for N, K in tune_w4a16_decode.SHAPES.values():
+        for M in tune_w4a16_wgmma.TOKENS:
+            found = list(tune_w4a16_wgmma.candidates(N, K, M))
+            assert found
+            assert len(set(found)) == len(found)
+    tile = next(tune_w4a16_wgmma.candidates(4096, 4096, 64))
+    results = [
+        tune_w4a16_wgmma.Result("o", 4096, 4096, M, us, choice)
+        for M, choice, us in (
+            (64, tile, 9.0),
+            (64, "dense", 20.0),
+            (4096, tile, 9.0),
+            (4096, "dense", 8.0),
+        )
+    ]
+    rows = tune_w4a16_wgmma.table_rows(results)
+    assert [(row["max_m"], row["tile"] == "dense", row["us"]) for row in rows] == [
+        (64, False, 9.0),
+        (None, True, 8.0),
+    ]

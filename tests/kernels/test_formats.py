@@ -36,15 +36,6 @@ def test_zero_point_golden_bytes() -> None:
     assert packed.numpy().tobytes().hex() == "10325476efcdab899800000067000000"
 
 
-def test_qweight_golden_position() -> None:
-    values = torch.full((2, 256), -8, dtype=torch.int8)
-    values[1, 128 * 1 + 16 * 5 + 3] = 7
-    qweight = formats.repack_weight(formats.pack_weight(values), 256)
-    assert qweight.shape == (32, 2)
-    assert qweight[16 * 1 + 3, 1].item() == 0xF << 20
-    assert qweight.count_nonzero().item() == 1
-
-
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_pack_weight_equals_compressed_tensors(rows: int, columns: int) -> None:
     packer = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
@@ -97,24 +88,6 @@ def test_every_layout_round_trips(rows: int, columns: int, seed: int) -> None:
     packed = formats.pack_weight(values)
     assert torch.equal(formats.unpack_weight(packed, columns), values)
     assert torch.equal(formats.unpack_zero_point(formats.pack_zero_point(values), rows), values)
-    nibbles = formats.unpack_qweight(formats.repack_weight(packed, columns), columns)
-    assert torch.equal(nibbles.t().to(torch.int8) - 8, values)
-    zero_points = formats.repack_zero_point(formats.pack_zero_point(values), rows)
-    assert torch.equal(zero_points.t().to(torch.int8) - 8, values)
-
-
-def test_repacking_takes_transposed_views() -> None:
-    packed = formats.pack_weight(_int4(24, 200))
-    view = packed.t().contiguous().t()
-    assert not view.is_contiguous()
-    assert torch.equal(formats.repack_weight(view, 200), formats.repack_weight(packed, 200))
-
-
-def test_qweight_is_zero_beyond_k() -> None:
-    packed = formats.pack_weight(torch.full((3, 20), 7, dtype=torch.int8))
-    nibbles = formats.unpack_qweight(formats.repack_weight(packed, 20), 128)
-    assert nibbles[:20].eq(15).all()
-    assert nibbles[20:].eq(0).all()
 
 
 @pytest.mark.parametrize(
@@ -145,8 +118,7 @@ def test_cpu_scales_repeat_a_channel_scale_over_its_groups() -> None:
         (lambda: formats.pack_zero_point(torch.full((1, 8), -9, dtype=torch.int8)), "-8..7"),
         (lambda: formats.unpack_weight(torch.zeros(2, 3, dtype=torch.int32), 32), "4 words"),
         (lambda: formats.unpack_weight(torch.zeros(2, 4, dtype=torch.int64), 32), "int32"),
-        (lambda: formats.repack_weight(torch.zeros(2, 3, dtype=torch.int32), 32), "4 words"),
-        (lambda: formats.repack_zero_point(torch.zeros(1, 2, dtype=torch.int32), 9), "2 words"),
+        (lambda: formats.unpack_zero_point(torch.zeros(1, 2, dtype=torch.int32), 9), "2 words"),
         (
             lambda: formats.repack_for_cpu(
                 torch.zeros(8, 4, dtype=torch.int32), torch.ones(8, 1), None, 32

@@ -279,11 +279,12 @@ def test_why_not_ours_depends_on_the_device() -> None:
     assert "got 16" in str(ask(576, 1536, 16, dtype=bf16, device="cuda"))
 
 
-def test_prefer_never_puts_in_a_kernel_measured_slower() -> None:
+def test_prefer_takes_only_cards_where_ours_was_measured() -> None:
     ask = selection.why_not_preferred
-    assert "slower" in str(ask("cuda", "prefer"))
-    assert ask("cuda", "require") is None
-    assert ask("cpu", "prefer") is None
+    assert ask("NVIDIA H200", "prefer") is None
+    assert "not measured against vLLM's kernels on card 9" in str(ask("card 9", "prefer"))
+    assert ask("card 9", "require") is None
+    assert ask(None, "prefer") is None
 
 
 # --- the installed vLLM, without starting an engine ----------------------------------------------

@@ -125,6 +125,7 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
     from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
     shapes = _layer_shapes(checkpoint)
     choices: Counter[tuple[int, int, str, str]] = Counter()
     for layer in manifest.layers:
@@ -135,7 +136,7 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
             group = layer["group_size"] or -1
             reason = (
                 why_not_ours(n, k, group, dtype=torch.bfloat16, device=device)
-                or why_not_preferred(device, requested_mode())
+                or why_not_preferred(gpu, requested_mode())
                 or ""
             )
         kernel = "vLLM's own" if reason else _OUR_KERNEL[device]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -94,6 +95,27 @@ def measure(
     return [_summary(times) for times in samples]
 
 
+def host_cost(call: Callable[[], object], calls: int = 200, rounds: int = 7) -> float:
+    """Measure what one call costs the host outside a graph: the least of some rounds' means, in µs.
+
+    Args:
+        call: enqueues work; its results are dropped.
+        calls: in a round, few enough not to fill the launch queue of the card.
+        rounds: the card is idle at the start of each.
+    """
+    for _ in range(10):
+        call()
+    least = float("inf")
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        least = min(least, (time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return least * 1e6
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -107,6 +129,23 @@ def _summary(times: list[float]) -> Timing:
 def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target_ptr + offsets, tl.load(source_ptr + offsets))
+
+
+def copy_subject(num_bytes: int, copies: int) -> Subject:
+    """Make a copy kernel that moves as much as an operation does: its floor at that size.
+
+    Args:
+        num_bytes: read and written together; rounded up to whole programs.
+        copies: pairs of buffers to rotate.
+    """
+    block = 1024
+    size = -(-num_bytes // 8 // block) * block
+    pairs = [torch.zeros(2, size, dtype=torch.int32, device="cuda") for _ in range(copies)]
+
+    def copy(i: int) -> None:
+        _copy_kernel[(size // block,)](pairs[i][0], pairs[i][1], BLOCK=block, num_warps=4)
+
+    return Subject("copy", copy, copies)
 
 
 def copy_ceiling() -> float:

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 import triton
 
-from taut_kernels import formats_decode, tiles_decode
+from taut_kernels import formats_mma, tiles_decode
 from taut_kernels.bench import report, timing
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.gemm import w4a16_decode
+from taut_kernels.gemm.w4a16 import make_arrivals
 from taut_kernels.tiles_decode import DecodeTile
 
 SHAPES = {
@@ -126,11 +127,10 @@ def _time_shape(
 ) -> list[Result]:
     layer = make_layer(N, K, GROUP_SIZE, 16, torch.bfloat16)
     copies = timing.copies_needed(layer.weight_bytes())
-    qweight = formats_decode.repack_weight(layer.weight_packed, K)
-    scales = formats_decode.repack_scale(layer.weight_scale)
+    qweight = formats_mma.repack_weight(layer.weight_packed, K)
+    scales = formats_mma.repack_scale(layer.weight_scale)
     weights = [
-        (qweight.clone(), scales.clone(), w4a16_decode.make_arrivals(N, layer.x.device))
-        for _ in range(copies)
+        (qweight.clone(), scales.clone(), make_arrivals(N, layer.x.device)) for _ in range(copies)
     ]
     results: list[Result] = []
     for M in Ms:

@@ -34,13 +34,16 @@ def _prepared(
         except w4a16_rivals.UnavailableError as error:
             notes.append(f"{name} on {layer.N}×{layer.K}: not run: {error}")
             continue
-        M = largest if w4a16_rivals.applies(name, largest) else 16
-        if reason := layer.why_wrong(calls[0](layer.x[:M])):
+        if reason := _why_wrong(name, layer, calls[0](layer.x[:largest])):
             notes.append(f"{name} on {layer.N}×{layer.K}: WRONG, not timed: {reason}")
             continue
         calls += [prepare(layer) for _ in range(timing.copies_needed(copy_bytes) - 1)]
         ready[name] = calls
     return ready
+
+
+def _why_wrong(name: str, layer: Layer, y: torch.Tensor) -> str | None:
+    return None if name == w4a16_rivals.OTHER_PRECISION else layer.why_wrong(y)
 
 
 def _measure_shape(
@@ -50,13 +53,12 @@ def _measure_shape(
     layer = make_layer(N, K, GROUP_SIZE, max(tokens), torch.bfloat16)
     ready = _prepared(layer, names, max(tokens), notes)
     rows = []
+    notes.append(_host_note(shape, ready, layer.x[: min(tokens)]))
     for M in tokens:
         x = layer.x[:M]
         subjects = []
         for name, calls in ready.items():
-            if not w4a16_rivals.applies(name, M):
-                continue
-            if reason := layer.why_wrong(calls[0](x)):
+            if reason := _why_wrong(name, layer, calls[0](x)):
                 notes.append(f"{name} on {N}×{K}, M={M}: WRONG, not timed: {reason}")
                 continue
             subjects.append(w4a16_rivals.subject(name, calls, x))
@@ -68,6 +70,14 @@ def _measure_shape(
             sys.stdout.write(rows[-1].line() + "\n")
         sys.stdout.flush()
     return rows
+
+
+def _host_note(shape: str, ready: dict[str, list[w4a16_rivals.Call]], x: torch.Tensor) -> str:
+    costs = (
+        f"{name} {timing.host_cost(lambda call=calls[0]: call(x)):.1f}"  # type: ignore[misc]
+        for name, calls in ready.items()
+    )
+    return f"host µs a call outside a graph, {shape}, M = {x.shape[0]}: {', '.join(costs)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

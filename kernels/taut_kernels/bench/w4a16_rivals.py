@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from taut_kernels import formats, formats_decode
+from taut_kernels import formats, formats_mma
 from taut_kernels.bench.timing import Subject
 from taut_kernels.bench.w4a16_layer import Layer
-from taut_kernels.gemm import w4a16, w4a16_decode
+from taut_kernels.gemm import w4a16
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 Prepare = Callable[[Layer], Call]
@@ -27,28 +27,17 @@ class UnavailableError(RuntimeError):
     """A rival cannot run here; the message says why."""
 
 
-def taut_decode(layer: Layer) -> Call:
-    """Our decode regime (M ≤ 16)."""
-    qweight = formats_decode.repack_weight(layer.weight_packed, layer.K)
-    scales = formats_decode.repack_scale(layer.weight_scale)
-    arrivals = w4a16_decode.make_arrivals(layer.N, layer.x.device)
+def taut(layer: Layer) -> Call:
+    """Run `taut::w4a16_gemm`, whatever regime it chooses."""
+    qweight = formats_mma.repack_weight(layer.weight_packed, layer.K)
+    scales = formats_mma.repack_scale(layer.weight_scale)
+    arrivals = w4a16.make_arrivals(layer.N, layer.x.device)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.taut.w4a16_decode(
+        y: torch.Tensor = torch.ops.taut.w4a16_gemm(
             x, qweight, scales, None, None, arrivals, layer.group_size
         )
         return y
-
-    return call
-
-
-def taut_gemm(layer: Layer) -> Call:
-    """Our general kernel (any M)."""
-    qweight = formats.repack_weight(layer.weight_packed, layer.K)
-    scales = formats.repack_scale(layer.weight_scale)
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return w4a16.w4a16_gemm(x, qweight, scales, group_size=layer.group_size)
 
     return call
 
@@ -142,19 +131,37 @@ def gemlite(layer: Layer) -> Call:
     return call
 
 
+def fp8_cutlass(layer: Layer) -> Call:
+    """Run vLLM's FP8 CUTLASS product of the same shape: other weights, twice the bytes.
+
+    Shows what W4A16 competes with; its result is not held to the budget of 4-bit weights.
+    """
+    (ops,) = _vllm("_custom_ops")
+    weight, weight_scale = ops.scaled_fp8_quant(layer.dense(), use_per_token_if_dynamic=True)
+    weight_scale = weight_scale.view(-1, 1)
+    fp8_x, x_scale = ops.scaled_fp8_quant(layer.x, use_per_token_if_dynamic=True)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        M = x.shape[0]
+        y: torch.Tensor = ops.cutlass_scaled_mm(
+            fp8_x[:M], weight.t(), x_scale[:M], weight_scale, layer.x.dtype
+        )
+        return y
+
+    return call
+
+
+OTHER_PRECISION = "FP8 CUTLASS (other weights)"
+"""Beside ours for comparison; neither judged nor part of the ratio."""
+
 PREPARE: dict[str, Prepare] = {
-    "taut decode": taut_decode,
-    "taut gemm": taut_gemm,
+    "taut": taut,
     "Marlin": marlin,
     "Machete": machete,
     "gemlite": gemlite,
     "cuBLAS": cublas,
+    OTHER_PRECISION: fp8_cutlass,
 }
-
-
-def applies(name: str, M: int) -> bool:
-    """Say whether a kernel takes M tokens."""
-    return name != "taut decode" or M <= w4a16_decode.MAX_M
 
 
 def subject(name: str, calls: list[Call], x: torch.Tensor) -> Subject:

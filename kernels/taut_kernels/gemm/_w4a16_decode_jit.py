@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from taut_kernels.gemm._w4a16_decode_ptx import FENCE_CONSTRAINTS, FENCE_PTX
 from taut_kernels.gemm._w4a16_decode_unit_jit import (
@@ -122,6 +123,7 @@ def w4a16_decode_kernel(
     X_DEPTH: tl.constexpr,  # chunks of activations in flight
     BATCH: tl.constexpr,  # chunks consumed between two rounds of loads; divides 8 and both depths
     FENCE: tl.constexpr,
+    PDL: tl.constexpr,  # start before the kernel in front has ended (sm_90)
 ):
     WARPS: tl.constexpr = ROW_WARPS * K_WARPS
     CHUNKS: tl.constexpr = K // 64
@@ -133,6 +135,8 @@ def w4a16_decode_kernel(
     UNIT_QUADS: tl.constexpr = QUADS if GROUP_SIZE else 0
     ROW_TILE_WORDS: tl.constexpr = CHUNKS * 128
 
+    if PDL:
+        gdc_launch_dependents()
     pid, split = tl.program_id(0), tl.program_id(1)
     element = tl.arange(0, WARPS * 128)
     warp, lane_element = element // 128, element % 128
@@ -171,6 +175,10 @@ def w4a16_decode_kernel(
     zeros = scales
     if HAS_ZEROS:
         zeros = load_quads(zero_ptrs, first_quad, ROW_TILES, QUADS, ALL_QUADS, MASKED)
+    if PDL:
+        # The first weights, which nobody writes while serving, are on their way: now wait for the
+        # kernel that makes the activations (and the one that used arrivals and partial before).
+        gdc_wait()
     for c in tl.static_range(X_DEPTH):
         values = load_activations(
             value_ptrs0 + c * 32, value_ptrs1 + c * 32, chunk + c < CHUNKS, TOKEN_TILES, MASKED

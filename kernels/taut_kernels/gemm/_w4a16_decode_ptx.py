@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import triton
 
-_MAGIC = {"bf16": 0x43004300, "f16": 0x64006400}
+MAGIC = {"bf16": 0x43004300, "f16": 0x64006400}
 """Two floats 128 (bf16) or 1024 (fp16), whose last mantissa bit is worth 1: ``magic | q`` is
 ``magic + q``."""
-_ONE = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
-_MINUS_MIDDLE = {"bf16": 0xC308C308, "f16": 0xE408E408}
+ONE = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
+MINUS_MIDDLE = {"bf16": 0xC308C308, "f16": 0xE408E408}
 """Two floats -(magic + 8): what a symmetric scheme adds to ``magic + q`` to get ``q - 8``."""
 
 
@@ -46,13 +46,13 @@ def multiply_ptx(
     accumulators = zeros + (4 if has_zeros else 0)
     text = ["{", ".reg .b32 a0, a1, a2, a3, shifted, one, offset0, offset1;"]
     text += [f"mov.f32 ${i}, ${accumulators + i};" for i in range(outputs)]
-    text += [f"mov.b32 one, {_ONE[element]:#x};"]
+    text += [f"mov.b32 one, {ONE[element]:#x};"]
     if has_zeros:
         # The word holds the offsets of rows g and g + 8; each is needed twice in one register.
         text += [f"prmt.b32 offset0, ${zeros + zero_index}, 0, 0x1010;"]
         text += [f"prmt.b32 offset1, ${zeros + zero_index}, 0, 0x3232;"]
     else:
-        text += [f"mov.b32 offset{row}, {_MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
+        text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
     for step in (0, 1):
         word = f"${words + 2 * half + step}"
         for register in range(4):
@@ -60,7 +60,7 @@ def multiply_ptx(
             if register:
                 text += [f"shr.u32 shifted, {word}, {4 * register};"]
             # 0xEA is (source & mask) | magic.
-            text += [f"lop3.b32 a{register}, {source}, 0x000f000f, {_MAGIC[element]:#x}, 0xEA;"]
+            text += [f"lop3.b32 a{register}, {source}, 0x000f000f, {MAGIC[element]:#x}, 0xEA;"]
             offset = f"offset{register % 2}"
             text += [f"fma.rn.{element}x2 a{register}, a{register}, one, {offset};"]
         for tile in range(token_tiles):

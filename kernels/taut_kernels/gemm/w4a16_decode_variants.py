@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from taut_kernels import tiles_decode
+from taut_kernels import _launch, tiles_decode
 from taut_kernels._variant import KernelVariant
 from taut_kernels.gemm._w4a16_decode_jit import w4a16_decode_kernel
-from taut_kernels.gemm.w4a16_decode import OP, launch_constants
+from taut_kernels.gemm.w4a16_decode import launch_constants
 
 MAX_SPILL_BYTES = 80
 """Local memory a thread of a register-capped tile may use (README, "Measured facts")."""
@@ -21,8 +21,14 @@ def kernel_variants() -> Iterator[KernelVariant]:
     """
     tables = tiles_decode.tables().values()
     measured = {(K, m, tile): None for t in tables for (_, K, m), tile in t.tiles.items()}
+    # Only cards of compute capability 9.0 were measured.
     for K, token_tiles, tile in measured:
-        yield _variant(tile, K, token_tiles, "bf16", False, 128)
+        yield _variant(tile, K, token_tiles, "bf16", False, 128, "sm_90")
+    for target in ("sm_80", "sm_90"):
+        yield from _every_format(target)
+
+
+def _every_format(target: str) -> Iterator[KernelVariant]:
     for token_tiles in (1, 2):
         tile = tiles_decode.rule(4096, 4096, token_tiles)
         for dtype, has_zeros, group_size in (
@@ -33,7 +39,7 @@ def kernel_variants() -> Iterator[KernelVariant]:
         ):
             # 576 = 9 chunks: no cut of it comes out even, so loads are masked.
             for K in (4096, 576) if group_size in (0, 64) else (4096,):
-                yield _variant(tile, K, token_tiles, dtype, has_zeros, group_size)
+                yield _variant(tile, K, token_tiles, dtype, has_zeros, group_size, target)
 
 
 def _variant(
@@ -43,7 +49,9 @@ def _variant(
     dtype: str,
     has_zeros: bool,
     group_size: int,
+    target: str,
 ) -> KernelVariant:
+    pdl = target == "sm_90"
     pointers = {"x_ptr": dtype, "qweight_ptr": "i32", "scales_ptr": dtype, "y_ptr": dtype}
     absent: dict[str, None] = {}
     optional = {
@@ -59,13 +67,13 @@ def _variant(
             pointers[name] = element
     scheme = f"{'asym' if has_zeros else 'sym'} group={group_size or 'channel'}"
     return KernelVariant(
-        label=f"{OP} {dtype} {scheme} K={K} M≤{8 * token_tiles}",
+        label=f"w4a16_decode {dtype} {scheme} K={K} M≤{8 * token_tiles}",
         kernel=w4a16_decode_kernel,
         tile=tile,
         pointers=pointers,
         integers=("M", "N", "stride_xm"),
         divisible_by_16=("N", "stride_xm"),
-        constants=launch_constants(tile, K, token_tiles, group_size)
+        constants=launch_constants(tile, K, token_tiles, group_size, pdl=pdl)
         | absent
         | {
             "HAS_ZEROS": has_zeros,
@@ -73,6 +81,9 @@ def _variant(
             "ELEMENT": "f16" if dtype == "fp16" else dtype,
             "ROW_TILES": tile.row_tiles,
         },
+        options={"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
+        | _launch.PDL_OPTIONS[pdl],
+        targets=(target,),
         # Under a cap on registers ptxas hoists loads and spills a little; measured, it pays.
         allowed_spill_bytes=MAX_SPILL_BYTES if tile.registers else 0,
     )

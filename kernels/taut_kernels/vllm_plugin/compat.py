@@ -70,6 +70,60 @@ def insert_first(kernel: type, selection: ModuleType) -> None:
     triton_backend.add(kernel)
 
 
+def insert_scaled_mm_first(kernel: type, selection: ModuleType, kind: str) -> None:
+    """Put an 8-bit kernel first for CUDA, once.
+
+    Args:
+        kernel: subclass of `Int8ScaledMMLinearKernel` or `FP8ScaledMMLinearKernel`.
+        selection: `vllm.model_executor.kernels.linear`.
+        kind: ``INT8`` or ``FP8``.
+
+    Raises:
+        IncompatibleVllmError: the priority lists are not where we know them.
+    """
+    try:
+        kernels = getattr(selection, f"_POSSIBLE_{kind}_KERNELS")[selection.PlatformEnum.CUDA]
+        triton_backend = selection._LINEAR_BACKEND_KERNEL_MAP["triton"]
+    except (AttributeError, KeyError) as error:
+        raise IncompatibleVllmError(
+            f"vLLM's {kind} kernel lists are not where this plugin expects them: {error!r}"
+        ) from error
+    if kernel not in kernels:
+        kernels.insert(0, kernel)
+    triton_backend.add(kernel)
+
+
+def register_ir_provider(
+    op: Any,
+    provider: str,
+    implementation: Callable[..., Any],
+    takes: Callable[..., bool],
+    supported: bool,
+    *,
+    inplace: bool = False,
+) -> None:
+    """Register an implementation of one of vLLM's IR ops.
+
+    Args:
+        op: a `vllm.ir.op.IrOp`.
+        provider: its name in ``--ir-op-priority``.
+        implementation: with exactly the op's parameters.
+        takes: likewise; says whether the implementation takes a call.
+        supported: whether this platform runs it.
+        inplace: whether it may overwrite the op's activations.
+
+    Raises:
+        IncompatibleVllmError: the op has other parameters than we know.
+    """
+    try:
+        register = op.register_impl(
+            provider, supported=supported, supports_args=takes, inplace=inplace
+        )
+        register(implementation)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise IncompatibleVllmError(f"vLLM's IR op {op} is not the one we know: {error}") from error
+
+
 def after_model_load(base_loader: Any, callback: Callable[[torch.nn.Module], None]) -> None:
     """Call back with each model once its weights are processed, before it serves.
 

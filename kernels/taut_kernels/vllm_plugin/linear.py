@@ -16,11 +16,15 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
-from taut_kernels import formats, tiles
-from taut_kernels._launch import gpu_name
+from taut_kernels import formats, formats_mma
 from taut_kernels.gemm import w4a16
+from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.vllm_plugin import compat, requested_mode
 from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
+
+ARRIVALS = "taut_arrivals"
+WARM_UP_TOKENS = (8, *BUCKETS, BUCKETS[-1] + 1)
+"""One number of tokens for each choice the op makes between kernels and tiles."""
 
 
 def _replace(layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -59,9 +63,12 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
             weight, scale = formats.repack_for_cpu(weight.data, scale.data, _data(zero), K)
             zero = None
         else:
-            weight = formats.repack_weight(weight.data, K)
-            scale = formats.repack_scale(scale.data)
-            zero = None if zero is None else formats.repack_zero_point(zero.data, N)
+            dtype = self.config.act_type
+            weight = formats_mma.repack_weight(weight.data, K)
+            scale = formats_mma.repack_scale(scale.data.to(dtype))
+            zero = None if zero is None else formats_mma.repack_zero_point(zero.data, N, dtype)
+            arrivals = w4a16.make_arrivals(N, weight.device)
+            layer.register_buffer(ARRIVALS, arrivals, persistent=False)
         _replace(layer, self.w_q_name, weight)
         _replace(layer, self.w_s_name, scale)
         if self.w_zp_name is not None:
@@ -70,7 +77,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
             elif hasattr(layer, self.w_zp_name):
                 setattr(layer, self.w_zp_name, None)
         if not current_platform.is_cpu():
-            self._compile_every_bucket(layer)
+            self._compile_every_regime(layer)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -86,18 +93,19 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
             y: torch.Tensor = torch.ops.taut.w4a16_gemm_cpu(rows, weight, scale, bias, group)
         else:
             group = K if self.config.group_size == -1 else self.config.group_size
-            y = torch.ops.taut.w4a16_gemm(rows, weight, scale, zero, bias, group)
+            arrivals = getattr(layer, ARRIVALS)
+            y = torch.ops.taut.w4a16_gemm(rows, weight, scale, zero, bias, arrivals, group)
         return y.view(*x.shape[:-1], N)
 
-    def _compile_every_bucket(self, layer: torch.nn.Module) -> None:
-        """Run each tile once, so that no request waits for the compiler."""
+    def _compile_every_regime(self, layer: torch.nn.Module) -> None:
+        """Run each regime and tile once, so that no request waits for the compiler."""
         K = self.config.partition_weight_shape[0]
-        weight = getattr(layer, self.w_q_name)
+        device = getattr(layer, self.w_q_name).device
         # Only rank 0 of a row-parallel layer adds the bias, so a layer with one is called in both
         # ways.
         biases = {None, getattr(layer, "bias", None)}
-        for M in tiles.bucket_sizes(w4a16.OP, gpu_name(weight.device)):
-            x = torch.zeros(M, K, dtype=self.config.act_type, device=weight.device)
+        for M in WARM_UP_TOKENS:
+            x = torch.zeros(M, K, dtype=self.config.act_type, device=device)
             for bias in biases:
                 self.apply_weights(layer, x, bias)
 
@@ -138,6 +146,7 @@ def refusal(config: Any) -> str | None:
         return f"no taut kernel for {current_platform.device_type}"
     K, N = config.partition_weight_shape
     device = "cpu" if current_platform.is_cpu() else "cuda"
+    gpu = current_platform.get_device_name() if device == "cuda" else None
     return why_not_ours(
         N, K, config.group_size, dtype=config.act_type, device=device
-    ) or why_not_preferred(device, requested_mode())
+    ) or why_not_preferred(gpu, requested_mode())

@@ -8,8 +8,15 @@ import torch
 from vllm.model_executor.kernels import linear as kernel_selection
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from taut_kernels.vllm_plugin import compat, selection
+from taut_kernels.vllm_plugin import compat, fused_ops, selection
 from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal
+from taut_kernels.vllm_plugin.scaled_mm import (
+    TautFP8ScaledMMLinearKernel,
+    TautInt8ScaledMMLinearKernel,
+    why_not_chosen,
+)
+
+_logger = logging.getLogger(__name__)
 
 
 def _make_our_log_lines_visible() -> None:
@@ -33,8 +40,15 @@ def install(mode: str) -> None:
     """
     _make_our_log_lines_visible()
     compat.insert_first(TautW4A16LinearKernel, kernel_selection)
+    compat.insert_scaled_mm_first(TautInt8ScaledMMLinearKernel, kernel_selection, "INT8")
+    compat.insert_scaled_mm_first(TautFP8ScaledMMLinearKernel, kernel_selection, "FP8")
+
+    fused_ops.install(mode)
 
     def conclude(model: torch.nn.Module) -> None:
-        selection.conclude(list(selection.audit(model, refusal)), mode)
+        choices = list(selection.audit(model, refusal, why_not_chosen))
+        ops = fused_ops.conclude(model, mode)
+        _logger.info("taut ops (%s): %s", mode, fused_ops.summary(ops))
+        selection.conclude(choices, mode, ops)
 
     compat.after_model_load(BaseModelLoader, conclude)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from taut_kernels import tiles_decode
 from taut_kernels.gemm import w4a16, w4a16_cpu
 
 REPORT_VARIABLE = "TAUT_KERNELS_REPORT"
@@ -64,44 +65,52 @@ def why_not_ours(N: int, K: int, group_size: int, *, dtype: torch.dtype, device:
     Returns:
         A reason, or None where our kernel applies.
     """
-    if reason := w4a16.why_not_supported(K, group_size, dtype):
-        return reason
-    return w4a16_cpu.why_not_supported(N, K, group_size, dtype) if device == "cpu" else None
+    if device == "cpu":
+        return w4a16.why_no_scheme(K, group_size, dtype) or w4a16_cpu.why_not_supported(
+            N, K, group_size, dtype
+        )
+    return w4a16.why_not_supported(N, K, group_size, dtype)
 
 
-def why_not_preferred(device: str, mode: str) -> str | None:
-    """Say why ``prefer`` leaves a layer to vLLM although our kernel could run it.
+def why_not_preferred(gpu: str | None, mode: str) -> str | None:
+    """Say why ``prefer`` leaves a W4A16 layer to vLLM although our kernel could run it.
 
-    A slower kernel is never put in silently: on CUDA the one the plugin knows takes two to five
-    times as long as Marlin (kernels/README.md, "Measured facts"); the decode kernel that beats
-    Marlin is not dispatched yet.
+    A kernel that may be slower is never put in silently: ours is preferred on cards where it was
+    measured against Marlin and Machete and won (kernels/README.md, "Measured facts").
 
     Args:
-        device: ``cpu`` or ``cuda``.
+        gpu: name of the card, None on a CPU.
         mode: value of ``TAUT_KERNELS``.
 
     Returns:
         A reason, or None where ours is used.
     """
-    if device == "cuda" and mode == "prefer":
-        return "slower than vLLM's Marlin and Machete so far; TAUT_KERNELS=require runs it"
-    return None
+    if gpu is None or mode != "prefer" or gpu in tiles_decode.tables():
+        return None
+    return f"not measured against vLLM's kernels on {gpu}; TAUT_KERNELS=require runs it"
 
 
 def _kernel_of(module: torch.nn.Module) -> Any | None:
     """Find a linear layer's kernel: on its scheme (compressed-tensors) or method (GPTQ, AWQ)."""
     for holder in (getattr(module, "scheme", None), getattr(module, "quant_method", None)):
-        if (kernel := getattr(holder, "kernel", None)) is not None:
-            return kernel
+        for name in ("kernel", "fp8_linear"):
+            if (kernel := getattr(holder, name, None)) is not None:
+                return kernel
     return None
 
 
-def audit(model: torch.nn.Module, refusal: Callable[[Any], str | None]) -> Iterator[LayerChoice]:
+def audit(
+    model: torch.nn.Module,
+    refusal: Callable[[Any], str | None],
+    eight_bit_refusal: Callable[[Any], str | None] = lambda kernel: None,
+) -> Iterator[LayerChoice]:
     """Look at what each quantised linear layer of a loaded model really holds.
 
     Args:
         model: as vLLM loaded it.
         refusal: our kernel's verdict on an `MPLinearLayerConfig`.
+        eight_bit_refusal: why a scaled-mm kernel of vLLM's stands where ours could, None where
+            there is none of ours for it.
 
     Yields:
         One choice a layer, in module order; layers without a kernel object (unquantised) are left
@@ -114,9 +123,15 @@ def audit(model: torch.nn.Module, refusal: Callable[[Any], str | None]) -> Itera
         kernel_name = type(kernel).__name__
         config = getattr(kernel, "config", None)
         weight_type = getattr(config, "weight_type", None)
+        if (record := getattr(kernel, "taut_record", None)) is not None:
+            used, reason = record()
+            scheme = type(getattr(module, "scheme", None) or module.quant_method).__name__
+            yield LayerChoice(name, used, scheme, reason, in_scope=False)
+            continue
         if weight_type is None:
             scheme = type(getattr(module, "scheme", None) or module.quant_method).__name__
-            reason = f"no taut kernel for {scheme} yet; vLLM {kernel_name}"
+            why = eight_bit_refusal(kernel) or f"no taut kernel for {scheme} yet"
+            reason = f"{why}; vLLM {kernel_name}"
             yield LayerChoice(name, kernel_name, scheme, reason, in_scope=False)
             continue
         scheme, in_scope = str(weight_type), str(weight_type) in FOUR_BIT
@@ -153,18 +168,24 @@ def refuse_unless_ours(choices: list[LayerChoice]) -> None:
         )
 
 
-def write_report(choices: list[LayerChoice], mode: str, path: Path) -> None:
+def write_report(
+    choices: list[LayerChoice], mode: str, path: Path, ops: dict[str, Any] | None = None
+) -> None:
     """Write the record as JSON, atomically.
 
     Args:
         choices: of every quantised layer.
         mode: what the worker asked for.
         path: target file; its directory must exist.
+        ops: record of :mod:`taut_kernels.vllm_plugin.fused_ops`, or None.
 
     Raises:
         OSError: the file cannot be written.
     """
-    document = {"format": 1, "mode": mode, "layers": [asdict(choice) for choice in choices]}
+    document: dict[str, Any] = {"format": 1, "mode": mode}
+    document["layers"] = [asdict(choice) for choice in choices]
+    if ops is not None:
+        document["ops"] = ops
     # Tensor-parallel workers write the same record at the same time; each has its own temporary
     # file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -172,12 +193,13 @@ def write_report(choices: list[LayerChoice], mode: str, path: Path) -> None:
     temporary.replace(path)
 
 
-def conclude(choices: list[LayerChoice], mode: str) -> None:
+def conclude(choices: list[LayerChoice], mode: str, ops: dict[str, Any] | None = None) -> None:
     """Log the outcome of a load in one line, leave the report, and refuse what ``require`` forbids.
 
     Args:
         choices: of every quantised layer.
         mode: ``prefer`` or ``require``.
+        ops: record of :mod:`taut_kernels.vllm_plugin.fused_ops`, or None.
 
     Raises:
         KernelsNotUsedError: as :func:`refuse_unless_ours`.
@@ -185,6 +207,6 @@ def conclude(choices: list[LayerChoice], mode: str) -> None:
     """
     _logger.info("taut kernels (%s): %s", mode, summary(choices))
     if path := os.environ.get(REPORT_VARIABLE):
-        write_report(choices, mode, Path(path))
+        write_report(choices, mode, Path(path), ops)
     if mode == "require":
         refuse_unless_ours(choices)

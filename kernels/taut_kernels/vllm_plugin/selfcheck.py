@@ -50,8 +50,8 @@ def _why_excluded(vllm_plugins_env: str | None) -> str | None:
 
 def _why_wrong_answer(device: torch.device) -> str | None:
     """Compute a product that is exact in bf16: x = 1, weights 3, scale 0.5, K = 128 → 192."""
-    from taut_kernels import formats
-    from taut_kernels.gemm.w4a16 import w4a16_gemm
+    from taut_kernels import formats, formats_mma
+    from taut_kernels.gemm.w4a16 import make_arrivals, w4a16_gemm
     from taut_kernels.gemm.w4a16_cpu import w4a16_gemm_cpu
 
     N, K, group_size = 32, 128, 32
@@ -61,9 +61,10 @@ def _why_wrong_answer(device: torch.device) -> str | None:
     if device.type == "cpu":
         y = w4a16_gemm_cpu(x, *formats.repack_for_cpu(packed, scale, None, K))
     else:
-        qweight = formats.repack_weight(packed, K).to(device)
-        scales = formats.repack_scale(scale).to(device)
-        y = w4a16_gemm(x, qweight, scales, group_size=group_size)
+        qweight = formats_mma.repack_weight(packed, K).to(device)
+        scales = formats_mma.repack_scale(scale).to(device)
+        arrivals = make_arrivals(N, device)
+        y = w4a16_gemm(x, qweight, scales, group_size=group_size, arrivals=arrivals)
     if not torch.equal(y.cpu(), torch.full((2, N), 192.0, dtype=torch.bfloat16)):
         return f"taut::w4a16_gemm computes a wrong answer on {device}: run pytest tests/kernels"
     return None

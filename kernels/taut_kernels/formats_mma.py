@@ -1,7 +1,8 @@
-"""The weight layout of the decode kernel (:mod:`taut_kernels.gemm.w4a16_decode`).
+"""The 4-bit weights of the GPU kernels (:mod:`taut_kernels.gemm.w4a16`), in MMA fragment order.
 
-Weights lie in the order in which a warp's lanes want them as operand A of `mma.m16n8k16`, so that
-every load is 16 bytes a lane and 512 consecutive bytes a warp. ``N`` is output features, ``K``
+Weights lie in the order in which a warp's lanes want them as operand A of `mma.m16n8k16` (or of
+`wgmma.m64nNk16`, four of them), so that every load is 16 bytes a lane and 512 consecutive bytes a
+warp. ``N`` is output features, ``K``
 input features, ``G`` the group size; N % 16 == 0 and K % 64 == 0.
 
 ``qweight``  [N/16, K/64, 32, 4] int32. Word (tile, chunk, lane = 4g + t, w = 2h + i), bits
@@ -31,7 +32,7 @@ ZERO_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
 
 
 def why_no_layout(N: int, K: int) -> str | None:
-    """Say why a layer's shard has no decode layout, None where it has one.
+    """Say why a layer's shard has no such layout, None where it has one.
 
     Args:
         N: output features.
@@ -47,7 +48,7 @@ def why_no_layout(N: int, K: int) -> str | None:
 
 
 def repack_weight(weight_packed: torch.Tensor, K: int) -> torch.Tensor:
-    """Convert disk weights to the decode layout.
+    """Convert disk weights to the GPU layout.
 
     Args:
         weight_packed: [N, K/8] int32, any device.
@@ -57,7 +58,7 @@ def repack_weight(weight_packed: torch.Tensor, K: int) -> torch.Tensor:
         ``qweight`` [N/16, K/64, 32, 4] int32, contiguous, same device.
 
     Raises:
-        ValueError: the shape has no decode layout.
+        ValueError: the shape has no such layout.
     """
     N = weight_packed.shape[0]
     if reason := why_no_layout(N, K):

@@ -1,0 +1,221 @@
+"""What the fused-op benchmark runs: forms, operands, our calls and the gate every result passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
+
+EPSILON = 1e-5
+HEAD_DIM = 128
+_POSITIONS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One benchmarked operation.
+
+    Attributes:
+        op: its name in :mod:`taut_kernels.tiles_fused`.
+        out: ``same``, ``fp8`` or ``int8``.
+        widths: N of a Llama-3-8B layer and of a 70B one (tensor parallel 1): columns of the output;
+            for ``rope`` heads of q and k.
+    """
+
+    op: str
+    out: str
+    widths: tuple[int, ...]
+
+
+FORMS = {
+    "rms_norm": Form("rms_norm", "same", (4096, 8192)),
+    "add_rms_norm": Form("add_rms_norm", "same", (4096, 8192)),
+    "rms_norm_fp8": Form("rms_norm_quant", "fp8", (4096, 8192)),
+    "add_rms_norm_fp8": Form("add_rms_norm_quant", "fp8", (4096, 8192)),
+    "add_rms_norm_int8": Form("add_rms_norm_quant", "int8", (4096, 8192)),
+    "silu_mul": Form("silu_mul", "same", (14336, 28672)),
+    "silu_mul_fp8": Form("silu_mul_quant", "fp8", (14336, 28672)),
+    "silu_mul_int8": Form("silu_mul_quant", "int8", (14336, 28672)),
+    "rope": Form("rope", "same", (40, 72)),
+}
+KV_HEADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """One copy of a form's inputs on the GPU; absent ones are None.
+
+    Attributes:
+        x: [M, N] ([M, 2N] for ``silu_mul``), or [M, heads · 128] q and k beside each other.
+        weight: [N].
+        residual: [M, N].
+        positions: [M] int64.
+        cache: [P, 128] cosines and sines.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    cache: torch.Tensor | None = None
+
+    @property
+    def q(self) -> torch.Tensor:
+        """[M, Hq · 128] of ``rope``."""
+        return self.x[:, : -KV_HEADS * HEAD_DIM]
+
+    @property
+    def k(self) -> torch.Tensor:
+        """[M, 8 · 128] of ``rope``."""
+        return self.x[:, -KV_HEADS * HEAD_DIM :]
+
+
+def make_operands(form: Form, N: int, M: int, seed: int = 0) -> Operands:
+    """Draw one copy of a form's bf16 inputs.
+
+    Args:
+        form: which operation.
+        N: a width.
+        M: tokens.
+        seed: of the generator.
+
+    Returns:
+        The operands, on the current CUDA device.
+    """
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16)
+
+    if form.op.startswith("silu"):
+        return Operands(draw(M, 2 * N))
+    if form.op == "rope":
+        angles = torch.rand(_POSITIONS, HEAD_DIM // 2, generator=generator, device="cuda") * 6.28
+        cache = torch.cat((angles.cos(), angles.sin()), dim=1).to(torch.bfloat16)
+        positions = torch.randint(0, _POSITIONS, (M,), generator=generator, device="cuda")
+        return Operands(draw(M, N * HEAD_DIM), positions=positions, cache=cache)
+    residual = draw(M, N) if form.op.startswith("add_") else None
+    return Operands(draw(M, N), weight=draw(N) * 0.1 + 1, residual=residual)
+
+
+def bytes_moved(form: Form, N: int, M: int) -> int:
+    """Return what a call cannot avoid reading and writing."""
+    if form.op == "rope":
+        return 2 * 2 * M * N * HEAD_DIM + M * 8
+    written = 2 if form.out == "same" else 1
+    if form.op.startswith("silu"):
+        return M * N * (4 + written)
+    residual = 4 if form.op.startswith("add_") else 0
+    return M * N * (2 + written + residual) + 2 * N
+
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""An output, or 8-bit values and their scales."""
+Call = Callable[[int], Result]
+"""Runs the operation on the i-th copy of its operands."""
+Prepare = Callable[[Form, Sequence[Operands]], Call]
+
+
+def quantised_dtype(form: Form) -> torch.dtype:
+    """Return the 8-bit type of a form's output."""
+    return row_quant.FP8 if form.out == "fp8" else row_quant.INT8
+
+
+def _keep(copies: int) -> list[Result | None]:
+    # Results stay alive until their copy comes round again: an output written over and over at one
+    # address would never leave L2.
+    return [None] * copies
+
+
+def taut(form: Form, copies: Sequence[Operands]) -> Call:
+    """Prepare our op."""
+    kept = _keep(len(copies))
+
+    def call(i: int) -> Result:
+        result = _taut(form, copies[i])
+        kept[i] = result
+        return result
+
+    return call
+
+
+def _taut(form: Form, operands: Operands) -> Result:
+    ops, x = torch.ops.taut, operands.x
+    result: Result
+    if form.op == "rope":
+        q, k = operands.q.unflatten(1, (-1, HEAD_DIM)), operands.k.unflatten(1, (-1, HEAD_DIM))  # type: ignore[no-untyped-call]
+        ops.rope(operands.positions, q, k, operands.cache, True)
+        result = x
+    elif form.op.startswith("silu"):
+        plain = (1.0, 0.0, None, False)
+        if form.out == "same":
+            result = ops.silu_mul(x, *plain)
+        else:
+            result = ops.silu_mul_quant(x, *plain, quantised_dtype(form))
+    elif form.out == "same":
+        result = ops.rms_norm(x, operands.weight, operands.residual, EPSILON)
+    else:
+        dtype = quantised_dtype(form)
+        result = ops.rms_norm_quant(x, operands.weight, operands.residual, EPSILON, dtype)
+    return result
+
+
+def reference(form: Form, operands: Operands, *, gold: bool) -> torch.Tensor:
+    """Compute a form in plain torch.
+
+    Args:
+        form: which operation.
+        operands: changed in place where the op does so.
+        gold: in fp64 without quantisation, instead of as the op defines it.
+
+    Returns:
+        [M, N] fp64: gold, or the (dequantised) reference.
+    """
+    wide = torch.float64 if gold else torch.bfloat16
+    x = operands.x.to(wide, copy=True)
+    if form.op == "rope":
+        assert operands.positions is not None
+        assert operands.cache is not None
+        heads = x.view(x.shape[0], -1, HEAD_DIM)
+        rope.rope_ref(operands.positions, heads, None, operands.cache, True)
+        return x.double()
+    if form.op.startswith("silu"):
+        y = silu_mul.silu_mul_ref(x, 1.0, 0.0, None, False)
+    else:
+        weight = None if operands.weight is None else operands.weight.to(wide)
+        residual = None if operands.residual is None else operands.residual.to(wide, copy=True)
+        y = rms_norm.rms_norm_ref(x, weight, residual, EPSILON)
+    if gold or form.out == "same":
+        return y.double()
+    q, scales = row_quant.quantize_rows_ref(y, quantised_dtype(form))
+    return q.double() * scales.double()
+
+
+def why_wrong(form: Form, N: int, prepare: Prepare, M: int = 333) -> str | None:
+    """Hold a kernel to the budget: twice the reference's error and one rounding.
+
+    Args:
+        form: which operation.
+        N: a width.
+        prepare: the kernel.
+        M: tokens.
+
+    Returns:
+        A reason, or None where it is right.
+    """
+    operands = make_operands(form, N, M)
+    gold = reference(form, operands, gold=True)
+    error = (reference(form, operands, gold=False) - gold).abs().max().item()
+    budget = 2 * (error + torch.finfo(torch.bfloat16).eps * gold.abs().max().item())
+    result = prepare(form, [operands])(0)
+    y = result.double() if isinstance(result, torch.Tensor) else dequantised(*result)
+    found = (y - gold).abs().max().item()
+    return None if found <= budget else f"error {found:.3e} is above the budget {budget:.3e}"
+
+
+def dequantised(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return 8-bit values times their scales in fp64."""
+    return q.double() * scales.double().view(-1, 1)

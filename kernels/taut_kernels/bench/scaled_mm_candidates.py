@@ -1,0 +1,139 @@
+"""Which tiles of the 8-bit products are worth compiling for one shape and number of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from taut_kernels.tiles_scaled_mm import ScaledMmTile
+
+BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
+    (16, (1, 16)),
+    (32, (32,)),
+    (64, (64,)),
+    (128, (128,)),
+    (256, (256,)),
+    (1024, (1024,)),
+    (None, (4096,)),
+)
+"""Most tokens of a bucket, and the numbers measured in it."""
+
+MULTIPROCESSORS = 132
+SHARED_BYTES = 227 * 1024
+_RESERVED_BYTES = 1024  # a program's share the driver keeps
+_MOST_PROGRAMS = 8  # a multiprocessor: registers and threads end there
+_LEAST_IN_FLIGHT = 40 * 1024  # bytes a multiprocessor; see kernel-anchors A.2
+
+
+def ring_bytes(tile: ScaledMmTile) -> int:
+    """Return the shared memory of a ring: every stage holds a tile of weights and of tokens."""
+    return tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k
+
+
+def _resident(tile: ScaledMmTile) -> int:
+    return min(SHARED_BYTES // (ring_bytes(tile) + _RESERVED_BYTES), _MOST_PROGRAMS)
+
+
+def _few_tokens(N: int, K: int, block_m: int) -> Iterator[ScaledMmTile]:
+    """Tiles whose programs are all resident at once, with enough weight bytes in flight."""
+    for block_n, block_k, stages, split in itertools.product(
+        (64, 128, 256), (128, 256, 512), (3, 4, 6, 8, 12), (1, 2, 4)
+    ):
+        if K % (block_k * split) or (block_n == 256 and block_m > 32):
+            continue
+        for warps in (4, 8) if block_n == 128 else ((8,) if block_n == 256 else (4,)):
+            tile = ScaledMmTile("ring", block_m, block_n, block_k, warps, stages, split)
+            programs = -(-N // block_n) * split
+            resident = _resident(tile)
+            steps = K // block_k // split
+            if not resident or steps < 2 or stages > steps + 1:
+                continue
+            if not 0.7 * MULTIPROCESSORS <= programs <= resident * MULTIPROCESSORS:
+                continue
+            each = min(stages - 1, steps) * block_n * block_k
+            if programs / MULTIPROCESSORS * each < _LEAST_IN_FLIGHT:
+                continue
+            yield tile
+            if resident <= 2:
+                # As many programs of the next call find room as leave: they may start early.
+                yield from early_starts(tile)
+
+
+def _middling_tokens(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
+    for block_m, block_n, warps, stages in (
+        (64, 64, 4, 6),
+        (64, 128, 4, 4),
+        (64, 128, 8, 5),
+        (128, 64, 4, 4),
+        (128, 64, 4, 6),
+        (128, 128, 8, 4),
+        (128, 128, 8, 5),
+        (128, 128, 4, 4),
+        (128, 256, 8, 4),
+        (256, 128, 8, 4),
+    ):
+        if block_m > max(64, M):
+            continue
+        programs = -(-N // block_n) * -(-M // block_m)
+        for split in (1, 2, 4):
+            if split > 1 and (block_m < M or programs * split > 2 * MULTIPROCESSORS):
+                continue
+            if K % (128 * split) == 0:
+                yield ScaledMmTile("ring", block_m, block_n, 128, warps, stages, split)
+    if M > 64:
+        yield from _many_tokens()
+
+
+def _many_tokens() -> Iterator[ScaledMmTile]:
+    for block_m, block_n, block_k, warps, stages, group, parts, per_sm in (
+        (128, 256, 128, 8, 3, 8, 2, 1),
+        (128, 256, 128, 8, 4, 8, 2, 1),
+        (128, 256, 128, 8, 4, 16, 2, 1),
+        (256, 128, 128, 8, 4, 8, 2, 1),
+        (128, 128, 128, 8, 4, 8, 1, 1),
+        # Two programs a multiprocessor: one multiplies while the other waits. Triton never leaves
+        # an int8 product running while it goes on.
+        (128, 128, 64, 4, 6, 8, 2, 2),
+        (128, 128, 64, 4, 5, 16, 2, 2),
+        (128, 128, 128, 4, 2, 8, 2, 2),
+    ):
+        for flatten in (False, True):
+            yield ScaledMmTile(
+                "tma",
+                block_m,
+                block_n,
+                block_k,
+                warps,
+                stages,
+                group_m=group,
+                parts=parts,
+                flatten=flatten,
+                per_sm=per_sm,
+            )
+    for block_n, warps in ((128, 8), (128, 4)):
+        yield ScaledMmTile("ring", 128, block_n, 128, warps, 3)
+
+
+def candidates(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
+    """Yield the tiles worth compiling.
+
+    Args:
+        N: output features.
+        K: input features.
+        M: most tokens of the bucket.
+
+    Yields:
+        Tiles, all with every K divided evenly.
+    """
+    if M <= 64:
+        yield from _few_tokens(N, K, max(16, M))
+    if 64 <= M <= 256:
+        yield from _middling_tokens(N, K, M)
+    if M > 256:
+        yield from _many_tokens()
+
+
+def early_starts(tile: ScaledMmTile) -> list[ScaledMmTile]:
+    """Return the tile's forms that start before the kernel in front has ended."""
+    return [dataclasses.replace(tile, early=True, prefetch=lines) for lines in (0, 2, 8)]

@@ -1,0 +1,236 @@
+"""Find the `wgmma` kernel's tiles on this card: ``python -m taut_kernels.bench.tune_w4a16_wgmma``.
+
+Every candidate is compiled first, in parallel, then held to the error budget, called again and
+again for the same bits, then timed against the dense (to 16 tokens: the decode) regime; the fastest
+one of each shape and bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the
+activations is inside the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from taut_kernels import formats_mma, tiles_decode
+from taut_kernels.bench import report, timing
+from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, SHAPES
+from taut_kernels.bench.w4a16_layer import Layer, make_layer
+from taut_kernels.gemm import w4a16_decode, w4a16_dense, w4a16_wgmma
+from taut_kernels.gemm.w4a16 import make_arrivals
+from taut_kernels.tiles_wgmma import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
+
+TOKENS = (*BUCKETS, 4096)
+"""M at which a bucket is decided: its largest, and 4096 for the one without a limit."""
+REPEATS = 12
+_SPLITS = (1, 2, 4, 8)
+_PROGRAMS = (100, 700)
+_SHARED_BYTES = 200_000
+
+
+def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
+    """Yield the tiles worth compiling for one shape and number of tokens."""
+    blocks = (M,) if M <= 64 else (64, 128) if M == 128 else (128, 256)
+    for block_m, reps, warps, chunks, stages, reordered, early, ahead in itertools.product(
+        blocks, (1, 2), (4, 8), (1, 2), (3, 4), (False, True), (False, True), (0, 1, 2)
+    ):
+        # Few tokens want long steps; with many, weights in registers leave no room for sums.
+        if (stages == 4 or chunks == 1) if M <= 64 else ahead:
+            continue
+        rows = 16 * reps * warps
+        if reordered != (M > 64) and M != 64:
+            continue
+        if reps * block_m > 256 or (chunks == 2 and (reps * block_m == 256 or (K // 64) % 2)):
+            continue
+        if stages * chunks * (rows * 32 + block_m * 128) > _SHARED_BYTES:
+            continue
+        programs = triton.cdiv(N, rows) * triton.cdiv(M, block_m)
+        for split in _SPLITS:
+            if not _PROGRAMS[0] <= programs * split or (
+                split > 1 and (M > 256 or programs * split > _PROGRAMS[1])
+            ):
+                continue
+            yield WgmmaTile(block_m, reps, warps, chunks, split, stages, reordered, early, ahead)
+
+
+def _compile(job: tuple[int, int, int, WgmmaTile]) -> str | None:
+    """Compile one candidate into Triton's cache; a line where it does not compile."""
+    N, K, M, tile = job
+    x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
+    qweight = torch.zeros(N // 16, K // 64, 32, 4, dtype=torch.int32, device="cuda")
+    quads = -(-K // GROUP_SIZE // 4)
+    scales = torch.zeros(N // 16, quads, 8, 4, 2, dtype=torch.bfloat16, device="cuda")
+    try:
+        w4a16_wgmma.launch(
+            tile, x, qweight, scales, None, None, make_arrivals(N, x.device), GROUP_SIZE
+        )
+        torch.cuda.synchronize()
+    except (triton.CompilationError, RuntimeError) as error:
+        return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """One timed choice; ``us`` is microseconds a call, ``tile`` None for the dense regime."""
+
+    shape: str
+    N: int
+    K: int
+    M: int
+    us: float
+    tile: Choice
+
+
+Weights = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def _subject(layer: Layer, M: int, tile: Choice, weights: Weights) -> timing.Subject:
+    x = layer.x[:M]
+
+    def call(i: int) -> torch.Tensor:
+        qweight, scales, arrivals = weights[i]
+        if tile == "decode":
+            cut = tiles_decode.lookup(torch.cuda.get_device_name(), layer.N, layer.K, 2)
+            operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+            return w4a16_decode.launch(cut, *operands)
+        if tile == "dense":
+            return w4a16_dense.launch(x, qweight, scales, None, None, GROUP_SIZE)
+        return w4a16_wgmma.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+
+    return timing.Subject(str(tile), call, len(weights))
+
+
+def _why_wrong(layer: Layer, subject: timing.Subject) -> str | None:
+    """Hold a candidate to the error budget and to the same bits in every call."""
+    first = subject.call(0)
+    assert isinstance(first, torch.Tensor)
+    if reason := layer.why_wrong(first):
+        return reason
+    for _ in range(REPEATS):
+        again = subject.call(0)
+        assert isinstance(again, torch.Tensor)
+        if not torch.equal(first, again):
+            return "bits differ from call to call"
+    return None
+
+
+def _time_shape(
+    name: str, Ms: Sequence[int], tiles: dict[int, list[WgmmaTile]], replays: int
+) -> list[Result]:
+    N, K = SHAPES[name]
+    layer = make_layer(N, K, GROUP_SIZE, max(Ms), torch.bfloat16)
+    qweight = formats_mma.repack_weight(layer.weight_packed, K)
+    scales = formats_mma.repack_scale(layer.weight_scale)
+    weights = [
+        (qweight.clone(), scales.clone(), make_arrivals(N, layer.x.device))
+        for _ in range(timing.copies_needed(layer.weight_bytes()))
+    ]
+    results: list[Result] = []
+    for M in Ms:
+        other: Choice = "decode" if M <= DECODE_TOKENS else "dense"
+        for tile in (other, *tiles[M]):
+            subject = _subject(layer, M, tile, weights)
+            try:
+                reason = _why_wrong(layer, subject)
+            except (triton.CompilationError, RuntimeError) as error:
+                sys.stdout.write(f"{name} M={M} {tile}: {str(error).splitlines()[0]}\n")
+                continue
+            if reason:
+                sys.stdout.write(f"WRONG {name} M={M} {tile}: {reason}\n")
+                continue
+            us = timing.measure([subject], replays, 8 if M >= 1024 else 32)[0].median
+            results.append(Result(name, N, K, M, us, tile))
+        _print_best([r for r in results if r.M == M])
+    return results
+
+
+def _as_json(choice: Choice) -> str | dict[str, Any]:
+    return choice if isinstance(choice, str) else dataclasses.asdict(choice)
+
+
+def _print_best(results: list[Result], top: int = 3) -> None:
+    for result in sorted(results, key=lambda r: r.us)[:top]:
+        tile = _as_json(result.tile)
+        tile = tile if isinstance(tile, str) else str(tuple(tile.values()))
+        sys.stdout.write(f"{result.shape:8} M={result.M:<4} {result.us:8.2f} us  {tile}\n")
+    sys.stdout.flush()
+
+
+def table_rows(results: list[Result]) -> list[dict[str, Any]]:
+    """Put the fastest choice of each shape and M into the rows of a table of ``tiles/``."""
+    best: dict[tuple[int, int, int], Result] = {}
+    for result in results:
+        key = (result.N, result.K, result.M)
+        if key not in best or result.us < best[key].us:
+            best[key] = result
+    return [
+        {
+            "N": N,
+            "K": K,
+            "max_m": M if M in BUCKETS else None,
+            "tile": _as_json(result.tile),
+            "us": round(result.us, 3),
+        }
+        for (N, K, M), result in best.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.tune_w4a16_wgmma")
+    parser.add_argument("--output", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument("--tokens", type=int, action="append", choices=TOKENS)
+    parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
+    parser.add_argument("--replays", type=int, default=8)
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.stderr.write("error: taut_kernels.bench.tune_w4a16_wgmma needs a CUDA device\n")
+        return 2
+    shapes = arguments.shape or list(SHAPES)
+    Ms = arguments.tokens or list(TOKENS)
+    tiles = {(name, M): list(candidates(*SHAPES[name], M)) for name in shapes for M in Ms}
+    # N is no constant of the kernel: one compilation serves every shape with the same K.
+    jobs = {
+        (SHAPES[name][1], tile): (*SHAPES[name], M, tile)
+        for (name, M), some in tiles.items()
+        for tile in some
+    }
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
+        for line in pool.map(_compile, jobs.values(), chunksize=4):
+            if line:
+                sys.stdout.write(f"does not compile: {line}\n")
+    sys.stdout.write(f"compiled {len(jobs)} candidates\n")
+    sys.stdout.flush()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    source = "python -m taut_kernels.bench.tune_w4a16_wgmma, " + ", ".join(
+        f"{key} {value}" for key, value in report.environment().items()
+    )
+    results: list[Result] = []
+    for name in shapes:
+        results += _time_shape(name, Ms, {M: tiles[name, M] for M in Ms}, arguments.replays)
+        table = {
+            "gpu": torch.cuda.get_device_name(),
+            "source": source,
+            "rows": table_rows(results),
+        }
+        # After every shape: what was measured survives a run that is cut off.
+        text = json.dumps(table, indent=1) + "\n"
+        (arguments.output / "w4a16_wgmma.json").write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

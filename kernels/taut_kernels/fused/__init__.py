@@ -1,0 +1,1 @@
+"""Memory-bound ops of a decoder layer, one op a file: norm, gated activation, rotary embedding."""

@@ -1,0 +1,35 @@
+"""Jit functions that move one step of a row-wise kernel: [ROWS, BLOCK], masked where needed."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_chunk(row_ptrs, offs, mask_m, START: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load columns START.. as [ROWS, BLOCK]; what lies outside the tensor reads as 0."""
+    ptrs = row_ptrs + (START + offs)[None, :]
+    if START + BLOCK > N:
+        chunk = tl.load(ptrs, mask=mask_m[:, None] & (START + offs < N)[None, :], other=0.0)
+    elif row_ptrs.shape[0] > 1:
+        chunk = tl.load(ptrs, mask=mask_m[:, None], other=0.0)
+    else:
+        # A single row always exists: no mask, so that the load is not predicated.
+        chunk = tl.load(ptrs)
+    return chunk
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_chunk(  # type: ignore[no-untyped-def]
+    row_ptrs, value, offs, mask_m, START: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr
+):
+    """Store what :func:`load_chunk` would load, in the type of the target."""
+    ptrs = row_ptrs + (START + offs)[None, :]
+    value = value.to(row_ptrs.dtype.element_ty)
+    if START + BLOCK > N:
+        tl.store(ptrs, value, mask=mask_m[:, None] & (START + offs < N)[None, :])
+    elif row_ptrs.shape[0] > 1:
+        tl.store(ptrs, value, mask=mask_m[:, None])
+    else:
+        tl.store(ptrs, value)

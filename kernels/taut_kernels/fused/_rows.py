@@ -1,0 +1,49 @@
+"""Checks that the row-wise ops' public functions share."""
+
+from __future__ import annotations
+
+import torch
+
+
+def as_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], most: int) -> torch.Tensor:
+    """View ``x`` as rows [M, columns] without a copy.
+
+    Args:
+        name: of the argument, for errors.
+        x: [..., columns] of any dimensions, rows at one stride.
+        dtypes: what the op takes.
+        most: largest number of columns.
+
+    Returns:
+        The view.
+
+    Raises:
+        ValueError: the dtype, the number of columns or the layout is not supported.
+    """
+    if x.dtype not in dtypes:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be {names}, got {str(x.dtype).removeprefix('torch.')}")
+    if x.dim() == 0 or not 1 <= x.shape[-1] <= most:
+        raise ValueError(f"{name} must have 1..{most} columns, got shape {tuple(x.shape)}")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"{name} requires grad: the op is forward only, call it under no_grad()")
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        raise ValueError(f"{name} must have its rows at one stride, got {x.stride()}") from None
+    if rows.stride(1) != 1 and rows.shape[1] > 1:
+        raise ValueError(f"{name} must have its columns next to each other, got {x.stride()}")
+    return rows
+
+
+def check_scale(scale: torch.Tensor, x: torch.Tensor) -> None:
+    """Hold a static scale to its contract: one fp32 element beside ``x``.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if scale.dtype is not torch.float32 or scale.numel() != 1:
+        shape = tuple(scale.shape)
+        raise ValueError(f"scale must be one float32 element, got {shape} {scale.dtype}")
+    if scale.device != x.device:
+        raise ValueError(f"scale must be on {x.device}, got {scale.device}")

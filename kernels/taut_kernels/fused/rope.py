@@ -1,0 +1,209 @@
+"""Rotary position embedding of queries and keys, in place, one launch for both.
+
+Maths     pairs (a, b) of a head's first R columns turn by the angle of their position p:
+          a' = a·cos - b·sin, b' = b·cos + a·sin; neox: a = column i, b = column R/2 + i;
+          interleaved (GPT-J): a = column 2i, b = column 2i + 1. Columns from R on stay.
+Ops       `taut::rope`, mutates q and k
+Shapes    positions [T] int64   q [T, Hq, D], k [T, Hk, D] bf16|fp16|fp32, any strides with columns
+          next to each other, or k None   cos_sin_cache [P, R] as q or fp32: cosines of R/2
+          frequencies, then sines, as vLLM lays it out
+Numerics  fp32, one rounding at the store; the same bits from run to run
+CPU       the reference, in plain torch: the specification
+Limits    R even, R ≤ D; positions must lie in 0..P-1 (not checked on a GPU: that would wait for
+          it); forward only; sm_80 and later
+Source    RoPE: arXiv:2104.09864, §3.2.2. Cache layout: vLLM `rotary_embedding`. The rest is ours.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from taut_kernels import _launch, tiles_fused
+from taut_kernels.fused._launcher import CachedLauncher, launch_options, next_power_of_2
+from taut_kernels.fused._rope_jit import rope_kernel
+from taut_kernels.tiles_fused import FusedTile
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_rope = CachedLauncher(rope_kernel)
+
+
+def _rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> None:
+    half = cos.shape[-1]
+    turned = x[..., : 2 * half]
+    wide = turned.to(cos.dtype)
+    if neox:
+        a, b = wide[..., :half], wide[..., half:]
+        turned.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1))
+    else:
+        a, b = wide[..., ::2], wide[..., 1::2]
+        turned.copy_(torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2))
+
+
+def rope_ref(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    neox: bool,
+) -> None:
+    """Rotate in plain torch: the specification, and the op's CPU implementation.
+
+    Args:
+        positions: [T] int64.
+        q: [T, Hq, D] floating point, overwritten; fp64 is computed in fp64.
+        k: [T, Hk, D] or None, overwritten.
+        cos_sin_cache: [P, R].
+        neox: halves (True) or neighbours (False) form pairs.
+    """
+    accumulator = torch.promote_types(q.dtype, torch.float32)
+    cos, sin = cos_sin_cache[positions].to(accumulator).unsqueeze(1).chunk(2, dim=-1)
+    for x in (q, k):
+        if x is not None:
+            _rotate_ref(x, cos, sin, neox)
+
+
+def launch(
+    tile: FusedTile,
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    neox: bool,
+) -> None:
+    """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
+
+    Args:
+        tile: tokens (``rows``) and heads (``block``) a program.
+        positions: [T] int64.
+        q: [T, Hq, D].
+        k: [T, Hk, D] or None.
+        cos_sin_cache: [P, R].
+        neox: as in :func:`rope_ref`.
+    """
+    T, num_heads = q.shape[0], q.shape[1]
+    num_kv_heads = 0 if k is None else k.shape[1]
+    half = cos_sin_cache.shape[1] // 2
+    if T == 0 or half == 0 or num_heads + num_kv_heads == 0:
+        return
+    blocks = -(-num_heads // tile.block) + -(-num_kv_heads // tile.block)
+    width = next_power_of_2(half)
+    constants = (num_heads, num_kv_heads, half, width, neox, tile.rows, tile.block, tile.pdl)
+    k_strides = (0, 0) if k is None else k.stride()[:2]
+    _rope(
+        (q.dtype, cos_sin_cache.dtype, positions.dtype, constants, tile.num_warps, tile.registers),
+        -(-T // tile.rows) * blocks,
+        (q, k, cos_sin_cache, positions),
+        (T,),
+        (),
+        constants,
+        (*q.stride()[:2], *k_strides),
+        launch_options(tile),
+    )
+
+
+def _launch_rope(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    neox: bool,
+) -> None:
+    heads = q.shape[1] + (0 if k is None else k.shape[1])
+    tile = tiles_fused.lookup(_launch.gpu_name(q.device), "rope", heads, q.shape[0])
+    launch(tile, positions, q, k, cos_sin_cache, neox)
+
+
+def _fake_rope(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    neox: bool,
+) -> None:
+    return None
+
+
+torch.library.define(
+    "taut::rope",
+    "(Tensor positions, Tensor(a!) q, Tensor(b!)? k, Tensor cos_sin_cache, bool neox) -> ()",
+)
+torch.library.impl("taut::rope", "CPU", rope_ref)
+torch.library.impl("taut::rope", "CUDA", _launch_rope)
+torch.library.register_fake("taut::rope", _fake_rope)
+
+
+def rope(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    *,
+    head_dim: int,
+    neox: bool = True,
+) -> None:
+    """Rotate queries and keys in place.
+
+    Args:
+        positions: [T] int64 in 0..P-1, contiguous.
+        q: [T, Hq, D] or [T, Hq * D] bf16, fp16 or fp32, columns next to each other, overwritten.
+        k: likewise with its own number of heads, or None.
+        cos_sin_cache: [P, R] contiguous, dtype of ``q`` or fp32, R even and at most ``head_dim``.
+        head_dim: D.
+        neox: halves of the first R columns form pairs (True), or neighbours (False).
+
+    Raises:
+        ValueError: a shape, dtype, device or layout the contract does not allow; names the
+            argument.
+    """
+    _check_table(positions, q, cos_sin_cache, head_dim)
+    q_heads = _as_heads("q", q, positions, q, head_dim)
+    k_heads = None if k is None else _as_heads("k", k, positions, q, head_dim)
+    torch.ops.taut.rope(positions, q_heads, k_heads, cos_sin_cache, neox)
+
+
+def _check_table(
+    positions: torch.Tensor, q: torch.Tensor, cos_sin_cache: torch.Tensor, head_dim: int
+) -> None:
+    if positions.dim() != 1 or positions.dtype is not torch.int64:
+        shape = tuple(positions.shape)
+        raise ValueError(f"positions must be [T] torch.int64, got {shape} {positions.dtype}")
+    if not positions.is_contiguous():
+        raise ValueError("positions must be contiguous")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q must be bfloat16, float16 or float32, got {q.dtype}")
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:
+        shape = tuple(cos_sin_cache.shape)
+        raise ValueError(f"cos_sin_cache must have shape [P, R] with R even, got {shape}")
+    if cos_sin_cache.shape[1] > head_dim:
+        rotated = cos_sin_cache.shape[1]
+        raise ValueError(f"cos_sin_cache has {rotated} columns, more than head_dim {head_dim}")
+    if cos_sin_cache.dtype not in (q.dtype, torch.float32):
+        wanted = f"{q.dtype} or torch.float32"
+        raise ValueError(f"cos_sin_cache must be {wanted}, got {cos_sin_cache.dtype}")
+    if not cos_sin_cache.is_contiguous():
+        raise ValueError("cos_sin_cache must be contiguous")
+    for name, tensor in (("positions", positions), ("cos_sin_cache", cos_sin_cache)):
+        if tensor.device != q.device:
+            raise ValueError(f"{name} must be on {q.device}, got {tensor.device}")
+
+
+def _as_heads(
+    name: str, x: torch.Tensor, positions: torch.Tensor, q: torch.Tensor, head_dim: int
+) -> torch.Tensor:
+    """View q or k as [T, H, D] without a copy."""
+    if x.dim() not in (2, 3) or x.shape[0] != positions.shape[0] or x.shape[-1] % head_dim:
+        expected = f"[{positions.shape[0]}, heads, {head_dim}]"
+        raise ValueError(f"{name} must have shape {expected}, flat or not, got {tuple(x.shape)}")
+    if x.dim() == 3 and x.shape[2] != head_dim:
+        raise ValueError(f"{name} must have {head_dim} columns a head, got {x.shape[2]}")
+    if x.dtype is not q.dtype:
+        raise ValueError(f"{name} must be {q.dtype}, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on {q.device}, got {x.device}")
+    if x.stride(-1) != 1:
+        raise ValueError(f"{name} must have its columns next to each other")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"rope is forward only: call it under torch.no_grad() ({name})")
+    if x.dim() == 3:
+        return x
+    return x.view(x.shape[0], x.shape[1] // head_dim, head_dim)

@@ -1,0 +1,306 @@
+"""Gated SiLU activation of an MLP, with 8-bit quantisation behind it, in one pass.
+
+Maths     x = [g | u]: y = g · σ(αg) · (u + β); α = 1, β = 0 without a limit is SiLU·mul.
+          With a limit L first g = min(g, L), u = clamp(u, ±L). gpt-oss has α = 1.702, β = 1, L = 7:
+          with h = g/2 that is s·u + s, s = h·tanh(αh) + h. Quantised forms return q, s with
+          y ≈ q · s (:mod:`taut_kernels.fused.row_quant`)
+Ops       `taut::silu_mul` → y; `taut::silu_mul_quant` → q, scales; `taut::silu_mul_static_quant`
+          → q (fp8, scale given)
+Shapes    x [M, 2N] bf16|fp16|fp32, rows at any stride, columns next to each other: gates in the
+          first half, ups in the second, or alternating (``interleaved``: gpt-oss)
+          → y [M, N] as x; q [M, N] float8_e4m3fn|int8 and scales [M, 1] fp32; all contiguous
+Numerics  fp32; SiLU·mul rounds silu(g) to x's dtype before the product and the product after it, as
+          vLLM and transformers do; the other forms round once. A quantised form quantises exactly
+          the y that `taut::silu_mul` returns. Same bits from run to run.
+CPU       the references, in plain torch: the specification
+Limits    N ≤ 262144; forward only; sm_80 and later, fp8 sm_89 and later
+Source    SwiGLU: arXiv:2002.05202, §2. gpt-oss: vLLM `swigluoai_and_mul`. The rest is ours.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from taut_kernels import _launch, tiles_fused
+from taut_kernels.fused import row_quant
+from taut_kernels.fused._launcher import CachedLauncher, launch_options, next_power_of_2
+from taut_kernels.fused._rows import as_rows, check_scale
+from taut_kernels.fused._silu_mul_jit import (
+    silu_mul_kernel,
+    silu_mul_quant_kernel,
+    silu_mul_quant_long_kernel,
+)
+from taut_kernels.tiles_fused import FusedTile
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_N = 262144
+_pointwise = CachedLauncher(silu_mul_kernel)
+_resident = CachedLauncher(silu_mul_quant_kernel)
+_long = CachedLauncher(silu_mul_quant_long_kernel)
+
+
+def silu_mul_ref(
+    x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
+) -> torch.Tensor:
+    """Activate in plain torch: the specification, and the op's CPU implementation.
+
+    Args:
+        x: [M, 2N] floating point; fp64 gives fp64 without roundings, for gold results.
+        alpha: factor inside the sigmoid.
+        beta: added to the ups.
+        limit: clamp of gates (above) and ups (both sides), or None.
+        interleaved: gates in even columns, ups in odd ones; else halves.
+
+    Returns:
+        [M, N] in the dtype of ``x``.
+    """
+    N = x.shape[1] // 2
+    halves = (x[:, ::2], x[:, 1::2]) if interleaved else (x[:, :N], x[:, N:])
+    gate, up = (half.to(torch.promote_types(x.dtype, torch.float32)) for half in halves)
+    if (alpha, beta, limit) == (1.0, 0.0, None):
+        return (torch.nn.functional.silu(gate).to(x.dtype).to(up.dtype) * up).to(x.dtype)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + beta)).to(x.dtype)
+
+
+def silu_mul_quant_ref(
+    x: torch.Tensor,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activate, then quantise each row: the specification of `taut::silu_mul_quant`."""
+    return row_quant.quantize_rows_ref(silu_mul_ref(x, alpha, beta, limit, interleaved), dtype)
+
+
+def silu_mul_static_quant_ref(
+    x: torch.Tensor,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    """Activate, then quantise by ``scale``: the specification of `taut::silu_mul_static_quant`."""
+    return row_quant.quantize_static_ref(silu_mul_ref(x, alpha, beta, limit, interleaved), scale)
+
+
+def launch(
+    tile: FusedTile,
+    out: str,
+    x: torch.Tensor,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+    y: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> None:
+    """Run the kernel with a given tile; what the ops do after the look-up, and what tuning calls.
+
+    Args:
+        tile: how to cut the work.
+        out: ``same``, ``fp8``, ``int8`` or ``static_fp8``.
+        x: [M, 2N].
+        alpha: as in :func:`silu_mul_ref`.
+        beta: likewise.
+        limit: likewise.
+        interleaved: likewise.
+        y: [M, N], written.
+        scale: [M, 1] written, one element read (``static_fp8``), or None (``same``).
+    """
+    M, N = y.shape
+    if M == 0 or N == 0:
+        return
+    block = min(tile.block, max(8, next_power_of_2(N)))
+    programs = -(-M // tile.rows)
+    if out in ("same", "static_fp8"):
+        launcher = _pointwise
+        programs *= -(-N // block)
+    else:
+        launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
+    plain = "silu" if alpha == 1.0 and beta == 0.0 else "free"
+    form = plain if limit is None else "clamped"
+    constants = (N, out, form, interleaved, tile.rows, block, tile.pdl)
+    launcher(
+        (x.dtype, y.dtype, constants, tile.num_warps, tile.registers),
+        programs,
+        (x, y, scale),
+        (M,),
+        (alpha, beta, 0.0 if limit is None else limit),
+        constants,
+        (x.stride(0),),
+        launch_options(tile),
+    )
+
+
+def _tile(op: str, x: torch.Tensor) -> FusedTile:
+    return tiles_fused.lookup(_launch.gpu_name(x.device), op, x.shape[1] // 2, x.shape[0])
+
+
+def _launch_silu_mul(
+    x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
+) -> torch.Tensor:
+    y = _launch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype, device=x.device)
+    launch(_tile("silu_mul", x), "same", x, alpha, beta, limit, interleaved, y, None)
+    return y
+
+
+def _launch_silu_mul_quant(
+    x: torch.Tensor,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    M = x.shape[0]
+    q = _launch.empty((M, x.shape[1] // 2), dtype=dtype, device=x.device)
+    scales = _launch.empty((M, 1), dtype=torch.float32, device=x.device)
+    tile, out = _tile("silu_mul_quant", x), row_quant.OUT[dtype]
+    launch(tile, out, x, alpha, beta, limit, interleaved, q, scales)
+    return q, scales
+
+
+def _launch_silu_mul_static_quant(
+    x: torch.Tensor,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    q = _launch.empty((x.shape[0], x.shape[1] // 2), dtype=row_quant.FP8, device=x.device)
+    launch(_tile("silu_mul", x), "static_fp8", x, alpha, beta, limit, interleaved, q, scale)
+    return q
+
+
+def _fake_silu_mul(
+    x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] // 2))
+
+
+def _fake_silu_mul_quant(
+    x: torch.Tensor,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q = x.new_empty((x.shape[0], x.shape[1] // 2), dtype=dtype)
+    return q, x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+def _fake_silu_mul_static_quant(
+    x: torch.Tensor,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+    scale: torch.Tensor,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] // 2), dtype=row_quant.FP8)
+
+
+_ACTIVATION = "Tensor x, float alpha, float beta, float? limit, bool interleaved"
+torch.library.define("taut::silu_mul", f"({_ACTIVATION}) -> Tensor")
+torch.library.impl("taut::silu_mul", "CPU", silu_mul_ref)
+torch.library.impl("taut::silu_mul", "CUDA", _launch_silu_mul)
+torch.library.register_fake("taut::silu_mul", _fake_silu_mul)
+
+torch.library.define(
+    "taut::silu_mul_quant", f"({_ACTIVATION}, ScalarType dtype) -> (Tensor, Tensor)"
+)
+torch.library.impl("taut::silu_mul_quant", "CPU", silu_mul_quant_ref)
+torch.library.impl("taut::silu_mul_quant", "CUDA", _launch_silu_mul_quant)
+torch.library.register_fake("taut::silu_mul_quant", _fake_silu_mul_quant)
+
+torch.library.define("taut::silu_mul_static_quant", f"({_ACTIVATION}, Tensor scale) -> Tensor")
+torch.library.impl("taut::silu_mul_static_quant", "CPU", silu_mul_static_quant_ref)
+torch.library.impl("taut::silu_mul_static_quant", "CUDA", _launch_silu_mul_static_quant)
+torch.library.register_fake("taut::silu_mul_static_quant", _fake_silu_mul_static_quant)
+
+
+def silu_mul(
+    x: torch.Tensor,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Multiply activated gates by ups.
+
+    Args:
+        x: [..., 2N] bf16, fp16 or fp32; rows at one stride, columns next to each other.
+        alpha: factor inside the sigmoid (gpt-oss: 1.702).
+        beta: added to the ups (gpt-oss: 1).
+        limit: clamp of gates and ups (gpt-oss: 7), or None.
+        interleaved: gates in even columns, ups in odd ones (gpt-oss); else halves.
+
+    Returns:
+        [..., N] contiguous, dtype of ``x``.
+
+    Raises:
+        ValueError: a shape, dtype or layout the contract does not allow; names the argument.
+    """
+    rows = _check(x, limit)
+    y: torch.Tensor = torch.ops.taut.silu_mul(rows, alpha, beta, limit, interleaved)
+    return y.view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def silu_mul_quant(
+    x: torch.Tensor,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    limit: float | None = None,
+    interleaved: bool = False,
+    dtype: torch.dtype = row_quant.FP8,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply activated gates by ups and quantise the rows.
+
+    Args:
+        x: as for :func:`silu_mul`.
+        alpha: likewise.
+        beta: likewise.
+        limit: likewise.
+        interleaved: likewise.
+        dtype: `torch.float8_e4m3fn` or `torch.int8`.
+        scale: one fp32 element: static quantisation (fp8 only); None: one scale a row.
+
+    Returns:
+        Values [..., N] of ``dtype`` and scales: [..., 1] fp32, or ``scale`` itself.
+
+    Raises:
+        ValueError: as :func:`silu_mul`, or a format the device or the op does not have.
+    """
+    rows = _check(x, limit)
+    if reason := row_quant.why_not_supported(dtype, x.device):
+        raise ValueError(reason)
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    if scale is not None:
+        if dtype is not row_quant.FP8:
+            raise ValueError(f"scale is for dtype torch.float8_e4m3fn only, got {dtype}")
+        check_scale(scale, x)
+        static: torch.Tensor = torch.ops.taut.silu_mul_static_quant(
+            rows, alpha, beta, limit, interleaved, scale
+        )
+        return static.view(shape), scale
+    q, scales = torch.ops.taut.silu_mul_quant(rows, alpha, beta, limit, interleaved, dtype)
+    return q.view(shape), scales.view(*x.shape[:-1], 1)
+
+
+def _check(x: torch.Tensor, limit: float | None) -> torch.Tensor:
+    rows = as_rows("x", x, DTYPES, 2 * MAX_N)
+    if x.shape[-1] % 2:
+        raise ValueError(f"x must have an even number of columns, got {x.shape[-1]}")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit must be positive or None, got {limit}")
+    return rows

@@ -1,0 +1,301 @@
+"""Launchers of the 8-bit products: alignment, grid, workspace. No arithmetic, no validation."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from taut_kernels import _launch
+from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
+from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
+from taut_kernels.gemm._scaled_mm_tma_jit import scaled_mm_tma_kernel
+from taut_kernels.tiles_scaled_mm import ScaledMmTile
+
+ALIGNMENT = 16
+"""Bytes: what `cp.async` moves at once, and what a tensor descriptor demands of rows."""
+_LEAST_BLOCK_N = 64
+_RING = _launch.Launcher(scaled_mm_kernel)
+_BLOCK = _launch.Launcher(fp8_block_kernel)
+
+
+def make_arrivals(N: int, device: torch.device) -> torch.Tensor:
+    """Allocate a layer's ``arrivals``: [ceil(N/64)] int32 zeros, kept as long as the layer."""
+    return torch.zeros(-(-N // _LEAST_BLOCK_N), dtype=torch.int32, device=device)
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` [M, K] itself where each row can be read 16 bytes at a time, else a copy."""
+    if x.stride(1) == 1 and x.stride(0) % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0:
+        return x
+    return x.contiguous() if not x.is_contiguous() else x.clone()
+
+
+def _prepared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` with rows the kernels can read; refuse weights they cannot."""
+    if weight.data_ptr() % ALIGNMENT:
+        raise ValueError(f"weight must start at an address aligned to {ALIGNMENT} bytes")
+    return aligned(x)
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # the interpreter: more than one, so that a program's walk is tested
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _options(tile: ScaledMmTile) -> _launch.Constants:
+    """Return compiler and launch options."""
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return options | _launch.PDL_OPTIONS[tile.early]
+
+
+def _constants(tile: ScaledMmTile, K: int) -> _launch.Constants:
+    """Return the constants every ring kernel has."""
+    return {
+        "EVEN_K": K % (tile.block_k * tile.split_k) == 0,
+        "EARLY": tile.early,
+        "PREFETCH": tile.prefetch,
+        "SPLIT_K": tile.split_k,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+
+
+def _key(
+    tile: ScaledMmTile, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *absent: bool
+) -> Hashable:
+    """Tell apart what Triton compiles apart; rows of ``x`` and ``weight`` are aligned by now."""
+    wide = x.stride(0) >> 31, weight.stride(0) >> 31
+    return (tile, *weight.shape, x.dtype, y.dtype, x.device, wide, absent)
+
+
+def _workspace(
+    tile: ScaledMmTile, programs: int, x: torch.Tensor, arrivals: torch.Tensor | None
+) -> torch.Tensor | None:
+    if tile.split_k == 1:
+        return None
+    if arrivals is None or arrivals.numel() < programs:
+        raise ValueError(
+            f"arrivals must hold {programs} elements for this shape, from make_arrivals"
+        )
+    size = programs * tile.split_k * tile.block_n * tile.block_m
+    # fp32 also for int32 sums: the NaN poison of the tests fills floats.
+    partial = _launch.empty((size,), dtype=torch.float32, device=x.device)
+    return partial.view(torch.int32) if x.dtype is torch.int8 else partial
+
+
+def _launch_ring(
+    tile: ScaledMmTile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    azp_adj: torch.Tensor | None,
+    azp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    (M, K), N = x.shape, weight.shape[0]
+    grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, tile.block_n), tile.split_k)
+    partial = _workspace(tile, grid[0] * grid[1], x, arrivals)
+
+    def constants() -> tuple[_launch.Constants, _launch.Constants]:
+        named = {
+            "HAS_AZP_ADJ": azp_adj is not None,
+            "HAS_AZP": azp is not None,
+            "HAS_BIAS": bias is not None,
+            "BLOCK_K": tile.block_k,
+        }
+        return named | _constants(tile, K), _options(tile)
+
+    _RING(
+        _key(tile, x, weight, y, azp_adj is None, azp is None, bias is None),
+        grid,
+        (
+            x,
+            weight,
+            x_scale,
+            weight_scale,
+            azp_adj,
+            azp,
+            bias,
+            y,
+            partial,
+            None if partial is None else arrivals,
+        ),
+        (
+            M,
+            int(x_scale.numel() > 1),
+            int(weight_scale.numel() > 1),
+            N,
+            K,
+            x.stride(0),
+            weight.stride(0),
+        ),
+        constants,
+    )
+
+
+def _launch_tma(
+    tile: ScaledMmTile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    azp_adj: torch.Tensor | None,
+    azp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    (M, K), N = x.shape, weight.shape[0]
+    tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
+    programs = min(tiles, tile.per_sm * _programs(x.device))
+    block_m, block_k = tile.block_m, tile.block_k
+    scaled_mm_tma_kernel[(programs,)](
+        TensorDescriptor(x, [M, K], [x.stride(0), 1], [block_m, block_k]),
+        TensorDescriptor(weight, [N, K], [weight.stride(0), 1], [tile.block_n, block_k]),
+        TensorDescriptor(y, [M, N], [N, 1], [block_m, tile.block_n // tile.parts]),
+        x_scale,
+        weight_scale,
+        azp_adj,
+        azp,
+        bias,
+        M,
+        N,
+        K,
+        int(x_scale.numel() > 1),
+        int(weight_scale.numel() > 1),
+        HAS_AZP_ADJ=azp_adj is not None,
+        HAS_AZP=azp is not None,
+        HAS_BIAS=bias is not None,
+        FLATTEN=tile.flatten,
+        GROUP_M=tile.group_m,
+        PARTS=tile.parts,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def launch(
+    tile: ScaledMmTile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    azp_adj: torch.Tensor | None,
+    azp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Run a product with scales per tensor, token or channel; what tuning calls, too.
+
+    Args:
+        tile: how to cut the work.
+        x: [M, K] int8 or e4m3.
+        weight: [N, K] as ``x``; rows 16-byte aligned.
+        x_scale: [M] or one element, fp32.
+        weight_scale: [N] or one element, fp32.
+        azp_adj: [N] int32 or None.
+        azp: [M] int32 or None.
+        bias: [N] or None.
+        arrivals: of :func:`make_arrivals`; needed where ``tile.split_k`` > 1.
+        out_dtype: of the result.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        ValueError: the tile splits K and ``arrivals`` is missing or too small; or the weights'
+            first row is not 16-byte aligned.
+    """
+    M, N = x.shape[0], weight.shape[0]
+    y = _launch.empty((M, N), dtype=out_dtype, device=x.device)
+    if M == 0:
+        return y
+    x = _prepared(x, weight)
+    if tile.kernel == "tma":
+        _launch_tma(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, y)
+    else:
+        _launch_ring(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, arrivals, y)
+    return y
+
+
+def launch_block(
+    tile: ScaledMmTile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Run a product with one scale a 128×128 block of weights and 128 activations of a token.
+
+    Args:
+        tile: how to cut the work; ``kernel`` ring, ``block_k`` 128.
+        x: [M, K] e4m3.
+        weight: [N, K] e4m3; rows 16-byte aligned.
+        x_scale: [M, ceil(K/128)] fp32, any strides.
+        weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
+        bias: [N] or None.
+        arrivals: as for :func:`launch`.
+        out_dtype: of the result.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        ValueError: as :func:`launch`.
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    y = _launch.empty((M, N), dtype=out_dtype, device=x.device)
+    if M == 0:
+        return y
+    x = _prepared(x, weight)
+    grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, tile.block_n), tile.split_k)
+    partial = _workspace(tile, grid[0] * grid[1], x, arrivals)
+
+    def constants() -> tuple[_launch.Constants, _launch.Constants]:
+        return {"HAS_BIAS": bias is not None} | _constants(tile, K), _options(tile)
+
+    _BLOCK(
+        _key(tile, x, weight, y, bias is None),
+        grid,
+        (
+            x,
+            weight,
+            x_scale,
+            weight_scale,
+            bias,
+            y,
+            partial,
+            None if partial is None else arrivals,
+        ),
+        (
+            M,
+            x_scale.stride(0),
+            x_scale.stride(1),
+            weight_scale.stride(0),
+            N,
+            K,
+            x.stride(0),
+            weight.stride(0),
+        ),
+        constants,
+    )
+    return y

@@ -1,0 +1,104 @@
+"""The regime of `taut::w4a16_gemm` for thousands of tokens: dequantise, then multiply densely.
+
+Maths     as :mod:`taut_kernels.gemm.w4a16`; the product is cuBLAS'
+Numerics  (q - z) · s is rounded once to the dtype of ``x``; fp32 accumulation
+Limits    as :mod:`taut_kernels.gemm.w4a16`; needs up to ``SLICE_BYTES`` of scratch memory
+Source    Reading the dense weights costs little beside thousands of tokens' products
+          (vLLM's ``VLLM_MARLIN_LARGE_M_BF16``, read for the idea)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from taut_kernels import _launch
+from taut_kernels.gemm._w4a16_dense_jit import w4a16_dequantize_kernel
+from taut_kernels.gemm.w4a16_wgmma import ELEMENT
+
+SLICE_BYTES = 256 * 2**20
+"""Dense weights held at once; a layer with more is done in slices of output features."""
+WARPS = 4
+CHUNKS_PER_PROGRAM = 8
+_DEQUANTIZE = _launch.Launcher(w4a16_dequantize_kernel)
+
+
+def dequantize(
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group_size: int,
+    first_tile: int,
+    tiles: int,
+) -> torch.Tensor:
+    """Return rows of the dense weight.
+
+    Args:
+        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
+        scales: likewise.
+        zeros: likewise.
+        group_size: G.
+        first_tile: first 16-row tile.
+        tiles: how many of them.
+
+    Returns:
+        [16 · tiles, K] in the dtype of ``scales``, each value rounded once.
+    """
+    K = 64 * qweight.shape[1]
+    weight = _launch.empty((16 * tiles, K), dtype=scales.dtype, device=scales.device)
+
+    def constants() -> tuple[_launch.Constants, _launch.Constants]:
+        named = {
+            "K": K,
+            "GROUP_SIZE": 0 if group_size == K else group_size,
+            "HAS_ZEROS": zeros is not None,
+            "ELEMENT": ELEMENT[scales.dtype],
+            "CHUNKS_PER_PROGRAM": CHUNKS_PER_PROGRAM,
+            "WARPS": WARPS,
+        }
+        return named, {"num_warps": WARPS}
+
+    _DEQUANTIZE(
+        (K, group_size, scales.dtype, scales.device, zeros is None, tiles % 16 == 0, tiles == 1),
+        (triton.cdiv(tiles, WARPS), triton.cdiv(K // 64, CHUNKS_PER_PROGRAM), 1),
+        (qweight, scales, zeros, weight),
+        (first_tile, tiles),
+        constants,
+    )
+    return weight
+
+
+def launch(
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    """Multiply.
+
+    Args:
+        x: [M, K], M ≥ 1.
+        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
+        scales: likewise.
+        zeros: likewise.
+        bias: likewise.
+        group_size: G.
+
+    Returns:
+        [M, N].
+    """
+    (M, K), tiles = x.shape, qweight.shape[0]
+    slice_tiles = max(1, SLICE_BYTES // (16 * K * x.element_size()))
+    if tiles <= slice_tiles:
+        weight = dequantize(qweight, scales, zeros, group_size, 0, tiles)
+        return torch.nn.functional.linear(x, weight, bias)
+    y = _launch.empty((M, 16 * tiles), dtype=x.dtype, device=x.device)
+    for first in range(0, tiles, slice_tiles):
+        count = min(slice_tiles, tiles - first)
+        weight = dequantize(qweight, scales, zeros, group_size, first, count)
+        rows = slice(16 * first, 16 * (first + count))
+        part = None if bias is None else bias[rows]
+        y[:, rows] = torch.nn.functional.linear(x, weight, part)
+    return y

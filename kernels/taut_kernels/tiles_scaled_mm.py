@@ -1,0 +1,265 @@
+"""How the 8-bit products are cut up for one shape: measured tables and the rule behind them.
+
+A table is ``tiles/scaled_mm-<card>.json``::
+
+    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
+     "rows": [{"op": "w8a8_gemm" | "fp8_gemm" | "fp8_block", "N": …, "K": …,
+               "max_m": … | null, "tile": {…}, "M": [tokens measured, …], "us": [µs per call, …],
+               "vllm_us": [the µs of the kernel vLLM runs there, …],
+               "rival_us": [the best rival's µs, …]}, …]}
+
+Rows of one product are buckets of M: ``max_m`` is inclusive and rises, null in the last one.
+``tile`` holds exactly the fields of :class:`ScaledMmTile`. A product no table of the card names
+takes :func:`rule`. The rivals' figures are of the same run, 0 where none ran. Where ours is slower
+than vLLM's in a bucket, the plugin leaves that bucket to vLLM (:func:`why_not_preferred`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_DIRECTORY = Path(__file__).with_name("tiles")
+_ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
+OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
+BLOCK_GROUP = 128
+"""K indices and output features a block-wise FP8 scale covers."""
+PROGRAMS_WANTED = 264
+"""Two programs for each of 132 multiprocessors: below, K is split."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMmTile:
+    """One way to cut the work.
+
+    Args:
+        kernel: ``ring`` (`cp.async` ring, weights as the row operand) or ``tma`` (persistent).
+        block_m: tokens a program, a power of two ≥ 16.
+        block_n: output features a program, a power of two ≥ 16.
+        block_k: K indices a step, a power of two ≥ 32.
+        num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused).
+        num_stages: steps in flight, ≥ 1.
+        split_k: programs along K, 1..32, ``ring`` only; only where one token tile holds every M.
+        group_m: token tiles of a group, ``tma`` only.
+        parts: 1, or 2 to store a tile in halves (less shared memory), ``tma`` only.
+        early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
+            on sm_90 only.
+        prefetch: lines of 128 bytes of each row asked for until it has, 0 or a power of two.
+        flatten: one loop over tiles and K instead of two, ``tma`` only.
+        per_sm: programs a multiprocessor, ``tma`` only.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    kernel: str
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split_k: int = 1
+    group_m: int = 1
+    parts: int = 1
+    early: bool = False
+    prefetch: int = 0
+    flatten: bool = True
+    per_sm: int = 1
+
+    def __str__(self) -> str:
+        size = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        early = f"/e{self.prefetch}" if self.early else ""
+        return f"{self.kernel} {size}/{self.num_warps}w/{self.num_stages}s/k{self.split_k}{early}"
+
+    def __post_init__(self) -> None:
+        if self.kernel not in ("ring", "tma"):
+            raise ValueError(f"kernel must be ring or tma, got {self.kernel!r}")
+        for field, least in (("block_m", 16), ("block_n", 16), ("block_k", 32)):
+            value = getattr(self, field)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{field} must be a power of two of at least {least}, got {value}")
+        if self.num_warps not in (4, 8, 16):
+            raise ValueError(f"num_warps must be 4, 8 or 16, got {self.num_warps}")
+        for field, limit in (
+            ("num_stages", 16),
+            ("split_k", 32),
+            ("group_m", 64),
+            ("parts", 2),
+            ("per_sm", 4),
+        ):
+            if not 1 <= getattr(self, field) <= limit:
+                raise ValueError(f"{field} must lie in 1..{limit}, got {getattr(self, field)}")
+        self._check_options_of_one_kernel()
+
+    def _check_options_of_one_kernel(self) -> None:
+        if not 0 <= self.prefetch <= 32 or self.prefetch & (self.prefetch - 1):
+            raise ValueError(f"prefetch must be 0 or a power of two up to 32, got {self.prefetch}")
+        if self.early and self.kernel != "ring":
+            raise ValueError("early needs kernel ring")
+        if self.prefetch and (not self.early or self.block_k % 128):
+            raise ValueError("prefetch needs early and block_k of at least 128")
+        if self.kernel == "tma" and self.split_k != 1:
+            raise ValueError("split_k must be 1 with kernel tma")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The tile for up to ``max_m`` tokens (None: any number) and whether it was the faster one."""
+
+    max_m: int | None
+    tile: ScaledMmTile
+    wins: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMmTable:
+    """The measured buckets of one card, by (op, N, K)."""
+
+    gpu: str
+    buckets: dict[tuple[str, int, int], tuple[Bucket, ...]]
+
+
+def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], Bucket]:
+    if set(row) != _ROW_FIELDS or row["op"] not in OPS:
+        raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op one of {OPS}")
+    if not row["M"] or len({len(row[key]) for key in ("M", "us", "vllm_us", "rival_us")}) > 1:
+        raise ValueError(f"{where}: M and the figures must be of one length, at least 1")
+    tile = ScaledMmTile(**row["tile"])
+    if tile.split_k > 1 and (row["max_m"] is None or row["max_m"] > tile.block_m):
+        raise ValueError(f"{where}: split_k needs block_m ≥ max_m, got {tile} at {row['max_m']}")
+    if row["op"] == "fp8_block" and (tile.kernel, tile.block_k) != ("ring", BLOCK_GROUP):
+        raise ValueError(f"{where}: fp8_block needs kernel ring and block_k 128, got {tile}")
+    if tile.kernel == "tma" and row["N"] % 8:
+        raise ValueError(f"{where}: kernel tma needs N % 8 == 0 (16-byte rows), got {row['N']}")
+    wins = all(ours <= theirs for ours, theirs in zip(row["us"], row["vllm_us"], strict=True))
+    return (row["op"], row["N"], row["K"]), Bucket(row["max_m"], tile, wins)
+
+
+def parse(text: str, where: str) -> ScaledMmTable:
+    """Read a table.
+
+    Args:
+        text: JSON in the form of the module's docstring.
+        where: file name, for errors.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: an unknown key, a tile out of range, or buckets out of order; names ``where``.
+    """
+    data: dict[str, Any] = json.loads(text)
+    if set(data) != {"gpu", "source", "rows"}:
+        raise ValueError(f"{where}: expected exactly gpu, source and rows, got {sorted(data)}")
+    found: dict[tuple[str, int, int], list[Bucket]] = {}
+    for row in data["rows"]:
+        key, bucket = _parse_row(row, where)
+        found.setdefault(key, []).append(bucket)
+    for (op, N, K), buckets in found.items():
+        limits = [bucket.max_m for bucket in buckets]
+        bounded = [limit for limit in limits[:-1] if limit is not None]
+        if limits[-1] is not None or len(bounded) != len(limits) - 1:
+            raise ValueError(f"{where}: {op} N={N} K={K}: only the last bucket has max_m null")
+        if sorted(set(bounded)) != bounded:
+            raise ValueError(f"{where}: {op} N={N} K={K}: max_m must rise from bucket to bucket")
+    return ScaledMmTable(data["gpu"], {key: tuple(buckets) for key, buckets in found.items()})
+
+
+@cache
+def tables() -> dict[str, ScaledMmTable]:
+    """Load every card's table, once a process."""
+    loaded = {}
+    for path in sorted(_DIRECTORY.glob("scaled_mm-*.json")):
+        table = parse(path.read_text(encoding="utf-8"), path.name)
+        loaded[table.gpu] = table
+    return loaded
+
+
+_RULE_TOKENS = (16, 32, 64, 128)
+
+
+def rule(op: str, N: int, K: int, M: int) -> ScaledMmTile:
+    """Choose a tile for a shape nobody measured.
+
+    The narrowest token tile that holds M, and K split as far as the card has room for programs.
+
+    Args:
+        op: one of :data:`OPS`.
+        N: output features.
+        K: input features.
+        M: tokens, ≥ 1.
+
+    Returns:
+        The tile.
+    """
+    block_m = next((tokens for tokens in _RULE_TOKENS if tokens >= M), 128)
+    block_k = BLOCK_GROUP if op == "fp8_block" or block_m > 32 else 256
+    block_n = 64 if block_m <= 64 else 128
+    split, most = 1, 8 if block_m <= 64 else 1  # the last program adds its tiles in registers
+    while block_m >= M and split < most and -(-N // block_n) * 2 * split <= PROGRAMS_WANTED:
+        if 4 * block_k * split > K:
+            break
+        split *= 2
+    num_warps = 8 if block_m == 128 else 4
+    return ScaledMmTile("ring", block_m, block_n, block_k, num_warps, 4, split)
+
+
+@cache
+def buckets(op: str, gpu: str | None, N: int, K: int) -> tuple[Bucket, ...]:
+    """Return the buckets of one product on one card; those of :func:`rule` where none is measured.
+
+    Args:
+        op: one of :data:`OPS`.
+        gpu: card name, None outside CUDA.
+        N: output features.
+        K: input features.
+    """
+    table = tables().get(gpu or "")
+    measured = table.buckets.get((op, N, K)) if table else None
+    if measured:
+        return measured
+    limits = (*_RULE_TOKENS, None)
+    sizes = (*_RULE_TOKENS, 2 * _RULE_TOKENS[-1])
+    return tuple(
+        Bucket(limit, rule(op, N, K, M), wins=False) for limit, M in zip(limits, sizes, strict=True)
+    )
+
+
+def lookup(op: str, gpu: str | None, N: int, K: int, M: int) -> Bucket:
+    """Choose the bucket of one call: the first that holds ``M`` tokens."""
+    for bucket in buckets(op, gpu, N, K):
+        if bucket.max_m is None or bucket.max_m >= M:
+            return bucket
+    raise AssertionError("unreachable: parse() demands an unbounded last bucket")
+
+
+def why_not_preferred(op: str, gpu: str | None, N: int, K: int) -> str | None:
+    """Say in which regimes the plugin leaves a layer to vLLM.
+
+    Args:
+        op: one of :data:`OPS`.
+        gpu: card name.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+
+    Returns:
+        A reason, or None where ours is the faster kernel for every number of tokens.
+    """
+    table = tables().get(gpu or "")
+    if table is None:
+        return f"not measured on {gpu}"
+    if (op, N, K) not in table.buckets:
+        return f"{N}×{K} not measured on {gpu}"
+    losing: list[list[int | None]] = []
+    previous: int | None = 0
+    for bucket in table.buckets[op, N, K]:
+        if not bucket.wins and losing and losing[-1][1] == previous:
+            losing[-1][1] = bucket.max_m
+        elif not bucket.wins:
+            losing.append([(previous or 0) + 1, bucket.max_m])
+        previous = bucket.max_m
+    ranges = ", ".join(f"{first}–{'' if last is None else last}" for first, last in losing)
+    return f"slower than vLLM's at {ranges} tokens" if losing else None

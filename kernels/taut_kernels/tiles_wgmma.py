@@ -1,0 +1,196 @@
+"""Which regime of `taut::w4a16_gemm` takes more than 8 tokens, and how `wgmma` is cut up for it.
+
+A table is ``tiles/w4a16_wgmma-<card>.json``::
+
+    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
+     "rows": [{"N": …, "K": …, "max_m": 16 | 32 | 64 | 128 | 256 | 1024 | null,
+               "tile": {…} | "dense" | "decode", "us": µs per call at max_m (null: 4096)}, …]}
+
+``tile`` has exactly the fields of :class:`WgmmaTile`; ``dense`` stands for dequantising the layer
+and multiplying densely (:mod:`taut_kernels.gemm.w4a16_dense`), ``decode`` (up to 16 tokens) for
+:mod:`taut_kernels.gemm.w4a16_decode`. A shape that no table of the card names takes :func:`rule`.
+The layout of the weights does not depend on any of it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+_DIRECTORY = Path(__file__).with_name("tiles")
+_ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
+BUCKETS = (16, 32, 64, 128, 256, 1024)
+"""Largest M of each row but the last, which has no limit."""
+DECODE_TOKENS = 16
+"""Most tokens the decode kernel takes."""
+PROGRAMS_WANTED = 264
+"""Two programs an SM of an H100 or H200: one converts while the other multiplies."""
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaTile:
+    """One way to cut the work.
+
+    Args:
+        block_m: tokens a program, 16..256, a power of two.
+        row_reps: tiles of 16 output rows a warp, 1 or 2.
+        num_warps: 4 or 8; four make a warp group.
+        chunks_per_step: chunks of 64 K indices a pass of the loop, 1 or 2 (1 where K/64 is odd).
+        split_k: programs along K; more than one adds a last-program reduction.
+        num_stages: depth of the software pipeline, ≥ 2.
+        reordered: bring the activations into fragment order first, in a launch of its own; else
+            each program gathers pairs of columns.
+        early_wait: wait for the products of a step before converting the next one's weights, not
+            right after issuing them.
+        ahead: steps of weights on their way in registers, 0..4; 0 lets them wait in shared memory
+            with the activations.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    block_m: int
+    row_reps: int
+    num_warps: int
+    chunks_per_step: int
+    split_k: int
+    num_stages: int
+    reordered: bool
+    early_wait: bool
+    ahead: int = 0
+
+    def __post_init__(self) -> None:
+        allowed: dict[str, tuple[int, ...]] = {
+            "block_m": (16, 32, 64, 128, 256),
+            "row_reps": (1, 2),
+            "num_warps": (4, 8),
+            "chunks_per_step": (1, 2),
+            "split_k": tuple(range(1, 17)),
+            "num_stages": (2, 3, 4, 5, 6),
+            "ahead": (0, 1, 2, 3, 4),
+        }
+        for field, values in allowed.items():
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field} must be one of {values}, got {getattr(self, field)}")
+
+    def __str__(self) -> str:
+        cut = f"{self.block_m}x{self.rows}x{64 * self.chunks_per_step}/{self.num_warps}w"
+        flags = ("r" if self.reordered else "") + ("e" if self.early_wait else "")
+        return f"{cut}/{self.num_stages}s/a{self.ahead}/k{self.split_k}{flags}"
+
+    @property
+    def rows(self) -> int:
+        """Output rows a program."""
+        return 16 * self.row_reps * self.num_warps
+
+
+Choice = WgmmaTile | Literal["decode", "dense"]
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaTable:
+    """What was measured on one card, by (N, K, bucket); bucket ``len(BUCKETS)`` has no limit."""
+
+    gpu: str
+    choices: dict[tuple[int, int, int], Choice]
+
+
+def parse(text: str, where: str) -> WgmmaTable:
+    """Read a table.
+
+    Args:
+        text: JSON in the form of the module's docstring.
+        where: file name, for errors.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: an unknown key, a missing field, or a shape named twice; names ``where``.
+    """
+    data: dict[str, Any] = json.loads(text)
+    if set(data) != {"gpu", "source", "rows"}:
+        raise ValueError(f"{where}: expected exactly gpu, source and rows, got {sorted(data)}")
+    found: dict[tuple[int, int, int], Choice] = {}
+    for row in data["rows"]:
+        if set(row) != _ROW_FIELDS or row["max_m"] not in (*BUCKETS, None):
+            raise ValueError(
+                f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, max_m one of {BUCKETS}, null"
+            )
+        bucket = len(BUCKETS) if row["max_m"] is None else BUCKETS.index(row["max_m"])
+        key = (row["N"], row["K"], bucket)
+        if key in found:
+            raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']} is there twice")
+        found[key] = _choice(row["tile"], row["max_m"], where)
+    return WgmmaTable(data["gpu"], found)
+
+
+def _choice(tile: Any, max_m: int | None, where: str) -> Choice:
+    if isinstance(tile, dict):
+        return WgmmaTile(**tile)
+    if tile == "dense" or (tile == "decode" and max_m == DECODE_TOKENS):
+        return "dense" if tile == "dense" else "decode"
+    raise ValueError(f"{where}: tile {tile!r} is no regime for max_m={max_m}")
+
+
+@cache
+def tables() -> dict[str, WgmmaTable]:
+    """Load every card's table, once a process."""
+    loaded = {}
+    for path in sorted(_DIRECTORY.glob("w4a16_wgmma-*.json")):
+        table = parse(path.read_text(encoding="utf-8"), path.name)
+        loaded[table.gpu] = table
+    return loaded
+
+
+def rule(N: int, K: int, bucket: int) -> Choice:
+    """Choose for a shape nobody measured: what won on most measured ones.
+
+    Args:
+        N: output features.
+        K: input features.
+        bucket: index into :data:`BUCKETS`, or its length.
+
+    Returns:
+        The tile or regime.
+    """
+    if bucket == len(BUCKETS):
+        return "dense"  # by then dequantising costs one part in ten
+    tokens = BUCKETS[bucket]
+    if tokens <= DECODE_TOKENS:
+        return "decode"
+    chunks = 1 if (K // 64) % 2 or tokens > 128 else 2
+    if tokens > 128:
+        return WgmmaTile(256, 1, 8, chunks, 1, 3, reordered=True, early_wait=True)
+    split = 1
+    while -(-N // 64) * split < PROGRAMS_WANTED and split < 8 and 16 * split <= K // 64:
+        split *= 2
+    return WgmmaTile(tokens, 1, 4, chunks, split, 3, reordered=tokens > 32, early_wait=tokens > 64)
+
+
+def bucket_of(M: int) -> int:
+    """Return the bucket of a number of tokens."""
+    return bisect_left(BUCKETS, M)
+
+
+@cache
+def lookup(gpu: str | None, N: int, K: int, bucket: int) -> Choice:
+    """Choose for one shape on one card.
+
+    Args:
+        gpu: card name, None outside CUDA.
+        N: output features.
+        K: input features.
+        bucket: of :func:`bucket_of`.
+
+    Returns:
+        What was measured to be fastest, or what :func:`rule` says.
+    """
+    table = tables().get(gpu or "")
+    if table is not None and (N, K, bucket) in table.choices:
+        return table.choices[N, K, bucket]
+    return rule(N, K, bucket)

@@ -1,0 +1,141 @@
+"""Our activations and rotary embedding in the place of vLLM's `CustomOp` classes of that name.
+
+vLLM builds the out-of-tree class wherever a model asks for the original. Ours say themselves
+whether they are on: vLLM's switch ``custom_ops`` is "none" under Inductor, and it knows a replaced
+class only by its class name (``-SiluAndMul`` turns ours off too). The rotary embedding is on only
+without Inductor: in a compiled graph an in-place op on slices of one tensor costs copies that vLLM
+removes for its own op alone. This module imports vLLM and holds no arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, get_cached_compilation_config
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.activation import SiluAndMul, SwigluOAIAndMul
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from taut_kernels.fused import rope, silu_mul
+
+
+def _turned_off(cls: type) -> bool:
+    return f"-{cls.__name__.removeprefix('Taut')}" in get_cached_compilation_config().custom_ops
+
+
+def _fits(x: torch.Tensor) -> bool:
+    return x.dtype in silu_mul.DTYPES and x.is_contiguous()
+
+
+class TautSiluAndMul(SiluAndMul):  # type: ignore[misc]
+    """SiLU·mul on `taut::silu_mul`."""
+
+    @classmethod
+    def enabled(cls) -> bool:
+        """Say whether the forward is ours: unless ``-SiluAndMul``."""
+        return not _turned_off(cls)
+
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        """Activate [..., 2N] to [..., N]."""
+        if not _fits(x):
+            fallback: torch.Tensor = super().forward_cuda(x)
+            return fallback
+        rows = x.view(-1, x.shape[-1])
+        y: torch.Tensor = torch.ops.taut.silu_mul(rows, 1.0, 0.0, None, False)
+        return y.view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+class TautSwigluOAIAndMul(SwigluOAIAndMul):  # type: ignore[misc]
+    """The activation of gpt-oss on `taut::silu_mul`."""
+
+    @classmethod
+    def enabled(cls) -> bool:
+        """Say whether the forward is ours: unless ``-SwigluOAIAndMul``."""
+        return not _turned_off(cls)
+
+    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+        """Activate interleaved [..., 2N] to [..., N]."""
+        if not _fits(x):
+            fallback: torch.Tensor = super().forward_cuda(x)
+            return fallback
+        rows = x.view(-1, x.shape[-1])
+        y: torch.Tensor = torch.ops.taut.silu_mul(rows, self.alpha, 1.0, self.limit, True)
+        return y.view(*x.shape[:-1], x.shape[-1] // 2)
+
+
+class _TautRotary:
+    """What our rotary embeddings add to vLLM's classes."""
+
+    @classmethod
+    def enabled(cls) -> bool:
+        """Say whether the forward is ours: without Inductor, unless turned off by name."""
+        return get_cached_compilation_config().mode == CompilationMode.NONE and not _turned_off(cls)
+
+    def forward_cuda(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rotate query [T, Hq · D] and key in place."""
+        base: Any = self
+        flat = all(t is None or (t.dim() == 2 and t.stride(1) == 1) for t in (query, key))
+        if query.dtype not in rope.DTYPES or positions.dim() != 1 or not flat:
+            fallback: tuple[torch.Tensor, torch.Tensor | None]
+            fallback = super().forward_cuda(positions, query, key)  # type: ignore[misc]
+            return fallback
+        cache = base._match_cos_sin_cache_dtype(query)
+        heads = [
+            None if t is None else t.view(t.shape[0], t.shape[1] // base.head_size, base.head_size)
+            for t in (query, key)
+        ]
+        torch.ops.taut.rope(positions, heads[0], heads[1], cache, base.is_neox_style)
+        return query, key
+
+
+def _rotary_classes() -> list[Any]:
+    """Return vLLM's rotary embeddings that rotate as `RotaryEmbedding` does."""
+    found: list[Any] = [
+        value for value in vars(rotary_embedding).values() if isinstance(value, type)
+    ]
+    return [
+        cls
+        for cls in found
+        if issubclass(cls, RotaryEmbedding) and cls.forward_cuda is RotaryEmbedding.forward_cuda
+    ]
+
+
+def install() -> None:
+    """Put our classes in the place of vLLM's in this process, once."""
+    replacements: list[tuple[str, type]] = [
+        ("SiluAndMul", TautSiluAndMul),
+        ("SwigluOAIAndMul", TautSwigluOAIAndMul),
+    ]
+    for cls in _rotary_classes():
+        ours = type(f"Taut{cls.__name__}", (_TautRotary, cls), {"__doc__": _TautRotary.__doc__})
+        replacements.append((cls.__name__, ours))
+    for name, ours in replacements:
+        # Another plugin may have come first: its class stays.
+        if name not in op_registry_oot:
+            CustomOp.register_oot(ours, name=name)
+
+
+def live_ops(model: torch.nn.Module) -> dict[str, dict[str, int]]:
+    """Count, by vLLM's class name, the replaceable ops of a model that run on ours or not.
+
+    Args:
+        model: as vLLM loaded it.
+
+    Returns:
+        For example ``{"SiluAndMul": {"taut": 32}, "Llama3RotaryEmbedding": {"vllm": 1}}``.
+    """
+    names = {"SiluAndMul", "SwigluOAIAndMul", *(cls.__name__ for cls in _rotary_classes())}
+    counts: dict[str, dict[str, int]] = {}
+    for module in model.modules():
+        name = type(module).__name__.removeprefix("Taut")
+        if name not in names or not isinstance(module, CustomOp):
+            continue
+        ours = type(module).__name__.startswith("Taut") and type(module).enabled()
+        owner = "taut" if ours else "vllm"
+        counts.setdefault(name, {}).setdefault(owner, 0)
+        counts[name][owner] += 1
+    return counts

@@ -1,0 +1,173 @@
+"""The op behind an 8-bit layer in vLLM: our kernel or CUTLASS, by the number of tokens of the call.
+
+vLLM compiles a layer once for every number of tokens, so the choice has to be made inside an op. It
+follows the measured table: where ours was the slower one, CUTLASS runs on the same tensors. That is
+not silent: :func:`why_partly` says it at loading, for the log, the record and `taut doctor`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from taut_kernels import _launch, tiles_scaled_mm
+from taut_kernels.gemm import fp8, w8a8
+from taut_kernels.gemm._scaled_mm_launch import launch
+
+OP = "scaled_mm_by_regime"
+
+
+def table_op(dtype: torch.dtype) -> str:
+    """Return the table's name of the product of a weight type."""
+    return w8a8.OP if dtype is torch.int8 else fp8.OP
+
+
+def _reference(
+    x: torch.Tensor,
+    weight_t: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    azp_adj: torch.Tensor | None,
+    azp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    out_dtype: torch.dtype,
+    always: bool,
+) -> torch.Tensor:
+    weight = weight_t.t()
+    if x.dtype is torch.int8:
+        return w8a8.w8a8_gemm_ref(
+            x, weight, x_scale, weight_scale, azp_adj, azp, bias, arrivals, out_dtype
+        )
+    return fp8.fp8_gemm_ref(x, weight, x_scale, weight_scale, bias, arrivals, out_dtype)
+
+
+def _cutlass(
+    x: torch.Tensor,
+    weight_t: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    azp_adj: torch.Tensor | None,
+    azp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    y = torch.empty((x.shape[0], weight_t.shape[1]), dtype=out_dtype, device=x.device)
+    if azp_adj is None:
+        torch.ops._C.cutlass_scaled_mm(y, x, weight_t, x_scale, weight_scale, bias)
+    else:
+        torch.ops._C.cutlass_scaled_mm_azp(
+            y, x, weight_t, x_scale, weight_scale, azp_adj, azp, bias
+        )
+    return y
+
+
+def _dispatch(
+    x: torch.Tensor,
+    weight_t: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    azp_adj: torch.Tensor | None,
+    azp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    out_dtype: torch.dtype,
+    always: bool,
+) -> torch.Tensor:
+    (M, K), N = x.shape, weight_t.shape[1]
+    gpu = _launch.gpu_name(x.device)
+    bucket = tiles_scaled_mm.lookup(table_op(x.dtype), gpu, N, K, M)
+    if always or bucket.wins:
+        return launch(
+            bucket.tile,
+            x,
+            weight_t.t(),
+            x_scale,
+            weight_scale,
+            azp_adj,
+            azp,
+            bias,
+            arrivals,
+            out_dtype,
+        )
+    return _cutlass(x, weight_t, x_scale, weight_scale, azp_adj, azp, bias, out_dtype)
+
+
+def _fake(
+    x: torch.Tensor,
+    weight_t: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    azp_adj: torch.Tensor | None,
+    azp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    out_dtype: torch.dtype,
+    always: bool,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight_t.shape[1]), dtype=out_dtype)
+
+
+torch.library.define(
+    f"taut::{OP}",
+    "(Tensor x, Tensor weight_t, Tensor x_scale, Tensor weight_scale, Tensor? azp_adj,"
+    " Tensor? azp, Tensor? bias, Tensor arrivals, ScalarType out_dtype, bool always) -> Tensor",
+)
+torch.library.impl(f"taut::{OP}", "CPU", _reference)
+torch.library.impl(f"taut::{OP}", "CUDA", _dispatch)
+torch.library.register_fake(f"taut::{OP}", _fake)
+
+
+def warm_up_tokens(dtype: torch.dtype, gpu: str | None, N: int, K: int) -> tuple[int, ...]:
+    """Return one number of tokens for each bucket, for compiling every tile before serving starts.
+
+    Args:
+        dtype: of the weights.
+        gpu: card name.
+        N: output features.
+        K: input features.
+    """
+    sizes: list[int] = []
+    for bucket in tiles_scaled_mm.buckets(table_op(dtype), gpu, N, K):
+        previous = sizes[-1] if sizes else 0
+        sizes.append(previous + 1 if bucket.max_m is None else bucket.max_m)
+    return tuple(sizes)
+
+
+def why_not_at_all(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: str) -> str | None:
+    """Say why a layer stays with vLLM at every number of tokens.
+
+    Args:
+        dtype: of the weights.
+        gpu: card name.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+        mode: value of ``TAUT_KERNELS``.
+
+    Returns:
+        A reason, or None where ours runs in some regime.
+    """
+    reason = w8a8.why_not_supported(K) if dtype is torch.int8 else fp8.why_not_supported(K)
+    if reason is None and N % 16:
+        # CUTLASS, which the same weights must suit, pads or leaves such layers to others.
+        reason = f"output features must be a multiple of 16, got {N}"
+    if reason or mode == "require":
+        return reason
+    buckets = tiles_scaled_mm.buckets(table_op(dtype), gpu, N, K)
+    if any(bucket.wins for bucket in buckets):
+        return None
+    return tiles_scaled_mm.why_not_preferred(table_op(dtype), gpu, N, K)
+
+
+def why_partly(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: str) -> str | None:
+    """Say at which numbers of tokens CUTLASS runs in a layer of ours; None where it never does.
+
+    Args:
+        dtype: of the weights.
+        gpu: card name.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+        mode: value of ``TAUT_KERNELS``.
+    """
+    if mode == "require":
+        return None
+    return tiles_scaled_mm.why_not_preferred(table_op(dtype), gpu, N, K)

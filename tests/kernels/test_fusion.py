@@ -1,0 +1,44 @@
+"""The graph pass that puts a quantisation into the norm or activation in front of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("fuse_graph.py")
+
+
+@pytest.mark.parametrize(
+    ("check", "count"),
+    [
+        ("fuses_norms", 4),
+        ("fuses_a_static_scale", 1),
+        ("fuses_activations", 2),
+        ("keeps_the_callers_residual", 1),
+        ("leaves_a_norm_that_is_read_twice", 1),
+        ("leaves_a_partial_variance", 1),
+        ("leaves_an_asymmetric_quantisation", 1),
+    ],
+)
+def test_pass(check: str, count: int, run_python: Any) -> None:
+    process = run_python(str(SCRIPT), check)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.split() == [check, str(count)]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on CPU needs g++")
+def test_inductor_compiles_the_fused_graph(run_python: Any) -> None:
+    process = run_python(str(SCRIPT), "inductor_compiles_the_fused_graph")
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.split() == ["inductor_compiles_the_fused_graph", "1"]
+
+
+def test_vllm_finds_the_pass_by_name() -> None:
+    """vLLM resolves ``a.b`` as attribute ``b`` of ``__import__("a")``."""
+    from taut_kernels.vllm_plugin.fused_ops import PASS
+
+    module, _, name = PASS.rpartition(".")
+    assert callable(__import__(module).__dict__[name])

@@ -1,0 +1,67 @@
+"""The launcher that keeps what Triton compiled: when it asks Triton, and what it passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from taut_kernels import _launch
+
+
+class Compiled:
+    """Stands in for Triton's compiled kernel."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.calls.append((grid, arguments))
+
+
+class Jit:
+    """Stands in for a jit function."""
+
+    arg_names = ("x_ptr", "y_ptr", "M", "BLOCK", "FLAG")
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.calls: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **named: Any) -> Compiled:
+            self.asked.append((grid, arguments, named))
+            return Compiled(self.calls)
+
+        return launch
+
+
+def constants() -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"FLAG": True, "BLOCK": 64}, {"num_warps": 4}
+
+
+def test_asks_triton_once_a_key_and_then_passes_every_argument_in_order() -> None:
+    jit = Jit()
+    launch = _launch.Launcher(jit)
+    x, grid = torch.zeros(64), (1, 2, 3)
+    for M in (5, 6):
+        launch("a", grid, (x, None), (M,), constants)
+    named = {"FLAG": True, "BLOCK": 64, "num_warps": 4}
+    assert jit.asked == [(grid, (x, None, 5), named)]
+    assert jit.calls == [(grid, (x, None, 6, 64, True))]
+    launch("b", grid, (x, x), (5,), constants)
+    assert len(jit.asked) == 2
+
+
+def test_an_unaligned_pointer_goes_through_triton_every_time() -> None:
+    jit = Jit()
+    launch = _launch.Launcher(jit)
+    x = torch.zeros(64)
+    odd = x[1:]
+    assert odd.data_ptr() % 16
+    for _ in range(2):
+        launch("a", (1, 1, 1), (odd, x), (5,), constants)
+    assert len(jit.asked) == 2
+    launch("a", (1, 1, 1), (x, x), (5,), constants)
+    assert len(jit.asked) == 3
+    assert jit.calls == []

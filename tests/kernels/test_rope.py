@@ -1,0 +1,203 @@
+"""`taut::rope`: specification, interpreter, op contract, GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from taut_kernels import testing
+from taut_kernels.fused import rope as rp
+from taut_kernels.fused.rope import rope
+
+INTERPRET = Path(__file__).with_name("interpret_fused.py")
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def make(
+    T: int, Hq: int, Hk: int, D: int, R: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return positions [T], q, k and v beside each other [T, (Hq + 2 Hk) D], and the cache."""
+    generator = torch.Generator().manual_seed(T)
+    qkv = torch.randn(T, (Hq + 2 * Hk) * D, generator=generator).to(dtype)
+    angles = torch.rand(70, R // 2, generator=generator) * 6.28
+    cache = torch.cat((angles.cos(), angles.sin()), dim=1).to(dtype)
+    positions = torch.randint(0, 70, (T,), generator=generator)
+    return positions.to(device), qkv.to(device), cache.to(device)
+
+
+def split(qkv: torch.Tensor, Hq: int, Hk: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return qkv[:, : Hq * D], qkv[:, Hq * D : (Hq + Hk) * D]
+
+
+def gold(
+    x: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor, D: int, neox: bool
+) -> torch.Tensor:
+    """Turn each pair as a complex number, in fp64."""
+    R = cache.shape[1]
+    y = x.double().view(x.shape[0], -1, D).clone()
+    cos, sin = cache.double()[positions].chunk(2, dim=1)
+    turn = torch.complex(cos, sin)[:, None]
+    a, b = (slice(0, R // 2), slice(R // 2, R)) if neox else (slice(0, R, 2), slice(1, R, 2))
+    turned = torch.complex(y[..., a], y[..., b]) * turn
+    y[..., a], y[..., b] = turned.real, turned.imag
+    return y.view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("neox", [False, True])
+def test_reference_turns_pairs(dtype: torch.dtype, neox: bool) -> None:
+    positions, qkv, cache = make(7, 3, 1, 64, 32, dtype)
+    q, k = split(qkv, 3, 1, 64)
+    expected = [gold(x, positions, cache, 64, neox) for x in (q, k)]
+    untouched = qkv[:, 4 * 64 :].clone()
+    rp.rope_ref(positions, q.unflatten(1, (-1, 64)), k.unflatten(1, (-1, 64)), cache, neox)
+    for found, wanted in zip((q, k), expected, strict=True):
+        assert testing.max_error(found, wanted) <= torch.finfo(dtype).eps * wanted.abs().max()
+    assert torch.equal(qkv[:, 4 * 64 :], untouched)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
+    reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
+)
+def test_interpreted_kernel(run_python: Any) -> None:
+    process = run_python(str(INTERPRET), "rotations", env={"TRITON_INTERPRET": "1"})
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.split() == ["rotations", "16"]
+
+
+@pytest.mark.parametrize("with_k", [False, True])
+def test_op_contract(with_k: bool) -> None:
+    positions, qkv, cache = make(3, 4, 2, 32, 32, torch.bfloat16)
+    q, k = (x.unflatten(1, (-1, 32)).contiguous() for x in split(qkv, 4, 2, 32))
+    arguments = (positions, q, k if with_k else None, cache, True)
+    torch.library.opcheck(torch.ops.taut.rope.default, arguments)
+
+
+def test_compiles_without_graph_breaks_on_views_of_one_tensor() -> None:
+    _, _, cache = make(1, 4, 2, 32, 32, torch.bfloat16)
+
+    def layer(positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        q, k = split(qkv, 4, 2, 32)
+        rope(positions, q, k, cache, head_dim=32)
+        return qkv * 2
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for T in (3, 5, 9):
+        positions, qkv, _ = make(T, 4, 2, 32, 32, torch.bfloat16)
+        ours, theirs = qkv.clone(), qkv.clone()
+        assert torch.equal(compiled(positions, ours), layer(positions, theirs))
+        assert torch.equal(ours, theirs)
+        assert not torch.equal(ours, qkv)
+
+
+def test_takes_heads_flat_or_not() -> None:
+    positions, qkv, cache = make(3, 4, 2, 32, 16, torch.float16)
+    flat, folded = qkv.clone(), qkv.clone()
+    rope(positions, *split(flat, 4, 2, 32), cache, head_dim=32, neox=False)
+    q, k = (x.unflatten(1, (-1, 32)) for x in split(folded, 4, 2, 32))
+    rope(positions, q, k, cache, head_dim=32, neox=False)
+    assert torch.equal(flat, folded)
+    rope(torch.zeros(0, dtype=torch.int64), flat[:0, :128], None, cache, head_dim=32)
+
+
+HALF = torch.float16
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions must be \[T\] torch.int64"),
+    ({"positions": torch.zeros(3, 1, dtype=torch.int64)}, r"positions must be \[T\] torch.int64"),
+    ({"positions": torch.zeros(6, dtype=torch.int64)[::2]}, "positions must be contiguous"),
+    ({"positions": torch.zeros(4, dtype=torch.int64)}, r"q must have shape \[4, heads, 32\]"),
+    ({"positions": torch.zeros(3, dtype=torch.int64, device="meta")}, "positions must be on cpu"),
+    ({"q": torch.zeros(3, 128, dtype=torch.float64)}, "q must be bfloat16, float16 or float32"),
+    ({"q": torch.zeros(3, 100, dtype=HALF)}, "q must have shape"),
+    ({"q": torch.zeros(3, 4, 64, dtype=HALF)}, "q must have 32 columns a head, got 64"),
+    ({"q": torch.zeros(128, 3, dtype=HALF).t()}, "q must have its columns next to each other"),
+    ({"k": torch.zeros(3, 64)}, "k must be torch.float16, got torch.float32"),
+    ({"k": torch.zeros(3, 64, dtype=HALF, device="meta")}, "k must be on cpu"),
+    ({"cos_sin_cache": torch.zeros(9, 15, dtype=HALF)}, "cos_sin_cache must have shape"),
+    ({"cos_sin_cache": torch.zeros(9, 64, dtype=HALF)}, "more than head_dim 32"),
+    ({"cos_sin_cache": torch.zeros(9, 32, dtype=torch.bfloat16)}, "cos_sin_cache must be torch"),
+    ({"cos_sin_cache": torch.zeros(9, 64, dtype=HALF)[:, ::2]}, "cos_sin_cache must be contiguous"),
+    ({"cos_sin_cache": torch.zeros(9, 32, dtype=HALF, device="meta")}, "cos_sin_cache must be on"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
+    positions, qkv, cache = make(3, 4, 2, 32, 32, torch.float16)
+    q, k = split(qkv, 4, 2, 32)
+    arguments = {"positions": positions, "q": q, "k": k, "cos_sin_cache": cache, "head_dim": 32}
+    rope(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        rope(**arguments | change)  # type: ignore[arg-type]
+
+
+def test_rejects_a_tensor_that_wants_a_gradient() -> None:
+    positions, qkv, cache = make(3, 4, 2, 32, 32, torch.float32)
+    q = qkv[:, :128].clone().requires_grad_()
+    with pytest.raises(ValueError, match="rope is forward only"):
+        rope(positions, q, None, cache, head_dim=32)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize("wide_cache", [False, True])
+@pytest.mark.parametrize(
+    ("T", "Hq", "Hk", "D", "R"),
+    [(1, 32, 8, 128, 128), (333, 28, 4, 128, 128), (70, 9, 3, 64, 64), (17, 16, 16, 96, 40)],
+)
+def test_gpu_kernel_matches_reference(
+    T: int, Hq: int, Hk: int, D: int, R: int, wide_cache: bool, neox: bool, dtype: torch.dtype
+) -> None:
+    positions, qkv, cache = make(T, Hq, Hk, D, R, dtype, "cuda")
+    if wide_cache:
+        cache = cache.float()
+    expected = qkv.clone()
+    q, k = (x.unflatten(1, (-1, D)) for x in split(expected, Hq, Hk, D))
+    exact = [gold(x, positions, cache, D, neox) for x in split(qkv, Hq, Hk, D)]
+    rp.rope_ref(positions, q, k, cache, neox)
+    rope(positions, *split(qkv, Hq, Hk, D), cache, head_dim=D, neox=neox)
+    pairs = zip(split(qkv, Hq, Hk, D), split(expected, Hq, Hk, D), exact, strict=True)
+    for found, reference, wanted in pairs:
+        testing.assert_within_budget(found, wanted, reference)
+    assert torch.equal(qkv[:, (Hq + Hk) * D :], expected[:, (Hq + Hk) * D :])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("neox", [False, True])
+def test_gpu_values_are_vllms(neox: bool) -> None:
+    ops = pytest.importorskip(
+        "vllm._custom_ops", reason="vLLM is not installed", exc_type=ImportError
+    )
+    positions, qkv, cache = make(333, 32, 8, 128, 128, torch.bfloat16, "cuda")
+    theirs = qkv.clone()
+    ops.rotary_embedding(positions, *split(theirs, 32, 8, 128), 128, cache, neox)
+    rope(positions, *split(qkv, 32, 8, 128), cache, head_dim=128, neox=neox)
+    # A fused multiply-add there, two roundings of fp32 here: a rounding to bf16 may differ.
+    assert (qkv != theirs).float().mean() < 0.001
+    assert torch.allclose(qkv.float(), theirs.float(), rtol=2**-6, atol=2**-7)
+
+
+@gpu
+@needs_gpu
+def test_gpu_graph_replays_on_new_data() -> None:
+    positions, qkv, cache = make(64, 32, 8, 128, 128, torch.bfloat16, "cuda")
+    rope(positions, *split(qkv, 32, 8, 128), cache, head_dim=128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rope(positions, *split(qkv, 32, 8, 128), cache, head_dim=128)
+    fresh = torch.randn_like(qkv)
+    qkv.copy_(fresh)
+    positions.copy_(torch.randint(0, 70, (64,), device="cuda"))
+    graph.replay()
+    rope(positions, *split(fresh, 32, 8, 128), cache, head_dim=128)
+    assert torch.equal(qkv, fresh)

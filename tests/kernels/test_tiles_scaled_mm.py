@@ -1,0 +1,124 @@
+"""The tables of the 8-bit products: what they accept, and which tile a call gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from taut_kernels import tiles_scaled_mm
+from taut_kernels.bench.scaled_mm_candidates import BUCKETS, SHARED_BYTES, candidates, ring_bytes
+from taut_kernels.bench.scaled_mm_layer import SHAPES
+from taut_kernels.gemm._scaled_mm_launch import make_arrivals
+from taut_kernels.tiles_scaled_mm import ScaledMmTile, parse, rule
+
+TILE = {"kernel": "ring", "block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4}
+TILE |= {"num_stages": 4}
+
+
+def _row(**change: Any) -> dict[str, Any]:
+    row = {"op": "fp8_gemm", "N": 64, "K": 128, "max_m": None, "tile": TILE, "M": [1]}
+    return row | {"us": [2.0], "vllm_us": [3.0], "rival_us": [1.0]} | change
+
+
+def _text(*rows: dict[str, Any]) -> str:
+    return json.dumps({"gpu": "card", "source": "somewhere", "rows": rows})
+
+
+def test_a_call_gets_the_first_bucket_that_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = TILE | {"block_m": 64}
+    table = parse(
+        _text(
+            _row(max_m=16),
+            _row(max_m=32, tile=wide, us=[4.0]),
+            _row(max_m=64, tile=wide, us=[4.0]),
+            _row(tile=wide),
+        ),
+        "here",
+    )
+    monkeypatch.setattr(tiles_scaled_mm, "tables", lambda: {"card": table})
+    tiles_scaled_mm.buckets.cache_clear()
+    found = [
+        tiles_scaled_mm.lookup("fp8_gemm", "card", 64, 128, M) for M in (1, 16, 17, 33, 64, 65)
+    ]
+    tiles_scaled_mm.buckets.cache_clear()
+    assert [bucket.max_m for bucket in found] == [16, 16, 32, 64, 64, None]
+    assert [bucket.wins for bucket in found] == [True, True, False, False, False, True]
+    ask = tiles_scaled_mm.why_not_preferred
+    assert ask("fp8_gemm", "card", 64, 128) == "slower than vLLM's at 17–64 tokens"
+    assert ask("fp8_gemm", "card", 64, 256) == "64×256 not measured on card"
+    assert ask("fp8_gemm", "other", 64, 128) == "not measured on other"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([_row(extra=1)], "a row needs exactly"),
+        ([_row(op="w4a16")], "a row needs exactly"),
+        ([_row(us=[1.0, 2.0])], "of one length"),
+        ([_row(max_m=16)], "only the last bucket has max_m null"),
+        ([_row(), _row()], "only the last bucket has max_m null"),
+        ([_row(max_m=64), _row(max_m=16), _row()], "max_m must rise"),
+        ([_row(tile=TILE | {"split_k": 2})], "split_k needs block_m ≥ max_m"),
+        ([_row(max_m=17, tile=TILE | {"split_k": 2}), _row()], "split_k needs block_m ≥ max_m"),
+        ([_row(tile=TILE | {"kernel": "tma"}, N=60)], "kernel tma needs N % 8 == 0"),
+        ([_row(op="fp8_block", tile=TILE | {"block_k": 64})], "fp8_block needs kernel ring"),
+        ([_row(tile=TILE | {"block_m": 24})], "block_m must be a power of two"),
+        ([_row(tile=TILE | {"num_warps": 2})], "num_warps must be 4, 8 or 16"),
+        ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be ring or tma"),
+        ([_row(tile=TILE | {"num_stages": 0})], "num_stages must lie in 1..16"),
+        ([_row(tile=TILE | {"kernel": "tma", "split_k": 2})], "split_k must be 1 with kernel tma"),
+        ([_row(tile=TILE | {"prefetch": 3})], "prefetch must be 0 or a power of two"),
+        ([_row(tile=TILE | {"prefetch": 2})], "prefetch needs early"),
+        ([_row(tile=TILE | {"early": True, "prefetch": 2, "block_k": 64})], "prefetch needs early"),
+        ([_row(tile=TILE | {"early": True, "kernel": "tma"})], "early needs kernel ring"),
+    ],
+)
+def test_a_bad_table_is_refused(rows: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(_text(*rows), "here")
+
+
+def test_unknown_keys_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"here: expected exactly gpu, source and rows"):
+        parse(json.dumps({"gpu": "card", "rows": []}), "here")
+
+
+@pytest.mark.parametrize("op", tiles_scaled_mm.OPS)
+@pytest.mark.parametrize("M", [1, 16, 17, 64, 65, 128, 129, 5000])
+@pytest.mark.parametrize(("N", "K"), [(16, 16), (4096, 4096), (4096, 14336), (128256, 4096)])
+def test_the_rule_holds_every_shape(op: str, M: int, N: int, K: int) -> None:
+    tile = rule(op, N, K, M)
+    assert tile.split_k == 1 or tile.block_m >= M
+    assert ring_bytes(tile) <= 163 * 1024, "an sm_80 card runs it"
+    assert op != "fp8_block" or tile.block_k == 128
+    rows = -(-N // tile.block_n)
+    assert tile.split_k == 1 or make_arrivals(N, _cpu()).numel() >= rows
+
+
+def _cpu() -> Any:
+    import torch
+
+    return torch.device("cpu")
+
+
+def test_committed_tables_are_for_shapes_of_the_bench() -> None:
+    for table in tiles_scaled_mm.tables().values():
+        assert {(N, K) for _, N, K in table.buckets} <= set(SHAPES.values())
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_candidates_fit_the_card_and_the_tables(shape: str) -> None:
+    N, K = SHAPES[shape]
+    for max_m, Ms in BUCKETS:
+        found = list(candidates(N, K, Ms[-1]))
+        assert found
+        for tile in found:
+            row = _row(N=N, K=K, tile=dataclasses.asdict(tile), max_m=max_m)
+            last = () if max_m is None else (_row(N=N, K=K),)
+            parse(_text(row, *last), shape)
+            assert tile.kernel == "tma" or ring_bytes(tile) <= SHARED_BYTES
+            assert K % (tile.block_k * tile.split_k) == 0
+            assert isinstance(tile, ScaledMmTile)

@@ -1,0 +1,239 @@
+"""The regimes of `taut::w4a16_gemm` beyond 16 tokens: tiles, launchers, variants, GPU.
+
+The jit kernels are inline assembly, which the Triton interpreter cannot run: they are compiled
+ahead of time (test_aot.py) and run on a GPU (marker `gpu`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from taut_kernels import _launch, formats_mma, testing, tiles_wgmma
+from taut_kernels.gemm import w4a16_dense as dense
+from taut_kernels.gemm import w4a16_wgmma as wgmma
+from taut_kernels.gemm import w4a16_wgmma_variants
+from taut_kernels.gemm._w4a16_wgmma_jit import w4a16_wgmma_kernel
+from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DTYPES = (torch.float16, torch.bfloat16)
+TILES = {
+    "plain": WgmmaTile(32, 1, 4, 1, 1, 3, reordered=False, early_wait=False),
+    "early": WgmmaTile(64, 1, 8, 2, 1, 3, reordered=True, early_wait=True),
+    "reps": WgmmaTile(128, 2, 4, 1, 1, 4, reordered=True, early_wait=True),
+    "split": WgmmaTile(64, 2, 4, 2, 3, 3, reordered=False, early_wait=True),
+    "ahead": WgmmaTile(32, 2, 4, 2, 2, 3, reordered=False, early_wait=False, ahead=2),
+    "one_ahead": WgmmaTile(16, 1, 8, 1, 1, 3, reordered=False, early_wait=True, ahead=1),
+    "wide": WgmmaTile(256, 1, 8, 1, 2, 3, reordered=True, early_wait=True),
+}
+
+
+def make_case(
+    M: int, N: int, K: int, G: int, dtype: torch.dtype, asymmetric: bool, device: str = "cpu"
+) -> testing.W4A16Case:
+    return testing.make_w4a16_case(
+        M, N, K, G, dtype=dtype, asymmetric=asymmetric, with_bias=asymmetric, device=device
+    )
+
+
+def row(**change: Any) -> dict[str, Any]:
+    tile = {
+        "block_m": 64,
+        "row_reps": 1,
+        "num_warps": 4,
+        "chunks_per_step": 2,
+        "split_k": 4,
+        "num_stages": 3,
+        "reordered": True,
+        "early_wait": False,
+    }
+    return {"N": 64, "K": 128, "max_m": 64, "tile": tile, "us": 1.5} | change
+
+
+def table(*rows: dict[str, Any]) -> str:
+    return json.dumps({"gpu": "card", "source": "test", "rows": list(rows)})
+
+
+def test_table_maps_shapes_and_buckets_to_tiles_or_the_dense_product() -> None:
+    parsed = tiles_wgmma.parse(
+        table(row(), row(max_m=None, tile="dense"), row(max_m=16, tile="decode")), "t.json"
+    )
+    assert parsed.gpu == "card"
+    assert parsed.choices[64, 128, BUCKETS.index(64)] == WgmmaTile(
+        64, 1, 4, 2, 4, 3, reordered=True, early_wait=False
+    )
+    assert parsed.choices[64, 128, len(BUCKETS)] == "dense"
+    assert parsed.choices[64, 128, 0] == "decode"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (table(row(), row()), "is there twice"),
+        (table(row(max_m=48)), "max_m one of"),
+        (table(row(tile="decode")), "'decode' is no regime for max_m=64"),
+        (table(row(tile=None)), "None is no regime"),
+        (table({"N": 1}), "a row needs exactly"),
+        (json.dumps({"rows": []}), "expected exactly gpu, source and rows"),
+        (table(row(tile=row()["tile"] | {"num_warps": 2})), "num_warps must be one of"),
+    ],
+)
+def test_table_refuses_what_it_does_not_know(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiles_wgmma.parse(text, "t.json")
+
+
+def test_bucket_of_every_number_of_tokens() -> None:
+    found = [tiles_wgmma.bucket_of(M) for M in (9, 16, 17, 32, 33, 256, 257, 1024, 1025, 10**6)]
+    assert found == [0, 0, 1, 1, 2, 4, 5, 5, 6, 6]
+
+
+@pytest.mark.parametrize(("N", "K"), [(28672, 4096), (576, 576), (64, 128), (192, 1536)])
+def test_rule_fits_every_shape(N: int, K: int) -> None:
+    for bucket in range(len(BUCKETS) + 1):
+        tile = tiles_wgmma.lookup("no such card", N, K, bucket)
+        assert (tile == "decode") == (bucket == 0)
+        assert (tile == "dense") == (bucket == len(BUCKETS))
+        if isinstance(tile, WgmmaTile) and tile.split_k > 1:
+            tiles = -(-N // tile.rows) * -(-BUCKETS[bucket] // tile.block_m)
+            assert tiles <= N // 16, "arrivals counts N/16 meeting places"
+
+
+class Recorder:
+    """Stands in for a jit kernel: remembers how it was launched."""
+
+    arg_names = w4a16_wgmma_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.grid, self.arguments, self.constants = grid, arguments, constants
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("tile", "N", "K", "M", "grid"),
+    [
+        ("plain", 80, 576, 33, (2, 1, 2)),
+        ("early", 80, 640, 64, (1, 1, 1)),
+        ("split", 272, 576, 17, (3, 3, 1)),
+        ("wide", 1024, 512, 257, (8, 2, 2)),
+    ],
+)
+def test_launch_covers_the_result_and_names_every_argument(
+    tile: str,
+    N: int,
+    K: int,
+    M: int,
+    grid: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder, seen = Recorder(), []
+    monkeypatch.setattr(wgmma, "_PRODUCT", _launch.Launcher(recorder))
+    monkeypatch.setattr(wgmma, "reorder", lambda x: seen.append(x) or x)
+    cut = TILES[tile]
+    y = wgmma.launch(cut, *make_case(M, N, K, 64, torch.bfloat16, True).operands())
+    assert y.shape == (M, N)
+    assert recorder.grid == grid
+    assert bool(seen) is cut.reordered
+    named = dict(zip(recorder.arg_names, recorder.arguments, strict=False))
+    assert set(named) | set(recorder.constants) == set(recorder.arg_names) | {"num_warps"}
+    assert recorder.constants["CHUNKS_PER_STEP"] == (1 if K == 576 else cut.chunks_per_step)
+    assert recorder.constants["EARLY_WAIT"] is False, "a CPU has no wgmma to wait for"
+    if cut.split_k == 1:
+        assert named["partial_ptr"] is None
+        assert named["arrivals_ptr"] is None
+    else:
+        cells = grid[0] * grid[1] * grid[2] * cut.rows * cut.block_m
+        assert named["partial_ptr"].numel() == cells
+        assert named["arrivals_ptr"].numel() >= grid[0] * grid[2]
+
+
+def test_launch_refuses_more_meeting_places_than_the_layer_has() -> None:
+    operands = make_case(129, 16, 128, 64, torch.bfloat16, False).operands()
+    with pytest.raises(ValueError, match=r"split_k: 3 tiles meet, arrivals counts 1"):
+        wgmma.launch(TILES["split"], *operands)
+
+
+def test_dense_slices_cover_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(3, 96, 128, 32, torch.float16, True)
+    x, qweight, scales, zeros, bias, _, group = case.operands()
+    rounded = formats_mma.unpack_weight(qweight).to(torch.float16)
+
+    def fake(_q: Any, _s: Any, _z: Any, _g: int, first: int, tiles: int) -> torch.Tensor:
+        return rounded[16 * first : 16 * (first + tiles)]
+
+    monkeypatch.setattr(dense, "dequantize", fake)
+    whole = dense.launch(x, qweight, scales, zeros, bias, group)
+    monkeypatch.setattr(dense, "SLICE_BYTES", 40 * 128 * 2)
+    assert torch.equal(dense.launch(x, qweight, scales, zeros, bias, group), whole)
+    assert torch.equal(whole, torch.nn.functional.linear(x, rounded, bias))
+
+
+def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
+    variants = list(w4a16_wgmma_variants.kernel_variants())
+    assert len(variants) == len({(v.label, v.tile, v.targets) for v in variants})
+    tables = tiles_wgmma.tables().values()
+    measured = {t for table in tables for t in table.choices.values() if isinstance(t, WgmmaTile)}
+    assert measured <= {v.tile for v in variants}
+    labels = " ".join(v.label for v in variants)
+    for word in ("bf16", "fp16", " asym", " sym", "group=32", "group=64", "group=128", "channel"):
+        assert word in labels
+
+
+def check(case: testing.W4A16Case, tile: WgmmaTile) -> torch.Tensor:
+    operands = case.operands()
+    with testing.nan_poison():
+        actual = wgmma.launch(tile, *operands)
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+    for _ in range(5):
+        assert torch.equal(wgmma.launch(tile, *operands), actual), "bits differ between runs"
+    assert not operands[5].any(), "arrivals must be 0 again"
+    return actual
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(("K", "G"), [(1088, 32), (576, 64), (1152, 128), (704, -1), (1024, 128)])
+def test_gpu_every_cut_and_format(
+    tile: str, K: int, G: int, asymmetric: bool, dtype: torch.dtype
+) -> None:
+    for M, N in ((17, 80), (64, 272), (100, 1040)):
+        check(make_case(M, N, K, G, dtype, asymmetric, "cuda"), TILES[tile])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(("N", "K", "G"), [(80, 1088, 32), (272, 576, 64), (4096, 704, -1)])
+def test_gpu_dequantize_rounds_once(
+    N: int, K: int, G: int, asymmetric: bool, dtype: torch.dtype
+) -> None:
+    case = make_case(1, N, K, G, dtype, asymmetric, "cuda")
+    _, qweight, scales, zeros, _, _, group = case.operands()
+    values = case.values.float().view(N, -1, group)
+    if case.zeros is not None:
+        values = values - case.zeros.float().unsqueeze(-1)
+    expected = (values * case.weight_scale.float().unsqueeze(-1)).view(N, K).to(dtype)
+    with testing.nan_poison():
+        assert torch.equal(dense.dequantize(qweight, scales, zeros, group, 0, N // 16), expected)
+        part = dense.dequantize(qweight, scales, zeros, group, 2, 3)
+    assert torch.equal(part, expected[32:80])
+
+
+@gpu
+@needs_gpu
+def test_gpu_reorder_is_the_order_of_the_fragments() -> None:
+    x = torch.randn(3, 1024, device="cuda").to(torch.bfloat16)
+    # Axes h, t, i, j, b become h, i, j, t, b.
+    expected = x.view(3, -1, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(3, 1024)
+    assert torch.equal(wgmma.reorder(x), expected)

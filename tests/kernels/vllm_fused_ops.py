@@ -1,0 +1,66 @@
+"""Run by test_fused_ops_plugin.py: what the plugin changes in an installed vLLM, as JSON."""
+
+import json
+import sys
+
+
+def main() -> None:
+    import torch
+    from vllm import ir
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from taut_kernels.fused import rms_norm
+    from taut_kernels.vllm_plugin import custom_ops, ir_ops, register
+
+    register()
+    register()
+    answer = {"providers": sorted(ir.ops.rms_norm.impls), "replaced": sorted(op_registry_oot)}
+    implementation = ir.ops.fused_add_rms_norm.impls["taut"]
+    answer["inplace"], answer["supported"] = implementation.inplace, implementation.supported
+    x, residual = torch.randn(2, 3, 64).unbind()
+    weight = torch.rand(64) + 0.5
+    takes = ir.ops.rms_norm.impls["taut"].supports_args
+    answer["takes"] = {
+        "rows": takes(x, weight, 1e-5),
+        "variance": takes(x, weight, 1e-5, 32),
+        "fp64": takes(x.double(), weight, 1e-5),
+        "heads": takes(torch.zeros(4, 2, 128)[..., :64], weight, 1e-5),
+        "columns": takes(torch.zeros(64, 3).t(), weight, 1e-5),
+    }
+    # The provider is vLLM's own definition: the same values within fp32 rounding.
+    y = ir.ops.rms_norm.impls["taut"].impl_fn(x, weight, 1e-5)
+    answer["norm_error"] = (
+        (y - ir.ops.rms_norm.impls["native"].impl_fn(x, weight, 1e-5)).abs().max()
+    )
+    expected = ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, 1e-5)
+    found = implementation.impl_fn(x, residual.clone(), weight, 1e-5)
+    pairs = zip(found, expected, strict=True)
+    answer["add_norm_error"] = max((a - b).abs().max() for a, b in pairs)
+    assert y.shape == rms_norm.rms_norm(x, weight, epsilon=1e-5).shape
+    custom_ops.install()
+    custom_ops.install()
+    answer["replaced_by_force"] = sorted(op_registry_oot)
+    with set_current_vllm_config(VllmConfig()):
+        activation = SiluAndMul()
+        answer["class"] = type(activation).__name__
+        gates = torch.randn(3, 128)
+        native = SiluAndMul.forward_native(gates)
+        answer["silu_error"] = (activation.forward_cuda(gates) - native).abs().max()
+        answer["enabled"] = type(activation).enabled()
+        rotary = op_registry_oot["RotaryEmbedding"](64, 64, 32, 10000.0, True, torch.float32)
+        positions = torch.arange(3)
+        q, k = torch.randn(3, 256), torch.randn(3, 128)
+        native_q, native_k = rotary.forward_native(positions, q.clone(), k.clone())
+        q, k = rotary.forward_cuda(positions, q, k)
+        answer["rope_error"] = max((q - native_q).abs().max(), (k - native_k).abs().max())
+        module = torch.nn.ModuleList([activation, rotary])
+        answer["live"] = custom_ops.live_ops(module)
+    answer["live_providers"] = ir_ops.live_providers()
+    text = json.dumps(answer, default=lambda value: value.item())
+    sys.stdout.write(f"\nANSWER {text}\n")
+
+
+if __name__ == "__main__":
+    main()
