@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from taut_kernels.bench import report, timing, tune_w4a16_decode, tune_w4a16_wgmma, w4a16
+from taut_kernels.bench import engine, report, timing, tune_w4a16_decode, tune_w4a16_wgmma, w4a16
 from taut_kernels.bench.w4a16_layer import Layer
 from taut_kernels.tiles_decode import DecodeTile
 
@@ -16,7 +18,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("module", [w4a16, tune_w4a16_decode, tune_w4a16_wgmma])
+@pytest.mark.parametrize("module", [engine, w4a16, tune_w4a16_decode, tune_w4a16_wgmma])
 def test_without_a_gpu_the_command_says_so(
     module: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,3 +99,33 @@ def test_wgmma_table_takes_the_fastest_choice_and_candidates_fit() -> None:
         (64, False, 9.0),
         (None, True, 8.0),
     ]
+
+
+def test_engine_checkpoint_is_what_vllm_and_our_layout_expect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "vocab_size": 64,
+        "num_key_value_heads": 1,
+    }
+    monkeypatch.setattr(engine, "_LLAMA_3_8B", engine._LLAMA_3_8B | small)
+    engine.write_checkpoint(tmp_path / "c", layers=2)
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 2
+    assert config["quantization_config"]["format"] == "pack-quantized"
+    name = "model.layers.1.mlp.down_proj"
+    with safe_open(tmp_path / "c" / index["weight_map"][f"{name}.weight_packed"], "pt") as shard:
+        assert shard.get_tensor(f"{name}.weight_packed").shape == (128, 256 // 8)
+        assert shard.get_tensor(f"{name}.weight_scale").shape == (128, 256 // 128)
+        assert shard.get_tensor(f"{name}.weight_shape").tolist() == [128, 256]
+    assert set(index["weight_map"].values()) == {p.name for p in (tmp_path / "c").glob("*.safetensors")}
+
+
+def test_engine_report_has_the_ratio_to_stock(tmp_path: Path) -> None:
+    rows = [engine.Row("off", 16, 100.0, 2.0), engine.Row("prefer", 16, 150.0, 1.5)]
+    engine._write(rows, "GPU card", tmp_path)
+    assert "| prefer | 16 | 150 | 1.50 | 1.50 |" in (tmp_path / "engine.md").read_text()
+    assert "prefer,16,150.0,1.5" in (tmp_path / "engine.csv").read_text()

@@ -32,7 +32,7 @@ class Row:
         M: tokens.
         kernel: whose.
         timing: of one call.
-        weight_bytes: int4 weights and scales of the layer.
+        weight_bytes: quantised weights and scales of the layer.
         ceiling: copy rate of the card, bytes read and written a second.
     """
 
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Bytes of int4 weights and scales a second; a dense rival moves more to do the same."""
+        """Bytes of quantised weights and scales a second; a dense rival moves more for the same."""
         return self.weight_bytes / (self.timing.median * 1e-6)
 
     def line(self) -> str:
@@ -112,7 +112,7 @@ def _markdown(rows: Sequence[Row], notes: Sequence[str], ceiling: float) -> str:
         f"Measured with {facts}; copy ceiling {ceiling / 1e12:.2f} TB/s.",
         "",
         "µs per call, median [p20, p80]; ratio = best rival ÷ ours (> 1: ours is faster); share = "
-        "bytes of int4 weights and scales over the copy ceiling, for our best.",
+        "bytes of quantised weights and scales over the copy ceiling, for our best.",
         "",
         "| shape N×K | M | " + " | ".join(kernels) + " | ratio | share |",
         "|" + "---|" * (len(kernels) + 4),
