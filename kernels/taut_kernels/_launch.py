@@ -57,6 +57,7 @@ def is_hopper(device: torch.device) -> bool:
 Constants = dict[str, Any]
 """Constant arguments and compiler options of a kernel, by name."""
 _NEEDED_ALIGNMENT = 16
+_INT32 = 2**31
 
 
 class Launcher:
@@ -64,10 +65,11 @@ class Launcher:
 
     That look-up (types, alignments and constants of every argument, a string key, a check of
     globals) is most of what a launch costs the host: README, "Measured facts". A compiled kernel is
-    found by a key of the caller's instead.
+    found by a key of the caller's instead. Thread-safe as far as a dict is: two threads may compile
+    one form twice.
 
     Args:
-        kernel: a `triton.jit` function whose constant arguments come last.
+        kernel: a `triton.jit` function: pointers first, then numbers, then constants.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -79,43 +81,56 @@ class Launcher:
         key: Hashable,
         grid: tuple[int, int, int],
         pointers: tuple[torch.Tensor | None, ...],
-        integers: tuple[int, ...],
+        numbers: tuple[float, ...],
         constants: Callable[[], tuple[Constants, Constants]],
+        strides: tuple[int, ...] = (),
     ) -> None:
-        """Launch on the current device and stream.
+        """Launch on the first pointer's device and its current stream.
 
         Args:
-            key: equal for two calls only if their constants, options, dtypes, absent pointers,
-                device and the integers that Triton specialises on are equal.
+            key: equal for two calls only if their constants, options, dtypes and absent pointers
+                are equal, and those of ``numbers`` that Triton specialises on and ``strides`` does
+                not name.
             grid: programs along each axis.
             pointers: the first arguments.
-            integers: the arguments between pointers and constants.
+            numbers: the arguments between pointers and constants.
             constants: called where the key is new; returns constant arguments and options.
+            strides: numbers the key does not determine: what is compiled is kept for multiples of
+                16 below 2**31 only.
         """
-        address = 0
+        first = pointers[0]
+        assert first is not None
+        device = first.device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(key, grid, pointers, numbers, constants, strides)
+            return
+        bits = 0
         for pointer in pointers:
             if pointer is not None:
-                address |= pointer.data_ptr()
-        if address % _NEEDED_ALIGNMENT:
-            self._launch_through_triton(grid, pointers, integers, constants)
+                bits |= pointer.data_ptr()
+        for stride in strides:
+            bits |= stride | (stride >= _INT32)
+        if bits % _NEEDED_ALIGNMENT:
+            self._launch_through_triton(grid, pointers, numbers, constants)
             return
-        found = self._compiled.get(key)
+        found = self._compiled.get((device.index, key))
         if found is None:
-            found = self._launch_through_triton(grid, pointers, integers, constants)
+            found = self._launch_through_triton(grid, pointers, numbers, constants)
             if found[0] is not None:  # Triton's interpreter compiles nothing
-                self._compiled[key] = found
+                self._compiled[device.index, key] = found
             return
         compiled, values = found
-        compiled[grid](*pointers, *integers, *values)
+        compiled[grid](*pointers, *numbers, *values)
 
     def _launch_through_triton(
         self,
         grid: tuple[int, int, int],
         pointers: tuple[torch.Tensor | None, ...],
-        integers: tuple[int, ...],
+        numbers: tuple[float, ...],
         constants: Callable[[], tuple[Constants, Constants]],
     ) -> tuple[Any, tuple[Any, ...]]:
         named, options = constants()
-        compiled = self.kernel[grid](*pointers, *integers, **named, **options)
-        names = self.kernel.arg_names[len(pointers) + len(integers) :]
+        compiled = self.kernel[grid](*pointers, *numbers, **named, **options)
+        names = self.kernel.arg_names[len(pointers) + len(numbers) :]
         return compiled, tuple(named[name] for name in names)

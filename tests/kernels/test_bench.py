@@ -121,7 +121,9 @@ def test_engine_checkpoint_is_what_vllm_and_our_layout_expect(
         assert shard.get_tensor(f"{name}.weight_packed").shape == (128, 256 // 8)
         assert shard.get_tensor(f"{name}.weight_scale").shape == (128, 256 // 128)
         assert shard.get_tensor(f"{name}.weight_shape").tolist() == [128, 256]
-    assert set(index["weight_map"].values()) == {p.name for p in (tmp_path / "c").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == {
+        p.name for p in (tmp_path / "c").glob("*.safetensors")
+    }
 
 
 def test_engine_report_has_the_ratio_to_stock(tmp_path: Path) -> None:

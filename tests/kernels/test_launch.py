@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from taut_kernels import _launch
@@ -51,6 +52,45 @@ def test_asks_triton_once_a_key_and_then_passes_every_argument_in_order() -> Non
     assert jit.calls == [(grid, (x, None, 6, 64, True))]
     launch("b", grid, (x, x), (5,), constants)
     assert len(jit.asked) == 2
+
+
+@pytest.mark.parametrize("stride", [24, 2**31])
+def test_a_stride_of_another_kind_goes_through_triton(stride: int) -> None:
+    jit = Jit()
+    launch = _launch.Launcher(jit)
+    x = torch.zeros(64)
+    for some in (64, stride, 64, stride):
+        launch("a", (1, 1, 1), (x, x), (5,), constants, (some,))
+    assert len(jit.asked) == 3
+    assert len(jit.calls) == 1
+
+
+def test_a_tensor_of_another_device_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            entered.append(device.index)
+
+        def __enter__(self) -> None:
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+        def __exit__(self, *_: Any) -> None:
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    class Tensor:
+        device = torch.device("cuda", 1)
+
+        def data_ptr(self) -> int:
+            return 4096
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    jit = Jit()
+    pointers: Any = (Tensor(), None)
+    _launch.Launcher(jit)("a", (1, 1, 1), pointers, (5,), constants)
+    assert entered == [1]
+    assert len(jit.asked) == 1
 
 
 def test_an_unaligned_pointer_goes_through_triton_every_time() -> None:

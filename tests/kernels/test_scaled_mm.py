@@ -273,6 +273,15 @@ def test_weights_at_an_odd_address_are_refused() -> None:
         launch(FORMS[0], case.x, odd, *case.operands()[2:])
 
 
+def test_fp8_refuses_a_card_without_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    why = fp8._why_not_on.__wrapped__
+    assert "compute capability 8.9 or later, cuda:0 has (8, 0)" in str(why(torch.device("cuda:0")))
+    assert why(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert why(torch.device("cuda:0")) is None
+
+
 def test_error_budget_rejects_a_wrong_product() -> None:
     case = make_scaled_mm_case("fp8_gemm", 8, 40, 64)
     gold, reference = case.gold(), case.reference()

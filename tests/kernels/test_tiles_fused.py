@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from taut_kernels import tiles_fused
-from taut_kernels.fused._launcher import launch_options
+from taut_kernels.fused._tile_options import launch_options
 from taut_kernels.tiles_fused import FusedTile
 
 SMALL = {"rows": 1, "block": 1024, "num_warps": 4, "pdl": False}

@@ -113,8 +113,11 @@ def test_committed_tables_are_for_shapes_of_the_bench() -> None:
 def test_candidates_fit_the_card_and_the_tables(shape: str) -> None:
     N, K = SHAPES[shape]
     for max_m, Ms in BUCKETS:
-        found = list(candidates(N, K, Ms[-1]))
-        assert found
+        found = list(candidates(N, K, Ms[-1], early=True))
+        late = list(candidates(N, K, Ms[-1]))
+        assert late
+        assert not any(tile.early for tile in late)
+        assert set(late) <= set(found)
         for tile in found:
             row = _row(N=N, K=K, tile=dataclasses.asdict(tile), max_m=max_m)
             last = () if max_m is None else (_row(N=N, K=K),)

@@ -131,7 +131,7 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
     for layer in manifest.layers:
         n, k = shapes[str(layer["name"])]
         if manifest.scheme != "W4A16":
-            reason = f"no taut kernel for {manifest.scheme} yet"
+            reason = _other_scheme(manifest.scheme, device)
         else:
             group = layer["group_size"] or -1
             reason = (
@@ -142,6 +142,13 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
         kernel = "vLLM's own" if reason else _OUR_KERNEL[device]
         choices[n, k, kernel, reason] += 1
     return choices
+
+
+def _other_scheme(scheme: str, device: str) -> str:
+    """Why the answer for a scheme other than W4A16 is vLLM's kernel, or not known here."""
+    if device == "cuda" and scheme == "W8A8":
+        return "decided for each fused layer and number of tokens at loading: the worker's record"
+    return f"no taut kernel for {scheme} on {device} yet"
 
 
 def _layer_shapes(checkpoint: Path) -> dict[str, tuple[int, int]]:

@@ -35,7 +35,7 @@ def _resident(tile: ScaledMmTile) -> int:
     return min(SHARED_BYTES // (ring_bytes(tile) + _RESERVED_BYTES), _MOST_PROGRAMS)
 
 
-def _few_tokens(N: int, K: int, block_m: int) -> Iterator[ScaledMmTile]:
+def _few_tokens(N: int, K: int, block_m: int, early: bool) -> Iterator[ScaledMmTile]:
     """Tiles whose programs are all resident at once, with enough weight bytes in flight."""
     for block_n, block_k, stages, split in itertools.product(
         (64, 128, 256), (128, 256, 512), (3, 4, 6, 8, 12), (1, 2, 4)
@@ -55,7 +55,7 @@ def _few_tokens(N: int, K: int, block_m: int) -> Iterator[ScaledMmTile]:
             if programs / MULTIPROCESSORS * each < _LEAST_IN_FLIGHT:
                 continue
             yield tile
-            if resident <= 2:
+            if early and resident <= 2:
                 # As many programs of the next call find room as leave: they may start early.
                 yield from early_starts(tile)
 
@@ -115,19 +115,21 @@ def _many_tokens() -> Iterator[ScaledMmTile]:
         yield ScaledMmTile("ring", 128, block_n, 128, warps, 3)
 
 
-def candidates(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
+def candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTile]:
     """Yield the tiles worth compiling.
 
     Args:
         N: output features.
         K: input features.
         M: most tokens of the bucket.
+        early: with tiles that start before the kernel in front has ended; they lose behind one that
+            does not let them (kernels/README.md).
 
     Yields:
         Tiles, all with every K divided evenly.
     """
     if M <= 64:
-        yield from _few_tokens(N, K, max(16, M))
+        yield from _few_tokens(N, K, max(16, M), early)
     if 64 <= M <= 256:
         yield from _middling_tokens(N, K, M)
     if M > 256:

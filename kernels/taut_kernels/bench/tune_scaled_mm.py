@@ -176,6 +176,7 @@ class Tuning:
         top: rows printed for each bucket.
         shapes: names in :data:`SHAPES`.
         buckets: as :data:`BUCKETS`.
+        early: try early starts, too.
     """
 
     def __init__(
@@ -184,8 +185,10 @@ class Tuning:
         top: int,
         shapes: Sequence[str],
         buckets: Sequence[tuple[int | None, tuple[int, ...]]],
+        early: bool = False,
     ) -> None:
         """Start with nothing found."""
+        self.early = early
         self.output, self.top = output, top
         self.shapes, self.buckets = shapes, buckets
         self.results: list[Result] = []
@@ -281,6 +284,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
     parser.add_argument("--tokens", type=int, action="append", help="only buckets with this M")
     parser.add_argument("--processes", type=int, default=15, help="compilers beside each other")
+    parser.add_argument(
+        "--early",
+        action="store_true",
+        help="try early starts: not for a table behind vLLM's kernels",
+    )
     parser.add_argument("--top", type=int, default=4, help="rows printed for each bucket")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -292,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.tokens or set(Ms) & set(arguments.tokens)
     ]
     kinds, shapes = arguments.kind or list(KINDS), arguments.shape or list(SHAPES)
-    tuning = Tuning(arguments.output, arguments.top, shapes, buckets)
+    tuning = Tuning(arguments.output, arguments.top, shapes, buckets, arguments.early)
     compilers = Compilers(arguments.processes)
     kept: dict[Cell, list[ScaledMmTile]] = {}
     for kind in kinds:
@@ -311,7 +319,7 @@ def _search(
     """Time the candidates; at few tokens only what did best for the kind before."""
     op = KINDS[kind]
     tiles = {
-        (shape, Ms): list(dict.fromkeys(candidates(*SHAPES[shape], Ms[-1])))
+        (shape, Ms): list(dict.fromkeys(candidates(*SHAPES[shape], Ms[-1], early=tuning.early)))
         for shape, Ms in tuning.cells()
     }
     # Where bytes count, what did best for one kind does for the other.

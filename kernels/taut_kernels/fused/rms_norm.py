@@ -24,15 +24,19 @@ import torch
 
 from taut_kernels import _launch, tiles_fused
 from taut_kernels.fused import row_quant
-from taut_kernels.fused._launcher import CachedLauncher, launch_options, next_power_of_2
 from taut_kernels.fused._rms_norm_jit import rms_norm_kernel, rms_norm_long_kernel
 from taut_kernels.fused._rows import as_rows, check_scale
+from taut_kernels.fused._tile_options import (
+    last_arguments,
+    launch_options,
+    next_power_of_2,
+)
 from taut_kernels.tiles_fused import FusedTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_N = 262144
-_resident = CachedLauncher(rms_norm_kernel)
-_long = CachedLauncher(rms_norm_long_kernel)
+_resident = _launch.Launcher(rms_norm_kernel)
+_long = _launch.Launcher(rms_norm_long_kernel)
 
 
 def rms_norm_ref(
@@ -109,6 +113,7 @@ def launch(
     launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
     block = min(tile.block, max(8, next_power_of_2(N)))
     constants = (N, out, tile.rows, block, tile.pdl)
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     launcher(
         (
             x.dtype,
@@ -119,13 +124,11 @@ def launch(
             tile.num_warps,
             tile.registers,
         ),
-        -(-M // tile.rows),
+        (-(-M // tile.rows), 1, 1),
         (x, residual, weight, y, scale),
-        (M,),
-        (epsilon,),
-        constants,
-        (x.stride(0), 0 if residual is None else residual.stride(0)),
-        launch_options(tile),
+        (M, *strides, epsilon),
+        lambda: (last_arguments(launcher.kernel, constants), launch_options(tile)),
+        strides,
     )
 
 

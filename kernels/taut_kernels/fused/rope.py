@@ -19,12 +19,16 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch, tiles_fused
-from taut_kernels.fused._launcher import CachedLauncher, launch_options, next_power_of_2
 from taut_kernels.fused._rope_jit import rope_kernel
+from taut_kernels.fused._tile_options import (
+    last_arguments,
+    launch_options,
+    next_power_of_2,
+)
 from taut_kernels.tiles_fused import FusedTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_rope = CachedLauncher(rope_kernel)
+_rope = _launch.Launcher(rope_kernel)
 
 
 def _rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> None:
@@ -88,16 +92,14 @@ def launch(
     blocks = -(-num_heads // tile.block) + -(-num_kv_heads // tile.block)
     width = next_power_of_2(half)
     constants = (num_heads, num_kv_heads, half, width, neox, tile.rows, tile.block, tile.pdl)
-    k_strides = (0, 0) if k is None else k.stride()[:2]
+    strides = (*q.stride()[:2], *((0, 0) if k is None else k.stride()[:2]))
     _rope(
         (q.dtype, cos_sin_cache.dtype, positions.dtype, constants, tile.num_warps, tile.registers),
-        -(-T // tile.rows) * blocks,
+        (-(-T // tile.rows) * blocks, 1, 1),
         (q, k, cos_sin_cache, positions),
-        (T,),
-        (),
-        constants,
-        (*q.stride()[:2], *k_strides),
-        launch_options(tile),
+        (T, *strides),
+        lambda: (last_arguments(rope_kernel, constants), launch_options(tile)),
+        strides,
     )
 
 

@@ -23,20 +23,24 @@ import torch
 
 from taut_kernels import _launch, tiles_fused
 from taut_kernels.fused import row_quant
-from taut_kernels.fused._launcher import CachedLauncher, launch_options, next_power_of_2
 from taut_kernels.fused._rows import as_rows, check_scale
 from taut_kernels.fused._silu_mul_jit import (
     silu_mul_kernel,
     silu_mul_quant_kernel,
     silu_mul_quant_long_kernel,
 )
+from taut_kernels.fused._tile_options import (
+    last_arguments,
+    launch_options,
+    next_power_of_2,
+)
 from taut_kernels.tiles_fused import FusedTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_N = 262144
-_pointwise = CachedLauncher(silu_mul_kernel)
-_resident = CachedLauncher(silu_mul_quant_kernel)
-_long = CachedLauncher(silu_mul_quant_long_kernel)
+_pointwise = _launch.Launcher(silu_mul_kernel)
+_resident = _launch.Launcher(silu_mul_quant_kernel)
+_long = _launch.Launcher(silu_mul_quant_long_kernel)
 
 
 def silu_mul_ref(
@@ -127,13 +131,11 @@ def launch(
     constants = (N, out, form, interleaved, tile.rows, block, tile.pdl)
     launcher(
         (x.dtype, y.dtype, constants, tile.num_warps, tile.registers),
-        programs,
+        (programs, 1, 1),
         (x, y, scale),
-        (M,),
-        (alpha, beta, 0.0 if limit is None else limit),
-        constants,
+        (M, x.stride(0), alpha, beta, 0.0 if limit is None else limit),
+        lambda: (last_arguments(launcher.kernel, constants), launch_options(tile)),
         (x.stride(0),),
-        launch_options(tile),
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from taut_kernels import tiles_fused
 from taut_kernels._variant import KernelVariant
-from taut_kernels.fused._launcher import launch_options
 from taut_kernels.fused._rms_norm_jit import rms_norm_kernel, rms_norm_long_kernel
 from taut_kernels.fused._rope_jit import rope_kernel
 from taut_kernels.fused._silu_mul_jit import (
@@ -19,6 +18,7 @@ from taut_kernels.fused._silu_mul_jit import (
     silu_mul_quant_kernel,
     silu_mul_quant_long_kernel,
 )
+from taut_kernels.fused._tile_options import launch_options
 from taut_kernels.tiles_fused import FusedTile
 
 WIDTHS = (128, 1000, 4096, 5120, 14336, 32768, 131072)

@@ -22,6 +22,8 @@ Source    e4m3: arXiv:2209.05433; 128×128 blocks with 1×128 groups: DeepSeek-V
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from taut_kernels import _launch, tiles_scaled_mm
@@ -81,6 +83,17 @@ def fp8_gemm_ref(
     return y.to(out_dtype)
 
 
+@cache
+def _why_not_on(device: torch.device) -> str | None:
+    """Say why a device cannot run the kernels; None where it can, as the interpreter on a CPU."""
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return f"x must be on a GPU of compute capability 8.9 or later, {device} has {capability}"
+    return None
+
+
 def _launch_fp8_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -90,6 +103,8 @@ def _launch_fp8_gemm(
     arrivals: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
+    if reason := _why_not_on(x.device):
+        raise ValueError(reason)
     (M, K), N = x.shape, weight.shape[0]
     gpu = _launch.gpu_name(x.device)
     if is_block_wise(weight, weight_scale):

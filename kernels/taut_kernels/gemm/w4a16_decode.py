@@ -105,8 +105,6 @@ def launch(
             token_tiles,
             group_size,
             x.dtype,
-            x.device,
-            x.stride(0) % 16,
             zeros is None,
             bias is None,
         ),
@@ -114,5 +112,6 @@ def launch(
         (x, qweight, scales, zeros, bias, y, partial, arrivals if tile.split_k > 1 else None),
         (M, N, x.stride(0)),
         constants,
+        (x.stride(0),),
     )
     return y

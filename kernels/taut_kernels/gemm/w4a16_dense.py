@@ -59,7 +59,7 @@ def dequantize(
         return named, {"num_warps": WARPS}
 
     _DEQUANTIZE(
-        (K, group_size, scales.dtype, scales.device, zeros is None, tiles % 16 == 0, tiles == 1),
+        (K, group_size, scales.dtype, zeros is None, tiles % 16 == 0, tiles == 1),
         (triton.cdiv(tiles, WARPS), triton.cdiv(K // 64, CHUNKS_PER_PROGRAM), 1),
         (qweight, scales, zeros, weight),
         (first_tile, tiles),

@@ -63,11 +63,12 @@ def reorder(x: torch.Tensor) -> torch.Tensor:
         return {"BLOCK": _REORDER_BLOCK, "PDL": pdl}, dict(_launch.PDL_OPTIONS[pdl])
 
     _REORDER(
-        (K, x.dtype, x.device, x.stride(0) % 16),
+        (K, x.dtype),
         (M, triton.cdiv(K, _REORDER_BLOCK), 1),
         (x, out),
         (K, x.stride(0)),
         constants,
+        (x.stride(0),),
     )
     return out
 
@@ -125,10 +126,11 @@ def launch(
         return named, {"num_warps": tile.num_warps} | _launch.PDL_OPTIONS[hopper]
 
     _PRODUCT(
-        (tile, N, K, group_size, x.dtype, x.device, x.stride(0) % 16, zeros is None, bias is None),
+        (tile, N, K, group_size, x.dtype, zeros is None, bias is None),
         grid,
         (x, qweight, scales, zeros, bias, y, partial, arrivals if tile.split_k > 1 else None),
         (M, N, x.stride(0)),
         constants,
+        (x.stride(0),),
     )
     return y
