@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The checkout must never shadow an installed package (kernels/, docker/, tests/).
 export PYTHONSAFEPATH := 1
 
-.PHONY: help serve test setup check lint types contracts test-gpu bench-gpu clean
+.PHONY: help serve test setup check lint types contracts test-gpu bench bench-gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,10 @@ contracts: setup ## which room may import which
 
 test-gpu: setup ## tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
+
+bench: setup ## fault and fuzz tests at full count, then the gateway against its rivals; ARGS go to the latter
+	@TAUT_FAULT_SCALE=1 TAUT_FUZZ_CASES=20000 $(BIN)/pytest tests/service -k "faults or fuzz"
+	@$(BIN)/taut bench gateway $(ARGS)
 
 bench-gpu: setup ## kernels against their rivals, e.g. ARGS='--output results'; needs a CUDA device
 	@$(BIN)/taut bench kernels $(ARGS)

@@ -7,11 +7,17 @@ import gc
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from taut_service.hash_key import hash_key
+from taut_service.key_file import read_keys
 from taut_service.settings import Settings, SettingsError, load_settings
+from taut_service.tls import ServerTls
 
 logger = logging.getLogger("taut_service")
+GC_THRESHOLD = 20_000
+"""Containers made between two looks for reference cycles: a request leaves none behind."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,23 +30,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 after a drain or a successful ``--check``, 2 for a wrong configuration, 1 if the address
         cannot be bound.
     """
+    if (sys.argv[1:] if arguments is None else list(arguments)) == ["hash-key"]:
+        return hash_key()
     options = _parser().parse_args(arguments)
     try:
         settings = load_settings(options.config)
+        if options.check:
+            _check_files(settings)
     except SettingsError as error:
         return _complain(str(error), 2)
     if options.check:
-        workers = sum(len(model.workers) for model in settings.models)
+        workers = sum(len(model.every_worker()) for model in settings.models)
         print(f"{options.config}: ok, {len(settings.models)} model(s), {workers} worker(s)")  # noqa: T201
         return 0
     host = settings.listen.host if options.host is None else options.host
     port = settings.listen.port if options.port is None else options.port
-    return _serve(settings, host, port)
+    return _serve(settings, options.config, host, port)
+
+
+def _check_files(settings: Settings) -> None:
+    """Read what the configuration points at; raises SettingsError."""
+    if settings.api_keys_file is not None:
+        read_keys(settings.api_keys_file)
+    if settings.listen.tls is not None:
+        ServerTls(settings.listen.tls)
+    if settings.rate_limits.redis is not None:
+        # Imported late: it brings the metrics and the package redis with it.
+        from taut_service.limits.store import build_store
+
+        build_store(settings.rate_limits)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="taut-gateway", description="OpenAI-compatible gateway in front of vLLM workers"
+        prog="taut-gateway",
+        description="OpenAI-compatible gateway in front of vLLM workers",
+        epilog="taut-gateway hash-key: read an API key from standard input, print its SHA-256",
     )
     parser.add_argument(
         "--config", type=Path, required=True, help="YAML file; see service/README.md"
@@ -57,7 +82,7 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _serve(settings: Settings, host: str, port: int) -> int:
+def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
     # Imported late: --check and a wrong file need neither FastAPI nor uvicorn.
     import prometheus_client
 
@@ -66,18 +91,32 @@ def _serve(settings: Settings, host: str, port: int) -> int:
     from taut_service.server import GatewayServer, listen
 
     logs.configure()
-    try:
-        opened = listen(host, port)
-    except OSError as error:
-        return _complain(f"cannot listen on {host}:{port}: {error.strerror or error}", 1)
     # Half of the lines of a scrape, read by nobody.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    server = GatewayServer(create_app(settings), settings.drain_timeout_s)
+    tls, admin = None, None
+    try:
+        opened = listen(host, port)
+        if settings.admin is not None:
+            host, port = settings.admin.host, settings.admin.port
+            admin = listen(host, port)
+        app = create_app(settings, path=path)
+        if settings.listen.tls is not None:
+            reloaded = partial(app.metrics.reloaded, "certificate")
+            tls = ServerTls(settings.listen.tls, reloaded)
+    except OSError as error:
+        return _complain(f"cannot listen on {host}:{port}: {error.strerror or error}", 1)
+    except SettingsError as error:
+        return _complain("\n".join(f"{path}: {line}" for line in str(error).splitlines()), 2)
+    server = GatewayServer(app, settings.drain_timeout_s, tls=tls, admin=admin)
     server.config.load()
     # What exists now stays: collections need not walk through it again and again.
     gc.collect()
     gc.freeze()
-    logger.info("listening on http://%s:%d", host, opened.getsockname()[1])
+    gc.set_threshold(GC_THRESHOLD, 20, 20)
+    scheme = "https" if tls is not None else "http"
+    logger.info("listening on %s://%s:%d", scheme, *opened.getsockname()[:2])
+    if admin is not None:
+        logger.info("admin API on http://%s:%d", *admin.getsockname()[:2])
     server.run(sockets=[opened])
     return 0
 

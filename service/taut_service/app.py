@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TextIO
 
 from fastapi import FastAPI
 
 from taut_service.access_log import AccessLog
-from taut_service.admission import AdmissionController
-from taut_service.api import create_api
+from taut_service.admission import Admission
+from taut_service.api import Lifespan, create_api
 from taut_service.auth import ApiKeys
 from taut_service.call import ROUTES
+from taut_service.discovery.supervisor import Supervisor
 from taut_service.drain import Drain
-from taut_service.front import Front, FrontSettings
+from taut_service.fleet import Fleet
+from taut_service.front import Front
 from taut_service.gateway import Gateway
-from taut_service.metrics import UNKNOWN_MODEL, Metrics
-from taut_service.pool import WorkerPool, build_pool
-from taut_service.prober import Prober, ProbeTimes
-from taut_service.request_checks import ModelLimits
+from taut_service.key_file import KeyFileWatch
+from taut_service.limits.limiter import RateLimiter
+from taut_service.limits.store import build_store, read_store
+from taut_service.metrics import Metrics
+from taut_service.prober import ProbeTimes
+from taut_service.readings import read_admission, read_discovery, read_drain, read_workers
+from taut_service.reload import Reloader
 from taut_service.settings import Settings
+from taut_service.tracing import Tracing
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What lives as long as the process."""
+
+    metrics: Metrics
+    admission: Admission
+    keys: ApiKeys
+    limiter: RateLimiter
+    drain: Drain
+    fleet: Fleet
+    reloader: Reloader
+    discovery: Supervisor
+    access_log: AccessLog
+    tracing: Tracing | None
 
 
 def create_app(
     settings: Settings,
     *,
+    path: Path | None = None,
     probe_times: ProbeTimes | None = None,
     log_stream: TextIO | None = None,
 ) -> Front:
@@ -38,67 +61,112 @@ def create_app(
 
     Args:
         settings: the configuration.
+        path: the file it came from, to be read again by a reload.
         probe_times: how often workers are probed; tests make it quicker.
         log_stream: where the access log goes; standard output if None.
 
     Returns:
         The outermost ASGI callable; its lifespan must run.
+
+    Raises:
+        SettingsError: a file that the configuration names cannot be used.
     """
-    metrics = Metrics()
-    admission = AdmissionController(settings.admission)
-    drain = Drain()
-    pool = build_pool(settings, on_stale=metrics.retries["stale"].inc)
-    metrics.watch(admission, pool)
-    for route in ROUTES:
-        for model in (UNKNOWN_MODEL, *(model.name for model in settings.models)):
-            metrics.route(model, route.name)
-    access_log = AccessLog((log_stream or sys.stdout) if settings.access_log else None)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = _start_probers(settings, pool, probe_times or ProbeTimes())
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            pool.close()
-            access_log.flush()
-
-    return Front(
-        create_api(settings, pool, drain, metrics, lifespan),
+    parts = _build_parts(settings, path, probe_times or ProbeTimes(), log_stream or sys.stdout)
+    _connect(parts, settings)
+    front = Front(
+        create_api(parts.reloader, parts.drain, parts.metrics, _lifespan_of(parts)),
         {route.path: route for route in ROUTES},
-        Gateway(pool, admission, metrics),
-        FrontSettings(_model_limits(settings), settings.limits, settings.timeouts),
-        ApiKeys(settings.api_keys),
-        drain,
-        metrics,
-        access_log,
+        Gateway(parts.reloader, parts.admission, parts.metrics),
+        parts.reloader,
+        parts.keys,
+        parts.limiter,
+        parts.drain,
+        parts.metrics,
+        parts.access_log,
+        parts.tracing,
+    )
+    if settings.admin is not None:
+        front.admin = _admin_of(parts, settings.admin.host)
+    return front
+
+
+def _build_parts(
+    settings: Settings, path: Path | None, probe_times: ProbeTimes, log_stream: TextIO
+) -> _Parts:
+    metrics = Metrics()
+    admission = Admission(settings)
+    keys = ApiKeys(settings)
+    fleet = Fleet(probe_times, metrics.retries["stale"].inc)
+    reloader = Reloader(
+        settings, path, fleet, keys, admission, partial(metrics.reloaded, "configuration")
+    )
+    log = settings.access_log
+    return _Parts(
+        metrics=metrics,
+        admission=admission,
+        keys=keys,
+        limiter=RateLimiter(
+            build_store(settings.rate_limits), lambda limit: metrics.rate_limited[limit].inc()
+        ),
+        drain=Drain(),
+        fleet=fleet,
+        reloader=reloader,
+        discovery=Supervisor(reloader.discovered),
+        access_log=AccessLog(
+            log_stream if log.enabled else None, log.ratio, metrics.log_lines_dropped.inc
+        ),
+        tracing=Tracing(settings.tracing) if settings.tracing is not None else None,
     )
 
 
-def _model_limits(settings: Settings) -> dict[str, ModelLimits]:
-    per_token = settings.limits.chars_per_token
-    return {
-        model.name: ModelLimits(model.max_model_len, model.max_model_len * per_token)
-        for model in settings.models
-    }
+def _connect(parts: _Parts, settings: Settings) -> None:
+    """Have metrics read the parts, and metrics and discovery follow the configuration."""
+    metrics, reloader, keys = parts.metrics, parts.reloader, parts.keys
+    for source in (
+        read_workers(reloader),
+        read_admission(parts.admission, reloader),
+        read_drain(parts.drain),
+        read_discovery(parts.discovery),
+        read_store(parts.limiter.store, lambda: len(keys)),
+    ):
+        metrics.add_source(source)
+    routes = [route.name for route in ROUTES]
+    metrics.apply(settings.models, routes)
+    reloader.on_change(lambda generation: metrics.apply(generation.settings.models, routes))
+    reloader.on_change(lambda generation: parts.discovery.follow(generation.settings))
 
 
-def _start_probers(
-    settings: Settings, pool: WorkerPool, times: ProbeTimes
-) -> list[asyncio.Task[None]]:
-    def report(task: asyncio.Task[None]) -> None:
-        # A defect of ours: the worker is out of routing (see Prober.run), and the log says why.
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a prober ended", exc_info=error)
+def _lifespan_of(parts: _Parts) -> Lifespan:
+    keys = parts.keys
+    key_watch = KeyFileWatch(
+        lambda: keys.file, keys.replace_file_keys, partial(parts.metrics.reloaded, "keys")
+    )
 
-    golden = {model.name: model.golden for model in settings.models}
-    tasks = [
-        asyncio.create_task(Prober(worker, model, golden[model], times).run())
-        for model, worker in pool.all()
-    ]
-    for task in tasks:
-        task.add_done_callback(report)
-    return tasks
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        parts.fleet.start()
+        parts.discovery.follow(parts.reloader.current.settings)
+        await parts.limiter.store.open()
+        watching = key_watch.start()
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+            await parts.discovery.close()
+            await parts.fleet.close()
+            await parts.limiter.store.close()
+            if parts.tracing is not None:
+                await asyncio.to_thread(parts.tracing.close)
+            await parts.access_log.close()
+
+    return lifespan
+
+
+def _admin_of(parts: _Parts, host: str) -> FastAPI:
+    # Imported late: its models cost a start without an admin port 50 ms.
+    from taut_service.admin import Controls, create_admin
+
+    return create_admin(
+        Controls(parts.reloader, parts.admission, parts.discovery, parts.drain, parts.keys, host)
+    )

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from taut_service.auth import Caller
+from taut_service.client_exchange import ClientExchange
+from taut_service.dialect import ANTHROPIC, OPENAI, RESPONSES, Dialect
+from taut_service.errors import Headers
+from taut_service.limits.limiter import Reservation
 from taut_service.metrics import RouteMetrics
-from taut_service.request_checks import CHAT_FIELDS, COMPLETION_FIELDS, EMBEDDING_FIELDS, Fields
+from taut_service.request_checks import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    COUNT_FIELDS,
+    DETOKENIZE_FIELDS,
+    EMBEDDING_FIELDS,
+    MESSAGE_FIELDS,
+    RESPONSE_FIELDS,
+    TOKENIZE_FIELDS,
+    Fields,
+)
 from taut_service.sse import Usage
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client left; never sent."""
@@ -24,6 +43,9 @@ class Route:
         required: one of these fields must be given.
         optional: a worker may lack it; its 404 then gets a clear text.
         summary: one line for the API documentation.
+        also_required: each of these fields must be given as well.
+        dialect: the shape of its errors.
+        preamble: events of a stream that a worker sends before it has begun to compute.
     """
 
     path: str
@@ -32,6 +54,9 @@ class Route:
     required: tuple[str, ...]
     summary: str
     optional: bool = False
+    also_required: tuple[str, ...] = ()
+    dialect: Dialect = OPENAI
+    preamble: int = 0
 
 
 ROUTES = (
@@ -50,6 +75,35 @@ ROUTES = (
         "Answer a conversation; streamed if 'stream' is true",
     ),
     Route(
+        "/v1/responses",
+        "responses",
+        RESPONSE_FIELDS,
+        ("input",),
+        "Answer in OpenAI's Responses shape; streamed if 'stream' is true",
+        dialect=RESPONSES,
+        # response.created and response.in_progress.
+        preamble=2,
+    ),
+    Route(
+        "/v1/messages",
+        "messages",
+        MESSAGE_FIELDS,
+        ("messages",),
+        "Answer in Anthropic's Messages shape; streamed if 'stream' is true",
+        optional=True,
+        also_required=("max_tokens",),
+        dialect=ANTHROPIC,
+    ),
+    Route(
+        "/v1/messages/count_tokens",
+        "count_tokens",
+        COUNT_FIELDS,
+        ("messages",),
+        "Count the tokens of a Messages request, where the worker does",
+        optional=True,
+        dialect=ANTHROPIC,
+    ),
+    Route(
         "/v1/embeddings",
         "embeddings",
         EMBEDDING_FIELDS,
@@ -60,7 +114,7 @@ ROUTES = (
     Route(
         "/tokenize",
         "tokenize",
-        {},
+        TOKENIZE_FIELDS,
         ("prompt", "messages"),
         "Count and list the tokens of a text, where the worker does",
         optional=True,
@@ -68,7 +122,7 @@ ROUTES = (
     Route(
         "/detokenize",
         "detokenize",
-        {},
+        DETOKENIZE_FIELDS,
         ("tokens",),
         "Turn token ids into text, where the worker does",
         optional=True,
@@ -87,15 +141,24 @@ class Call:
 
     __slots__ = (
         "caller",
+        "events",
+        "exchange",
+        "extra_headers",
+        "first_token_s",
+        "key",
         "metrics",
         "model",
         "request_id",
+        "reservation",
+        "rest_s",
         "route",
+        "span",
         "started",
         "status",
         "streaming",
         "tries",
         "usage",
+        "variant",
         "worker",
     )
 
@@ -105,9 +168,18 @@ class Call:
         self.request_id = request_id
         self.metrics = metrics
         self.model = ""
+        self.variant = ""
         self.worker = ""
         self.caller: str | None = None
+        self.key: Caller | None = None
+        self.reservation: Reservation | None = None
+        self.extra_headers: Headers = []
+        self.exchange: ClientExchange | None = None
         self.status = 0
         self.streaming = False
         self.tries = 0
+        self.events = 0
+        self.first_token_s = 0.0
+        self.rest_s = 0.0
+        self.span: Span | None = None
         self.usage: Usage | None = None

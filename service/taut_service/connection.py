@@ -16,9 +16,11 @@ from typing import cast
 import httptools
 
 from taut_service.errors import Headers
+from taut_service.settings import Timeouts
 
 HIGH_WATER = 64 * 1024
 """Bytes of body held for a slow consumer before reading stops."""
+NEVER = float("inf")
 MAX_HEAD_BYTES = 64 * 1024
 """Longest response head accepted from a worker."""
 
@@ -58,18 +60,18 @@ class Connection(asyncio.Protocol):
 
     Args:
         on_closed: told when the connection ends, so that a pool can forget it.
-        first_byte_s: longest wait from the request to the first byte of the answer.
-        idle_s: longest silence within an answer, not counting time in which the consumer reads
-            nothing.
+        timeouts: longest silences, in bytes and in events. Time in which the consumer reads
+            nothing does not count.
     """
 
-    def __init__(
-        self, on_closed: Callable[[Connection], None], first_byte_s: float, idle_s: float
-    ) -> None:
+    def __init__(self, on_closed: Callable[[Connection], None], timeouts: Timeouts) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_closed = on_closed
-        self._first_byte_s = first_byte_s
-        self._idle_s = idle_s
+        self._first_byte_s = timeouts.first_byte_s
+        self._idle_s = timeouts.idle_s
+        self._first_token_s = timeouts.first_token_s or NEVER
+        self._gap_s = timeouts.gap_s or NEVER
+        self._look_s = min(self._first_byte_s, self._idle_s, self._first_token_s, self._gap_s)
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
@@ -91,6 +93,7 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._buffered = 0
         self._deadline = 0.0
+        self._event_deadline = NEVER
 
     async def exchange(self, head: bytes, body: bytes) -> None:
         """Send a request and wait for the head of its answer, then in ``status`` and ``headers``.
@@ -106,10 +109,10 @@ class Connection(asyncio.Protocol):
             raise ConnectionLostError("closed before the request")
         self._reset()
         self._busy = True
-        self._deadline = self._loop.time() + self._first_byte_s
-        self._timer = self._loop.call_later(
-            min(self._first_byte_s, self._idle_s), self._check_deadline
-        )
+        self._sent_at = now = self._loop.time()
+        self._deadline = now + self._first_byte_s
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._look_s, self._check_deadline)
         # One system call for the usual request; no copy of a large one.
         if len(body) <= HIGH_WATER:
             self._transport.write(head + body)
@@ -137,9 +140,19 @@ class Connection(asyncio.Protocol):
         self._buffered = 0
         if self._paused and self._transport is not None:
             self._paused = False
-            self._deadline = self._loop.time() + self._idle_s
+            now = self._loop.time()
+            self._deadline = now + self._idle_s
+            self._event_deadline = max(self._event_deadline, now + self._gap_s)
             self._transport.resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def await_first_event(self) -> None:
+        """Count from the request on how long the first event of a stream takes."""
+        self._event_deadline = self._sent_at + self._first_token_s
+
+    def await_next_event(self) -> None:
+        """Count from now on how long the next event takes."""
+        self._event_deadline = self._loop.time() + self._gap_s
 
     @property
     def complete(self) -> bool:
@@ -153,7 +166,6 @@ class Connection(asyncio.Protocol):
 
     def finish(self) -> bool:
         """End the exchange; return whether the connection may carry another, else close it."""
-        self._stop_timer()
         if self._complete and self._keep_alive and self.alive and not self._paused:
             self._busy = False
             return True
@@ -190,13 +202,17 @@ class Connection(asyncio.Protocol):
             self._timer = None
 
     def _check_deadline(self) -> None:
-        # One timer an exchange, re-armed when it fires early, instead of one a chunk.
+        # One timer a connection, re-armed when it fires early, instead of one an exchange or a
+        # chunk. It may be left over from an exchange before: that makes it early, never late.
+        self._timer = None
         now = self._loop.time()
-        if self._complete or self._error is not None:
+        if not self._busy or self._complete or self._error is not None:
             return
-        if now < self._deadline or self._paused:
-            # A paused connection is silent because of the client, not because of the worker.
-            pause = self._idle_s if self._paused else min(self._deadline - now, self._idle_s)
+        deadline = min(self._deadline, self._event_deadline)
+        # While the consumer is behind, the silence is the client's and not the worker's.
+        behind = self._paused or bool(self._pieces)
+        if now < deadline or behind:
+            pause = self._look_s if behind else min(deadline - now, self._look_s)
             self._timer = self._loop.call_later(pause, self._check_deadline)
             return
         self._fail(StallError("no answer" if not self.got_bytes else "silence within the answer"))

@@ -6,11 +6,14 @@ OpenAI ``type``::
     GatewayError                         500 api_error
     ├── RequestError                     400 invalid_request_error
     │   ├── UnauthorizedError            401   code invalid_api_key
+    │   ├── ForbiddenError               403   code permission_denied
     │   ├── NotFoundError                404
     │   ├── MethodNotAllowedError        405
+    │   ├── ConflictError                409
     │   ├── RequestTimeoutError          408   the client was too slow to send its body
     │   └── BodyTooLargeError            413
     ├── OverloadedError                  429 rate_limit_error, with Retry-After
+    │   └── RateLimitedError             429   code rate_limit_exceeded, with x-ratelimit-*
     ├── UnavailableError                 503 service_unavailable_error, with Retry-After
     └── UpstreamFailureError             502 api_error
         └── UpstreamDeadlineError        504
@@ -91,6 +94,20 @@ class UnauthorizedError(RequestError):
         return [(b"www-authenticate", b"Bearer")]
 
 
+class ForbiddenError(RequestError):
+    """The API key is known and does not allow this.
+
+    Args:
+        message: what is not allowed.
+        param: the request field it is about, if one is.
+    """
+
+    status = 403
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="permission_denied")
+
+
 class NotFoundError(RequestError):
     """The model, the path or the feature does not exist here."""
 
@@ -116,6 +133,12 @@ class MethodNotAllowedError(RequestError):
         return [(b"allow", self.allowed.encode())]
 
 
+class ConflictError(RequestError):
+    """The request is right, but not in the state that the gateway is in."""
+
+    status = 409
+
+
 class RequestTimeoutError(RequestError):
     """The body did not arrive in time."""
 
@@ -138,6 +161,24 @@ class OverloadedError(GatewayError):
 
     status = 429
     kind = "rate_limit_error"
+
+
+class RateLimitedError(OverloadedError):
+    """The caller used up its requests or tokens of the minute.
+
+    Args:
+        message: which of them, and how much there is.
+        retry_after_s: seconds until the same request would be let in.
+        standing: the ``x-ratelimit-*`` headers.
+    """
+
+    def __init__(self, message: str, retry_after_s: float, standing: Headers) -> None:
+        super().__init__(message, code="rate_limit_exceeded", retry_after_s=retry_after_s)
+        self.standing = standing
+
+    def headers(self) -> Headers:
+        """Return ``Retry-After`` and where the caller stands."""
+        return [*super().headers(), *self.standing]
 
 
 class UnavailableError(GatewayError):

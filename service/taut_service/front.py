@@ -1,6 +1,6 @@
 """The raw ASGI front: answers the routes to workers itself, hands all others to FastAPI.
 
-For a worker's route: method → drain → key → body → JSON → model → fields, then
+For a worker's route: method → drain → key → body → JSON → model → fields → limits, then
 :class:`taut_service.gateway.Gateway`. FastAPI's own request handling would cost more than all of
 that. Whatever happens, a request is counted and logged exactly once, in ``finally``.
 """
@@ -11,28 +11,34 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from taut_service.access_log import AccessLog
-from taut_service.auth import ApiKeys
+from taut_service.auth import CALLER, ApiKeys
 from taut_service.body import read_body
 from taut_service.call import CLIENT_CLOSED, Call, Route
+from taut_service.claims import claim_of, timeout_of
+from taut_service.client_exchange import SCOPE_KEY, ClientExchange
 from taut_service.drain import Drain
-from taut_service.errors import GatewayError, MethodNotAllowedError, UnauthorizedError
-from taut_service.gateway import Gateway
-from taut_service.headers import REQUEST_ID, RequestHeaders, RequestIds, request_head
-from taut_service.metrics import UNKNOWN_MODEL, Metrics
-from taut_service.relay import CutShortError, error_event
-from taut_service.request_checks import (
-    ModelLimits,
-    check_fields,
-    model_of,
-    parse_body,
-    require,
+from taut_service.errors import (
+    BodyTooLargeError,
+    GatewayError,
+    MethodNotAllowedError,
+    UnauthorizedError,
 )
-from taut_service.settings import Limits, Timeouts
+from taut_service.gateway import Gateway
+from taut_service.headers import REQUEST_ID, RequestHeaders, RequestIds
+from taut_service.limits.estimate import estimate
+from taut_service.limits.limiter import RateLimiter
+from taut_service.limits.settlement import settle
+from taut_service.metrics import UNKNOWN_MODEL, Metrics
+from taut_service.outgoing import Outgoing
+from taut_service.relay import CutShortError
+from taut_service.reload import Reloader
+from taut_service.request_checks import check_fields, model_of, parse_body, require
+from taut_service.tracing import Tracing, trace_id_of
 from taut_service.watch import ClientDisconnectedError, RequestWatch
 
 LAST_WORD_S = 1.0
@@ -46,17 +52,12 @@ _REASON_OF_CODE: Mapping[str | None, str] = {
     "shutting_down": "draining",
     "invalid_api_key": "unauthorized",
     "request_too_large": "too_large",
+    "permission_denied": "forbidden",
+    "rate_limit_exceeded": "rate_limited",
+    "request_exceeds_rate_limit": "rate_limited",
+    "rate_limits_unavailable": "limits_unavailable",
 }
 _OPEN_PATHS = ("/health/", "/metrics", "/docs", "/openapi.json")
-
-
-@dataclass(frozen=True, slots=True)
-class FrontSettings:
-    """What the front needs to know of the configuration."""
-
-    models: Mapping[str, ModelLimits]
-    limits: Limits
-    timeouts: Timeouts
 
 
 class Front:
@@ -66,11 +67,13 @@ class Front:
         api: the FastAPI application for every other path and for the lifespan.
         routes: path → route.
         gateway: answers checked requests.
-        settings: models and limits.
+        reloader: holds the configuration in force.
         keys: who may call.
+        limiter: how much they may call.
         drain: whether the door is open.
         metrics: where requests are counted.
         access_log: where they are written down.
+        tracing: makes a span of each; None makes none.
     """
 
     def __init__(
@@ -78,38 +81,48 @@ class Front:
         api: ASGIApp,
         routes: Mapping[str, Route],
         gateway: Gateway,
-        settings: FrontSettings,
+        reloader: Reloader,
         keys: ApiKeys,
+        limiter: RateLimiter,
         drain: Drain,
         metrics: Metrics,
         access_log: AccessLog,
+        tracing: Tracing | None = None,
     ) -> None:
         self._api = api
         self._routes = routes
         self._gateway = gateway
-        self._settings = settings
+        self.reloader = reloader
         self._keys = keys
+        self._limiter = limiter
         self.drain = drain
-        self._metrics = metrics
+        self.metrics = metrics
         self._log = access_log
+        self._tracing = tracing
         self._ids = RequestIds()
+        self.admin: FastAPI | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or pass it to FastAPI."""
         if scope["type"] != "http":
             await self._api(scope, receive, send)
             return
+        # Out of the scope, which it points back at: no garbage for the collector.
+        exchange = scope.pop(SCOPE_KEY, None)
         route = self._routes.get(scope["path"])
         if route is None:
             await self._pass_to_api(scope, receive, send)
             return
         headers = RequestHeaders(scope["headers"], self._ids)
-        metrics = self._metrics.route(UNKNOWN_MODEL, route.name)
+        metrics = self.metrics.route(UNKNOWN_MODEL, route.name)
         call = Call(route, headers.request_id, metrics)
-        watch = RequestWatch(receive, self._settings.timeouts.total_s)
+        call.exchange = exchange
+        if self._tracing is not None:
+            call.span, headers.passed_on = self._tracing.begin(call, headers.passed_on)
+        watch = RequestWatch(receive, self.reloader.current.settings.timeouts.total_s)
         self.drain.enter(watch)
         try:
-            async with watch:
+            with watch:
                 await self._answer(call, scope, headers, receive, send, watch)
         except ClientDisconnectedError:
             call.status = CLIENT_CLOSED
@@ -131,37 +144,63 @@ class Front:
         send: Send,
         watch: RequestWatch,
     ) -> None:
-        if scope["method"] != "POST":
-            raise MethodNotAllowedError(scope["method"], "POST")
-        self.drain.check_open()
-        headers.check_framing()
-        call.caller = self._keys.caller_of(headers.authorization)
-        if self._keys.required:
-            headers.hide_authorization()
-        settings = self._settings
-        body = await read_body(
-            receive,
-            headers.content_length,
-            settings.limits.max_body_bytes,
-            watch.limit(settings.timeouts.idle_s),
-        )
-        watch.listen()
+        timeout_s = self._enter(call, scope["method"], headers)
+        if timeout_s is not None:
+            watch.shorten(timeout_s)
+        caller = call.key
+        settings = self.reloader.current.settings
+        exchange = call.exchange
+        max_body_bytes = settings.limits.max_body_bytes
+        body = None if exchange is None else exchange.take_body()
+        if body is None:
+            silence = watch.limit(settings.timeouts.idle_s)
+            body = await read_body(receive, headers.content_length, max_body_bytes, silence)
+        elif len(body) > max_body_bytes:
+            raise BodyTooLargeError(max_body_bytes)
+        watch.listen(exchange)
         route = call.route
         document = parse_body(body)
-        call.model = model_of(document, settings.models)
-        call.metrics = self._metrics.route(call.model, route.name)
+        # Looked up when the body is there: a reload may have come in between.
+        generation = self.reloader.current
+        model = generation.names[model_of(document, generation.names)]
+        call.model = model.name
+        if caller is not None:
+            caller.check_model(model.name)
+        call.metrics = self.metrics.route(call.model, route.name)
         require(document, *route.required)
-        check_fields(document, route.fields, settings.models[call.model])
+        for name in route.also_required:
+            require(document, name)
+        check_fields(document, route.fields, model.limits)
         query = scope["query_string"]
         path = route.path.encode() + (b"?" + query if query else b"")
-        head = request_head(path, headers, len(body))
-        await self._gateway.answer(call, head, body, send)
+        default = generation.settings.rate_limits.default_max_tokens
+        cost = estimate(document, route.name, model.limits.max_model_len, default)
+        tokens = cost.prompt + cost.completion
+        claim = claim_of(call, caller, headers, timeout_s, tokens)
+        if caller is not None and caller.limit is not None:
+            call.reservation = await self._limiter.reserve(caller.name, caller.limit, cost)
+            call.extra_headers = call.reservation.headers()
+        request = Outgoing(path, headers, body, document, tokens)
+        may_pin = caller is None or caller.may_pin
+        await self._gateway.answer(call, model, request, send, claim, may_pin=may_pin)
+
+    def _enter(self, call: Call, method: str, headers: RequestHeaders) -> float | None:
+        """Check what needs no body; return the client's time limit in seconds, None without."""
+        if method != "POST":
+            raise MethodNotAllowedError(method, "POST")
+        self.drain.check_open()
+        headers.check_framing()
+        caller = self._keys.caller_of(headers.authorization)
+        if caller is not None:
+            call.key, call.caller = caller, caller.name
+            headers.hide_authorization()
+        return timeout_of(headers)
 
     async def _answer_error(
         self, call: Call, error: GatewayError, headers: RequestHeaders, send: Send
     ) -> None:
         if not call.worker:
-            self._metrics.rejected[_REASON_OF_CODE.get(error.code, "invalid")].inc()
+            self.metrics.rejected[_REASON_OF_CODE.get(error.code, "invalid")].inc()
         if call.status and not call.streaming:
             return  # part of a document is out: the server closes the connection
         # A client that does not read must not hold the request open: without its end, the server
@@ -170,36 +209,42 @@ class Front:
             async with asyncio.timeout(LAST_WORD_S):
                 if call.streaming:
                     call.status = error.status
-                    await send({"type": "http.response.body", "body": error_event(error)})
+                    event = call.route.dialect.event(error, headers.request_id, call.events)
+                    await send({"type": "http.response.body", "body": event})
                 else:
                     call.status = error.status
                     close = headers.expects_continue or self.drain.draining
-                    await send_error(send, error, headers.request_id, close=close)
+                    body = call.route.dialect.body(error, headers.request_id)
+                    await send_error(
+                        send,
+                        error,
+                        headers.request_id,
+                        close=close,
+                        body=body,
+                        exchange=call.exchange,
+                    )
 
     def _account(self, call: Call) -> None:
         seconds = time.perf_counter() - call.started
+        if call.reservation is not None:
+            settle(call, call.reservation)
         if call.status in (0, CLIENT_CLOSED):
             call.metrics.abandoned()
         else:
             call.metrics.finished(call.status, seconds, call.usage)
+        if call.worker:
+            variant = self.metrics.variant(call.model, call.variant)
+            left = call.status in (0, CLIENT_CLOSED)
+            variant.finished(0 if left else call.status, seconds, call.usage)
+            events = call.events - call.route.preamble
+            if events > 0:
+                variant.streamed(call.first_token_s, call.rest_s, events)
+        trace_id = ""
+        if self._tracing is not None and call.span is not None:
+            trace_id = trace_id_of(call.span)
+            self._tracing.end(call.span, call)
         if self._log.enabled:
-            usage = call.usage
-            self._log.write(
-                {
-                    "time": round(time.time(), 3),
-                    "id": call.request_id.decode(),
-                    "route": call.route.name,
-                    "model": call.model or None,
-                    "worker": call.worker or None,
-                    "status": call.status or CLIENT_CLOSED,
-                    "seconds": round(seconds, 6),
-                    "stream": call.streaming,
-                    "tries": call.tries,
-                    "caller": call.caller,
-                    "prompt_tokens": usage.prompt_tokens if usage else None,
-                    "completion_tokens": usage.completion_tokens if usage else None,
-                }
-            )
+            self._log.request(call, seconds, trace_id)
 
     async def _pass_to_api(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = RequestHeaders(scope["headers"], self._ids)
@@ -214,15 +259,23 @@ class Front:
 
         if not scope["path"].startswith(_OPEN_PATHS):
             try:
-                self._keys.caller_of(headers.authorization)
+                scope[CALLER] = self._keys.caller_of(headers.authorization)
             except UnauthorizedError as error:
-                self._metrics.rejected["unauthorized"].inc()
+                self.metrics.rejected["unauthorized"].inc()
                 await send_error(send, error, headers.request_id, close=headers.expects_continue)
                 return
         await self._api(scope, receive, send_with_id)
 
 
-async def send_error(send: Send, error: GatewayError, request_id: bytes, *, close: bool) -> None:
+async def send_error(
+    send: Send,
+    error: GatewayError,
+    request_id: bytes,
+    *,
+    close: bool,
+    body: bytes | None = None,
+    exchange: ClientExchange | None = None,
+) -> None:
     """Send an error as a whole response.
 
     Args:
@@ -230,8 +283,10 @@ async def send_error(send: Send, error: GatewayError, request_id: bytes, *, clos
         error: what to say.
         request_id: for the header.
         close: ask for the connection to be closed, for a client whose body will not be read.
+        body: the error in another shape than OpenAI's.
+        exchange: the cheaper way, where there is one.
     """
-    body = error.body()
+    body = error.body() if body is None else body
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
@@ -240,5 +295,7 @@ async def send_error(send: Send, error: GatewayError, request_id: bytes, *, clos
     ]
     if close:
         headers.append((b"connection", b"close"))
+    elif exchange is not None and exchange.respond(error.status, headers, body):
+        return
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

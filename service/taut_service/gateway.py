@@ -1,9 +1,10 @@
 """One checked request, end to end: admit → choose → call → relay, retried until the first byte.
 
 A request is sent again, to another worker, when connecting failed, when the connection broke
-before any byte of the answer, or when the worker answered 502 or 503; at most ``MAX_TRIES`` in
-all. It is not sent again after a time limit (the work was probably done) nor after the client has
-seen anything. Generation has no side effects, so sending it twice is safe.
+before anything of the answer was passed on, or when the worker answered 502 or 503; as often as
+``routing.retries`` allows. It is not sent again after a time limit (the work was probably done)
+nor after the client has seen anything. Generation has no side effects, so sending it twice is
+safe. Tries stay in the variant the request belongs to for as long as that has another worker.
 """
 
 from __future__ import annotations
@@ -12,95 +13,158 @@ import time
 
 from starlette.types import Send
 
-from taut_service.admission import AdmissionController
+from taut_service.admission import ANYBODY, Admission, Claim
+from taut_service.attempt import Attempt
 from taut_service.call import Call
-from taut_service.connection import ConnectError, StallError, UpstreamError
 from taut_service.errors import GatewayError, UnavailableError, UpstreamFailureError
+from taut_service.hedge import Opening, open_hedged
 from taut_service.metrics import Metrics
-from taut_service.pool import Worker, WorkerPool
-from taut_service.relay import failure_of, relay
+from taut_service.outgoing import Outgoing
+from taut_service.relay import CutShortError, NothingSentError, relay
+from taut_service.reload import Reloader
+from taut_service.routed import RoutedRequest
+from taut_service.variants import Model
+from taut_service.worker import Worker
 
-MAX_TRIES = 3
 RETRY_AFTER_S = 2.0
 """Advice while no worker is ready: about two rounds of quick probing."""
-_WORKER_BUSY = {502: "502", 503: "503"}
+_FREE_TO_RETRY = "connect"
+"""The cause for which no worker has done anything: such a retry costs no budget."""
 
 
 class Gateway:
     """Brings requests and workers together.
 
     Args:
-        pool: the workers.
-        admission: the bound on concurrent requests.
+        reloader: holds the configuration in force.
+        admission: the bounds on concurrent requests.
         metrics: for queue waits and retries.
     """
 
-    def __init__(self, pool: WorkerPool, admission: AdmissionController, metrics: Metrics) -> None:
-        self._pool = pool
+    def __init__(self, reloader: Reloader, admission: Admission, metrics: Metrics) -> None:
+        self._reloader = reloader
         self._admission = admission
         self._metrics = metrics
 
-    async def answer(self, call: Call, head: bytes, body: bytes, send: Send) -> None:
+    async def answer(
+        self,
+        call: Call,
+        model: Model,
+        request: Outgoing,
+        send: Send,
+        claim: Claim = ANYBODY,
+        *,
+        may_pin: bool = True,
+    ) -> None:
         """Answer a request through a worker.
 
         Args:
-            call: with ``model`` set to a configured name.
-            head: request line and headers without ``Host``.
-            body: as the client sent it.
+            call: filled in as it goes.
+            model: that was asked for, of the configuration in force.
+            request: what is sent.
             send: the ASGI callable.
+            claim: on a place.
+            may_pin: whether the caller may choose the variant.
 
         Raises:
             GatewayError: to be sent as an answer, or as an event if ``call.streaming``.
             CutShortError: the client's connection must be closed.
         """
-        if not self._pool.has_ready(call.model):
-            raise _none_ready(call.model)
-        async with self._admission.slot():
+        generation = self._reloader.current
+        routing = generation.settings.routing
+        route = RoutedRequest(call, model, routing, request, may_pin=may_pin)
+        if not route.has_ready():
+            raise _none_ready(model.name)
+        admission = self._admission.of(model.name)
+        async with admission.slot(claim):
             call.metrics.waited(time.perf_counter() - call.started)
-            await self._answer_admitted(call, head, body, send)
+            if self._reloader.current is not generation:
+                route = self._routed_anew(route, may_pin=may_pin)
+            if admission.under_pressure:
+                route.brown_out()
+            await self._answer_admitted(route, send)
 
-    async def _answer_admitted(self, call: Call, head: bytes, body: bytes, send: Send) -> None:
-        tried: list[Worker] = []
+    def _routed_anew(self, route: RoutedRequest, *, may_pin: bool) -> RoutedRequest:
+        """Route a request that waited while the configuration changed: its workers may be gone."""
+        generation = self._reloader.current
+        model = generation.models.get(route.model.name, route.model)
+        routing = generation.settings.routing
+        return RoutedRequest(route.call, model, routing, route.request, may_pin=may_pin)
+
+    async def _answer_admitted(self, route: RoutedRequest, send: Send) -> None:
+        call, model = route.call, route.model
+        model.budget.earn()
         cause = ""
         while True:
-            worker = self._pool.choose(call.model, tried) if len(tried) < MAX_TRIES else None
+            worker = self._next_worker(route, cause)
             if worker is None:
-                raise _gave_up(call.model, cause)
-            if tried:
-                self._metrics.retries[cause].inc()
-            tried.append(worker)
-            call.tries = len(tried)
-            call.worker = worker.name
-            with worker.holding_request():
-                cause = await self._try(worker, call, head, body, send)
-            if not cause:
-                return
+                raise _gave_up(model.name, cause)
+            attempt = route.begin(worker)
+            try:
+                attempt, cause = await self._open(route, attempt)
+                if not cause and attempt.connection is not None:
+                    worker, variant = attempt.worker, route.variant
+                    call.worker = worker.name
+                    await relay(call, attempt.connection, worker.header, variant.header, send)
+                    attempt.succeeded()
+                    return
+            except NothingSentError as error:
+                attempt.failed()
+                cause = error.cause
+            except (UpstreamFailureError, CutShortError):
+                attempt.failed()
+                raise
+            finally:
+                attempt.end()
 
-    async def _try(self, worker: Worker, call: Call, head: bytes, body: bytes, send: Send) -> str:
-        """Return ``""`` if it was answered, else the cause for which it may be sent elsewhere."""
-        client = worker.client
-        wire = b"%bhost: %b\r\n\r\n" % (head, client.authority)
-        try:
-            connection = await client.send(wire, body)
-        except StallError as error:
-            worker.check_now.set()
-            raise failure_of(error) from error
-        except ConnectError as error:
-            worker.lose(str(error))
-            return error.cause
-        except UpstreamError as error:
-            worker.check_now.set()
-            return error.cause
-        try:
-            if connection.status in _WORKER_BUSY:
-                return _WORKER_BUSY[connection.status]
-            await relay(call, connection, worker.header, send)
-        except UpstreamFailureError:
-            worker.check_now.set()
-            raise
-        finally:
-            client.give_back(connection)
-        return ""
+    def _next_worker(self, route: RoutedRequest, cause: str) -> Worker | None:
+        """Return where to send the request now, None if nowhere (any more)."""
+        model, tries = route.model, len(route.tried)
+        if not tries:
+            return self._choose(route)
+        if tries >= route.routing.retries.max_tries:
+            return None
+        worker = self._choose(route)
+        if worker is None:
+            return None
+        if cause != _FREE_TO_RETRY and not model.budget.spend():
+            self._metrics.retries_refused(model.name)
+            return None
+        self._metrics.retries[cause].inc()
+        return worker
+
+    def _choose(self, route: RoutedRequest) -> Worker | None:
+        worker = route.variant.choose(route.tried, route.keys())
+        if worker is not None:
+            return worker
+        for other in route.others():
+            worker = other.choose(route.tried, route.keys())
+            if worker is not None:
+                self._metrics.variant_fallback(route.model.name, other.name)
+                route.move_to(other)
+                return worker
+        return route.variant.choose(route.tried, last_resort=True)
+
+    async def _open(self, route: RoutedRequest, attempt: Attempt) -> tuple[Attempt, str]:
+        after_s = route.routing.hedge.after_s
+        if after_s is None or route.request.streamed:
+            return attempt, await attempt.open(*route.wire())
+
+        def second() -> Opening | None:
+            if len(route.tried) >= route.routing.retries.max_tries:
+                return None
+            worker = route.variant.choose(route.tried, route.keys())
+            if worker is None or not route.model.budget.spend():
+                return None
+            self._metrics.hedged(route.model.name)
+            other = route.begin(worker)
+            return other, other.open(*route.wire())
+
+        first = attempt, attempt.open(*route.wire())
+        winner, cause = await open_hedged(first, second, after_s)
+        if winner is not attempt and not cause:
+            self._metrics.hedge_won(route.model.name)
+        return winner, cause
 
 
 def _none_ready(model: str) -> UnavailableError:

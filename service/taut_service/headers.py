@@ -14,6 +14,9 @@ from taut_service.errors import Headers, RequestError
 
 REQUEST_ID = b"x-request-id"
 WORKER = b"x-taut-worker"
+VARIANT = b"x-taut-variant"
+PRIORITY = b"x-taut-priority"
+TIMEOUT = b"x-request-timeout"
 
 _HOP_BY_HOP = frozenset(
     {
@@ -32,11 +35,22 @@ _HOP_BY_HOP = frozenset(
 # usage can be read in passing. vLLM answers 415 to any content type but JSON, and the body has
 # been parsed as JSON when it leaves here.
 _REPLACED_IN_REQUEST = frozenset(
-    {b"host", b"content-length", b"content-type", b"expect", b"accept-encoding", REQUEST_ID}
+    {
+        b"host",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"accept-encoding",
+        REQUEST_ID,
+        VARIANT,
+        PRIORITY,
+        TIMEOUT,
+    }
 )
-_REPLACED_IN_RESPONSE = frozenset({b"date", b"server", REQUEST_ID, WORKER})
+_REPLACED_IN_RESPONSE = frozenset({b"date", b"server", REQUEST_ID, WORKER, VARIANT})
 _DROPPED_FROM_REQUEST = _HOP_BY_HOP | _REPLACED_IN_REQUEST
 _DROPPED_FROM_RESPONSE = _HOP_BY_HOP | _REPLACED_IN_RESPONSE
+_KEYS = frozenset({b"authorization", b"x-api-key"})
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -69,7 +83,10 @@ class RequestHeaders:
         "content_length",
         "expects_continue",
         "passed_on",
+        "priority",
         "request_id",
+        "timeout",
+        "variant",
     )
 
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], ids: RequestIds) -> None:
@@ -77,6 +94,9 @@ class RequestHeaders:
         self.content_length: int | None = None
         self.expects_continue = False
         self.request_id = b""
+        self.variant: bytes | None = None
+        self.priority: bytes | None = None
+        self.timeout: bytes | None = None
         self.passed_on: Headers = []
         self._lengths = 0
         listed: set[bytes] = set()
@@ -84,8 +104,10 @@ class RequestHeaders:
             if name in _DROPPED_FROM_REQUEST:
                 self._act_on(name, value, listed)
                 continue
-            if name == b"authorization":
-                self.authorization.append(value)
+            if name in _KEYS:
+                # Anthropic's clients send the key alone, under a name of its own.
+                key = value if name == b"authorization" else b"Bearer " + value
+                self.authorization.append(key)
             self.passed_on.append((name, value))
         if listed:
             self.passed_on = [item for item in self.passed_on if item[0] not in listed]
@@ -98,6 +120,12 @@ class RequestHeaders:
             self.content_length = int(value) if value.isdigit() else None
         elif name == REQUEST_ID:
             self.request_id = self.request_id or value
+        elif name == VARIANT:
+            self.variant = value
+        elif name == PRIORITY:
+            self.priority = value
+        elif name == TIMEOUT:
+            self.timeout = value
         elif name == b"expect":
             self.expects_continue = True
         elif name == b"connection":
@@ -116,7 +144,7 @@ class RequestHeaders:
 
     def hide_authorization(self) -> None:
         """Keep the gateway's own keys from the workers."""
-        self.passed_on = [item for item in self.passed_on if item[0] != b"authorization"]
+        self.passed_on = [item for item in self.passed_on if item[0] not in _KEYS]
 
 
 def request_head(path: bytes, headers: RequestHeaders, length: int) -> bytes:
@@ -139,18 +167,20 @@ def request_head(path: bytes, headers: RequestHeaders, length: int) -> bytes:
     return b"\r\n".join(lines)
 
 
-def response_headers(headers: Headers, request_id: bytes, worker: bytes) -> Headers:
+def response_headers(headers: Headers, request_id: bytes, worker: bytes, variant: bytes) -> Headers:
     """Return a worker's response headers for the client.
 
     Args:
         headers: names in lower case.
         request_id: of this request.
         worker: the worker's name.
+        variant: the name of its variant.
 
     Returns:
-        End-to-end headers with ``x-request-id`` and ``x-taut-worker``.
+        End-to-end headers with ``x-request-id``, ``x-taut-worker`` and ``x-taut-variant``.
     """
     passed_on = [item for item in headers if item[0] not in _DROPPED_FROM_RESPONSE]
     passed_on.append((REQUEST_ID, request_id))
     passed_on.append((WORKER, worker))
+    passed_on.append((VARIANT, variant))
     return passed_on

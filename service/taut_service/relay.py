@@ -1,9 +1,10 @@
 """Carries a worker's answer to the client: whole documents in one go, streams event by event.
 
-A document is held until it is whole (up to ``HOLD_BYTES``), so that a worker that dies in the
-middle becomes a clean 502. A stream cannot be taken back: there the failure becomes a last event
-``data: {"error": …}``. One ``send`` per read; ``send`` waits while the client is slow, nothing is
-read meanwhile, and the connection then stops the worker (see :mod:`taut_service.connection`).
+A document is held until it is whole (up to ``HOLD_BYTES``), the head of a stream until its first
+event: a worker that dies before that costs nothing, another one can be asked. After that a stream
+cannot be taken back, and the failure becomes a last event ``data: {"error": …}``. One ``send`` per
+read; ``send`` waits while the client is slow, nothing is read meanwhile, and the connection then
+stops the worker (see :mod:`taut_service.connection`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ import time
 from starlette.types import Send
 
 from taut_service.call import Call
-from taut_service.connection import Connection, StallError, UpstreamError
+from taut_service.connection import (
+    Connection,
+    ConnectionLostError,
+    StallError,
+    UpstreamError,
+)
 from taut_service.errors import (
-    GatewayError,
     Headers,
     NotFoundError,
     UpstreamDeadlineError,
@@ -32,22 +37,33 @@ class CutShortError(Exception):
     """A long document broke off after its beginning was sent: close the client's connection."""
 
 
-def error_event(error: GatewayError) -> bytes:
-    """Return an error as one server-sent event."""
-    return b"data: " + error.body() + b"\n\n"
+class NothingSentError(Exception):
+    """An answer broke off before any of it was passed on: another worker may be asked.
+
+    Args:
+        cause: a metric label.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
 
 
-async def relay(call: Call, connection: Connection, worker: bytes, send: Send) -> None:
+async def relay(
+    call: Call, connection: Connection, worker: bytes, variant: bytes, send: Send
+) -> None:
     """Pass on an answer whose head has arrived.
 
     Args:
         call: the request; its ``status``, ``usage`` and ``streaming`` are filled in.
         connection: to the worker.
         worker: its name, for the header.
+        variant: the name of its variant, for the header.
         send: the ASGI callable.
 
     Raises:
-        GatewayError: nothing has been sent and this should be.
+        GatewayError: it should be sent, as an event if ``call.streaming``.
+        NothingSentError: nothing has been sent, and the worker is lost.
         CutShortError: the beginning has been sent and the rest will not come.
     """
     status = connection.status
@@ -60,7 +76,8 @@ async def relay(call: Call, connection: Connection, worker: bytes, send: Send) -
         raise NotFoundError(
             f"the worker of {call.model!r} does not offer {call.route.path}", code="not_offered"
         )
-    headers = response_headers(connection.headers, call.request_id, worker)
+    headers = response_headers(connection.headers, call.request_id, worker, variant)
+    headers += call.extra_headers
     if _is_event_stream(headers):
         await _relay_stream(call, connection, headers, send)
     else:
@@ -72,6 +89,12 @@ def _is_event_stream(headers: Headers) -> bool:
         name == b"content-type" and value[:17].lower() == b"text/event-stream"
         for name, value in headers
     )
+
+
+def _broken_before(error: UpstreamError) -> Exception:
+    """Return what a failure means while nothing has been sent."""
+    # After a time limit the work was probably done: it is not asked for again.
+    return failure_of(error) if isinstance(error, StallError) else NothingSentError(error.cause)
 
 
 def failure_of(error: UpstreamError) -> UpstreamFailureError:
@@ -94,11 +117,16 @@ async def _relay_document(call: Call, connection: Connection, headers: Headers, 
                 await _pass_on(call, connection, headers, pieces, send)
                 return
     except UpstreamError as error:
-        raise failure_of(error) from error
+        raise _broken_before(error) from error
     body = b"".join(pieces)
+    if connection.status >= 400:
+        body = call.route.dialect.worker_error(body, connection.status, call.request_id)
     call.usage = read_usage(body)
     headers = [item for item in headers if item[0] != b"content-length"]
-    headers.append((b"content-length", b"%d" % size))
+    headers.append((b"content-length", b"%d" % len(body)))
+    if call.exchange is not None and call.exchange.respond(connection.status, headers, body):
+        call.status = connection.status
+        return
     await send({"type": "http.response.start", "status": connection.status, "headers": headers})
     call.status = connection.status
     await send({"type": "http.response.body", "body": body})
@@ -126,11 +154,9 @@ async def _pass_on(
 
 async def _relay_stream(call: Call, connection: Connection, headers: Headers, send: Send) -> None:
     reframer = SseReframer()
-    await send({"type": "http.response.start", "status": connection.status, "headers": headers})
-    # From here on an error can only be an event. Not before: ``send`` may be interrupted.
-    call.status = connection.status
-    call.streaming = True
-    last = 0.0
+    preamble = call.route.preamble
+    first = last = 0.0
+    connection.await_first_event()
     try:
         while data := await connection.read():
             before = reframer.events
@@ -138,16 +164,36 @@ async def _relay_stream(call: Call, connection: Connection, headers: Headers, se
             if not events:
                 continue
             new = reframer.events - before
-            if new:
+            if new and reframer.events > preamble:
+                connection.await_next_event()
                 now = time.perf_counter()
                 if last:
                     call.metrics.next_tokens(now - last, new)
                 else:
+                    first = now
                     call.metrics.first_token(now - call.started)
                 last = now
+            if not call.streaming:
+                await _begin_stream(call, connection.status, headers, send)
             await send({"type": "http.response.body", "body": events, "more_body": True})
+        rest = reframer.flush()
+        if rest is None:
+            raise ConnectionLostError("the stream ended within an event")
     except UpstreamError as error:
-        raise failure_of(error) from error
+        raise failure_of(error) if call.streaming else _broken_before(error) from error
     finally:
         call.usage = reframer.usage
-    await send({"type": "http.response.body", "body": reframer.flush()})
+        call.events = reframer.events
+        if last:
+            call.first_token_s = first - call.started
+            call.rest_s = last - first
+    if not call.streaming:
+        await _begin_stream(call, connection.status, headers, send)
+    await send({"type": "http.response.body", "body": rest})
+
+
+async def _begin_stream(call: Call, status: int, headers: Headers, send: Send) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    # From here on an error can only be an event. Not before: ``send`` may be interrupted.
+    call.status = status
+    call.streaming = True

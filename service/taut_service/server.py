@@ -2,7 +2,8 @@
 
 uvicorn stops listening at the first signal; readiness could then say nothing, and at the end it
 raises the signal again, so that the exit code is not 0. Here the first SIGTERM or SIGINT begins
-the drain with the socket still open, the second ends at once.
+the drain with the socket still open, the second ends what still runs; SIGHUP reads the
+configuration again.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from taut_service.front import Front
 from taut_service.protocol import BoundedHttpProtocol
+from taut_service.settings import SettingsError
+from taut_service.tls import ServerTls
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
@@ -32,9 +36,18 @@ class GatewayServer(uvicorn.Server):
     Args:
         app: the application.
         drain_timeout_s: how long running requests may go on after the first signal.
+        tls: the listener's certificate; None speaks plain HTTP.
+        admin: bound socket of the admin API, if the application has one.
     """
 
-    def __init__(self, app: Front, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: Front,
+        drain_timeout_s: float,
+        *,
+        tls: ServerTls | None = None,
+        admin: socket.socket | None = None,
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
@@ -48,7 +61,13 @@ class GatewayServer(uvicorn.Server):
             timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         )
         super().__init__(config)
+        self._app = app
+        self._tls = tls
+        self._admin_socket = admin
+        self._signals_seen = 0
         self._drain = app.drain
+        self._reloader = app.reloader
+        self._reload: asyncio.Task[None] | None = None
         self._drain_timeout_s = drain_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -60,7 +79,20 @@ class GatewayServer(uvicorn.Server):
             sockets: bound sockets to listen on.
         """
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        async with contextlib.AsyncExitStack() as stack:
+            if self._tls is not None:
+                await stack.enter_async_context(_running(self._tls.run()))
+            if self._app.admin is not None and self._admin_socket is not None:
+                admin = AdminServer(self._app.admin)
+                await stack.enter_async_context(_running(admin.serve([self._admin_socket])))
+            await super().serve(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with the certificate in force."""
+        if self._tls is not None:
+            # uvicorn would make a context of its own from files, and keep it for ever.
+            self.config.ssl = self._tls.context
+        await super().startup(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -69,6 +101,7 @@ class GatewayServer(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self.handle_reload)
         try:
             yield
         finally:
@@ -76,13 +109,33 @@ class GatewayServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the drain, or end at once if it has begun. Runs as a signal handler."""
-        if self._drain.draining:
+        """Begin the drain; cut it short at the second signal. Runs as a signal handler.
+
+        The third ends the process without a last word to anybody.
+        """
+        self._signals_seen += 1
+        if self._loop is None or self._signals_seen > 2:
             self.force_exit = True
             self.should_exit = True
-        elif self._loop is not None:
+        elif self._signals_seen == 2:
+            self._loop.call_soon_threadsafe(self._drain.hurry)
+        else:
             self._drain.begin()
             self._loop.call_soon_threadsafe(self.begin_drain)
+
+    def handle_reload(self, sig: int, frame: FrameType | None) -> None:
+        """Have the configuration read again. Runs as a signal handler."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.begin_reload)
+
+    def begin_reload(self) -> None:
+        """Start to reload. Runs in the event loop."""
+        self._reload = asyncio.get_running_loop().create_task(self._reload_configuration())
+
+    async def _reload_configuration(self) -> None:
+        # A bad file is in the log, each reason on a line, and the old configuration is in force.
+        with contextlib.suppress(SettingsError):
+            await self._reloader.reload()
 
     def begin_drain(self) -> None:
         """Start to drain; the server ends when that is done. Runs in the event loop."""
@@ -93,6 +146,45 @@ class GatewayServer(uvicorn.Server):
     async def _drain_and_exit(self) -> None:
         await self._drain.finish(self._drain_timeout_s)
         self.should_exit = True
+
+
+class AdminServer(uvicorn.Server):
+    """A uvicorn server for the admin API; ends by cancellation, leaves signals to the gateway's.
+
+    Args:
+        app: the admin application.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedHttpProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run something beside the server, for as long as the block lasts."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def listen(host: str, port: int) -> socket.socket:

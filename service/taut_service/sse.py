@@ -8,6 +8,7 @@ LF, CRLF or CR. The usage object: OpenAI API reference, ``usage``.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import NamedTuple
 
@@ -18,8 +19,12 @@ MAX_EVENT_BYTES = 4 * 1024 * 1024
 _BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _DATA_LINE = re.compile(rb"(?:(?<=\n)|(?<=\r)|\A)data:")
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,12})')
-_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,12})')
+# OpenAI's completions say prompt_tokens and completion_tokens; its responses and Anthropic's
+# messages say input_tokens and output_tokens.
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,12})')
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
+# Anthropic does not count these among input_tokens.
+_CACHED_TOKENS = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d{1,12})')
 
 
 class Usage(NamedTuple):
@@ -49,7 +54,8 @@ def read_usage(data: bytes) -> Usage | None:
     # An embedding has no completion: the field is then absent.
     if prompt is None:
         return None
-    return Usage(int(prompt[1]), int(completion[1]) if completion is not None else 0)
+    cached = sum(int(found) for found in _CACHED_TOKENS.findall(data, start))
+    return Usage(int(prompt[1]) + cached, int(completion[1]) if completion is not None else 0)
 
 
 class SseReframer:
@@ -81,9 +87,23 @@ class SseReframer:
             self._account(data)
         return data
 
-    def flush(self) -> bytes:
-        """Return what is left when the stream has ended well; normally nothing."""
+    def flush(self) -> bytes | None:
+        """Return what is left when the worker has ended the stream; normally nothing.
+
+        A last event that only lacks its blank line is completed. A browser would drop it.
+
+        Returns:
+            The rest, or None if the stream ended within an event: the worker was cut off.
+        """
         data, self._rest = self._rest, b""
+        if not data.strip(b"\r\n"):
+            return data
+        if data[-1:] not in (b"\n", b"\r"):
+            if not _is_whole(data):
+                return None
+            data += b"\n"
+        data += b"\n"
+        self._account(data)
         return data
 
     def _account(self, events: bytes) -> None:
@@ -99,6 +119,18 @@ def _count_data(events: bytes) -> int:
     if events.startswith(b"data:") and events.find(b"\n\n") == len(events) - 2:
         return 1
     return sum(event.startswith(b"data:") or b"\ndata:" in event for event in events.split(b"\n\n"))
+
+
+def _is_whole(event: bytes) -> bool:
+    """Whether the last line of an event that has no line end is all there."""
+    payload = event.splitlines()[-1].removeprefix(b"data:").strip()
+    if payload == b"[DONE]":
+        return True
+    try:
+        json.loads(payload)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _end_of_events(data: bytes) -> int:

@@ -18,6 +18,8 @@ from taut_service.settings import Timeouts
 
 MAX_IDLE = 256
 """Idle connections kept per worker; more than this were opened by a burst."""
+MAX_ANSWER_BYTES = 1024 * 1024
+"""Of a probe or a scrape."""
 
 
 class UpstreamClient:
@@ -41,6 +43,7 @@ class UpstreamClient:
         self._port = port
         self._timeouts = timeouts
         self._on_stale = on_stale
+        self._retired = False
         # Last in, first out: the most recently used is the least likely to have been closed. A
         # dict, for removal in O(1).
         self._idle: dict[Connection, None] = {}
@@ -78,12 +81,55 @@ class UpstreamClient:
                 break
         return await self._exchange(await self._connect(), head, body)
 
+    async def ask(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """Do one small exchange from beginning to end, beside the requests.
+
+        Args:
+            method: GET or POST.
+            path: absolute.
+            body: JSON, or nothing.
+            timeout_s: patience with all of it.
+
+        Returns:
+            Status and body, of the latter at most ``MAX_ANSWER_BYTES`` and one read more.
+
+        Raises:
+            UpstreamError: connecting failed, or the answer broke off.
+            TimeoutError: it took too long.
+        """
+        head = (
+            f"{method} {path} HTTP/1.1\r\nhost: {self.authority.decode()}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        pieces: list[bytes] = []
+        size = 0
+        async with asyncio.timeout(timeout_s):
+            connection = await self.send(head.encode(), body)
+            try:
+                while size <= MAX_ANSWER_BYTES and (data := await connection.read()):
+                    pieces.append(data)
+                    size += len(data)
+            finally:
+                self.give_back(connection)
+        return connection.status, b"".join(pieces)
+
     def give_back(self, connection: Connection) -> None:
         """End the exchange; pool the connection, or close it if the answer was not whole."""
-        if connection.finish() and len(self._idle) < MAX_IDLE:
+        if connection.finish() and len(self._idle) < MAX_IDLE and not self._retired:
             self._idle[connection] = None
         else:
             connection.abort()
+
+    def configure(self, timeouts: Timeouts) -> None:
+        """Take over other limits; connections that have the old ones are used no more."""
+        if timeouts != self._timeouts:
+            self._timeouts = timeouts
+            self.close()
+
+    def retire(self) -> None:
+        """Keep no connection any longer than its exchange lasts."""
+        self._retired = True
+        self.close()
 
     def close(self) -> None:
         """Close the idle connections."""
@@ -112,7 +158,7 @@ class UpstreamClient:
         return connection
 
     def _new(self) -> Connection:
-        return Connection(self._forget, self._timeouts.first_byte_s, self._timeouts.idle_s)
+        return Connection(self._forget, self._timeouts)
 
     def _forget(self, connection: Connection) -> None:
         self._idle.pop(connection, None)

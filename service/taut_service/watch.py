@@ -13,6 +13,7 @@ from types import TracebackType
 
 from starlette.types import Receive
 
+from taut_service.client_exchange import ClientExchange
 from taut_service.errors import RequestTimeoutError, UnavailableError, UpstreamDeadlineError
 
 SHUTDOWN_RETRY_AFTER_S = 5.0
@@ -54,7 +55,7 @@ class ClientDisconnectedError(Exception):
 
 
 class RequestWatch:
-    """``async with`` around one request, in the task that runs it.
+    """``with`` around one request, in the task that runs it.
 
     Args:
         receive: the ASGI callable; read by :meth:`listen` only.
@@ -64,19 +65,36 @@ class RequestWatch:
     def __init__(self, receive: Receive, total_s: float) -> None:
         self._receive = receive
         self._total_s = total_s
+        self._timer: asyncio.TimerHandle
         self._task: asyncio.Task[object] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._reason: Exception | None = None
+        self._exchange: ClientExchange | None = None
 
-    def listen(self) -> None:
-        """Begin to wait for ``http.disconnect``; call once, when the body has been read."""
-        self._listener = asyncio.get_running_loop().create_task(self._wait_for_disconnect())
+    def listen(self, exchange: ClientExchange | None = None) -> None:
+        """Begin to wait for the client to leave; call once, when the body has been read.
+
+        Args:
+            exchange: tells; without one a task waits for ``http.disconnect``.
+        """
+        self._exchange = exchange
+        if exchange is not None:
+            exchange.watch(self._disconnected)
+        else:
+            self._listener = asyncio.get_running_loop().create_task(self._wait_for_disconnect())
 
     def end(self, reason: Exception) -> None:
         """Stop the request; the block ends with ``reason``. Only the first call in it counts."""
         if self._reason is None and self._task is not None:
             self._reason = reason
             self._task.cancel()
+
+    def shorten(self, total_s: float) -> None:
+        """Give the request at most so many seconds from now, if that is less than it has."""
+        if total_s < self._total_s:
+            self._total_s = total_s
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(total_s, self._out_of_time)
 
     def limit(self, silence_s: float) -> SilenceLimit:
         """Return a limit on how long the client may be silent within its body."""
@@ -87,11 +105,14 @@ class RequestWatch:
         text = "the gateway is shutting down; send the request again"
         self.end(UnavailableError(text, code="shutting_down", retry_after_s=SHUTDOWN_RETRY_AFTER_S))
 
+    def _disconnected(self) -> None:
+        self.end(ClientDisconnectedError())
+
     async def _wait_for_disconnect(self) -> None:
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self.end(ClientDisconnectedError())
+                self._disconnected()
                 return
 
     def _out_of_time(self) -> None:
@@ -101,7 +122,7 @@ class RequestWatch:
             )
         )
 
-    async def __aenter__(self) -> RequestWatch:
+    def __enter__(self) -> RequestWatch:
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a coroutine awaited by ASGI runs in a task
         self._task = task
@@ -110,7 +131,7 @@ class RequestWatch:
         self._timer = loop.call_later(self._total_s, self._out_of_time)
         return self
 
-    async def __aexit__(
+    def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
@@ -118,6 +139,8 @@ class RequestWatch:
     ) -> None:
         task, self._task = self._task, None
         self._timer.cancel()
+        if self._exchange is not None:
+            self._exchange.unwatch()
         if self._listener is not None:
             self._listener.cancel()
         if self._reason is None or task is None:

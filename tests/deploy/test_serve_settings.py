@@ -120,6 +120,25 @@ def test_a_verdict_reaches_the_gateway(prepared):
     models = [dataclasses.replace(models[0], manifest=judged)]
     (entry,) = gateway_configuration(settings, models)["models"]
     assert entry["provenance"]["validation"] == "PASS"
+    assert "recovery" not in entry["provenance"]
+
+
+def test_what_was_measured_reaches_the_gateway_with_its_interval(prepared):
+    settings, _, _, (models, _) = prepared
+    measured = {
+        "perplexity_ratio": {"estimate": 1.25, "low": 1.0, "high": 2.0},
+        "top1_agreement": {"estimate": 0.9, "low": 0.85, "high": 0.95},
+    }
+    validation = {"verdict": "FAIL", "policy": "balanced", "metrics": measured}
+    judged = dataclasses.replace(models[0].manifest, validation=validation)
+    models = [dataclasses.replace(models[0], manifest=judged)]
+    (entry,) = gateway_configuration(settings, models)["models"]
+    told = entry["provenance"]
+    assert (told["recovery"], told["recovery_low"], told["recovery_high"]) == (0.8, 0.5, 1.0)
+    assert (told["top1_agreement_low"], told["top1_agreement_high"]) == (0.85, 0.95)
+    assert (told["validation"], told["validation_policy"]) == ("FAIL", "balanced")
+    assert told["sparsity"] == 0
+    assert told["compressed_layers"] == len(models[0].manifest.layers)
 
 
 def test_children_are_started_through_the_public_commands(prepared, tmp_path):

@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 
+import anthropic
 import openai
 import pytest
 from serving import MODEL, Served, post, status_of, wait_for
@@ -102,6 +103,44 @@ def test_async_sdk_chat_stream(served):
             )
 
     assert "Paris" in asyncio.run(run())
+
+
+def tokens_counted(served: Served, direction: str) -> float:
+    with urllib.request.urlopen(f"{served.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    (value,) = re.findall(
+        rf'^taut_{direction}_tokens_total\{{model="{MODEL}"\}} (\S+)$', text, re.MULTILINE
+    )
+    return float(value)
+
+
+def test_sdk_responses_whole_and_streamed_are_counted_as_the_worker_says(served):
+    sdk = client(served)
+    before = tokens_counted(served, "prompt"), tokens_counted(served, "generated")
+    asked = {"model": MODEL, "input": PROMPT, "max_output_tokens": 8, "temperature": 0}
+    whole = sdk.responses.create(**asked)
+    events = list(sdk.responses.create(**asked, stream=True))
+    assert events[-1].type == "response.completed"
+    last = events[-1].response
+    assert last.output_text == whole.output_text
+    used = [answer.usage for answer in (whole, last)]
+    assert tokens_counted(served, "prompt") - before[0] == sum(u.input_tokens for u in used)
+    assert tokens_counted(served, "generated") - before[1] == sum(u.output_tokens for u in used)
+
+
+def test_sdk_messages_whole_and_streamed_are_counted_as_the_worker_says(served):
+    sdk = anthropic.Anthropic(base_url=served.url, api_key="unused", max_retries=0)
+    before = tokens_counted(served, "prompt"), tokens_counted(served, "generated")
+    asked = {"model": MODEL, "max_tokens": 8, "messages": MESSAGES}
+    asked["extra_body"] = {"temperature": 0}  # this SDK has no argument for it
+    whole = sdk.messages.create(**asked)
+    with sdk.messages.stream(**asked) as stream:
+        last = stream.get_final_message()
+    assert last.content[0].text == whole.content[0].text
+    used = [answer.usage for answer in (whole, last)]
+    prompt = sum(u.input_tokens + (u.cache_read_input_tokens or 0) for u in used)
+    assert tokens_counted(served, "prompt") - before[0] == prompt
+    assert tokens_counted(served, "generated") - before[1] == sum(u.output_tokens for u in used)
 
 
 def test_models_tell_how_they_were_compressed(served):

@@ -117,7 +117,7 @@ def process(cores: set[int], *command: str) -> Iterator[int]:
         [sys.executable, *command],
         stdout=subprocess.DEVNULL,
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": str(HERE)},
     )
     try:
         yield started.pid

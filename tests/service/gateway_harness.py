@@ -8,13 +8,17 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from mock_engine import MockEngine
 
 from taut_service.app import create_app
 from taut_service.front import Front
 from taut_service.prober import ProbeTimes
 from taut_service.server import GatewayServer, listen
 from taut_service.settings import Settings
+from taut_service.tls import ServerTls
 
 MODEL = "m"
 QUICK = ProbeTimes(not_ready_s=0.03, ready_s=0.1, woken_s=0.01, health_timeout_s=0.5)
@@ -32,6 +36,21 @@ def settings_for(*urls: str, golden: bool = True, **sections: Any) -> Settings:
     if golden:
         model["golden"] = {"prompt": "The capital of France is", "expected_text": " Paris"}
     return Settings.model_validate({"models": [model], **sections})
+
+
+def variants_for(variants: dict[str, list[MockEngine]], **model: Any) -> dict[str, Any]:
+    """Return a model whose variants have these engines, named by variant and number."""
+    golden = {"prompt": "The capital of France is", "expected_text": " Paris"}
+    entries = []
+    for name, engines in variants.items():
+        entry: dict[str, Any] = {"name": name, **model.get("each", {}).get(name, {})}
+        if engines:
+            entry["workers"] = [
+                {"name": f"{name}-{i}", "url": engine.url} for i, engine in enumerate(engines)
+            ]
+        entries.append(entry)
+    rest = {key: value for key, value in model.items() if key != "each"}
+    return {"name": MODEL, "max_model_len": 64, "golden": golden, "variants": entries, **rest}
 
 
 @dataclass
@@ -160,11 +179,18 @@ async def eventually(condition: Callable[[], Any], timeout_s: float = 5) -> None
 
 
 @asynccontextmanager
-async def gateway(settings: Settings, *, ready: bool = True) -> AsyncIterator[Harness]:
-    """Run a gateway; wait until it is ready unless told not to."""
+async def gateway(
+    settings: Settings,
+    *,
+    ready: bool = True,
+    path: Path | None = None,
+    times: ProbeTimes = QUICK,
+    tls: ServerTls | None = None,
+) -> AsyncIterator[Harness]:
+    """Run a gateway; wait until it is ready unless told not to. ``path`` is read by a reload."""
     log = io.StringIO()
-    app = create_app(settings, probe_times=QUICK, log_stream=log)
-    server = GatewayServer(app, settings.drain_timeout_s)
+    app = create_app(settings, path=path, probe_times=times, log_stream=log)
+    server = GatewayServer(app, settings.drain_timeout_s, tls=tls)
     # The steps of uvicorn's serve() without its signal handlers, which are the test runner's, and
     # without its tenths of seconds of polling.
     server.config.load()
@@ -174,7 +200,10 @@ async def gateway(settings: Settings, *, ready: bool = True) -> AsyncIterator[Ha
     await server.on_tick(0)
     try:
         harness = Harness(app, opened.getsockname()[1], server, log)
-        if ready:
+        # Over TLS the harness cannot ask, so it looks.
+        if ready and tls is not None:
+            await eventually(lambda: all(w.ready for _, _, w in app.reloader.current.workers()))
+        elif ready:
             await harness.wait_ready()
         yield harness
     finally:

@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
+import mock_dialects
+
+COMPLETION_PATHS = ("/v1/completions", "/v1/chat/completions", *mock_dialects.PATHS)
 
 
 @dataclass
@@ -43,6 +46,8 @@ class Faults:
     reset: bool = False
     raw: bytes | None = None
     absent: set[str] = field(default_factory=set)
+    metrics: bytes | None = None
+    golden_status: int = 200
     chunk: int | None = None
 
 
@@ -181,12 +186,14 @@ class Conversation(asyncio.Protocol):
         faults = self.engine.faults
         if path == "/health":
             self.write(faults.health, b"")
+        elif path == "/metrics" and faults.metrics is not None:
+            self.write(200, faults.metrics)
         elif path in faults.absent:
             self.write(404, b'{"detail":"Not Found"}')
-        elif path in ("/v1/completions", "/v1/chat/completions"):
+        elif path in COMPLETION_PATHS:
             with contextlib.suppress(asyncio.CancelledError):
                 await self.complete(request, path)
-        elif path in ("/tokenize", "/detokenize", "/v1/embeddings"):
+        elif path in ("/tokenize", "/detokenize", "/v1/embeddings", "/v1/messages/count_tokens"):
             self.engine.seen.append(request)
             answer = {"path": path, "usage": {"prompt_tokens": 3, "total_tokens": 3}}
             self.write(200, json.dumps(answer).encode())
@@ -199,7 +206,7 @@ class Conversation(asyncio.Protocol):
         if body.get("max_tokens") == 1 and body.get("temperature") == 0:
             engine.probes += 1
             answer = {"choices": [{"index": 0, "text": faults.first_token}], "usage": usage(1)}
-            self.write(200, json.dumps(answer).encode())
+            self.write(faults.golden_status, json.dumps(answer).encode())
             return
         engine.seen.append(request)
         if faults.reset or (faults.close_reused and self.served > 1):
@@ -215,26 +222,34 @@ class Conversation(asyncio.Protocol):
             elif faults.status != 200:
                 self.write(faults.status, faults.error_body)
             elif body.get("stream"):
-                await self.stream(body, "chat" in path)
+                await self.stream(body, path)
             else:
-                await self.whole("chat" in path)
+                await self.whole(path)
         except asyncio.CancelledError:
             engine.aborted += 1
             raise
         engine.completed += 1
 
-    async def whole(self, chat: bool) -> None:
+    async def whole(self, path: str) -> None:
         faults = self.engine.faults
         if faults.interval_s:
             await asyncio.sleep(faults.interval_s * faults.tokens)
-        choice = text_of([faults.token] * faults.tokens, chat, streamed=False)
+        tokens = [faults.token] * faults.tokens
+        if path in mock_dialects.PATHS:
+            self.write(200, json.dumps(mock_dialects.whole(path, tokens)).encode())
+            return
+        choice = text_of(tokens, "chat" in path, streamed=False)
         self.write(
             200,
             json.dumps({"id": "x", "choices": [choice], "usage": usage(faults.tokens)}).encode(),
         )
 
-    def events(self, body: dict[str, Any], chat: bool) -> Iterator[bytes]:
+    def events(self, body: dict[str, Any], path: str) -> Iterator[bytes]:
         faults = self.engine.faults
+        if path in mock_dialects.PATHS:
+            yield from mock_dialects.events(path, [faults.token] * faults.tokens)
+            return
+        chat = "chat" in path
         for _ in range(faults.tokens):
             yield self.event({"choices": [text_of([faults.token], chat, streamed=True)]})
         if (body.get("stream_options") or {}).get("include_usage"):
@@ -245,13 +260,13 @@ class Conversation(asyncio.Protocol):
     def event(document: dict[str, Any]) -> bytes:
         return b"data: " + json.dumps(document).encode() + b"\n\n"
 
-    async def stream(self, body: dict[str, Any], chat: bool) -> None:
+    async def stream(self, body: dict[str, Any], path: str) -> None:
         faults = self.engine.faults
         self.put(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
             b"transfer-encoding: chunked\r\n\r\n"
         )
-        for event in self.events(body, chat):
+        for event in self.events(body, path):
             for piece in cut(event, faults.chunk):
                 self.put(b"%x\r\n%b\r\n" % (len(piece), piece))
                 await self.writable.wait()

@@ -9,9 +9,9 @@ import pytest
 from gateway_harness import COMPLETION, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.admission import AdmissionController
+from taut_service.admission import Admission, AdmissionController, Claim
 from taut_service.errors import OverloadedError
-from taut_service.settings import AdmissionLimit
+from taut_service.settings import AdmissionLimit, BrownOut, Settings
 
 
 def controller(inflight: int, queued: int, timeout_s: float = 5.0) -> AdmissionController:
@@ -32,6 +32,95 @@ async def test_waiters_are_admitted_in_order() -> None:
     await asyncio.gather(*(work(number) for number in range(8)))
     assert order == list(range(8))
     assert (admission.inflight, admission.queued) == (0, 0)
+
+
+async def test_newcomer_does_not_overtake_a_head_that_does_not_fit() -> None:
+    limit = AdmissionLimit(max_inflight=9, max_inflight_tokens=10)
+    admission = AdmissionController(limit)
+    held = await admission.acquire(Claim(tokens=6))
+    large = asyncio.create_task(admission.acquire(Claim(tokens=8)))
+    await asyncio.sleep(0)
+    small = asyncio.create_task(admission.acquire(Claim(tokens=2)))
+    await asyncio.sleep(0)
+    assert (admission.inflight, admission.inflight_tokens, admission.queued) == (1, 6, 2)
+    admission.release(0.1, held)
+    assert await large == 8
+    assert await small == 2
+    assert (admission.inflight_tokens, admission.queued) == (10, 0)
+
+
+async def test_request_larger_than_all_tokens_runs_alone() -> None:
+    limit = AdmissionLimit(max_inflight=9, max_inflight_tokens=10)
+    admission = AdmissionController(limit)
+    assert await admission.acquire(Claim(tokens=1000)) == 10
+    small = asyncio.create_task(admission.acquire(Claim(tokens=1)))
+    await asyncio.sleep(0)
+    assert admission.queued == 1
+    admission.release(0.1, 10)
+    assert await small == 1
+
+
+async def test_better_claim_pushes_out_a_waiter_of_a_full_queue() -> None:
+    admission = controller(1, 2)
+    await admission.acquire()
+    flood = [asyncio.create_task(admission.acquire(Claim(10, "flood"))) for _ in range(2)]
+    await asyncio.sleep(0)
+    quiet = asyncio.create_task(admission.acquire(Claim(10, "quiet")))
+    await asyncio.sleep(0)
+    assert admission.queued == 2
+    with pytest.raises(OverloadedError) as refused:
+        await flood[1]
+    assert refused.value.code == "queue_full"
+    admission.release(0.1)
+    await flood[0]
+    admission.release(0.1, 10)
+    await quiet
+    assert (admission.inflight, admission.inflight_tokens, admission.queued) == (1, 10, 0)
+
+
+async def test_client_may_shorten_the_wait() -> None:
+    admission = controller(1, 2, 60)
+    await admission.acquire()
+    with pytest.raises(OverloadedError) as refused:
+        await admission.acquire(Claim(timeout_s=0.02))
+    assert refused.value.code == "queue_timeout"
+    assert "0.02 s" in refused.value.message
+
+
+async def test_new_bounds_hold_from_the_next_place_on() -> None:
+    admission = controller(1, 5)
+    await admission.acquire()
+    waiting = [asyncio.create_task(admission.acquire(Claim(tokens=8))) for _ in range(3)]
+    await asyncio.sleep(0)
+    admission.apply(AdmissionLimit(max_inflight=2, max_inflight_tokens=5, max_queued=5))
+    await asyncio.sleep(0)
+    # Larger than the new bound on tokens: it waits until it can run alone.
+    assert (admission.inflight, admission.queued) == (1, 3)
+    admission.release(0.1)
+    assert (admission.inflight, admission.queued) == (1, 2)
+    admission.apply(AdmissionLimit(max_inflight=3))
+    await asyncio.gather(*waiting)
+    assert (admission.inflight, admission.queued) == (3, 0)
+
+
+async def test_brown_out_begins_late_and_ends_later() -> None:
+    limit = AdmissionLimit(max_inflight=1, max_queued=10)
+    brown_out = BrownOut.model_validate({"from": "large", "to": "small", "at_queue_fraction": 0.5})
+    admission = AdmissionController(limit, brown_out)
+    await admission.acquire()
+    waiting: list[asyncio.Task[int]] = []
+    seen = []
+    for _ in range(6):
+        seen.append(admission.under_pressure)
+        waiting.append(asyncio.create_task(admission.acquire()))
+        await asyncio.sleep(0)
+    assert seen == [False] * 5 + [True]
+    seen = []
+    for task in waiting:
+        admission.release(0.1)
+        await task
+        seen.append(admission.under_pressure)
+    assert seen == [True] * 4 + [False, False]
 
 
 async def test_full_queue_refuses_at_once() -> None:
@@ -148,6 +237,51 @@ async def test_more_than_the_queue_holds_gets_429(stream: bool) -> None:
                 assert int(answer.headers["retry-after"]) >= 1
         assert engine.started == 5
         assert await harness.metric('taut_rejected_total{reason="queue_full"}') == 5
+
+
+async def test_time_limit_of_the_client_holds_in_the_queue_and_at_the_worker() -> None:
+    admission = {"max_inflight": 1, "max_queued": 3}
+    async with (
+        MockEngine(Faults(latency_s=1.5)) as engine,
+        gateway(settings_for(engine.url, admission=admission)) as harness,
+    ):
+        loop = asyncio.get_running_loop()
+        first = asyncio.create_task(harness.post(COMPLETION, x_request_timeout="0.6"))
+        await eventually(lambda: engine.running == 1)
+        began = loop.time()
+        waiting = await harness.post(COMPLETION, x_request_timeout="0.3")
+        assert (waiting.status, waiting.error["code"]) == (429, "queue_timeout")
+        assert loop.time() - began < 0.3 + 0.2
+        served = await first
+        assert (served.status, served.error["code"]) == (504, "total_timeout")
+        assert engine.started == 1
+        await eventually(lambda: engine.aborted == 1)
+
+
+async def test_models_have_places_of_their_own() -> None:
+    def configured(*names: str, **bounds: int) -> Settings:
+        worker = {"url": "http://h:1"}
+        models = [
+            {"name": name, "max_model_len": 8, "workers": [{"name": f"w-{name}", **worker}]}
+            for name in names
+        ]
+        return Settings.model_validate({"models": models, "admission": bounds})
+
+    admission = Admission(configured("a", "b", max_inflight=1, max_queued=0))
+    await admission.of("a").acquire()
+    await admission.of("b").acquire()
+    with pytest.raises(OverloadedError):
+        await admission.of("a").acquire()
+    assert (admission.inflight, admission.queued) == (2, 0)
+    # A reload that drops one: what it holds is given back, and it is forgotten once it is idle.
+    admission.apply(configured("b", max_inflight=2))
+    await admission.of("b").acquire()
+    admission.apply(configured("b", max_inflight=2))
+    admission.of("a").release(0.1)
+    assert admission.inflight == 2
+    admission.apply(configured("b", max_inflight=2))
+    with pytest.raises(KeyError):
+        admission.of("a")
 
 
 async def test_wait_in_the_queue_ends_with_429() -> None:

@@ -185,7 +185,7 @@ async def test_max_completion_tokens_beyond_the_context_is_refused(
         ("", 404, "model_not_found"),
         ("M", 404, "model_not_found"),
         ("m ", 404, "model_not_found"),
-        ("\ud800", 404, "model_not_found"),
+        ("\u00e9", 404, "model_not_found"),
         ("y" * 5000, 404, "model_not_found"),
     ],
 )

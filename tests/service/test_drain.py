@@ -16,6 +16,10 @@ import yaml
 from gateway_harness import COMPLETION, Client, Harness, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
+from taut_service.drain import Drain
+from taut_service.errors import UnavailableError
+from taut_service.watch import RequestWatch
+
 
 @asynccontextmanager
 async def gateway_process(
@@ -182,3 +186,48 @@ async def test_taken_port_is_one_line(tmp_path: Path) -> None:
         assert process.returncode == 1
         expected = f"taut-gateway: cannot listen on 127.0.0.1:{engine.port}: Address already in use"
         assert stderr.decode().splitlines() == [expected]
+
+
+def is_open(drain: Drain) -> bool:
+    try:
+        drain.check_open()
+    except UnavailableError:
+        return False
+    return True
+
+
+async def test_drain_accepts_for_a_while_and_a_second_call_can_only_shorten_it() -> None:
+    now = 100.0
+    drain = Drain(lambda: now)
+    assert is_open(drain)
+    drain.begin(accept_s=10)
+    assert drain.draining
+    assert is_open(drain)
+    drain.begin(accept_s=60)
+    now = 110.0
+    assert not is_open(drain)
+    assert drain.reopen()
+    assert is_open(drain)
+    drain.begin(accept_s=10)
+    assert is_open(drain)
+    drain.begin()
+    assert not is_open(drain)
+
+
+async def test_what_is_ending_cannot_be_reopened_and_can_be_hurried() -> None:
+    drain = Drain()
+    watch = RequestWatch(never, 60)
+    drain.enter(watch)
+    finishing = asyncio.create_task(drain.finish(60))
+    await asyncio.sleep(0)
+    assert not drain.reopen()
+    assert drain.draining
+    drain.hurry()
+    drain.leave(watch)
+    async with asyncio.timeout(1):
+        assert await finishing
+
+
+async def never() -> dict[str, object]:
+    await asyncio.Event().wait()
+    return {}

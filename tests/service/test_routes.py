@@ -62,6 +62,9 @@ async def test_documentation_names_every_route() -> None:
         assert set(document["paths"]) == {
             "/v1/completions",
             "/v1/chat/completions",
+            "/v1/responses",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
             "/v1/embeddings",
             "/tokenize",
             "/detokenize",
@@ -69,6 +72,7 @@ async def test_documentation_names_every_route() -> None:
             "/v1/models/{name}",
             "/health/live",
             "/health/ready",
+            "/health/drain",
             "/metrics",
         }
         assert (await harness.request("GET", "/docs")).status == 200

@@ -46,15 +46,47 @@ def test_defaults_are_the_written_ones(tmp_path: Path) -> None:
     minimal, full = load(tmp_path, MINIMAL), load(tmp_path, FULL)
     for section in ("listen", "admission", "timeouts", "limits", "api_keys", "drain_timeout_s"):
         assert getattr(minimal, section) == getattr(full, section)
-    assert minimal.access_log is True
+    assert minimal.access_log.enabled is True
     assert full.models[0].provenance["date"] == "2026-11-21"
     assert (full.models[0].workers[0].host, full.models[0].workers[0].port) == ("127.0.0.1", 8101)
+
+
+def test_workers_alone_are_one_variant(tmp_path: Path) -> None:
+    (variant,) = load(tmp_path, FULL).models[0].every_variant()
+    assert (variant.name, variant.weight) == ("default", 1)
+    assert variant.served_name == "smollm2-135m-instruct"
+    assert variant.golden is not None and variant.golden.expected_text == " Paris"
+    assert variant.provenance["method"] == "W8A8"
+
+
+def test_variant_keeps_what_it_says_itself(tmp_path: Path) -> None:
+    text = VARIANTS.replace("name: a,", "name: a, served_name: s, provenance: {bits: 4},")
+    text = text.replace("64", "64\n    provenance: {bits: 8}")
+    first, second = load(tmp_path, text).models[0].every_variant()
+    assert (first.served_name, first.provenance) == ("s", {"bits": 4})
+    assert (second.served_name, second.provenance) == ("m", {"bits": 8})
+
+
+def test_settings_survive_being_written_down(tmp_path: Path) -> None:
+    text = VARIANTS + "    brown_out: {from: a, to: b}\n"
+    settings = load(tmp_path, text)
+    assert Settings.model_validate(settings.model_dump(mode="json")) == settings
 
 
 def test_settings_are_frozen(tmp_path: Path) -> None:
     settings = load(tmp_path, MINIMAL)
     with pytest.raises(ValueError, match="frozen"):
         settings.access_log = False
+
+
+VARIANTS = """
+models:
+  - name: m
+    max_model_len: 64
+    variants:
+      - {name: a, weight: 9, workers: [{name: w0, url: "http://h:1"}]}
+      - {name: b, weight: 0, workers: [{name: w1, url: "http://h:2"}]}
+"""
 
 
 def with_line(line: str) -> str:
@@ -90,6 +122,33 @@ ROWS = [
     (MINIMAL.replace(":8101", ":8101/v1"), "models[0].workers[0].url: "),
     (MINIMAL.replace("//", "//user:pw@"), "models[0].workers[0].url: "),
     (MINIMAL + MINIMAL.replace("models:", ""), "two entries share the model name 'm'"),
+    (MINIMAL.replace("64", "64\n    aliases: [m]"), "two entries share the model name 'm'"),
+    (MINIMAL.replace("64", "64\n    sticky: ip"), "models[0].sticky: "),
+    (MINIMAL.replace("64", "64\n    affinity: {by: moon}"), "models[0].affinity.by: "),
+    (MINIMAL.replace("64", "64\n    affinity: {max_load_ratio: 0.5}"), "models[0].affinity.max_l"),
+    (VARIANTS.replace("weight: 9", "weight: 0"), "models[0]: the weights of 'variants' are all 0"),
+    (VARIANTS.replace("weight: 9", "weight: -1"), "models[0].variants[0].weight: "),
+    (VARIANTS.replace("name: b", "name: a"), "models[0]: two entries share the variant name 'a'"),
+    (VARIANTS.replace("name: b", "name: 'a b'"), "models[0].variants[1].name: "),
+    (VARIANTS.replace("w1", "w0"), "two entries share the worker name 'w0'"),
+    (
+        VARIANTS + '    workers: [{name: x, url: "http://h:1"}]\n',
+        "models[0]: give either 'workers' or 'variants', with at least one entry",
+    ),
+    (
+        VARIANTS.replace('workers: [{name: w1, url: "http://h:2"}]', "price: {}"),
+        "models[0].variants[1]: give either 'workers' or 'discover'",
+    ),
+    (
+        VARIANTS + "    brown_out: {from: a, to: c}\n",
+        "models[0]: brown_out names the variant 'c', which is not listed",
+    ),
+    (VARIANTS + "    brown_out: {from: a, to: a}\n", "models[0]: brown_out goes from a variant to"),
+    (with_line("routing: {retries: {max_tries: 0}}"), "routing.retries.max_tries: "),
+    (with_line("routing: {breaker: {failure_ratio: 2}}"), "routing.breaker.failure_ratio: "),
+    (with_line("routing: {hedge: {after_s: 0}}"), "routing.hedge.after_s: "),
+    (with_line("routing: {session_header: 'X Y'}"), "routing.session_header: "),
+    (with_line("timeouts: {gap_s: 0}"), "timeouts.gap_s: "),
     (
         MINIMAL + MINIMAL.replace("models:", "").replace("name: m", "name: n"),
         "two entries share the worker name 'w0'",

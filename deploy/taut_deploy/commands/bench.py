@@ -4,12 +4,15 @@ import os
 import platform
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, print_json
-from taut_deploy.errors import WorkerError
+from taut_deploy.commands.output import JsonFlag, print_json, say
+from taut_deploy.errors import OutputError, WorkerError
+
+_KERNEL_GROUPS = ("w4a16", "scaled-mm", "fused")
 
 app = typer.Typer(help="Measure, with the comparison in the same run.", no_args_is_help=True)
 
@@ -24,13 +27,23 @@ def bench() -> None:
     add_help_option=False,
 )
 def kernels(context: typer.Context) -> None:
-    """W4A16 kernels against Marlin, Machete, gemlite and cuBLAS; needs a CUDA device.
+    """Kernels against the published ones, in one process; needs a CUDA device.
 
-    Arguments are those of 'python -m taut_kernels.bench.w4a16' (--output DIR [--shape] [--tokens]).
+    The first argument names the group, w4a16 where it is left out: w4a16 (Marlin, Machete, gemlite,
+    cuBLAS), scaled-mm (8-bit products: CUTLASS, cuBLAS) or fused (norm, activation, RoPE: vLLM,
+    Liger, torch.compile). The rest are the arguments of 'python -m taut_kernels.bench.<group>'
+    (--output DIR …).
     """
-    from taut_kernels.bench.w4a16 import main
+    from importlib import import_module
 
-    raise typer.Exit(main(context.args))
+    arguments = list(context.args)
+    named = bool(arguments) and not arguments[0].startswith("-")
+    group = arguments.pop(0) if named else "w4a16"
+    if group not in _KERNEL_GROUPS:
+        known = ", ".join(_KERNEL_GROUPS)
+        raise typer.BadParameter(f"unknown group {group!r}: expected one of {known}")
+    module = import_module(f"taut_kernels.bench.{group.replace('-', '_')}")
+    raise typer.Exit(module.main(arguments))
 
 
 @app.command()
@@ -65,3 +78,41 @@ def serve(
     for row in found:
         spread = f"{row.lowest:.1f} to {row.highest:.1f}"
         typer.echo(f"| {row.label} | {row.concurrency} | {row.median:.1f} ({spread}) |")
+
+
+@app.command()
+def gateway(
+    rivals: Annotated[
+        str, typer.Option(help="vllm-router, litellm, envoy with commas, or none.")
+    ] = "vllm-router,litellm,envoy",
+    cases: Annotated[str, typer.Option(help="Cases with commas, or all.")] = "all",
+    rounds: Annotated[int, typer.Option(min=1, help="Starts of each system.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.2, help="Length of each load.")] = 3.0,
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
+        "bench-gateway"
+    ),
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of the rivals; default: beside the output.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """The gateway against its rivals: CPU per request, latency, disconnects, memory."""
+    from taut_deploy.bench.gateway import Plan, choose, measure
+    from taut_deploy.bench.gateway_report import document, markdown, write
+
+    systems, chosen, absent = choose(rivals, cases)
+    output = output.resolve()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise OutputError(f"--output {output}: {problem.strerror}") from None
+    place = cache.resolve() if cache else output.parent / f"{output.name}-rivals"
+    plan = Plan(systems, chosen, rounds, seconds, output, place)
+    found = measure(plan, absent, (lambda _: None) if as_json else say)
+    files = write(found, output)
+    if as_json:
+        print_json(document(found))
+        return
+    typer.echo(markdown(found))
+    for file in files:
+        say(f"wrote {file}")

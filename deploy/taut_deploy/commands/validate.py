@@ -65,7 +65,15 @@ def validate(
         )
         result = run_validation(job)
     if is_checkpoint(Path(job.candidate)):
-        verdict = {"verdict": result.verdict.value, "policy": str(policy), "text": text.name}
+        verdict = {
+            "verdict": result.verdict.value,
+            "policy": str(policy),
+            "text": text.name,
+            "metrics": {
+                name: {"estimate": metric.estimate, "low": metric.low, "high": metric.high}
+                for name, metric in result.metrics.items()
+            },
+        }
         record_validation(Path(job.candidate), verdict)
     if as_json:
         print_json({"verdict": result.verdict.value, "report": str(output / "report.json")})

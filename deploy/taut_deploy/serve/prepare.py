@@ -15,6 +15,7 @@ from taut_deploy.home import TautHome
 from taut_deploy.models import ModelRecord, ModelStore
 from taut_deploy.models.directory import read_shape
 from taut_deploy.recipe import load_recipe
+from taut_deploy.serve.provenance import UNCOMPRESSED, provenance_of
 from taut_deploy.serve.settings import ServeSettings
 
 Say = Callable[[str], None]
@@ -111,28 +112,16 @@ def _gateway_model(model: ServedModel, settings: ServeSettings) -> dict[str, Any
     manifest = model.manifest
     if manifest is None:
         longest = read_shape(model.directory).max_position_embeddings
-        provenance: dict[str, Any] = {"method": "none", "bits": 16}
+        provenance = UNCOMPRESSED
     else:
         longest = manifest.max_model_len
         entry["golden"] = {
             "prompt": manifest.golden.prompt,
             "expected_text": manifest.golden.expected_text,
         }
-        provenance = {
-            "method": manifest.scheme,
-            "bits": manifest.bits,
-            "size_bytes": manifest.bytes,
-            "base_model": manifest.base_model["name"],
-            "base_digest": manifest.base_model["digest"],
-            "recipe": str(manifest.recipe["name"]),
-            "recipe_hash": manifest.recipe_hash,
-            "calibration_hash": str(manifest.calibration["hash"]),
-            "digest": manifest.digest,
-        }
-        if manifest.validation is not None:
-            provenance["validation"] = str(manifest.validation["verdict"])
+        provenance = provenance_of(manifest)
     entry["max_model_len"] = settings.max_model_len or longest
-    entry["provenance"] = provenance
+    entry["provenance"] = dict(provenance)
     return entry
 
 

@@ -1,0 +1,10 @@
+"""Where the workers of a variant come from when the configuration does not list them.
+
+:func:`watch_for` makes the watch that a variant's ``discover`` asks for. A watch runs beside the
+requests, knows nothing of them, and calls ``apply`` with the whole set of workers whenever that
+set has changed.
+"""
+
+from taut_service.discovery.watch import Apply, DiscoveryState, Watch, watch_for, worker_at
+
+__all__ = ["Apply", "DiscoveryState", "Watch", "watch_for", "worker_at"]

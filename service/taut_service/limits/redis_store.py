@@ -1,0 +1,266 @@
+"""Buckets in a Redis that several gateways share.
+
+What arrives while one exchange with Redis is under way goes out together in the next, as one
+pipeline: a busy gateway needs few round trips, an idle one waits for nothing. An exchange has half
+of ``timeout_s``, so nothing waits longer than that for Redis. The first failure closes the way to
+it: until it answers again, tried after ``FIRST_RETRY_S`` and then ever more rarely, callers pass or
+are refused at once, as ``on_failure`` says. Settlements that fall into that time are lost; the
+buckets fill within a minute anyway.
+
+Invariant: every take ends within ``timeout_s``; at most one exchange is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+
+from taut_service.errors import UnavailableError
+from taut_service.limits.bucket import RateLimit, Standing
+from taut_service.limits.redis_script import SETTLE, TAKE
+from taut_service.settings import RedisStore, SettingsError
+from taut_service.settings.load import read_text
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S = 0.05
+"""Pause before the first attempt to reach Redis again: most often it was busy for a moment."""
+RETRY_S = 0.5
+"""Longest pause between attempts."""
+QUIET_S = 10.0
+"""A loss so soon after another is counted and not logged."""
+LAST_LOOK = 0.2
+"""Part of its time that an exchange gets as a second chance.
+
+After a stall of the event loop its timers run before its sockets are read: an answer that had
+arrived in time must not count as late.
+"""
+_SCRIPTS = (TAKE, SETTLE)
+
+
+class _Operation(NamedTuple):
+    """One script call; ``answer`` is None where nobody waits for it."""
+
+    script: str
+    key: str
+    arguments: tuple[int, ...]
+    answer: asyncio.Future[Standing | None] | None
+
+
+class RedisLimitStore:
+    """Keeps the buckets of all callers in Redis. Belongs to one event loop.
+
+    Args:
+        settings: where, and what to do without it.
+
+    Raises:
+        SettingsError: the password file cannot be read.
+    """
+
+    def __init__(self, settings: RedisStore) -> None:
+        self._prefix = settings.key_prefix
+        self._timeout_s = settings.timeout_s
+        self._open = settings.on_failure == "open"
+        self.losses = 0
+        self._client = _connect(settings)
+        self._hashes: dict[str, str] = {}
+        self._waiting: list[_Operation] = []
+        self._quiet_until = 0.0
+        self._timer: asyncio.TimerHandle
+        self._exchange: asyncio.Task[None] | None = None
+        self._recovery: asyncio.Task[None] | None = None
+
+    @property
+    def up(self) -> bool:
+        """Whether Redis is being asked."""
+        return self._recovery is None
+
+    async def open(self) -> None:
+        """Connect now, so that the first caller need not wait for it."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._load_scripts()
+        except (RedisError, OSError, TimeoutError) as error:
+            self._lose(str(error) or "no answer")
+
+    async def take(self, name: str, limit: RateLimit, tokens: int) -> Standing | None:
+        """Take from a caller's buckets; see :class:`~taut_service.limits.bucket.LimitStore`."""
+        if self._recovery is not None:
+            self._check_open()
+            return None
+        answer: asyncio.Future[Standing | None] = asyncio.get_running_loop().create_future()
+        self._enqueue(_Operation(TAKE, self._prefix + name, (*_sizes(limit), tokens), answer))
+        standing = await answer
+        if standing is None:
+            self._check_open()
+        return standing
+
+    def settle(self, name: str, limit: RateLimit, requests: int, tokens: int) -> None:
+        """Correct a caller's buckets; see :class:`~taut_service.limits.bucket.LimitStore`."""
+        if self._recovery is None:
+            arguments = (*_sizes(limit), requests, tokens)
+            self._enqueue(_Operation(SETTLE, self._prefix + name, arguments, None))
+
+    async def close(self) -> None:
+        """Send what waits to be sent, for ``timeout_s`` at most, and hang up."""
+        if self._exchange is not None:
+            await asyncio.wait([self._exchange], timeout=self._timeout_s)
+        for task in (self._exchange, self._recovery):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+        await self._client.aclose()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UnavailableError(
+                "rate limits cannot be checked at the moment",
+                code="rate_limits_unavailable",
+                retry_after_s=1.0,
+            )
+
+    def _enqueue(self, operation: _Operation) -> None:
+        self._waiting.append(operation)
+        if self._exchange is None or self._exchange.done():
+            self._exchange = asyncio.get_running_loop().create_task(self._exchange_all())
+            self._exchange.add_done_callback(self._exchanged)
+
+    def _exchanged(self, task: asyncio.Task[None]) -> None:
+        if self._exchange is task:
+            self._exchange = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, (RedisError, OSError, TimeoutError)):
+                raise error
+            self._lose(str(error) or type(error).__name__)
+
+    async def _exchange_all(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            self._give(self._timeout_s / 2)
+            try:
+                await self._send(batch)
+            finally:
+                self._timer.cancel()
+                # After a failure nobody may be left waiting; an answered one is not touched.
+                for operation in batch:
+                    self._answer(operation, None)
+
+    def _give(self, seconds: float) -> None:
+        """Lose Redis after that time, unless the timer is cancelled."""
+        loop = asyncio.get_running_loop()
+
+        def expire() -> None:
+            self._lose(f"no answer within {seconds * 1000:g} ms")
+
+        def look_again() -> None:
+            self._timer = loop.call_later(seconds * LAST_LOOK, expire)
+
+        self._timer = loop.call_later(seconds * (1 - LAST_LOOK), look_again)
+
+    async def _send(self, batch: list[_Operation]) -> None:
+        results = await self._execute(batch)
+        unknown = [i for i, result in enumerate(results) if isinstance(result, NoScriptError)]
+        if unknown:
+            # Redis was restarted or its scripts were flushed.
+            await self._load_scripts()
+            again = await self._execute([batch[i] for i in unknown])
+            for i, result in zip(unknown, again, strict=True):
+                results[i] = result
+        for operation, result in zip(batch, results, strict=True):
+            if isinstance(result, Exception):
+                raise result
+            self._answer(operation, result)
+
+    def _answer(self, operation: _Operation, result: list[Any] | None) -> None:
+        future = operation.answer
+        if future is None:
+            return
+        if future.cancelled():
+            # Its client left meanwhile: nobody will settle what was taken.
+            if result is not None and result[0]:
+                rpm, tpm, tokens = operation.arguments
+                self._waiting.append(_Operation(SETTLE, operation.key, (rpm, tpm, 1, tokens), None))
+        elif not future.done():
+            future.set_result(None if result is None else _standing(result))
+
+    async def _execute(self, batch: list[_Operation]) -> list[Any]:
+        if not self._hashes:
+            await self._load_scripts()
+        pipeline = self._client.pipeline(transaction=False)
+        for operation in batch:
+            pipeline.evalsha(
+                self._hashes[operation.script], 1, operation.key, *map(str, operation.arguments)
+            )
+        return await pipeline.execute(raise_on_error=False)
+
+    async def _load_scripts(self) -> None:
+        self._hashes = {text: await self._client.script_load(text) for text in _SCRIPTS}
+
+    def _lose(self, reason: str) -> None:
+        """Stop asking Redis; begin to look for it."""
+        if self._recovery is not None:
+            return
+        loop = asyncio.get_running_loop()
+        self.losses += 1
+        loud = loop.time() >= self._quiet_until
+        if loud:
+            self._quiet_until = loop.time() + QUIET_S
+            effect = "pass unlimited" if self._open else "are refused"
+            text = "rate limits: Redis is lost (%s); callers with limits %s until it is back"
+            logger.error(text, reason, effect)
+        self._recovery = loop.create_task(self._recover(loud=loud))
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.cancel()
+        waiting, self._waiting = self._waiting, []
+        for operation in waiting:
+            self._answer(operation, None)
+
+    async def _recover(self, *, loud: bool) -> None:
+        pause_s = FIRST_RETRY_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(RETRY_S, 2 * pause_s)
+            try:
+                # Neither what is half read nor what leads to a server that is gone is used again.
+                await self._client.connection_pool.disconnect()
+                async with asyncio.timeout(self._timeout_s):
+                    await self._load_scripts()
+            except (RedisError, OSError, TimeoutError):
+                continue
+            break
+        self._recovery = None
+        if loud:
+            logger.info("rate limits: Redis is back")
+
+
+def _connect(settings: RedisStore) -> Redis:
+    path = settings.password_file
+    password = None if path is None else read_text(path).strip()
+    try:
+        return Redis.from_url(
+            settings.url,
+            password=password,
+            # How long an answer may take is this module's business.
+            socket_timeout=None,
+            socket_connect_timeout=settings.timeout_s,
+            # And so is trying again.
+            retry=Retry(NoBackoff(), 0),
+        )
+    except ValueError as error:
+        raise SettingsError(f"rate_limits.redis.url: {error}") from error
+
+
+def _sizes(limit: RateLimit) -> tuple[int, int]:
+    return limit.requests_per_minute or 0, limit.tokens_per_minute or 0
+
+
+def _standing(result: list[Any]) -> Standing:
+    granted, requests, tokens = result
+    return Standing(bool(granted), float(requests), float(tokens))

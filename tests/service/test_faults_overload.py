@@ -1,0 +1,94 @@
+"""Ten times what the workers can do, for some seconds (60 in full).
+
+Goodput must stay within 10 % of the capacity that the same workers showed just before and after,
+the rest be refused with 429 and a time to come back, and memory be flat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from live_processes import House, house, report, scaled
+from raw_client import CHAT, COMPLETIONS, body_of, post
+
+from taut_deploy.bench.gateway_load import ClosedLoop, OpenLoop, chat_body, request_bytes
+
+PLACES = 16
+SERVICE_S = 0.1
+CAPACITY = PLACES / SERVICE_S
+"""Requests a second that the worker can finish: 160."""
+WORKER = {"ttft_s": SERVICE_S, "capacity": PLACES, "queue": PLACES}
+ADMISSION = {"max_inflight": PLACES, "max_queued": 2 * PLACES, "queue_timeout_s": 1}
+RESERVE = 1000
+"""Connections, opened beforehand and warmed: what is measured is memory per request."""
+REQUEST = request_bytes(chat_body(200, stream=False), {}, CHAT)
+
+
+async def closed_rate(home: House, seconds: float = 2.0) -> float:
+    """What exactly as many clients as places get done, a second."""
+    tally = await ClosedLoop(home.port, REQUEST).run(PLACES, seconds)
+    assert not tally.failures
+    return tally.done / seconds
+
+
+async def test_goodput_and_memory_hold_at_ten_times_the_capacity(tmp_path: Path) -> None:
+    seconds = scaled(60, least=4)
+    async with house(tmp_path, behaviour=WORKER, admission=ADMISSION) as home:
+        before = await closed_rate(home)
+        await OpenLoop(home.port, REQUEST).run(10 * CAPACITY, 2, 5, RESERVE)
+        memory = home.gateway.rss_mb()
+        tally = await OpenLoop(home.port, REQUEST).run(10 * CAPACITY, seconds, 5, RESERVE)
+        middle = home.gateway.rss_mb()
+        after = await closed_rate(home)
+        capacity = min(before, after)
+        goodput = tally.done / seconds
+        report(
+            f"overload: {10 * CAPACITY:.0f}/s offered for {seconds} s, capacity {capacity:.0f}/s, "
+            f"goodput {goodput:.0f}/s, {tally.failures['429']} refused, memory +"
+            f"{middle - memory:.1f} MB"
+        )
+        assert set(tally.failures) <= {"429", "no answer"}
+        assert tally.failures["no answer"] == 0
+        assert tally.failures["429"] > 5 * tally.done
+        assert goodput > 0.9 * capacity
+        assert middle - memory < 15
+        assert home.engines[0].state()["refused"] == 0, "the queue belongs to the gateway"
+        await home.quiet()
+
+
+async def test_refusal_says_when_to_come_back(tmp_path: Path) -> None:
+    admission = {"max_inflight": 1, "max_queued": 0, "queue_timeout_s": 1}
+    async with house(tmp_path, behaviour={"ttft_s": 0.5}, admission=admission) as home:
+        answers = await asyncio.gather(*(post(home.port, body_of()) for _ in range(5)))
+        refused = [answer for answer in answers if answer.status == 429]
+        assert len(refused) == 4
+        for answer in refused:
+            names = {name.lower(): value for name, value in answer.headers.items()}
+            assert 1 <= int(names["retry-after"]) <= 60
+            assert answer.json["error"]["type"]
+        await home.quiet()
+
+
+async def test_overload_of_the_engine_itself_is_not_the_clients_failure(tmp_path: Path) -> None:
+    """The workers refuse with 503 although the gateway has places: another worker or 429."""
+    async with house(tmp_path, engines=2, behaviour={"ttft_s": 0.02}) as home:
+        home.engines[0].behave(capacity=1, queue=0)
+        answers = await asyncio.gather(*(post(home.port, body_of()) for _ in range(30)))
+        assert {answer.status for answer in answers} == {200}
+        await home.quiet()
+
+
+async def test_queue_empties_when_its_clients_leave(tmp_path: Path) -> None:
+    admission = {"max_inflight": 1, "max_queued": 100, "queue_timeout_s": 30}
+    async with house(tmp_path, behaviour={"ttft_s": 2}, admission=admission) as home:
+        waiting = [
+            asyncio.create_task(post(home.port, body_of(), COMPLETIONS, 10)) for _ in range(50)
+        ]
+        await asyncio.sleep(0.5)
+        assert home.gateway.total("taut_queued_requests") == 49
+        for task in waiting:
+            task.cancel()
+        await home.quiet()
+        home.engines[0].behave(ttft_s=0)
+        assert (await post(home.port, body_of())).status == 200
