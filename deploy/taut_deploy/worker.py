@@ -48,7 +48,7 @@ _SERVER: dict[Platform, tuple[str, ...]] = {
 _KV_CACHE_FLAG = "--kv-cache-dtype"
 # vLLM flags that would undo what taut promises of a worker, and what to use in their place.
 _GUARDED_FLAGS = {
-    "--host": "a taut worker listens on 127.0.0.1 only, and the gateway is in front of it",
+    "--host": "use taut worker's own --host",
     "--uds": "use taut worker's own --port",
     "--port": "use taut worker's own --port",
     "--served-model-name": "use taut worker's own --name",
@@ -68,6 +68,9 @@ _SCHEMES_WITH_KERNELS: dict[Platform, frozenset[str]] = {
 }
 
 
+LOOPBACK = "127.0.0.1"
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """One worker to start.
@@ -75,7 +78,9 @@ class WorkerSpec:
     Args:
         checkpoint: taut checkpoint, store model or plain HF directory.
         name: model name on the API; None takes the manifest's.
-        port: port on 127.0.0.1.
+        host: IP address to listen on. Loopback unless told: a worker has no keys and no limits, so
+            where it listens on more, the network must keep everybody but gateways away.
+        port: TCP port.
         max_model_len: context in tokens; None takes the manifest's.
         kv_cache_dtype: KV-cache element type.
         kernels: ``require``, ``prefer`` or ``off``; None chooses by scheme.
@@ -86,6 +91,7 @@ class WorkerSpec:
 
     checkpoint: Path
     name: str | None = None
+    host: str = LOOPBACK
     port: int = 8101
     max_model_len: int | None = None
     kv_cache_dtype: str = "auto"
@@ -176,7 +182,7 @@ def build_command(
         "--served-model-name",
         spec.name or (manifest.name if manifest else spec.checkpoint.name),
     ]
-    argv += ["--host", "127.0.0.1", "--port", str(spec.port)]
+    argv += ["--host", spec.host, "--port", str(spec.port)]
     argv += ["--max-model-len", str(length), "--kv-cache-dtype", kv_cache_dtype]
     argv += ["--shutdown-timeout", str(spec.shutdown_timeout_s)]
     argv += ["--additional-config", json.dumps({PLUGIN_NAME: cache_key})]

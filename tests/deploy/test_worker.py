@@ -11,6 +11,7 @@ from tiny_models import write_llama
 
 from taut_deploy import worker
 from taut_deploy.checkpoint import Golden, Manifest, seal
+from taut_deploy.commands import worker as worker_command
 from taut_deploy.errors import CheckpointError, ModelError, WorkerError
 from taut_deploy.models.store import RECORD_FILE, describe_directory
 from taut_deploy.worker import WorkerSpec, build_command, check_kernels, verify_model
@@ -156,9 +157,9 @@ def test_a_kv_cache_flag_without_a_value_is_refused():
 @pytest.mark.parametrize(
     ("extra", "way_out"),
     [
-        (("--host", "0.0.0.0"), "127.0.0.1 only"),
-        (("--host=0.0.0.0",), "127.0.0.1 only"),
-        (("--ho", "0.0.0.0"), "127.0.0.1 only"),
+        (("--host", "0.0.0.0"), "taut worker's own --host"),
+        (("--host=0.0.0.0",), "taut worker's own --host"),
+        (("--ho", "0.0.0.0"), "taut worker's own --host"),
         (("--uds", "/tmp/s"), "--port"),
         (("--port", "1"), "--port"),
         (("--served-model-name", "x"), "--name"),
@@ -240,3 +241,13 @@ def test_a_checkpoint_is_verified_before_anything_starts(tmp_path):
 def test_a_directory_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no config"):
         verify_model(tmp_path)
+
+
+def test_worker_listens_where_it_is_told() -> None:
+    argv = build(host="10.1.2.3").argv
+    assert argv[argv.index("--host") + 1] == "10.1.2.3"
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(WorkerError, match="--host localhost: not an IP address"):
+        worker_command.worker(CHECKPOINT, host="localhost")

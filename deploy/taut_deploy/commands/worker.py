@@ -1,12 +1,13 @@
 """``taut worker``."""
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
 from taut_deploy.errors import WorkerError
-from taut_deploy.worker import KernelMode, WorkerSpec, exec_worker
+from taut_deploy.worker import LOOPBACK, KernelMode, WorkerSpec, exec_worker
 
 
 def worker(
@@ -19,7 +20,10 @@ def worker(
     name: Annotated[
         str | None, typer.Option(help="Model name on the API; default from the manifest.")
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8101,
+    host: Annotated[
+        str, typer.Option(help="IP address to listen on; workers have no keys: gateways only.")
+    ] = LOOPBACK,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port.")] = 8101,
     max_model_len: Annotated[int | None, typer.Option(min=16, help="Context in tokens.")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="KV-cache element type.")] = "auto",
     kv_cache_gib: Annotated[
@@ -32,13 +36,16 @@ def worker(
         int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
     ] = 30,
 ) -> None:
-    """Verify a checkpoint and become a vLLM server for it on loopback."""
+    """Verify a checkpoint and become a vLLM server for it, on loopback unless told."""
     if kernels not in {None, "require", "prefer", "off"}:
         raise WorkerError(f"--kernels {kernels}: use require, prefer or off")
+    if not _is_address(host):
+        raise WorkerError(f"--host {host}: not an IP address; for example 0.0.0.0 or a pod's own")
     exec_worker(
         WorkerSpec(
             checkpoint=checkpoint,
             name=name,
+            host=host,
             port=port,
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype,
@@ -48,3 +55,11 @@ def worker(
             extra=tuple(vllm_args or ()),
         )
     )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

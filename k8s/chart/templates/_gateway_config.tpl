@@ -1,0 +1,38 @@
+{{/* The gateway's YAML file: sections passed on from the values, and what only the chart can know. */}}
+{{- define "taut.gateway.config" -}}
+{{- include "taut.checks" . -}}
+{{- $config := deepCopy .Values.gateway.config -}}
+{{- $listen := dict "host" .Values.gateway.listenHost "port" 8000 -}}
+{{- if .Values.gateway.tls.existingSecret -}}
+{{- $_ := set $listen "tls" (dict "certificate" "/etc/taut/tls/tls.crt" "key" "/etc/taut/tls/tls.key") -}}
+{{- end -}}
+{{- $_ := set $config "listen" $listen -}}
+{{- $_ := set $config "admin" (dict "host" "127.0.0.1" "port" 8001) -}}
+{{- $_ := set $config "drain_timeout_s" (int .Values.gateway.drain.timeoutSeconds) -}}
+{{- if .Values.gateway.apiKeys.existingSecret -}}
+{{- $_ := set $config "api_keys_file" (printf "/etc/taut/keys/%s" .Values.gateway.apiKeys.key) -}}
+{{- end -}}
+{{- if .Values.gateway.redisPassword.existingSecret -}}
+{{- $_ := set $config.rate_limits.redis "password_file" (printf "/etc/taut/redis/%s" .Values.gateway.redisPassword.key) -}}
+{{- end -}}
+{{- $variants := list -}}
+{{- range .Values.variants -}}
+{{- $service := include "taut.worker.name" (dict "root" $ "variant" .) -}}
+{{- $discover := dict "dns" (dict "host" (printf "%s.%s.svc.%s." $service $.Release.Namespace $.Values.clusterDomain) "port" 8000) -}}
+{{- if eq $.Values.gateway.discovery "kubernetes" -}}
+{{- $discover = dict "kubernetes" (dict "namespace" $.Release.Namespace "service" $service "port" "http") -}}
+{{- end -}}
+{{- $variant := deepCopy (default dict .gateway) -}}
+{{- $_ := set $variant "name" .name -}}
+{{- $_ := set $variant "discover" $discover -}}
+{{- if hasKey . "weight" -}}{{- $_ := set $variant "weight" .weight -}}{{- end -}}
+{{- $variants = append $variants $variant -}}
+{{- end -}}
+{{- $model := deepCopy .Values.model.gateway -}}
+{{- $_ := set $model "name" .Values.model.name -}}
+{{- $_ := set $model "aliases" .Values.model.aliases -}}
+{{- $_ := set $model "max_model_len" (int .Values.model.maxModelLen) -}}
+{{- $_ := set $model "variants" $variants -}}
+{{- $_ := set $config "models" (list $model) -}}
+{{- toYaml $config -}}
+{{- end }}

@@ -1,0 +1,196 @@
+"""Write the generated files of k8s/: ``python k8s/generate.py [--check]``.
+
+* ``chart/values.schema.json`` from ``values.schema.yaml`` and the gateway's own settings,
+* ``chart/files/rules`` and ``chart/files/dashboards`` from ``docker/observability``,
+* the table of values in ``README.md`` from ``values.schema.yaml`` and ``chart/values.yaml``,
+* ``manifests/*.yaml`` from the chart and a CI value set; needs helm (``$HELM``, or on the PATH).
+
+With ``--check`` nothing is written; exit 1 names what is not current.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from taut_service.settings import Settings
+
+HERE = Path(__file__).parent
+CHART = HERE / "chart"
+OBSERVABILITY = HERE.parent / "docker" / "observability"
+MANIFESTS = {"cpu-minimal": "cpu-minimal.yaml"}
+"""Name of a CI value set → file in ``manifests``."""
+RELEASE, NAMESPACE = "taut", "taut"
+PASSED_ON = {"model.gateway", "variants[].gateway", "gateway.config"}
+"""Values that hold the gateway's own keys: service/README.md has their table."""
+TABLE_BEGIN, TABLE_END = "<!-- values: begin -->", "<!-- values: end -->"
+
+
+class HelmError(Exception):
+    """helm is missing, or refuses the chart."""
+
+
+def find_helm() -> str | None:
+    """Return the path of helm: ``$HELM``, beside this interpreter, or on the PATH."""
+    beside = Path(sys.executable).parent / "helm"
+    return os.environ.get("HELM") or (str(beside) if beside.exists() else shutil.which("helm"))
+
+
+def run_helm(*arguments: str) -> str:
+    """Run helm and return what it prints.
+
+    Args:
+        arguments: after ``helm``.
+
+    Raises:
+        HelmError: helm is missing, or ends with an error.
+    """
+    helm = find_helm()
+    if helm is None:
+        raise HelmError("helm is missing: make chart-tools")
+    done = subprocess.run([helm, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise HelmError(done.stderr.strip())
+    return done.stdout
+
+
+def schema() -> dict[str, Any]:
+    """Return the chart's JSON schema, with the gateway's sections among its definitions."""
+    written: dict[str, Any] = yaml.safe_load((HERE / "values.schema.yaml").read_text())
+    text = json.dumps(Settings.model_json_schema()["$defs"]).replace("#/$defs/", "#/definitions/")
+    of_gateway: dict[str, Any] = json.loads(text)
+    written["definitions"] |= {name: of_gateway[name] for name in _reached(written, of_gateway)}
+    return written
+
+
+def _reached(schema_part: object, definitions: dict[str, Any]) -> list[str]:
+    """Names of the definitions that a schema refers to, directly or not, sorted."""
+    found: set[str] = set()
+    parts = [schema_part]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            name = str(part.get("$ref", "")).rpartition("/")[2]
+            if name in definitions and name not in found:
+                found.add(name)
+                parts.append(definitions[name])
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return sorted(found)
+
+
+def values_table() -> str:
+    """Return the Markdown table of every value."""
+    described = yaml.safe_load((HERE / "values.schema.yaml").read_text())
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    rows = ["| value | default | meaning |", "|---|---|---|"]
+    rows += _rows(described, described, defaults, "")
+    return "\n".join(rows)
+
+
+def _rows(root: dict[str, Any], part: dict[str, Any], default: object, path: str) -> list[str]:
+    """Rows of one object: its keys in the order of the schema."""
+    rows: list[str] = []
+    for key, below in part["properties"].items():
+        name = f"{path}.{key}" if path else key
+        mine = default.get(key) if isinstance(default, dict) else None
+        reference = str(below.get("$ref", "")).rpartition("/")[2]
+        shown = root["definitions"][reference] if reference == "image" else below
+        nested = "properties" in shown and name not in PASSED_ON
+        described = below.get("description")
+        if described:
+            rows.append(_row(name, None if nested else mine, described))
+        if nested:
+            rows += _rows(root, shown, mine, name)
+        elif "properties" in shown.get("items", {}):
+            rows += _rows(root, shown["items"], None, f"{name}[]")
+    return rows
+
+
+def _row(name: str, default: object, description: str) -> str:
+    shown = "–" if default is None else f"`{json.dumps(default)}`"
+    return f"| `{name}` | {shown} | {description} |"
+
+
+def readme() -> str:
+    """Return README.md with a current table."""
+    text = (HERE / "README.md").read_text()
+    before, _, rest = text.partition(TABLE_BEGIN)
+    _, _, after = rest.partition(TABLE_END)
+    return f"{before}{TABLE_BEGIN}\n{values_table()}\n{TABLE_END}{after}"
+
+
+def manifest(value_set: str) -> str:
+    """Return the chart rendered with a CI value set, without what only Helm runs (its tests).
+
+    Args:
+        value_set: name of a file in ``chart/ci``.
+
+    Raises:
+        HelmError: helm is missing, or refuses the chart.
+    """
+    values = str(CHART / "ci" / f"{value_set}.yaml")
+    rendered = run_helm(
+        "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--values", values, "--no-hooks"
+    )
+    return f"# Rendered from k8s/chart with ci/{value_set}.yaml by k8s/generate.py.\n{rendered}"
+
+
+def expected() -> dict[Path, str]:
+    """Return every generated file but the manifests, with what it should hold."""
+    files = {
+        CHART / "values.schema.json": json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+    }
+    for source in sorted(OBSERVABILITY.glob("prometheus/rules/*.yml")):
+        files[CHART / "files" / "rules" / source.name] = source.read_text()
+    for source in sorted(OBSERVABILITY.glob("grafana/dashboards/*.json")):
+        files[CHART / "files" / "dashboards" / source.name] = source.read_text()
+    files[HERE / "README.md"] = readme()
+    return files
+
+
+def strangers() -> list[Path]:
+    """Return copies whose original is gone."""
+    copies = [*CHART.glob("files/rules/*"), *CHART.glob("files/dashboards/*")]
+    known = expected()
+    return [path for path in copies if path not in known]
+
+
+def _apply(files: dict[Path, str], *, check: bool) -> list[Path]:
+    """Write what differs, or only say which files do."""
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
+    for path in [] if check else stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files[path])
+    return stale
+
+
+def main(arguments: list[str]) -> int:
+    """Write or check everything; the schema first, since helm reads it."""
+    check = arguments == ["--check"]
+    stale = _apply(expected(), check=check)
+    for path in strangers():
+        stale.append(path)
+        if not check:
+            path.unlink()
+    try:
+        rendered = {HERE / "manifests" / file: manifest(name) for name, file in MANIFESTS.items()}
+    except HelmError as error:
+        print(f"k8s/manifests: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    stale += _apply(rendered, check=check)
+    for path in stale:
+        print(f"{'stale' if check else 'written'}: {path.relative_to(HERE.parent)}")  # noqa: T201
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""Wrong values are refused before anything is rendered, and the message names the key."""
+
+from __future__ import annotations
+
+import pytest
+from chart_rendering import changed, needs_helm, set_values, template
+
+pytestmark = needs_helm
+CPU = set_values("cpu-minimal")
+CANARY = set_values("canary")
+GPU = set_values("one-gpu")
+
+REFUSED = [
+    # where, what, words that the message must have
+    ("replicas", 2, ["'replicas' not allowed"]),
+    ("variants.0.replcas", 2, ["/variants/0", "'replcas' not allowed"]),
+    ("variants", [], ["/variants", "minItems"]),
+    ("variants.0.name", "W8A8", ["/variants/0/name", "pattern"]),
+    ("variants.0.name", "w" * 25, ["/variants/0/name", "maxLength"]),
+    ("variants.0.checkpoint", "/etc", ["/variants/0/checkpoint", "pattern"]),
+    ("variants.0.checkpoint", "a/../../etc", ["/variants/0/checkpoint", "pattern"]),
+    ("validation.text.path", "../etc/passwd", ["/validation/text/path", "pattern"]),
+    ("variants.0.weight", -1, ["/variants/0/weight", "minimum"]),
+    ("variants.0.weight", "5", ["/variants/0/weight", "want number"]),
+    ("variants.0.replicas", 1.5, ["/variants/0/replicas", "want integer"]),
+    ("variants.0.resources", {"limit": {}}, ["/variants/0/resources", "'limit' not allowed"]),
+    ("variants.0.resources", {"limits": {"memory": "6 GB"}}, ["/variants/0/resources/limits"]),
+    ("variants.0.kernels", "on", ["/variants/0/kernels", "'require', 'prefer', 'off'"]),
+    ("variants.0.kvCacheDtype", "int4", ["/variants/0/kvCacheDtype"]),
+    ("variants.0.vllmArgs", "--x", ["/variants/0/vllmArgs", "want array"]),
+    ("variants.0.multiNode", {"size": 1}, ["/variants/0/multiNode/size", "minimum"]),
+    (
+        "variants.0.autoscaling",
+        {"kind": "keda", "minReplicas": 1, "maxReplicas": 2},
+        ["/variants/0/autoscaling", "'tokensPerReplica'"],
+    ),
+    (
+        "variants.0.autoscaling",
+        {"kind": "hpa", "minReplicas": 1, "maxReplicas": 2},
+        ["/variants/0/autoscaling", "'podMetric'"],
+    ),
+    ("variants.0.gateway", {"golden": {"prompt": "x"}}, ["golden", "'expected_text'"]),
+    ("variants.0.gateway", {"discover": {}}, ["'discover' not allowed"]),
+    ("model.name", "", ["/model/name"]),
+    ("model.maxModelLen", 0, ["/model/maxModelLen", "minimum"]),
+    ("model.source", "--recipe", ["/model/source", "pattern"]),
+    ("model.gateway.sticky", "cookie", ["/model/gateway/sticky"]),
+    ("image.gateway.digest", "sha256:abc", ["/image/gateway/digest", "pattern"]),
+    ("image.gateway.tag", "a b", ["/image/gateway/tag", "pattern"]),
+    ("image.pullPolicy", "Sometimes", ["/image/pullPolicy"]),
+    ("gateway.replicas", 0, ["/gateway/replicas", "minimum"]),
+    ("gateway.discovery", "consul", ["/gateway/discovery", "'dns', 'kubernetes'"]),
+    ("gateway.config", {"models": []}, ["/gateway/config", "'models' not allowed"]),
+    ("gateway.config", {"listen": {}}, ["/gateway/config", "'listen' not allowed"]),
+    ("gateway.config", {"admission": {"max_inflght": 1}}, ["'max_inflght' not allowed"]),
+    ("gateway.config", {"admission": {"max_inflight": 0}}, ["max_inflight", "minimum"]),
+    ("gateway.drain.timeoutSeconds", 0, ["/gateway/drain/timeoutSeconds", "minimum"]),
+    ("gateway.service.type", "ExternalName", ["/gateway/service/type"]),
+    ("gateway.autoscaling.kind", "vpa", ["/gateway/autoscaling/kind"]),
+    ("modelStore.size", "lots", ["/modelStore/size"]),
+    ("modelStore.accessMode", "ReadWriteOncePod", ["/modelStore/accessMode"]),
+    ("prepare.device", "tpu", ["/prepare/device"]),
+    ("validation.through", "gateway", ["/validation/through"]),
+    ("monitoring.serviceMonitor.interval", "often", ["/monitoring/serviceMonitor/interval"]),
+    ("httpRoute.requestTimeout", "1800", ["/httpRoute/requestTimeout"]),
+    ("keda.prometheusAddress", "prometheus:9090", ["/keda/prometheusAddress", "pattern"]),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), REFUSED, ids=lambda part: str(part)[:40])
+def test_schema_refuses(path: str, value: object, words: list[str]):
+    done = template(changed(CPU, path, value))
+    assert done.returncode != 0, "accepted"
+    assert done.stdout == ""
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+CROSSED = [
+    (CPU, "variants.0.weight", 0, "variants: the weights are all 0"),
+    (CANARY, "variants.1.name", "baseline", 'variants: two entries are named "baseline"'),
+    (CANARY, "keda.prometheusAddress", "", "keda.prometheusAddress: needed"),
+    (CANARY, "validation.candidate", "w2", 'validation.candidate: "w2" is not the name'),
+    (CANARY, "validation.text.path", "x.txt", "validation.text: give either configMap or path"),
+    (CANARY, "validation.text", {"configMap": ""}, "validation.text: give either"),
+    (CANARY, "variants.0.multiNode", {"size": 2}, "variants[baseline].autoscaling: not offered"),
+    (CPU, "variants.0.multiNode", {"size": 2}, "multiNode needs ReadWriteMany"),
+    (CANARY, "httpRoute.parentRefs", [], "httpRoute.parentRefs: needed"),
+    (GPU, "gateway.adminKey.existingSecret", "", "gateway.adminKey.existingSecret: needed"),
+    (GPU, "gateway.config.rate_limits", {}, "gateway.redisPassword: given without"),
+    (GPU, "networkPolicy.gatewayEgress", [], "networkPolicy.gatewayEgress: gateway.config."),
+    (GPU, "ingress.host", "", "ingress.host: needed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "value", "message"), CROSSED, ids=lambda part: str(part)[:40]
+)
+def test_values_that_do_not_go_together_are_refused(
+    values: dict[str, object], path: str, value: object, message: str
+):
+    assert template(values).returncode == 0
+    done = template(changed(values, path, value))
+    assert done.returncode != 0, "accepted"
+    assert message in done.stderr, done.stderr
