@@ -1,8 +1,8 @@
 """Run by test_rms_norm.py and its neighbours with TRITON_INTERPRET=1: jit kernels on CPU tensors.
 
-In its own process, since Triton reads the variable when it is imported. Only fp16 and fp32 (see
-interpret_w4a16.py), and fp8 outputs as fp32 that torch rounds afterwards: the interpreter's own
-conversion to fp8 loses carries.
+In its own process, since Triton reads the variable when it is imported. Only fp16 and fp32 (bf16
+arithmetic is silently garbage there), and fp8 outputs as fp32 that torch rounds afterwards: the
+interpreter's own conversion to fp8 loses carries.
 """
 
 import sys
