@@ -54,9 +54,18 @@ def is_hopper(device: torch.device) -> bool:
     return _capability(index) == (9, 0)
 
 
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` [M, K] itself where each row can be read 16 bytes at a time, else a copy."""
+    row_bytes = x.stride(0) * x.element_size()
+    if x.stride(1) == 1 and row_bytes % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0:
+        return x
+    return x.contiguous() if not x.is_contiguous() else x.clone()
+
+
 Constants = dict[str, Any]
 """Constant arguments and compiler options of a kernel, by name."""
-_NEEDED_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Bytes: what a load moves at once, and what Triton specialises pointers on."""
 _INT32 = 2**31
 
 
@@ -111,7 +120,7 @@ class Launcher:
                 bits |= pointer.data_ptr()
         for stride in strides:
             bits |= stride | (stride >= _INT32)
-        if bits % _NEEDED_ALIGNMENT:
+        if bits % ALIGNMENT:
             self._launch_through_triton(grid, pointers, numbers, constants)
             return
         found = self._compiled.get((device.index, key))

@@ -11,13 +11,11 @@ names takes :func:`rule`. The layout of the weights does not depend on the tile.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
 
-_DIRECTORY = Path(__file__).with_name("tiles")
+from taut_kernels import _tile_tables
+
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 UNIT = 512
 """K indices a warp works through between two looks at its place (8 chunks of 64)."""
@@ -107,28 +105,22 @@ def parse(text: str, where: str) -> DecodeTable:
     Raises:
         ValueError: an unknown key, a missing field, or a shape named twice; names ``where``.
     """
-    data: dict[str, Any] = json.loads(text)
-    if set(data) != {"gpu", "source", "rows"}:
-        raise ValueError(f"{where}: expected exactly gpu, source and rows, got {sorted(data)}")
+    gpu, listed = _tile_tables.rows_of(text, where)
     found: dict[tuple[int, int, int], DecodeTile] = {}
-    for row in data["rows"]:
+    for row in listed:
         if set(row) != _ROW_FIELDS or row["max_m"] not in (8, 16):
             raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, max_m 8 or 16")
         key = (row["N"], row["K"], row["max_m"] // 8)
         if key in found:
             raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={8 * key[2]} is there twice")
         found[key] = DecodeTile(**row["tile"])
-    return DecodeTable(data["gpu"], found)
+    return DecodeTable(gpu, found)
 
 
 @cache
 def tables() -> dict[str, DecodeTable]:
     """Load every card's table, once a process."""
-    loaded = {}
-    for path in sorted(_DIRECTORY.glob("w4a16_decode-*.json")):
-        table = parse(path.read_text(encoding="utf-8"), path.name)
-        loaded[table.gpu] = table
-    return loaded
+    return _tile_tables.load_all("w4a16_decode", parse)
 
 
 def rule(N: int, K: int, token_tiles: int) -> DecodeTile:

@@ -13,13 +13,11 @@ no table of the card names takes :func:`rule`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any
 
-_DIRECTORY = Path(__file__).with_name("tiles")
+from taut_kernels import _tile_tables
+
 _ROW_FIELDS = {"op", "N", "max_m", "tile", "us"}
 OPS = (
     "rms_norm",
@@ -93,11 +91,9 @@ def parse(text: str, where: str) -> FusedTable:
     Raises:
         ValueError: an unknown key or op, a missing field, or limits out of order; names ``where``.
     """
-    data: dict[str, Any] = json.loads(text)
-    if set(data) != {"gpu", "source", "rows"}:
-        raise ValueError(f"{where}: expected exactly gpu, source and rows, got {sorted(data)}")
+    gpu, listed = _tile_tables.rows_of(text, where)
     found: dict[tuple[str, int], list[tuple[int | None, FusedTile]]] = {}
-    for row in data["rows"]:
+    for row in listed:
         if set(row) != _ROW_FIELDS or row["op"] not in OPS:
             raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op in {OPS}")
         rows = found.setdefault((row["op"], row["N"]), [])
@@ -105,17 +101,13 @@ def parse(text: str, where: str) -> FusedTable:
         if rows and (rows[-1][0] is None or (limit is not None and limit <= rows[-1][0])):
             raise ValueError(f"{where}: {row['op']} N={row['N']}: max_m must rise, null last")
         rows.append((limit, FusedTile(**row["tile"])))
-    return FusedTable(data["gpu"], {key: tuple(rows) for key, rows in found.items()})
+    return FusedTable(gpu, {key: tuple(rows) for key, rows in found.items()})
 
 
 @cache
 def tables() -> dict[str, FusedTable]:
     """Load every card's table, once a process."""
-    loaded = {}
-    for path in sorted(_DIRECTORY.glob("fused-*.json")):
-        table = parse(path.read_text(encoding="utf-8"), path.name)
-        loaded[table.gpu] = table
-    return loaded
+    return _tile_tables.load_all("fused", parse)
 
 
 def rule(op: str, N: int, M: int) -> FusedTile:

@@ -16,13 +16,12 @@ than vLLM's in a bucket, the plugin leaves that bucket to vLLM (:func:`why_not_p
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-_DIRECTORY = Path(__file__).with_name("tiles")
+from taut_kernels import _tile_tables
+
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
 BLOCK_GROUP = 128
@@ -151,11 +150,9 @@ def parse(text: str, where: str) -> ScaledMmTable:
     Raises:
         ValueError: an unknown key, a tile out of range, or buckets out of order; names ``where``.
     """
-    data: dict[str, Any] = json.loads(text)
-    if set(data) != {"gpu", "source", "rows"}:
-        raise ValueError(f"{where}: expected exactly gpu, source and rows, got {sorted(data)}")
+    gpu, listed = _tile_tables.rows_of(text, where)
     found: dict[tuple[str, int, int], list[Bucket]] = {}
-    for row in data["rows"]:
+    for row in listed:
         key, bucket = _parse_row(row, where)
         found.setdefault(key, []).append(bucket)
     for (op, N, K), buckets in found.items():
@@ -165,17 +162,13 @@ def parse(text: str, where: str) -> ScaledMmTable:
             raise ValueError(f"{where}: {op} N={N} K={K}: only the last bucket has max_m null")
         if sorted(set(bounded)) != bounded:
             raise ValueError(f"{where}: {op} N={N} K={K}: max_m must rise from bucket to bucket")
-    return ScaledMmTable(data["gpu"], {key: tuple(buckets) for key, buckets in found.items()})
+    return ScaledMmTable(gpu, {key: tuple(buckets) for key, buckets in found.items()})
 
 
 @cache
 def tables() -> dict[str, ScaledMmTable]:
     """Load every card's table, once a process."""
-    loaded = {}
-    for path in sorted(_DIRECTORY.glob("scaled_mm-*.json")):
-        table = parse(path.read_text(encoding="utf-8"), path.name)
-        loaded[table.gpu] = table
-    return loaded
+    return _tile_tables.load_all("scaled_mm", parse)
 
 
 _RULE_TOKENS = (16, 32, 64, 128)

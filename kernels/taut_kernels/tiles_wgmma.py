@@ -14,14 +14,13 @@ The layout of the weights does not depend on any of it.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
-_DIRECTORY = Path(__file__).with_name("tiles")
+from taut_kernels import _tile_tables
+
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 BUCKETS = (16, 32, 64, 128, 256, 1024)
 """Largest M of each row but the last, which has no limit."""
@@ -112,11 +111,9 @@ def parse(text: str, where: str) -> WgmmaTable:
     Raises:
         ValueError: an unknown key, a missing field, or a shape named twice; names ``where``.
     """
-    data: dict[str, Any] = json.loads(text)
-    if set(data) != {"gpu", "source", "rows"}:
-        raise ValueError(f"{where}: expected exactly gpu, source and rows, got {sorted(data)}")
+    gpu, listed = _tile_tables.rows_of(text, where)
     found: dict[tuple[int, int, int], Choice] = {}
-    for row in data["rows"]:
+    for row in listed:
         if set(row) != _ROW_FIELDS or row["max_m"] not in (*BUCKETS, None):
             raise ValueError(
                 f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, max_m one of {BUCKETS}, null"
@@ -126,7 +123,7 @@ def parse(text: str, where: str) -> WgmmaTable:
         if key in found:
             raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']} is there twice")
         found[key] = _choice(row["tile"], row["max_m"], where)
-    return WgmmaTable(data["gpu"], found)
+    return WgmmaTable(gpu, found)
 
 
 def _choice(tile: Any, max_m: int | None, where: str) -> Choice:
@@ -140,11 +137,7 @@ def _choice(tile: Any, max_m: int | None, where: str) -> Choice:
 @cache
 def tables() -> dict[str, WgmmaTable]:
     """Load every card's table, once a process."""
-    loaded = {}
-    for path in sorted(_DIRECTORY.glob("w4a16_wgmma-*.json")):
-        table = parse(path.read_text(encoding="utf-8"), path.name)
-        loaded[table.gpu] = table
-    return loaded
+    return _tile_tables.load_all("w4a16_wgmma", parse)
 
 
 def rule(N: int, K: int, bucket: int) -> Choice:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import testing
+from taut_kernels import _launch, testing
 from taut_kernels.gemm import w4a16
 from taut_kernels.gemm.w4a16 import w4a16_gemm, w4a16_gemm_ref
 
@@ -126,7 +126,7 @@ def test_layers_without_a_layout_say_why() -> None:
 )
 def test_activations_reach_the_kernel_aligned(view: Any) -> None:
     x = torch.randn(3, 64).to(torch.float16)
-    aligned = w4a16.aligned(view(x))
+    aligned = _launch.aligned(view(x))
     assert torch.equal(aligned, x)
     assert (aligned.stride(1), aligned.stride(0) % 8, aligned.data_ptr() % 16) == (1, 0, 0)
 

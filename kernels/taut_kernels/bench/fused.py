@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +30,6 @@ MODELS = {"8b": 0, "70b": 1}
 """Llama-3 sizes, by their place in :attr:`Form.widths`."""
 DEFAULT_TOKENS = (1, 16, 64, 256, 4096, 8192)
 _MOST_COPIES = 64
-_HOST_CALLS = 2000
 
 
 def copies_of(form: Form, N: int, M: int) -> list[Operands]:
@@ -86,15 +84,7 @@ def host_cost(name: str, kernel: str) -> float:
     """
     form = FORMS[name]
     call = PREPARE[kernel](form, [make_operands(form, form.widths[0], 1)])
-    best = float("inf")
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(_HOST_CALLS // 5):
-            call(0)
-        best = min(best, (time.perf_counter() - start) / (_HOST_CALLS // 5))
-    torch.cuda.synchronize()
-    return best * 1e6
+    return timing.host_cost(lambda: call(0))
 
 
 def _host_notes(names: Sequence[str], kernels: Sequence[str], notes: list[str]) -> None:

@@ -15,8 +15,8 @@ from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
 from taut_kernels.gemm._scaled_mm_tma_jit import scaled_mm_tma_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
-ALIGNMENT = 16
-"""Bytes: what `cp.async` moves at once, and what a tensor descriptor demands of rows."""
+ALIGNMENT = _launch.ALIGNMENT
+"""Also what `cp.async` moves at once, and what a tensor descriptor demands of rows."""
 _LEAST_BLOCK_N = 64
 _RING = _launch.Launcher(scaled_mm_kernel)
 _BLOCK = _launch.Launcher(fp8_block_kernel)
@@ -27,18 +27,11 @@ def make_arrivals(N: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(-(-N // _LEAST_BLOCK_N), dtype=torch.int32, device=device)
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` [M, K] itself where each row can be read 16 bytes at a time, else a copy."""
-    if x.stride(1) == 1 and x.stride(0) % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0:
-        return x
-    return x.contiguous() if not x.is_contiguous() else x.clone()
-
-
 def _prepared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return ``x`` with rows the kernels can read; refuse weights they cannot."""
     if weight.data_ptr() % ALIGNMENT:
         raise ValueError(f"weight must start at an address aligned to {ALIGNMENT} bytes")
-    return aligned(x)
+    return _launch.aligned(x)
 
 
 @cache

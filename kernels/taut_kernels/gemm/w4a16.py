@@ -72,13 +72,6 @@ def w4a16_gemm_ref(
     return y.to(x.dtype)
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` itself where each row can be read 16 bytes at a time, else a copy."""
-    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    return x.contiguous() if not x.is_contiguous() else x.clone()
-
-
 def _launch_w4a16_gemm(
     x: torch.Tensor,
     qweight: torch.Tensor,
@@ -92,7 +85,7 @@ def _launch_w4a16_gemm(
     N = 16 * qweight.shape[0]
     if M == 0:
         return _launch.empty((M, N), dtype=x.dtype, device=x.device)
-    x = aligned(x)
+    x = _launch.aligned(x)
     gpu = _launch.gpu_name(x.device)
     choice: tiles_wgmma.Choice = "decode"
     if M > _ONE_TOKEN_TILE:

@@ -1,0 +1,55 @@
+"""What all files of measured tiles share: ``tiles/<name>-<card>.json``: gpu, source and rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+_DIRECTORY = Path(__file__).with_name("tiles")
+
+
+class Table(Protocol):
+    """A parsed file."""
+
+    @property
+    def gpu(self) -> str:
+        """`torch.cuda.get_device_name` of the card it was measured on."""
+
+
+TableT = TypeVar("TableT", bound=Table)
+
+
+def rows_of(text: str, where: str) -> tuple[str, list[dict[str, Any]]]:
+    """Read a file's frame.
+
+    Args:
+        text: JSON.
+        where: file name, for errors.
+
+    Returns:
+        The card's name, and the rows.
+
+    Raises:
+        ValueError: other keys than gpu, source and rows; names ``where``.
+    """
+    data: dict[str, Any] = json.loads(text)
+    if set(data) != {"gpu", "source", "rows"}:
+        raise ValueError(f"{where}: expected exactly gpu, source and rows, got {sorted(data)}")
+    return data["gpu"], data["rows"]
+
+
+def load_all(name: str, parse: Callable[[str, str], TableT]) -> dict[str, TableT]:
+    """Read every card's table.
+
+    Args:
+        name: what the files' names begin with.
+        parse: reads one, from its text and its file name.
+
+    Returns:
+        Card → table.
+    """
+    paths = sorted(_DIRECTORY.glob(f"{name}-*.json"))
+    tables = [parse(path.read_text(encoding="utf-8"), path.name) for path in paths]
+    return {table.gpu: table for table in tables}
