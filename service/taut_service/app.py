@@ -20,6 +20,7 @@ from taut_service.auth import ApiKeys
 from taut_service.call import ROUTES
 from taut_service.discovery.supervisor import Supervisor
 from taut_service.drain import Drain
+from taut_service.first_look import look_at_workers
 from taut_service.fleet import Fleet
 from taut_service.front import Front
 from taut_service.gateway import Gateway
@@ -71,10 +72,13 @@ def create_app(
     Raises:
         SettingsError: a file that the configuration names cannot be used.
     """
-    parts = _build_parts(settings, path, probe_times or ProbeTimes(), log_stream or sys.stdout)
+    times = probe_times or ProbeTimes()
+    parts = _build_parts(settings, path, times, log_stream or sys.stdout)
     _connect(parts, settings)
     front = Front(
-        create_api(parts.reloader, parts.drain, parts.metrics, _lifespan_of(parts)),
+        create_api(
+            parts.reloader, parts.drain, parts.metrics, _lifespan_of(parts, times.first_look_s)
+        ),
         {route.path: route for route in ROUTES},
         Gateway(parts.reloader, parts.admission, parts.metrics),
         parts.reloader,
@@ -136,7 +140,7 @@ def _connect(parts: _Parts, settings: Settings) -> None:
     reloader.on_change(lambda generation: parts.discovery.follow(generation.settings))
 
 
-def _lifespan_of(parts: _Parts) -> Lifespan:
+def _lifespan_of(parts: _Parts, first_look_s: float) -> Lifespan:
     keys = parts.keys
     key_watch = KeyFileWatch(
         lambda: keys.file, keys.replace_file_keys, partial(parts.metrics.reloaded, "keys")
@@ -148,6 +152,7 @@ def _lifespan_of(parts: _Parts) -> Lifespan:
         parts.discovery.follow(parts.reloader.current.settings)
         await parts.limiter.store.open()
         watching = key_watch.start()
+        await look_at_workers(parts.reloader, parts.discovery, first_look_s)
         try:
             yield
         finally:

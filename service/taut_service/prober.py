@@ -34,6 +34,8 @@ class ProbeTimes:
         woken_s: shortest pause between two probes, however often requests fail.
         golden_again_s: pause between golden prompts while the worker is ready: what computed right
             once may not for ever.
+        first_look_s: how long a starting gateway waits for the first verdict on its workers
+            before it listens.
     """
 
     not_ready_s: float = 0.75
@@ -42,6 +44,7 @@ class ProbeTimes:
     golden_timeout_s: float = 120.0
     woken_s: float = 0.1
     golden_again_s: float = 60.0
+    first_look_s: float = 3.0
 
 
 class Prober:

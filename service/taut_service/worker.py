@@ -74,6 +74,7 @@ class Worker:
         self.state = WorkerState.STARTING
         self.detail = "not probed yet"
         self.was_ready = False
+        self.probed = False
         self.draining = False
         self.outstanding = 0
         self.outstanding_tokens = 0
@@ -141,6 +142,7 @@ class Worker:
 
     def become(self, state: WorkerState, detail: str = "") -> None:
         """Move to a state; ``since`` is when the state, not the detail, last changed."""
+        self.probed = True
         self.detail = detail
         if state is self.state:
             return

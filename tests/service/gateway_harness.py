@@ -21,7 +21,9 @@ from taut_service.settings import Settings
 from taut_service.tls import ServerTls
 
 MODEL = "m"
-QUICK = ProbeTimes(not_ready_s=0.03, ready_s=0.1, woken_s=0.01, health_timeout_s=0.5)
+QUICK = ProbeTimes(
+    not_ready_s=0.03, ready_s=0.1, woken_s=0.01, health_timeout_s=0.5, first_look_s=0
+)
 COMPLETION = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 

@@ -53,7 +53,7 @@ class Balancer:
                 failure = "draining"
                 continue
             if answer.status != 200:
-                return str(answer.status)
+                return f"{answer.status} {answer.body[:200]!r}"
             if stream and (not answer.whole or answer.events[-1] != b"data: [DONE]"):
                 return "stream broken"
             return "ok"

@@ -41,6 +41,11 @@ class DiscoveryState:
         self.detail = "not asked yet"
         self.last_success = 0.0
 
+    @property
+    def asked(self) -> bool:
+        """Whether an answer or a failure has come back yet."""
+        return self.last_success > 0 or self.failures > 0
+
     def found(self, workers: Iterable[WorkerSettings]) -> None:
         """Take what a successful look-up gave; the order does not matter."""
         self.last_success = time.time()
