@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 
 from taut_kernels._variant import KernelVariant
+from taut_kernels.attention import variants as attention_variants
 from taut_kernels.fused import variants as fused_variants
 from taut_kernels.gemm import scaled_mm_variants, w4a16_decode_variants, w4a16_wgmma_variants
 
@@ -62,6 +63,7 @@ def every_variant() -> Iterator[KernelVariant]:
     yield from w4a16_wgmma_variants.kernel_variants()
     yield from scaled_mm_variants.kernel_variants()
     yield from fused_variants.kernel_variants()
+    yield from attention_variants.kernel_variants()
 
 
 def _source(variant: KernelVariant) -> ASTSource:

@@ -1,0 +1,1 @@
+"""Attention: prefill and training over whole or packed sequences."""

@@ -1,0 +1,357 @@
+"""Attention of many queries: softmax(s · q kᵀ) v, causal or not, forward and backward.
+
+Maths     o = Σₙ pₙ vₙ, pₙ = exp(s · q·kₙ − lse), lse = log Σₙ exp(s · q·kₙ) over the keys n that a
+          query sees: all; with `causal` those up to its own place; with `window` the last
+          `window` of these. The last query of a sequence stands at its last key.
+Ops       `taut::attention` → o, lse; `taut::attention_backward` → dq, dk, dv
+Shapes    a batch: q [B, Tq, Hq, D], k and v [B, Tk, Hk, D], lse [B, Hq, Tq]
+          packed:  q [Σ Tq, Hq, D], k and v [Σ Tk, Hk, D], lse [Hq, Σ Tq] with the bounds
+          cu_seqlens_q and cu_seqlens_k [B + 1] int32, on the device, rising from 0
+          Hq a multiple of Hk (grouped-query attention); D 64, 96, 128 or 256; any strides, but
+          the D elements next to each other; bf16 or fp16. o, dq, dk, dv contiguous, as q and k.
+Numerics  scores, softmax and all sums in fp32; p rounded to the dtype of v before the product with
+          v, its gradient to that of q and k. A query that sees no key: o 0, lse −∞. No atomic
+          additions: the same bits from run to run. lse has no gradient.
+CPU       the references, in plain torch: the specification
+Limits    `window` needs `causal`; sm_80 and later; no dropout, no bias, no second derivative.
+          D = 96 is computed as 128.
+Source    arXiv:2307.08691 (FlashAttention-2), algorithms 1 and 2; bottom-right causal alignment as
+          flash-attn ≥ 2.1 has it. The code is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from taut_kernels import _launch
+from taut_kernels.attention import _tiles
+from taut_kernels.attention._arguments import check, padded_dim
+from taut_kernels.attention._prefill_backward_jit import (
+    key_gradients_kernel,
+    query_gradients_kernel,
+    row_delta_kernel,
+)
+from taut_kernels.attention._prefill_jit import attention_kernel
+from taut_kernels.attention._reference import attention_backward_ref, attention_ref
+from taut_kernels.attention._tiles import AttentionTile
+
+_forward = _launch.Launcher(attention_kernel)
+_row_delta = _launch.Launcher(row_delta_kernel)
+_key_gradients = _launch.Launcher(key_gradients_kernel)
+_query_gradients = _launch.Launcher(query_gradients_kernel)
+_LOG2_E = 1.4426950408889634
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Return the strides of sequence, token and head; sequences of a packed tensor have none."""
+    if x.dim() == 3:
+        return 0, x.stride(0), x.stride(1)
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+def _lse_strides(lse: torch.Tensor) -> tuple[int, int]:
+    return (0, lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1))
+
+
+def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    if q.dim() == 3:
+        return q.shape[1], q.shape[0]
+    return q.shape[0], q.shape[2], q.shape[1]
+
+
+def _sequences(q: torch.Tensor, cu_q: torch.Tensor | None) -> int:
+    return q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+
+
+def _length(x: torch.Tensor) -> int:
+    """Return tokens of each sequence of a batch; not used where sequences are packed."""
+    return x.shape[1] if x.dim() == 4 else 0
+
+
+def launch_forward(
+    tile: AttentionTile,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> None:
+    """Run the forward kernel with a given tile; what the op does, and what tuning calls.
+
+    Args:
+        tile: how to cut the work.
+        q: queries.
+        k: keys.
+        v: values.
+        o: written.
+        lse: written.
+        cu_q: bounds of packed sequences, or None.
+        cu_k: likewise.
+        max_q: queries of the longest sequence.
+        causal: whether keys behind a query are hidden.
+        window: keys a query sees, 0 for all.
+        scale: factor of the scores, positive.
+    """
+    if not q.numel():
+        return
+    heads, dim = q.shape[-2], q.shape[-1]
+    group = heads // k.shape[-2]
+    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(o))
+    constants = {
+        "GROUP": group,
+        "D": dim,
+        "BLOCK_D": padded_dim(dim),
+        "CAUSAL": causal,
+        "WINDOW": window > 0,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+    }
+    _forward(
+        (q.dtype, cu_q is None, cu_k is None, tuple(constants.values()), tile),
+        (-(-max_q // tile.block_m), heads, _sequences(q, cu_q)),
+        (q, k, v, o, lse, cu_q, cu_k),
+        (_length(q), _length(k), window, *strides, *_lse_strides(lse), scale * _LOG2_E),
+        lambda: (constants, tile.options()),
+        strides,
+    )
+
+
+def launch_backward(
+    key_tile: AttentionTile,
+    query_tile: AttentionTile,
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the backward kernels with given tiles; see :func:`launch_forward`.
+
+    Args:
+        key_tile: for the gradients of keys and values.
+        query_tile: for the gradient of queries.
+        do: gradient of ``o``.
+        q: queries.
+        k: keys.
+        v: values.
+        o: what the forward pass returned.
+        lse: likewise.
+        cu_q: bounds of packed sequences, or None.
+        cu_k: likewise.
+        max_q: queries of the longest sequence.
+        max_k: keys of the longest sequence.
+        causal: whether keys behind a query are hidden.
+        window: keys a query sees, 0 for all.
+        scale: factor of the scores, positive.
+
+    Returns:
+        dq, dk, dv.
+    """
+    dq = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk = _launch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dv = _launch.empty(v.shape, dtype=v.dtype, device=v.device)
+    heads, heads_k, dim = q.shape[-2], k.shape[-2], q.shape[-1]
+    sequences = _sequences(q, cu_q)
+    rows = _lse_strides(lse)
+    delta = _launch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+    shape = {"D": dim, "BLOCK_D": padded_dim(dim)}
+    grad_strides = (*_strides(o), *_strides(do))
+    if q.numel():
+        constants = {**shape, "BLOCK_M": _tiles.ROW_DELTA_BLOCK}
+        _row_delta(
+            (q.dtype, cu_q is None, tuple(constants.values())),
+            (-(-max_q // _tiles.ROW_DELTA_BLOCK), heads, sequences),
+            (o, do, delta, cu_q),
+            (_length(q), *grad_strides, *rows),
+            lambda: (constants, {"num_warps": 4}),
+            grad_strides,
+        )
+    inputs = (*_strides(q), *_strides(k), *_strides(v), *_strides(do))
+    masks = {"CAUSAL": causal, "WINDOW": window > 0}
+
+    def run(
+        launcher: _launch.Launcher,
+        tile: AttentionTile,
+        grid: tuple[int, int, int],
+        written: tuple[torch.Tensor, ...],
+    ) -> None:
+        cut = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        constants = {"GROUP": heads // heads_k, **shape, **masks, **cut}
+        strides = (*inputs, *_strides(written[0]))
+        launcher(
+            (q.dtype, cu_q is None, cu_k is None, tuple(constants.values()), tile),
+            grid,
+            (q, k, v, do, *written, lse, delta, cu_q, cu_k),
+            (_length(q), _length(k), window, *strides, *rows, scale),
+            lambda: (constants, tile.options()),
+            strides,
+        )
+
+    if k.numel():
+        grid = (-(-max_k // key_tile.block_n), heads_k, sequences)
+        run(_key_gradients, key_tile, grid, (dk, dv))
+    if q.numel():
+        grid = (-(-max_q // query_tile.block_m), heads, sequences)
+        run(_query_gradients, query_tile, grid, (dq,))
+    return dq, dk, dv
+
+
+def _launch_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    o = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = _launch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
+    hopper = _launch.is_hopper(q.device)
+    tile = _tiles.forward(padded_dim(q.shape[-1]), window > 0, hopper)
+    launch_forward(tile, q, k, v, o, lse, cu_q, cu_k, max_q, causal, window, scale)
+    return o, lse
+
+
+def _launch_attention_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dim = padded_dim(q.shape[-1])
+    tiles = (_tiles.KEY_GRADIENTS[dim], _tiles.QUERY_GRADIENTS[dim])
+    # A gradient expanded from a scalar has no elements next to each other.
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    return launch_backward(
+        *tiles, do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, causal, window, scale
+    )
+
+
+def _fake_attention(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.float32)
+
+
+def _fake_attention_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, cu_q, cu_k, *settings = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
+    ctx.settings = settings
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, do: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    q, k, v, o, lse, cu_q, cu_k = ctx.saved_tensors
+    saved = (q, k, v, o, lse, cu_q, cu_k)
+    gradients = torch.ops.taut.attention_backward(do, *saved, *ctx.settings)
+    return (*gradients, *[None] * 7)
+
+
+def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+    raise RuntimeError("taut::attention_backward has no derivative: attention can be derived once")
+
+
+_SETTINGS = "Tensor? cu_q, Tensor? cu_k, int max_q, int max_k, bool causal, int window, float scale"
+torch.library.define(
+    "taut::attention", f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)"
+)
+torch.library.impl("taut::attention", "CPU", attention_ref)
+torch.library.impl("taut::attention", "CUDA", _launch_attention)
+torch.library.register_fake("taut::attention", _fake_attention)
+torch.library.register_autograd("taut::attention", _backward, setup_context=_setup)
+
+torch.library.define(
+    "taut::attention_backward",
+    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.impl("taut::attention_backward", "CPU", attention_backward_ref)
+torch.library.impl("taut::attention_backward", "CUDA", _launch_attention_backward)
+torch.library.register_fake("taut::attention_backward", _fake_attention_backward)
+torch.library.register_autograd("taut::attention_backward", _no_second_derivative)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend.
+
+    Args:
+        q: [B, Tq, Hq, D], or packed [Σ Tq, Hq, D].
+        k: [B, Tk, Hk, D], or packed [Σ Tk, Hk, D].
+        v: as ``k``.
+        causal: hide the keys behind a query.
+        window: keys a query sees at most, its own place included; needs ``causal``.
+        scale: factor of the scores, 1/√D if None.
+        cu_seqlens_q: [B + 1] int32, where packed sequences begin and the last one ends.
+        cu_seqlens_k: likewise for the keys; ``cu_seqlens_q`` if None.
+        max_seqlen_q: queries of the longest packed sequence; not read from the device.
+        max_seqlen_k: likewise for the keys; ``max_seqlen_q`` if None.
+
+    Returns:
+        The output, as ``q``, contiguous, differentiable; and lse fp32, [B, Hq, Tq] or [Hq, Σ Tq].
+
+    Raises:
+        ValueError: a shape, dtype, device, layout or option the contract does not allow; names
+            the argument.
+    """
+    if cu_seqlens_q is not None and cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+        max_seqlen_k = max_seqlen_q if max_seqlen_k is None else max_seqlen_k
+    check(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window must be at least 1 and needs causal, got {window}, {causal=}")
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    if not (0 < scale < math.inf):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    longest_q = q.shape[1] if max_seqlen_q is None else max_seqlen_q
+    longest_k = k.shape[1] if max_seqlen_k is None else max_seqlen_k
+    o, lse = torch.ops.taut.attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, causal, window or 0, scale
+    )
+    return o, lse

@@ -1,0 +1,79 @@
+"""Forms of the attention kernels compiled ahead of time: every head dimension and kind of mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from taut_kernels._variant import KernelVariant
+from taut_kernels.attention import _tiles
+from taut_kernels.attention._arguments import HEAD_DIMS, padded_dim
+from taut_kernels.attention._prefill_backward_jit import (
+    key_gradients_kernel,
+    query_gradients_kernel,
+    row_delta_kernel,
+)
+from taut_kernels.attention._prefill_jit import attention_kernel
+from taut_kernels.attention._tiles import AttentionTile
+
+_MASKS = ((False, False), (True, False), (True, True))
+"""(causal, window)"""
+_NAMES = {(False, False): "full", (True, False): "causal", (True, True): "window"}
+
+
+def _variant(
+    label: str,
+    kernel: Any,
+    tile: AttentionTile,
+    dim: int,
+    mask: tuple[bool, bool],
+    packed: bool,
+    floats: tuple[str, ...],
+) -> KernelVariant:
+    names = kernel.arg_names
+    strides = tuple(name for name in names if name.startswith("stride_"))
+    bounds = tuple(name for name in names if name.startswith("cu_"))
+    constants: dict[str, Any] = {"D": dim, "BLOCK_D": padded_dim(dim)}
+    constants |= {"GROUP": 4, "CAUSAL": mask[0], "WINDOW": mask[1]}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    pointers = {name: "bf16" for name in names if name.endswith("_ptr") and name not in bounds}
+    pointers |= {name: "fp32" for name in ("lse_ptr", "delta_ptr") if name in names}
+    if packed:
+        pointers |= dict.fromkeys(bounds, "i32")
+    else:
+        constants |= dict.fromkeys(bounds)
+    lengths = tuple(name for name in names if name.startswith("length_"))
+    window = ("window",) if "window" in names else ()
+    return KernelVariant(
+        label=f"{label} {_NAMES[mask]}{' packed' if packed else ''} D={dim}",
+        kernel=kernel,
+        tile=tile,
+        pointers=pointers,
+        integers=(*lengths, *window, *strides),
+        divisible_by_16=tuple(name for name in strides if not name.startswith("stride_l")),
+        constants={name: value for name, value in constants.items() if name in names},
+        options=tile.options(),
+        floats=floats,
+    )
+
+
+def kernel_variants() -> Iterator[KernelVariant]:
+    """Yield every form."""
+    for dim in HEAD_DIMS:
+        padded = padded_dim(dim)
+        delta = AttentionTile(_tiles.ROW_DELTA_BLOCK, 16, 4, 1)
+        yield _variant("attention delta", row_delta_kernel, delta, dim, _MASKS[0], True, ())
+        for mask in _MASKS:
+            # Bounds are loaded once a program: one of the two forms of each mask will do.
+            packed = mask != _MASKS[0]
+            for hopper, target in ((False, "sm_80"), (True, "sm_90")):
+                forward = _tiles.forward(padded, mask[1], hopper)
+                of = (dim, mask, packed, ("scale_log2",))
+                variant = _variant("attention", attention_kernel, forward, *of)
+                yield replace(variant, targets=(target,))
+            for label, kernel, tiles in (
+                ("attention dkv", key_gradients_kernel, _tiles.KEY_GRADIENTS),
+                ("attention dq", query_gradients_kernel, _tiles.QUERY_GRADIENTS),
+            ):
+                yield _variant(label, kernel, tiles[padded], dim, mask, packed, ("scale",))
