@@ -7,8 +7,19 @@ import math
 import pytest
 
 from taut_deploy.validate import CouldNotValidateError, Metric, Verdict
-from taut_deploy.validate.gate import judge
-from taut_deploy.validate.policy import builtin_policies, load_policy, parse_policy
+from taut_deploy.validate.gate import (
+    CLIENT_BUSY_LIMIT,
+    combine,
+    judge,
+    judge_latency,
+    unmeasured_latency,
+)
+from taut_deploy.validate.policy import (
+    LatencyBounds,
+    builtin_policies,
+    load_policy,
+    parse_policy,
+)
 
 
 def metric(low: float, high: float, *, is_lower_bound: bool = False) -> Metric:
@@ -123,6 +134,111 @@ def test_every_shipped_policy_is_named_after_its_file():
     assert [load_policy(name).name for name in builtin_policies()] == builtin_policies()
 
 
+def test_shipped_policies_bound_latency_where_it_is_measured():
+    for name in builtin_policies():
+        latency = load_policy(name).latency
+        assert latency is not None
+        assert not latency.required, "directories must stay comparable"
+        bounds = {metric for metric, _, _ in latency.limits}
+        assert {"ttft_p50_ratio", "itl_p50_ratio", "throughput_ratio", "error_rate"} == bounds
+        # A candidate that is exactly as fast as the baseline keeps every bound.
+        assert all(
+            limit > 1 if side == "max" else limit < 1 for _, side, limit in latency.limits[:3]
+        )
+
+
+def judged(bounds: LatencyBounds, ratios, error=(0.0, 0.01), busy=0.1):
+    rates = dict.fromkeys(ratios, busy)
+    return judge_latency(bounds, ratios, metric(*error), rates)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.9, 1.1, Verdict.PASS),
+        (0.9, math.nextafter(1.1, 2.0), Verdict.INCONCLUSIVE),
+        (1.1, 1.2, Verdict.INCONCLUSIVE),
+        (math.nextafter(1.1, 2.0), 1.2, Verdict.FAIL),
+    ],
+)
+def test_latency_is_judged_like_accuracy(low, high, expected):
+    rule, _ = judged(
+        LatencyBounds(itl_p50_ratio_at_most=1.1), {1: {"itl_p50_ratio": metric(low, high)}}
+    )
+    assert (rule.metric, rule.side, rule.limit) == ("itl_p50_ratio", "max", 1.1)
+    assert (rule.part, rule.concurrency, rule.verdict) == ("latency", 1, expected)
+    assert ("--latency-requests" in rule.reason) == (expected is Verdict.INCONCLUSIVE)
+
+
+def test_throughput_has_a_lower_limit_and_every_concurrency_counts():
+    bounds = LatencyBounds(throughput_ratio_at_least=0.9)
+    ratios = {c: {"throughput_ratio": metric(low, low + 0.05)} for c, low in ((1, 0.95), (8, 0.5))}
+    outcomes = judged(bounds, ratios)
+    assert [(rule.concurrency, rule.verdict) for rule in outcomes] == [
+        (1, Verdict.PASS),
+        (8, Verdict.FAIL),
+        (None, Verdict.PASS),
+    ]
+    assert combine(rule.verdict for rule in outcomes) is Verdict.FAIL
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ((0.0, 0.05), Verdict.PASS),
+        ((0.0, 0.051), Verdict.INCONCLUSIVE),
+        ((0.051, 0.2), Verdict.FAIL),
+    ],
+)
+def test_the_error_rate_is_judged_once_though_no_bound_was_given(error, expected):
+    ratios = {c: {"itl_p50_ratio": metric(0.9, 1.0)} for c in (1, 8)}
+    *_, rule = judged(LatencyBounds(itl_p50_ratio_at_most=1.1), ratios, error)
+    assert (rule.metric, rule.limit, rule.concurrency) == ("error_rate", 0.05, None)
+    assert rule.verdict is expected
+
+
+def test_a_ratio_that_is_absent_is_undecided():
+    rule, _ = judged(LatencyBounds(itl_p50_ratio_at_most=1.1), {1: {}})
+    assert (rule.verdict, rule.margin) == (Verdict.INCONCLUSIVE, None)
+    assert "not measured" in rule.reason
+
+
+@pytest.mark.parametrize(
+    ("ratio", "busy", "expected"),
+    [
+        ((0.9, 1.0), CLIENT_BUSY_LIMIT, Verdict.PASS),
+        ((0.9, 1.0), CLIENT_BUSY_LIMIT + 0.01, Verdict.INCONCLUSIVE),
+        ((1.2, 1.3), CLIENT_BUSY_LIMIT + 0.01, Verdict.FAIL),
+    ],
+)
+def test_a_busy_client_passes_nobody(ratio, busy, expected):
+    """What it adds to both sides draws the ratio towards one: a FAIL stands, a PASS does not."""
+    bounds = LatencyBounds(itl_p50_ratio_at_most=1.1)
+    rule, errors = judged(bounds, {8: {"itl_p50_ratio": metric(*ratio)}}, busy=busy)
+    assert rule.verdict is expected
+    assert errors.verdict is Verdict.PASS
+
+
+def test_a_required_measurement_that_was_not_made_is_undecided_bound_by_bound():
+    outcomes = unmeasured_latency(LatencyBounds(itl_p50_ratio_at_most=1.1), "no servers")
+    assert [(rule.metric, rule.verdict) for rule in outcomes] == [
+        ("itl_p50_ratio", Verdict.INCONCLUSIVE),
+        ("error_rate", Verdict.INCONCLUSIVE),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        ([], Verdict.PASS),
+        ([Verdict.PASS, Verdict.INCONCLUSIVE], Verdict.INCONCLUSIVE),
+        ([Verdict.INCONCLUSIVE, Verdict.FAIL, Verdict.PASS], Verdict.FAIL),
+    ],
+)
+def test_the_worst_verdict_decides(verdicts, expected):
+    assert combine(verdicts) is expected
+
+
 GOOD = "name: a\nrequire: {mean_kl: {max: 0.1}}"
 
 
@@ -145,6 +261,24 @@ GOOD = "name: a\nrequire: {mean_kl: {max: 0.1}}"
         ("name: a", "require: Field required"),
         ("require: {mean_kl: {max: 0.1}}", "name: Field required"),
         ("name: A b\nrequire: {mean_kl: {max: 0.1}}", "name: "),
+        (
+            GOOD + "\nlatency: {}",
+            "latency: Value error, give at least one of ttft_p50_ratio_at_most",
+        ),
+        (GOOD + "\nlatency: {required: true}", "latency: Value error, give at least one of"),
+        (GOOD + "\nlatency: {itl_p50_ratio_at_most: null}", "latency: Value error, give at least"),
+        (GOOD + "\nlatency: 1.1", "latency: "),
+        (GOOD + "\nlatency: {itl_p50_at_most: 1.1}", "latency.itl_p50_at_most: unknown key"),
+        (GOOD + "\nlatency: {itl_p50_ratio_at_least: 1}", "itl_p50_ratio_at_least: unknown key"),
+        (GOOD + "\nlatency: {itl_p50_ratio_at_most: -1.0}", "latency.itl_p50_ratio_at_most: "),
+        (GOOD + "\nlatency: {itl_p50_ratio_at_most: 0}", "latency.itl_p50_ratio_at_most: "),
+        (GOOD + "\nlatency: {itl_p50_ratio_at_most: '1.1'}", "latency.itl_p50_ratio_at_most: "),
+        (GOOD + "\nlatency: {throughput_ratio_at_least: .nan}", "throughput_ratio_at_least: "),
+        (GOOD + "\nlatency: {ttft_p95_ratio_at_most: .inf}", "latency.ttft_p95_ratio_at_most: "),
+        (GOOD + "\nlatency: {error_rate_at_most: 1.0}", "latency.error_rate_at_most: "),
+        (GOOD + "\nlatency: {error_rate_at_most: -0.1}", "latency.error_rate_at_most: "),
+        (GOOD + "\nlatency: {error_rate_at_most: 0.1, required: 1}", "latency.required: "),
+        (GOOD + "\nlatency: {error_rate_at_most: 0.1, required: 'yes'}", "latency.required: "),
         ("- 1", "expected a mapping with 'name' and 'require'"),
         ("", "expected a mapping"),
         ("name: [", "not valid YAML"),
@@ -163,6 +297,21 @@ def test_a_policy_is_read_from_a_file(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(GOOD)
     assert load_policy(file).require.limits["mean_kl"].max == 0.1
+
+
+def test_latency_bounds_are_read_with_their_defaults():
+    text = GOOD + "\nlatency: {itl_p95_ratio_at_most: 2, throughput_ratio_at_least: 0.5}"
+    latency = parse_policy(text, "p.yaml").latency
+    assert latency is not None
+    assert latency.required
+    assert latency.limits == [
+        ("itl_p95_ratio", "max", 2.0),
+        ("throughput_ratio", "min", 0.5),
+        ("error_rate", "max", 0.05),
+    ]
+    only_errors = parse_policy(GOOD + "\nlatency: {error_rate_at_most: 0}", "p.yaml").latency
+    assert only_errors is not None
+    assert only_errors.limits == [("error_rate", "max", 0.0)]
 
 
 def test_an_unknown_policy_names_the_shipped_ones(tmp_path):

@@ -4,7 +4,9 @@ or vLLM."""
 from __future__ import annotations
 
 import json
+import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -132,6 +134,8 @@ class FakeServer:
         self.max_logprobs = max_logprobs
         self.alter: Callable[[str, Any], Any] = lambda _path, body: body
         self.requests: list[tuple[str, dict[str, Any], str | None]] = []
+        self.pins: set[str | None] = set()
+        self.itl_s = 0.0
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer to one request."""
@@ -146,11 +150,22 @@ class FakeServer:
             }
         if path == "/detokenize":
             return {"prompt": self.tokenizer.decode(body["tokens"])}
+        if path == "/v1/completions" and body.get("stream"):
+            return self.stream(body)
         if path == "/v1/completions":
             if body["prompt_logprobs"] > self.max_logprobs:
                 return 400
             return {"choices": [{"text": "", "prompt_logprobs": self.prompt_logprobs(body)}]}
         return 404
+
+    def stream(self, body: dict[str, Any]) -> Iterator[bytes]:
+        """Server-sent events at the pace of ``itl_s``, as many as tokens were asked for."""
+        for count in range(1, body["max_tokens"] + 1):
+            time.sleep(self.itl_s)
+            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count}
+            event = {"choices": [{"index": 0, "text": "w"}], "usage": usage}
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
 
     def prompt_logprobs(self, body: dict[str, Any]) -> list[Any]:
         """Null, then one dictionary per token: the K most likely and the true one, keyed by id as
@@ -165,7 +180,7 @@ class FakeServer:
         return entries
 
     @contextmanager
-    def listening(self) -> Iterator[str]:
+    def listening(self, tls: ssl.SSLContext | None = None) -> Iterator[str]:
         """Serve on a free loopback port; yields the base URL."""
         fake = self
 
@@ -179,26 +194,39 @@ class FakeServer:
 
             def _respond(self, body: dict[str, Any]) -> None:
                 fake.requests.append((self.path, body, self.headers.get("Authorization")))
+                fake.pins.add(self.headers.get("X-Taut-Variant"))
                 answer = fake.alter(self.path, fake.answer(self.path, body))
                 status, content = (
                     (answer, {"error": {"message": f"refused with {answer}"}})
                     if isinstance(answer, int)
                     else (200, answer)
                 )
+                if isinstance(content, Iterator):
+                    self._stream(content)
+                    return
                 data = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
 
+            def _stream(self, events: Iterator[bytes]) -> None:
+                self.send_response(200)
+                self.end_headers()
+                for event in events:
+                    self.wfile.write(event)
+
             def log_message(self, *_: Any) -> None:
                 """Tests stay quiet."""
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            scheme = "http" if tls is None else "https"
+            yield f"{scheme}://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             server.server_close()

@@ -252,6 +252,38 @@ def test_validate_runs_against_the_served_model(served, base_model, environment,
     assert 0.9 < ratio < 1.15
 
 
+def test_validate_measures_the_latency_of_two_servers(served, environment, tmp_path):
+    """The worker and the gateway before it: the same model, so that nothing may fail."""
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog while the sun sets. " * 20)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(
+        "name: same\nrequire: {perplexity_ratio: {max: 1.05}}\n"
+        "latency: {itl_p50_ratio_at_most: 3, throughput_ratio_at_least: 0.3,"
+        " error_rate_at_most: 0.2}\n"
+    )
+    command = [sys.executable, "-m", "taut_deploy", "validate", "--policy", str(policy)]
+    command += ["--baseline", served.worker_url, "--candidate", served.url, "--text", str(text)]
+    command += ["--sequences", "2", "--sequence-length", "32", "--noise-sequences", "0"]
+    command += ["--latency-requests", "32", "--latency-concurrency", "4", "--json"]
+    command += ["--latency-prompt-tokens", "24", "--latency-output-tokens", "8"]
+    command += ["--output", str(tmp_path / "report")]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=300, check=False)
+    # 2: a busy machine may leave it undecided.
+    assert done.returncode in {0, 2}, done.stderr.decode()
+    latency = json.loads((tmp_path / "report" / "report.json").read_text())["latency"]
+    (level,) = latency["levels"]
+    for side in (level["baseline"], level["candidate"]):
+        assert (side["requests"], side["failed"]) == (32, 0), side["failures"]
+        assert side["output_tokens"] == 32 * 8, "ignore_eos and min_tokens fix the length"
+        assert 0 < side["itl_ms"]["p50"] < side["e2e_ms"]["p50"]
+    assert {name.rpartition("_")[0] for name in level["ratios"]} >= {"itl_p50", "throughput"}
+    assert "itl_p50_ratio" in (tmp_path / "report" / "junit.xml").read_text()
+    print(
+        "gateway ÷ worker:", {name: round(r["estimate"], 3) for name, r in level["ratios"].items()}
+    )
+
+
 def test_second_start_reuses_what_exists(served, environment):
     before = {path.name: path.stat().st_mtime_ns for path in served.checkpoint.iterdir()}
     command = [sys.executable, "-m", "taut_deploy", "compress", MODEL, "--recipe", "w8a8", "--json"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 Floats = NDArray[np.float64]
 
@@ -92,3 +93,24 @@ def quantile_intervals(
         Interval(float(estimate), *(float(end) for end in column))
         for estimate, column in zip(estimates, ends.T, strict=True)
     ]
+
+
+def expanded_levels(blocks: int) -> NDArray[np.float64]:
+    """Quantiles of the resamples at which a percentile interval of few blocks ends.
+
+    The plain percentile interval behaves like a normal interval with the variance divided by ``n``
+    in place of ``n - 1``, too narrow for few blocks. Its levels are moved outwards to where a
+    Student t interval would end: ``Φ(-sqrt(n / (n - 1)) t)`` with n - 1 degrees of freedom
+    (Hesterberg, "What Teachers Should Know About the Bootstrap", The American Statistician 69,
+    2015, §5.3, the expanded percentile interval).
+
+    Args:
+        blocks: n, at least two.
+
+    Returns:
+        Levels for the two-sided 95 % interval's ends and the two one-sided 95 % bounds:
+        [low, high, one-sided low, one-sided high].
+    """
+    student = stats.t.ppf([0.025, 0.05], blocks - 1)
+    low, one_sided = stats.norm.cdf(np.sqrt(blocks / (blocks - 1)) * student)
+    return np.array([low, 1.0 - low, one_sided, 1.0 - one_sided])

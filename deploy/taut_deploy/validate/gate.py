@@ -4,21 +4,27 @@ A limit is kept (PASS) when the end of the two-sided 95 % interval on the wrong 
 broken (FAIL) when the whole interval is outside, and otherwise undecided. One broken limit fails
 the candidate; without one, a single undecided limit leaves the verdict INCONCLUSIVE. Point
 estimates decide nothing. The two-sided interval makes each PASS a one-sided test at 2.5 %, stricter
-than the customary 5 %.
+than the customary 5 %. PASS takes every limit, so that many limits make it no likelier by chance.
+Accuracy and latency are judged alike; the verdict is the worse of the two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from taut_deploy.validate.job import Metric, RuleOutcome, Verdict
-from taut_deploy.validate.policy import Policy
+from taut_deploy.validate.policy import ERROR_RATE, LatencyBounds, Policy
 
 _ACCEPT = "--accept-lower-bound"
+_MORE_REQUESTS = "raise --latency-requests"
+LATENCY = "latency"
+CLIENT_BUSY_LIMIT = 0.7
+"""Share of the time the measuring thread may compute before its own delays count."""
 
 
 def judge(
     policy: Policy, metrics: Mapping[str, Metric], *, accept_lower_bound: bool
 ) -> tuple[Verdict, tuple[RuleOutcome, ...]]:
-    """Judge every limit and combine.
+    """Judge every limit on accuracy and combine.
 
     Args:
         policy: the limits.
@@ -33,15 +39,79 @@ def judge(
         for side, value in (("max", limit.max), ("min", limit.min)):
             if value is not None:
                 outcomes.append(_judge_limit(name, side, value, metrics[name], accept_lower_bound))
-    verdicts = [outcome.verdict for outcome in outcomes]
+    return combine(outcome.verdict for outcome in outcomes), tuple(outcomes)
+
+
+def combine(verdicts: Iterable[Verdict]) -> Verdict:
+    """FAIL before INCONCLUSIVE before PASS; PASS for none."""
+    found = set(verdicts)
     for decisive in (Verdict.FAIL, Verdict.INCONCLUSIVE):
-        if decisive in verdicts:
-            return decisive, tuple(outcomes)
-    return Verdict.PASS, tuple(outcomes)
+        if decisive in found:
+            return decisive
+    return Verdict.PASS
+
+
+def judge_latency(
+    bounds: LatencyBounds,
+    ratios: Mapping[int, Mapping[str, Metric]],
+    error_rate: Metric,
+    client_busy: Mapping[int, float],
+) -> tuple[RuleOutcome, ...]:
+    """Judge every latency bound at every concurrency, and the error rate once.
+
+    Args:
+        bounds: the policy's section.
+        ratios: planned concurrency → metrics by name; what could not be measured is absent.
+        error_rate: failed share of the candidate's requests, all concurrencies together.
+        client_busy: concurrency → share of the time the measuring thread computed.
+
+    Returns:
+        One outcome per bound and concurrency.
+    """
+    outcomes = []
+    for name, side, limit in bounds.limits:
+        if name == ERROR_RATE:
+            outcome = _judge_limit(name, side, limit, error_rate, False, _MORE_REQUESTS)
+            outcomes.append(replace(outcome, part=LATENCY))
+            continue
+        for concurrency, metrics in ratios.items():
+            outcome = _judge_ratio(name, side, limit, metrics, client_busy.get(concurrency, 0.0))
+            outcomes.append(replace(outcome, concurrency=concurrency, part=LATENCY))
+    return tuple(outcomes)
+
+
+def unmeasured_latency(bounds: LatencyBounds, why: str) -> tuple[RuleOutcome, ...]:
+    """Every bound as undecided, for a policy that requires a measurement that was not made."""
+    reason = f"not measured: {why}"
+    return tuple(
+        RuleOutcome(name, side, limit, Verdict.INCONCLUSIVE, None, reason, part=LATENCY)
+        for name, side, limit in bounds.limits
+    )
+
+
+def _judge_ratio(
+    name: str, side: str, limit: float, metrics: Mapping[str, Metric], busy: float
+) -> RuleOutcome:
+    if name not in metrics:
+        why = "not measured: too few blocks in which both models answered"
+        return RuleOutcome(name, side, limit, Verdict.INCONCLUSIVE, None, why)
+    outcome = _judge_limit(name, side, limit, metrics[name], False, _MORE_REQUESTS)
+    if outcome.verdict is Verdict.PASS and busy > CLIENT_BUSY_LIMIT:
+        why = (
+            f"the measuring client computed {busy:.0%} of the time: its own delays hide "
+            "differences; lower --latency-concurrency"
+        )
+        return replace(outcome, verdict=Verdict.INCONCLUSIVE, reason=why)
+    return outcome
 
 
 def _judge_limit(
-    name: str, side: str, limit: float, metric: Metric, accept_lower_bound: bool
+    name: str,
+    side: str,
+    limit: float,
+    metric: Metric,
+    accept_lower_bound: bool,
+    more: str = "use more sequences",
 ) -> RuleOutcome:
     # Distance to the limit, positive inside, of the interval's worst and best end.
     if side == "max":
@@ -57,7 +127,7 @@ def _judge_limit(
         reason = f"the whole interval {interval} is outside {side} {limit:g}"
     else:
         verdict, margin = Verdict.INCONCLUSIVE, worst
-        reason = f"the interval {interval} contains the limit {side} {limit:g}; use more sequences"
+        reason = f"the interval {interval} contains the limit {side} {limit:g}; {more}"
     unproven = Verdict.PASS if side == "max" else Verdict.FAIL
     if metric.is_lower_bound and verdict is unproven and not accept_lower_bound:
         verdict = Verdict.INCONCLUSIVE

@@ -61,9 +61,15 @@ def _counts(file: Path, root: Path) -> bool:
     return not hidden and file.name not in VOLATILE_FILES | {MANIFEST}
 
 
-def server_identity(url: str, card: dict[str, Any]) -> dict[str, Any]:
-    """Describe a served model by URL and ``/v1/models`` entry; its files are out of reach."""
-    return {"kind": "server", "url": url, "model": card}
+def server_identity(url: str, card: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+    """Describe a served model by URL and ``/v1/models`` entry; its files are out of reach.
+
+    Args:
+        url: base URL.
+        card: the entry.
+        headers: sent with every request, without secrets.
+    """
+    return {"kind": "server", "url": url, "model": card, "headers": headers}
 
 
 def environment(device: str) -> dict[str, Any]:

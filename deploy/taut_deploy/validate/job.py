@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from taut_deploy.validate.errors import CouldNotValidateError
+from taut_deploy.validate.latency.plan import LatencyPlan
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total): ``stage`` is ``compare`` or ``noise``, counted in sequences."""
+"""Called with (stage, done, total): ``compare`` and ``noise`` count sequences, ``latency`` pairs of
+blocks."""
 
 
 class Verdict(enum.Enum):
@@ -35,10 +37,10 @@ class ValidationJob:
         candidate: likewise; the two kinds may be mixed.
         text: UTF-8 file the models are scored on; never the calibration text.
         policy: built-in policy name or YAML file.
-        output: directory for ``report.json`` and ``report.md``.
+        output: directory for ``report.json``, ``report.md`` and ``junit.xml``.
         sequences: number of token sequences, the blocks of the bootstrap.
         sequence_length: tokens per sequence, of which ``sequence_length - 1`` are predicted.
-        seed: seed of the bootstrap; nothing else is random.
+        seed: seed of the bootstrap and of the latency load; nothing else is random.
         device: torch device for directories, e.g. ``cpu`` or ``cuda``.
         bootstrap: bootstrap resamples.
         noise_sequences: sequences of the A/A run (baseline against itself); 0 leaves it out.
@@ -46,10 +48,14 @@ class ValidationJob:
         baseline_model: model name on the baseline server; by default the server's only model.
         candidate_model: likewise for the candidate.
         api_key: bearer token for servers; never written to the report.
-        timeout_s: seconds to wait for one server answer.
+        timeout_s: seconds to wait for one server answer of the accuracy part.
+        baseline_headers: sent with every request to the baseline server, as (name, value).
+        candidate_headers: likewise for the candidate.
+        latency: whether to measure it, which takes two servers; None measures where it can be.
+        latency_plan: how much of it.
         accept_lower_bound: let a KL that is only known as a lower bound (servers) pass a ``max``
             rule.
-        progress: called after each sequence.
+        progress: called after each sequence and each pair of latency blocks.
 
     Raises:
         CouldNotValidateError: a number is out of range; the flag is named.
@@ -71,6 +77,10 @@ class ValidationJob:
     candidate_model: str | None = None
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 300.0
+    baseline_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    candidate_headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    latency: bool | None = None
+    latency_plan: LatencyPlan = field(default_factory=LatencyPlan)
     accept_lower_bound: bool = False
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
@@ -120,20 +130,27 @@ class Metric:
 class RuleOutcome:
     """One limit of the policy, judged.
 
-    ``margin`` is how far the deciding end of the interval lies inside (positive) or outside.
+    ``margin`` is how far the deciding end of the interval lies inside (positive) or outside, None
+    if the metric was not measured; ``part`` is ``accuracy`` or ``latency``, ``concurrency`` belongs
+    to ratios of latency.
     """
 
     metric: str
     side: str
     limit: float
     verdict: Verdict
-    margin: float
+    margin: float | None
     reason: str
+    concurrency: int | None = None
+    part: str = "accuracy"
 
 
 @dataclass(frozen=True, slots=True)
 class ValidationResult:
-    """The verdict, what it rests on and where the report lies."""
+    """The verdict, what it rests on and where the report lies.
+
+    ``metrics`` are those of accuracy; ``rules`` has all limits, accuracy first.
+    """
 
     verdict: Verdict
     metrics: Mapping[str, Metric]
@@ -141,6 +158,7 @@ class ValidationResult:
     report: Mapping[str, Any]
     report_json: Path
     report_markdown: Path
+    report_junit: Path
 
     @property
     def exit_code(self) -> int:

@@ -1,7 +1,10 @@
 """The report as Markdown, made from the JSON report alone."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from taut_deploy.validate import markdown_latency
+from taut_deploy.validate.tables import cell, table
 
 _LABELS = {
     "perplexity_ratio": "perplexity ratio",
@@ -21,7 +24,15 @@ def render(report: Mapping[str, Any]) -> str:
     Args:
         report: the content of ``report.json``.
     """
-    sections = (_head, _rules, _metrics, _worst, _models, _conditions)
+    sections = (
+        _head,
+        _rules,
+        _metrics,
+        markdown_latency.latency,
+        _worst,
+        _models,
+        _conditions,
+    )
     return "\n\n".join(section(report) for section in sections) + "\n"
 
 
@@ -30,7 +41,7 @@ def _head(report: Mapping[str, Any]) -> str:
     lines = [
         f"# Validation: {report['verdict']}",
         "",
-        f"Policy `{policy['name']}`. Exit code {report['exit_code']}.",
+        f"Policy `{policy['name']}`. Exit code {report['exit_code']}. {_parts(report)}",
     ]
     if policy.get("description"):
         lines += ["", " ".join(policy["description"].split())]
@@ -43,18 +54,36 @@ def _head(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _parts(report: Mapping[str, Any]) -> str:
+    """The verdict of accuracy and that of latency."""
+    shown = (
+        f"{part.capitalize()}: {verdict or 'not judged'}."
+        for part, verdict in report["verdicts"].items()
+    )
+    return " ".join(shown)
+
+
 def _rules(report: Mapping[str, Any]) -> str:
     rows = [
         (
-            _LABELS[rule["metric"]],
+            _rule_label(rule),
             f"{rule['side']} {rule['limit']:g}",
             f"**{rule['verdict']}**",
-            f"{rule['margin']:+.4g}",
+            "–" if rule["margin"] is None else f"{rule['margin']:+.4g}",
             rule["reason"],
         )
         for rule in report["rules"]
     ]
-    return "## Limits\n\n" + _table(("metric", "limit", "verdict", "margin", "why"), rows)
+    return "## Limits\n\n" + table(("metric", "limit", "verdict", "margin", "why"), rows)
+
+
+def _rule_label(rule: Mapping[str, Any]) -> str:
+    """The metric; for a ratio of latency also at which concurrency."""
+    if rule["part"] == "accuracy":
+        return _LABELS[rule["metric"]]
+    label = markdown_latency.LABELS[rule["metric"]]
+    label += " ratio" if rule["metric"].endswith("_ratio") else ""
+    return label if rule["concurrency"] is None else f"{label}, concurrency {rule['concurrency']}"
 
 
 def _metrics(report: Mapping[str, Any]) -> str:
@@ -65,12 +94,12 @@ def _metrics(report: Mapping[str, Any]) -> str:
         interval = f"[{metric['low']:#.5g}, {metric['high']:#.5g}]"
         rows.append((label, f"{metric['estimate']:#.5g}", interval, noise))
     kl, perplexity = report["kl"], report["perplexity"]
-    table = _table(("metric", "estimate", "95 % interval", "noise floor"), rows)
+    rows_table = table(("metric", "estimate", "95 % interval", "noise floor"), rows)
     return "\n".join(
         (
             "## Measurements",
             "",
-            table,
+            rows_table,
             "",
             f"Perplexity {perplexity['baseline']:.4f} (baseline), {perplexity['candidate']:.4f} "
             f"(candidate). KL p99.9 {kl['p99.9']:.4g}, max {kl['max']:.4g}. Mean Δp "
@@ -86,28 +115,28 @@ def _worst(report: Mapping[str, Any]) -> str:
         (
             f"{row['kl']:.4g}",
             f"{row['sequence']}:{row['position']}",
-            _code(row["context"]),
-            _code(row["token"]),
+            cell(row["context"]),
+            cell(row["token"]),
             f"{row['baseline_probability']:.4g} → {row['candidate_probability']:.4g}",
-            f"{_code(row['baseline_top1'])} → {_code(row['candidate_top1'])}",
+            f"{cell(row['baseline_top1'])} → {cell(row['candidate_top1'])}",
         )
         for row in report["worst_positions"]
     ]
     head = ("KL", "at", "context", "token", "its probability", "most likely")
-    return "## Largest differences\n\n" + _table(head, rows)
+    return "## Largest differences\n\n" + table(head, rows)
 
 
 def _models(report: Mapping[str, Any]) -> str:
     lines = ["## Models", ""]
     for role, model in report["models"].items():
         if model["kind"] == "server":
-            lines.append(f"- {role}: {_code(model['model']['id'])} at {model['url']}")
+            lines.append(f"- {role}: {cell(model['model']['id'])} at {model['url']}")
             continue
-        lines.append(f"- {role}: {_code(model['path'])}, {model['bytes']} bytes, {model['digest']}")
+        lines.append(f"- {role}: {cell(model['path'])}, {model['bytes']} bytes, {model['digest']}")
         if model.get("recipe_hash"):
             lines.append(f"  - recipe {model['recipe_hash']}")
         shards = {name: sha for name, sha in model["files"].items() if "safetensors" in name}
-        lines += [f"  - {_code(name)} sha256 `{sha}`" for name, sha in shards.items()]
+        lines += [f"  - {cell(name)} sha256 `{sha}`" for name, sha in shards.items()]
     return "\n".join(lines)
 
 
@@ -119,7 +148,7 @@ def _conditions(report: Mapping[str, Any]) -> str:
         (
             "## Conditions",
             "",
-            f"- text: {_code(text['path'])}, sha256 `{text['sha256']}`",
+            f"- text: {cell(text['path'])}, sha256 `{text['sha256']}`",
             f"- {text['sequences']} sequences of {text['sequence_length']} tokens, "
             f"{text['predictions']} predictions, BOS: {bos}, "
             f"token ids sha256 `{text['tokens_sha256']}`",
@@ -132,14 +161,3 @@ def _conditions(report: Mapping[str, Any]) -> str:
             f"{report['schema_version']}",
         )
     )
-
-
-def _code(text: str) -> str:
-    """Inline code that survives a table cell: one line, no bars, no backticks."""
-    shown = text.replace("\n", "⏎").replace("\r", "␍").replace("\t", "⇥")
-    return "`" + shown.replace("|", "¦").replace("`", "ˋ") + "`"
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

@@ -6,6 +6,11 @@ A policy is YAML::
     require:
       perplexity_ratio: {max: 1.03}
       top1_agreement: {min: 0.915}
+    latency:                           # optional; judged at every concurrency that was measured
+      itl_p50_ratio_at_most: 1.05      # candidate / baseline
+      throughput_ratio_at_least: 0.95
+      error_rate_at_most: 0.05         # failed share of the candidate's requests; 0.05 if not given
+      required: true                   # false: files, which have no latency, may pass without
 """
 
 from pathlib import Path
@@ -68,12 +73,56 @@ class Requirements(_Strict):
         return {name: limit for name, limit in named.items() if limit is not None}
 
 
+Ratio = Annotated[Number, Field(gt=0)]
+ERROR_RATE = "error_rate"
+_SIDES = {"_at_most": "max", "_at_least": "min"}
+
+
+class LatencyBounds(_Strict):
+    """Bounds on ratios candidate ÷ baseline, and on the share of the candidate's failed requests.
+
+    Args:
+        required: whether a candidate whose latency was not measured may not pass. Without it the
+            bounds are judged when there is a measurement, and the report says when there is none.
+        error_rate_at_most: always judged: latency is taken from the answers that did not fail.
+    """
+
+    required: Annotated[bool, Field(strict=True)] = True
+    ttft_p50_ratio_at_most: Ratio | None = None
+    ttft_p95_ratio_at_most: Ratio | None = None
+    itl_p50_ratio_at_most: Ratio | None = None
+    itl_p95_ratio_at_most: Ratio | None = None
+    e2e_p50_ratio_at_most: Ratio | None = None
+    e2e_p95_ratio_at_most: Ratio | None = None
+    throughput_ratio_at_least: Ratio | None = None
+    error_rate_at_most: Annotated[Number, Field(ge=0, lt=1)] = 0.05
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> "LatencyBounds":
+        names = [name for name in type(self).model_fields if name != "required"]
+        if all(getattr(self, name) is None for name in names if name in self.model_fields_set):
+            raise ValueError(f"give at least one of {', '.join(names)}")
+        return self
+
+    @property
+    def limits(self) -> list[tuple[str, str, float]]:
+        """The bounds that were given as (metric, ``max`` or ``min``, limit)."""
+        found = []
+        for name in type(self).model_fields:
+            for suffix, side in _SIDES.items():
+                value = getattr(self, name)
+                if name.endswith(suffix) and value is not None:
+                    found.append((name.removesuffix(suffix), side, value))
+        return found
+
+
 class Policy(_Strict):
     """A named set of limits; all must hold."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")]
     description: str = ""
     require: Requirements
+    latency: LatencyBounds | None = None
 
 
 def builtin_policies() -> list[str]:

@@ -1,4 +1,4 @@
-"""The report: ``report.json`` for programs, ``report.md`` for people, both whole or not there."""
+"""The report: JSON for programs, Markdown for people, JUnit for CI; all whole or not there."""
 
 import contextlib
 import dataclasses
@@ -15,14 +15,16 @@ from taut_deploy.files import disk_errors_named, write_json_atomically, write_te
 from taut_deploy.validate import metrics
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
-from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob, Verdict
+from taut_deploy.validate.gate import LATENCY, combine
+from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob
+from taut_deploy.validate.junit import render_junit
 from taut_deploy.validate.markdown import render
 from taut_deploy.validate.policy import Policy
 from taut_deploy.validate.text import TokenizedText, Tokenizer
 
 SCHEMA = "taut-validation-report"
-SCHEMA_VERSION = 1
-JSON_NAME, MARKDOWN_NAME = "report.json", "report.md"
+SCHEMA_VERSION = 2  # 2: latency, verdicts of both parts, a rule's part and concurrency
+JSON_NAME, MARKDOWN_NAME, JUNIT_NAME = "report.json", "report.md", "junit.xml"
 _WORST = 10
 _CONTEXT_TOKENS = 24
 
@@ -55,16 +57,17 @@ def _is_ours(file: Path) -> bool:
 def discard_earlier(output: Path) -> None:
     """Take an earlier report away: a broken-off run must not leave an old verdict behind."""
     with contextlib.suppress(FileNotFoundError), disk_errors_named(output):
-        # Markdown first: the JSON is what marks the directory as ours.
+        # The JSON last: it is what marks the directory as ours.
         (output / MARKDOWN_NAME).unlink(missing_ok=True)
+        (output / JUNIT_NAME).unlink(missing_ok=True)
         (output / JSON_NAME).unlink()
 
 
-def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Write both files, the JSON last.
+def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path, Path]:
+    """Write the files, the JSON last.
 
     Returns:
-        Paths of the JSON and the Markdown file.
+        Paths of the JSON, the Markdown and the JUnit file.
 
     Raises:
         OutputError: the directory cannot be made or written.
@@ -73,18 +76,21 @@ def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path]:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"--output {output}: {error.strerror}") from error
-    json_file, markdown_file = output / JSON_NAME, output / MARKDOWN_NAME
+    json_file, markdown_file, junit_file = (
+        output / name for name in (JSON_NAME, MARKDOWN_NAME, JUNIT_NAME)
+    )
     write_text_atomically(markdown_file, render(content))
+    write_text_atomically(junit_file, render_junit(content))
     write_json_atomically(json_file, content)
-    return json_file, markdown_file
+    return json_file, markdown_file, junit_file
 
 
 def build(
     *,
     job: ValidationJob,
     policy: Policy,
-    verdict: Verdict,
     rules: Sequence[RuleOutcome],
+    latency: Mapping[str, Any],
     measured: Mapping[str, Metric],
     comparison: Comparison,
     noise_kind: str,
@@ -96,11 +102,13 @@ def build(
     wall_time_s: float,
 ) -> dict[str, Any]:
     """Assemble the report as plain data, ready for JSON."""
+    verdict = combine(rule.verdict for rule in rules)
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
         "verdict": verdict.value,
         "exit_code": verdict.exit_code,
+        "verdicts": _verdicts(rules),
         "policy": {"source": str(job.policy), **policy.model_dump(exclude_none=True)},
         "rules": [dataclasses.asdict(rule) | {"verdict": rule.verdict.value} for rule in rules],
         "metrics": {name: dataclasses.asdict(metric) for name, metric in measured.items()},
@@ -113,6 +121,7 @@ def build(
         "perplexity": metrics.perplexities(comparison),
         "mean_delta_p": metrics.mean_delta_p(comparison),
         "noise_floor": noise_kind,
+        "latency": dict(latency),
         "worst_positions": worst_positions(comparison, text, tokenizer),
         "models": {role: dict(described) for role, described in models.items()},
         "text": _text_section(job, text, comparison),
@@ -126,6 +135,15 @@ def build(
         "started_at": started_at.isoformat(timespec="seconds"),
         "wall_time_s": round(wall_time_s, 3),
     }
+
+
+def _verdicts(rules: Sequence[RuleOutcome]) -> dict[str, str | None]:
+    """The verdict of each part; None where nothing was judged."""
+    parts: dict[str, str | None] = {}
+    for part in ("accuracy", LATENCY):
+        found = [rule.verdict for rule in rules if rule.part == part]
+        parts[part] = combine(found).value if found else None
+    return parts
 
 
 def _text_section(

@@ -20,7 +20,10 @@ from taut_deploy.validate.checkpoint_source import (
 from taut_deploy.validate.divergence import Comparison, Distribution, FullDistribution, compare
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.gate import judge
-from taut_deploy.validate.job import ValidationJob, ValidationResult
+from taut_deploy.validate.headers import described as described_headers
+from taut_deploy.validate.headers import request_headers
+from taut_deploy.validate.job import ValidationJob, ValidationResult, Verdict
+from taut_deploy.validate.latency_part import check_latency, check_lengths, compare_latency
 from taut_deploy.validate.policy import load_policy
 from taut_deploy.validate.server_source import ServerConnection, ServerSource, is_url
 from taut_deploy.validate.text import TokenizedText, Tokenizer, read_text, tokenize_file
@@ -69,20 +72,24 @@ def run(job: ValidationJob) -> ValidationResult:
     for role in ("baseline", "candidate"):
         if not is_url(getattr(job, role)):
             read_config(Path(getattr(job, role)), role)
+    check_latency(job)
     baseline, candidate = _find_side(job, "baseline"), _find_side(job, "candidate")
     text = tokenize_file(job.text, baseline.tokenizer, job.sequences, job.sequence_length)
     _check_tokenizers(job, baseline, candidate)
+    check_lengths(job, [baseline.server, candidate.server])
     report.discard_earlier(job.output)
 
     comparison = _score_both(job, text, baseline, candidate)
     noise, noise_kind = _score_noise(job, text, baseline)
     measured = metrics.measure(comparison, noise, resamples=job.bootstrap, seed=job.seed)
-    verdict, rules = judge(policy, measured, accept_lower_bound=job.accept_lower_bound)
+    _, rules = judge(policy, measured, accept_lower_bound=job.accept_lower_bound)
+    latency, latency_rules = compare_latency(job, policy, text, baseline.server, candidate.server)
+    rules += latency_rules
     content = report.build(
         job=job,
         policy=policy,
-        verdict=verdict,
         rules=rules,
+        latency=latency,
         measured=measured,
         comparison=comparison,
         noise_kind=noise_kind,
@@ -93,16 +100,18 @@ def run(job: ValidationJob) -> ValidationResult:
         started_at=started_at,
         wall_time_s=time.monotonic() - clock,
     )
-    json_file, markdown_file = report.write(job.output, content)
-    return ValidationResult(verdict, measured, rules, content, json_file, markdown_file)
+    files = report.write(job.output, content)
+    return ValidationResult(Verdict(content["verdict"]), measured, rules, content, *files)
 
 
 def _find_side(job: ValidationJob, role: str) -> _Side:
     reference: str = getattr(job, role)
     if is_url(reference):
-        connection = ServerConnection(reference, role, job.api_key, job.timeout_s)
+        extra = getattr(job, f"{role}_headers")
+        headers = request_headers(job.api_key, extra)
+        connection = ServerConnection(reference, role, headers, job.timeout_s)
         server = ServerSource(connection, getattr(job, f"{role}_model"), job.top_k)
-        described = identity.server_identity(connection.root, server.card)
+        described = identity.server_identity(connection.root, server.card, described_headers(extra))
         return _Side(role, server.tokenizer, described, server, None)
     path = Path(reference)
     tokenizer = CheckpointTokenizer(path)

@@ -8,7 +8,7 @@ K is limited by ``--max-logprobs`` (20 by default).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,14 +29,14 @@ class ServerConnection:
     Args:
         url: base URL, with or without ``/v1``.
         role: ``baseline`` or ``candidate``.
-        api_key: bearer token, or None.
+        headers: sent with every request.
         timeout_s: seconds to wait for one answer.
 
     Raises:
         CouldNotValidateError: not an http(s) URL.
     """
 
-    def __init__(self, url: str, role: str, api_key: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, role: str, headers: Mapping[str, str], timeout_s: float) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise CouldNotValidateError(f"--{role} {url}: expected http://host:port")
@@ -44,8 +44,8 @@ class ServerConnection:
         self.role = role
         self._timeout_s = timeout_s
         self._session = requests.Session()
-        if api_key:
-            self._session.headers["Authorization"] = f"Bearer {api_key}"
+        self.headers = dict(headers)
+        self._session.headers.update(self.headers)
 
     def fail(self, what: str) -> CouldNotValidateError:
         """The error for this server."""
@@ -125,7 +125,7 @@ class ServerSource:
     """
 
     def __init__(self, connection: ServerConnection, model: str | None, top_k: int) -> None:
-        self.role, self.path = connection.role, connection.root
+        self.role, self.path, self.headers = connection.role, connection.root, connection.headers
         self._connection, self._top_k = connection, top_k
         self.card = self._find_model(model)
         self.model_name = str(self.card["id"])

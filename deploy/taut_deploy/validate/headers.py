@@ -1,0 +1,86 @@
+"""What goes with every request to a server: extra headers, and the key, which is never on argv."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from taut_deploy.validate.errors import CouldNotValidateError
+
+KEY_VARIABLE = "TAUT_API_KEY"
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[\x20-\x7e]+")
+_OURS = frozenset({"host", "content-length", "content-type", "transfer-encoding", "connection"})
+
+
+def parse_headers(given: Sequence[str], flag: str) -> tuple[tuple[str, str], ...]:
+    """Read ``Name: value`` of ``--baseline-header`` and ``--candidate-header``.
+
+    Args:
+        given: as on the command line.
+        flag: named in errors.
+
+    Raises:
+        CouldNotValidateError: no such form, a name given twice, or a header that is not the user's
+            to set.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for line in given:
+        name, colon, value = (part.strip() for part in line.partition(":"))
+        if not colon or not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+            # A line without a colon may be a secret: it is not repeated.
+            raise CouldNotValidateError(f"{flag}: expected 'Name: value' in printable ASCII")
+        if name.lower() == "authorization":
+            raise CouldNotValidateError(
+                f"{flag}: keys do not belong on a command line, which others can read; set "
+                f"{KEY_VARIABLE} or give --api-key-file"
+            )
+        if name.lower() in _OURS or name.lower() in found:
+            what = "is given twice" if name.lower() in found else "cannot be set"
+            raise CouldNotValidateError(f"{flag}: {name} {what}")
+        found[name.lower()] = (name, value)
+    return tuple(found.values())
+
+
+def read_api_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
+    """The bearer key for the servers, from a file or the environment.
+
+    Args:
+        file: holds the key and nothing else, as a mounted secret does.
+        environment: may hold ``TAUT_API_KEY``.
+
+    Raises:
+        CouldNotValidateError: both are given, the file cannot be read, or it holds no key.
+    """
+    variable = environment.get(KEY_VARIABLE) or None
+    if file is None:
+        return None if variable is None else _checked(variable, KEY_VARIABLE)
+    if variable is not None:
+        raise CouldNotValidateError(f"--api-key-file: {KEY_VARIABLE} is set too; give one of them")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CouldNotValidateError(f"--api-key-file {file}: not a text file") from error
+    except OSError as error:
+        raise CouldNotValidateError(f"--api-key-file {file}: {error.strerror}") from error
+    return _checked(text, f"--api-key-file {file}")
+
+
+def _checked(text: str, origin: str) -> str:
+    key = text.strip()
+    if not _VALUE.fullmatch(key) or " " in key:
+        raise CouldNotValidateError(f"{origin}: expected one key, a line of printable ASCII")
+    return key
+
+
+def request_headers(api_key: str | None, extra: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The headers of every request to one server."""
+    key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    return key | dict(extra)
+
+
+def described(extra: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Headers for the report: taut's own in full, of others, which may be secrets, the name."""
+    return {
+        name: value if name.lower().startswith("x-taut-") else "(not shown)"
+        for name, value in extra
+    }
