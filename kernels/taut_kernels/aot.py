@@ -26,6 +26,7 @@ from taut_kernels._variant import KernelVariant
 from taut_kernels.attention import variants as attention_variants
 from taut_kernels.fused import variants as fused_variants
 from taut_kernels.gemm import scaled_mm_variants, w4a16_decode_variants, w4a16_wgmma_variants
+from taut_kernels.loss import variants as loss_variants
 
 SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 """Most shared memory a program may use (CUDA C++ Programming Guide, compute capabilities)."""
@@ -63,6 +64,7 @@ def every_variant() -> Iterator[KernelVariant]:
     yield from w4a16_wgmma_variants.kernel_variants()
     yield from scaled_mm_variants.kernel_variants()
     yield from fused_variants.kernel_variants()
+    yield from loss_variants.kernel_variants()
     yield from attention_variants.kernel_variants()
 
 

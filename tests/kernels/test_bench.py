@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from taut_kernels.bench import engine, report, timing, tune_w4a16_decode, tune_w4a16_wgmma, w4a16
+from taut_kernels.bench import (
+    engine,
+    engine_checkpoint,
+    report,
+    timing,
+    tune_w4a16_decode,
+    tune_w4a16_wgmma,
+    w4a16,
+)
 from taut_kernels.bench.w4a16_layer import Layer
 from taut_kernels.tiles_decode import DecodeTile
 
@@ -101,33 +110,111 @@ def test_wgmma_table_takes_the_fastest_choice_and_candidates_fit() -> None:
     ]
 
 
+TINY = engine_checkpoint.LLAMA_3_8B | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "parts"),
+    [
+        (
+            "w4a16",
+            {
+                "weight_packed": (torch.int32, (128, 256 // 8)),
+                "weight_scale": (torch.bfloat16, (128, 256 // 128)),
+                "weight_shape": (torch.int64, (2,)),
+            },
+        ),
+        (
+            "int8",
+            {"weight": (torch.int8, (128, 256)), "weight_scale": (torch.bfloat16, (128, 1))},
+        ),
+        (
+            "fp8",
+            {
+                "weight": (torch.float8_e4m3fn, (128, 256)),
+                "weight_scale": (torch.bfloat16, (128, 1)),
+            },
+        ),
+    ],
+)
 def test_engine_checkpoint_is_what_vllm_and_our_layout_expect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str, parts: dict[str, tuple[torch.dtype, tuple[int, ...]]], tmp_path: Path
 ) -> None:
-    small = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "vocab_size": 64,
-        "num_key_value_heads": 1,
-    }
-    monkeypatch.setattr(engine, "_LLAMA_3_8B", engine._LLAMA_3_8B | small)
-    engine.write_checkpoint(tmp_path / "c", layers=2)
-    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
-    config = json.loads((tmp_path / "c" / "config.json").read_text())
-    assert config["num_hidden_layers"] == 2
-    assert config["quantization_config"]["format"] == "pack-quantized"
+    directory = tmp_path / "c"
+    engine_checkpoint.write(directory, scheme, TINY)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    quantization = json.loads((directory / "config.json").read_text())["quantization_config"]
+    (group,) = quantization["config_groups"].values()
+    assert quantization["format"] == engine_checkpoint._FORMATS[scheme]
+    assert (group["input_activations"] is None) == (scheme == "w4a16")
     name = "model.layers.1.mlp.down_proj"
-    with safe_open(tmp_path / "c" / index["weight_map"][f"{name}.weight_packed"], "pt") as shard:
-        assert shard.get_tensor(f"{name}.weight_packed").shape == (128, 256 // 8)
-        assert shard.get_tensor(f"{name}.weight_scale").shape == (128, 256 // 128)
-        assert shard.get_tensor(f"{name}.weight_shape").tolist() == [128, 256]
-    assert set(index["weight_map"].values()) == {
-        p.name for p in (tmp_path / "c").glob("*.safetensors")
-    }
+    found = {key.removeprefix(f"{name}.") for key in index if key.startswith(f"{name}.")}
+    assert found == set(parts)
+    for part, (dtype, shape) in parts.items():
+        with safe_open(directory / index[f"{name}.{part}"], "pt") as shard:
+            tensor = shard.get_tensor(f"{name}.{part}")
+        assert (tensor.dtype, tensor.shape) == (dtype, shape)
+        assert tensor.float().isfinite().all()
+    assert set(index.values()) == {path.name for path in directory.glob("*.safetensors")}
 
 
 def test_engine_report_has_the_ratio_to_stock(tmp_path: Path) -> None:
     rows = [engine.Row("off", 16, 100.0, 2.0), engine.Row("prefer", 16, 150.0, 1.5)]
-    engine._write(rows, "GPU card", tmp_path)
-    assert "| prefer | 16 | 150 | 1.50 | 1.50 |" in (tmp_path / "engine.md").read_text()
-    assert "prefer,16,150.0,1.5" in (tmp_path / "engine.csv").read_text()
+    engine._write(rows, ["prefer: a note"], "GPU card", tmp_path / "engine-w4a16.csv")
+    text = (tmp_path / "engine-w4a16.md").read_text()
+    assert "| prefer | 16 | 150 | 1.50 | 1.50 |" in text
+    assert "- prefer: a note" in text
+    assert "prefer,16,150.0,1.5" in (tmp_path / "engine-w4a16.csv").read_text()
+
+
+def test_engine_options_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    sizes = {"cudagraph_capture_sizes": [1, 16]}
+    assert engine._engine_options("off", [1, 16]) == {"compilation_config": sizes}
+    plain = engine._engine_options("prefer", [1, 16])
+    assert plain["compilation_config"] == sizes
+    assert set(plain) == {"compilation_config", "additional_config"}
+    fused = engine._engine_options("prefer+fused", [1, 16])
+    assert fused["compilation_config"].items() >= sizes.items()
+    assert "inductor_passes" in fused["compilation_config"]
+    assert fused["ir_op_priority"]["rms_norm"] == ["taut"]
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "card 9")
+    with pytest.raises(RuntimeError, match="prefer\\+fused: not measured"):
+        engine._engine_options("prefer+fused", [1])
+
+
+def test_an_engine_that_fails_is_said_and_the_next_mode_still_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = """
+import json, os, sys
+mode = sys.argv[sys.argv.index("--worker") + 1]
+print(os.environ["TAUT_KERNELS"], os.environ["TAUT_KERNELS_REPORT"])
+print("Triton kernel JIT compilation during inference: f")
+if mode == "prefer": sys.exit("no engine")
+rows = [{"mode": mode, "batch": 4, "tokens_per_s": 10.0, "decode_ms": 1.0}]
+open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
+"""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}{worker}")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    path = tmp_path / "engine-w4a16.csv"
+    modes = ["off", "prefer", "require+fused"]
+    assert engine.run(tmp_path, modes, [4], "GPU card", path) == 1
+    out, err = capsys.readouterr()
+    assert "| require+fused | 4 | 10 | 1.00 | 1.00 |" in out
+    assert "- prefer: not measured: the engine ended with 1, see engine-prefer.log" in out
+    assert "- off: 1 kinds of kernel compiled after warm-up" in out
+    assert err == "error: prefer was not measured: see engine-prefer.log\n"
+    assert "no engine" in (tmp_path / "engine-prefer.log").read_text()
+    first = (tmp_path / "engine-require+fused.log").read_text().splitlines()[0]
+    assert first == f"require {tmp_path / 'engine-require+fused-kernels.json'}"
+    assert path.with_suffix(".png").stat().st_size > 1000

@@ -96,7 +96,7 @@ def test_table_takes_the_neighbours_tile_where_times_are_equal() -> None:
 
 def test_candidates_fit_the_registers() -> None:
     for name, form in FORMS.items():
-        for N in form.widths:
+        for N in fused.widths_of(name, None, ["8b", "70b"]):
             for M in (1, 64, 4096):
                 found = list(tune_fused.candidates(form, N, M))
                 assert found, name

@@ -72,6 +72,12 @@ def test_vllm_takes_our_providers_and_classes(run_python: Any) -> None:
     assert answer["supported"] is False
     assert answer["replaced"] == []
     assert answer["live_providers"] == {"rms_norm": "native", "fused_add_rms_norm": "native"}
+    assert answer["parsed"] == {
+        "priority": ["taut"],
+        "passes": {"post_grad_custom_post_pass": fused_ops.PASS},
+        "custom_ops": ["+quant_fp8"],
+        "fuse_norm_quant": False,
+    }
     # Replaced by force: the classes compute what vLLM's compute.
     assert {"SiluAndMul", "SwigluOAIAndMul", "RotaryEmbedding"} <= set(answer["replaced_by_force"])
     assert "Llama3RotaryEmbedding" in answer["replaced_by_force"]

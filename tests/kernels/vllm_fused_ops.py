@@ -4,6 +4,26 @@ import json
 import sys
 
 
+def parsed_options() -> dict[str, object]:
+    """What vLLM's own parser makes of the options a launcher passes."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from taut_kernels.vllm_plugin import fused_ops
+
+    argv = []
+    for flag, value in fused_ops.engine_options("card", "require").items():
+        argv += [flag, json.dumps(value)]
+    found = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(argv)
+    compilation = found.compilation_config
+    return {
+        "priority": found.ir_op_priority.rms_norm,
+        "passes": compilation.inductor_passes,
+        "custom_ops": compilation.custom_ops,
+        "fuse_norm_quant": compilation.pass_config.fuse_norm_quant,
+    }
+
+
 def main() -> None:
     import torch
     from vllm import ir
@@ -58,6 +78,7 @@ def main() -> None:
         module = torch.nn.ModuleList([activation, rotary])
         answer["live"] = custom_ops.live_ops(module)
     answer["live_providers"] = ir_ops.live_providers()
+    answer["parsed"] = parsed_options()
     text = json.dumps(answer, default=lambda value: value.item())
     sys.stdout.write(f"\nANSWER {text}\n")
 

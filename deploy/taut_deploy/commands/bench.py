@@ -2,7 +2,9 @@
 
 import os
 import platform
+import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +12,9 @@ from typing import Annotated
 import typer
 
 from taut_deploy.commands.output import JsonFlag, print_json, say
-from taut_deploy.errors import OutputError, WorkerError
+from taut_deploy.errors import MeasureError, OutputError, WorkerError
 
-_KERNEL_GROUPS = ("w4a16", "scaled-mm", "fused")
+_KERNEL_GROUPS = ("w4a16", "scaled-mm", "fused", "loss")
 
 app = typer.Typer(help="Measure, with the comparison in the same run.", no_args_is_help=True)
 
@@ -26,24 +28,76 @@ def bench() -> None:
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     add_help_option=False,
 )
-def kernels(context: typer.Context) -> None:
+def kernels(
+    context: typer.Context,
+    report: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="HTML file to make of the CSVs.")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Report on the CSVs of this folder; measure nothing."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
     """Kernels against the published ones, in one process; needs a CUDA device.
 
     The first argument names the group, w4a16 where it is left out: w4a16 (Marlin, Machete, gemlite,
-    cuBLAS), scaled-mm (8-bit products: CUTLASS, cuBLAS) or fused (norm, activation, RoPE: vLLM,
-    Liger, torch.compile). The rest are the arguments of 'python -m taut_kernels.bench.<group>'
-    (--output DIR …).
+    cuBLAS), scaled-mm (8-bit products: CUTLASS, cuBLAS), fused (norm, activation, RoPE: vLLM,
+    Liger, torch.compile) or loss (Liger, Cut Cross-Entropy, torch). The rest are the arguments of
+    'python -m taut_kernels.bench.<group>' (--output DIR …). --report FILE.html makes one HTML file
+    with plots of the run's CSVs; with --from DIR of those of an earlier run, which needs no device.
     """
     from importlib import import_module
 
+    if source is not None:
+        if report is None:
+            raise MeasureError("--from: give the file to write with --report FILE.html")
+        _write_report(source, report, as_json)
+        return
     arguments = list(context.args)
+    folder = _output_of(arguments) if report is not None else None
+    if as_json and report is None:
+        arguments.append("--json")  # the benchmark's to know or to refuse
     named = bool(arguments) and not arguments[0].startswith("-")
     group = arguments.pop(0) if named else "w4a16"
     if group not in _KERNEL_GROUPS:
         known = ", ".join(_KERNEL_GROUPS)
         raise typer.BadParameter(f"unknown group {group!r}: expected one of {known}")
     module = import_module(f"taut_kernels.bench.{group.replace('-', '_')}")
-    raise typer.Exit(module.main(arguments))
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        code = module.main(arguments)
+    if report is not None and folder is not None and code in (0, 1):
+        _write_report(folder, report, as_json)
+    raise typer.Exit(code)
+
+
+def _output_of(arguments: list[str]) -> Path:
+    """Return the folder that the benchmark will write its CSVs to."""
+    for i, argument in enumerate(arguments):
+        if argument == "--output" and i + 1 < len(arguments):
+            return Path(arguments[i + 1])
+        if argument.startswith("--output="):
+            return Path(argument.partition("=")[2])
+    raise MeasureError("--report: give the folder of the CSVs with --output DIR, or --from DIR")
+
+
+def _write_report(folder: Path, target: Path, as_json: bool) -> None:
+    from taut_kernels.bench import html_report
+
+    try:
+        sections = html_report.write(folder, target)
+    except html_report.ReportError as error:
+        raise MeasureError(str(error)) from error
+    if as_json:
+        facts = [
+            {"csv": one.name, "plots": len(one.plots), "no_plot": one.no_plot} for one in sections
+        ]
+        print_json({"report": str(target), "sections": facts})
+        return
+    for one in sections:
+        if one.no_plot:
+            say(f"{one.name}.csv: no plot: {one.no_plot}")
+    say(f"wrote {target}")
 
 
 @app.command()

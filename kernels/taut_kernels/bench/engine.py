@@ -1,8 +1,9 @@
 """vLLM with and without our kernels: ``python -m taut_kernels.bench.engine --output DIR``.
 
-Writes a checkpoint of Llama-3-8B's shape with random 4-bit weights, then starts one offline engine
-a mode, each in its own process, and measures tokens a second at several batch sizes. The weights
-say nothing about quality, and little about equal answers: they are there for their bytes.
+Writes a checkpoint of Llama-3-8B's shape with random weights (``engine_checkpoint.py``), then
+starts one offline engine a mode, each in its own process, and measures tokens a second at several
+batch sizes. Random weights say nothing about quality, and little about equal answers. Files:
+``engine-<scheme>.csv``, ``.md``, a plot, and for each mode the engine's log and kernel record.
 """
 
 from __future__ import annotations
@@ -19,31 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-MODES = ("off", "prefer", "require")
-"""Values of ``TAUT_KERNELS``; ``off`` is stock vLLM."""
+MODES = ("off", "prefer", "prefer+fused", "require+fused")
+"""``TAUT_KERNELS``, ``off`` is stock; ``+fused``: with what ``taut worker --fused-ops`` adds."""
 BATCHES = (1, 16, 64, 256)
-_LLAMA_3_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-_GROUP_SIZE = 128
 _PROMPT_TOKENS = 128
 _ANSWER_TOKENS = 128
+_JIT_EVENT = " during inference: "
+"""In every line of vLLM's monitor of compilations after warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,90 +39,12 @@ class Row:
     decode_ms: float
 
 
-def write_checkpoint(directory: Path, layers: int) -> None:
-    """Write a loadable W4A16 checkpoint (``pack-quantized``, symmetric groups of 128).
-
-    Args:
-        directory: made; about 5.6 GB with 32 layers.
-        layers: decoder layers.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    import torch
-    from safetensors.torch import save_file
-
-    directory.mkdir(parents=True)
-    weights = {
-        "num_bits": 4,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "group",
-        "group_size": _GROUP_SIZE,
-        "dynamic": False,
-    }
-    scheme = {"targets": ["Linear"], "weights": weights}
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": scheme},
-    }
-    config = _LLAMA_3_8B | {"num_hidden_layers": layers, "quantization_config": quantization}
-    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    torch.manual_seed(0)
-    files: dict[str, str] = {}
-    for layer in range(layers):
-        name = f"model-{layer:02}.safetensors"
-        tensors = _layer_tensors(f"model.layers.{layer}.")
-        save_file(tensors, directory / name)
-        files |= dict.fromkeys(tensors, name)
-    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
-    outer = {
-        "model.embed_tokens.weight": torch.randn(vocabulary, hidden).bfloat16() * 0.08,
-        "lm_head.weight": torch.randn(vocabulary, hidden).bfloat16() * 0.05,
-        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-    }
-    save_file(outer, directory / "model-outer.safetensors")
-    files |= dict.fromkeys(outer, "model-outer.safetensors")
-    index = json.dumps({"metadata": {}, "weight_map": files})
-    (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-
-
-def _layer_tensors(prefix: str) -> dict[str, Any]:
-    import torch
-
-    hidden, inner = _LLAMA_3_8B["hidden_size"], _LLAMA_3_8B["intermediate_size"]
-    kv = _LLAMA_3_8B["num_key_value_heads"] * _LLAMA_3_8B["head_dim"]
-    shapes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    tensors: dict[str, Any] = {}
-    for name, (N, K) in shapes.items():
-        # Outputs of order 1: 4-bit values have a deviation of 4.6.
-        scale = (torch.rand(N, K // _GROUP_SIZE) + 0.5) * (0.2 / K**0.5)
-        packed = torch.randint(-(2**31), 2**31, (N, K // 8)).to(torch.int32)
-        tensors[f"{prefix}{name}.weight_packed"] = packed
-        tensors[f"{prefix}{name}.weight_scale"] = scale.bfloat16()
-        tensors[f"{prefix}{name}.weight_shape"] = torch.tensor([N, K])
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-    return tensors
-
-
 def measure(checkpoint: Path, mode: str, batches: Sequence[int], repeats: int = 3) -> list[Row]:
     """Start an engine in this process and measure it.
 
     Args:
-        checkpoint: of :func:`write_checkpoint`, or any other vLLM loads.
-        mode: the value ``TAUT_KERNELS`` already has in the environment.
+        checkpoint: of :func:`taut_kernels.bench.engine_checkpoint.write`, or any other vLLM loads.
+        mode: one of :data:`MODES`; ``TAUT_KERNELS`` already has its first part.
         batches: prompts at once; each is captured as a CUDA graph.
         repeats: the median counts.
 
@@ -194,32 +99,52 @@ def _engine_options(mode: str, batches: Sequence[int]) -> dict[str, Any]:
     from taut_kernels.vllm_plugin import cache_key, fused_ops
 
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(batches)}
-    if mode == "off":
-        return {"compilation_config": compilation}
-    options = fused_ops.engine_options(torch.cuda.get_device_name(), mode)
-    compilation |= options.get("--compilation-config", {})
-    arguments: dict[str, Any] = {
-        "compilation_config": compilation,
-        "additional_config": {"taut": cache_key()},
-    }
-    if "--ir-op-priority" in options:
+    arguments: dict[str, Any] = {"compilation_config": compilation}
+    kernels, _, fused = mode.partition("+")
+    if kernels != "off":
+        arguments["additional_config"] = {"taut": cache_key()}
+    if fused:
+        gpu = torch.cuda.get_device_name()
+        if reason := fused_ops.why_not_fused_ops(gpu, kernels):
+            raise RuntimeError(f"mode {mode}: {reason}")
+        options = fused_ops.engine_options(gpu, kernels)
+        compilation |= options["--compilation-config"]
         arguments["ir_op_priority"] = options["--ir-op-priority"]
     return arguments
 
 
-def _in_own_process(checkpoint: Path, mode: str, batches: Sequence[int], log: Path) -> list[Row]:
+def _in_own_process(
+    checkpoint: Path, mode: str, batches: Sequence[int], directory: Path
+) -> tuple[list[Row], list[str]]:
+    """Measure one mode in a fresh process; its rows, and what there is to note."""
+    log = directory / f"engine-{mode}.log"
     command = [sys.executable, "-m", "taut_kernels.bench.engine", "--worker", mode]
     command += ["--checkpoint", str(checkpoint)]
     command += [argument for batch in batches for argument in ("--batch", str(batch))]
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer, log.open("w") as sink:
-        environment = os.environ | {"TAUT_KERNELS": mode}
-        command += ["--output", answer.name]
-        subprocess.run(command, check=True, stdout=sink, stderr=subprocess.STDOUT, env=environment)
-        return [Row(**row) for row in json.load(answer)]
+    environment = os.environ | {
+        "TAUT_KERNELS": mode.partition("+")[0],
+        "TAUT_KERNELS_REPORT": str(directory.resolve() / f"engine-{mode}-kernels.json"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        answer = Path(scratch) / "rows.json"
+        command += ["--output", str(answer)]
+        with log.open("w") as sink:
+            code = subprocess.run(
+                command, stdout=sink, stderr=subprocess.STDOUT, env=environment, check=False
+            ).returncode
+        if code:
+            return [], [f"{mode}: not measured: the engine ended with {code}, see {log.name}"]
+        rows = [Row(**row) for row in json.loads(answer.read_text(encoding="utf-8"))]
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    compiled = [line for line in lines if _JIT_EVENT in line]
+    return rows, [f"{mode}: {len(compiled)} kinds of kernel compiled after warm-up"]
 
 
-def _write(rows: Sequence[Row], facts: str, directory: Path) -> None:
-    with (directory / "engine.csv").open("w", newline="", encoding="utf-8") as file:
+def _write(rows: Sequence[Row], notes: Sequence[str], facts: str, path: Path) -> None:
+    """Write the CSV at ``path`` and the Markdown beside it."""
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(asdict(rows[0])))
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
@@ -231,24 +156,65 @@ def _write(rows: Sequence[Row], facts: str, directory: Path) -> None:
         ratio = f"{row.tokens_per_s / base.tokens_per_s:.2f}" if base else "–"
         figures = f"{row.tokens_per_s:.0f} | {row.decode_ms:.2f} | {ratio}"
         lines.append(f"| {row.mode} | {row.batch} | {figures} |")
-    (directory / "engine.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    lines += ["", *(f"- {note}" for note in notes), ""]
+    path.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
+    from taut_kernels.bench.engine_checkpoint import SCHEMES
+
     parser = argparse.ArgumentParser(
         prog="python -m taut_kernels.bench.engine", description=__doc__
     )
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--mode", action="append", choices=MODES)
     parser.add_argument("--batch", action="append", type=int)
+    parser.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--checkpoint", type=Path, help="instead of random weights")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     return parser
 
 
+def run(
+    checkpoint: Path, modes: Sequence[str], batches: Sequence[int], facts: str, path: Path
+) -> int:
+    """Measure modes one after another and report them.
+
+    Args:
+        checkpoint: what the engines load.
+        modes: of :data:`MODES`.
+        batches: prompts at once.
+        facts: machine, versions and date.
+        path: the CSV; the other files lie beside it.
+
+    Returns:
+        The exit status: 1 where a mode was not measured.
+    """
+    from taut_kernels.bench import plots
+
+    rows: list[Row] = []
+    notes: list[str] = []
+    measured = set()
+    for mode in modes:
+        found, said = _in_own_process(checkpoint, mode, batches, path.parent)
+        rows += found
+        notes += said
+        measured |= {row.mode for row in found}
+        if rows:
+            # After every mode: what was measured survives a run that is cut off.
+            _write(rows, notes, facts, path)
+    if rows:
+        sys.stdout.write(path.with_suffix(".md").read_text(encoding="utf-8"))
+        sys.stdout.write(plots.draw_or_say(path) + "\n")
+    for mode in modes:
+        if mode not in measured:
+            sys.stderr.write(f"error: {mode} was not measured: see engine-{mode}.log\n")
+    return 0 if measured == set(modes) else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line; return the exit status: 1 where a mode was not measured."""
     import torch
 
     arguments = _parser().parse_args(argv)
@@ -261,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = json.dumps([asdict(row) for row in rows])
         arguments.output.write_text(text, encoding="utf-8")
         return 0
-    from taut_kernels.bench import report
+    from taut_kernels.bench import engine_checkpoint, report
 
     arguments.output.mkdir(parents=True, exist_ok=True)
     facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
@@ -269,16 +235,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = arguments.checkpoint
         if checkpoint is None:
             checkpoint = Path(scratch) / "checkpoint"
-            write_checkpoint(checkpoint, arguments.layers)
-        rows = []
-        for mode in arguments.mode or MODES:
-            rows += _in_own_process(
-                checkpoint, mode, batches, arguments.output / f"engine-{mode}.log"
-            )
-            # After every mode: what was measured survives a run that is cut off.
-            _write(rows, facts, arguments.output)
-    sys.stdout.write((arguments.output / "engine.md").read_text(encoding="utf-8"))
-    return 0
+            sizes = engine_checkpoint.LLAMA_3_8B | {"num_hidden_layers": arguments.layers}
+            engine_checkpoint.write(checkpoint, arguments.scheme, sizes)
+            torch.cuda.empty_cache()
+        csv_path = arguments.output / f"engine-{arguments.scheme}.csv"
+        return run(checkpoint, arguments.mode or MODES, batches, facts, csv_path)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Every kernel is held to the error budget first; what fails is reported and not timed. Operands and
 results rotate through 256 MB, in at most 64 copies: calls of few tokens find their operands in L2
-unless it was just flushed, as they do in serving. Writes ``fused.csv`` and ``fused.md``.
+unless it was just flushed, as they do in serving. Writes ``fused.csv``, ``fused.md`` and a plot.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from taut_kernels.bench import fused_report, timing
+from taut_kernels.bench import fused_report, plots, shapes, timing
 from taut_kernels.bench.fused_cases import (
     FORMS,
     Form,
@@ -24,10 +24,11 @@ from taut_kernels.bench.fused_cases import (
     make_operands,
     why_wrong,
 )
-from taut_kernels.bench.fused_rivals import PREPARE, UnavailableError
+from taut_kernels.bench.fused_rivals import PREPARE
+from taut_kernels.bench.refusal import REFUSED, first_line
 
-MODELS = {"8b": 0, "70b": 1}
-"""Llama-3 sizes, by their place in :attr:`Form.widths`."""
+MODELS = {"8b": shapes.MODELS["llama3-8b"], "70b": shapes.MODELS["llama3-70b"]} | shapes.MODELS
+DEFAULT_MODELS = ("8b", "70b")
 DEFAULT_TOKENS = (1, 16, 64, 256, 4096, 8192)
 _MOST_COPIES = 64
 
@@ -51,7 +52,8 @@ def widths_of(name: str, widths: Sequence[int] | None, models: Sequence[str]) ->
         widths: N, or None.
         models: keys of `MODELS`.
     """
-    return list(widths or (FORMS[name].widths[MODELS[model]] for model in models))
+    named = [FORMS[name].width(MODELS[model]) for model in models]
+    return list(widths or dict.fromkeys(named))
 
 
 def _subjects(
@@ -67,8 +69,8 @@ def _subjects(
                 notes.append(f"{kernel} {name} N={N}: WRONG, not timed: {reason}")
                 continue
             call = prepare(form, copies)
-        except UnavailableError as error:
-            notes.append(f"{kernel} {name}: not run: {error}")
+        except REFUSED as error:
+            notes.append(f"{kernel} {name} N={N}: not run: {first_line(error)}")
             continue
         subjects.append(timing.Subject(kernel, call, len(copies)))
     subjects.append(timing.copy_subject(bytes_moved(form, N, M), len(copies)))
@@ -83,7 +85,7 @@ def host_cost(name: str, kernel: str) -> float:
         kernel: a key of `PREPARE`.
     """
     form = FORMS[name]
-    call = PREPARE[kernel](form, [make_operands(form, form.widths[0], 1)])
+    call = PREPARE[kernel](form, [make_operands(form, form.width(MODELS["8b"]), 1)])
     return timing.host_cost(lambda: call(0))
 
 
@@ -93,9 +95,20 @@ def _host_notes(names: Sequence[str], kernels: Sequence[str], notes: list[str]) 
         for kernel in kernels:
             try:
                 costs.append(f"{kernel} {host_cost(name, kernel):.1f}")
-            except UnavailableError:
-                continue
+            except REFUSED:
+                continue  # said where it was to be timed
         notes.append(f"host µs a call, {name}, M = 1: " + ", ".join(costs))
+
+
+_MODELS_HELP = f"some of {', '.join(MODELS)}; default: {', '.join(DEFAULT_MODELS)}"
+
+
+def _models(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in MODELS:
+            raise argparse.ArgumentTypeError(f"{name!r}: use {_MODELS_HELP}")
+    return names
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,8 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--form", action="append", choices=sorted(FORMS))
     parser.add_argument("--width", type=int, action="append", help="N, instead of a model's")
-    parser.add_argument("--model", action="append", choices=sorted(MODELS), help="default: all")
-    parser.add_argument("--tokens", type=int, action="append")
+    parser.add_argument(
+        "--model", "--shapes", action="extend", type=_models, metavar="MODEL,…", help=_MODELS_HELP
+    )
+    parser.add_argument("--tokens", type=shapes.token_counts, action="extend", metavar="M,…")
     parser.add_argument("--kernel", action="append", choices=sorted(PREPARE))
     parser.add_argument("--replays", type=int, default=timing.REPLAYS)
     parser.add_argument("--tune", action="store_true", help="time tile variants, write a table")
@@ -112,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 1 where a kernel of ours was wrong."""
+    """Run the command line; return the exit status: 1 where ours was wrong or did not run."""
     arguments = _parser().parse_args(argv)
     if not torch.cuda.is_available():
         sys.stderr.write("error: taut_kernels.bench.fused needs a CUDA device\n")
@@ -120,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = arguments.form or list(FORMS)
     tokens = arguments.tokens or DEFAULT_TOKENS
     widths = {
-        name: widths_of(name, arguments.width, arguments.model or list(MODELS)) for name in names
+        name: widths_of(name, arguments.width, arguments.model or DEFAULT_MODELS) for name in names
     }
     if arguments.tune:
         from taut_kernels.bench import tune_fused
@@ -149,9 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _host_notes(names, [kernel for kernel in kernels if kernel != "torch.compile"], notes)
     notes = list(dict.fromkeys(notes))
     fused_report.write(rows, notes, ceiling, arguments.output)
-    for note in notes:
+    for note in [*notes, plots.draw_or_say(arguments.output / "fused.csv")]:
         sys.stdout.write(note + "\n")
-    return 1 if any("WRONG" in note and note.startswith("taut") for note in notes) else 0
+    return 1 if any(note.startswith("taut ") for note in notes) else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from taut_kernels.bench.shapes import MODELS, Model
 from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
 
 EPSILON = 1e-5
@@ -21,27 +22,33 @@ class Form:
     Attributes:
         op: its name in :mod:`taut_kernels.tiles_fused`.
         out: ``same``, ``fp8`` or ``int8``.
-        widths: N of a Llama-3-8B layer and of a 70B one (tensor parallel 1): columns of the output;
-            for ``rope`` heads of q and k.
     """
 
     op: str
     out: str
-    widths: tuple[int, ...]
+
+    def width(self, model: Model) -> int:
+        """Return N of a model's layer on one rank: columns of the output, or heads of q and k."""
+        if self.op.startswith("silu"):
+            return model.intermediate // model.ranks
+        if self.op == "rope":
+            return (model.heads + model.kv_heads) // model.ranks
+        return model.hidden
 
 
 FORMS = {
-    "rms_norm": Form("rms_norm", "same", (4096, 8192)),
-    "add_rms_norm": Form("add_rms_norm", "same", (4096, 8192)),
-    "rms_norm_fp8": Form("rms_norm_quant", "fp8", (4096, 8192)),
-    "add_rms_norm_fp8": Form("add_rms_norm_quant", "fp8", (4096, 8192)),
-    "add_rms_norm_int8": Form("add_rms_norm_quant", "int8", (4096, 8192)),
-    "silu_mul": Form("silu_mul", "same", (14336, 28672)),
-    "silu_mul_fp8": Form("silu_mul_quant", "fp8", (14336, 28672)),
-    "silu_mul_int8": Form("silu_mul_quant", "int8", (14336, 28672)),
-    "rope": Form("rope", "same", (40, 72)),
+    "rms_norm": Form("rms_norm", "same"),
+    "add_rms_norm": Form("add_rms_norm", "same"),
+    "rms_norm_fp8": Form("rms_norm_quant", "fp8"),
+    "add_rms_norm_fp8": Form("add_rms_norm_quant", "fp8"),
+    "add_rms_norm_int8": Form("add_rms_norm_quant", "int8"),
+    "silu_mul": Form("silu_mul", "same"),
+    "silu_mul_fp8": Form("silu_mul_quant", "fp8"),
+    "silu_mul_int8": Form("silu_mul_quant", "int8"),
+    "rope": Form("rope", "same"),
 }
-KV_HEADS = 8
+_KV_HEADS = {FORMS["rope"].width(model): model.kv_heads // model.ranks for model in MODELS.values()}
+"""Heads of q and k together → heads of k; 8 for a number of heads no model has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +72,16 @@ class Operands:
     @property
     def q(self) -> torch.Tensor:
         """[M, Hq · 128] of ``rope``."""
-        return self.x[:, : -KV_HEADS * HEAD_DIM]
+        return self.x[:, : -self._kv_columns]
 
     @property
     def k(self) -> torch.Tensor:
-        """[M, 8 · 128] of ``rope``."""
-        return self.x[:, -KV_HEADS * HEAD_DIM :]
+        """[M, Hk · 128] of ``rope``."""
+        return self.x[:, -self._kv_columns :]
+
+    @property
+    def _kv_columns(self) -> int:
+        return HEAD_DIM * _KV_HEADS.get(self.x.shape[1] // HEAD_DIM, 8)
 
 
 def make_operands(form: Form, N: int, M: int, seed: int = 0) -> Operands:

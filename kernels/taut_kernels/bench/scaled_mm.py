@@ -1,7 +1,7 @@
 """FP8 and int8 products against their rivals: ``python -m taut_kernels.bench.scaled_mm``.
 
 Every kernel computes every M once and is held to the error budget first; what fails is reported and
-not timed. Writes ``scaled_mm_<kind>.csv`` and ``.md`` with GPU, driver, versions and date.
+not timed. Writes ``scaled_mm_<kind>.csv``, ``.md`` with GPU, driver, versions and date, and a plot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from taut_kernels.bench import report, scaled_mm_rivals, timing
+from taut_kernels.bench import plots, report, scaled_mm_rivals, shapes, timing
 from taut_kernels.bench.scaled_mm_layer import KINDS, SHAPES, make_layer
 
 DEFAULT_TOKENS = (1, 4, 16, 32, 64, 128, 256, 1024, 4096)
@@ -27,7 +27,7 @@ def _measure_shape(
     ceiling: float,
     notes: list[str],
 ) -> list[report.Row]:
-    N, K = SHAPES[shape]
+    N, K = shapes.PRODUCTS[shape]
     layer = make_layer(KINDS[kind], N, K, max(tokens))
     copies = [layer.weight.clone() for _ in range(timing.copies_needed(layer.weight_bytes()))]
     ready = scaled_mm_rivals.prepare_all(layer, list(names), copies, notes)
@@ -44,12 +44,11 @@ def _measure_shape(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 1 where a kernel of ours was wrong."""
+    """Run the command line; return the exit status: 1 where ours was wrong or did not run."""
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.scaled_mm")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--kind", action="append", choices=sorted(KINDS))
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
-    parser.add_argument("--tokens", type=int, action="append")
+    shapes.add_arguments(parser)
     parser.add_argument("--kernel", action="append", choices=sorted(scaled_mm_rivals.PREPARE))
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -60,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = False
     for kind in arguments.kind or KINDS:
         rows: list[report.Row] = []
-        notes: list[str] = []
-        for shape in arguments.shape or SHAPES:
+        notes = list(scaled_mm_rivals.NOT_RIVALS)
+        for shape in shapes.chosen(arguments, SHAPES):
             rows += _measure_shape(
                 kind,
                 shape,
@@ -73,9 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
             # After every shape: what was measured survives a run that is cut off.
             report.write(rows, notes, ceiling, arguments.output, f"scaled_mm_{kind}")
-        for note in notes:
+        plot = plots.draw_or_say(arguments.output / f"scaled_mm_{kind}.csv")
+        for note in [*notes, plot]:
             sys.stdout.write(note + "\n")
-            wrong = wrong or ("WRONG" in note and note.startswith("taut"))
+            wrong = wrong or note.startswith("taut ")
     return 1 if wrong else 0
 
 

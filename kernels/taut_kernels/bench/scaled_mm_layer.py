@@ -7,15 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from taut_kernels import testing
+from taut_kernels.bench.shapes import LLAMA3_8B_PRODUCTS
 from taut_kernels.gemm import fp8, w8a8
 
-SHAPES = {
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-}
-"""N × K of a Llama-3-8B layer's products."""
+SHAPES = LLAMA3_8B_PRODUCTS
+"""N × K of the products measured unless others are asked for."""
 KINDS = {"fp8": "fp8_gemm", "int8": "w8a8_gemm"}
 """Name on the command line → op."""
 OUT_DTYPE = torch.bfloat16

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from taut_kernels.bench.refusal import REFUSED, first_line
 from taut_kernels.bench.scaled_mm_layer import OUT_DTYPE, Layer
 from taut_kernels.bench.timing import Subject
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
@@ -146,6 +147,13 @@ PREPARE: dict[str, Prepare] = {
     "_int_mm": int_mm,
     "vLLM Triton": vllm_triton,
 }
+NOT_RIVALS = (
+    "gemlite: no row: its 8-bit products quantise the activations in the same call, which is other"
+    " work",
+    "Liger: no row: it has no product with quantised weights",
+    "torch.compile: no row: it calls torch._scaled_mm or torch._int_mm, which are there",
+)
+"""Named in every report, with the reason."""
 UNSCALED = ("_scaled_mm tensor", "_int_mm")
 """Rivals that leave the scales out: their results are not comparable."""
 
@@ -178,8 +186,9 @@ def prepare_all(
     for name in names:
         try:
             ready[name] = [PREPARE[name](layer, weight) for weight in copies]
-        except UnavailableError as error:
-            notes.append(f"{name} on {layer.op} {tuple(layer.weight.shape)}: not run: {error}")
+        except REFUSED as error:
+            where = f"{name} on {layer.op} {tuple(layer.weight.shape)}"
+            notes.append(f"{where}: not run: {first_line(error)}")
     return ready
 
 
@@ -197,8 +206,8 @@ def checked_subjects(
         where = f"{name} on {layer.op} {tuple(layer.weight.shape)}, M={M}"
         try:
             y = calls[0](M)
-        except (RuntimeError, ValueError) as error:
-            notes.append(f"{where}: not run: {str(error).splitlines()[0]}")
+        except REFUSED as error:
+            notes.append(f"{where}: not run: {first_line(error)}")
             continue
         if name not in UNSCALED and (reason := layer.why_wrong(y)):
             notes.append(f"{where}: WRONG, not timed: {reason}")

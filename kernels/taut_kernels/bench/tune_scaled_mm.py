@@ -25,6 +25,7 @@ import triton
 from taut_kernels.bench import report, scaled_mm_rivals, timing
 from taut_kernels.bench.scaled_mm_candidates import BUCKETS, candidates
 from taut_kernels.bench.scaled_mm_layer import KINDS, OUT_DTYPE, SHAPES, Layer, make_layer
+from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
@@ -174,7 +175,7 @@ class Tuning:
     Args:
         output: directory for the results.
         top: rows printed for each bucket.
-        shapes: names in :data:`SHAPES`.
+        shapes: names in :data:`taut_kernels.bench.shapes.PRODUCTS`.
         buckets: as :data:`BUCKETS`.
         early: try early starts, too.
     """
@@ -220,7 +221,7 @@ class Tuning:
     def _operands(self, kind: str, shape: str) -> tuple[Layer, list[torch.Tensor]]:
         torch.cuda.empty_cache()
         most = max(M for _, Ms in self.buckets for M in Ms)
-        layer = make_layer(KINDS[kind], *SHAPES[shape], most)
+        layer = make_layer(KINDS[kind], *PRODUCTS[shape], most)
         count = timing.copies_needed(layer.weight_bytes())
         return layer, [layer.weight.clone() for _ in range(count)]
 
@@ -244,7 +245,7 @@ class Tuning:
         if not found:
             return
         best = next(iter(found))
-        N, K = SHAPES[shape]
+        N, K = PRODUCTS[shape]
         timed = [_against_rivals(layer, best, M, copies, self.notes) for M in Ms]
         for M, (ours, rivals) in zip(Ms, timed, strict=True):
             shown = "  ".join(f"{name} {us:.2f} ({us / ours:.3f})" for name, us in rivals.items())
@@ -281,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.tune_scaled_mm")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--kind", action="append", choices=sorted(KINDS))
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
     parser.add_argument("--tokens", type=int, action="append", help="only buckets with this M")
     parser.add_argument("--processes", type=int, default=15, help="compilers beside each other")
     parser.add_argument(
@@ -319,7 +320,7 @@ def _search(
     """Time the candidates; at few tokens only what did best for the kind before."""
     op = KINDS[kind]
     tiles = {
-        (shape, Ms): list(dict.fromkeys(candidates(*SHAPES[shape], Ms[-1], early=tuning.early)))
+        (shape, Ms): list(dict.fromkeys(candidates(*PRODUCTS[shape], Ms[-1], early=tuning.early)))
         for shape, Ms in tuning.cells()
     }
     # Where bytes count, what did best for one kind does for the other.

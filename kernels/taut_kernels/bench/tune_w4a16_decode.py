@@ -22,18 +22,13 @@ import triton
 
 from taut_kernels import formats_mma, tiles_decode
 from taut_kernels.bench import report, timing
+from taut_kernels.bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.gemm import w4a16_decode
 from taut_kernels.gemm.w4a16 import make_arrivals
 from taut_kernels.tiles_decode import DecodeTile
 
-SHAPES = {
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "square": (8192, 8192),
-}
+SHAPES = LLAMA3_8B_PRODUCTS | SQUARE
 """N × K of a Llama-3-8B layer's products, and the square of the literature."""
 GROUP_SIZE = 128
 _WARPS_PER_GPU = (850, 4500)
@@ -172,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.tune_w4a16_decode")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
     parser.add_argument("--tokens", type=int, action="append", choices=(1, 8, 16))
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--top", type=int, default=6, help="rows printed for each shape")
@@ -180,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         sys.stderr.write("error: taut_kernels.bench.tune_w4a16_decode needs a CUDA device\n")
         return 2
-    shapes = {name: SHAPES[name] for name in arguments.shape or SHAPES}
+    shapes = {name: PRODUCTS[name] for name in arguments.shape or SHAPES}
     Ms = arguments.tokens or [1, 8, 16]
     tiles = {
         (name, M): list(candidates(*shape, 1 if M <= 8 else 2))

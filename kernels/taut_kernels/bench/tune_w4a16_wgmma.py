@@ -24,6 +24,7 @@ import triton
 
 from taut_kernels import formats_mma, tiles_decode
 from taut_kernels.bench import report, timing
+from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, SHAPES
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.gemm import w4a16_decode, w4a16_dense, w4a16_wgmma
@@ -128,7 +129,7 @@ def _why_wrong(layer: Layer, subject: timing.Subject) -> str | None:
 def _time_shape(
     name: str, Ms: Sequence[int], tiles: dict[int, list[WgmmaTile]], replays: int
 ) -> list[Result]:
-    N, K = SHAPES[name]
+    N, K = PRODUCTS[name]
     layer = make_layer(N, K, GROUP_SIZE, max(Ms), torch.bfloat16)
     qweight = formats_mma.repack_weight(layer.weight_packed, K)
     scales = formats_mma.repack_scale(layer.weight_scale)
@@ -190,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.tune_w4a16_wgmma")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
+    parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
     parser.add_argument("--tokens", type=int, action="append", choices=TOKENS)
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=8)
@@ -200,10 +201,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     shapes = arguments.shape or list(SHAPES)
     Ms = arguments.tokens or list(TOKENS)
-    tiles = {(name, M): list(candidates(*SHAPES[name], M)) for name in shapes for M in Ms}
+    tiles = {(name, M): list(candidates(*PRODUCTS[name], M)) for name in shapes for M in Ms}
     # N is no constant of the kernel: one compilation serves every shape with the same K.
     jobs = {
-        (SHAPES[name][1], tile): (*SHAPES[name], M, tile)
+        (PRODUCTS[name][1], tile): (*PRODUCTS[name], M, tile)
         for (name, M), some in tiles.items()
         for tile in some
     }

@@ -1,7 +1,7 @@
 """W4A16 against its rivals: ``python -m taut_kernels.bench.w4a16 --output DIR``.
 
 Every kernel computes every M once and is held to the error budget first; what fails is reported and
-not timed. Writes ``w4a16.csv`` and ``w4a16.md`` with GPU, driver, versions and date.
+not timed. Writes ``w4a16.csv``, ``w4a16.md`` with GPU, driver, versions and date, and a plot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from taut_kernels.bench import report, timing, w4a16_rivals
+from taut_kernels.bench import plots, report, shapes, timing, w4a16_rivals
+from taut_kernels.bench.refusal import REFUSED, first_line
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, SHAPES
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 
@@ -31,13 +32,14 @@ def _prepared(
         prepare = w4a16_rivals.PREPARE[name]
         try:
             calls = [prepare(layer)]
-        except w4a16_rivals.UnavailableError as error:
-            notes.append(f"{name} on {layer.N}×{layer.K}: not run: {error}")
+            y = calls[0](layer.x[:largest])
+            calls += [prepare(layer) for _ in range(timing.copies_needed(copy_bytes) - 1)]
+        except REFUSED as error:
+            notes.append(f"{name} on {layer.N}×{layer.K}: not run: {first_line(error)}")
             continue
-        if reason := _why_wrong(name, layer, calls[0](layer.x[:largest])):
+        if reason := _why_wrong(name, layer, y):
             notes.append(f"{name} on {layer.N}×{layer.K}: WRONG, not timed: {reason}")
             continue
-        calls += [prepare(layer) for _ in range(timing.copies_needed(copy_bytes) - 1)]
         ready[name] = calls
     return ready
 
@@ -49,7 +51,7 @@ def _why_wrong(name: str, layer: Layer, y: torch.Tensor) -> str | None:
 def _measure_shape(
     shape: str, tokens: Sequence[int], names: Sequence[str], ceiling: float, notes: list[str]
 ) -> list[report.Row]:
-    N, K = SHAPES[shape]
+    N, K = shapes.PRODUCTS[shape]
     layer = make_layer(N, K, GROUP_SIZE, max(tokens), torch.bfloat16)
     ready = _prepared(layer, names, max(tokens), notes)
     rows = []
@@ -58,7 +60,12 @@ def _measure_shape(
         x = layer.x[:M]
         subjects = []
         for name, calls in ready.items():
-            if reason := _why_wrong(name, layer, calls[0](x)):
+            try:
+                y = calls[0](x)
+            except REFUSED as error:
+                notes.append(f"{name} on {N}×{K}, M={M}: not run: {first_line(error)}")
+                continue
+            if reason := _why_wrong(name, layer, y):
                 notes.append(f"{name} on {N}×{K}, M={M}: WRONG, not timed: {reason}")
                 continue
             subjects.append(w4a16_rivals.subject(name, calls, x))
@@ -81,11 +88,10 @@ def _host_note(shape: str, ready: dict[str, list[w4a16_rivals.Call]], x: torch.T
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 1 where a kernel of ours was wrong."""
+    """Run the command line; return the exit status: 1 where ours was wrong or did not run."""
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.w4a16", description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
-    parser.add_argument("--tokens", type=int, action="append")
+    shapes.add_arguments(parser)
     parser.add_argument("--kernel", action="append", choices=sorted(w4a16_rivals.PREPARE))
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -94,8 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ceiling = timing.copy_ceiling()
     sys.stdout.write(f"copy ceiling {ceiling / 1e12:.2f} TB/s\n")
     rows: list[report.Row] = []
-    notes: list[str] = []
-    for shape in arguments.shape or SHAPES:
+    notes = list(w4a16_rivals.NOT_RIVALS)
+    for shape in shapes.chosen(arguments, SHAPES):
         rows += _measure_shape(
             shape,
             arguments.tokens or DEFAULT_TOKENS,
@@ -106,9 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
         # After every shape: what was measured survives a run that is cut off.
         report.write(rows, notes, ceiling, arguments.output, "w4a16")
-    for note in notes:
+    for note in [*notes, plots.draw_or_say(arguments.output / "w4a16.csv")]:
         sys.stdout.write(note + "\n")
-    return 1 if any("WRONG" in note and note.startswith("taut") for note in notes) else 0
+    return 1 if any(note.startswith("taut ") for note in notes) else 0
 
 
 if __name__ == "__main__":

@@ -154,6 +154,12 @@ def fp8_cutlass(layer: Layer) -> Call:
 OTHER_PRECISION = "FP8 CUTLASS (other weights)"
 """Beside ours for comparison; neither judged nor part of the ratio."""
 
+NOT_RIVALS = (
+    "Liger: no row: it has no product with quantised weights",
+    "torch.compile: no row: Inductor has no 4-bit product and would dequantise in every call",
+)
+"""Named in every report, with the reason."""
+
 PREPARE: dict[str, Prepare] = {
     "taut": taut,
     "Marlin": marlin,

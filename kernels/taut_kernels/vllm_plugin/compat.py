@@ -148,3 +148,31 @@ def after_model_load(base_loader: Any, callback: Callable[[torch.nn.Module], Non
 
     load_model._taut_callback = callback  # type: ignore[attr-defined]
     base_loader.load_model = load_model
+
+
+def after_engine_start(stat_logger: Any, callback: Callable[[], None]) -> None:
+    """Call back in the API server's process once its engine has loaded the model.
+
+    vLLM has an entry point for stat loggers of others, but one that is merely installed undoes
+    ``--disable-log-stats``; its own Prometheus logger is told the same moment.
+
+    Args:
+        stat_logger: `vllm.v1.metrics.loggers.PrometheusStatLogger`.
+        callback: sets metrics of ours.
+
+    Raises:
+        IncompatibleVllmError: the logger has no `log_engine_initialized`.
+    """
+    original = getattr(stat_logger, "log_engine_initialized", None)
+    if original is None:
+        raise IncompatibleVllmError("vLLM's PrometheusStatLogger has no log_engine_initialized")
+    if getattr(original, "_taut_callback", None) is not None:
+        return
+
+    @functools.wraps(original)
+    def log_engine_initialized(self: Any) -> None:
+        original(self)
+        callback()
+
+    log_engine_initialized._taut_callback = callback  # type: ignore[attr-defined]
+    stat_logger.log_engine_initialized = log_engine_initialized

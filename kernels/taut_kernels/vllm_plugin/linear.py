@@ -16,7 +16,7 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
-from taut_kernels import formats, formats_mma
+from taut_kernels import formats, formats_mma, measured_w4a16
 from taut_kernels.gemm import w4a16
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.vllm_plugin import compat, requested_mode
@@ -146,7 +146,26 @@ def refusal(config: Any) -> str | None:
         return f"no taut kernel for {current_platform.device_type}"
     K, N = config.partition_weight_shape
     device = "cpu" if current_platform.is_cpu() else "cuda"
-    gpu = current_platform.get_device_name() if device == "cuda" else None
     return why_not_ours(
         N, K, config.group_size, dtype=config.act_type, device=device
-    ) or why_not_preferred(gpu, requested_mode())
+    ) or why_not_preferred(_gpu(), requested_mode(), N, K)
+
+
+def slower_in_places(config: Any) -> str | None:
+    """Say at which numbers of tokens our kernel was measured slower on a layer it serves.
+
+    Args:
+        config: vLLM's description of a layer's shard.
+
+    Returns:
+        One line, or None where it never was, or on a shape or device nobody measured.
+    """
+    K, N = config.partition_weight_shape
+    return measured_w4a16.slower_in_places(_gpu(), N, K)
+
+
+def _gpu() -> str | None:
+    if not current_platform.is_cuda():
+        return None
+    name: str = current_platform.get_device_name()
+    return name

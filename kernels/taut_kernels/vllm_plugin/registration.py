@@ -7,9 +7,10 @@ import logging
 import torch
 from vllm.model_executor.kernels import linear as kernel_selection
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from taut_kernels.vllm_plugin import compat, fused_ops, selection
-from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal
+from taut_kernels.vllm_plugin import compat, fused_ops, gauges, record, selection
+from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal, slower_in_places
 from taut_kernels.vllm_plugin.scaled_mm import (
     TautFP8ScaledMMLinearKernel,
     TautInt8ScaledMMLinearKernel,
@@ -30,7 +31,7 @@ def _make_our_log_lines_visible() -> None:
 
 
 def install(mode: str) -> None:
-    """Insert our kernels and the audit into this process.
+    """Insert our kernels, the audit and its gauges into this process.
 
     Args:
         mode: ``prefer`` or ``require``.
@@ -46,9 +47,11 @@ def install(mode: str) -> None:
     fused_ops.install(mode)
 
     def conclude(model: torch.nn.Module) -> None:
-        choices = list(selection.audit(model, refusal, why_not_chosen))
+        choices = list(selection.audit(model, refusal, why_not_chosen, slower_in_places))
         ops = fused_ops.conclude(model, mode)
         _logger.info("taut ops (%s): %s", mode, fused_ops.summary(ops))
         selection.conclude(choices, mode, ops)
 
+    record.make_place()
     compat.after_model_load(BaseModelLoader, conclude)
+    compat.after_engine_start(PrometheusStatLogger, gauges.publish_record)

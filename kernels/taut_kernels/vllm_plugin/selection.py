@@ -1,28 +1,25 @@
 """Which kernel each layer runs on, and why not ours: asked beforehand, recorded after loading.
 
 A worker audits the loaded model instead of trusting the choice it asked for:
-``VLLM_DISABLED_KERNELS``, ``--linear-backend`` and a later plugin all change it silently. `taut
-doctor` reads the record a worker leaves in the file named by ``TAUT_KERNELS_REPORT``, or asks
-:func:`why_not_ours` about a checkpoint.
+``VLLM_DISABLED_KERNELS``, ``--linear-backend`` and a later plugin all change it silently. The audit
+ends in one log line, in the record (:mod:`taut_kernels.vllm_plugin.record`), and in the worker's
+gauges. `taut doctor` asks :func:`why_not_ours` and :func:`why_not_preferred` about a checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from taut_kernels import tiles_decode
+from taut_kernels import measured_w4a16
 from taut_kernels.gemm import w4a16, w4a16_cpu
+from taut_kernels.vllm_plugin import record
 
-REPORT_VARIABLE = "TAUT_KERNELS_REPORT"
 OUR_PREFIX = "Taut"
 FOUR_BIT = ("uint4", "uint4b8")
 
@@ -43,6 +40,9 @@ class LayerChoice:
         scheme: weight type as vLLM prints it, or the quantisation method's class name.
         reason: why it is not ours; None where it is.
         in_scope: whether our kernels cover the scheme at all (W4A16).
+        shape: output × input features of this process's shard, for example ``6144x4096``; None
+            where the layer does not say.
+        note: what was measured against our kernel on this shape although it runs, or None.
     """
 
     layer: str
@@ -50,6 +50,8 @@ class LayerChoice:
     scheme: str
     reason: str | None
     in_scope: bool
+    shape: str | None = None
+    note: str | None = None
 
 
 def why_not_ours(N: int, K: int, group_size: int, *, dtype: torch.dtype, device: str) -> str | None:
@@ -72,22 +74,26 @@ def why_not_ours(N: int, K: int, group_size: int, *, dtype: torch.dtype, device:
     return w4a16.why_not_supported(N, K, group_size, dtype)
 
 
-def why_not_preferred(gpu: str | None, mode: str) -> str | None:
+def why_not_preferred(gpu: str | None, mode: str, N: int, K: int) -> str | None:
     """Say why ``prefer`` leaves a W4A16 layer to vLLM although our kernel could run it.
 
-    A kernel that may be slower is never put in silently: ours is preferred on cards where it was
-    measured against Marlin and Machete and won (kernels/README.md, "Measured facts").
+    A kernel that may be slower is never put in silently: ours is preferred for shapes that were
+    measured against Marlin and Machete on this card and won by the rule of
+    :mod:`taut_kernels.measured_w4a16`.
 
     Args:
         gpu: name of the card, None on a CPU.
         mode: value of ``TAUT_KERNELS``.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
 
     Returns:
         A reason, or None where ours is used.
     """
-    if gpu is None or mode != "prefer" or gpu in tiles_decode.tables():
+    if gpu is None or mode != "prefer":
         return None
-    return f"not measured against vLLM's kernels on {gpu}; TAUT_KERNELS=require runs it"
+    reason = measured_w4a16.why_not_preferred(gpu, N, K)
+    return reason and f"{reason}; TAUT_KERNELS=require runs it"
 
 
 def _kernel_of(module: torch.nn.Module) -> Any | None:
@@ -99,10 +105,21 @@ def _kernel_of(module: torch.nn.Module) -> Any | None:
     return None
 
 
+def _shape_of(module: torch.nn.Module, config: Any) -> str | None:
+    """Return N×K of a layer's shard, from the kernel's description or vLLM's linear layer."""
+    if (partition := getattr(config, "partition_weight_shape", None)) is not None:
+        K, N = partition
+        return f"{N}x{K}"
+    N = getattr(module, "output_size_per_partition", None)
+    K = getattr(module, "input_size_per_partition", None)
+    return None if N is None or K is None else f"{N}x{K}"
+
+
 def audit(
     model: torch.nn.Module,
     refusal: Callable[[Any], str | None],
     eight_bit_refusal: Callable[[Any], str | None] = lambda kernel: None,
+    note: Callable[[Any], str | None] = lambda config: None,
 ) -> Iterator[LayerChoice]:
     """Look at what each quantised linear layer of a loaded model really holds.
 
@@ -111,6 +128,7 @@ def audit(
         refusal: our kernel's verdict on an `MPLinearLayerConfig`.
         eight_bit_refusal: why a scaled-mm kernel of vLLM's stands where ours could, None where
             there is none of ours for it.
+        note: what is known against our kernel on an `MPLinearLayerConfig` it serves.
 
     Yields:
         One choice a layer, in module order; layers without a kernel object (unquantised) are left
@@ -122,24 +140,26 @@ def audit(
             continue
         kernel_name = type(kernel).__name__
         config = getattr(kernel, "config", None)
+        shape = _shape_of(module, config)
         weight_type = getattr(config, "weight_type", None)
-        if (record := getattr(kernel, "taut_record", None)) is not None:
-            used, reason = record()
+        if (taut_record := getattr(kernel, "taut_record", None)) is not None:
+            used, reason = taut_record()
             scheme = type(getattr(module, "scheme", None) or module.quant_method).__name__
-            yield LayerChoice(name, used, scheme, reason, in_scope=False)
+            yield LayerChoice(name, used, scheme, reason, in_scope=False, shape=shape)
             continue
         if weight_type is None:
             scheme = type(getattr(module, "scheme", None) or module.quant_method).__name__
             why = eight_bit_refusal(kernel) or f"no taut kernel for {scheme} yet"
             reason = f"{why}; vLLM {kernel_name}"
-            yield LayerChoice(name, kernel_name, scheme, reason, in_scope=False)
+            yield LayerChoice(name, kernel_name, scheme, reason, in_scope=False, shape=shape)
             continue
         scheme, in_scope = str(weight_type), str(weight_type) in FOUR_BIT
         if kernel_name.startswith(OUR_PREFIX):
-            yield LayerChoice(name, kernel_name, scheme, None, in_scope)
+            yield LayerChoice(name, kernel_name, scheme, None, in_scope, shape, note(config))
             continue
         reason = refusal(config) or "vLLM chose another kernel (disabled or filtered by a flag)"
-        yield LayerChoice(name, kernel_name, scheme, f"{reason}; vLLM {kernel_name}", in_scope)
+        reason = f"{reason}; vLLM {kernel_name}"
+        yield LayerChoice(name, kernel_name, scheme, reason, in_scope, shape)
 
 
 def summary(choices: list[LayerChoice]) -> str:
@@ -149,6 +169,9 @@ def summary(choices: list[LayerChoice]) -> str:
     line = ", ".join(f"{kernel} ×{count}" for kernel, count in sorted(kernels.items()))
     if reasons:
         line += "; not ours: " + "; ".join(f"{text} (×{n})" for text, n in sorted(reasons.items()))
+    notes = Counter(choice.note for choice in choices if choice.note is not None)
+    if notes:
+        line += "; ours, but " + "; ".join(f"{text} (×{n})" for text, n in sorted(notes.items()))
     return line or "no quantised linear layer"
 
 
@@ -168,31 +191,6 @@ def refuse_unless_ours(choices: list[LayerChoice]) -> None:
         )
 
 
-def write_report(
-    choices: list[LayerChoice], mode: str, path: Path, ops: dict[str, Any] | None = None
-) -> None:
-    """Write the record as JSON, atomically.
-
-    Args:
-        choices: of every quantised layer.
-        mode: what the worker asked for.
-        path: target file; its directory must exist.
-        ops: record of :mod:`taut_kernels.vllm_plugin.fused_ops`, or None.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    document: dict[str, Any] = {"format": 1, "mode": mode}
-    document["layers"] = [asdict(choice) for choice in choices]
-    if ops is not None:
-        document["ops"] = ops
-    # Tensor-parallel workers write the same record at the same time; each has its own temporary
-    # file.
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
 def conclude(choices: list[LayerChoice], mode: str, ops: dict[str, Any] | None = None) -> None:
     """Log the outcome of a load in one line, leave the report, and refuse what ``require`` forbids.
 
@@ -206,7 +204,7 @@ def conclude(choices: list[LayerChoice], mode: str, ops: dict[str, Any] | None =
         OSError: the report cannot be written.
     """
     _logger.info("taut kernels (%s): %s", mode, summary(choices))
-    if path := os.environ.get(REPORT_VARIABLE):
-        write_report(choices, mode, Path(path), ops)
+    if (path := record.place()) is not None:
+        record.write([asdict(choice) for choice in choices], mode, path, ops)
     if mode == "require":
         refuse_unless_ours(choices)

@@ -1,0 +1,145 @@
+"""A checkpoint of Llama-3-8B's shape with random weights: there for its bytes, not its words.
+
+Standard compressed-tensors files: W4A16 (``pack-quantized``, symmetric groups of 128), W8A8 in int8
+(``int-quantized``) and in e4m3 (``float-quantized``), scales a channel, activations a token.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LLAMA_3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+SCHEMES = ("w4a16", "int8", "fp8")
+_GROUP_SIZE = 128
+_FORMATS = {"w4a16": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
+
+
+def _quantization(scheme: str) -> dict[str, Any]:
+    weights: dict[str, Any] = {"symmetric": True, "dynamic": False}
+    activations: dict[str, Any] | None = None
+    if scheme == "w4a16":
+        weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": _GROUP_SIZE}
+    else:
+        kind = {"num_bits": 8, "type": "float" if scheme == "fp8" else "int"}
+        weights |= kind | {"strategy": "channel"}
+        activations = kind | {"symmetric": True, "dynamic": True, "strategy": "token"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMATS[scheme],
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+def write(directory: Path, scheme: str, config: dict[str, Any]) -> None:
+    """Write a checkpoint vLLM loads.
+
+    Args:
+        directory: made; about 5.6 GB for :data:`LLAMA_3_8B` in 4 bits, 9.1 GB in 8.
+        scheme: one of :data:`SCHEMES`.
+        config: :data:`LLAMA_3_8B`, or one of other sizes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True)
+    text = json.dumps(config | {"quantization_config": _quantization(scheme)})
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    generator = torch.Generator(_device()).manual_seed(0)
+    files: dict[str, str] = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model-{layer:02}.safetensors"
+        tensors = _layer(f"model.layers.{layer}.", scheme, config, generator)
+        save_file(tensors, directory / name)
+        files |= dict.fromkeys(tensors, name)
+    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
+    outer = {
+        "model.embed_tokens.weight": _normal((vocabulary, hidden), 0.08, generator),
+        "lm_head.weight": _normal((vocabulary, hidden), 0.05, generator),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+    }
+    save_file(outer, directory / "model-outer.safetensors")
+    files |= dict.fromkeys(outer, "model-outer.safetensors")
+    index = json.dumps({"metadata": {}, "weight_map": files})
+    (directory / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+
+
+def _device() -> str:
+    # Eight thousand million random numbers take a CPU minutes.
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _normal(shape: tuple[int, int], deviation: float, generator: torch.Generator) -> torch.Tensor:
+    values = torch.randn(shape, generator=generator, device=generator.device)
+    return (values * deviation).to(torch.bfloat16).cpu()
+
+
+def _layer(
+    prefix: str, scheme: str, config: dict[str, Any], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    attention = config["num_attention_heads"] * config["head_dim"]
+    kv = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {
+        "self_attn.q_proj": (attention, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, attention),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (N, K) in shapes.items():
+        for part, tensor in _linear(N, K, scheme, generator).items():
+            tensors[f"{prefix}{name}.{part}"] = tensor.cpu()
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    return tensors
+
+
+def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Draw a layer whose outputs are of order 1."""
+    device = generator.device
+    groups = K // _GROUP_SIZE if scheme == "w4a16" else 1
+    scale = torch.rand(N, groups, generator=generator, device=device) + 0.5
+    if scheme == "w4a16":
+        # 4-bit values have a deviation of 4.6.
+        words = torch.randint(-(2**31), 2**31, (N, K // 8), generator=generator, device=device)
+        return {
+            "weight_packed": words.to(torch.int32),
+            "weight_scale": (scale * (0.2 / K**0.5)).bfloat16(),
+            "weight_shape": torch.tensor([N, K]),
+        }
+    values = torch.randn(N, K, generator=generator, device=device)
+    if scheme == "fp8":
+        weight, unit = values.to(torch.float8_e4m3fn), 1.0
+    else:
+        weight, unit = (values * 32).round().clamp(-127, 127).to(torch.int8), 1 / 32
+    return {"weight": weight, "weight_scale": (scale * (unit / K**0.5)).bfloat16()}

@@ -1,0 +1,304 @@
+"""One HTML file out of the CSVs of a benchmark run: plots over sizes and rivals, and the tables.
+
+The file is complete in itself: no script, no style sheet, no image from elsewhere. A CSV is plotted
+where it has one of two forms:
+
+- long: columns ``kernel``, ``us``, perhaps ``p20_us`` and ``p80_us``, and a size ``M``, ``tokens``
+  or ``batch``; the other columns before ``kernel`` group rows into plots
+- wide: ``us``, ``best_rival``, ``rival_us`` and a size, before it what groups; ours and the rival
+  become two series
+
+What :mod:`.plots` draws besides (the whole engine) is drawn here too. Every other CSV is shown as a
+table, with the reason why there is no plot. The environment is the line that starts with "Measured
+with" in the Markdown file beside the CSV.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from taut_kernels.bench import plots
+
+SIZES = ("M", "tokens", "batch")
+_TEMPLATE = "report.html.j2"
+_FLOOR = "copy"
+# What matplotlib would say about itself, with addresses, in every plot.
+_NO_METADATA: dict[str, str | None] = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+
+
+class ReportError(ValueError):
+    """A report cannot be made; one line that names the file and the way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measured time.
+
+    Attributes:
+        group: what the plot is of, for example ``gate_up 28672 4096``.
+        size: value on the horizontal axis.
+        kernel: whose.
+        us: median, µs per call.
+        low: 20th percentile, or the median where it was not kept.
+        high: 80th percentile, likewise.
+    """
+
+    group: str
+    size: float
+    kernel: str
+    us: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One line of the summary of a CSV.
+
+    Attributes:
+        group: what was measured.
+        cells: size → best rival over ours (> 1: ours is faster) with the rival's name, or a dash.
+    """
+
+    group: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One CSV in the report.
+
+    Attributes:
+        name: of the file, without its ending.
+        environment: what the figures were measured with; empty where nothing says so.
+        plots: SVG documents.
+        no_plot: why there are none; None where there are.
+        sizes: heads of the ratio columns.
+        ratios: ours against the best rival.
+        header: columns of the CSV.
+        rows: of the CSV.
+    """
+
+    name: str
+    environment: str
+    plots: tuple[str, ...]
+    no_plot: str | None
+    sizes: tuple[str, ...]
+    ratios: tuple[Ratio, ...]
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def write(directory: Path, target: Path) -> list[Section]:
+    """Write the report of a run.
+
+    Args:
+        directory: with the CSVs.
+        target: HTML file; its folder is made if missing.
+
+    Returns:
+        What stands in it.
+
+    Raises:
+        ReportError: no CSV there, one that cannot be read, no template library, or the target
+            cannot be written.
+    """
+    files = sorted(directory.glob("*.csv"))
+    if not files:
+        raise ReportError(f"{directory}: no CSV of a benchmark in it")
+    sections = [section(file) for file in files]
+    html = render(sections, directory.resolve().name)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"{target}: cannot be written: {error.strerror}") from error
+    return sections
+
+
+def render(sections: Sequence[Section], title: str) -> str:
+    """Fill the template.
+
+    Raises:
+        ReportError: jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise ReportError("the report needs jinja2: pip install 'taut[deploy]'") from error
+    environment = Environment(
+        loader=PackageLoader("taut_kernels.bench", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(_TEMPLATE).render(title=title, sections=sections)
+
+
+def section(file: Path) -> Section:
+    """Read one CSV and draw what can be drawn.
+
+    Raises:
+        ReportError: not a CSV with a header, a row that is too long or short, or a figure that is
+            no number.
+    """
+    header, rows = _read(file)
+    environment = _environment(file.with_suffix(".md"))
+    no_plot = why_no_plot(header)
+    cells = [] if no_plot else _cells(file, header, rows)
+    sizes = sorted({cell.size for cell in cells})
+    drawn = _plots(file, header, cells)
+    return Section(
+        file.stem,
+        environment,
+        drawn,
+        None if drawn else no_plot or "no rows",
+        tuple(f"{size:g}" for size in sizes),
+        tuple(Ratio(group, _ratios(found, sizes)) for group, found in _groups(cells)),
+        tuple(header),
+        tuple(tuple(row) for row in rows),
+    )
+
+
+def why_no_plot(header: Sequence[str]) -> str | None:
+    """Say why a CSV with these columns has no plot; None where it has."""
+    size = _size_column(header)
+    if not size:
+        return f"no size among the columns ({', '.join(SIZES)})"
+    if "us" not in header:
+        return "no column 'us'"
+    if "kernel" not in header and not {"best_rival", "rival_us"} <= set(header):
+        return "no column 'kernel', nor 'best_rival' with 'rival_us'"
+    return None
+
+
+def _size_column(header: Sequence[str]) -> str:
+    return next((name for name in SIZES if name in header), "")
+
+
+def _read(file: Path) -> tuple[list[str], list[list[str]]]:
+    try:
+        with file.open(newline="", encoding="utf-8") as handle:
+            lines = list(csv.reader(handle))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ReportError(f"{file}: cannot be read: {error}") from error
+    if not lines or not lines[0]:
+        raise ReportError(f"{file}: empty, without a header")
+    header, rows = lines[0], [line for line in lines[1:] if line]
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(header):
+            raise ReportError(f"{file}: row {number} has {len(row)} cells, not {len(header)}")
+    return header, rows
+
+
+def _environment(file: Path) -> str:
+    if not file.is_file():
+        return ""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith("Measured with")), "")
+
+
+def _cells(file: Path, header: list[str], rows: list[list[str]]) -> list[Cell]:
+    size = _size_column(header)
+    # What stands before the series, or before the size where there is one rival a row, says what
+    # was measured.
+    end = header.index("kernel") if "kernel" in header else header.index(size)
+    keys = [name for name in header[:end] if name != size]
+    found = []
+    for number, row in enumerate(rows, 2):
+        values = dict(zip(header, row, strict=True))
+        group = " ".join(values[key] for key in keys)
+        try:
+            at, us = float(values[size]), float(values["us"])
+            low, high = (float(values.get(name, us)) for name in ("p20_us", "p80_us"))
+            found.append(Cell(group, at, values.get("kernel", "taut"), us, low, high))
+            if "kernel" not in values and values["rival_us"]:
+                rival = float(values["rival_us"])
+                found.append(Cell(group, at, values["best_rival"], rival, rival, rival))
+        except ValueError as error:
+            raise ReportError(f"{file}: row {number}: {error}") from error
+    return found
+
+
+def _groups(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.group, []).append(cell)
+    return list(groups.items())
+
+
+def _ours(kernel: str) -> bool:
+    return kernel.startswith("taut")
+
+
+def _rival(kernel: str) -> bool:
+    return not _ours(kernel) and kernel != _FLOOR and "(other " not in kernel
+
+
+def _ratios(cells: Sequence[Cell], sizes: Sequence[float]) -> tuple[str, ...]:
+    found = []
+    for size in sizes:
+        here = [cell for cell in cells if cell.size == size]
+        ours = min((cell.us for cell in here if _ours(cell.kernel)), default=None)
+        rivals = [cell for cell in here if _rival(cell.kernel)]
+        if ours is None or not rivals:
+            found.append("–")
+            continue
+        best = min(rivals, key=lambda cell: cell.us)
+        found.append(f"{best.us / ours:.2f} ({best.kernel})")
+    return tuple(found)
+
+
+def _plots(file: Path, header: Sequence[str], cells: Sequence[Cell]) -> tuple[str, ...]:
+    """Draw a CSV's panels as SVG; none where neither this module nor `plots` knows its form."""
+    if cells:
+        points = [_point(cell) for cell in cells]
+        x_label, ours = _size_column(header), "taut"
+    else:
+        try:
+            points, x_label, ours = plots.read(file)
+        except ValueError:  # no form that can be drawn: the report says so
+            return ()
+    lines = list(dict.fromkeys(point.line for point in points))
+    panels = list(dict.fromkeys(point.panel for point in points))
+    return tuple(
+        _svg(panel, [point for point in points if point.panel == panel], lines, x_label, ours)
+        for panel in panels
+    )
+
+
+def _point(cell: Cell) -> plots.Point:
+    panel = _literal(f"{cell.group}, µs")
+    return plots.Point(panel, _literal(cell.kernel), cell.size, cell.us, cell.low, cell.high)
+
+
+def _svg(
+    panel: str, points: Sequence[plots.Point], lines: Sequence[str], x_label: str, ours: str
+) -> str:
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ReportError("plots need matplotlib: pip install 'taut[deploy]'") from error
+
+    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    axes = figure.subplots()
+    plots.draw_panel(axes, points, lines, ours)
+    axes.set_title(panel, fontsize=9)
+    axes.set_xlabel(x_label, fontsize=8)
+    axes.legend(fontsize=7)
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "taut"}):
+        figure.savefig(buffer, format="svg", metadata=_NO_METADATA)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _literal(text: str) -> str:
+    """Keep matplotlib from reading a dollar sign as mathematics."""
+    return text.replace("$", r"\$")

@@ -1,0 +1,96 @@
+"""`taut::scale_`: multiply a gradient in place by a factor that only the device knows.
+
+Maths     x ← x · factor, rounded once; nothing is read or written where factor is 1
+Shapes    x of any shape, contiguous, bf16|fp16|fp32   factor one fp32 element
+CPU       plain torch
+Limits    forward only
+Source    ours; the check of 1 on the device spares the synchronisation a check on the host costs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from taut_kernels import _launch
+from taut_kernels.loss._scale_jit import scale_kernel
+from taut_kernels.tiles_loss import launch_options
+
+BLOCK = 4096
+NUM_WARPS = 8
+_launcher = _launch.Launcher(scale_kernel)
+
+
+def scale_ref_(x: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply in place in plain torch: the specification, and the op's CPU implementation.
+
+    Args:
+        x: any shape, changed.
+        factor: one element.
+    """
+    x.mul_(factor.to(x.dtype) if x.dtype is torch.float64 else factor.float())
+
+
+def launch_scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply in place with the kernel.
+
+    Args:
+        x: contiguous, changed.
+        factor: one fp32 element on the device of ``x``.
+    """
+    n = x.numel()
+    if n:
+        _launcher(
+            (x.dtype, n % 16 == 0, n == 1, n >= 2**31),
+            (-(-n // BLOCK), 1, 1),
+            (x, factor),
+            (n,),
+            lambda: ({"BLOCK": BLOCK}, launch_options(NUM_WARPS)),
+        )
+
+
+torch.library.define("taut::scale_", "(Tensor(a!) x, Tensor factor) -> ()")
+torch.library.impl("taut::scale_", "CPU", scale_ref_)
+torch.library.impl("taut::scale_", "CUDA", launch_scale_)
+torch.library.register_fake("taut::scale_", lambda x, factor: None)
+
+
+def scaled(gradients: list[torch.Tensor | None], factor: torch.Tensor) -> list[torch.Tensor | None]:
+    """Multiply saved gradients, in place where that is possible, and return them.
+
+    A compiler's stand-ins are multiplied into new ones: to change in the backward graph what the
+    forward graph returned breaks its partition, and Inductor can reuse the memory by itself.
+
+    Args:
+        gradients: contiguous, or None.
+        factor: scalar, the gradient of the loss.
+    """
+    found: list[torch.Tensor | None] = []
+    for gradient in gradients:
+        if type(gradient) is torch.Tensor:
+            torch.ops.taut.scale_(gradient, factor)
+            found.append(gradient)
+        else:
+            found.append(None if gradient is None else (gradient * factor).to(gradient.dtype))
+    return found
+
+
+USED_UP = "ran its backward twice: the gradients of the forward pass are used up"
+
+
+def saved_once(ctx: torch.autograd.function.FunctionCtx, op: str) -> tuple[torch.Tensor, ...]:
+    """Return the saved tensors of a backward that scales them in place.
+
+    Args:
+        ctx: of the backward.
+        op: its name, for the error.
+
+    Raises:
+        RuntimeError: a second backward over the same graph.
+    """
+    try:
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise RuntimeError(f"taut::{op} {USED_UP}") from None
+        raise
+    return saved

@@ -1,0 +1,310 @@
+"""Cross entropy of a projection's outputs: the [tokens, vocabulary] logits never exist as a whole.
+
+Maths     z = x · Wᵀ + b, then :mod:`taut_kernels.loss.cross_entropy`
+Ops       `taut::linear_cross_entropy` → loss, lse, gradients or nothing;
+          `taut::linear_cross_entropy_backward` → gradients, all from the beginning
+Shapes    x [..., H] bf16|fp16|fp32   weight [V, H] and bias [V] as x   target [...] integers
+          → loss fp32, [...] for reduction ``none``, else a scalar
+Method    two ways to cut the logits, products by torch (cuBLAS) in both:
+          ``tokens``: `chunk_size` rows of logits, which become their gradient in place
+          (:mod:`._row_chunks`; 3 products, the weight's gradient is summed over the chunks);
+          ``vocabulary``: blocks of columns (:mod:`._vocabulary_chunks`; 3 products up to H rows,
+          3 + (M − H) / M beyond, the weight's gradient rounded once, almost no memory).
+          ``auto`` takes ``tokens`` where its workspace holds 512 rows or the whole batch
+Floors    6 · M · H · V operations at the card's bf16 rate. One H200 (707 TFLOP/s, 4.24 TB/s):
+          8192 × 2304 × 256000 41.0 ms, 8192 × 4096 × 128256 36.5 ms; the bytes of weight, its
+          gradient and the logits once each way 2.5 and 1.5 ms. Our times are not measured yet
+Numerics  logits rounded to x's dtype, as a linear layer would; losses in fp32; gradients of logits
+          rounded to x's dtype. ``tokens`` sums the weight's gradient in its dtype or in fp32
+Gradient  as for cross entropy: in the forward pass for ``mean`` and ``sum`` (not fp16), where the
+          weight's and x's gradients then wait for the backward pass; else, and with
+          use_checkpoint, in the backward pass, which projects once more and can be run again
+CPU       the same walks in plain torch, also fp64
+Limits    differentiable once; else as for cross entropy
+Source    chunks of rows with gradients in the forward pass: Liger Kernel, arXiv:2410.10989, §3.2;
+          blocks of the vocabulary: Cut Cross-Entropy, arXiv:2411.09009, §4. Logits kept in the
+          gradient's memory, and the code: ours.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from taut_kernels.loss import gradient_scale
+from taut_kernels.loss._block_softmax import MOST_COLUMNS
+from taut_kernels.loss._logit_cut import CHUNK_BY, TORCH, TRITON, Kernels, compute, plan
+from taut_kernels.loss._projection import (
+    Projection,
+    Wants,
+    autocast_operands,
+    check_chunk,
+    check_projection,
+)
+from taut_kernels.loss._reduction import (
+    accumulator,
+    check_options,
+    forward_computes_gradients,
+    loss_shape,
+    reduce,
+    refuse_double_backward,
+    row_scale,
+)
+from taut_kernels.loss._row_softmax import Objective
+from taut_kernels.loss._target import check_labels, check_values
+
+
+def _linear_cross_entropy(
+    kernels: Kernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_by: str,
+    chunk_size: int,
+    accumulate_fp32: bool,
+    check: bool,
+    wants: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    (M, _), V = x.shape, weight.shape[0]
+    if check or not target.is_cuda:
+        check_values(target, V, ignore_index)
+    wanted = Wants(*wants)
+    cut = plan(M, V, x.itemsize, chunk_by, chunk_size, weight_wanted=wanted.weight)
+    counts = target != ignore_index
+    losses, lse, gradients = compute(
+        kernels,
+        Projection(x, weight, bias),
+        target,
+        Objective(ignore_index, label_smoothing, z_loss, softcap),
+        cut,
+        wanted,
+        accumulate_fp32,
+        row_scale(counts, reduction, accumulator(x.dtype)),
+        None,
+    )
+    assert losses is not None
+    return reduce(losses, counts, reduction), lse, *gradients
+
+
+def _linear_cross_entropy_backward(
+    kernels: Kernels,
+    grad_loss: torch.Tensor,
+    lse: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_by: str,
+    chunk_size: int,
+    accumulate_fp32: bool,
+    wants: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    (M, _), V = x.shape, weight.shape[0]
+    wanted = Wants(*wants)
+    scale = row_scale(target != ignore_index, reduction, lse.dtype) * grad_loss.to(lse.dtype)
+    _, _, gradients = compute(
+        kernels,
+        Projection(x, weight, bias),
+        target,
+        Objective(ignore_index, label_smoothing, z_loss, softcap),
+        plan(M, V, x.itemsize, chunk_by, chunk_size, weight_wanted=wanted.weight),
+        wanted,
+        accumulate_fp32,
+        scale.contiguous(),
+        lse,
+    )
+    return tuple(gradients)
+
+
+_OPERANDS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, int ignore_index, "
+    "float label_smoothing, float z_loss, float softcap, str reduction, str chunk_by, "
+    "int chunk_size, bool accumulate_fp32"
+)
+torch.library.define(
+    "taut::linear_cross_entropy",
+    f"({_OPERANDS}, bool check, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "taut::linear_cross_entropy_backward",
+    f"(Tensor grad_loss, Tensor lse, {_OPERANDS}, bool[] wants) -> (Tensor, Tensor, Tensor)",
+)
+for _name, _implementation in (
+    ("linear_cross_entropy", _linear_cross_entropy),
+    ("linear_cross_entropy_backward", _linear_cross_entropy_backward),
+):
+    torch.library.impl(f"taut::{_name}", "CPU", partial(_implementation, TORCH))
+    torch.library.impl(f"taut::{_name}", "CUDA", partial(_implementation, TRITON))
+
+
+def fake_gradients(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants: list[bool]
+) -> tuple[torch.Tensor, ...]:
+    """Return gradients as :meth:`Projection.empty_gradients` would, for shape inference."""
+    V = weight.shape[0]
+    return (
+        x.new_empty(tuple(x.shape) if wants[0] else (0,)),
+        weight.new_empty(tuple(weight.shape) if wants[1] else (0,)),
+        (weight if bias is None else bias).new_empty((V,) if wants[2] else (0,)),
+    )
+
+
+def _fake_linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    dtype = accumulator(x.dtype)
+    loss = x.new_empty(loss_shape(target.shape[0], options[4]), dtype=dtype)
+    lse = x.new_empty((target.shape[0],), dtype=dtype)
+    return loss, lse, *fake_gradients(x, weight, bias, options[-1])
+
+
+def _fake_linear_cross_entropy_backward(
+    grad_loss: torch.Tensor,
+    lse: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    return fake_gradients(x, weight, bias, options[-1])
+
+
+torch.library.register_fake("taut::linear_cross_entropy", _fake_linear_cross_entropy)
+torch.library.register_fake(
+    "taut::linear_cross_entropy_backward", _fake_linear_cross_entropy_backward
+)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, bias, target, *options, _, wants = inputs
+    _, lse, *gradients = output
+    ctx.mark_non_differentiable(lse, *gradients)
+    ctx.set_materialize_grads(False)
+    ctx.options, ctx.in_forward = tuple(options), any(wants)
+    saved = gradients if ctx.in_forward else (lse, x, weight, bias, target)
+    ctx.save_for_backward(*saved)
+
+
+def _autograd(
+    ctx: Any, grad_loss: torch.Tensor | None, *_: None
+) -> tuple[torch.Tensor | None, ...]:
+    refuse_double_backward("linear_cross_entropy")
+    wants = list(ctx.needs_input_grad[:3])
+    rest = (None,) * 11
+    if grad_loss is None or not any(wants):
+        return None, None, None, *rest
+    saved = gradient_scale.saved_once(ctx, "linear_cross_entropy")
+    found: list[torch.Tensor | None]
+    if ctx.in_forward:
+        chosen = zip(saved, wants, strict=True)
+        found = gradient_scale.scaled([x if wanted else None for x, wanted in chosen], grad_loss)
+    else:
+        gradients = torch.ops.taut.linear_cross_entropy_backward(
+            grad_loss, *saved, *ctx.options, wants
+        )
+        found = [x if wanted else None for x, wanted in zip(gradients, wants, strict=True)]
+    return *found, *rest
+
+
+torch.library.register_autograd(
+    "taut::linear_cross_entropy", _autograd, setup_context=_setup_context
+)
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+    chunk_by: str = "auto",
+    accumulate_fp32: bool = False,
+    use_checkpoint: bool = False,
+    check_targets: bool = False,
+) -> torch.Tensor:
+    """Project and compute the cross entropy, without the logits of more than a chunk.
+
+    Under autocast the operands are cast to its dtype, as those of a linear layer are.
+
+    Args:
+        x: [..., H] bf16, fp16, fp32, or fp64 on the CPU.
+        weight: [V, H], dtype of ``x``.
+        target: [...] int64 or int32 class indices.
+        bias: [V], dtype of ``x``, or None.
+        ignore_index: target of rows that do not count.
+        label_smoothing: ε of the uniform distribution mixed in, 0..1.
+        z_loss: λ of λ · lse², which keeps the normaliser near 1.
+        softcap: c of c · tanh(z / c), applied to the logits; None for none.
+        reduction: ``mean`` over the rows that count, ``sum`` or ``none``.
+        chunk_size: tokens, or with ``chunk_by="vocabulary"`` columns, whose logits exist at a time
+            (columns: at most 8192); None: what fits 176 MiB, or 32 MiB for columns.
+        chunk_by: ``tokens``, ``vocabulary`` or ``auto``; ``auto`` with a chunk_size is ``tokens``.
+        accumulate_fp32: sum the weight's gradient over chunks of tokens in fp32, which takes twice
+            its memory; blocks of the vocabulary need no sum.
+        use_checkpoint: keep no gradient between forward and backward: the backward pass projects
+            once more.
+        check_targets: raise for a target outside the vocabulary on CUDA too, which waits for the
+            device; without it such a target makes loss and gradients NaN.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64): a scalar, or [...] for ``none``.
+
+    Raises:
+        ValueError: a shape, dtype, device or option the contract does not allow, or a target
+            outside the vocabulary; names the argument.
+        RuntimeError: in the backward pass: it is to be differentiated itself, or runs a second
+            time over gradients computed in the forward pass.
+    """
+    check_options(reduction, label_smoothing, softcap)
+    if chunk_by not in CHUNK_BY:
+        raise ValueError(f"chunk_by must be auto, tokens or vocabulary, got {chunk_by!r}")
+    check_chunk(chunk_size, MOST_COLUMNS if chunk_by == "vocabulary" else None)
+    x, weight, bias = autocast_operands(x, weight, bias)
+    check_projection(x, weight, bias)
+    check_labels(target, x.shape[:-1], x.device)
+    wants = [
+        torch.is_grad_enabled() and operand is not None and operand.requires_grad
+        for operand in (x, weight, bias)
+    ]
+    if use_checkpoint or not forward_computes_gradients(x.dtype, reduction):
+        wants = [False] * 3
+    loss: torch.Tensor = torch.ops.taut.linear_cross_entropy(
+        x.reshape(-1, x.shape[-1]),
+        weight,
+        bias,
+        target.reshape(-1).to(torch.int64),
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        softcap or 0.0,
+        reduction,
+        chunk_by,
+        chunk_size or 0,
+        accumulate_fp32,
+        check_targets,
+        wants,
+    )[0]
+    return loss.view(target.shape) if reduction == "none" else loss

@@ -1,0 +1,171 @@
+"""Whether the W4A16 kernel is the faster one on a shape: measured against vLLM's, card by card.
+
+A layer is repacked once for one kernel, so it is ours at every number of tokens or at none. A table
+is ``tiles/w4a16_measured-<card>.json``::
+
+    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
+     "rows": [{"N": …, "K": …, "M": [tokens, …], "us": [µs per call, …],
+               "vllm_us": [µs of the better of Marlin and Machete, …]}, …]}
+
+The rule: ratio = vLLM's time ÷ ours at each M, larger is better. ``decode`` is the geometric mean
+of the ratios up to :data:`DECODE_TOKENS` tokens, ``prefill`` that of the others. Ours is preferred
+where decode ≥ 1 and √(decode · prefill) ≥ 1: a worker spends its steps in decode, and no gain there
+may be bought with as large a loss in prefill. Each half counts once, however many M it was measured
+at. A shape or a card nobody measured is not preferred.
+
+Measured is bf16 with symmetric groups of 128; other groups, zero points and fp16 of the same shape
+are taken to stand as these do. `taut_kernels.bench.measured_table` writes a table from benchmarks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from taut_kernels import _tile_tables
+
+_ROW_FIELDS = {"N", "K", "M", "us", "vllm_us"}
+DECODE_TOKENS = 64
+"""Most tokens of what counts as decode; above, a call is mostly prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One shape's measurements.
+
+    Args:
+        ratios: tokens → vLLM's time ÷ ours.
+
+    Raises:
+        ValueError: no figure on one side of :data:`DECODE_TOKENS`, or one that is not positive.
+    """
+
+    ratios: dict[int, float]
+
+    def __post_init__(self) -> None:
+        if not all(ratio > 0 for ratio in self.ratios.values()):
+            raise ValueError("times must be positive")
+        if {M <= DECODE_TOKENS for M in self.ratios} != {True, False}:
+            raise ValueError(f"needs an M of at most {DECODE_TOKENS} and one above")
+
+    @property
+    def decode(self) -> float:
+        """Geometric mean of the ratios up to :data:`DECODE_TOKENS` tokens."""
+        return _geomean([ratio for M, ratio in self.ratios.items() if M <= DECODE_TOKENS])
+
+    @property
+    def overall(self) -> float:
+        """Geometric mean of decode's and prefill's geometric means."""
+        prefill = _geomean([ratio for M, ratio in self.ratios.items() if M > DECODE_TOKENS])
+        return math.sqrt(self.decode * prefill)
+
+    @property
+    def wins(self) -> bool:
+        """Whether ours is preferred."""
+        return self.decode >= 1 and self.overall >= 1
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTable:
+    """The measured shapes of one card, by (N, K)."""
+
+    gpu: str
+    shapes: dict[tuple[int, int], Measured]
+
+
+def _geomean(ratios: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+
+
+def _parse_row(row: dict[str, Any]) -> tuple[tuple[int, int], Measured]:
+    if set(row) != _ROW_FIELDS or len({len(row[key]) for key in ("M", "us", "vllm_us")}) > 1:
+        raise ValueError(f"a row needs exactly {sorted(_ROW_FIELDS)}, the last three of one length")
+    if len(set(row["M"])) != len(row["M"]):
+        raise ValueError("an M is there twice")
+    times = zip(row["M"], row["us"], row["vllm_us"], strict=True)
+    return (row["N"], row["K"]), Measured({M: theirs / ours for M, ours, theirs in times})
+
+
+def parse(text: str, where: str) -> MeasuredTable:
+    """Read a table.
+
+    Args:
+        text: JSON in the form of the module's docstring.
+        where: file name, for errors.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: an unknown key, figures that cannot be judged, or a shape named twice; names
+            ``where`` and the shape.
+    """
+    gpu, listed = _tile_tables.rows_of(text, where)
+    found: dict[tuple[int, int], Measured] = {}
+    for row in listed:
+        try:
+            shape, measured = _parse_row(row)
+        except (ValueError, ZeroDivisionError) as error:
+            place = f"{where}: N={row.get('N')} K={row.get('K')}"
+            raise ValueError(f"{place}: {error}") from error
+        if shape in found:
+            raise ValueError(f"{where}: N={shape[0]} K={shape[1]} is there twice")
+        found[shape] = measured
+    return MeasuredTable(gpu, found)
+
+
+@cache
+def tables() -> dict[str, MeasuredTable]:
+    """Load every card's table, once a process."""
+    return _tile_tables.load_all("w4a16_measured", parse)
+
+
+def why_not_preferred(gpu: str, N: int, K: int) -> str | None:
+    """Say why a layer of this shape stays with vLLM.
+
+    Args:
+        gpu: card name.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+
+    Returns:
+        A reason, or None where ours won by the module's rule.
+    """
+    table = tables().get(gpu)
+    if table is None:
+        return f"not measured against vLLM's kernels on {gpu}"
+    measured = table.shapes.get((N, K))
+    if measured is None:
+        return f"{N}×{K} not measured against vLLM's kernels on {gpu}"
+    if measured.wins:
+        return None
+    return (
+        f"slower than vLLM's kernels: {measured.decode:.2f} of their speed up to {DECODE_TOKENS} "
+        f"tokens, {measured.overall:.2f} over all"
+    )
+
+
+def slower_in_places(gpu: str | None, N: int, K: int) -> str | None:
+    """Say at which numbers of tokens ours was measured slower on a layer it serves all the same.
+
+    Args:
+        gpu: card name, None outside CUDA.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+
+    Returns:
+        For example ``slower than vLLM's at 32, 256 tokens (0.89 to 0.96 of its speed)``; None where
+        it never was, or nobody measured.
+    """
+    table = tables().get(gpu or "")
+    measured = table.shapes.get((N, K)) if table else None
+    slow = {M: ratio for M, ratio in measured.ratios.items() if ratio < 1} if measured else {}
+    if not slow:
+        return None
+    tokens = ", ".join(str(M) for M in sorted(slow))
+    least, most = f"{min(slow.values()):.2f}", f"{max(slow.values()):.2f}"
+    speed = least if least == most else f"{least} to {most}"
+    return f"slower than vLLM's at {tokens} tokens ({speed} of its speed)"

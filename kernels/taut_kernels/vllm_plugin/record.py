@@ -1,0 +1,92 @@
+"""The file in which a worker process leaves what its model runs on, and who else reads it.
+
+The process that loads the model writes it; the API server of the same worker, which is another
+process, reads it for the gauges on ``/metrics`` (:mod:`taut_kernels.vllm_plugin.gauges`), and
+`taut doctor` prints it. ``TAUT_KERNELS_REPORT`` names the file. Where nobody set the variable, the
+first process of a worker does: its children inherit it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+REPORT_VARIABLE = "TAUT_KERNELS_REPORT"
+FORMAT = 1
+
+
+def make_place() -> None:
+    """Name a private file in the environment unless there is one; it goes when this process does.
+
+    Called before vLLM starts its engine process, which inherits the name. A worker that is killed
+    leaves its few kilobytes behind.
+    """
+    if os.environ.get(REPORT_VARIABLE):
+        return
+    # A directory of our own: the file's name could be guessed by other users of the machine.
+    directory = tempfile.mkdtemp(prefix="taut-kernels-")
+    os.environ[REPORT_VARIABLE] = str(Path(directory) / "record.json")
+    atexit.register(_remove, directory, os.getpid())
+
+
+def _remove(directory: str, owner: int) -> None:
+    # A forked child inherits the exit handler, and must not take its parent's file away.
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def place() -> Path | None:
+    """Return the file's path, None where nobody named one."""
+    named = os.environ.get(REPORT_VARIABLE)
+    return Path(named) if named else None
+
+
+def write(
+    layers: list[dict[str, Any]], mode: str, path: Path, ops: dict[str, Any] | None = None
+) -> None:
+    """Write the record as JSON, atomically.
+
+    Args:
+        layers: one object a quantised layer, fields of `selection.LayerChoice`.
+        mode: what the worker asked for.
+        path: target file; its directory must exist.
+        ops: record of :mod:`taut_kernels.vllm_plugin.fused_ops`, or None.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    document: dict[str, Any] = {"format": FORMAT, "mode": mode, "layers": layers}
+    if ops is not None:
+        document["ops"] = ops
+    # Tensor-parallel workers write the same record at the same time; each has its own temporary
+    # file.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a record.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        ``mode``, ``layers`` and, if the worker had any, ``ops``.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+        ValueError: it is no record of this format; names the file.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a kernel record of format {FORMAT}")
+    return document

@@ -1,0 +1,136 @@
+"""What Dynamo and Inductor make of a callable, for real on the CPU, and how their code is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from taut_kernels.instruments import explain, triton_kernels
+from taut_kernels.instruments.op_cases import OP_CASES, from_op
+from taut_kernels.instruments.subject import Subject
+
+CPU = torch.device("cpu")
+
+
+def branching(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = torch.nn.functional.silu(x @ w)
+    if y.sum() > 0:
+        y = y + 1
+    return y.softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def broken() -> explain.Explanation:
+    """A callable with one break, its gradients as well."""
+    x = torch.ones(8, 16, requires_grad=True)
+    return explain.explain(
+        Subject("branching", branching, (x, torch.ones(16, 16)), CPU, backward=True)
+    )
+
+
+def test_break_has_its_line_and_reason(broken: explain.Explanation) -> None:
+    (found,) = broken.breaks
+    line = branching.__code__.co_firstlineno + 2
+    assert found.where == f"{__file__}:{line} in branching"
+    assert found.source == "if y.sum() > 0:"
+    assert found.reason
+
+
+def test_graphs_are_counted_in_both_directions(broken: explain.Explanation) -> None:
+    assert broken.graphs == 2
+    directions = [graph.direction for graph in broken.aten]
+    assert directions.count("forward") == directions.count("backward") == 2
+    assert "aten.mm" in broken.aten[0].code
+
+
+def test_generated_code_is_that_of_this_machine(broken: explain.Explanation) -> None:
+    assert {one.language for one in broken.generated} == {"c++"}
+    assert [one.graph for one in broken.generated] == [
+        "0_forward",
+        "1_forward",
+        "1_backward",
+        "0_backward",
+    ]
+    first = broken.generated[0]
+    assert first.launches == len(first.kernels) == 1
+    assert first.library == ("mm",)
+    assert "extern_kernels.mm(" in first.code
+    assert broken.not_compiled is None
+
+
+def test_guards_and_the_host_read_are_named(broken: explain.Explanation) -> None:
+    assert any("L['x']" in guard for guard in broken.guards)
+    assert "reads a value on the host" in str(broken.not_capturable)
+    line = branching.__code__.co_firstlineno + 2
+    assert f"{__file__}:{line} in branching" in str(broken.not_capturable)
+
+
+def test_text_and_files_hold_it_all(broken: explain.Explanation, tmp_path: Path) -> None:
+    text = explain.text(broken)
+    assert "2 graphs" in text
+    assert "break 1" in text
+    assert "no GPU" in text
+    files = explain.write_files(broken, tmp_path / "new")
+    names = [file.name for file in files]
+    assert names[:2] == ["forward_0.py", "forward_1.py"]
+    assert len([name for name in names if name.startswith("generated_")]) == len(broken.generated)
+    assert "guards.txt" in names
+    assert all(file.stat().st_size for file in files)
+    json.dumps(broken.as_json())
+
+
+def test_an_op_of_ours_is_one_call_that_inductor_leaves_alone() -> None:
+    found = explain.explain(from_op("silu_mul", {"M": 2, "N": 8}, CPU))
+    assert (found.graphs, len(found.breaks)) == (1, 0)
+    (code,) = found.generated
+    assert code.library == ("taut.silu_mul.default",)
+    assert (code.language, code.launches) == ("none", 0)
+    assert found.not_capturable is None
+
+
+def test_every_op_names_kernels_that_exist() -> None:
+    assert set(triton_kernels.KERNELS) == set(OP_CASES) - {"w4a16_gemm_cpu"}
+    for op in triton_kernels.KERNELS:
+        assert triton_kernels.variants_of(op), op
+
+
+TRITON = '''
+# AOT ID: ['3_backward']
+triton_poi_fused_add_0 = async_compile.triton('triton_poi_fused_add_0', """
+def triton_poi_fused_add_0(in_ptr0):
+    triton_poi_fused_add_0(1)
+""")
+triton_red_fused_sum_1 = async_compile.triton('triton_red_fused_sum_1', """ """)
+
+class Runner:
+    def call(self, args):
+        triton_poi_fused_add_0.run(arg0_1, buf0, 64, stream=stream0)
+        extern_kernels.mm(buf0, arg1_1, out=buf1)
+        buf2 = torch.ops.taut.rms_norm.default(buf1, arg2_1, None, 1e-05)
+        triton_poi_fused_add_0.run(buf2, buf3, 64, stream=stream0)
+        triton_red_fused_sum_1.run(buf3, buf4, 1, 64, stream=stream0)
+        return (buf4, )
+
+def benchmark_compiled_module():
+    triton_poi_fused_add_0.run(0)
+'''
+
+
+def test_triton_code_is_read() -> None:
+    found = explain.read_code(TRITON)
+    assert (found.graph, found.language) == ("3_backward", "triton")
+    assert found.kernels == ("triton_poi_fused_add_0", "triton_red_fused_sum_1")
+    assert found.launches == 3, "definitions and the benchmark below are no launches"
+    assert found.library == ("mm", "taut.rms_norm.default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_generated_code_on_a_gpu_is_triton() -> None:
+    cuda = torch.device("cuda")
+    subject = Subject("f", lambda x: x.exp() + 1, (torch.ones(64, device=cuda),), cuda)
+    (code,) = explain.explain(subject).generated
+    assert (code.language, code.launches) == ("triton", 1)

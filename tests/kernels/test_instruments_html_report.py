@@ -1,0 +1,149 @@
+"""The HTML report: what is plotted, what is a table, and that the file needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from taut_kernels.bench import html_report
+from taut_kernels.bench.html_report import ReportError
+
+LONG = """shape,N,K,M,kernel,us,p20_us,p80_us
+qkv,64,32,1,taut,10.0,9.0,11.0
+qkv,64,32,1,Marlin,15.0,14.0,16.0
+qkv,64,32,1,FP8 (other weights),1.0,1.0,1.0
+qkv,64,32,1,copy,2.0,2.0,2.0
+qkv,64,32,16,taut,20.0,19.0,21.0
+qkv,64,32,16,Marlin,18.0,17.0,19.0
+o <b>&$x$,8,8,1,Marlin,3.0,3.0,3.0
+"""
+WIDE = """kind,shape,M,tile,us,best_rival,rival_us,ratio
+fp8,o,1,ring,5.0,CUTLASS,6.0,1.2
+fp8,o,64,ring,8.0,,,
+"""
+OTHER = "mode,batch,tokens_per_s\noff,1,262.0\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "long.csv").write_text(LONG)
+    (tmp_path / "long.md").write_text("Measured with GPU NVIDIA H200, driver <5>.\n\n| x |\n")
+    (tmp_path / "wide.csv").write_text(WIDE)
+    (tmp_path / "other.csv").write_text(OTHER)
+    return tmp_path
+
+
+def test_ratios_are_best_rival_over_ours(run: Path) -> None:
+    found = html_report.section(run / "long.csv")
+    assert found.sizes == ("1", "16")
+    assert found.ratios[0] == html_report.Ratio("qkv 64 32", ("1.50 (Marlin)", "0.90 (Marlin)"))
+    assert found.ratios[1].cells == ("–", "–"), "nothing of ours was measured there"
+    assert len(found.plots) == 2
+
+
+def test_columns_behind_the_size_group_too(tmp_path: Path) -> None:
+    (tmp_path / "loss.csv").write_text(
+        "op,M,H,V,kernel,us\nce,8,2,9,taut,1.0\nce,8,2,9,Liger,2.0\nce,8,4,7,taut,1.0\n"
+    )
+    found = html_report.section(tmp_path / "loss.csv")
+    assert [(ratio.group, ratio.cells) for ratio in found.ratios] == [
+        ("ce 2 9", ("2.00 (Liger)",)),
+        ("ce 4 7", ("–",)),
+    ]
+
+
+def test_wide_csv_becomes_two_series(run: Path) -> None:
+    found = html_report.section(run / "wide.csv")
+    assert found.ratios == (html_report.Ratio("fp8 o", ("1.20 (CUTLASS)", "–")),)
+
+
+def test_other_csv_is_a_table_with_the_reason(run: Path) -> None:
+    found = html_report.section(run / "other.csv")
+    assert (found.plots, found.no_plot) == ((), "no column 'us'")
+    assert found.rows == (("off", "1", "262.0"),)
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (["shape", "kernel", "us"], "no size among the columns (M, tokens, batch)"),
+        (["M", "kernel"], "no column 'us'"),
+        (["M", "us", "best_rival"], "no column 'kernel', nor 'best_rival' with 'rival_us'"),
+        (["tokens", "kernel", "us"], None),
+    ],
+)
+def test_why_no_plot(header: list[str], reason: str | None) -> None:
+    assert html_report.why_no_plot(header) == reason
+
+
+class Checker(HTMLParser):
+    """Collects tags, and every address a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in {"src", "href", "xlink:href"} and not str(value).startswith("#"):
+                self.fetched.append(str(value))
+
+
+def test_file_is_complete_in_itself_and_escapes_what_it_shows(run: Path) -> None:
+    target = run / "new" / "report.html"
+    html_report.write(run, target)
+    text = target.read_text()
+    checker = Checker()
+    checker.feed(text)
+    assert checker.tags.count("svg") == 3
+    assert checker.fetched == []
+    assert "script" not in checker.tags
+    assert not re.search(r"url\((?!#)", text)
+    assert "Measured with GPU NVIDIA H200, driver &lt;5&gt;." in text
+    assert "<td>o &lt;b&gt;&amp;$x$</td>" in text
+    assert "<b>" not in text
+
+
+def test_same_run_gives_the_same_file(run: Path) -> None:
+    html_report.write(run, run / "a.html")
+    html_report.write(run, run / "b.html")
+    assert (run / "a.html").read_bytes() == (run / "b.html").read_bytes()
+
+
+def test_committed_results_make_a_report(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-21-h200"
+    found = html_report.section(folder / "w4a16.csv")
+    assert found.environment.startswith("Measured with GPU NVIDIA H200")
+    assert len(found.plots) == len(found.ratios) == 5
+
+
+def test_whole_engine_is_drawn_without_ratios() -> None:
+    folder = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-21-h200"
+    found = html_report.section(folder / "engine-w4a16.csv")
+    assert (len(found.plots), found.ratios, found.no_plot) == (2, (), None)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "empty, without a header"),
+        ("M,kernel,us\n1,taut\n", "row 2 has 2 cells, not 3"),
+        ("M,kernel,us\n1,taut,fast\n", "row 2: could not convert"),
+    ],
+)
+def test_damaged_csv_is_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "bad.csv").write_text(content)
+    with pytest.raises(ReportError, match=message):
+        html_report.write(tmp_path, tmp_path / "report.html")
+
+
+def test_folder_without_a_csv_and_target_that_cannot_be_written(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="no CSV of a benchmark in it"):
+        html_report.write(run / "nowhere", tmp_path / "report.html")
+    with pytest.raises(ReportError, match="cannot be written"):
+        html_report.write(run, run / "long.csv" / "report.html")
