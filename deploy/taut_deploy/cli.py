@@ -7,7 +7,20 @@ from typing import Any
 
 import typer
 
-from taut_deploy.commands import bench, compress, doctor, model, serve, validate, worker
+from taut_deploy.commands import (
+    bench,
+    cache,
+    compress,
+    doctor,
+    explain,
+    memory,
+    model,
+    profile,
+    roofline,
+    serve,
+    validate,
+    worker,
+)
 from taut_deploy.errors import TautError
 
 app = typer.Typer(
@@ -18,11 +31,16 @@ app = typer.Typer(
 )
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
+app.add_typer(cache.app, name="cache")
 app.command()(compress.compress)
 app.command()(worker.worker)
 app.command()(serve.serve)
 app.command()(validate.validate)
 app.command()(doctor.doctor)
+app.command()(roofline.roofline)
+app.command()(profile.profile)
+app.command()(memory.memory)
+app.command()(explain.explain)
 
 EXIT_FAILED = 2
 EXIT_COULD_NOT_VALIDATE = 3

@@ -5,6 +5,7 @@
  ├─ ``RecipeError``      a recipe or policy file is wrong; names the key
  ├─ ``CheckpointError``  a checkpoint is missing, truncated, altered or not ours
  ├─ ``OutputError``      the output directory or the disk cannot take the result
+ ├─ ``MeasureError``     an instrument cannot look at what it was given
  └─ ``WorkerError``      a worker or the gateway cannot be started as asked
 
 Each message is one line that names the file, field or flag and the way out. The command line prints
@@ -30,6 +31,10 @@ class CheckpointError(TautError):
 
 class OutputError(TautError):
     """The output directory or the disk cannot take the result."""
+
+
+class MeasureError(TautError):
+    """An instrument cannot look at what it was given, or not on this machine."""
 
 
 class WorkerError(TautError):

@@ -10,8 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
+from taut_deploy.cache import cache_key_of, open_cache
 from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
 from taut_deploy.errors import CheckpointError, WorkerError
 from taut_deploy.models.directory import read_shape
@@ -60,6 +61,11 @@ _GUARDED_FLAGS = {
     "--config": "give the arguments themselves, so that they can be checked",
     _KV_CACHE_FLAG: f"write {_KV_CACHE_FLAG} in full",
 }
+# Likewise where --fused-ops was given, which says these itself: vLLM would take the last of two.
+_FUSED_FLAGS = dict.fromkeys(
+    ("--compilation-config", "-cc", "--ir-op-priority", "--kernel-config"),
+    "leave out --fused-ops, or this",
+)
 # Schemes that taut's own kernels serve at least as fast as vLLM's: such workers refuse to run on
 # anything else.
 _SCHEMES_WITH_KERNELS: dict[Platform, frozenset[str]] = {
@@ -84,8 +90,12 @@ class WorkerSpec:
         max_model_len: context in tokens; None takes the manifest's.
         kv_cache_dtype: KV-cache element type.
         kernels: ``require``, ``prefer`` or ``off``; None chooses by scheme.
+        fused_ops: run taut's norms and activations, with quantisation in them, inside vLLM's
+            compiled graph.
         kv_cache_gib: CPU only, memory for the KV cache in GiB.
         shutdown_timeout_s: how long SIGTERM lets running requests finish, seconds.
+        cache: directory of compiled artefacts (see :mod:`taut_deploy.cache`); None leaves them
+            where vLLM puts them.
         extra: further vLLM arguments, passed on as they are.
     """
 
@@ -96,8 +106,10 @@ class WorkerSpec:
     max_model_len: int | None = None
     kv_cache_dtype: str = "auto"
     kernels: KernelMode | None = None
+    fused_ops: bool = False
     kv_cache_gib: int = 1
     shutdown_timeout_s: int = 30
+    cache: Path | None = None
     extra: tuple[str, ...] = ()
 
 
@@ -152,6 +164,7 @@ def build_command(
     platform: Platform,
     cache_key: str,
     environment: Mapping[str, str],
+    fused_options: Mapping[str, Any] | None = None,
 ) -> WorkerCommand:
     """Argv and environment for one worker.
 
@@ -161,12 +174,14 @@ def build_command(
         platform: installed platform.
         cache_key: identity of the taut kernels; enters vLLM's compile-cache key.
         environment: the environment the worker inherits.
+        fused_options: flags and JSON values of :func:`fused_engine_options`.
 
     Raises:
         WorkerError: a KV-cache dtype the platform does not implement, or an extra argument that
             would undo what taut promises (address, name, context, drain).
     """
-    kv_cache_dtype, extra = _read_extra(spec)
+    guarded = _GUARDED_FLAGS | (_FUSED_FLAGS if fused_options else {})
+    kv_cache_dtype, extra = _read_extra(spec, guarded)
     allowed = KV_CACHE_DTYPES[platform]
     if kv_cache_dtype not in allowed:
         raise WorkerError(
@@ -186,6 +201,8 @@ def build_command(
     argv += ["--max-model-len", str(length), "--kv-cache-dtype", kv_cache_dtype]
     argv += ["--shutdown-timeout", str(spec.shutdown_timeout_s)]
     argv += ["--additional-config", json.dumps({PLUGIN_NAME: cache_key})]
+    for flag, value in (fused_options or {}).items():
+        argv += [flag, json.dumps(value)]
     added = {
         # vLLM starts child interpreters; none of them may import from the directory taut was
         # started in.
@@ -220,6 +237,32 @@ def check_kernels(mode: str, environment: Mapping[str, str]) -> None:
         )
 
 
+def fused_engine_options(asked: bool, mode: str) -> dict[str, Any]:
+    """What vLLM has to be told so that taut's norms and activations run in its graph.
+
+    Args:
+        asked: whether ``--fused-ops`` was given.
+        mode: value of ``TAUT_KERNELS``.
+
+    Returns:
+        Flags and their JSON values; empty where they were not asked for.
+
+    Raises:
+        WorkerError: they were asked for and cannot run here.
+    """
+    if not asked:
+        return {}
+    import torch
+
+    from taut_kernels.vllm_plugin import fused_ops
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    reason = fused_ops.why_not_fused_ops(gpu, mode)
+    if reason is not None:
+        raise WorkerError(f"--fused-ops: {reason}")
+    return dict(fused_ops.engine_options(gpu, mode))
+
+
 def exec_worker(spec: WorkerSpec) -> NoReturn:
     """Verify, build the command, and become vLLM.
 
@@ -227,20 +270,41 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
         CheckpointError: the files do not match the manifest.
         WorkerError: vLLM, a KV-cache dtype or our kernels are missing.
     """
-    from taut_kernels.vllm_plugin import MODE_VARIABLE, cache_key
-
     platform = installed_platform()
     manifest = verify_model(spec.checkpoint)
-    mode = spec.kernels or _kernel_mode(manifest, platform)
-    check_kernels(mode, os.environ)
-    # The key names the mode it is for, which it reads here.
-    os.environ[MODE_VARIABLE] = mode
-    command = build_command(
-        replace(spec, kernels=mode), manifest, platform, cache_key(), os.environ
-    )
+    check_kernels(spec.kernels or _kernel_mode(manifest, platform), os.environ)
+    command = command_for(spec, manifest, platform)
+    environment = {**os.environ, **command.environment}
+    if spec.cache is not None:
+        key = cache_key_of(spec.checkpoint, platform, command.argv, environment)
+        place = open_cache(spec.cache, str(key), environment)
+        sys.stderr.write(f"taut: {place.message}\n")
+        environment |= place.environment
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command.argv[0], list(command.argv), {**os.environ, **command.environment})  # noqa: S606
+    os.execve(command.argv[0], list(command.argv), environment)  # noqa: S606
+
+
+def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform) -> WorkerCommand:
+    """The command that :func:`exec_worker` runs; sets ``TAUT_KERNELS`` for this process.
+
+    Raises:
+        WorkerError: what was asked for cannot be had here.
+    """
+    from taut_kernels.vllm_plugin import MODE_VARIABLE, cache_key
+
+    mode = spec.kernels or _kernel_mode(manifest, platform)
+    fused_options = fused_engine_options(spec.fused_ops, mode)
+    # The key names the mode it is for, which it reads here.
+    os.environ[MODE_VARIABLE] = mode
+    return build_command(
+        replace(spec, kernels=mode),
+        manifest,
+        platform,
+        cache_key(),
+        os.environ,
+        fused_options,
+    )
 
 
 def _kernel_mode(manifest: Manifest | None, platform: Platform) -> KernelMode:
@@ -248,7 +312,7 @@ def _kernel_mode(manifest: Manifest | None, platform: Platform) -> KernelMode:
     return "require" if ours else "prefer"
 
 
-def _read_extra(spec: WorkerSpec) -> tuple[str, Sequence[str]]:
+def _read_extra(spec: WorkerSpec, guarded_flags: Mapping[str, str]) -> tuple[str, Sequence[str]]:
     """The KV-cache dtype wherever it was given, and the other extra arguments.
 
     vLLM takes the last of two equal flags, ``_`` for ``-``, dotted keys, and unambiguous beginnings
@@ -263,8 +327,15 @@ def _read_extra(spec: WorkerSpec) -> tuple[str, Sequence[str]]:
         if flag == _KV_CACHE_FLAG:
             dtype = value if separator else next(arguments, "")
             continue
-        for guarded, instead in _GUARDED_FLAGS.items():
-            if len(flag) > 2 and flag.startswith("--") and guarded.startswith(flag):
+        for guarded, instead in guarded_flags.items():
+            if _is_written_as(flag, guarded):
                 raise WorkerError(f"{written}: not passed on to vLLM; {instead}")
         rest.append(argument)
     return dtype, rest
+
+
+def _is_written_as(flag: str, guarded: str) -> bool:
+    """Whether vLLM may read ``flag`` as ``guarded``: a beginning of a long one, or a short one."""
+    if flag.startswith("--"):
+        return len(flag) > 2 and guarded.startswith(flag)
+    return not guarded.startswith("--") and flag.startswith(guarded)

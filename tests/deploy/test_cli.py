@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -21,6 +22,7 @@ from tiny_models import (
 )
 
 from taut_deploy import cli
+from taut_deploy.commands import doctor
 from taut_deploy.compress import driver
 from taut_deploy.errors import TautError
 
@@ -112,13 +114,43 @@ def test_json_of_the_model_store(run, room):
     assert json.loads(out)["shape"]["hidden_size"] == 64
 
 
+LAYERS = [("128x64", 1), ("64x64", 1), ("256x64", 1), ("64x128", 1)]
+
+
 def test_json_of_doctor(run):
     code, out, _ = run("doctor", "checkpoint", "--json")
     facts = json.loads(out)
     assert code == 0
     assert facts["plugin"] == "live"
     assert facts["checkpoint"]["scheme"] == "W4A16"
+    assert facts["fused_ops"].startswith("not used: no CUDA device")
+    # As vLLM builds them: q, k and v are one layer, gate and up another.
+    assert [(row["shape"], row["layers"]) for row in facts["layers"]] == LAYERS
     assert facts["packages"]["torch"] != "not installed"
+
+
+def test_doctor_judges_layers_as_vllm_fuses_them(monkeypatch):
+    shapes = {
+        "a.q_proj": (4096, 4096),
+        "a.k_proj": (1024, 4096),
+        "a.v_proj": (1024, 4096),
+        "a.o_proj": (4096, 4096),
+        "b.gate_proj": (16, 4096),
+        "b.up_proj": (16, 4096),
+    }
+    layers = [{"name": name, "group_size": 128} for name in shapes]
+    manifest = SimpleNamespace(scheme="W4A16", layers=layers)
+    monkeypatch.setattr(doctor, "_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr(doctor, "_layer_shapes", lambda _: shapes)
+    monkeypatch.delenv("TAUT_KERNELS", raising=False)
+    choices = {(n, k): rest for n, k, *rest in doctor._kernel_choices(Path("c"), manifest)}
+    assert set(choices) == {(6144, 4096), (4096, 4096), (32, 4096)}
+    kernel, remark = choices[6144, 4096]
+    assert kernel == "taut::w4a16_gemm"
+    assert remark.startswith("slower than vLLM's at 256, 1024, 4096 tokens")
+    kernel, remark = choices[32, 4096]
+    assert kernel == "vLLM's own"
+    assert "32×4096 not measured against vLLM's kernels on NVIDIA H200" in remark
 
 
 def test_text_for_people(run):
@@ -161,6 +193,7 @@ MISTAKES = {
         "checkpoint: holds a checkpoint of model by recipe 'tiny'",
     ),
     "kernels": (("worker", "checkpoint", "--kernels", "some"), "--kernels some: use require"),
+    "fused ops": (("worker", "checkpoint", "--fused-ops"), "--fused-ops: no CUDA device"),
     "kv dtype": (
         ("worker", "checkpoint", "--", "--kv-cache-dtype=int8_per_token_head"),
         "--kv-cache-dtype int8_per_token_head: not implemented on cpu",

@@ -194,6 +194,43 @@ def test_other_extra_arguments_pass_as_they_are(extra):
     assert build(extra=extra).argv[-len(extra) :] == extra
 
 
+FUSED = {"--ir-op-priority": {"rms_norm": ["taut"]}, "--compilation-config": {"mode": 3}}
+
+
+def build_fused(*extra):
+    request = WorkerSpec(checkpoint=CHECKPOINT, fused_ops=True, extra=extra)
+    return build_command(request, manifest(), "cuda", "key-1", {}, FUSED)
+
+
+def test_fused_ops_are_told_to_vllm_as_json():
+    argv = build_fused("-O2").argv
+    assert argv[-5::2] == ("--ir-op-priority", "--compilation-config", "-O2")
+    assert [json.loads(value) for value in argv[-4::2]] == list(FUSED.values())
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--compilation-config", "--compilation_config.mode", "-cc.mode=3", "-cc", "--ir-op", "--kern"],
+)
+def test_fused_ops_and_flags_that_would_undo_them_do_not_go_together(flag):
+    with pytest.raises(WorkerError, match=rf"^{flag.partition('=')[0]}: .*leave out --fused-ops"):
+        build_fused(flag, "{}")
+    assert build("cuda", extra=(flag, "{}")).argv[-2:] == (flag, "{}")
+
+
+def test_fused_ops_that_cannot_run_here_are_refused_with_the_reason(monkeypatch):
+    assert worker.fused_engine_options(False, "off") == {}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(WorkerError, match=r"^--fused-ops: no CUDA device"):
+        worker.fused_engine_options(True, "prefer")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    options = worker.fused_engine_options(True, "prefer")
+    assert options["--ir-op-priority"]["rms_norm"] == ["taut"]
+    with pytest.raises(WorkerError, match=r"^--fused-ops: TAUT_KERNELS=off"):
+        worker.fused_engine_options(True, "off")
+
+
 def test_a_filtered_out_plugin_is_refused_with_the_reason():
     with pytest.raises(WorkerError, match=r"VLLM_PLUGINS='nope' excludes 'taut'.*--kernels off"):
         check_kernels("prefer", {"VLLM_PLUGINS": "nope"})

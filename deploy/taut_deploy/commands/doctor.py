@@ -35,6 +35,10 @@ _PACKAGES = (
 # On a CPU our op is a contract of ours around the int4 product of torch itself; say so.
 _OUR_KERNEL = {"cpu": "taut::w4a16_gemm_cpu (ATen int4)", "cuda": "taut::w4a16_gemm"}
 
+# What vLLM makes one layer of, its output features one after another.
+_MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+_MERGED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
+
 
 def doctor(
     checkpoint: Annotated[
@@ -66,6 +70,7 @@ def diagnose(checkpoint: Path | None) -> dict[str, Any]:
         "devices": _devices(),
         "home": str(TautHome.from_environment().root),
         "plugin": "live" if reason is None else f"not live: {reason}",
+        "fused_ops": _fused_ops(),
     }
     if checkpoint is not None:
         facts |= _explain(checkpoint)
@@ -94,6 +99,24 @@ def _devices() -> dict[str, str]:
     return devices
 
 
+def _fused_ops() -> str:
+    """Whether a worker here can run our norms and activations, and what they wait for."""
+    from taut_kernels.vllm_plugin import requested_mode
+    from taut_kernels.vllm_plugin.fused_ops import why_not_fused_ops
+
+    reason = why_not_fused_ops(_gpu(), requested_mode())
+    if reason is not None:
+        return f"not used: {reason}"
+    return "activations: used; norms and quantisation: with taut worker --fused-ops"
+
+
+def _gpu() -> str | None:
+    """Name of the first card, None without CUDA."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
 def _explain(checkpoint: Path) -> dict[str, Any]:
     from taut_deploy.checkpoint import verify
 
@@ -114,34 +137,45 @@ def _explain(checkpoint: Path) -> dict[str, Any]:
 
 
 def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, int, str, str]]:
-    """How many layers of each shape [N, K] run on which kernel, and why not ours.
+    """How many layers of each shape [N, K] run on which kernel, and what is against ours.
 
-    Asked of the layers as stored; vLLM fuses q/k/v and gate/up along N, which changes no answer
-    that depends on K and the group.
+    Asked of the layers as vLLM builds them on one device; tensor parallelism cuts other shapes.
     """
     import torch
 
+    from taut_kernels.measured_w4a16 import slower_in_places
     from taut_kernels.vllm_plugin import requested_mode
     from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    shapes = _layer_shapes(checkpoint)
+    gpu = _gpu()
+    device = "cuda" if gpu else "cpu"
     choices: Counter[tuple[int, int, str, str]] = Counter()
-    for layer in manifest.layers:
-        n, k = shapes[str(layer["name"])]
+    for (n, k, group), count in _fused_layers(checkpoint, manifest).items():
         if manifest.scheme != "W4A16":
             reason = _other_scheme(manifest.scheme, device)
         else:
-            group = layer["group_size"] or -1
             reason = (
                 why_not_ours(n, k, group, dtype=torch.bfloat16, device=device)
-                or why_not_preferred(gpu, requested_mode())
+                or why_not_preferred(gpu, requested_mode(), n, k)
                 or ""
             )
         kernel = "vLLM's own" if reason else _OUR_KERNEL[device]
-        choices[n, k, kernel, reason] += 1
+        choices[n, k, kernel, reason or slower_in_places(gpu, n, k) or ""] += count
     return choices
+
+
+def _fused_layers(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, int, int]]:
+    """How many layers vLLM builds of each [N, K] and group size (-1: one group a channel)."""
+    shapes = _layer_shapes(checkpoint)
+    fused: dict[str, tuple[int, int, int]] = {}
+    for layer in manifest.layers:
+        name = str(layer["name"])
+        n, k = shapes[name]
+        parent, _, leaf = name.rpartition(".")
+        merged = f"{parent}.{_MERGED.get(leaf, leaf)}"
+        before = fused[merged][0] if merged in fused else 0
+        fused[merged] = (before + n, k, layer["group_size"] or -1)
+    return Counter(fused.values())
 
 
 def _other_scheme(scheme: str, device: str) -> str:

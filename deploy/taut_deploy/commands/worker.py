@@ -32,9 +32,23 @@ def worker(
     kernels: Annotated[
         str | None, typer.Option(help="require, prefer or off; default by scheme.")
     ] = None,
+    fused_ops: Annotated[
+        bool,
+        typer.Option(
+            "--fused-ops",
+            help="CUDA only: taut's norms and quantising activations in vLLM's graph.",
+        ),
+    ] = False,
     shutdown_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
     ] = 30,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="TAUT_COMPILE_CACHE",
+            help="Directory of compiled artefacts; 'taut cache warm' fills it.",
+        ),
+    ] = None,
 ) -> None:
     """Verify a checkpoint and become a vLLM server for it, on loopback unless told."""
     if kernels not in {None, "require", "prefer", "off"}:
@@ -50,8 +64,10 @@ def worker(
             max_model_len=max_model_len,
             kv_cache_dtype=kv_cache_dtype,
             kernels=cast("KernelMode | None", kernels),
+            fused_ops=fused_ops,
             kv_cache_gib=kv_cache_gib,
             shutdown_timeout_s=shutdown_timeout,
+            cache=cache,
             extra=tuple(vllm_args or ()),
         )
     )

@@ -15,6 +15,7 @@ from taut_deploy.home import TautHome
 from taut_deploy.models import ModelRecord, ModelStore
 from taut_deploy.models.directory import read_shape
 from taut_deploy.recipe import load_recipe
+from taut_deploy.serve.ports import free_port
 from taut_deploy.serve.provenance import UNCOMPRESSED, provenance_of
 from taut_deploy.serve.settings import ServeSettings
 
@@ -100,7 +101,7 @@ def _compressed(
 
 
 def _served(name: str, directory: Path, manifest: Manifest | None, workers: int) -> ServedModel:
-    return ServedModel(name, directory, manifest, tuple(_free_port() for _ in range(workers)))
+    return ServedModel(name, directory, manifest, tuple(free_port() for _ in range(workers)))
 
 
 def _gateway_model(model: ServedModel, settings: ServeSettings) -> dict[str, Any]:
@@ -123,10 +124,3 @@ def _gateway_model(model: ServedModel, settings: ServeSettings) -> dict[str, Any
     entry["max_model_len"] = settings.max_model_len or longest
     entry["provenance"] = dict(provenance)
     return entry
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

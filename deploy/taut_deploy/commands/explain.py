@@ -1,0 +1,61 @@
+"""``taut explain``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taut_deploy.commands.output import JsonFlag
+from taut_deploy.commands.subject import (
+    BackwardFlag,
+    BatchOption,
+    Choice,
+    DeviceOption,
+    DtypeOption,
+    InputsOption,
+    ShapeOption,
+    SubjectArgument,
+    TokensOption,
+    finish,
+    instrument,
+    one_subject,
+)
+
+
+def explain(
+    subject: SubjectArgument,
+    inputs: InputsOption = None,
+    shape: ShapeOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "auto",
+    backward: BackwardFlag = False,
+    batch: BatchOption = None,
+    tokens: TokensOption = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="sm_80 or sm_90: compile an op's Triton kernels too, without a GPU."),
+    ] = None,
+    forms: Annotated[int, typer.Option(min=1, help="Kernel forms to compile at most.")] = 8,
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
+        "taut-explain"
+    ),
+    as_json: JsonFlag = False,
+) -> None:
+    """What torch.compile makes of it: graphs, breaks and why, guards, generated kernels."""
+    choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
+    with instrument(as_json):
+        from taut_kernels.instruments import explain, triton_kernels
+
+        # First: a target that is wrong is found before minutes of compiling.
+        compiled = triton_kernels.compile_kernels(subject, target, forms) if target else None
+        found = explain.explain(one_subject(choice))
+        files = explain.write_files(found, output)
+        text = explain.text(found)
+    document = found.as_json()
+    if compiled is not None:
+        text += "\n\n" + triton_kernels.text(*compiled)
+        document["triton"] = triton_kernels.as_json(*compiled)
+    # The code stands in the files.
+    for part in (*document["aten"], *document["generated"]):
+        del part["code"]
+    finish(output, "explain", text, document, as_json, files)

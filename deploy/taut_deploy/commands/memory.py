@@ -1,0 +1,76 @@
+"""``taut memory``."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from taut_deploy.commands.output import JsonFlag, say
+from taut_deploy.commands.subject import (
+    BackwardFlag,
+    BatchOption,
+    Choice,
+    DeviceOption,
+    DtypeOption,
+    InputsOption,
+    ShapeOption,
+    SubjectArgument,
+    TokensOption,
+    finish,
+    instrument,
+    one_subject,
+)
+
+
+def memory(
+    subject: SubjectArgument,
+    inputs: InputsOption = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="A second subject, e.g. the same computation fused: before and after."),
+    ] = None,
+    against_inputs: Annotated[
+        str | None, typer.Option(help="Inputs of the second subject; default: as the first's.")
+    ] = None,
+    shape: ShapeOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "auto",
+    backward: BackwardFlag = False,
+    batch: BatchOption = None,
+    tokens: TokensOption = None,
+    snapshot: Annotated[
+        bool | None,
+        typer.Option(help="The CUDA allocator's own record, for PyTorch's memory viewer."),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Lines to list.")] = 15,
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
+        "taut-memory"
+    ),
+    as_json: JsonFlag = False,
+) -> None:
+    """What holds the memory at a step's peak: by line, module and operation."""
+    choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
+    files: list[Path] = []
+    with instrument(as_json):
+        from taut_kernels.instruments import memory, memory_snapshot
+
+        first = one_subject(choice)
+        wanted = first.device.type == "cuda" if snapshot is None else snapshot
+        document: dict[str, Any] = {}
+        if wanted:
+            files.append(output / "snapshot.pickle")
+            document["snapshot"] = asdict(memory_snapshot.record(first, files[0]))
+        elif snapshot is None:
+            say("no GPU: no allocator snapshot; the figures below are the CPU allocator's")
+        found = memory.measure(first)
+        document |= found.as_json()
+        parts = [memory.text(found, rows)]
+        if against is not None:
+            other = choice._replace(
+                reference=against, inputs=against_inputs or inputs, device=first.device.type
+            )
+            after = memory.measure(one_subject(other))
+            document["against"] = after.as_json()
+            parts += [memory.text(after, rows), memory.comparison(found, after)]
+    finish(output, "memory", "\n\n".join(parts), document, as_json, files)

@@ -1,0 +1,52 @@
+"""``taut profile``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taut_deploy.commands.output import JsonFlag
+from taut_deploy.commands.subject import (
+    BackwardFlag,
+    BatchOption,
+    Choice,
+    DeviceOption,
+    DtypeOption,
+    InputsOption,
+    ShapeOption,
+    SubjectArgument,
+    TokensOption,
+    finish,
+    instrument,
+    one_subject,
+)
+
+
+def profile(
+    subject: SubjectArgument,
+    inputs: InputsOption = None,
+    shape: ShapeOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "auto",
+    backward: BackwardFlag = False,
+    batch: BatchOption = None,
+    tokens: TokensOption = None,
+    wait: Annotated[int, typer.Option(min=0, help="Steps before the profiler.")] = 2,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps under it that are dropped.")] = 2,
+    active: Annotated[int, typer.Option(min=1, help="Steps that are recorded.")] = 5,
+    rows: Annotated[int, typer.Option(min=1, help="Kernels to list.")] = 15,
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
+        "taut-profile"
+    ),
+    as_json: JsonFlag = False,
+) -> None:
+    """Where the time goes: a chrome trace, the longest kernels, and findings in words."""
+    choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
+    with instrument(as_json):
+        from taut_kernels.instruments import profile
+
+        trace = output / "trace.json.gz"
+        schedule = profile.Schedule(wait, warmup, active)
+        found = profile.record(one_subject(choice), trace, schedule)
+        text = profile.text(found, rows)
+    finish(output, "profile", text, found.as_json(), as_json, [trace])

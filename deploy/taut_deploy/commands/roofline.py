@@ -1,0 +1,68 @@
+"""``taut roofline``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taut_deploy.commands.output import JsonFlag, say
+from taut_deploy.commands.subject import (
+    BackwardFlag,
+    BatchOption,
+    Choice,
+    DeviceOption,
+    DtypeOption,
+    InputsOption,
+    SubjectArgument,
+    TokensOption,
+    finish,
+    instrument,
+    subjects,
+)
+from taut_deploy.home import TautHome
+
+CEILINGS_FILE = "ceilings.json"
+
+
+def roofline(
+    subject: SubjectArgument,
+    inputs: InputsOption = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Sizes of an op, NAME=VALUE[,VALUE…]: a point for each; repeat it."),
+    ] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = "auto",
+    backward: BackwardFlag = False,
+    batch: BatchOption = None,
+    tokens: TokensOption = None,
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
+        "taut-roofline"
+    ),
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure the ceilings anew, do not take them kept.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """How near an op, a callable or a model comes to the machine's copy and matrix rates."""
+    choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
+    with instrument(as_json):
+        from taut_kernels.instruments import ceilings, roofline, roofline_plot
+
+        found = list(subjects(choice))
+        limits = ceilings.measured(
+            found[0].device,
+            [roofline.matrix_dtype(one) for one in found],
+            TautHome.from_environment().root / CEILINGS_FILE,
+            again=again,
+            say=say,
+        )
+        results = [roofline.analyse(one, limits) for one in found]
+        picture = output / "roofline.png"
+        roofline_plot.write_png(results, limits, picture)
+        text = "\n\n".join(roofline.table(result, limits) for result in results)
+        document = {
+            "ceilings": limits.as_json(),
+            "results": [result.as_json() for result in results],
+        }
+    finish(output, "roofline", text, document, as_json, [picture])

@@ -1,0 +1,266 @@
+"""What the instruments look at, from the command line: an op, a callable or a model."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from taut_deploy.commands.output import print_json, say
+from taut_deploy.errors import MeasureError, ModelError
+from taut_deploy.files import write_json_atomically, write_text_atomically
+
+if TYPE_CHECKING:
+    import torch
+
+    from taut_kernels.instruments.subject import Subject
+
+SubjectArgument = Annotated[
+    str,
+    typer.Argument(
+        help="An op of ours (rms_norm), module:function or file.py:function, or a model (name in "
+        "the store, or directory)."
+    ),
+]
+InputsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--inputs",
+        help="module:function or file.py:function that makes the inputs of a callable; default: "
+        "example_inputs beside it.",
+    ),
+]
+ShapeOption = Annotated[
+    list[str] | None,
+    typer.Option("--shape", help="Size of an op, NAME=VALUE; repeat it for more."),
+]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; ops and models.")
+]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="auto (CUDA where there is a device), cpu or cuda.")
+]
+BackwardFlag = Annotated[
+    bool,
+    typer.Option("--backward", help="Run the gradients as well: losses, callables and models."),
+]
+BatchOption = Annotated[
+    int | None, typer.Option("--batch", min=1, help="Sequences; models only.  [default: 1]")
+]
+TokensOption = Annotated[
+    int | None, typer.Option("--tokens", min=1, help="Tokens each; models only.  [default: 128]")
+]
+_MAX_POINTS = 64
+
+
+class Choice(NamedTuple):
+    """What the command line says about the subject.
+
+    Attributes:
+        reference: first argument.
+        inputs: factory of a callable's inputs.
+        shape: ``NAME=VALUE[,VALUE…]`` entries.
+        dtype: by name.
+        device: auto, cpu or cuda.
+        backward: run gradients.
+        batch: of a model.
+        tokens: of a model.
+    """
+
+    reference: str
+    inputs: str | None = None
+    shape: list[str] | None = None
+    dtype: str | None = None
+    device: str = "auto"
+    backward: bool = False
+    batch: int | None = None
+    tokens: int | None = None
+
+
+@contextmanager
+def instrument(as_json: bool) -> Iterator[None]:
+    """Report an instrument's errors in one line, and keep stdout clean for ``--json``.
+
+    What the callable under the instrument prints goes to stderr with ``--json``.
+    """
+    # Before the profiler's first use: it would announce each of its starts.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    from taut_kernels.instruments.errors import InstrumentError
+
+    # A user's module beside the current directory is found as with 'python -m'.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        with redirect_stdout(sys.stderr if as_json else sys.stdout):
+            yield
+    except InstrumentError as error:
+        raise MeasureError(str(error)) from error
+
+
+def one_subject(choice: Choice) -> "Subject":
+    """Build the one subject a command looks at.
+
+    Raises:
+        MeasureError: it cannot be had, or ``--shape`` names several.
+    """
+    found = list(subjects(choice))
+    if len(found) > 1:
+        raise MeasureError(f"--shape {' '.join(choice.shape or ())}: one value each, please")
+    return found[0]
+
+
+def subjects(choice: Choice) -> Iterator["Subject"]:
+    """Build the subjects of a command, one for each combination of sizes, and try each once.
+
+    Raises:
+        MeasureError: the reference is nothing known, or an option does not fit it.
+        InstrumentError: what the instruments refuse.
+    """
+    from taut_kernels.instruments.subject import resolve_device
+
+    device = resolve_device(choice.device)
+    if choice.device == "auto" and device.type == "cpu":
+        say("no CUDA device here: looking at the CPU")
+    for subject in _built(choice, device):
+        subject.try_out()
+        yield subject
+
+
+def _built(choice: Choice, device: "torch.device") -> Iterator["Subject"]:
+    from taut_kernels.instruments.op_cases import OP_CASES, from_op
+    from taut_kernels.instruments.subject import from_reference
+
+    if choice.reference in OP_CASES:
+        _refuse(choice, "an op", "inputs", "batch", "tokens")
+        dtype = _dtype(choice.dtype)
+        if device.type == "cpu" and not choice.reference.endswith("_cpu"):
+            say(f"on a CPU {choice.reference} runs its reference in plain torch, not a kernel")
+        for sizes in _sizes(choice.shape or []):
+            yield from_op(choice.reference, sizes, device, dtype, backward=choice.backward)
+    elif _is_callable(choice.reference):
+        _refuse(choice, "a callable", "shape", "dtype", "batch", "tokens")
+        yield from_reference(choice.reference, choice.inputs, device, backward=choice.backward)
+    else:
+        _refuse(choice, "a model", "shape", "inputs")
+        yield _model(choice, device, sorted(OP_CASES))
+
+
+def _is_callable(reference: str) -> bool:
+    where, colon, name = reference.rpartition(":")
+    return bool(colon and where) and not Path(reference).is_dir() and "/" not in name
+
+
+def _refuse(choice: Choice, kind: str, *options: str) -> None:
+    for option in options:
+        if getattr(choice, option):
+            raise MeasureError(
+                f"--{option}: {choice.reference} is {kind}, which has no such option"
+            )
+
+
+def _sizes(entries: list[str]) -> Iterator[dict[str, int]]:
+    """Every combination of the sizes in ``M=1,16`` entries."""
+    parsed: dict[str, list[int]] = {}
+    for entry in entries:
+        name, equals, values = entry.partition("=")
+        try:
+            parsed[name] = [int(value) for value in values.split(",")]
+        except ValueError:
+            raise MeasureError(f"--shape {entry}: expected NAME=VALUE, for example M=16") from None
+        if not equals or not name:
+            raise MeasureError(f"--shape {entry}: expected NAME=VALUE, for example M=16")
+    combinations = list(product(*parsed.values()))
+    if len(combinations) > _MAX_POINTS:
+        raise MeasureError(f"--shape: {len(combinations)} combinations, at most {_MAX_POINTS}")
+    for combination in combinations:
+        yield dict(zip(parsed, combination, strict=True))
+
+
+def _dtype(name: str | None) -> "torch.dtype | None":
+    import torch
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is not None and name not in known:
+        raise MeasureError(f"--dtype {name}: use {', '.join(known)}")
+    return known[name] if name else None
+
+
+def _model(choice: Choice, device: "torch.device", ops: list[str]) -> "Subject":
+    import torch
+
+    from taut_deploy.home import TautHome
+    from taut_deploy.models import ModelStore
+    from taut_kernels.instruments.subject import Subject
+
+    try:
+        record = ModelStore(TautHome.from_environment().models).find(choice.reference)
+    except ModelError as error:
+        raise MeasureError(
+            f"{choice.reference}: no op ({', '.join(ops)}), no module:function, and as a model: "
+            f"{error}"
+        ) from error
+    model = _load(Path(record.path), _dtype(choice.dtype), device)
+    batch, tokens = choice.batch or 1, choice.tokens or 128
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and tokens > longest:
+        raise MeasureError(f"--tokens {tokens}: {record.name} has a context of {longest}")
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(0, vocabulary, (batch, tokens), generator=generator).to(device)
+    name = f"{record.name}[{batch}x{tokens}]"
+    kwargs = {"input_ids": ids, "use_cache": False}
+    return Subject(name, model, (), device, kwargs, choice.backward)
+
+
+def _load(path: Path, dtype: "torch.dtype | None", device: "torch.device") -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+        raise MeasureError(f"{path}: cannot be loaded: {' '.join(str(error).split())}") from error
+    return model.to(device).eval()
+
+
+def finish(
+    output: Path, name: str, text: str, document: dict[str, Any], as_json: bool, files: list[Path]
+) -> None:
+    """Write ``name.md`` and ``name.json`` and print one of them.
+
+    Args:
+        output: directory, made if missing.
+        name: of the command.
+        text: for people.
+        document: for programs; gets the list of files.
+        as_json: print the document instead of the text.
+        files: written already.
+
+    Raises:
+        MeasureError: the directory cannot be made.
+        OutputError: a file cannot be written.
+    """
+    written = [*files, output / f"{name}.md", output / f"{name}.json"]
+    document["files"] = [str(file) for file in written]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MeasureError(f"--output {output}: {error.strerror}") from error
+    write_text_atomically(output / f"{name}.md", text + "\n")
+    write_json_atomically(output / f"{name}.json", document)
+    if as_json:
+        print_json(document)
+        return
+    typer.echo(text)
+    for file in written:
+        say(f"wrote {file}")
