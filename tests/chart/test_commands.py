@@ -20,6 +20,7 @@ from chart_rendering import (
     CI_SETS,
     Document,
     every_container,
+    executable,
     needs_helm,
     pod_templates,
     render_set,
@@ -34,14 +35,14 @@ from generate import CHART
 FILES = CHART / "files"
 
 
-def commands(executable: str, *first: str) -> list[list[str]]:
-    """Arguments of every rendered container that runs ``executable first…``."""
+def commands(program: str, *first: str) -> list[list[str]]:
+    """Arguments of every rendered container that runs ``program first…``."""
     found: list[list[str]] = []
     for name in CI_SETS:
         for _, pod in pod_templates(render_set(name)):
             for container in every_container(pod):
                 arguments = container.get("args", [])
-                if container["command"] == [executable] and arguments[: len(first)] == list(first):
+                if executable(container) == program and arguments[: len(first)] == list(first):
                     found.append(arguments)
     return found
 
@@ -60,7 +61,8 @@ def parse(arguments: list[str]) -> Any:
 
 @needs_helm
 @pytest.mark.parametrize(
-    "first", [("model", "fetch"), ("model", "list"), ("compress",), ("validate",)]
+    "first",
+    [("model", "fetch"), ("model", "list"), ("compress",), ("validate",), ("cache", "warm")],
 )
 def test_jobs_call_taut_as_it_is(first: tuple[str, ...]):
     found = commands("taut", *first)

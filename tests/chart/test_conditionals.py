@@ -59,7 +59,7 @@ SWITCHES = [
         {("NetworkPolicy", part) for part in ("gateway", "worker", "jobs", "prepare")},
         set(),
     ),
-    (CPU, "smokeTest.enabled", False, {("Job", "smoke"), ("ConfigMap", "scripts")}, set()),
+    (CPU, "smokeTest.enabled", False, {("Job", "smoke")}, set()),
     (CPU, "variants.0.replicas", 2, set(), {("PodDisruptionBudget", "worker-w8a8")}),
     (
         CPU,
@@ -157,7 +157,8 @@ def test_volumes_of_a_worker():
     assert volumes(CPU)["models"]["persistentVolumeClaim"] == {"claimName": "rel-taut-models"}
     gpu = volumes(GPU, "-worker-w4a16")
     assert gpu["shm"]["emptyDir"]["sizeLimit"] == "8Gi"
-    assert gpu["cache"]["persistentVolumeClaim"] == {"claimName": "compile-cache"}
+    assert gpu["cache"]["emptyDir"] == {"sizeLimit": "10Gi"}
+    assert gpu["compile-cache"]["persistentVolumeClaim"] == {"claimName": "compile-cache"}
 
 
 def test_root_of_a_worker_may_be_made_writable():
@@ -250,33 +251,6 @@ def test_rules_go_by_the_job_names_that_the_monitors_set():
     assert all(f'job="{job}"' in expressions for job in jobs)
 
 
-def test_validation_through_servers_and_through_files():
-    servers = the(render_set("canary"), "Job", "-validation")
-    files = the(render_set("air-gapped"), "Job", "-validation")
-    assert servers["metadata"]["annotations"]["helm.sh/hook"] == "post-upgrade,test"
-    assert files["metadata"]["annotations"]["helm.sh/hook"] == "test"
-    asks = servers["spec"]["template"]["spec"]
-    loads = files["spec"]["template"]["spec"]
-    url = "http://rel-taut-worker-{}.ns.svc.cluster.local:8000"
-    assert f"--baseline={url.format('baseline')}" in asks["containers"][0]["args"]
-    assert f"--candidate={url.format('w8a8')}" in asks["containers"][0]["args"]
-    assert asks["initContainers"][0]["args"] == ["1800", url.format("baseline"), url.format("w8a8")]
-    assert "--baseline=/models/models/smollm2-135m-instruct" in loads["containers"][0]["args"]
-    assert "--text=/models/texts/judge.txt" in loads["containers"][0]["args"]
-    assert "initContainers" not in loads
-
-    def store(spec: Document) -> list[bool]:
-        mounts = spec["containers"][0]["volumeMounts"]
-        return [mount["readOnly"] for mount in mounts if mount["name"] == "models"]
-
-    assert store(loads) == [False]
-    assert store(asks) == []
-    text = {"configMap": "", "path": "texts/judge.txt"}
-    stored = the(render(changed(CANARY, "validation.text", text)), "Job", "-validation")
-    assert store(stored["spec"]["template"]["spec"]) == [True]
-    assert servers["spec"]["backoffLimit"] == files["spec"]["backoffLimit"] == 0
-
-
 def test_only_the_api_is_published():
     (rule,) = the(render_set("one-gpu"), "Ingress")["spec"]["rules"]
     assert [path["path"] for path in rule["http"]["paths"]] == ["/v1"]
@@ -301,3 +275,7 @@ def test_notes_say_what_is_open():
     assert "Network policies are off" not in notes(CPU)
     assert "Network policies are off" in notes(changed(CPU, "networkPolicy.enabled", False))
     assert "Everyone who reaches the Service" not in notes(GPU)
+    assert "Upgrade with time for the validation" not in notes(CPU)
+    assert "helm -n default upgrade --wait --timeout 3h rel" in notes(CANARY)
+    assert "workers wait for it up to 1800 s" in notes(CANARY)
+    assert "judges w8a8 against baseline in helm test only" in notes(set_values("air-gapped"))

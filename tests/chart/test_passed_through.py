@@ -31,6 +31,31 @@ def at(document: Document, path: str) -> Any:
     return place
 
 
+def pods_metric(what: str, target: str) -> Document:
+    return {
+        "type": "Pods",
+        "pods": {
+            "metric": {"name": f"taut_{what}_requests"},
+            "target": {"type": "AverageValue", "averageValue": target},
+        },
+    }
+
+
+def trigger_of(what: str, target: str) -> Document:
+    query = f'sum(taut_{what}_requests{{job="taut-gateway",namespace="ns"}})'
+    return {
+        "type": "prometheus",
+        "name": what,
+        "metricType": "AverageValue",
+        "metadata": {
+            "serverAddress": "http://prometheus.monitoring:9090",
+            "query": query,
+            "threshold": target,
+            "ignoreNullValues": "false",
+        },
+    }
+
+
 PLACES = [
     # base, value's path, value, (kind, name), place in the object, what is there, and what without
     (CPU, "image.pullSecrets", ["s"], GATEWAY, f"{POD}.imagePullSecrets", [{"name": "s"}], None),
@@ -74,8 +99,8 @@ PLACES = [
      "w8a8"),
     (CANARY, "validation.onUpgrade", False, ("Job", "-validation"),
      "metadata.annotations.helm@sh/hook", "test", "post-upgrade,test"),
-    (CANARY, "validation.acceptLowerBound", False, ("Job", "-validation"),
-     f"{POD}.containers.0.args.5", "--policy=balanced-small-model", "--accept-lower-bound"),
+    (CPU, "worker.cache.sizeLimit", "3Gi", WORKER, f"{POD}.volumes.1.emptyDir.sizeLimit", "3Gi",
+     "10Gi"),
     (CANARY, "httpRoute.hostnames", [], ("HTTPRoute", ""), "spec.hostnames", None,
      ["llm.example.com"]),
     (GPU, "ingress.className", "", ("Ingress", ""), "spec.ingressClassName", None, "nginx"),
@@ -91,9 +116,14 @@ PLACES = [
     (GPU, "gateway.autoscaling.inflightPerReplica", 0, ("ScaledObject", "-gateway"),
      "spec.triggers.0.name", "queued", "inflight"),
     (CANARY, "gateway.autoscaling.inflightPerReplica", 0,
-     ("HorizontalPodAutoscaler", "-gateway"), "spec.metrics.1", None,
-     {"type": "Pods", "pods": {"metric": {"name": "taut_inflight_requests"},
-                               "target": {"type": "AverageValue", "averageValue": "200"}}}),
+     ("HorizontalPodAutoscaler", "-gateway"), "spec.metrics.1", pods_metric("queued", "20"),
+     pods_metric("inflight", "200")),
+    (CANARY, "gateway.autoscaling.queuedPerReplica", 0, ("HorizontalPodAutoscaler", "-gateway"),
+     "spec.metrics.2", None, pods_metric("queued", "20")),
+    (CANARY, "gateway.autoscaling.cpuPercent", 0, ("HorizontalPodAutoscaler", "-gateway"),
+     "spec.metrics.0.type", "Pods", "Resource"),
+    (GPU, "gateway.autoscaling.queuedPerReplica", 0, ("ScaledObject", "-gateway"),
+     "spec.triggers.1", None, trigger_of("queued", "10")),
 ]  # fmt: skip
 
 

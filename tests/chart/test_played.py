@@ -18,7 +18,15 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_rendering import changed, gateway_config, needs_helm, render, set_values, the
+from chart_rendering import (
+    changed,
+    executable,
+    gateway_config,
+    needs_helm,
+    render,
+    set_values,
+    the,
+)
 from generate import CHART
 
 pytestmark = needs_helm
@@ -96,7 +104,7 @@ def played(folder: Path) -> Iterator[Played]:
         env = {entry["name"]: entry["value"] for entry in container["env"]}
         env["TAUT_GATEWAY_PORT"] = str(config["listen"]["port"])
         env["TAUT_ADMIN_PORT"] = str(config["admin"]["port"])
-        command = [BIN / container["command"][0], container["args"][0], path]
+        command = [BIN / executable(container), container["args"][0], path]
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **env})
         try:

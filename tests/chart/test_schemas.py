@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from chart_rendering import CI_SETS, NOTES, Document, helm, needs_helm, render, render_set
+from chart_rendering import (
+    CI_SETS,
+    NOTES,
+    Document,
+    changed,
+    helm,
+    needs_helm,
+    of_kind,
+    render,
+    render_set,
+)
 from generate import CHART
 from jsonschema import Draft202012Validator
 
@@ -20,8 +34,10 @@ CUSTOM_KINDS = {
     "PrometheusRule": "cloudcoil.models.prometheus_operator.v1",
 }
 """Kinds whose CustomResourceDefinitions are on PyPI, as models."""
-WITHOUT_SCHEMA = {"LeaderWorkerSet", "HTTPRoute"}
-"""Kinds whose definitions no Python package brings."""
+HTTP_ROUTE = Path(sys.prefix) / "share" / "chart-definitions" / "HTTPRoute.json"
+"""Out of an npm package, by requirements/chart_tools.py."""
+OWN_TESTS = {"LeaderWorkerSet", "HTTPRoute"}
+"""Custom kinds that have a test of their own."""
 
 
 @functools.cache
@@ -45,7 +61,7 @@ def built_in(rendered: list[Document]) -> list[Document]:
     return [
         document
         for document in rendered
-        if document["kind"] not in CUSTOM_KINDS and document["kind"] not in WITHOUT_SCHEMA
+        if document["kind"] not in CUSTOM_KINDS and document["kind"] not in OWN_TESTS
     ]
 
 
@@ -89,11 +105,102 @@ def test_custom_kinds_are_valid(kind: str):
     NOTES.add(f"validated against the definition in {CUSTOM_KINDS[kind]}: {kind}")
 
 
-def test_kinds_without_a_schema_are_named():
+def closed(part: Any) -> Any:
+    """A definition that also refuses unknown keys, as an API server warns of them."""
+    if isinstance(part, list):
+        return [closed(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    result = {key: closed(below) for key, below in part.items()}
+    if isinstance(part.get("properties"), dict):
+        result.setdefault("additionalProperties", False)
+    return result
+
+
+@pytest.mark.skipif(not HTTP_ROUTE.exists(), reason="NO definition HERE: HTTPRoute NOT validated")
+@pytest.mark.parametrize(
+    ("path", "value", "is_valid"),
+    [
+        ("spec.hostnames", ["llm.example.com"], True),
+        ("spec.unknown", 1, False),
+        ("spec.rules.0.timeouts.request", "half an hour", False),
+        ("spec.rules.0.timeouts.requests", "1s", False),
+        ("spec.rules.0.backendRefs.0.port", 0, False),
+        ("spec.rules.0.matches.0.path.type", "Prefix", False),
+        ("spec.parentRefs.0.name", "", False),
+    ],
+)
+def test_http_route_is_valid(path: str, value: object, is_valid: bool):
+    known = json.loads(HTTP_ROUTE.read_text())
+    definition = {**known["schema"], "properties": dict(known["schema"]["properties"])}
+    # Kubernetes' own part, which the other kinds are validated with.
+    del definition["properties"]["metadata"]
+    validator = Draft202012Validator(closed(definition["properties"]["spec"]))
+    (route,) = of_kind(render_set("canary"), "HTTPRoute")
+    assert route["apiVersion"] in definition["properties"]["apiVersion"]["enum"]
+    validator.validate(route["spec"])
+    assert validator.is_valid(changed(route, path, value)["spec"]) is is_valid
+    NOTES.add(f"validated against the definition in {known['package']}: HTTPRoute")
+
+
+GROUP_SPEC = {
+    "additionalProperties": False,
+    "required": ["leaderWorkerTemplate"],
+    "properties": {
+        "replicas": {"type": "integer", "minimum": 0},
+        "rolloutStrategy": {
+            "additionalProperties": False,
+            "required": ["type"],
+            "properties": {
+                "type": {"enum": ["RollingUpdate"]},
+                "rollingUpdateConfiguration": {
+                    "additionalProperties": False,
+                    "properties": {
+                        key: {"type": "integer"} for key in ("maxSurge", "maxUnavailable")
+                    },
+                },
+            },
+        },
+        "leaderWorkerTemplate": {
+            "additionalProperties": False,
+            "required": ["workerTemplate"],
+            "properties": {
+                "size": {"type": "integer", "minimum": 1},
+                "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "None"]},
+                "leaderTemplate": {"type": "object"},
+                "workerTemplate": {"type": "object"},
+            },
+        },
+    },
+}
+"""What we use of LeaderWorkerSet v1, written down from the definition in its repository (main,
+2026-08-21, after v0.9.0). No package brings the definition itself."""
+
+
+def test_groups_of_nodes_keep_to_what_is_known_of_their_kind():
+    package = pytest.importorskip("kubernetes_validate", reason="NO kubernetes-validate HERE")
+    (group,) = of_kind(render_set("multi-node"), "LeaderWorkerSet")
+    assert group["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+    Draft202012Validator(GROUP_SPEC).validate(group["spec"])
+    for key in ("leaderTemplate", "workerTemplate"):
+        template = copy.deepcopy(group["spec"]["leaderWorkerTemplate"][key])
+        document = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}}
+        for version in (WANTED[0], WANTED[-1]):
+            package.utils.validate({**document, "template": template}, version, strict=True)
+        template["spec"]["contaners"] = []
+        with pytest.raises(package.utils.ValidationError):
+            package.utils.validate({**document, "template": template}, WANTED[-1], strict=True)
+    NOTES.add(
+        "NOT VALIDATED by its definition, which no package brings: LeaderWorkerSet; its pod "
+        "templates are, strictly, and its own keys against notes of 2026-08-21"
+    )
+
+
+def test_every_custom_kind_is_rendered_somewhere():
     kinds = {document["kind"] for name in CI_SETS for document in render_set(name)}
-    for kind in sorted(kinds & WITHOUT_SCHEMA):
-        NOTES.add(f"NOT VALIDATED: {kind}, no package brings its definition")
-    assert kinds >= WITHOUT_SCHEMA, "a kind without a schema is in no CI value set"
+    assert kinds >= {*CUSTOM_KINDS, *OWN_TESTS}
+    if not HTTP_ROUTE.exists():
+        NOTES.add("NOT VALIDATED: HTTPRoute, its definition is missing: make chart-tools")
 
 
 @pytest.mark.parametrize("name", [*CI_SETS, None])

@@ -9,6 +9,7 @@ pytestmark = needs_helm
 CPU = set_values("cpu-minimal")
 CANARY = set_values("canary")
 GPU = set_values("one-gpu")
+AIR_GAPPED = set_values("air-gapped")
 
 REFUSED = [
     # where, what, words that the message must have
@@ -57,6 +58,43 @@ REFUSED = [
     ("gateway.drain.timeoutSeconds", 0, ["/gateway/drain/timeoutSeconds", "minimum"]),
     ("gateway.service.type", "ExternalName", ["/gateway/service/type"]),
     ("gateway.autoscaling.kind", "vpa", ["/gateway/autoscaling/kind"]),
+    ("gateway.autoscaling.cpuPercent", 101, ["/gateway/autoscaling/cpuPercent", "maximum"]),
+    ("gateway.service.port", 70000, ["/gateway/service/port", "maximum"]),
+    ("gateway.listenHost", "localhost", ["/gateway/listenHost", "'0.0.0.0', '::'"]),
+    ("gateway.apiKeys.existingSecret", "Not_A_Name", ["/gateway/apiKeys/existingSecret"]),
+    ("gateway.apiKeys.key", "a/b", ["/gateway/apiKeys/key", "pattern"]),
+    ("gateway.tls", {"secret": "x"}, ["/gateway/tls", "'secret' not allowed"]),
+    ("gateway.tolerations", [{"effect": "Never"}], ["/gateway/tolerations/0/effect"]),
+    ("worker.startup", "ready", ["/worker/startup", "'token', 'health'"]),
+    ("worker.startupSeconds", 1, ["/worker/startupSeconds", "minimum"]),
+    ("worker.gpuResource", "gpu", ["/worker/gpuResource", "pattern"]),
+    ("worker.cache", {"size": "plenty"}, ["/worker/cache/size", "pattern"]),
+    ("worker.cache", {"warm": True}, ["/worker/cache/warm", "want object"]),
+    ("worker.cache", {"warm": {"enabled": "yes"}}, ["/worker/cache/warm/enabled", "boolean"]),
+    ("variants.0.artifact", {"pullPolicy": "Never"}, ["/variants/0/artifact", "'reference'"]),
+    ("variants.0.artifact", {"reference": "-x"}, ["/variants/0/artifact/reference", "pattern"]),
+    ("variants.0.gpus", -1, ["/variants/0/gpus", "minimum"]),
+    ("variants.0.env", {"A": 1}, ["/variants/0/env/A", "want string"]),
+    ("variants.0.rollout", {"maxSurge": 1}, ["/variants/0/rollout", "'maxUnavailable'"]),
+    ("prepare.copy.directories", [{"from": "s3:x"}], ["/prepare/copy/directories/0", "'to'"]),
+    (
+        "prepare.copy.directories",
+        [{"from": "bucket/x", "to": "a"}],
+        ["/prepare/copy/directories/0/from", "pattern"],
+    ),
+    (
+        "prepare.copy.directories",
+        [{"from": "s3:x", "to": "../a"}],
+        ["/prepare/copy/directories/0/to", "pattern"],
+    ),
+    ("validation.latency.requests", 3, ["/validation/latency/requests", "minimum"]),
+    ("validation.latency.concurrency", [], ["/validation/latency/concurrency", "minItems"]),
+    ("validation.latency.concurrency", 8, ["/validation/latency/concurrency", "want array"]),
+    ("validation.sequences", 1, ["/validation/sequences", "minimum"]),
+    ("smokeTest.apiKey", "secret", ["/smokeTest/apiKey", "want object"]),
+    ("ingress.host", "Not a host", ["/ingress/host", "pattern"]),
+    ("podLabels", ["x"], ["/podLabels", "want object"]),
+    ("fullnameOverride", "a" * 31, ["/fullnameOverride", "maxLength"]),
     ("modelStore.size", "lots", ["/modelStore/size"]),
     ("modelStore.accessMode", "ReadWriteOncePod", ["/modelStore/accessMode"]),
     ("prepare.device", "tpu", ["/prepare/device"]),
@@ -90,6 +128,70 @@ CROSSED = [
     (GPU, "gateway.config.rate_limits", {}, "gateway.redisPassword: given without"),
     (GPU, "networkPolicy.gatewayEgress", [], "networkPolicy.gatewayEgress: gateway.config."),
     (GPU, "ingress.host", "", "ingress.host: needed"),
+    (
+        GPU,
+        "gateway.autoscaling",
+        {"kind": "keda", "inflightPerReplica": 0},
+        "gateway.autoscaling: kind keda needs inflightPerReplica or queuedPerReplica",
+    ),
+    (
+        CANARY,
+        "gateway.autoscaling",
+        {"kind": "hpa", "cpuPercent": 0},
+        "gateway.autoscaling: kind hpa needs cpuPercent, inflightPerReplica or queuedPerReplica",
+    ),
+    (
+        CANARY,
+        "gateway.autoscaling.minReplicas",
+        9,
+        "gateway.autoscaling.minReplicas: 9 is more than maxReplicas 8",
+    ),
+    (
+        CANARY,
+        "variants.0.autoscaling.minReplicas",
+        7,
+        "variants[baseline].autoscaling.minReplicas: 7 is more than maxReplicas 6",
+    ),
+    (
+        CPU,
+        "variants.0.rollout",
+        {"maxSurge": 0, "maxUnavailable": 0},
+        "variants[w8a8].rollout: maxSurge and maxUnavailable cannot both be 0",
+    ),
+    (CPU, "model.source", "", "model.source: needed to compress by variants[w8a8].recipe"),
+    (
+        CPU,
+        "variants.0.artifact",
+        {"reference": "x/y"},
+        "variants[w8a8].recipe: a checkpoint is compressed in the model store",
+    ),
+    (CPU, "worker", {"cache": {"warm": {"enabled": True}}}, "worker.cache.warm: needs a claim"),
+    (GPU, "worker.cache.size", "9Gi", "worker.cache: give either existingClaim or size"),
+    (
+        AIR_GAPPED,
+        "prepare.copy",
+        {"directories": [{"from": "store:x", "to": "a"}]},
+        "prepare.copy.directories: the prepare Job copies them, and prepare.enabled is false",
+    ),
+    (GPU, "prepare.device", "cpu", "prepare.gpus: unused with prepare.device cpu"),
+    (
+        CANARY,
+        "validation.candidate",
+        "baseline",
+        "validation.candidate: the same variant as validation.baseline",
+    ),
+    (
+        CANARY,
+        "validation.through",
+        "servers",
+        "validation.through: servers tell a lower bound of mean_kl only",
+    ),
+    (
+        AIR_GAPPED,
+        "variants.1.artifact",
+        {"reference": "x/y"},
+        "validation.through: files loads checkpoints from the model store, and variants[baseline]",
+    ),
 ]
 
 

@@ -12,6 +12,20 @@
 {{- if and (hasKey $variant "weight") (not $variant.weight) -}}
 {{- $weights = subf $weights 1.0 -}}
 {{- end -}}
+{{- if and $variant.recipe $variant.artifact -}}
+{{- fail (printf "variants[%s].recipe: a checkpoint is compressed in the model store, not in an artifact" $variant.name) -}}
+{{- end -}}
+{{- if and $variant.recipe $.Values.prepare.enabled (not $.Values.model.source) -}}
+{{- fail (printf "model.source: needed to compress by variants[%s].recipe" $variant.name) -}}
+{{- end -}}
+{{- if and $variant.artifact (semverCompare "<1.31-0" $.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "variants[%s].artifact: needs Kubernetes 1.31 with the feature gate ImageVolume, or 1.35; here is %s" $variant.name $.Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- with $variant.rollout -}}
+{{- if not (or .maxSurge .maxUnavailable) -}}
+{{- fail (printf "variants[%s].rollout: maxSurge and maxUnavailable cannot both be 0" $variant.name) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $variant.multiNode (eq $.Values.modelStore.accessMode "ReadWriteOnce") -}}
 {{- fail (printf "modelStore.accessMode: variants[%s].multiNode needs ReadWriteMany" $variant.name) -}}
 {{- end -}}
@@ -19,11 +33,40 @@
 {{- if $variant.multiNode -}}
 {{- fail (printf "variants[%s].autoscaling: not offered together with multiNode" $variant.name) -}}
 {{- end -}}
+{{- if gt (int .minReplicas) (int .maxReplicas) -}}
+{{- fail (printf "variants[%s].autoscaling.minReplicas: %d is more than maxReplicas %d" $variant.name (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
 {{- if eq .kind "keda" -}}{{- $keda = true -}}{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if le $weights 0.0 -}}
 {{- fail "variants: the weights are all 0, so that no request would be served" -}}
+{{- end -}}
+{{- with .Values.gateway.autoscaling -}}
+{{- $requests := or .inflightPerReplica .queuedPerReplica -}}
+{{- if and (eq .kind "keda") (not $requests) -}}
+{{- fail "gateway.autoscaling: kind keda needs inflightPerReplica or queuedPerReplica" -}}
+{{- end -}}
+{{- if and (eq .kind "hpa") (not (or $requests .cpuPercent)) -}}
+{{- fail "gateway.autoscaling: kind hpa needs cpuPercent, inflightPerReplica or queuedPerReplica" -}}
+{{- end -}}
+{{- if gt (int .minReplicas) (int .maxReplicas) -}}
+{{- fail (printf "gateway.autoscaling.minReplicas: %d is more than maxReplicas %d" (int .minReplicas) (int .maxReplicas)) -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.worker.cache -}}
+{{- if and .existingClaim .size -}}
+{{- fail "worker.cache: give either existingClaim or size" -}}
+{{- end -}}
+{{- if and .warm.enabled (not (or .existingClaim .size)) -}}
+{{- fail "worker.cache.warm: needs a claim to fill: worker.cache.existingClaim or worker.cache.size" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.prepare.copy.directories (not .Values.prepare.enabled) -}}
+{{- fail "prepare.copy.directories: the prepare Job copies them, and prepare.enabled is false" -}}
+{{- end -}}
+{{- if and .Values.prepare.gpus (ne .Values.prepare.device "cuda") -}}
+{{- fail "prepare.gpus: unused with prepare.device cpu" -}}
 {{- end -}}
 {{- if and $keda (not .Values.keda.prometheusAddress) -}}
 {{- fail "keda.prometheusAddress: needed with autoscaling.kind keda" -}}
@@ -46,6 +89,20 @@
 {{- $wanted := get $.Values.validation $side -}}
 {{- if not (has $wanted $names) -}}
 {{- fail (printf "validation.%s: %q is not the name of a variant (%s)" $side $wanted (join ", " $names)) -}}
+{{- end -}}
+{{- end -}}
+{{- if eq .Values.validation.baseline .Values.validation.candidate -}}
+{{- fail "validation.candidate: the same variant as validation.baseline" -}}
+{{- end -}}
+{{- $validation := .Values.validation -}}
+{{- if and (eq $validation.through "servers") (not $validation.acceptLowerBound) (not (hasPrefix "/" $validation.policy)) -}}
+{{- fail "validation.through: servers tell a lower bound of mean_kl only, which every built-in policy limits, so that it would never pass; use both, or set validation.acceptLowerBound" -}}
+{{- end -}}
+{{- if ne $validation.through "servers" -}}
+{{- range .Values.variants -}}
+{{- if and .artifact (has .name (list $validation.baseline $validation.candidate)) -}}
+{{- fail (printf "validation.through: %s loads checkpoints from the model store, and variants[%s] is an artifact; use servers" $validation.through .name) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if eq (empty .Values.validation.text.configMap) (empty .Values.validation.text.path) -}}

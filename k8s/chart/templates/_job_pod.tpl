@@ -6,7 +6,7 @@ automountServiceAccountToken: false
 restartPolicy: Never
 {{- end }}
 
-{{/* Context: {root, of}; of is the name of the image. */}}
+{{/* Without a command it runs the image's entry point. Context: {root, of}; of is the name of the image. */}}
 {{- define "taut.job.container" -}}
 image: {{ include "taut.image" (dict "root" .root "of" .of) }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
@@ -16,7 +16,6 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- define "taut.prepare.step" -}}
 {{- $prepare := .root.Values.prepare -}}
 {{ include "taut.job.container" (dict "root" .root "of" "toolbox") }}
-command: [taut]
 args: {{- toYaml .args | nindent 2 }}
 env:
   - {name: TAUT_HOME, value: /models}

@@ -52,6 +52,28 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 {{- end }}
 
+{{/* Where a worker finds its checkpoint. Context: the variant. */}}
+{{- define "taut.checkpoint" -}}
+{{ ternary "/artifact" "/models" (not (empty .artifact)) }}/{{ .checkpoint }}
+{{- end }}
+
+{{/* The claim for compiled code; empty if there is none. Context: the root. */}}
+{{- define "taut.cache.claim" -}}
+{{- $cache := .Values.worker.cache -}}
+{{- if $cache.existingClaim -}}
+{{- $cache.existingClaim -}}
+{{- else if $cache.size -}}
+{{- include "taut.fullname" . }}-compile-cache
+{{- end -}}
+{{- end }}
+
+{{/* Whether anything lies in the model store. Context: the root. */}}
+{{- define "taut.modelStore.used" -}}
+{{- $used := or .Values.prepare.enabled .Values.validation.text.path -}}
+{{- range .Values.variants -}}{{- if not .artifact -}}{{- $used = true -}}{{- end -}}{{- end -}}
+{{- if $used -}}yes{{- end -}}
+{{- end }}
+
 {{- define "taut.modelStore.claim" -}}
 {{- default (printf "%s-models" (include "taut.fullname" .)) .Values.modelStore.existingClaim -}}
 {{- end }}

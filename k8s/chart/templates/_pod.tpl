@@ -49,6 +49,26 @@ ever. So the pods that mount it keep together. Context: {root, own}; own is the 
 {{- toYaml (mergeOverwrite $together (deepCopy (default dict .own))) -}}
 {{- end }}
 
+{{/* Whether a worker's pod mounts a claim. Context: {root, variant}. */}}
+{{- define "taut.worker.onStore" -}}
+{{- if or (not .variant.artifact) (include "taut.cache.claim" .root) -}}yes{{- end -}}
+{{- end }}
+
+{{- define "taut.worker.affinity" -}}
+{{- if include "taut.worker.onStore" . -}}
+{{- include "taut.affinity" (dict "root" .root "own" .variant.affinity) -}}
+{{- else -}}
+{{- toYaml (default dict .variant.affinity) -}}
+{{- end -}}
+{{- end }}
+
+{{/* What the affinity goes by. Context: {root, variant}. */}}
+{{- define "taut.store.label" -}}
+{{- if include "taut.worker.onStore" . -}}
+taut/store: mounted
+{{- end -}}
+{{- end }}
+
 {{/* Node choice; pods with GPUs tolerate the taint of GPU nodes. Context: {of, gpus, gpuResource, affinity}. */}}
 {{- define "taut.placement" -}}
 {{- $tolerations := default list .of.tolerations -}}

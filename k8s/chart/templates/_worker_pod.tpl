@@ -7,9 +7,16 @@ taut/serves: {{ ne .rank "follower" | quote }}
 
 {{/* taut worker's own arguments, then vLLM's; of several nodes only the first has an API. */}}
 {{- define "taut.worker.args" -}}
+{{- $args := list "worker" (include "taut.checkpoint" .variant) "--name" .root.Values.model.name "--host" "$(POD_IP)" "--port" "8000" -}}
+{{- $args = concat $args (list "--shutdown-timeout" (toString (int .root.Values.worker.drainSeconds))) -}}
+{{- $args = concat $args (include "taut.worker.engine" . | fromYamlArray) -}}
+{{- toYaml $args -}}
+{{- end }}
+
+{{/* What the worker and the Job that warms its compile cache must be told alike. Context: as above. */}}
+{{- define "taut.worker.engine" -}}
 {{- $variant := .variant -}}
-{{- $args := list "worker" (printf "/models/%s" $variant.checkpoint) "--name" .root.Values.model.name "--host" "$(POD_IP)" "--port" "8000" -}}
-{{- $args = concat $args (list "--max-model-len" (toString (int .root.Values.model.maxModelLen)) "--shutdown-timeout" (toString (int .root.Values.worker.drainSeconds))) -}}
+{{- $args := list "--max-model-len" (toString (int .root.Values.model.maxModelLen)) -}}
 {{- with $variant.kvCacheDtype -}}{{- $args = concat $args (list "--kv-cache-dtype" .) -}}{{- end -}}
 {{- with $variant.kvCacheGib -}}{{- $args = concat $args (list "--kv-cache-gib" (toString (int .))) -}}{{- end -}}
 {{- with $variant.kernels -}}{{- $args = concat $args (list "--kernels" .) -}}{{- end -}}
@@ -23,14 +30,129 @@ taut/serves: {{ ne .rank "follower" | quote }}
 {{- toYaml $args -}}
 {{- end }}
 
+{{/* Context: {root, variant}. */}}
+{{- define "taut.worker.env" -}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: TAUT_HOME, value: /models}
+- {name: HOME, value: /cache}
+- {name: VLLM_CACHE_ROOT, value: /cache/vllm}
+- {name: TRITON_CACHE_DIR, value: /cache/triton}
+- {name: TORCHINDUCTOR_CACHE_DIR, value: /cache/inductor}
+{{- if include "taut.cache.claim" .root }}
+- {name: TAUT_COMPILE_CACHE, value: /compile-cache}
+{{- end }}
+{{- range $name, $value := default dict .variant.env }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end }}
+
+{{/* Context: {root, variant, writes}; writes: whether it may write to the compile cache. */}}
+{{- define "taut.worker.mounts" -}}
+{{- if .variant.artifact }}
+- {name: artifact, mountPath: /artifact, readOnly: true}
+{{- else }}
+- {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+- {name: cache, mountPath: /cache}
+{{- if include "taut.cache.claim" .root }}
+- {name: compile-cache, mountPath: /compile-cache, readOnly: {{ not .writes }}}
+{{- end }}
+- {name: shm, mountPath: /dev/shm}
+- {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{/* Context: {root, variant}. */}}
+{{- define "taut.worker.volumes" -}}
+{{- $cache := .root.Values.worker.cache -}}
+{{- with .variant.artifact }}
+- name: artifact
+  image: {reference: {{ .reference | quote }}, pullPolicy: {{ default "IfNotPresent" .pullPolicy }}}
+{{- else }}
+- name: models
+  persistentVolumeClaim: {claimName: {{ include "taut.modelStore.claim" .root }}}
+{{- end }}
+- name: cache
+  emptyDir: {sizeLimit: {{ $cache.sizeLimit }}}
+{{- with include "taut.cache.claim" .root }}
+- name: compile-cache
+  persistentVolumeClaim: {claimName: {{ . }}}
+{{- end }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ default .root.Values.worker.shmSize .variant.shmSize }}}
+# A warm compile cache that is mounted read-only is copied here.
+- name: tmp
+  emptyDir: {sizeLimit: {{ $cache.sizeLimit }}}
+{{- end }}
+
+{{/* A checkpoint gets its name by a rename when it is complete, so one file tells enough. Context: {root, variant}. */}}
+{{- define "taut.worker.wait" -}}
+- name: wait-for-checkpoint
+  {{- include "taut.worker.waiter" . | nindent 2 }}
+  command: [sh, -c, 'until test -f "$0"; do sleep 2; done']
+  args: [{{ include "taut.checkpoint" .variant }}/config.json]
+  volumeMounts:
+    - {name: models, mountPath: /models, readOnly: true}
+{{- end }}
+
+{{/* Context: {root}. */}}
+{{- define "taut.worker.waiter" -}}
+image: {{ include "taut.image" (dict "root" .root "of" "worker") }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+{{ include "taut.container.security" true }}
+resources:
+  requests: {cpu: 10m, memory: 16Mi}
+  limits: {memory: 64Mi}
+{{- end }}
+
+{{/* Context: as the pod's. */}}
+{{- define "taut.worker.init" -}}
+{{- $warm := .root.Values.worker.cache.warm -}}
+{{- if and .root.Values.prepare.enabled (not .variant.artifact) }}
+{{ include "taut.worker.wait" . }}
+{{- end }}
+{{- if and $warm.enabled (eq .rank "single") }}
+# Two compilers for the same kernels help nobody; but serving cold is better than not at all.
+- name: wait-for-cache
+  {{- include "taut.worker.waiter" . | nindent 2 }}
+  command:
+    - sh
+    - -c
+    - 's=0; until test -f "$0"; do test "$s" -lt "$1" || { echo "no warm cache after $1 s: starting cold"; break; }; sleep 2; s=$((s + 2)); done'
+  args: [/compile-cache/warmed/{{ include "taut.warm.key" . }}, {{ int $warm.waitSeconds | quote }}]
+  volumeMounts:
+    - {name: compile-cache, mountPath: /compile-cache, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{/* Ready to serve is who answers a prompt with the right token; loading and compiling take minutes. Context: as the pod's. */}}
+{{- define "taut.worker.startupProbe" -}}
+{{- $worker := .root.Values.worker -}}
+startupProbe:
+  {{- if eq $worker.startup "token" }}
+  {{- $golden := default .root.Values.model.gateway.golden (dig "gateway" "golden" dict .variant) }}
+  {{- $command := list "python3" "/etc/taut/scripts/startup_probe.py" .root.Values.model.name (include "taut.checkpoint" .variant) }}
+  {{- with $golden }}{{- $command = concat $command (list .prompt .expected_text) }}{{- end }}
+  exec:
+    command: {{- toYaml $command | nindent 6 }}
+  timeoutSeconds: 60
+  {{- else }}
+  httpGet: {path: /health, port: http}
+  timeoutSeconds: 3
+  {{- end }}
+  periodSeconds: 5
+  failureThreshold: {{ div (add $worker.startupSeconds 4) 5 }}
+{{- end }}
+
 {{- define "taut.worker.pod" -}}
 {{- $worker := .root.Values.worker -}}
 {{- $variant := .variant -}}
 {{- $gpus := int (default 0 $variant.gpus) -}}
+{{- $token := and (ne .rank "follower") (eq $worker.startup "token") -}}
 metadata:
   labels:
     {{- include "taut.worker.labels" . | nindent 4 }}
-    taut/store: mounted
+    {{- include "taut.store.label" . | nindent 4 }}
     {{- with .root.Values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -56,49 +178,22 @@ spec:
           {{- include "taut.component.selector" (dict "root" .root "component" "worker") | nindent 10 }}
           taut/variant: {{ $variant.name }}
   {{- end }}
-  {{- include "taut.placement" (dict "of" $variant "gpus" $gpus "gpuResource" $worker.gpuResource "affinity" (include "taut.affinity" (dict "root" .root "own" $variant.affinity))) | nindent 2 }}
-  {{- if .root.Values.prepare.enabled }}
+  {{- include "taut.placement" (dict "of" $variant "gpus" $gpus "gpuResource" $worker.gpuResource "affinity" (include "taut.worker.affinity" .)) | nindent 2 }}
+  {{- with include "taut.worker.init" . | trim }}
   initContainers:
-    # A checkpoint gets its name by a rename when it is complete, so one file tells enough.
-    - name: wait-for-checkpoint
-      image: {{ include "taut.image" (dict "root" .root "of" "worker") }}
-      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      command: [sh, -c, 'until test -f "$0"; do sleep 2; done']
-      args: [/models/{{ $variant.checkpoint }}/config.json]
-      {{- include "taut.container.security" true | nindent 6 }}
-      resources:
-        requests: {cpu: 10m, memory: 16Mi}
-        limits: {memory: 64Mi}
-      volumeMounts:
-        - {name: models, mountPath: /models, readOnly: true}
+    {{- . | nindent 4 }}
   {{- end }}
   containers:
     - name: worker
       image: {{ include "taut.image" (dict "root" .root "of" "worker") }}
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      command: [taut]
       args: {{- include "taut.worker.args" . | nindent 8 }}
       {{- include "taut.container.security" $worker.readOnlyRootFilesystem | nindent 6 }}
-      env:
-        - name: POD_IP
-          valueFrom: {fieldRef: {fieldPath: status.podIP}}
-        - {name: TAUT_HOME, value: /models}
-        - {name: HOME, value: /cache}
-        - {name: VLLM_CACHE_ROOT, value: /cache/vllm}
-        - {name: TRITON_CACHE_DIR, value: /cache/triton}
-        - {name: TORCHINDUCTOR_CACHE_DIR, value: /cache/inductor}
-        {{- range $name, $value := default dict $variant.env }}
-        - {name: {{ $name }}, value: {{ $value | quote }}}
-        {{- end }}
+      env: {{- include "taut.worker.env" . | nindent 8 }}
       {{- if ne .rank "follower" }}
       ports:
         - {name: http, containerPort: 8000}
-      # Loading and compiling take minutes; whether the first token is right is asked by the gateway.
-      startupProbe:
-        httpGet: {path: /health, port: http}
-        periodSeconds: 5
-        timeoutSeconds: 3
-        failureThreshold: {{ div (add $worker.startupSeconds 4) 5 }}
+      {{- include "taut.worker.startupProbe" . | nindent 6 }}
       readinessProbe:
         httpGet: {path: /health, port: http}
         periodSeconds: 5
@@ -115,21 +210,14 @@ spec:
       {{- end }}
       resources: {{- include "taut.resources" (dict "resources" $variant.resources "gpus" $gpus "gpuResource" $worker.gpuResource) | nindent 8 }}
       volumeMounts:
-        - {name: models, mountPath: /models, readOnly: true}
-        - {name: cache, mountPath: /cache}
-        - {name: shm, mountPath: /dev/shm}
-        - {name: tmp, mountPath: /tmp}
+        {{- include "taut.worker.mounts" (dict "root" .root "variant" $variant "writes" (not $worker.cache.warm.enabled)) | trim | nindent 8 }}
+        {{- if $token }}
+        - {name: scripts, mountPath: /etc/taut/scripts, readOnly: true}
+        {{- end }}
   volumes:
-    - name: models
-      persistentVolumeClaim: {claimName: {{ include "taut.modelStore.claim" .root }}}
-    - name: cache
-      {{- if $worker.cache.existingClaim }}
-      persistentVolumeClaim: {claimName: {{ $worker.cache.existingClaim }}}
-      {{- else }}
-      emptyDir: {sizeLimit: {{ $worker.cache.sizeLimit }}}
-      {{- end }}
-    - name: shm
-      emptyDir: {medium: Memory, sizeLimit: {{ default $worker.shmSize $variant.shmSize }}}
-    - name: tmp
-      emptyDir: {sizeLimit: 2Gi}
+    {{- include "taut.worker.volumes" . | trim | nindent 4 }}
+    {{- if $token }}
+    - name: scripts
+      configMap: {name: {{ include "taut.fullname" .root }}-scripts}
+    {{- end }}
 {{- end }}

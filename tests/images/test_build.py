@@ -1,0 +1,108 @@
+"""docker/build.py: what it hands to the engine, and the bill of materials it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from built_images import build_module, image
+from container_engine import REPOSITORY, engine, tool
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+SCRIPT = REPOSITORY / "docker" / "build.py"
+
+
+def locked(name: str) -> dict[str, str]:
+    """Name and version of what a lock and those it includes hold."""
+    build = build_module()
+    files = build._with_included([REPOSITORY / "requirements" / f"{name}.txt"])
+    pins = [line for file in files for line in file.read_text().splitlines() if "==" in line]
+    return {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in pins}
+
+
+def closure(extra: str) -> set[str]:
+    """Names of the packages that ``taut[extra]`` needs, as installed here."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    todo = [("taut", frozenset({extra}))]
+    while todo:
+        name, extras = todo.pop()
+        if (name, extras) in found:
+            continue
+        found.add((name, extras))
+        for text in metadata.distribution(name).requires or ():
+            wanted = Requirement(text)
+            chosen = [{"extra": each} for each in (*extras, "")]
+            if wanted.marker is None or any(wanted.marker.evaluate(each) for each in chosen):
+                todo.append((canonicalize_name(wanted.name), frozenset(wanted.extras)))
+    return {name for name, _ in found} - {"taut", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("lock", "extra"), [("service", "service"), ("otel", "otel"), ("deploy", "deploy")]
+)
+def test_lock_holds_all_that_its_extra_needs(lock: str, extra: str):
+    assert closure(extra) <= set(locked(lock))
+
+
+def test_settings_of_pip_travel_as_a_secret(tmp_path: Path):
+    build = build_module()
+    options = build.Options("docker", pip_conf=tmp_path / "pip.conf", torch_index="I")
+    command = build.build_command("toolbox", options)
+    assert command[:2] == ["docker", "buildx"]
+    assert command[command.index("--secret") + 1] == f"id=pip_conf,src={tmp_path / 'pip.conf'}"
+    assert "TAUT_TORCH_INDEX=I" in command
+    assert not any(
+        part.startswith("TAUT_TORCH_INDEX") for part in build.build_command("gateway", options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gatewy"], "gatewy: no such image; there are gateway, worker-cpu, toolbox, worker-cuda"),
+        (
+            ["--engine", "docker", "gateway"],
+            "no docker here: install Docker, or buildah and podman",
+        ),
+    ],
+)
+def test_mistakes_cost_one_line(arguments: list[str], said: str, tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stderr) == (1, f"docker/build.py: {said}\n")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["gateway", "worker-cpu"])
+def test_bill_of_materials_names_what_the_lock_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tool("syft")
+    image(name)
+    build = build_module()
+    for variable in ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"):
+        monkeypatch.setenv(variable, engine().environment[variable])
+    path = build.write_sbom(name, build.Options("buildah"), tmp_path)
+    found = json.loads(path.read_text())["packages"]
+    links = [
+        (each, link["referenceLocator"]) for each in found for link in each.get("externalRefs", ())
+    ]
+    versions = {
+        canonicalize_name(each["name"]): each.get("versionInfo")
+        for each, link in links
+        if link.startswith("pkg:pypi/")
+    }
+    wanted = {pin: version for lock in build.LOCKS[name] for pin, version in locked(lock).items()}
+    assert len(wanted) > 20
+    assert {pin: versions.get(pin) for pin in wanted} == wanted
+    assert versions["taut"] == build.project_version()
+    assert any(link.startswith("pkg:deb/debian/tini@") for _, link in links)
