@@ -95,6 +95,8 @@ class Node:
         if document["kind"] == "Deployment":
             template["spec"]["restartPolicy"] = "Always"
         metadata = {"labels": template["metadata"]["labels"], "name": name}
+        # Kept when they have ended: podman 4.3 removes them too early ("cannot remove … running").
+        metadata["annotations"] = {"io.podman.annotations.init.container.type": "always"}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
     def _place(self, volume: Document, pod: str) -> None:
