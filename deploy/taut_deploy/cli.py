@@ -15,6 +15,7 @@ from taut_deploy.commands import (
     explain,
     memory,
     model,
+    plan,
     profile,
     roofline,
     serve,
@@ -33,6 +34,7 @@ app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.command()(compress.compress)
+app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(serve.serve)
 app.command()(validate.validate)
