@@ -12,7 +12,8 @@ from built_images import build_module
 from container_engine import REPOSITORY, engine, tool
 
 DOCKERFILES = sorted((REPOSITORY / "docker").glob("*.Dockerfile"))
-BY_DIGEST = re.compile(r"^docker\.io/[\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}$")
+# A plain name: which registry it comes from is the engine's setting, and no host is named here.
+BY_DIGEST = re.compile(r"[\w-]+(/[\w-]+)?:[\w.-]+@sha256:[0-9a-f]{64}$")
 
 
 def names(paths: list[Path]) -> list[str]:
