@@ -172,8 +172,9 @@ def test_pip_settings_of_a_build_stay_out_of_its_layers(tmp_path: Path):
     # One stage is enough: every step gets the settings in the same way.
     command[command.index("--layers")] = "--no-cache"
     command[command.index("--tag") + 1] = name
+    command[-1:-1] = ["--target", "taut"]
     try:
-        here.run(*command, "--target", "taut", timeout_s=900)
+        here.run(*command, timeout_s=900)
         here.podman("save", "--output", archive, name, timeout_s=300)
     finally:
         here.podman("rmi", "--force", name, check=False)
