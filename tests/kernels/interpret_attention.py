@@ -35,11 +35,11 @@ def strided(x):
 
 def check(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, tile):
     scale = 0.7 * q.shape[-1] ** -0.5
-    settings = (cu_q, cu_k, max_q, max_k, causal, window, scale)
+    settings = prefill.Settings(cu_q, cu_k, max_q, max_k, causal, window, scale)
     with testing.nan_poison():
         o = torch.full_like(q, float("nan")).contiguous()
         lse = torch.full(prefill._lse_shape(q), float("nan"))
-        prefill.launch_forward(tile, q, k, v, o, lse, cu_q, cu_k, max_q, causal, window, scale)
+        prefill.launch_forward(tile, q, k, v, o, lse, settings)
     reference, reference_lse = _reference.attention_ref(q, k, v, *settings)
     doubles = (q.double(), k.double(), v.double())
     gold, gold_lse = _reference.attention_ref(*doubles, *settings)
@@ -51,10 +51,7 @@ def check(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, tile):
 
     do = strided(draw(q.shape, 11))
     with testing.nan_poison():
-        ours = prefill.launch_backward(
-            tile, tile, do, q, k, v, reference, reference_lse, cu_q, cu_k, max_q, max_k,
-            causal, window, scale,
-        )  # fmt: skip
+        ours = prefill.launch_backward(tile, tile, do, q, k, v, reference, reference_lse, settings)
     args = (do, q, k, v, reference, reference_lse)
     theirs = _reference.attention_backward_ref(*args, *settings)
     gold = _reference.attention_backward_ref(do.double(), *doubles, gold, gold_lse, *settings)
@@ -103,13 +100,33 @@ def large_scores():
     """Scores far beyond what exp can hold."""
     q, k, v = draw((1, 40, 2, 64), 1) * 40, draw((1, 40, 2, 64), 2) * 40, draw((1, 40, 2, 64), 3)
     o, lse = torch.empty_like(q), torch.empty(1, 2, 40)
-    prefill.launch_forward(TILES[0], q, k, v, o, lse, None, None, 40, True, 0, 1.0)
-    gold, gold_lse = _reference.attention_ref(
-        q.double(), k.double(), v.double(), None, None, 40, 40, True, 0, 1.0
-    )
-    reference, _ = _reference.attention_ref(q, k, v, None, None, 40, 40, True, 0, 1.0)
+    settings = prefill.Settings(None, None, 40, 40, True, 0, 1.0)
+    prefill.launch_forward(TILES[0], q, k, v, o, lse, settings)
+    gold, gold_lse = _reference.attention_ref(q.double(), k.double(), v.double(), *settings)
+    reference, _ = _reference.attention_ref(q, k, v, *settings)
     assert_within_budget(o, gold, reference)
     assert torch.allclose(lse.double(), gold_lse, rtol=1e-5)
+    return 1
+
+
+def registered():
+    """What the dispatcher calls on a card: the ops' arguments as they come, tiles by the rule."""
+    q, k, v = draw((1, 20, 2, 64), 1), draw((1, 33, 1, 64), 2), draw((1, 33, 1, 64), 3)
+    settings = (None, None, 20, 33, True, 8, 0.1)
+    with testing.nan_poison():
+        o, lse = prefill._launch_attention(q, k, v, *settings)
+        # A gradient expanded from a scalar.
+        do = torch.ones((), dtype=q.dtype).expand(q.shape)
+        found = prefill._launch_attention_backward(do, q, k, v, o, lse, *settings)
+    reference, reference_lse = _reference.attention_ref(q, k, v, *settings)
+    doubles = (q.double(), k.double(), v.double())
+    gold, gold_lse = _reference.attention_ref(*doubles, *settings)
+    assert_within_budget(o, gold, reference)
+    args = (do, q, k, v, reference, reference_lse)
+    theirs = _reference.attention_backward_ref(*args, *settings)
+    exact = _reference.attention_backward_ref(do.double(), *doubles, gold, gold_lse, *settings)
+    for ours, expected, right in zip(found, theirs, exact, strict=True):
+        assert_within_budget(ours, right, expected)
     return 1
 
 

@@ -117,7 +117,8 @@ def test_packed_sequences_are_attended_one_by_one(causal: bool) -> None:
 
 @interpreter
 @pytest.mark.parametrize(
-    ("check", "count"), [("batches", 30), ("packed", 15), ("wide_heads", 2), ("large_scores", 1)]
+    ("check", "count"),
+    [("batches", 30), ("packed", 15), ("wide_heads", 2), ("large_scores", 1), ("registered", 1)],
 )
 def test_interpreted_kernels(check: str, count: int, run_python: Any) -> None:
     process = run_python(str(INTERPRET), check, env={"TRITON_INTERPRET": "1"})

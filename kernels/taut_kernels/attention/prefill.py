@@ -22,7 +22,7 @@ Source    arXiv:2307.08691 (FlashAttention-2), algorithms 1 and 2; bottom-right 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,6 +71,28 @@ def _length(x: torch.Tensor) -> int:
     return x.shape[1] if x.dim() == 4 else 0
 
 
+class Settings(NamedTuple):
+    """What both passes are told beside their tensors, in the order of the ops' arguments.
+
+    Attributes:
+        cu_q: bounds of packed sequences, or None.
+        cu_k: likewise.
+        max_q: queries of the longest sequence.
+        max_k: keys of the longest sequence.
+        causal: whether keys behind a query are hidden.
+        window: keys a query sees, 0 for all.
+        scale: factor of the scores, positive.
+    """
+
+    cu_q: torch.Tensor | None
+    cu_k: torch.Tensor | None
+    max_q: int
+    max_k: int
+    causal: bool
+    window: int
+    scale: float
+
+
 def launch_forward(
     tile: AttentionTile,
     q: torch.Tensor,
@@ -78,12 +100,7 @@ def launch_forward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    max_q: int,
-    causal: bool,
-    window: int,
-    scale: float,
+    settings: Settings,
 ) -> None:
     """Run the forward kernel with a given tile; what the op does, and what tuning calls.
 
@@ -94,15 +111,11 @@ def launch_forward(
         v: values.
         o: written.
         lse: written.
-        cu_q: bounds of packed sequences, or None.
-        cu_k: likewise.
-        max_q: queries of the longest sequence.
-        causal: whether keys behind a query are hidden.
-        window: keys a query sees, 0 for all.
-        scale: factor of the scores, positive.
+        settings: of the op.
     """
     if not q.numel():
         return
+    cu_q, cu_k, max_q, _, causal, window, scale = settings
     heads, dim = q.shape[-2], q.shape[-1]
     group = heads // k.shape[-2]
     strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(o))
@@ -134,13 +147,7 @@ def launch_backward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    window: int,
-    scale: float,
+    settings: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the backward kernels with given tiles; see :func:`launch_forward`.
 
@@ -153,17 +160,12 @@ def launch_backward(
         v: values.
         o: what the forward pass returned.
         lse: likewise.
-        cu_q: bounds of packed sequences, or None.
-        cu_k: likewise.
-        max_q: queries of the longest sequence.
-        max_k: keys of the longest sequence.
-        causal: whether keys behind a query are hidden.
-        window: keys a query sees, 0 for all.
-        scale: factor of the scores, positive.
+        settings: of the op.
 
     Returns:
         dq, dk, dv.
     """
+    cu_q, cu_k, max_q, max_k, causal, window, scale = settings
     dq = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk = _launch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = _launch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -214,22 +216,14 @@ def launch_backward(
 
 
 def _launch_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    window: int,
-    scale: float,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = Settings(*arguments)
     o = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = _launch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
     hopper = _launch.is_hopper(q.device)
-    tile = _tiles.forward(padded_dim(q.shape[-1]), window > 0, hopper)
-    launch_forward(tile, q, k, v, o, lse, cu_q, cu_k, max_q, causal, window, scale)
+    tile = _tiles.forward(padded_dim(q.shape[-1]), settings.window > 0, hopper)
+    launch_forward(tile, q, k, v, o, lse, settings)
     return o, lse
 
 
@@ -240,21 +234,13 @@ def _launch_attention_backward(
     v: torch.Tensor,
     o: torch.Tensor,
     lse: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    window: int,
-    scale: float,
+    *arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dim = padded_dim(q.shape[-1])
     tiles = (_tiles.KEY_GRADIENTS[dim], _tiles.QUERY_GRADIENTS[dim])
     # A gradient expanded from a scalar has no elements next to each other.
     do = do if do.stride(-1) == 1 else do.contiguous()
-    return launch_backward(
-        *tiles, do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, causal, window, scale
-    )
+    return launch_backward(*tiles, do, q, k, v, o, lse, Settings(*arguments))
 
 
 def _fake_attention(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:

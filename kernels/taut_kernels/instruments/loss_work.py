@@ -19,14 +19,10 @@ from collections.abc import Callable
 
 import torch
 
-from taut_kernels.instruments.work import Work
+from taut_kernels.instruments.work import Work, nbytes
 
 _STATISTICS, _GRADIENT, _DIVERGENCE = 4, 3, 11
 _SOFTCAP, _SMOOTHING = 3, 1
-
-
-def _nbytes(*tensors: torch.Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def _per_logit(base: int, label_smoothing: float, softcap: float) -> int:
@@ -58,8 +54,8 @@ def _cross_entropy(
     if with_grad:
         flops += _per_logit(_GRADIENT, label_smoothing, softcap)
     written = _loss_bytes(logits, reduction) + _lse_bytes(logits)
-    written += _nbytes(logits) if with_grad else 0
-    return Work(flops * logits.numel(), _nbytes(logits, target), written)
+    written += nbytes(logits) if with_grad else 0
+    return Work(flops * logits.numel(), nbytes(logits, target), written)
 
 
 def _cross_entropy_(
@@ -89,11 +85,11 @@ def _cross_entropy_backward(
 ) -> Work:
     del ignore_index, z_loss, reduction
     flops = _per_logit(_GRADIENT, label_smoothing, softcap) * logits.numel()
-    return Work(flops, _nbytes(grad_loss, logits, target, lse), _nbytes(logits))
+    return Work(flops, nbytes(grad_loss, logits, target, lse), nbytes(logits))
 
 
 def _scale_(x: torch.Tensor, factor: torch.Tensor) -> Work:
-    return Work(x.numel(), _nbytes(x, factor), _nbytes(x))
+    return Work(x.numel(), nbytes(x, factor), nbytes(x))
 
 
 def _projected(
@@ -104,8 +100,8 @@ def _projected(
     products = 1 + wants[0] + wants[1]
     flops = 2 * M * H * V * products + M * V * wants[2]
     gradients = zip((x, weight, bias), wants, strict=True)
-    written = sum(_nbytes(operand) for operand, wanted in gradients if wanted)
-    return Work(flops, _nbytes(x, weight, bias), written)
+    written = sum(nbytes(operand) for operand, wanted in gradients if wanted)
+    return Work(flops, nbytes(x, weight, bias), written)
 
 
 def _linear_cross_entropy(
@@ -130,7 +126,7 @@ def _linear_cross_entropy(
         per_logit += _per_logit(_GRADIENT, label_smoothing, softcap)
     losses = _loss_bytes(x, reduction) + _lse_bytes(x)
     logits = x.shape[0] * weight.shape[0]
-    return _projected(x, weight, bias, wants) + Work(per_logit * logits, _nbytes(target), losses)
+    return _projected(x, weight, bias, wants) + Work(per_logit * logits, nbytes(target), losses)
 
 
 def _linear_cross_entropy_backward(
@@ -153,7 +149,7 @@ def _linear_cross_entropy_backward(
     del ignore_index, z_loss, reduction, chunk_by, chunk_size, accumulate_fp32
     logits = x.shape[0] * weight.shape[0]
     flops = _per_logit(_GRADIENT, label_smoothing, softcap) * logits
-    return _projected(x, weight, bias, wants) + Work(flops, _nbytes(grad_loss, lse, target))
+    return _projected(x, weight, bias, wants) + Work(flops, nbytes(grad_loss, lse, target))
 
 
 def _linear_divergence(
@@ -177,7 +173,7 @@ def _linear_divergence(
     teacher = _projected(teacher_x, teacher_weight, teacher_bias, [False] * 3)
     per_logit = _DIVERGENCE + _GRADIENT * any(wants)
     logits = x.shape[0] * weight.shape[0]
-    rest = Work(per_logit * logits, _nbytes(keep), _loss_bytes(x, reduction))
+    rest = Work(per_logit * logits, nbytes(keep), _loss_bytes(x, reduction))
     return student + teacher + rest
 
 
@@ -203,7 +199,7 @@ def _linear_divergence_backward(
     teacher = _projected(teacher_x, teacher_weight, teacher_bias, [False] * 3)
     # Without what the forward pass knew, both distributions are computed again.
     flops = (_DIVERGENCE + _GRADIENT) * x.shape[0] * weight.shape[0]
-    return student + teacher + Work(flops, _nbytes(grad_loss, keep))
+    return student + teacher + Work(flops, nbytes(grad_loss, keep))
 
 
 LOSS_WORK: dict[str, Callable[..., Work]] = {

@@ -18,14 +18,10 @@ from typing import Any
 import torch
 
 from taut_kernels.instruments.loss_work import LOSS_WORK
-from taut_kernels.instruments.work import Work
+from taut_kernels.instruments.work import Work, nbytes
 
 _DYNAMIC_QUANT_FLOPS = 3
 _STATIC_QUANT_FLOPS = 1
-
-
-def _nbytes(*tensors: torch.Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 def _gemm(M: int, N: int, K: int, read: int, out: torch.dtype) -> Work:
@@ -43,7 +39,7 @@ def _w4a16_gemm(
 ) -> Work:
     del arrivals, group_size
     (M, K), N = x.shape, 16 * qweight.shape[0]
-    return _gemm(M, N, K, _nbytes(x, qweight, scales, zeros, bias), x.dtype)
+    return _gemm(M, N, K, nbytes(x, qweight, scales, zeros, bias), x.dtype)
 
 
 def _w4a16_gemm_cpu(
@@ -55,7 +51,7 @@ def _w4a16_gemm_cpu(
 ) -> Work:
     del group_size
     (M, K), N = x.shape, scales_and_zeros.shape[1]
-    return _gemm(M, N, K, _nbytes(x, qweight_cpu, scales_and_zeros, bias), x.dtype)
+    return _gemm(M, N, K, nbytes(x, qweight_cpu, scales_and_zeros, bias), x.dtype)
 
 
 def _w8a8_gemm(
@@ -71,7 +67,7 @@ def _w8a8_gemm(
 ) -> Work:
     del arrivals
     (M, K), N = x.shape, weight.shape[0]
-    read = _nbytes(x, weight, x_scale, weight_scale, azp_adj, azp, bias)
+    read = nbytes(x, weight, x_scale, weight_scale, azp_adj, azp, bias)
     return _gemm(M, N, K, read, out_dtype)
 
 
@@ -86,20 +82,20 @@ def _fp8_gemm(
 ) -> Work:
     del arrivals
     (M, K), N = x.shape, weight.shape[0]
-    return _gemm(M, N, K, _nbytes(x, weight, x_scale, weight_scale, bias), out_dtype)
+    return _gemm(M, N, K, nbytes(x, weight, x_scale, weight_scale, bias), out_dtype)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None) -> Work:
     per_element = 3 + (weight is not None) + (residual is not None)
     # The residual is read and replaced by the sum.
-    return Work(per_element * x.numel(), _nbytes(x, weight, residual), _nbytes(residual))
+    return Work(per_element * x.numel(), nbytes(x, weight, residual), nbytes(residual))
 
 
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, epsilon: float
 ) -> Work:
     del epsilon
-    return _norm(x, weight, residual) + Work(written=_nbytes(x))
+    return _norm(x, weight, residual) + Work(written=nbytes(x))
 
 
 def _rms_norm_quant(
@@ -129,19 +125,19 @@ def _row_quant(M: int, N: int, dtype: torch.dtype) -> Work:
 
 
 def _static_quant(elements: int, scale: torch.Tensor) -> Work:
-    return Work(_STATIC_QUANT_FLOPS * elements, _nbytes(scale), elements)
+    return Work(_STATIC_QUANT_FLOPS * elements, nbytes(scale), elements)
 
 
 def _activation(x: torch.Tensor, alpha: float, beta: float, limit: float | None) -> Work:
     per_output = 3 + (alpha != 1.0) + (beta != 0.0) + 3 * (limit is not None)
-    return Work(per_output * x.numel() // 2, _nbytes(x))
+    return Work(per_output * x.numel() // 2, nbytes(x))
 
 
 def _silu_mul(
     x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
 ) -> Work:
     del interleaved
-    return _activation(x, alpha, beta, limit) + Work(written=_nbytes(x) // 2)
+    return _activation(x, alpha, beta, limit) + Work(written=nbytes(x) // 2)
 
 
 def _silu_mul_quant(
@@ -181,7 +177,7 @@ def _rope(
     elements = T * heads * rotated
     angles = T * rotated * cos_sin_cache.element_size()
     turned = elements * q.element_size()
-    return Work(3 * elements, turned + angles + _nbytes(positions), turned)
+    return Work(3 * elements, turned + angles + nbytes(positions), turned)
 
 
 OP_WORK: dict[str, Callable[..., Work]] = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -34,3 +36,8 @@ class Work:
 
     def __add__(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.read + other.read, self.written + other.written)
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of the elements of these tensors; an absent one has none."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
