@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,8 @@ from chart_rendering import (
     the,
 )
 from generate import CHART
+
+from taut_deploy.ports import free_port
 
 pytestmark = needs_helm
 BIN = Path(sys.executable).parent
@@ -59,13 +60,6 @@ class Worker(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Stay silent."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @dataclass

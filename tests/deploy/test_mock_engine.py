@@ -13,10 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from taut_deploy.bench.gateway_process import Running, free_port, start_engine
+from taut_deploy.bench.gateway_process import Running, start_engine
 from taut_deploy.bench.mock_answers import GARBAGE, STREAM_HEAD, plan, whole
 from taut_deploy.bench.mock_behaviour import Behaviour
 from taut_deploy.bench.mock_strict import what_is_wrong
+from taut_deploy.ports import free_port
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-type: application/json\r\n"

@@ -10,8 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
-from taut_deploy.bench.gateway_process import free_port, start_engine
+from taut_deploy.bench.gateway_process import start_engine
 from taut_deploy.bench.mock_behaviour import Behaviour
+from taut_deploy.ports import free_port
 from taut_deploy.validate import CouldNotValidateError, Verdict
 from taut_deploy.validate.gate import combine, judge_latency
 from taut_deploy.validate.latency.measure import Endpoint, Measurement, measure

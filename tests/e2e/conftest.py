@@ -19,7 +19,9 @@ from taut_deploy.models import ModelRecord, ModelStore
 # importlib mode adds no test folder to the path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from serving import MODEL, Served, free_port, wait_for
+from serving import MODEL, Served, wait_for
+
+from taut_deploy.ports import free_port
 
 _START_TIMEOUT_S = 900
 

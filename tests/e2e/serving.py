@@ -1,7 +1,6 @@
 """A running ``taut serve`` as the end-to-end tests see it, and how they talk to it."""
 
 import json
-import socket
 import subprocess
 import time
 import urllib.error
@@ -84,9 +83,3 @@ def post(url: str, body: dict, timeout_s: float = 120) -> tuple[int, dict]:
             return response.status, json.load(response)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -20,7 +20,8 @@ from built_images import image, model_packages
 from compose_files import needs_compose
 from compose_project import Project, project
 from container_engine import EngineError, engine, wait_for
-from http_calls import free_port
+
+from taut_deploy.ports import free_port
 
 pytestmark = [
     needs_compose,

@@ -13,8 +13,10 @@ import pytest
 import yaml
 from built_images import base_image, build_module, image
 from container_engine import Container, engine, wait_for
-from http_calls import call, free_port, stream
+from http_calls import call, stream
 from mock_worker import Faults, MockEngine, mock_worker
+
+from taut_deploy.ports import free_port
 
 pytestmark = pytest.mark.timeout(1800)  # the first test builds
 MIB = 1 << 20

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import pytest
 from built_images import MODEL, RECIPE, image, model_home
 from container_engine import Container, engine, wait_for
-from http_calls import call, free_port, stream
+from http_calls import call, stream
+
+from taut_deploy.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]  # the first test builds and compresses
 # vLLM refuses to start with the 64 MB of /dev/shm that engines give; it loads what it compiles

@@ -28,6 +28,8 @@ import psutil
 import yaml
 from raw_client import HOST, MODEL
 
+from taut_deploy.ports import free_port
+
 SCALE = float(os.environ.get("TAUT_FAULT_SCALE", "0.1"))
 QUICK = {"connect_s": 1, "first_byte_s": 2, "idle_s": 2, "total_s": 60}
 COUNTS: list[str] = []
@@ -42,13 +44,6 @@ def scaled(full: int, least: int = 1) -> int:
 def report(line: str) -> None:
     """Have a line printed at the end of the run."""
     COUNTS.append(line)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def call(

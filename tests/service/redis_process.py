@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
+from taut_deploy.ports import free_port
 from taut_service.settings import RedisStore
 
 BINARY = shutil.which("redis-server")
@@ -28,12 +29,6 @@ def require_redis() -> None:
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RedisServer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from gateway_harness import COMPLETION, Harness, eventually, gateway
 from mock_engine import Faults, MockEngine
 from observability_queries import HOME, OF_WORKERS
 
+from taut_deploy.ports import free_port
 from taut_service.settings import Settings
 
 PROMETHEUS = shutil.which("prometheus")
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.skipif(
     PROMETHEUS is None,
     reason="NO prometheus HERE: dashboards are NOT queried; apt-get install prometheus",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Prometheus:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,8 @@ import pytest
 from admin_harness import administered
 from gateway_harness import COMPLETION, gateway, settings_for
 from mock_engine import Faults, MockEngine
+
+from taut_deploy.ports import free_port
 
 ADMIN_KEY = "sk-admin"
 KEYS = [
@@ -34,12 +35,6 @@ async def check(*words: str, **variables: object) -> tuple[int, str]:
         _, stderr = await process.communicate()
     assert process.returncode is not None
     return process.returncode, stderr.decode()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_live_and_ready_ask_once() -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 import uvloop
 
 from taut_deploy.bench.gateway_cases import CASES, IDLE, Case, Figures, Stage
-from taut_deploy.bench.gateway_process import Running, free_port, start_engine
+from taut_deploy.bench.gateway_process import Running, start_engine
 from taut_deploy.bench.gateway_systems import (
     DIRECT,
     NOT_TO_BE_HAD,
@@ -36,6 +36,7 @@ from taut_deploy.bench.gateway_systems import (
     install,
 )
 from taut_deploy.errors import WorkerError
+from taut_deploy.ports import free_port
 
 WORKERS = 3
 """Ports of the mock engine; taut serves one variant from two of them, another from the third."""

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import yaml
 
-from taut_deploy.bench.gateway_process import free_port
 from taut_deploy.errors import WorkerError
+from taut_deploy.ports import free_port
 
 KEY = "sk-bench-0000"
 MAX_OPEN = 6000

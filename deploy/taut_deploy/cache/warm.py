@@ -18,7 +18,7 @@ from taut_deploy.cache.place import MARKER, VARIABLES, read_marker, why_not_writ
 from taut_deploy.checkpoint import Golden, Manifest, is_checkpoint, read_manifest
 from taut_deploy.errors import OutputError, WorkerError
 from taut_deploy.files import disk_errors_named, write_json_atomically
-from taut_deploy.serve.ports import free_port
+from taut_deploy.ports import free_port
 from taut_deploy.serve.process import ChildSpec, RestartPolicy, SupervisedProcess
 from taut_deploy.worker import LOOPBACK, WorkerSpec, command_for, installed_platform
 

@@ -14,8 +14,8 @@ from taut_deploy.files import sha256_json
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelRecord, ModelStore
 from taut_deploy.models.directory import read_shape
+from taut_deploy.ports import free_port
 from taut_deploy.recipe import load_recipe
-from taut_deploy.serve.ports import free_port
 from taut_deploy.serve.provenance import UNCOMPRESSED, provenance_of
 from taut_deploy.serve.settings import ServeSettings
 
