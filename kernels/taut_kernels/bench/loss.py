@@ -2,7 +2,9 @@
 
 Every kernel is held to the error budget first; what fails is reported and not timed. A call takes
 milliseconds and some rivals wait for the device inside, so calls are timed with events instead of
-in a CUDA graph, one of each in turn, L2 flushed before each. Memory is the peak over what was
+in a CUDA graph, one of each in turn, L2 flushed before each, the device kept busy until the host has
+queued the call. Logits are overwritten by whoever does that, whose values their time does not
+depend on. Memory is the peak over what was
 allocated before, gradients included. Beside each shape stands its floor: the products at the bf16
 rate of a large cuBLAS product, or the bytes at the copy rate, both measured in the same run. Writes
 ``loss.csv`` and ``loss.md``.
@@ -38,6 +40,8 @@ from taut_kernels.bench.refusal import REFUSED, first_line
 
 ROUNDS = 15
 _FLUSH_BYTES = 256 * 2**20
+_HEAD_START_CYCLES = 2_000_000
+"""About a millisecond in which the host queues a call, so that its own time is not the device's."""
 _SIDE = 8192
 _COLUMNS = "op M H V kernel us p20_us p80_us peak_GiB floor_us share_of_floor".split()  # noqa: SIM905
 
@@ -114,6 +118,7 @@ def _time(losses: dict[str, Loss], operands: Operands, rounds: int) -> dict[str,
                 leaf.grad = None
             start, stop = _event(), _event()
             flush.amax()
+            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
             loss(operands).backward()  # type: ignore[no-untyped-call]
             stop.record()
@@ -146,6 +151,8 @@ def run_shape(
     Returns:
         A row for each kernel that ran.
     """
+    # A compiled rival starts anew: eight shapes in, Dynamo would give up and run it eagerly.
+    torch.compiler.reset()
     operands = make_operands(shape)
     losses: dict[str, Loss] = {}
     peaks: dict[str, int] = {}

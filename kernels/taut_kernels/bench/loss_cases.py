@@ -106,12 +106,31 @@ Loss = Callable[[Operands], torch.Tensor]
 BETA = 0.5
 
 
+class _Made(torch.autograd.Function):
+    """Logits as an operation made them, without its time: what is not a leaf may be overwritten."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return grad
+
+
+def _made(o: Operands) -> torch.Tensor:
+    made: torch.Tensor = _Made.apply(o.x)  # type: ignore[no-untyped-call]
+    return made
+
+
 def taut(op: str, **options: Any) -> Loss:
     """Return our op; `options` are its own."""
 
     def loss(o: Operands) -> torch.Tensor:
         if op == "cross_entropy":
-            return cross_entropy(o.x, o.target)
+            return cross_entropy(_made(o), o.target, **({"in_place": True} | options))
         assert o.weight is not None
         if op == "linear_cross_entropy":
             return linear_cross_entropy(o.x, o.weight, o.target, **options)
@@ -170,8 +189,8 @@ def liger(op: str) -> Loss:
     library = _liger()
     if op == "cross_entropy":
         module = library.LigerCrossEntropyLoss()
-        # It writes the gradient over its input: a copy, which costs it a pass, keeps ours.
-        return lambda o: module(o.x.clone(), o.target)
+        # It writes the gradient over its input, as ours does here.
+        return lambda o: module(_made(o), o.target)
     if op == "linear_cross_entropy":
         module = library.LigerFusedLinearCrossEntropyLoss()
         return lambda o: module(o.weight, o.x, o.target)
@@ -179,7 +198,7 @@ def liger(op: str) -> Loss:
 
     def loss(o: Operands) -> torch.Tensor:
         assert o.teacher is not None
-        found: torch.Tensor = module(o.x, o.weight, *o.teacher)
+        found: torch.Tensor = module(o.x, o.weight, *o.teacher, None)
         return found
 
     return loss
@@ -198,6 +217,7 @@ def cut_cross_entropy(op: str) -> Loss:
 
 KERNELS: dict[str, Callable[[str], Loss]] = {
     "taut": taut,
+    "taut out of place": functools.partial(taut, in_place=False),
     "taut tokens": functools.partial(taut, chunk_by="tokens"),
     "taut vocabulary": functools.partial(taut, chunk_by="vocabulary"),
     "taut checkpoint": functools.partial(taut, use_checkpoint=True),
@@ -207,12 +227,13 @@ KERNELS: dict[str, Callable[[str], Loss]] = {
     "torch.compile": torch_compile,
     "torch fused": torch_own,
 }
-_CUTS = ("taut tokens", "taut vocabulary", "taut checkpoint")
+_ONLY = dict.fromkeys(("taut tokens", "taut vocabulary", "taut checkpoint"), "linear_cross_entropy")
+_ONLY["taut out of place"] = "cross_entropy"
 
 
 def kernels_of(op: str) -> list[str]:
     """Return the names in `KERNELS` that mean something for an op."""
-    return [name for name in KERNELS if op == "linear_cross_entropy" or name not in _CUTS]
+    return [name for name in KERNELS if _ONLY.get(name, op) == op]
 
 
 def gradients(loss: Loss, operands: Operands) -> list[torch.Tensor]:

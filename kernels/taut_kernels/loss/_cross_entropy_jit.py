@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.loss._softmax_jit import capped, log2_sum, running_step
+from taut_kernels.loss._softmax_jit import capped, log2_sum, running_start, running_step
 
 
 @triton.jit
@@ -98,14 +98,15 @@ def cross_entropy_kernel(
     # A target outside the vocabulary is never followed: it makes loss and gradient NaN.
     inside = (target >= 0) & (target < V)
     nan_outside = tl.where(inside, 0.0, float("nan"))
+    # 32 bits: every column is compared with it.
+    target = tl.where(inside, target, 0).to(tl.int32)
 
     if HAS_LSE:
         lse = tl.load(lse_ptr + row)
     else:
-        z_target = tl.load(logits_row + tl.where(inside, target, 0) * step).to(tl.float32)
+        z_target = tl.load(logits_row + target.to(tl.int64) * step).to(tl.float32)
         z_target = capped(z_target, softcap, HAS_SOFTCAP)
-        maximum = float("-inf")
-        sums = tl.zeros((BLOCK,), dtype=tl.float32)
+        maximum, sums = running_start(BLOCK)
         z_sums = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in tl.range(0, V, BLOCK, num_stages=STAGES):
             mask = start + offs < V

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.loss._softmax_jit import log2_sum, running_step
+from taut_kernels.loss._softmax_jit import log2_sum, running_start, running_step
 
 
 @triton.jit
@@ -69,10 +69,8 @@ def divergence_kernel(
         return
 
     to_log2 = LOG2E / temperature
-    student_max = float("-inf")
-    teacher_max = float("-inf")
-    student_sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    teacher_sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    student_max, student_sums = running_start(BLOCK)
+    teacher_max, teacher_sums = running_start(BLOCK)
     for start in tl.range(0, V, BLOCK, num_stages=STAGES):
         mask = start + offs < V
         z = tl.load(student_row + start + offs, mask=mask, other=float("-inf")).to(tl.float32)

@@ -20,24 +20,43 @@ def capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
     return z
 
 
+@triton.constexpr_function
+def lanes_of(block: int) -> int:
+    """Return how many running softmaxes share a block: each takes 8 columns, or all of fewer."""
+    return block // 8 if block > 8 else 1
+
+
+@triton.jit
+def running_start(BLOCK: tl.constexpr):
+    """Return the state before the first block: [lanes] maxima and sums."""
+    LANES: tl.constexpr = lanes_of(BLOCK)
+    return tl.full((LANES,), float("-inf"), tl.float32), tl.zeros((LANES,), dtype=tl.float32)
+
+
 @triton.jit
 def running_step(z2, maximum, sums):
-    """Take one block into the running softmax of a row.
+    """Take one block into the running softmaxes of a row.
+
+    A lane is 8 neighbouring columns, which one thread loads: no step waits for another thread, and
+    an element takes 9/8 exponentials.
 
     Args:
         z2: [BLOCK] logits · log2 e, −inf where there is none.
-        maximum: scalar, largest so far.
-        sums: [BLOCK], each lane's Σ 2^(z2 − maximum): one reduction over the row, at its end.
+        maximum: [lanes] largest so far.
+        sums: [lanes] Σ 2^(z2 − maximum).
     """
-    raised = tl.maximum(maximum, tl.max(z2, axis=0))
-    # A row that starts with -inf alone: -inf - -inf would be NaN.
+    LANES: tl.constexpr = maximum.shape[0]
+    z2 = tl.reshape(z2, (LANES, z2.shape[0] // LANES))
+    raised = tl.maximum(maximum, tl.max(z2, axis=1))
+    # A lane that starts with -inf alone: -inf - -inf would be NaN.
     shift = tl.where(raised == float("-inf"), 0.0, raised)
-    sums = sums * tl.exp2(maximum - shift) + tl.exp2(z2 - shift)
+    sums = sums * tl.exp2(maximum - shift) + tl.sum(tl.exp2(z2 - shift[:, None]), axis=1)
     return raised, sums
 
 
 @triton.jit
 def log2_sum(maximum, sums):
     """Return log2 Σ 2^z2 of a row from what :func:`running_step` left."""
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    return shift + tl.log2(tl.sum(sums, axis=0))
+    raised = tl.max(maximum, axis=0)
+    shift = tl.where(raised == float("-inf"), 0.0, raised)
+    return shift + tl.log2(tl.sum(sums * tl.exp2(maximum - shift), axis=0))
