@@ -28,7 +28,7 @@ class LossTile:
     Args:
         block: columns a step, a power of two.
         num_warps: warps a program: 1, 2, 4, 8, 16 or 32.
-        stages: steps of loads in flight.
+        stages: steps of loads in flight; cross entropy keeps those of 2 in registers.
 
     Raises:
         ValueError: a field is out of its range.

@@ -125,6 +125,8 @@ def _in_own_process(
         "TAUT_KERNELS": mode.partition("+")[0],
         "TAUT_KERNELS_REPORT": str(directory.resolve() / f"engine-{mode}-kernels.json"),
         "VLLM_NO_USAGE_STATS": "1",
+        # vLLM 0.26 forks where nobody has used CUDA, yet a fork after `is_available` fails.
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         "HF_HUB_OFFLINE": "1",
     }
     with tempfile.TemporaryDirectory() as scratch:

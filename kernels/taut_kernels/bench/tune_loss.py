@@ -46,7 +46,7 @@ def candidates(op: str, V: int) -> Iterator[LossTile]:
             # 8 columns a load and thread; more than 32 fill the registers of two rows.
             if not 8 <= block // (32 * num_warps) <= (32 if op == "cross_entropy" else 16):
                 continue
-            found |= {LossTile(block, num_warps, stages): None for stages in (1, 3, 4)}
+            found |= {LossTile(block, num_warps, stages): None for stages in (1, 2, 3, 4)}
     yield from found
 
 

@@ -145,13 +145,14 @@ def launch_statistics(
     constants = {
         "HAS_SMOOTHING": objective.label_smoothing > 0,
         "HAS_SOFTCAP": objective.softcap > 0,
+        "COLUMNS": columns,
         "BLOCK": block,
     }
     _statistics(
         (logits.dtype, tuple(constants.values())),
         (R, 1, 1),
         (logits, target, *statistics),
-        (logits.stride(0), start, columns, objective.softcap),
+        (logits.stride(0), start, objective.softcap),
         lambda: (constants, launch_options(num_warps)),
         (logits.stride(0),),
     )
@@ -176,6 +177,7 @@ def launch_gradient(
         "V": V,
         "HAS_SMOOTHING": objective.label_smoothing > 0,
         "HAS_SOFTCAP": objective.softcap > 0,
+        "COLUMNS": columns,
         "BLOCK": block,
     }
     strides = (logits.stride(0), grad.stride(0))
@@ -184,7 +186,7 @@ def launch_gradient(
         (logits.dtype, grad.dtype, tuple(constants.values()), is_long(objective.ignore_index)),
         (R, 1, 1),
         (logits, grad, target, scale, lse),
-        (*strides, start, columns, objective.ignore_index, *scalars),
+        (*strides, start, objective.ignore_index, *scalars),
         lambda: (constants, launch_options(num_warps)),
         strides,
     )

@@ -14,8 +14,7 @@ from taut_kernels.loss._softmax_jit import capped, log2_sum, running_start, runn
 @triton.jit
 def gradient(
     z,  # [BLOCK] fp32 logits, capped
-    offs_v,
-    target,
+    is_target,  # [BLOCK] which of them is the target's
     lse,
     scale,
     label_smoothing,
@@ -31,7 +30,7 @@ def gradient(
     g = p * (1.0 + 2.0 * z_loss * lse)
     if HAS_SMOOTHING:
         g = g - label_smoothing / V
-    g = tl.where(offs_v == target, g - (1.0 - label_smoothing), g)
+    g = tl.where(is_target, g - (1.0 - label_smoothing), g)
     if HAS_SOFTCAP:
         tanh = z / softcap
         g = g * (1.0 - tanh * tanh)
@@ -43,6 +42,13 @@ def row_loss(lse, z_target, z_sum, label_smoothing, z_loss, V: tl.constexpr):
     """Return the loss of a row from its log-sum-exp, the target's logit and the logits' sum."""
     smoothed = (1.0 - label_smoothing) * z_target + label_smoothing * (z_sum / V)
     return lse - smoothed + z_loss * lse * lse
+
+
+@triton.jit
+def _block(row_ptr, start, offs, step, V: tl.constexpr):
+    """Load a block of a row; −inf beyond its end."""
+    offs_v = start + offs
+    return tl.load(row_ptr + offs_v * step, mask=offs_v < V, other=float("-inf"))
 
 
 # What a call does not share with the next of its form is not specialised on.
@@ -72,7 +78,11 @@ def cross_entropy_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row a program: log-sum-exp in a first pass, the gradient in a second (from L2)."""
+    """One row a program: log-sum-exp in a first pass, the gradient in a second (from L2).
+
+    STAGES: 1 loads a block when it is needed, 2 one block ahead into registers, more go through
+    shared memory.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
     batch = (row // T).to(tl.int64)
@@ -108,10 +118,14 @@ def cross_entropy_kernel(
         z_target = capped(z_target, softcap, HAS_SOFTCAP)
         maximum, sums = running_start(BLOCK)
         z_sums = tl.zeros((BLOCK,), dtype=tl.float32)
+        ahead = _block(logits_row, 0, offs, step, V)
         for start in tl.range(0, V, BLOCK, num_stages=STAGES):
             mask = start + offs < V
-            z = tl.load(logits_row + (start + offs) * step, mask=mask, other=float("-inf"))
-            z = z.to(tl.float32)
+            if STAGES == 2:
+                z = ahead.to(tl.float32)
+                ahead = _block(logits_row, start + BLOCK, offs, step, V)
+            else:
+                z = _block(logits_row, start, offs, step, V).to(tl.float32)
             if HAS_SOFTCAP:
                 z = tl.where(mask, capped(z, softcap, True), float("-inf"))
             if HAS_SMOOTHING:
@@ -124,15 +138,21 @@ def cross_entropy_kernel(
 
     if grad_ptr is not None:
         scale = tl.load(scale_ptr + row) + nan_outside
+        ahead = _block(logits_row, 0, offs, step, V)
         for start in tl.range(0, V, BLOCK, num_stages=STAGES):
             offs_v = start + offs
             mask = offs_v < V
-            z = tl.load(logits_row + offs_v * step, mask=mask, other=0.0).to(tl.float32)
+            if STAGES == 2:
+                z = ahead.to(tl.float32)
+                ahead = _block(logits_row, start + BLOCK, offs, step, V)
+            else:
+                z = _block(logits_row, start, offs, step, V).to(tl.float32)
             z = capped(z, softcap, HAS_SOFTCAP)
             g = gradient(
                 z,
-                offs_v,
-                target,
+                # The scalar side takes the block's start: compared as they are, both would be
+                # widened to the target's 64 bits.
+                offs == target - start,
                 lse,
                 scale,
                 label_smoothing,

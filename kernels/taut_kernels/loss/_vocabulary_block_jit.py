@@ -1,4 +1,8 @@
-"""Jit functions of cross entropy over blocks of the vocabulary: [rows, columns] at a time."""
+"""Jit functions of cross entropy over blocks of the vocabulary: [rows, columns] at a time.
+
+A block's width is a constant: as a number Triton knows nothing about, it would make every load and
+store as narrow as an element (8192 × 3584 on an H200: 39 and 93 µs where their bytes take 14 and 29).
+"""
 
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator"
 
@@ -11,7 +15,7 @@ from taut_kernels.loss._cross_entropy_jit import gradient
 from taut_kernels.loss._softmax_jit import capped
 
 
-@triton.jit(do_not_specialize=["start", "columns"])
+@triton.jit(do_not_specialize=["start"])
 def block_statistics_kernel(
     logits_ptr,  # [R, columns]
     target_ptr,  # [R] int64
@@ -21,24 +25,24 @@ def block_statistics_kernel(
     z_sums_ptr,  # [R] fp32
     stride_m,
     start,
-    columns,
     softcap,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,  # ≥ columns
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,  # ≥ COLUMNS
 ):
     """Take columns start.. of the vocabulary into the running statistics; one row a program."""
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
-    mask = offs < columns
+    mask = offs < COLUMNS
     z = tl.load(logits_ptr + row.to(tl.int64) * stride_m + offs, mask=mask, other=float("-inf"))
     z = z.to(tl.float32)
     if HAS_SOFTCAP:
         z = tl.where(mask, capped(z, softcap, True), float("-inf"))
     target = tl.load(target_ptr + row) - start
-    if (target >= 0) & (target < columns):
-        tl.store(z_target_ptr + row, tl.sum(tl.where(offs == target, z, 0.0), axis=0))
+    if (target >= 0) & (target < COLUMNS):
+        tl.store(z_target_ptr + row, tl.sum(tl.where(offs == target.to(tl.int32), z, 0.0), axis=0))
     if HAS_SMOOTHING:
         z_sum = tl.sum(tl.where(mask, z, 0.0), axis=0)
         tl.store(z_sums_ptr + row, tl.load(z_sums_ptr + row) + z_sum)
@@ -52,7 +56,7 @@ def block_statistics_kernel(
     tl.store(sums_ptr + row, sums)
 
 
-@triton.jit(do_not_specialize=["start", "columns", "ignore_index"])
+@triton.jit(do_not_specialize=["start", "ignore_index"])
 def block_gradient_kernel(
     logits_ptr,  # [R, columns]
     grad_ptr,  # [R, columns], may be logits
@@ -62,7 +66,6 @@ def block_gradient_kernel(
     stride_m,
     stride_gm,
     start,
-    columns,
     ignore_index,
     label_smoothing,
     z_loss,
@@ -70,12 +73,13 @@ def block_gradient_kernel(
     V: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,  # ≥ columns
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,  # ≥ COLUMNS
 ):
     """Write the gradient of columns start.. of the vocabulary; one row a program."""
     row = tl.program_id(0)
     offs = tl.arange(0, BLOCK)
-    mask = offs < columns
+    mask = offs < COLUMNS
     target = tl.load(target_ptr + row)
     inside = (target >= 0) & (target < V)
     scale = tl.load(scale_ptr + row) + tl.where(inside, 0.0, float("nan"))
@@ -84,8 +88,7 @@ def block_gradient_kernel(
     z = capped(z.to(tl.float32), softcap, HAS_SOFTCAP)
     g = gradient(
         z,
-        start + offs,
-        target,
+        offs == (target - start).to(tl.int32),
         lse,
         scale,
         label_smoothing,

@@ -20,7 +20,7 @@ from taut_kernels.loss._vocabulary_block_jit import block_gradient_kernel, block
 from taut_kernels.tiles_loss import LossTile, launch_options
 
 VOCABULARIES = (1000, 32000, 50257, 128256, 256000)
-BLOCK_COLUMNS = (1024, 2048, 8192)
+BLOCK_COLUMNS = (1024, 2048, 3584, 8192)
 _STATE = ("maximum_ptr", "sums_ptr", "z_target_ptr", "z_sums_ptr")
 
 
@@ -82,6 +82,7 @@ def _divergence(form: str, gradient: bool, V: int, tile: LossTile) -> KernelVari
 def _blocks(columns: int, extras: bool) -> Iterator[KernelVariant]:
     block, num_warps = _block_softmax.block_options(columns)
     shared: dict[str, Any] = {"HAS_SMOOTHING": extras, "HAS_SOFTCAP": extras, "BLOCK": block}
+    shared["COLUMNS"] = columns
     options = launch_options(num_warps)
     tile, mark = f"{block}/{num_warps}w", "+" if extras else ""
     yield KernelVariant(
@@ -89,7 +90,7 @@ def _blocks(columns: int, extras: bool) -> Iterator[KernelVariant]:
         kernel=block_statistics_kernel,
         tile=tile,
         pointers={"logits_ptr": "bf16", "target_ptr": "i64"} | dict.fromkeys(_STATE, "fp32"),
-        integers=("stride_m", "start", "columns"),
+        integers=("stride_m", "start"),
         divisible_by_16=("stride_m",),
         constants=shared,
         floats=("softcap",),
@@ -101,7 +102,7 @@ def _blocks(columns: int, extras: bool) -> Iterator[KernelVariant]:
         kernel=block_gradient_kernel,
         tile=tile,
         pointers={"logits_ptr": "bf16", "grad_ptr": "bf16"} | rows,
-        integers=("stride_m", "stride_gm", "start", "columns", "ignore_index"),
+        integers=("stride_m", "stride_gm", "start", "ignore_index"),
         divisible_by_16=("stride_m", "stride_gm"),
         constants=shared | {"V": 256000},
         floats=("label_smoothing", "z_loss", "softcap"),
