@@ -50,6 +50,10 @@ class LossTile:
             raise ValueError(f"stages must lie in 1..8, got {self.stages}")
 
 
+SCALAR_LOADS = LossTile(8192, 32, 1)
+"""Of long rows whose elements are loaded one by one: an address each fills the registers."""
+
+
 def launch_options(num_warps: int) -> dict[str, Any]:
     """Return what the loss kernels' launchers pass to the compiler.
 
@@ -105,8 +109,8 @@ def rule(op: str, V: int) -> LossTile:
     """Choose a tile for a vocabulary nobody measured.
 
     Taken from what was best on an H200. A long row is read twice, the second time from L2 if the
-    rows in flight fit there: 32 warps let one or two programs on a multiprocessor, 34 to 68 MB at
-    132 × 128k × 2 bytes. Beyond that a second read comes from memory, and small programs do best.
+    rows in flight fit there: 32 warps let one program on a multiprocessor, 34 MB at 132 × 128k × 2
+    bytes. Beyond that the second read comes from memory.
 
     Args:
         op: one of `OPS`.
@@ -120,9 +124,9 @@ def rule(op: str, V: int) -> LossTile:
         return LossTile(max(16, width), 4 if width > 256 else 1, 1)
     if op == "divergence":
         return LossTile(8192, 16, 1) if V <= 32768 else LossTile(4096, 8, 4)
-    if V <= 32768:
-        return LossTile(4096, 8, 4)
-    return LossTile(16384, 32, 1) if V <= 200_000 else LossTile(2048, 8, 4)
+    if V % 8:
+        return SCALAR_LOADS
+    return LossTile(8192, 16, 1) if V <= 32768 else LossTile(16384, 32, 2)
 
 
 @lru_cache(maxsize=4096)

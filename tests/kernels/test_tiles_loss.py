@@ -59,7 +59,7 @@ def test_rule_covers_every_vocabulary() -> None:
     for op in tiles_loss.OPS:
         for V in (1, 2, 31, 1000, 4096, 4097, 32000, 50257, 128256, 262144, 10**6):
             tile = tiles_loss.rule(op, V)
-            assert tile.block >= min(V, 2048)
+            assert tile.block >= min(V, 4096)
 
 
 def test_variants_cover_every_form() -> None:

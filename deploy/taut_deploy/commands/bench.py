@@ -14,7 +14,15 @@ import typer
 from taut_deploy.commands.output import JsonFlag, print_json, say
 from taut_deploy.errors import MeasureError, OutputError, WorkerError
 
-_KERNEL_GROUPS = ("w4a16", "scaled-mm", "fused", "loss")
+_KERNEL_GROUPS = (
+    "w4a16",
+    "scaled-mm",
+    "fused",
+    "fused-backward",
+    "loss",
+    "attention",
+    "primitives",
+)
 
 app = typer.Typer(help="Measure, with the comparison in the same run.", no_args_is_help=True)
 
@@ -43,9 +51,12 @@ def kernels(
 
     The first argument names the group, w4a16 where it is left out: w4a16 (Marlin, Machete, gemlite,
     cuBLAS), scaled-mm (8-bit products: CUTLASS, cuBLAS), fused (norm, activation, RoPE: vLLM,
-    Liger, torch.compile) or loss (Liger, Cut Cross-Entropy, torch). The rest are the arguments of
-    'python -m taut_kernels.bench.<group>' (--output DIR …). --report FILE.html makes one HTML file
-    with plots of the run's CSVs; with --from DIR of those of an earlier run, which needs no device.
+    Liger, torch.compile), fused-backward (softmax and the same with gradients: Liger), loss (Liger,
+    Cut Cross-Entropy, torch), attention (FlashAttention 3, vLLM's Triton kernels) or primitives
+    (GEMM, transpose, convolution, pooling, reduction: cuBLAS, cuDNN, torch). The rest are the
+    arguments of 'python -m taut_kernels.bench.<group>' (--output DIR …). --report FILE.html makes
+    one HTML file with plots of the run's CSVs; with --from DIR of those of an earlier run, which
+    needs no device.
     """
     from importlib import import_module
 

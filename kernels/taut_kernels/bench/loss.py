@@ -2,12 +2,11 @@
 
 Every kernel is held to the error budget first; what fails is reported and not timed. A call takes
 milliseconds and some rivals wait for the device inside, so calls are timed with events instead of
-in a CUDA graph, one of each in turn, L2 flushed before each, the device kept busy until the host has
-queued the call. Logits are overwritten by whoever does that, whose values their time does not
-depend on. Memory is the peak over what was
-allocated before, gradients included. Beside each shape stands its floor: the products at the bf16
-rate of a large cuBLAS product, or the bytes at the copy rate, both measured in the same run. Writes
-``loss.csv`` and ``loss.md``.
+in a CUDA graph, one of each in turn, L2 flushed before each, the device kept busy until the host
+has queued the call. Whoever overwrites its logits does so; no time depends on their values. Memory
+is the peak over what was allocated before, gradients included. Beside each shape stands its floor:
+the products at the bf16 rate of a large cuBLAS product, or the bytes at the copy rate, both
+measured in the same run. Writes ``loss.csv`` and ``loss.md``.
 """
 
 from __future__ import annotations

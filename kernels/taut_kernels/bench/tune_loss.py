@@ -43,8 +43,10 @@ def candidates(op: str, V: int) -> Iterator[LossTile]:
     found = {rule(op, V): None}
     for block in (2048, 4096, 8192, 16384, 32768):
         for num_warps in (4, 8, 16, 32):
-            # 8 columns a load and thread; more than 32 fill the registers of two rows.
-            if not 8 <= block // (32 * num_warps) <= (32 if op == "cross_entropy" else 16):
+            # 8 columns a load and thread. Two rows, and 32 warps with 64 registers a thread, have
+            # room for no more than 16: the rest spills.
+            room = 32 if op == "cross_entropy" and num_warps < 32 else 16
+            if not 8 <= block // (32 * num_warps) <= room:
                 continue
             found |= {LossTile(block, num_warps, stages): None for stages in (1, 2, 3, 4)}
     yield from found

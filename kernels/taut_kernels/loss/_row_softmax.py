@@ -123,12 +123,14 @@ def launch(
         lse = _launch.empty((M,), dtype=torch.float32, device=device)
     if M == 0:
         return losses, lse
+    strided = logits.stride(-1) != 1 and V > 1
+    if tile is None and strided and tiles_loss.SCALAR_LOADS.block < V:
+        tile = tiles_loss.SCALAR_LOADS
     tile = tile or tiles_loss.lookup(_launch.gpu_name(device), "cross_entropy", V)
     T = M if logits.dim() == 2 else logits.shape[1]
     batches = (0, 0) if logits.dim() == 2 else (logits.stride(0), T * V)
     strides = (batches[0], logits.stride(-2), batches[1], V)
     smoothed, softcapped = objective.label_smoothing > 0, objective.softcap > 0
-    strided = logits.stride(-1) != 1 and V > 1
     constants = (V, given, smoothed, softcapped, strided, tile.block, tile.stages)
     options = tiles_loss.launch_options(tile.num_warps)
     scalars = (objective.label_smoothing, objective.z_loss, objective.softcap)

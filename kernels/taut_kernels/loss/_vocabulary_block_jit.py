@@ -1,7 +1,7 @@
 """Jit functions of cross entropy over blocks of the vocabulary: [rows, columns] at a time.
 
 A block's width is a constant: as a number Triton knows nothing about, it would make every load and
-store as narrow as an element (8192 × 3584 on an H200: 39 and 93 µs where their bytes take 14 and 29).
+store as narrow as an element (8192 × 3584 on an H200 took 39 and 93 µs, their bytes 14 and 29).
 """
 
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator"

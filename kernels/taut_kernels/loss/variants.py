@@ -121,7 +121,8 @@ def kernel_variants() -> Iterator[KernelVariant]:
         yield _cross_entropy("loss and gradient", "fp32", V, tile, extras=True)
         yield _cross_entropy("loss", "bf16", V, tile)
         yield _cross_entropy("gradient", "fp16", V, tile)
-        yield _cross_entropy("loss and gradient", "bf16", V, tile, strided=True)
+    scalar = tiles_loss.SCALAR_LOADS
+    yield _cross_entropy("loss and gradient", "bf16", V, scalar, strided=True)
     for form in FORMS:
         for tile in _tiles("divergence", V):
             yield _divergence(form, True, V, tile)
