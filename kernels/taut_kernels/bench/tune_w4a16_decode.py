@@ -36,11 +36,11 @@ _WARPS_PER_GPU = (850, 4500)
 
 _QUEUES = {
     (1, 1): ((8, 8, 2), (8, 4, 1), (8, 8, 8)),
-    (1, 2): ((4, 4, 2), (2, 2, 2)),
-    (2, 2): ((4, 4, 2), (4, 4, 4), (2, 2, 2)),
+    (1, 2): ((4, 4, 2), (2, 2, 2), (8, 2, 2), (8, 1, 1)),
+    (2, 2): ((4, 4, 2), (4, 4, 4), (2, 2, 2), (4, 2, 2), (6, 2, 2), (4, 1, 1)),
 }
 """(depth, x_depth, batch) to try, by row tiles and token tiles."""
-_REGISTERS = {(1, 1): (0,), (1, 2): (0, 96), (2, 2): (128,)}
+_REGISTERS = {(1, 1): (0,), (1, 2): (0, 96), (2, 2): (128, 168)}
 
 
 def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
@@ -59,7 +59,7 @@ def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
             continue
         for (depth, x_depth, batch), fence, registers in itertools.product(
             _QUEUES.get((row_tiles, token_tiles), ()),
-            (False, True),
+            (False, True) if token_tiles == 1 else (False,),
             _REGISTERS.get((row_tiles, token_tiles), ()),
         ):
             yield DecodeTile(

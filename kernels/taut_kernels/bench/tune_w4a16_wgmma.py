@@ -1,9 +1,9 @@
-"""Find the `wgmma` kernel's tiles on this card: ``python -m taut_kernels.bench.tune_w4a16_wgmma``.
+"""Find the tiles for more than 8 tokens: ``python -m taut_kernels.bench.tune_w4a16_wgmma``.
 
-Every candidate is compiled first, in parallel, then held to the error budget, called again and
-again for the same bits, then timed against the dense (to 16 tokens: the decode) regime; the fastest
-one of each shape and bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the
-activations is inside the time.
+Every candidate of the `wgmma` and (to 64 tokens) the ring kernel is compiled first, in parallel,
+then held to the error budget, called again and again for the same bits, then timed, with the dense
+(to 16 tokens: the decode) regime and what ships today; the fastest one of each shape and bucket of
+M goes into a table for ``taut_kernels/tiles``. Reordering the activations is inside the time.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from typing import Any
 import torch
 import triton
 
-from taut_kernels import formats_mma, tiles_decode
+from taut_kernels import formats_mma, tiles_decode, tiles_wgmma
 from taut_kernels.bench import report, timing
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, SHAPES
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
-from taut_kernels.gemm import w4a16_decode, w4a16_dense, w4a16_wgmma
+from taut_kernels.gemm import w4a16_decode, w4a16_decode_ring, w4a16_dense, w4a16_wgmma
 from taut_kernels.gemm.w4a16 import make_arrivals
+from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
 from taut_kernels.tiles_wgmma import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
 
 TOKENS = (*BUCKETS, 4096)
@@ -37,6 +38,19 @@ REPEATS = 12
 _SPLITS = (1, 2, 4, 8)
 _PROGRAMS = (100, 700)
 _SHARED_BYTES = 200_000
+_MULTIPROCESSORS = 132
+_REGISTERS = 65536
+_RING_BYTES = 220_000
+_RING_FORMS = {
+    (1, 2): ((96, False),),
+    (2, 2): ((128, False), (128, True), (80, True)),
+    (1, 4): ((104, False),),
+    (2, 4): ((128, False), (128, True)),
+    (1, 8): ((128, False),),
+    (2, 8): ((255, False), (168, True)),
+}
+"""Registers a thread to allow, about what ptxas wants, and ``scale_first``; by row, token tiles."""
+REGIMES = ("ring", "wgmma")
 
 
 def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
@@ -64,17 +78,63 @@ def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
             yield WgmmaTile(block_m, reps, warps, chunks, split, stages, reordered, early, ahead)
 
 
-def _compile(job: tuple[int, int, int, WgmmaTile]) -> str | None:
+def ring_candidates(N: int, K: int, M: int) -> Iterator[RingTile]:
+    """Yield the ring tiles worth compiling: several programs a multiprocessor, each place taken.
+
+    A grid that leaves places empty is spread unevenly where kernels start early: the next kernel's
+    programs take what is free, two on one multiprocessor and none on another.
+    """
+    chunks, tokens = K // 64, token_tiles(M)
+    for row_tiles, row_warps, k_warps, split, per_step in itertools.product(
+        (1, 2), (4, 8, 16), (1, 2), range(1, 9), (2, 4)
+    ):
+        steps = chunks // (per_step * k_warps * split)
+        if steps < 4 or steps % 2 or chunks % (per_step * k_warps * split):
+            continue
+        # One row tile a warp won only where K was split much (o, down).
+        if row_warps * k_warps > (16 if k_warps == 1 else 8) or (row_tiles == 1 and split < 4):
+            continue
+        tile = RingTile(row_tiles, row_warps, k_warps, per_step, split, 2)
+        programs = triton.cdiv(N, tile.rows) * split
+        size = tile.stage_bytes(tokens, GROUP_SIZE, has_zeros=False)
+        for cap, first in _RING_FORMS.get((row_tiles, tokens), ()):
+            most = _REGISTERS // (32 * tile.num_warps * cap)
+            for resident in range(2, most + 1):
+                stages = min(_RING_BYTES // resident // size // 2 * 2, 6, steps)
+                waves = programs / (resident * _MULTIPROCESSORS)
+                # As many programs as are meant must fit, and no more.
+                if stages < max(2, per_step) or (
+                    resident < most and _RING_BYTES // (stages * size) > resident
+                ):
+                    continue
+                if 0.7 <= waves <= 1 or (row_tiles == 2 and 1.6 <= waves <= 3):
+                    yield dataclasses.replace(tile, stages=stages, registers=cap, scale_first=first)
+
+
+def all_candidates(N: int, K: int, M: int, regimes: Sequence[str]) -> list[WgmmaTile | RingTile]:
+    """Return the candidates of some regimes, each once."""
+    found: list[WgmmaTile | RingTile] = []
+    if "ring" in regimes and M <= MAX_TOKENS:
+        found += ring_candidates(N, K, M)
+    if "wgmma" in regimes:
+        found += candidates(N, K, M)
+    return list(dict.fromkeys(found))
+
+
+def _compile(job: tuple[int, int, int, WgmmaTile | RingTile]) -> str | None:
     """Compile one candidate into Triton's cache; a line where it does not compile."""
     N, K, M, tile = job
     x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
     qweight = torch.zeros(N // 16, K // 64, 32, 4, dtype=torch.int32, device="cuda")
     quads = -(-K // GROUP_SIZE // 4)
     scales = torch.zeros(N // 16, quads, 8, 4, 2, dtype=torch.bfloat16, device="cuda")
+    arrivals = make_arrivals(N, x.device)
     try:
-        w4a16_wgmma.launch(
-            tile, x, qweight, scales, None, None, make_arrivals(N, x.device), GROUP_SIZE
-        )
+        if isinstance(tile, RingTile):
+            operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+            w4a16_decode_ring.launch(tile, *operands)
+        else:
+            w4a16_wgmma.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
         torch.cuda.synchronize()
     except (triton.CompilationError, RuntimeError) as error:
         return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
@@ -107,6 +167,9 @@ def _subject(layer: Layer, M: int, tile: Choice, weights: Weights) -> timing.Sub
             return w4a16_decode.launch(cut, *operands)
         if tile == "dense":
             return w4a16_dense.launch(x, qweight, scales, None, None, GROUP_SIZE)
+        if isinstance(tile, RingTile):
+            operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+            return w4a16_decode_ring.launch(tile, *operands)
         return w4a16_wgmma.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
 
     return timing.Subject(str(tile), call, len(weights))
@@ -127,7 +190,7 @@ def _why_wrong(layer: Layer, subject: timing.Subject) -> str | None:
 
 
 def _time_shape(
-    name: str, Ms: Sequence[int], tiles: dict[int, list[WgmmaTile]], replays: int
+    name: str, Ms: Sequence[int], tiles: dict[int, list[WgmmaTile | RingTile]], replays: int
 ) -> list[Result]:
     N, K = PRODUCTS[name]
     layer = make_layer(N, K, GROUP_SIZE, max(Ms), torch.bfloat16)
@@ -140,7 +203,8 @@ def _time_shape(
     results: list[Result] = []
     for M in Ms:
         other: Choice = "decode" if M <= DECODE_TOKENS else "dense"
-        for tile in (other, *tiles[M]):
+        ships = tiles_wgmma.lookup(torch.cuda.get_device_name(), N, K, tiles_wgmma.bucket_of(M))
+        for tile in dict.fromkeys((other, ships, *tiles[M])):
             subject = _subject(layer, M, tile, weights)
             try:
                 reason = _why_wrong(layer, subject)
@@ -152,6 +216,8 @@ def _time_shape(
                 continue
             us = timing.measure([subject], replays, 8 if M >= 1024 else 32)[0].median
             results.append(Result(name, N, K, M, us, tile))
+            if tile == ships:
+                sys.stdout.write(f"{name:8} M={M:<4} {us:8.2f} us  ships: {tile}\n")
         _print_best([r for r in results if r.M == M])
     return results
 
@@ -160,10 +226,10 @@ def _as_json(choice: Choice) -> str | dict[str, Any]:
     return choice if isinstance(choice, str) else dataclasses.asdict(choice)
 
 
-def _print_best(results: list[Result], top: int = 3) -> None:
+def _print_best(results: list[Result], top: int = 6) -> None:
     for result in sorted(results, key=lambda r: r.us)[:top]:
         tile = _as_json(result.tile)
-        tile = tile if isinstance(tile, str) else str(tuple(tile.values()))
+        tile = tile if isinstance(tile, str) else f"{result.tile}  {tuple(tile.values())}"
         sys.stdout.write(f"{result.shape:8} M={result.M:<4} {result.us:8.2f} us  {tile}\n")
     sys.stdout.flush()
 
@@ -193,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
     parser.add_argument("--tokens", type=int, action="append", choices=TOKENS)
+    parser.add_argument("--regime", action="append", choices=REGIMES)
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=8)
     arguments = parser.parse_args(argv)
@@ -201,10 +268,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     shapes = arguments.shape or list(SHAPES)
     Ms = arguments.tokens or list(TOKENS)
-    tiles = {(name, M): list(candidates(*PRODUCTS[name], M)) for name in shapes for M in Ms}
-    # N is no constant of the kernel: one compilation serves every shape with the same K.
+    regimes = arguments.regime or REGIMES
+    tiles = {(name, M): all_candidates(*PRODUCTS[name], M, regimes) for name in shapes for M in Ms}
+    # N is no constant of the kernels: one compilation serves every shape with the same K.
     jobs = {
-        (PRODUCTS[name][1], tile): (*PRODUCTS[name], M, tile)
+        (PRODUCTS[name][1], tile, M if isinstance(tile, RingTile) else 0): (
+            *PRODUCTS[name],
+            M,
+            tile,
+        )
         for (name, M), some in tiles.items()
         for tile in some
     }
@@ -228,8 +300,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": table_rows(results),
         }
         # After every shape: what was measured survives a run that is cut off.
-        text = json.dumps(table, indent=1) + "\n"
-        (arguments.output / "w4a16_wgmma.json").write_text(text, encoding="utf-8")
+        timed = [
+            {"shape": r.shape, "M": r.M, "us": r.us, "tile": _as_json(r.tile)} for r in results
+        ]
+        for file, document in (("w4a16_wgmma.json", table), ("all.json", timed)):
+            text = json.dumps(document, indent=1) + "\n"
+            (arguments.output / file).write_text(text, encoding="utf-8")
     return 0
 
 

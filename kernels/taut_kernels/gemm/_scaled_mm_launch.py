@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cache
 
 import torch
 import triton
@@ -32,17 +31,6 @@ def _prepared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.data_ptr() % ALIGNMENT:
         raise ValueError(f"weight must start at an address aligned to {ALIGNMENT} bytes")
     return _launch.aligned(x)
-
-
-@cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2  # the interpreter: more than one, so that a program's walk is tested
-    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _options(tile: ScaledMmTile) -> _launch.Constants:
@@ -152,7 +140,7 @@ def _launch_tma(
 ) -> None:
     (M, K), N = x.shape, weight.shape[0]
     tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
-    programs = min(tiles, tile.per_sm * _programs(x.device))
+    programs = min(tiles, tile.per_sm * _launch.multiprocessors(x.device))
     block_m, block_k = tile.block_m, tile.block_k
     scaled_mm_tma_kernel[(programs,)](
         TensorDescriptor(x, [M, K], [x.stride(0), 1], [block_m, block_k]),

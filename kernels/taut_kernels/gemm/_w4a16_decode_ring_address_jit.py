@@ -1,0 +1,128 @@
+"""Where the ring kernel's operands lie: axes of layouts, pointers of the first step.
+
+See :mod:`taut_kernels.gemm._w4a16_decode_ring_jit`.
+"""
+
+# ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them)
+# mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def _axis_layout(axis, layout, rank):
+    """Lay out one axis of a layout: every other one sliced away, the last outermost."""
+    for other in reversed(range(rank)):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def axis(AXIS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr, RANK: gl.constexpr):
+    """Return 0..SIZE-1 along one axis of a layout, every other axis of length 1."""
+    value = gl.arange(0, SIZE, _axis_layout(AXIS, LAYOUT, RANK))
+    for other in gl.static_range(RANK):
+        if other != AXIS:
+            value = gl.expand_dims(value, other)
+    return value
+
+
+@gluon.jit
+def _first_tile(
+    N, LAYOUT: gl.constexpr, ROW_TILES: gl.constexpr, ROW_WARPS: gl.constexpr, RANK: gl.constexpr
+):
+    """Return each row warp's first 16-row tile, along axis 2 of a layout.
+
+    A program's spare row tiles repeat the last one: two warps then store equal values.
+    """
+    tile = (gl.program_id(0) * ROW_WARPS + axis(2, ROW_WARPS, LAYOUT, RANK)) * ROW_TILES
+    return gl.minimum(tile, N // 16 - ROW_TILES)
+
+
+@gluon.jit
+def word_addresses(
+    qweight_ptr,
+    N,
+    first_chunk,
+    CHUNKS: gl.constexpr,
+    CHUNKS_PER_STEP: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    ROW_WARPS: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Return pointers to the first step's weights, and which chunk each is of."""
+    copied = axis(0, CHUNKS_PER_STEP * ROW_TILES, L, 5)
+    tile = copied % ROW_TILES + _first_tile(N, L, ROW_TILES, ROW_WARPS, 5)
+    chunk = copied // ROW_TILES + first_chunk + axis(1, K_WARPS, L, 5) * CHUNKS_PER_STEP
+    lane_word = axis(3, 32, L, 5) * 4 + axis(4, 4, L, 5)
+    return qweight_ptr + ((tile * CHUNKS + chunk) * 128 + lane_word), chunk
+
+
+@gluon.jit
+def scale_addresses(
+    scales_ptr,
+    zeros_ptr,
+    N,
+    first_group,
+    ALL_QUADS: gl.constexpr,
+    WARP_GROUPS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    ROW_WARPS: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    LS: gl.constexpr,
+):
+    """Return pointers to each lane's rows' scales and zero points, and the first step's groups."""
+    copied = axis(0, WARP_GROUPS * ROW_TILES, LS, 4)
+    tile = copied % ROW_TILES + _first_tile(N, LS, ROW_TILES, ROW_WARPS, 4)
+    group = copied // ROW_TILES + first_group + axis(1, K_WARPS, LS, 4) * WARP_GROUPS
+    quads = tile * (ALL_QUADS * 32) + (axis(3, 32, LS, 4) // 4) * 4
+    scale_ptrs = scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + quads
+    zero_ptrs = scale_ptrs
+    if HAS_ZEROS:
+        zero_ptrs = zeros_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + quads
+    return scale_ptrs, zero_ptrs, group
+
+
+@gluon.jit
+def activation_addresses(
+    x_ptr,
+    M,
+    stride_xm,
+    first_chunk,
+    CHUNKS_PER_STEP: gl.constexpr,
+    TOKEN_TILES: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    LX: gl.constexpr,
+):
+    """Return pointers to the first step's activations, and which chunk each is of.
+
+    Fragments lie as (chunk of the warp, half, token tile, K-warp). Columns beyond M read the last
+    token again: no mask, never stored.
+    """
+    fragment = axis(0, CHUNKS_PER_STEP * 2 * TOKEN_TILES * K_WARPS, LX, 3)
+    lane = axis(1, 32, LX, 3)
+    token = (fragment // K_WARPS) % TOKEN_TILES * 8 + lane // 4
+    token = gl.minimum(token, M - 1).to(gl.int64)
+    half = (fragment // (K_WARPS * TOKEN_TILES)) % 2
+    chunk = fragment // (2 * K_WARPS * TOKEN_TILES) + (fragment % K_WARPS) * CHUNKS_PER_STEP
+    chunk += first_chunk
+    word = chunk * 32 + half * 16 + (lane % 4) * 4 + axis(2, 4, LX, 3)
+    words_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    return words_ptr + (token * (stride_xm // 2) + word), chunk
+
+
+@gluon.jit
+def channel_words(words_ptr, N, ROW_TILES: gl.constexpr, ROW_WARPS: gl.constexpr, L: gl.constexpr):
+    """Load each row tile's scale (or zero point) words where a channel is one group."""
+    ptrs = words_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
+    ptrs += _first_tile(N, L, ROW_TILES, ROW_WARPS, 5) * 32 + (axis(3, 32, L, 5) // 4) * 4
+    words = ()
+    for r in gl.static_range(ROW_TILES):
+        words = words + (gl.load(ptrs + r * 32),)
+    return words

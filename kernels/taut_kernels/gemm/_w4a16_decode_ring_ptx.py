@@ -1,0 +1,98 @@
+"""PTX of the ring kernel: int4 → 16-bit float apart from `mma.sync`, for any number of token tiles.
+
+The decode kernel's texts (:mod:`taut_kernels.gemm._w4a16_decode_ptx`) convert and multiply in one
+piece, which names every accumulator; with 4 or 8 token tiles that is too many operands. Here one
+text converts a lane's four words to the sixteen registers of operand A, and another multiplies two
+of the four MMA steps with one token tile. Fragments, conversion and source are those of that file.
+"""
+
+from __future__ import annotations
+
+import triton
+
+from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE
+
+_OUTPUTS = 16
+_NEGATIVE_ZERO = 0x80008000
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def ring_convert_ptx(element: str, has_zeros: bool, scaled: bool) -> str:
+    """Write the PTX of ``q - zero``, or of that times its scale, for one lane's four words.
+
+    Operands: sixteen results, four an MMA step; four words; then, with zero points, four copies of
+    the zero word of each half of the 64 columns; then, scaled, four copies of the scale word of
+    each half. Such a word holds what rows g (low half) and g + 8 (high half) need.
+
+    Args:
+        element: ``bf16`` or ``f16``.
+        has_zeros: with zero points; otherwise 8 is subtracted.
+        scaled: multiply by the scale, rounded to the element.
+
+    Returns:
+        The text.
+    """
+    text = ["{", ".reg .b32 shifted, value, one, nothing, offset0, offset1, scale0, scale1;"]
+    text += [f"mov.b32 one, {ONE[element]:#x};", f"mov.b32 nothing, {_NEGATIVE_ZERO:#x};"]
+    zeros, scales = _OUTPUTS + 4, _OUTPUTS + (12 if has_zeros else 4)
+    if not has_zeros:
+        text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
+    for step in range(4):
+        if step % 2 == 0:
+            text += _both_rows("offset", zeros + 2 * step) if has_zeros else []
+            text += _both_rows("scale", scales + 2 * step) if scaled else []
+        word = f"${_OUTPUTS + step}"
+        for register in range(4):
+            source = word if register == 0 else "shifted"
+            if register:
+                text += [f"shr.u32 shifted, {word}, {4 * register};"]
+            result, row = f"${4 * step + register}", register % 2
+            # 0xEA is (source & mask) | magic.
+            text += [f"lop3.b32 value, {source}, 0x000f000f, {MAGIC[element]:#x}, 0xEA;"]
+            text += [
+                f"fma.rn.{element}x2 {'value' if scaled else result}, value, one, offset{row};"
+            ]
+            if scaled:
+                # Adding -0 keeps the product as it is.
+                text += [f"fma.rn.{element}x2 {result}, value, scale{row}, nothing;"]
+    return "\n".join([*text, "}"])
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _both_rows(name: str, operand: int) -> list[str]:
+    """Write what brings each half of a word twice into a register of its own."""
+    return [
+        f"prmt.b32 {name}0, ${operand}, 0, 0x1010;",
+        f"prmt.b32 {name}1, ${operand}, 0, 0x3232;",
+    ]
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def ring_convert_constraints(has_zeros: bool, scaled: bool) -> str:
+    """Write the constraints of :func:`ring_convert_ptx`; outputs are written before inputs end."""
+    return ",".join(["=&r"] * _OUTPUTS + ["r"] * (4 + 8 * has_zeros + 8 * scaled))
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def ring_multiply_ptx(element: str) -> str:
+    """Write the PTX that multiplies two MMA steps of a row tile with one token tile.
+
+    Operands: four accumulators (out), the steps' four registers of operand A each, four words of
+    activations (two a step), the accumulators (in, tied to the outputs).
+
+    Args:
+        element: ``bf16`` or ``f16``.
+
+    Returns:
+        The text.
+    """
+    kind = f"mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32"
+    return "\n".join(
+        f"{kind} {{$0, $1, $2, $3}}, {{{a}}}, {{${b}, ${b + 1}}}, {{$0, $1, $2, $3}};"
+        for a, b in (("$4, $5, $6, $7", 12), ("$8, $9, $10, $11", 14))
+    )
+
+
+RING_MULTIPLY_CONSTRAINTS = triton.language.constexpr(
+    ",".join(["=&f"] * 4 + ["r"] * 12 + ["0", "1", "2", "3"])
+)

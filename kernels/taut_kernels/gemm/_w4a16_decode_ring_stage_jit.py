@@ -1,0 +1,240 @@
+"""One stage of the ring kernel: its copies and its products.
+
+See :mod:`taut_kernels.gemm._w4a16_decode_ring_jit`.
+"""
+
+# ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a kernel's
+# branches fall at compile time)
+# mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from taut_kernels.gemm._w4a16_decode_ptx import SCALE_CONSTRAINTS, scale_ptx
+from taut_kernels.gemm._w4a16_decode_ring_ptx import (
+    RING_MULTIPLY_CONSTRAINTS,
+    ring_convert_constraints,
+    ring_convert_ptx,
+    ring_multiply_ptx,
+)
+
+# Triton 3.9 has the first name of each, 3.6 only the second.
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def copy_stage(
+    slots,  # the stage's weights, scales, zero points and activations
+    step,
+    words,  # of word_addresses
+    scales,  # of scale_addresses
+    CHUNKS: gl.constexpr,
+    STEP_CHUNKS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Ask for a stage's weights, scales and zero points.
+
+    One copy each: Triton sets a barrier between two copies into the same allocation.
+    """
+    ptrs = words[0] + step * (STEP_CHUNKS * 128)
+    if MASKED:
+        mask = words[1] + step * STEP_CHUNKS < CHUNKS
+        _copy(slots[0], ptrs, mask=mask, cache_modifier=".cg")
+    else:
+        _copy(slots[0], ptrs, cache_modifier=".cg")
+    if GROUP_SIZE:
+        group = scales[2] + step * (STEP_CHUNKS * 64 // GROUP_SIZE)
+        offset = (group // 4) * 32 + group % 4
+        if MASKED:
+            mask = group < CHUNKS * 64 // GROUP_SIZE
+            _copy(slots[1], scales[0] + offset, mask=mask)
+            if HAS_ZEROS:
+                _copy(slots[2], scales[1] + offset, mask=mask)
+        else:
+            _copy(slots[1], scales[0] + offset)
+            if HAS_ZEROS:
+                _copy(slots[2], scales[1] + offset)
+
+
+@gluon.jit
+def copy_activations(
+    x_slot,
+    step,
+    activations,  # of activation_addresses
+    CHUNKS: gl.constexpr,
+    STEP_CHUNKS: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Ask for a stage's activations."""
+    ptrs = activations[0] + step * (STEP_CHUNKS * 32)
+    if MASKED:
+        mask = activations[1] + step * STEP_CHUNKS < CHUNKS
+        _copy(x_slot, ptrs, mask=mask, cache_modifier=".cg")
+    else:
+        _copy(x_slot, ptrs, cache_modifier=".cg")
+
+
+@gluon.jit
+def load_activations(
+    x,  # stages of even steps and of odd ones
+    activations,
+    STAGES: gl.constexpr,  # how many
+    CHUNKS: gl.constexpr,
+    STEP_CHUNKS: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Bring the first stages' activations to shared memory through registers."""
+    values = ()
+    for stage in gl.static_range(STAGES):
+        ptrs = activations[0] + stage * (STEP_CHUNKS * 32)
+        if MASKED:
+            mask = activations[1] + stage * STEP_CHUNKS < CHUNKS
+            value = gl.load(ptrs, mask=mask, other=0)
+        else:
+            value = gl.load(ptrs)
+        values = values + (value,)
+    for stage in gl.static_range(STAGES):
+        x[stage % 2].index(stage // 2).store(values[stage])
+
+
+@gluon.jit
+def _lane_word(
+    slot,
+    COLUMN: gl.constexpr,  # of the warp's chunks in this stage
+    ROW_TILE: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Read a lane's scale (or zero point) word for the group of a column, for all four elements."""
+    FIRST: gl.constexpr = COLUMN // GROUP_SIZE * ROW_TILES + ROW_TILE
+    LANES: gl.constexpr = gl.SliceLayout(4, L)
+    return gl.expand_dims(slot.slice(FIRST, 1, 0).load(LANES), 4)
+
+
+@gluon.jit
+def _multiply_chunk(
+    weights,  # of every row tile, four MMA steps each
+    x_slot,
+    sums,
+    FIRST: gl.constexpr,  # the chunk half's first fragment
+    HALF: gl.constexpr,
+    TOKEN_TILES: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    ELEMENT: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Add half a chunk of every row tile to ``sums``."""
+    MULTIPLY: gl.constexpr = ring_multiply_ptx(ELEMENT)
+    SHARED: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, L))
+    values = ()
+    for t in gl.static_range(TOKEN_TILES):
+        fragment = x_slot.slice((FIRST + t) * K_WARPS, K_WARPS, 0)
+        value = gl.expand_dims(fragment.load(SHARED), 1)
+        values = values + (gl.expand_dims(value, 0),)
+    result = ()
+    for i in gl.static_range(len(sums)):
+        total = gl.inline_asm_elementwise(
+            MULTIPLY,
+            RING_MULTIPLY_CONSTRAINTS,
+            (
+                weights[i // TOKEN_TILES * 4 + 2 * HALF],
+                weights[i // TOKEN_TILES * 4 + 2 * HALF + 1],
+                values[i % TOKEN_TILES],
+                sums[i],
+            ),
+            gl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        result = result + (total,)
+    return result
+
+
+@gluon.constexpr_function
+def _closes(end, group_size):
+    """Say whether a group ends before a column; without a size none does."""
+    return group_size != 0 and end % group_size == 0
+
+
+@gluon.jit
+def multiply_chunks(
+    sums,  # of the open group, ROW_TILES · TOKEN_TILES
+    totals,  # scaled sums of the closed groups, likewise
+    slots,  # the stage's weights, scales, zero points and activations
+    channel_zeros,  # ROW_TILES, without GROUP_SIZE
+    FIRST: gl.constexpr,  # chunks of the warp in this stage
+    END: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    TOKEN_TILES: gl.constexpr,
+    K_WARPS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,  # 0: one group a channel, never closed here
+    HAS_ZEROS: gl.constexpr,
+    SCALE_FIRST: gl.constexpr,  # weights before the product; no group is closed then
+    ELEMENT: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Multiply some of a stage's chunks, and close the groups that end there."""
+    SCALED: gl.constexpr = SCALE_FIRST and GROUP_SIZE != 0
+    CONVERT: gl.constexpr = ring_convert_ptx(ELEMENT, HAS_ZEROS, SCALED)
+    CONVERT_CONSTRAINTS: gl.constexpr = ring_convert_constraints(HAS_ZEROS, SCALED)
+    SCALE: gl.constexpr = scale_ptx(ELEMENT, 0)
+    for c in gl.static_range(FIRST, END):
+        weights = ()
+        for r in gl.static_range(ROW_TILES):
+            operands = (slots[0].slice(c * ROW_TILES + r, 1, 0).load(L),)
+            if HAS_ZEROS:
+                for h in gl.static_range(2):
+                    if GROUP_SIZE:
+                        zero = _lane_word(slots[2], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, L)
+                        operands = operands + (zero,)
+                    else:
+                        operands = operands + (channel_zeros[r],)
+            if SCALED:
+                for h in gl.static_range(2):
+                    scale = _lane_word(slots[1], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, L)
+                    operands = operands + (scale,)
+            weights = weights + gl.inline_asm_elementwise(
+                CONVERT,
+                CONVERT_CONSTRAINTS,
+                operands,
+                (gl.int32, gl.int32, gl.int32, gl.int32),
+                is_pure=True,
+                pack=4,
+            )
+        for h in gl.static_range(2):
+            sums = _multiply_chunk(
+                weights,
+                slots[3],
+                sums,
+                (2 * c + h) * TOKEN_TILES,
+                h,
+                TOKEN_TILES,
+                K_WARPS,
+                ELEMENT,
+                L,
+            )
+            if _closes(64 * c + 32 * h + 32, 0 if SCALED else GROUP_SIZE):
+                new_sums, new_totals = (), ()
+                for i in gl.static_range(len(sums)):
+                    scale = _lane_word(
+                        slots[1], 64 * c + 32 * h, i // TOKEN_TILES, ROW_TILES, GROUP_SIZE, L
+                    )
+                    total = gl.inline_asm_elementwise(
+                        SCALE,
+                        SCALE_CONSTRAINTS,
+                        (scale, sums[i], totals[i]),
+                        gl.float32,
+                        is_pure=True,
+                        pack=4,
+                    )
+                    new_totals = new_totals + (total,)
+                    new_sums = new_sums + (gl.zeros_like(total),)
+                sums, totals = new_sums, new_totals
+    return sums, totals

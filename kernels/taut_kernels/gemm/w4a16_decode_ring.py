@@ -1,0 +1,121 @@
+"""The regime of `taut::w4a16_gemm` for some 16 to 64 tokens: a ring of shared memory.
+
+Maths     as :mod:`taut_kernels.gemm.w4a16`
+Numerics  as :mod:`taut_kernels.gemm.w4a16_decode`: q - z is exact, products accumulate in fp32
+          within a group, scale and bias are applied in fp32, one rounding at the store; tiles with
+          ``scale_first`` as :mod:`taut_kernels.gemm.w4a16_wgmma`: (q - z) · s is rounded once to
+          the dtype of ``x`` before the product. For one tile, the same bits from run to run:
+          K-warps and splits are added in a fixed order.
+Limits    as :mod:`taut_kernels.gemm.w4a16`, M ≤ 64
+Source    The products of :mod:`taut_kernels.gemm.w4a16_decode`; multi-stage `cp.async` as in
+          "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on LLMs", arXiv:2408.11743.
+          The rest is ours.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from taut_kernels import _launch
+from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
+from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
+
+_KERNEL = _launch.Launcher(w4a16_decode_ring_kernel)
+_ELEMENT = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def launch_constants(
+    tile: RingTile, K: int, tokens: int, group_size: int, *, has_zeros: bool, pdl: bool
+) -> dict[str, int | bool]:
+    """Return the kernel constants that follow from tile and shape.
+
+    Args:
+        tile: how to cut the work.
+        K: input features.
+        tokens: token tiles, of :func:`taut_kernels.tiles_decode_ring.token_tiles`.
+        group_size: G, or 0 for one group a channel.
+        has_zeros: with zero points.
+        pdl: the card has programmatic dependent launch.
+
+    Raises:
+        ValueError: the tile's ring does not fit shared memory.
+    """
+    return {
+        "PDL": pdl,
+        "K": K,
+        "GROUP_SIZE": group_size,
+        "HAS_ZEROS": has_zeros,
+        "TOKEN_TILES": tokens,
+        "ROW_WARPS": tile.row_warps,
+        "K_WARPS": tile.k_warps,
+        "CHUNKS_PER_STEP": tile.chunks_per_step,
+        "SPLIT_K": tile.split_k,
+        "LATE": tile.late,
+        "SCALE_FIRST": tile.scale_first,
+        "STAGES": tile.stages_that_fit(tokens, group_size, has_zeros=has_zeros),
+    }
+
+
+def launch(
+    tile: RingTile,
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    group_size: int,
+) -> torch.Tensor:
+    """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
+
+    Args:
+        tile: how to cut the work.
+        x: [M, K], 1 ≤ M ≤ 64, rows 16-byte aligned.
+        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
+        scales: likewise.
+        zeros: likewise.
+        bias: likewise.
+        arrivals: likewise.
+        group_size: G.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        ValueError: more than 64 tokens, or a ring that does not fit shared memory.
+    """
+    M, K = x.shape
+    if M > MAX_TOKENS:
+        raise ValueError(f"x must have at most {MAX_TOKENS} rows for a ring tile, got {M}")
+    N = 16 * qweight.shape[0]
+    y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
+    tokens = token_tiles(M)
+    row_tiles = min(tile.row_tiles, N // 16)
+    rows = 16 * row_tiles * tile.row_warps
+    programs = triton.cdiv(N, rows)
+    partial = None
+    if tile.split_k > 1:
+        size = programs * tile.split_k * tokens * 8 * rows
+        partial = _launch.empty((size,), dtype=torch.float32, device=x.device)
+
+    def constants() -> tuple[_launch.Constants, _launch.Constants]:
+        pdl = _launch.is_hopper(x.device)
+        group = 0 if group_size == K else group_size
+        named = launch_constants(tile, K, tokens, group, has_zeros=zeros is not None, pdl=pdl) | {
+            "HAS_BIAS": bias is not None,
+            "ELEMENT": _ELEMENT[x.dtype],
+            "ROW_TILES": row_tiles,
+        }
+        options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
+        return named, options | _launch.PDL_OPTIONS[pdl]
+
+    _KERNEL(
+        (tile, N, K, tokens, group_size, x.dtype, zeros is None, bias is None),
+        (programs, tile.split_k, 1),
+        (x, qweight, scales, zeros, bias, y, partial, arrivals if tile.split_k > 1 else None),
+        (M, N, x.stride(0)),
+        constants,
+        (x.stride(0),),
+    )
+    return y

@@ -1,0 +1,237 @@
+"""The ring kernel of `taut::w4a16_gemm`: tile, launcher, arithmetic on NumPy, variants, GPU.
+
+Layouts, barriers and waits are Triton's to compile (test_aot.py) and a GPU's to run (marker `gpu`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from taut_kernels import _launch, testing, testing_gluon, tiles_wgmma
+from taut_kernels.bench import tune_w4a16_wgmma
+from taut_kernels.bench.shapes import PRODUCTS
+from taut_kernels.gemm import w4a16_decode_ring as ring
+from taut_kernels.gemm import w4a16_decode_ring_variants
+from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
+from taut_kernels.tiles_decode_ring import SHARED_BYTES, RingTile, token_tiles
+from taut_kernels.tiles_wgmma import BUCKETS
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DTYPES = (torch.float16, torch.bfloat16)
+TILES = {
+    "rows": RingTile(2, 8, 1, 2, 1, 4),
+    "both": RingTile(2, 4, 2, 2, 1, 6, late=True),
+    "split": RingTile(1, 4, 1, 2, 3, 4),
+    "k_warps": RingTile(1, 2, 4, 4, 2, 2, late=True, scale_first=True),
+    "scaled": RingTile(2, 4, 1, 2, 2, 4, scale_first=True),
+    "wide": RingTile(2, 8, 2, 2, 2, 4, registers=128),
+}
+OPTIONS = {"num_warps", "maxnreg", "launch_pdl"}
+
+
+def reference(case: testing.W4A16Case, tile: RingTile) -> torch.Tensor:
+    return case.rounded_reference() if tile.scale_first else case.reference()
+
+
+def make_case(
+    M: int, N: int, K: int, G: int, dtype: torch.dtype, asymmetric: bool, device: str = "cpu"
+) -> testing.W4A16Case:
+    return testing.make_w4a16_case(
+        M, N, K, G, dtype=dtype, asymmetric=asymmetric, with_bias=asymmetric, device=device
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"row_tiles": 3}, r"row_tiles must be one of \(1, 2\), got 3"),
+        ({"row_warps": 3}, "row_warps must be one of"),
+        ({"chunks_per_step": 1}, r"chunks_per_step must be one of \(2, 4\), got 1"),
+        ({"row_warps": 1, "k_warps": 2}, r"row_warps × k_warps must lie in 4..16, got 2"),
+        ({"registers": 300}, "registers must be 0 or lie in 32..255, got 300"),
+        ({"stages": 3}, r"stages must be one of \(2, 4, 6, 8, 10\), got 3"),
+    ],
+)
+def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, int], message: str) -> None:
+    fields: dict[str, Any] = {
+        "row_tiles": 2,
+        "row_warps": 8,
+        "k_warps": 1,
+        "chunks_per_step": 2,
+        "split_k": 1,
+        "stages": 4,
+    }
+    with pytest.raises(ValueError, match=message):
+        RingTile(**fields | change)
+
+
+def test_token_tiles_are_the_next_power_of_two() -> None:
+    assert [token_tiles(M) for M in (1, 8, 9, 16, 17, 32, 33, 64)] == [1, 1, 2, 2, 4, 4, 8, 8]
+
+
+def test_ring_takes_the_stages_that_fit() -> None:
+    tile = RingTile(2, 8, 2, 2, 1, 6)
+    assert tile.stage_bytes(2, 128, has_zeros=False) == 16 * 2 * 2 * 512 + 16 * 512 + 2 * 16 * 128
+    assert tile.stages_that_fit(2, 128, has_zeros=False) == 4
+    assert tile.stages_that_fit(2, 32, has_zeros=True) == 2
+    for tokens in (1, 2, 4, 8):
+        for group in (0, 32, 64, 128):
+            stages = tile.stages_that_fit(tokens, group, has_zeros=True)
+            assert 2 <= stages * tile.stage_bytes(tokens, group, has_zeros=True) < SHARED_BYTES
+    with pytest.raises(ValueError, match="two stages of 196608 bytes do not fit"):
+        RingTile(2, 8, 2, 4, 1, 2).stages_that_fit(8, 32, has_zeros=True)
+
+
+def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
+    tile = {
+        "row_tiles": 2,
+        "row_warps": 8,
+        "k_warps": 1,
+        "chunks_per_step": 2,
+        "split_k": 1,
+        "stages": 4,
+    }
+    row: dict[str, Any] = {"N": 64, "K": 128, "max_m": 32, "tile": tile, "us": 1.5}
+
+    def table(**change: Any) -> str:
+        return json.dumps({"gpu": "card", "source": "test", "rows": [row | change]})
+
+    parsed = tiles_wgmma.parse(table(), "t.json")
+    assert parsed.choices[64, 128, BUCKETS.index(32)] == RingTile(2, 8, 1, 2, 1, 4)
+    for max_m in (128, None):
+        with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
+            tiles_wgmma.parse(table(max_m=max_m), "t.json")
+
+
+class OnNumPy:
+    """Stands in for the jit kernel: runs it on NumPy and remembers how it was launched."""
+
+    arg_names = w4a16_decode_ring_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.grid, self.constants = grid, constants
+            named = dict(zip(self.arg_names, arguments, strict=False))
+            named |= {name: v for name, v in constants.items() if name not in OPTIONS}
+            testing_gluon.run(w4a16_decode_ring_kernel, grid[:2], named)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("tile", "M", "N", "K", "G", "dtype", "asymmetric", "grid"),
+    [
+        ("rows", 16, 512, 640, 128, torch.bfloat16, False, (2, 1, 1)),
+        ("rows", 9, 80, 576, 64, torch.float16, True, (1, 1, 1)),
+        ("both", 5, 272, 1088, 32, torch.float16, True, (3, 1, 1)),
+        ("split", 33, 80, 576, 64, torch.bfloat16, True, (2, 3, 1)),
+        ("split", 17, 64, 1024, 128, torch.float16, False, (1, 3, 1)),
+        ("k_warps", 29, 144, 1088, 32, torch.bfloat16, True, (5, 2, 1)),
+        ("scaled", 24, 144, 640, 128, torch.bfloat16, False, (2, 2, 1)),
+        ("scaled", 11, 64, 1088, 32, torch.float16, True, (1, 2, 1)),
+        ("scaled", 9, 64, 704, -1, torch.bfloat16, True, (1, 2, 1)),
+        ("wide", 64, 144, 704, -1, torch.float16, True, (1, 2, 1)),
+        ("wide", 1, 16, 64, -1, torch.bfloat16, False, (1, 2, 1)),
+    ],
+)
+def test_kernel_computes_the_product_on_numpy(
+    tile: str,
+    M: int,
+    N: int,
+    K: int,
+    G: int,
+    dtype: torch.dtype,
+    asymmetric: bool,
+    grid: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = OnNumPy()
+    monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
+    case = make_case(M, N, K, G, dtype, asymmetric)
+    operands = case.operands()
+    with testing.nan_poison():
+        actual = ring.launch(TILES[tile], *operands)
+    testing.assert_within_budget(actual, case.gold(), reference(case, TILES[tile]))
+    assert kernel.grid == grid
+    assert not operands[5].any(), "arrivals must be 0 again"
+    assert kernel.constants["PDL"] is False, "a CPU has no dependent launch"
+
+
+def test_launch_refuses_more_tokens_than_tiles() -> None:
+    operands = make_case(65, 16, 128, 64, torch.bfloat16, False).operands()
+    with pytest.raises(ValueError, match="x must have at most 64 rows for a ring tile, got 65"):
+        ring.launch(TILES["rows"], *operands)
+
+
+def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
+    variants = list(w4a16_decode_ring_variants.kernel_variants())
+    assert len(variants) == len({(v.label, v.tile) for v in variants})
+    tables = tiles_wgmma.tables().values()
+    measured = {t for table in tables for t in table.choices.values() if isinstance(t, RingTile)}
+    assert measured <= {v.tile for v in variants}
+    labels = " ".join(v.label for v in variants)
+    for word in ("bf16", "fp16", " asym", " sym", "group=32", "group=64", "group=128", "channel"):
+        assert word in labels or word == "group=128"
+
+
+def test_candidates_fit_the_card() -> None:
+    for N, K in PRODUCTS.values():
+        for M in (16, 32, 64):
+            for tile in tune_w4a16_wgmma.ring_candidates(N, K, M):
+                assert tile.stages_that_fit(token_tiles(M), 128, has_zeros=False) == tile.stages
+                ring = tile.stages * tile.stage_bytes(token_tiles(M), 128, has_zeros=False)
+                assert 2 * ring < SHARED_BYTES
+                assert 2 * 32 * tile.num_warps * tile.registers <= 65536
+    both = tune_w4a16_wgmma.all_candidates(28672, 4096, 32, ("ring", "wgmma"))
+    assert len(both) == len(set(both))
+    assert {type(tile).__name__ for tile in both} == {"RingTile", "WgmmaTile"}
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("tile", "M"),
+    [("rows", 16), ("both", 7), ("split", 64), ("k_warps", 27), ("wide", 32), ("scaled", 24)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(("K", "G"), [(1088, 32), (576, 64), (1152, 128), (704, -1), (2048, 128)])
+def test_gpu_every_cut_and_format(
+    tile: str, M: int, K: int, G: int, asymmetric: bool, dtype: torch.dtype
+) -> None:
+    for N in (272, 1040):
+        case = make_case(M, N, K, G, dtype, asymmetric, "cuda")
+        operands = case.operands()
+        with testing.nan_poison():
+            actual = ring.launch(TILES[tile], *operands)
+        testing.assert_within_budget(actual, case.gold(), reference(case, TILES[tile]))
+        for _ in range(5):
+            again = ring.launch(TILES[tile], *operands)
+            assert torch.equal(again, actual), "bits differ between runs"
+        assert not operands[5].any(), "arrivals must be 0 again"
+
+
+@gpu
+@needs_gpu
+def test_gpu_graph_replay_follows_the_activations() -> None:
+    case = make_case(32, 512, 4096, 128, torch.bfloat16, False, "cuda")
+    operands = list(case.operands())
+    tile = TILES["wide"]
+    ring.launch(tile, *operands)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = ring.launch(tile, *operands)
+        second = ring.launch(tile, first[:, :512].repeat(1, 8), *operands[1:])
+    for seed in (1, 2):
+        fresh = torch.randn(operands[0].shape, generator=torch.Generator().manual_seed(seed))
+        operands[0].copy_(fresh)
+        graph.replay()
+        expected = ring.launch(tile, *operands)
+        assert torch.equal(first, expected)
+        again = ring.launch(tile, expected[:, :512].repeat(1, 8), *operands[1:])
+        assert torch.equal(second, again)
