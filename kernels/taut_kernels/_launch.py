@@ -46,12 +46,28 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return a device's compute capability; (0, 0) of a CPU (the Triton interpreter)."""
+    if device.type != "cuda":
+        return 0, 0
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def is_hopper(device: torch.device) -> bool:
     """Say whether a device has warp-group products and programmatic dependent launch (sm_90)."""
+    return capability(device) == (9, 0)
+
+
+@cache
+def _multiprocessors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has; 2 of a CPU (the Triton interpreter)."""
     if device.type != "cuda":
-        return False
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return _capability(index) == (9, 0)
+        return 2  # more than one, so that what depends on it is tested
+    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,23 @@ def rows_of(text: str, where: str) -> tuple[str, list[dict[str, Any]]]:
     return data["gpu"], data["rows"]
 
 
+def shipped_rows(name: str, gpu: str) -> list[dict[str, Any]]:
+    """Return the rows a card's table has now, for tuning to keep those it does not replace.
+
+    Args:
+        name: what the file's name begins with.
+        gpu: `torch.cuda.get_device_name` of the card.
+
+    Returns:
+        None of them where there is no table of the card.
+    """
+    for path in sorted(_DIRECTORY.glob(f"{name}-*.json")):
+        card, rows = rows_of(path.read_text(encoding="utf-8"), path.name)
+        if card == gpu:
+            return rows
+    return []
+
+
 def load_all(name: str, parse: Callable[[str, str], TableT]) -> dict[str, TableT]:
     """Read every card's table.
 

@@ -71,6 +71,13 @@ def _engine(row: dict[str, str]) -> list[Point]:
     ]
 
 
+def _attention(row: dict[str, str]) -> list[Point]:
+    cache = f" {row['cache']}" if row["part"] == "decode" else ""
+    panel = f"{row['part']}{cache} B={row['B']}, µs"
+    y, low, high = (float(row[name]) for name in ("us", "p20_us", "p80_us"))
+    return [Point(panel, row["kernel"], float(row["T"]), y, low, high)]
+
+
 _TIMES = {"M", "kernel", "us", "p20_us", "p80_us"}
 _KINDS = (
     _Kind(
@@ -82,6 +89,12 @@ _KINDS = (
     _Kind(
         frozenset(_TIMES | {"form", "N"}),
         _timed(lambda row: f"{row['form']} N={row['N']}"),
+        "tokens",
+        "taut",
+    ),
+    _Kind(
+        frozenset({"part", "B", "T", "cache", "kernel", "us", "p20_us", "p80_us"}),
+        _attention,
         "tokens",
         "taut",
     ),

@@ -17,6 +17,8 @@ MIN_CALLS = 64
 REPLAYS = 60
 _FLUSH_BYTES = 256 * 2**20
 _COPY_BYTES = 2**30
+_HEAD_START_CYCLES = 2_000_000
+"""About a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,35 @@ def measure(
             stop.record()
             stop.synchronize()
             times.append(start.elapsed_time(stop) * 1e3 / calls)
+    return [_summary(times) for times in samples]
+
+
+def measure_eager(subjects: Sequence[Subject], rounds: int) -> list[Timing]:
+    """Time calls that no graph can hold (autograd's, on a leaf's stream): events, one call a round.
+
+    The device sleeps first, so that the host is ahead of it and its own time does not count.
+
+    Args:
+        subjects: what to time, all on the current device; each is called once before.
+        rounds: calls of each, in turn, L2 flushed before each.
+
+    Returns:
+        One timing a subject, in order.
+    """
+    flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+    samples: list[list[float]] = [[] for _ in subjects]
+    for subject in subjects:
+        subject.call(0)
+    for i in range(rounds):
+        for subject, times in zip(subjects, samples, strict=True):
+            start, stop = _event(), _event()
+            flush.amax()
+            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+            start.record()
+            subject.call(i % subject.copies)
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e3)
     return [_summary(times) for times in samples]
 
 
