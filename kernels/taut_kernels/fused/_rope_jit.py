@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _load_pairs(rows, mask_h, HALF: tl.constexpr, WIDTH: tl.constexpr, NEOX: tl.constexpr):
+def load_pairs(rows, mask_h, HALF: tl.constexpr, WIDTH: tl.constexpr, NEOX: tl.constexpr):
     """Load both members of every pair, each [HEADS, WIDTH]."""
     if NEOX:
         offs = tl.arange(0, WIDTH)
@@ -28,8 +28,8 @@ def _load_pairs(rows, mask_h, HALF: tl.constexpr, WIDTH: tl.constexpr, NEOX: tl.
 
 
 @triton.jit
-def _store_pairs(rows, a, b, mask_h, HALF: tl.constexpr, WIDTH: tl.constexpr, NEOX: tl.constexpr):
-    """Store what :func:`_load_pairs` loaded, in the type of the target."""
+def store_pairs(rows, a, b, mask_h, HALF: tl.constexpr, WIDTH: tl.constexpr, NEOX: tl.constexpr):
+    """Store what :func:`load_pairs` loaded, in the type of the target."""
     element: tl.constexpr = rows.dtype.element_ty
     if NEOX:
         offs = tl.arange(0, WIDTH)
@@ -44,7 +44,7 @@ def _store_pairs(rows, a, b, mask_h, HALF: tl.constexpr, WIDTH: tl.constexpr, NE
 
 
 @triton.jit
-def _load_angles(cache_ptr, position, HALF: tl.constexpr, WIDTH: tl.constexpr):
+def load_angles(cache_ptr, position, HALF: tl.constexpr, WIDTH: tl.constexpr):
     """Load the cosines and sines of one position, each [1, WIDTH] fp32."""
     offs = tl.arange(0, WIDTH)
     row = cache_ptr + position * 2 * HALF
@@ -105,9 +105,9 @@ def rope_kernel(
         # The last program's missing tokens repeat the last one's loads and are not stored.
         token = tl.minimum(first + i, T - 1)
         positions = positions + (tl.load(positions_ptr + token),)
-        pairs = pairs + (_load_pairs(head_rows + token * stride_t, mask_h, HALF, WIDTH, NEOX),)
+        pairs = pairs + (load_pairs(head_rows + token * stride_t, mask_h, HALF, WIDTH, NEOX),)
     for i in tl.static_range(TOKENS):
-        angles = angles + (_load_angles(cache_ptr, positions[i], HALF, WIDTH),)
+        angles = angles + (load_angles(cache_ptr, positions[i], HALF, WIDTH),)
     for i in tl.static_range(TOKENS):
         a, b = pairs[i]
         cos, sin = angles[i]
@@ -115,4 +115,4 @@ def rope_kernel(
         # As a tensor: the interpreter refuses a mask made of a tensor and a run-time scalar.
         tokens = tl.zeros((HEADS,), dtype=tl.int64) + first + i
         stored = mask_h & (tokens < T)
-        _store_pairs(rows, a * cos - b * sin, b * cos + a * sin, stored, HALF, WIDTH, NEOX)
+        store_pairs(rows, a * cos - b * sin, b * cos + a * sin, stored, HALF, WIDTH, NEOX)

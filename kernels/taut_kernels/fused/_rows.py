@@ -6,7 +6,7 @@ import torch
 
 
 def as_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], most: int) -> torch.Tensor:
-    """View ``x`` as rows [M, columns] without a copy.
+    """View ``x`` as rows [M, columns] without a copy, for an op that is forward only.
 
     Args:
         name: of the argument, for errors.
@@ -18,15 +18,23 @@ def as_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], most: i
         The view.
 
     Raises:
-        ValueError: the dtype, the number of columns or the layout is not supported.
+        ValueError: the dtype, the number of columns or the layout is not supported, or ``x`` wants
+            a gradient.
     """
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(f"{name} requires grad: the op is forward only, call it under no_grad()")
+    return trainable_rows(name, x, dtypes, most)
+
+
+def trainable_rows(
+    name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], most: int
+) -> torch.Tensor:
+    """View ``x`` as rows for an op with a gradient; arguments and errors as :func:`as_rows`."""
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be {names}, got {str(x.dtype).removeprefix('torch.')}")
     if x.dim() == 0 or not 1 <= x.shape[-1] <= most:
         raise ValueError(f"{name} must have 1..{most} columns, got shape {tuple(x.shape)}")
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError(f"{name} requires grad: the op is forward only, call it under no_grad()")
     try:
         rows = x.view(-1, x.shape[-1])
     except RuntimeError:
