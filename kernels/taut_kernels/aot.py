@@ -21,12 +21,20 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from taut_kernels._variant import KernelVariant
 from taut_kernels.attention import variants as attention_variants
+from taut_kernels.fused import training_variants
 from taut_kernels.fused import variants as fused_variants
-from taut_kernels.gemm import scaled_mm_variants, w4a16_decode_variants, w4a16_wgmma_variants
+from taut_kernels.gemm import (
+    scaled_mm_variants,
+    w4a16_decode_ring_variants,
+    w4a16_decode_variants,
+    w4a16_wgmma_variants,
+)
 from taut_kernels.loss import variants as loss_variants
+from taut_kernels.primitives import variants as primitive_variants
 
 SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 """Most shared memory a program may use (CUDA C++ Programming Guide, compute capabilities)."""
@@ -61,11 +69,14 @@ class AotResult:
 def every_variant() -> Iterator[KernelVariant]:
     """Yield the variants of every op in the package."""
     yield from w4a16_decode_variants.kernel_variants()
+    yield from w4a16_decode_ring_variants.kernel_variants()
     yield from w4a16_wgmma_variants.kernel_variants()
     yield from scaled_mm_variants.kernel_variants()
     yield from fused_variants.kernel_variants()
+    yield from training_variants.kernel_variants()
     yield from loss_variants.kernel_variants()
     yield from attention_variants.kernel_variants()
+    yield from primitive_variants.kernel_variants()
 
 
 def _source(variant: KernelVariant) -> ASTSource:
@@ -76,7 +87,8 @@ def _source(variant: KernelVariant) -> ASTSource:
     signature |= dict.fromkeys(variant.constants, "constexpr")
     names = variant.kernel.arg_names
     aligned = (*variant.pointers, *variant.divisible_by_16)
-    return ASTSource(
+    source = GluonASTSource if variant.kernel.is_gluon() else ASTSource
+    return source(
         fn=variant.kernel,
         signature={name: signature[name] for name in names},
         constexprs=variant.constants,

@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from taut_kernels.instruments import counters
+from taut_kernels.instruments.attention_cases import CASES as ATTENTION_CASES
+from taut_kernels.instruments.attention_work import ATTENTION_WORK
 from taut_kernels.instruments.counters import count, touched_bytes
 from taut_kernels.instruments.loss_work import LOSS_WORK
 from taut_kernels.instruments.op_cases import OP_CASES, from_op
 from taut_kernels.instruments.op_work import OP_WORK
 from taut_kernels.instruments.subject import Subject
+from taut_kernels.instruments.training_cases import CASES as TRAINING_CASES
+from taut_kernels.instruments.training_work import TRAINING_WORK
 from taut_kernels.instruments.work import Work
 
 CPU = torch.device("cpu")
@@ -45,6 +49,16 @@ BY_HAND: list[tuple[str, dict[str, int], Work]] = [
     ("silu_mul_static_quant", {}, Work(4 * 192, 768 + 4, 192)),
     # 3 tokens · 3 heads · 8; q and k 144, angles of 3 rows 48, positions 24
     ("rope", {}, Work(3 * 72, 144 + 48 + 24, 144)),
+    # a 3·128, b 128·64, c 3·64
+    ("matmul", {}, Work(49152, 768 + 16384, 384)),
+    ("matmul", {"bias": 1}, Work(49152, 768 + 16384 + 128, 384)),
+    ("transpose", {}, Work(0, 384, 384)),
+    # 2 images of 6×6, 24 channels: 72 windows of 9 · 24, 64 channels out
+    ("conv2d", {}, Work(2 * 72 * 64 * 216, 3456 + 64 * 216 * 2, 72 * 64 * 2)),
+    # 3×3 windows of 9 elements, then of 4 and a factor
+    ("max_pool2d", {}, Work(9 * 2 * 24 * 9, 3456, 2 * 24 * 9 * 2)),
+    ("avg_pool2d", {}, Work(5 * 2 * 24 * 9, 3456, 2 * 24 * 9 * 2)),
+    ("reduce", {}, Work(192, 384, 6)),
 ]
 # M=3, H=32, Ht=64, V=96 in bf16: 288 logits; targets 24; loss 4, lse 12.
 STUDENT, TEACHER, LOGITS = 3 * 32 * 2 + 96 * 32 * 2, 3 * 64 * 2 + 96 * 64 * 2, 3 * 96
@@ -78,8 +92,11 @@ LOSSES_BY_HAND: list[tuple[str, bool, str, Work]] = [
         Work(3 * PRODUCT + TEACHER_PRODUCT + 14 * LOGITS, STUDENT + TEACHER + 3, 4 + STUDENT),
     ),
 ]
-FORWARD_ONLY = sorted(op for op, case in OP_CASES.items() if case.call is None)
+FORWARD_ONLY = sorted(
+    op for op, case in OP_CASES.items() if case.call is None and op not in ATTENTION_CASES
+)
 SMALL = {"M": 3, "N": 64, "K": 128, "G": 64, "Hq": 2, "Hk": 1, "D": 8, "H": 32, "Ht": 64, "V": 96}
+SMALL |= {"B": 2, "C": 24, "side": 6}
 
 
 def small(op: str, **sizes: int) -> Subject:
@@ -126,8 +143,11 @@ def test_backward_passes_of_their_own_count_by_hand() -> None:
 
 
 def test_every_op_is_counted_by_hand_above() -> None:
-    assert {op for op, _, _ in BY_HAND} == set(OP_WORK) - set(LOSS_WORK) == set(FORWARD_ONLY)
-    assert {loss for loss, _, _, _ in LOSSES_BY_HAND} == set(OP_CASES) - set(FORWARD_ONLY)
+    # The latter two in test_training_work.py and test_attention_work.py.
+    elsewhere = set(LOSS_WORK) | set(TRAINING_WORK) | set(ATTENTION_WORK)
+    assert {op for op, _, _ in BY_HAND} == set(OP_WORK) - elsewhere == set(FORWARD_ONLY)
+    losses = set(OP_CASES) - set(FORWARD_ONLY) - set(TRAINING_CASES) - set(ATTENTION_CASES)
+    assert {loss for loss, _, _, _ in LOSSES_BY_HAND} == losses
 
 
 @pytest.mark.parametrize("op", sorted(set(FORWARD_ONLY) - {"rope"}))
@@ -145,12 +165,13 @@ def test_formula_agrees_with_the_schema(op: str, monkeypatch: pytest.MonkeyPatch
     assert (schema.read, schema.written) == (formula.read + arrivals, formula.written)
 
 
-def test_every_op_of_gemm_fused_and_loss_has_a_formula(run_python: Any) -> None:
+def test_every_op_of_every_group_has_a_formula(run_python: Any) -> None:
     code = (
         "import pkgutil, importlib, torch, taut_kernels.gemm as g,"
-        " taut_kernels.fused as f, taut_kernels.loss as l\n"
-        "[importlib.import_module(m.name) for p in (g, f, l)"
-        " for m in pkgutil.iter_modules(p.__path__, p.__name__ + '.')]\n"
+        " taut_kernels.fused as f, taut_kernels.loss as l, taut_kernels.primitives as p,"
+        " taut_kernels.attention as a\n"
+        "[importlib.import_module(m.name) for group in (g, f, l, p, a)"
+        " for m in pkgutil.iter_modules(group.__path__, group.__name__ + '.')]\n"
         "names = torch._C._dispatch_get_all_op_names()\n"
         "print(*sorted(n.removeprefix('taut::') for n in names if n.startswith('taut::')))"
     )

@@ -200,7 +200,7 @@ def test_planned_memory_of_the_bar_is_below_its_limit(shape: tuple[int, int, int
     else:
         # The fp32 sum for x stands in until the rounded one is made, without the block.
         peak = max(2 * V * H + 4 * M * H + 2 * M * cut.size, gradients + 4 * M * H)
-    # Without cuBLAS's 32 MiB, which any product before has taken: the benchmark counts it for nobody.
+    # Without cuBLAS's 32 MiB, which any product before took: the benchmark counts it for nobody.
     statistics = 8 * 4 * M
     assert peak + statistics <= 1.25 * 2**30
 

@@ -1,13 +1,41 @@
-"""How the attention kernels are cut up: one rule by head dimension. Nothing was measured yet."""
+"""How the attention kernels are cut up: measured tables and the rules behind them.
+
+A table is ``tiles/attention-<card>.json``::
+
+    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
+     "rows": [{"kernel": "decode", "D": 128, "bits": 8, "load": "small", "tile": {…}, "us": …}, …]}
+
+``kernel`` is one of :data:`KERNELS`, ``D`` the padded head dimension, ``bits`` those of a cached
+element (16 but for decode), ``load`` one of :data:`LOADS` (``large`` but for decode), ``tile`` has
+the fields of :class:`AttentionTile`, or of :class:`DecodeTile` where the kernel is ``decode``. What
+no row names takes the rule. ``python -m taut_kernels.bench.tune_attention`` writes a table, and
+`python -m taut_kernels.aot` proves that no tile spills on sm_80 and sm_90.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+from taut_kernels import _tile_tables
+
+KERNELS = ("forward", "key_gradients", "query_gradients", "decode")
+ROW_DELTA_BLOCK = 64
+LOADS = ("small", "large")
+"""Of decode: up to :data:`SMALL_LOAD` keys a multiprocessor, where latencies count, and beyond."""
+SMALL_LOAD = 1024
+_ROW_FIELDS = {"kernel", "D", "bits", "load", "tile", "us"}
+_FEW_KEYS = 1024
+"""Keys of a program where there are more programs than fit at once."""
+_MOST_SPLITS = 512
+_MOST_IMBALANCE = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """One way to cut the work.
+    """One way to cut the work of prefill, forward or backward.
 
     Args:
         block_m: queries a program or step, a power of two of at least 16.
@@ -29,13 +57,53 @@ class AttentionTile:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-# By the padded head dimension. Chosen so that nothing spills on sm_80 and sm_90
-# (`python -m taut_kernels.aot`), not by time.
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """One way to cut the work of paged decode.
+
+    Args:
+        keys: of a warp and step, a power of two of at least 16.
+        num_warps: warps a program, a power of two.
+        num_stages: steps whose loads are under way at once.
+        per_sm: programs that a multiprocessor has room for, or as many as are worth while.
+        min_keys: of a program, where a sequence has as many.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    per_sm: int
+    min_keys: int
+
+    def __post_init__(self) -> None:
+        if self.keys not in (16, 32, 64):
+            raise ValueError(f"keys must be 16, 32 or 64, got {self.keys}")
+        if self.num_warps not in (1, 2, 4, 8):
+            raise ValueError(f"num_warps must be 1, 2, 4 or 8, got {self.num_warps}")
+        if not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages must lie in 1..8, got {self.num_stages}")
+        if self.per_sm < 1 or self.min_keys < 1:
+            raise ValueError(f"per_sm and min_keys must be positive, got {self}")
+
+    def __str__(self) -> str:
+        cut = f"{self.num_warps}x{self.keys}/{self.num_stages}s"
+        return f"{cut}/{self.per_sm}p/{self.min_keys}k"
+
+    def options(self) -> dict[str, int]:
+        """Return what the compiler is told."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# By the padded head dimension.
 _FORWARD = {
     64: AttentionTile(128, 64, 8, 3),
     128: AttentionTile(128, 32, 8, 3),
     256: AttentionTile(64, 32, 8, 2),
 }
+_FORWARD_128_HOPPER = AttentionTile(128, 64, 8, 3)
 KEY_GRADIENTS = {
     64: AttentionTile(64, 128, 8, 2),
     128: AttentionTile(64, 64, 8, 2),
@@ -46,18 +114,142 @@ QUERY_GRADIENTS = {
     128: AttentionTile(64, 64, 8, 2),
     256: AttentionTile(32, 32, 8, 1),
 }
-ROW_DELTA_BLOCK = 64
-_FORWARD_128_HOPPER = AttentionTile(128, 64, 8, 3)
+# By the padded head dimension, bytes of an element, and load. One warp a program has no other to
+# wait for, and many fit into a multiprocessor: best where there is much to read (README).
+_DECODE = {
+    (64, 2, "small"): DecodeTile(16, 4, 3, 4, 128),
+    (64, 2, "large"): DecodeTile(16, 1, 4, 10, 256),
+    (64, 1, "small"): DecodeTile(16, 4, 3, 4, 128),
+    (64, 1, "large"): DecodeTile(16, 1, 4, 10, 256),
+    (128, 2, "small"): DecodeTile(16, 4, 3, 2, 128),
+    (128, 2, "large"): DecodeTile(16, 1, 4, 7, 256),
+    (128, 1, "small"): DecodeTile(16, 4, 3, 4, 128),
+    (128, 1, "large"): DecodeTile(16, 1, 4, 10, 128),
+    (256, 2, "small"): DecodeTile(16, 4, 2, 2, 128),
+    (256, 2, "large"): DecodeTile(16, 2, 3, 3, 256),
+    (256, 1, "small"): DecodeTile(16, 4, 3, 2, 128),
+    (256, 1, "large"): DecodeTile(16, 2, 3, 4, 256),
+}
 
 
-def forward(padded_dim: int, windowed: bool, hopper: bool) -> AttentionTile:
+@dataclass(frozen=True, slots=True)
+class AttentionTable:
+    """A card's measured tiles.
+
+    Attributes:
+        gpu: its name.
+        tiles: by kernel, padded head dimension, bytes of a cached element, and load.
+    """
+
+    gpu: str
+    tiles: dict[tuple[str, int, int, str], AttentionTile | DecodeTile]
+
+
+def parse_table(text: str, where: str) -> AttentionTable:
+    """Read a table.
+
+    Args:
+        text: JSON.
+        where: file name, for errors.
+
+    Raises:
+        ValueError: an unknown or missing field, or one out of its range; names ``where``.
+    """
+    gpu, rows = _tile_tables.rows_of(text, where)
+    tiles: dict[tuple[str, int, int, str], AttentionTile | DecodeTile] = {}
+    for row in rows:
+        if set(row) != _ROW_FIELDS:
+            raise ValueError(f"{where}: a row needs {sorted(_ROW_FIELDS)}, got {sorted(row)}")
+        if row["kernel"] not in KERNELS or row["load"] not in LOADS:
+            raise ValueError(f"{where}: no such kernel or load: {row['kernel']}, {row['load']}")
+        kind: Any = DecodeTile if row["kernel"] == "decode" else AttentionTile
+        try:
+            tile = kind(**row["tile"])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {row['kernel']}: {error}") from error
+        tiles[row["kernel"], row["D"], row["bits"] // 8, row["load"]] = tile
+    return AttentionTable(gpu, tiles)
+
+
+@cache
+def tables() -> dict[str, AttentionTable]:
+    """Return the tables that ship, by card."""
+    return _tile_tables.load_all("attention", parse_table)
+
+
+def _measured(gpu: str | None, kernel: str, dim: int, size: int = 2, load: str = "large") -> Any:
+    """Return a card's measured tile, or None."""
+    table = tables().get(gpu or "")
+    return table.tiles.get((kernel, dim, size, load)) if table else None
+
+
+def forward(padded_dim: int, windowed: bool, hopper: bool, gpu: str | None = None) -> AttentionTile:
     """Return the tile of the forward kernel.
 
     Args:
         padded_dim: 64, 128 or 256.
-        windowed: a window's mask needs registers of its own.
+        windowed: a window's mask needs registers of its own: never by a table.
         hopper: sm_90, whose products take both operands from shared memory.
+        gpu: the card's name; None for the rule.
     """
+    if not windowed and (measured := _measured(gpu, "forward", padded_dim)):
+        return cast("AttentionTile", measured)
     if padded_dim == 128 and hopper and not windowed:
         return _FORWARD_128_HOPPER
     return _FORWARD[padded_dim]
+
+
+def backward(gpu: str | None, padded_dim: int) -> tuple[AttentionTile, AttentionTile]:
+    """Return the tiles of the gradients of keys and of queries.
+
+    Args:
+        gpu: the card's name; None for the rule.
+        padded_dim: 64, 128 or 256.
+    """
+    keys = _measured(gpu, "key_gradients", padded_dim) or KEY_GRADIENTS[padded_dim]
+    queries = _measured(gpu, "query_gradients", padded_dim) or QUERY_GRADIENTS[padded_dim]
+    return keys, queries
+
+
+def load_of(pairs: int, max_context: int, multiprocessors: int) -> str:
+    """Return whether a call of paged decode has little to read or much, one of :data:`LOADS`.
+
+    Args:
+        pairs: programs without splits: sequences × key heads.
+        max_context: keys of the longest sequence.
+        multiprocessors: of the device.
+    """
+    return "small" if pairs * max_context <= SMALL_LOAD * multiprocessors else "large"
+
+
+def decode(gpu: str | None, padded_dim: int, size: int, load: str) -> DecodeTile:
+    """Return the tile of paged decode.
+
+    Args:
+        gpu: the card's name; None for the rule.
+        padded_dim: 64, 128 or 256.
+        size: bytes of a cached element, 1 or 2.
+        load: of :func:`load_of`.
+    """
+    measured = _measured(gpu, "decode", padded_dim, size, load)
+    return cast("DecodeTile", measured) if measured else _DECODE[padded_dim, size, load]
+
+
+def decode_splits(tile: DecodeTile, pairs: int, max_context: int, multiprocessors: int) -> int:
+    """Return into how many programs a sequence's keys are divided.
+
+    As many as run at once; where even whole sequences are more than that, or would leave some
+    multiprocessors with less than others, small ones, so that the last to run are soon done.
+
+    Args:
+        tile: of the call.
+        pairs: programs without splits: sequences × key heads.
+        max_context: keys of the longest sequence.
+        multiprocessors: of the device.
+    """
+    most = max(1, min(-(-max_context // tile.min_keys), _MOST_SPLITS))
+    at_once = max(1, min(tile.per_sm * multiprocessors // pairs, most))
+    each = pairs * at_once / multiprocessors
+    if each <= tile.per_sm and math.ceil(each) <= _MOST_IMBALANCE * each:
+        return at_once
+    return max(at_once, min(-(-max_context // _FEW_KEYS), most))

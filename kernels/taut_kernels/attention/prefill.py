@@ -222,7 +222,8 @@ def _launch_attention(
     o = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = _launch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
     hopper = _launch.is_hopper(q.device)
-    tile = _tiles.forward(padded_dim(q.shape[-1]), settings.window > 0, hopper)
+    windowed, gpu = settings.window > 0, _launch.gpu_name(q.device)
+    tile = _tiles.forward(padded_dim(q.shape[-1]), windowed, hopper, gpu)
     launch_forward(tile, q, k, v, o, lse, settings)
     return o, lse
 
@@ -236,8 +237,7 @@ def _launch_attention_backward(
     lse: torch.Tensor,
     *arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dim = padded_dim(q.shape[-1])
-    tiles = (_tiles.KEY_GRADIENTS[dim], _tiles.QUERY_GRADIENTS[dim])
+    tiles = _tiles.backward(_launch.gpu_name(q.device), padded_dim(q.shape[-1]))
     # A gradient expanded from a scalar has no elements next to each other.
     do = do if do.stride(-1) == 1 else do.contiguous()
     return launch_backward(*tiles, do, q, k, v, o, lse, Settings(*arguments))

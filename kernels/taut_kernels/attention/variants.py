@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from taut_kernels._variant import KernelVariant
-from taut_kernels.attention import _tiles
+from taut_kernels.attention import _tiles, decode_variants
 from taut_kernels.attention._arguments import HEAD_DIMS, padded_dim
 from taut_kernels.attention._prefill_backward_jit import (
     key_gradients_kernel,
@@ -77,3 +78,22 @@ def kernel_variants() -> Iterator[KernelVariant]:
                 ("attention dq", query_gradients_kernel, _tiles.QUERY_GRADIENTS),
             ):
                 yield _variant(label, kernel, tiles[padded], dim, mask, packed, ("scale",))
+    yield from _measured()
+    yield from decode_variants.kernel_variants()
+
+
+def _measured() -> Iterator[KernelVariant]:
+    """Yield causal attention with the tiles of every card's table, which are of sm_90."""
+    for gpu, dim in itertools.product(_tiles.tables(), HEAD_DIMS):
+        padded, mask = padded_dim(dim), (True, False)
+        rule = (_tiles.forward(padded, False, True), *_tiles.backward(None, padded))
+        tiles = (_tiles.forward(padded, False, True, gpu), *_tiles.backward(gpu, padded))
+        forms = (
+            ("attention", attention_kernel, "scale_log2"),
+            ("attention dkv", key_gradients_kernel, "scale"),
+            ("attention dq", query_gradients_kernel, "scale"),
+        )
+        for tile, known, (label, kernel, scale) in zip(tiles, rule, forms, strict=True):
+            if tile != known:
+                variant = _variant(label, kernel, tile, dim, mask, True, (scale,))
+                yield replace(variant, targets=("sm_90",))

@@ -121,8 +121,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if ours in OP_WORK:
             work = work_of(ours, args, kwargs)
             if ours in OP_TABLES:
-                position, looked_up = OP_TABLES[ours](*args, **kwargs)
-                self._note_lookup(operands, position, looked_up, tensors_in(result))
+                tables = OP_TABLES[ours](*args, **kwargs)
+                self._note_lookup(operands, tables, tensors_in(result))
             else:
                 self._note_regions(operands, operands.read, tensors_in(result))
         else:
@@ -151,7 +151,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Work()
         flops = self._flops(func, name, operands, args, kwargs, result)
         if name in traits.LOOKUPS:
-            self._note_lookup(operands, 0, sum(map(touched_bytes, results)), results)
+            self._note_lookup(operands, {0: sum(map(touched_bytes, results))}, results)
             indices = sum(map(touched_bytes, operands.read[1:]))
             written = sum(map(touched_bytes, results))
             return Work(flops, indices + written, written)
@@ -191,15 +191,16 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 0
 
     def _note_lookup(
-        self, operands: _Operands, position: int, looked_up: int, results: list[torch.Tensor]
+        self, operands: _Operands, tables: dict[int, int], results: list[torch.Tensor]
     ) -> None:
-        """Note a table of which ``looked_up`` bytes are read; it is operand ``position``."""
-        table = operands.read[position]
-        rest = [tensor for i, tensor in enumerate(operands.read) if i != position]
-        if _storage(table) not in self._made:
-            key = ("lookup", len(self._read[_storage(table)]))
-            self._read[_storage(table)][key] = looked_up
-            self._capacity[_storage(table)] = table.untyped_storage().nbytes()
+        """Note operands of which only some bytes are read: their places, and how many."""
+        for position, looked_up in tables.items():
+            storage = _storage(operands.read[position])
+            if storage not in self._made:
+                key = ("lookup", len(self._read[storage]))
+                self._read[storage][key] = looked_up
+                self._capacity[storage] = operands.read[position].untyped_storage().nbytes()
+        rest = [tensor for i, tensor in enumerate(operands.read) if i not in tables]
         self._note_regions(operands, rest, results)
 
     def _note_regions(

@@ -15,7 +15,7 @@ import torch
 from taut_kernels import formats, testing, testing_scaled_mm
 from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
 from taut_kernels.gemm import fp8, w4a16, w4a16_cpu, w8a8
-from taut_kernels.instruments import loss_cases
+from taut_kernels.instruments import attention_cases, loss_cases, primitive_cases, training_cases
 from taut_kernels.instruments.errors import InstrumentError
 from taut_kernels.instruments.subject import Subject
 
@@ -158,6 +158,7 @@ _PRODUCT = {"M": 16, "N": 4096, "K": 4096, "bias": 0}
 _W4A16 = {**_PRODUCT, "G": 128, "zeros": 0}
 _NORM = {"M": 1024, "N": 4096, "residual": 0}
 _SILU = {"M": 1024, "N": 14336, "gpt_oss": 0}
+_IMAGE = {"B": 32, "C": 64, "side": 56}
 _LOGITS = {"M": 1024, "V": 32000}
 _PROJECTION = {"M": 1024, "H": 2048, "V": 32000}
 _DISTILLATION = _PROJECTION | {"Ht": 4096}
@@ -180,6 +181,20 @@ OP_CASES: dict[str, OpCase] = {
     ),
     "linear_kl": _loss("linear_kl", _DISTILLATION, loss_cases.two_projections),
     "linear_jsd": _loss("linear_jsd", _DISTILLATION, loss_cases.two_projections),
+    "matmul": OpCase(_PRODUCT, _HALF, primitive_cases.matmul),
+    "transpose": OpCase({"M": 4096, "N": 4096}, _FLOATS, primitive_cases.transpose),
+    "conv2d": OpCase(_IMAGE | {"N": 64}, _HALF, primitive_cases.conv2d),
+    "max_pool2d": OpCase(_IMAGE, _FLOATS, primitive_cases.max_pool2d),
+    "avg_pool2d": OpCase(_IMAGE, _FLOATS, primitive_cases.avg_pool2d),
+    "reduce": OpCase({"M": 4096, "N": 4096}, _FLOATS, primitive_cases.reduce),
+    **{
+        name: OpCase(sizes, _HALF, make, call=attention_cases.CALLS.get(name))
+        for name, (sizes, make) in attention_cases.CASES.items()
+    },
+    **{
+        name: OpCase(sizes, _FLOATS, make, call=training_cases.CALLS[name])
+        for name, (sizes, make) in training_cases.CASES.items()
+    },
 }
 """Name of an op, or of a loss, → how to call it."""
 

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
+from taut_kernels.instruments.attention_work import ATTENTION_WORK, paged_decode_tables
 from taut_kernels.instruments.loss_work import LOSS_WORK
+from taut_kernels.instruments.primitive_work import PRIMITIVE_WORK
+from taut_kernels.instruments.training_work import TRAINING_WORK, rope_train_table
 from taut_kernels.instruments.work import Work, nbytes
 
 _DYNAMIC_QUANT_FLOPS = 3
@@ -192,7 +195,10 @@ OP_WORK: dict[str, Callable[..., Work]] = {
     "silu_mul_quant": _silu_mul_quant,
     "silu_mul_static_quant": _silu_mul_static_quant,
     "rope": _rope,
+    **ATTENTION_WORK,
     **LOSS_WORK,
+    **PRIMITIVE_WORK,
+    **TRAINING_WORK,
 }
 """Name in `torch.ops.taut` → its work from the op's arguments."""
 
@@ -203,14 +209,18 @@ def _rope_table(
     k: torch.Tensor | None,
     cos_sin_cache: torch.Tensor,
     neox: bool,
-) -> tuple[int, int]:
+) -> dict[int, int]:
     del q, neox
     row = cos_sin_cache.shape[1] * cos_sin_cache.element_size()
-    return 2 if k is None else 3, positions.shape[0] * row
+    return {2 if k is None else 3: positions.shape[0] * row}
 
 
-OP_TABLES: dict[str, Callable[..., tuple[int, int]]] = {"rope": _rope_table}
-"""Ops that look rows up → which of their tensors is the table, and the bytes of it they read."""
+OP_TABLES: dict[str, Callable[..., dict[int, int]]] = {
+    "paged_decode": paged_decode_tables,
+    "rope": _rope_table,
+    "rope_train": rope_train_table,
+}
+"""Ops that look rows up → which of their tensors are tables, and the bytes of each they read."""
 
 
 def work_of(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:

@@ -26,6 +26,21 @@ KERNELS = {
     "linear_cross_entropy": r"(cross_entropy|block_statistics|block_gradient|scale)\b",
     "linear_kl": r"divergence (?!jsd)|scale\b",
     "linear_jsd": r"divergence jsd|scale\b",
+    "softmax": r"softmax(_backward)? ",
+    "layer_norm": r"layer_norm(_backward)? |norm_backward column",
+    "rms_norm_train": r"(add_)?rms_norm_(train|backward) |norm_backward column",
+    "silu": r"silu(_backward)? ",
+    "swiglu": r"swiglu(_backward)? .*two",
+    "swiglu_packed": r"silu_mul (?!.*static)|swiglu_backward ",
+    "rope_train": r"rope_train ",
+    "attention": r"attention ",
+    "paged_decode": r"paged_decode ",
+    "matmul": r"matmul v4",
+    "transpose": r"transpose v4 ",
+    "conv2d": r"conv2d v2 ",
+    "max_pool2d": r"max_pool2d ",
+    "avg_pool2d": r"avg_pool2d ",
+    "reduce": r"reduce v3 ",
 }
 """Op → what the labels of its kernels match in :func:`taut_kernels.aot.every_variant`."""
 

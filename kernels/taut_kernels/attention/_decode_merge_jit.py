@@ -1,0 +1,118 @@
+"""Jit functions of :mod:`taut_kernels.attention.decode`: parts of a softmax become one."""
+
+# mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,var-annotated"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_of_warps(x, WARPS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
+    """Return the sum of [WARPS, M, D] over its first axis.
+
+    By halves: `tl.split` brings two of a number into one thread, by a conversion without bank
+    conflicts. `tl.sum` over warps, Triton 3.6, stores and loads number by number (README).
+    """
+    if WARPS == 1:
+        total = tl.reshape(x, (M, D))
+    else:
+        pairs = tl.permute(tl.reshape(x, (2, WARPS // 2, M, D)), (1, 2, 3, 0))
+        first, second = tl.split(pairs)
+        total = sum_of_warps(first + second, WARPS // 2, M, D)
+    return total
+
+
+@triton.jit
+def merged_warps(acc, row_max, row_sum, WARPS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
+    """Merge [WARPS, M, D], [WARPS, M], [WARPS, M] over warps; return [M, D], [M], [M]."""
+    highest = tl.max(row_max, 0)
+    # A part, or all of them, may have seen no key: ∞ − ∞ would be NaN.
+    shift = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.exp2(row_max - shift[None, :])
+    total = tl.sum(row_sum * weight, 0)
+    return sum_of_warps(acc * weight[:, :, None], WARPS, M, D), highest, total
+
+
+@triton.jit
+def leave_part(
+    acc,
+    row_max,
+    row_sum,
+    partial_ptr,  # [ROWS, D] fp32 of this program
+    stats_ptr,  # [2, ROWS] fp32 of this program
+    arrival_ptr,  # of this program's rows, int32
+    active,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Store this program's part; say whether it is the last of ``active`` to do so."""
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    real = offs_m < ROWS
+    mask = real[:, None] & (offs_d < D)[None, :]
+    tl.store(partial_ptr + offs_m[:, None] * D + offs_d[None, :], acc, mask=mask)
+    tl.store(stats_ptr + offs_m, row_max, mask=real)
+    tl.store(stats_ptr + ROWS + offs_m, row_sum, mask=real)
+    # Every thread's part is stored before one of them announces the program.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
+    last = arrived == active - 1
+    if last:
+        tl.store(arrival_ptr, 0)
+    return last
+
+
+@triton.jit
+def merged_splits(
+    partial_ptr,  # [splits, ROWS, D] fp32
+    stats_ptr,  # [splits, 2, ROWS] fp32
+    active,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # ROWS up to a power of two
+    UNROLL: tl.constexpr,  # splits whose loads are under way at once
+):
+    """Merge what all programs of these rows left; return [BLOCK_R, BLOCK_D], [BLOCK_R] (the sum).
+
+    In order of the splits, so that the bits do not change from run to run; past L1, which does not
+    see what other programs store. No thread needs another's numbers.
+    """
+    offs_r, offs_d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    real = offs_r < ROWS
+    place = offs_r[:, None] * D + offs_d[None, :]
+    acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
+    highest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    for first in range(0, active, UNROLL):
+        for i in tl.static_range(UNROLL):
+            # All or none: a mask of one number alone is not known to the interpreter.
+            there = real & (offs_r < (active - first - i) * BLOCK_R)
+            part_ptr = partial_ptr + (first + i) * (ROWS * D)
+            rows_ptr = stats_ptr + (first + i) * (2 * ROWS) + offs_r
+            inside = there[:, None] & (offs_d < D)[None, :]
+            part = tl.load(part_ptr + place, inside, 0.0, cache_modifier=".cg")
+            part_max = tl.load(rows_ptr, there, float("-inf"), cache_modifier=".cg")
+            part_sum = tl.load(rows_ptr + ROWS, there, 0.0, cache_modifier=".cg")
+            new_max = tl.maximum(highest, part_max)
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            decay, weight = tl.exp2(highest - shift), tl.exp2(part_max - shift)
+            acc = acc * decay[:, None] + part * weight[:, None]
+            total = total * decay + part_sum * weight
+            highest = new_max
+    return acc, total
+
+
+@triton.jit
+def store_rows(acc, total, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
+               D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+               BLOCK_R: tl.constexpr):  # fmt: skip
+    """Divide [BLOCK_R, BLOCK_D] by the sums and store the rows that are there."""
+    offs_row, offs_d = first_row + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    places = (offs_row // GROUP).to(tl.int64) * stride_ot + (offs_row % GROUP) * stride_oh
+    out = acc * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+    mask = (offs_row < rows_end)[:, None] & (offs_d < D)[None, :]
+    tl.store(o_ptr + places[:, None] + offs_d[None, :], out.to(o_ptr.dtype.element_ty), mask=mask)

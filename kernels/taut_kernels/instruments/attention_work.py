@@ -1,0 +1,188 @@
+"""Bytes and FLOPs of attention, like those of :mod:`.op_work`.
+
+A pair is a query and a key it sees, counted by head; keys that a causal mask or a window hides are
+not counted. FLOPs a pair, beside the products (2·D each):
+
+- forward: scores and output, two products; scale, difference, exponential, sum: 4
+- backward: scores, gradient of the weights, and the gradients of values, keys and queries: five
+  products; the weights again (scale, difference, exponential: 3), difference with delta and the
+  product with the weight: 2
+- backward, a query and head: delta, D products and sums
+
+Which keys are seen depends on lengths: packed sequences and contexts lie in tensors, and where
+these cannot be read (fake tensors) they are taken as long as ``max_q``, ``max_k`` or
+``max_context`` allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from taut_kernels.instruments.work import Work, nbytes
+
+_FORWARD, _BACKWARD = 4, 5
+
+
+def _values(x: torch.Tensor) -> list[int] | None:
+    """Return a tensor's numbers, or None where there are none to read."""
+    if isinstance(x, FakeTensor) or x.device.type == "meta":
+        return None
+    return [int(value) for value in x.tolist()]
+
+
+def seen_pairs(count_q: int, count_k: int, causal: bool, window: int) -> int:
+    """Return how many keys the queries of one sequence see, in sum.
+
+    Args:
+        count_q: queries; the last one stands at the last key.
+        count_k: keys.
+        causal: keys behind a query are hidden.
+        window: keys a query sees at most, 0 for all.
+    """
+    if not causal:
+        return count_q * count_k
+    # A query at place p sees min(p + 1, window) keys, none where p < 0.
+    highest, lowest = count_k, max(count_k - count_q + 1, 1)
+    limit = window or count_k
+    ramp_end = min(highest, limit)
+    ramp = (lowest + ramp_end) * (ramp_end - lowest + 1) // 2 if ramp_end >= lowest else 0
+    return ramp + limit * max(0, highest - max(lowest, limit + 1) + 1)
+
+
+def _all_pairs(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    window: int,
+) -> int:
+    """Return pairs over all sequences, of one head."""
+    if cu_q is None or cu_k is None:
+        return q.shape[0] * seen_pairs(q.shape[1], k.shape[1], causal, window)
+    at_q, at_k = _values(cu_q), _values(cu_k)
+    if at_q is None or at_k is None:
+        return (cu_q.shape[0] - 1) * seen_pairs(max_q, max_k, causal, window)
+    return sum(
+        seen_pairs(at_q[i + 1] - at_q[i], at_k[i + 1] - at_k[i], causal, window)
+        for i in range(len(at_q) - 1)
+    )
+
+
+def _lse_bytes(q: torch.Tensor) -> int:
+    return q.numel() // q.shape[-1] * (8 if q.dtype is torch.float64 else 4)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> Work:
+    del scale
+    pairs = q.shape[-2] * _all_pairs(q, k, cu_q, cu_k, max_q, max_k, causal, window)
+    read = nbytes(q, k, v, cu_q, cu_k)
+    return Work(pairs * (4 * q.shape[-1] + _FORWARD), read, nbytes(q) + _lse_bytes(q))
+
+
+def _attention_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    causal: bool,
+    window: int,
+    scale: float,
+) -> Work:
+    del scale
+    pairs = q.shape[-2] * _all_pairs(q, k, cu_q, cu_k, max_q, max_k, causal, window)
+    flops = pairs * (10 * q.shape[-1] + _BACKWARD) + 2 * o.numel()
+    return Work(flops, nbytes(do, q, k, v, o, lse, cu_q, cu_k), nbytes(q, k, v))
+
+
+def _looked_up(
+    lengths: list[int],
+    queries: int,
+    window: int,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+) -> tuple[int, int, int]:
+    """Return bytes read of the keys, the values and the table of pages.
+
+    With a window these are the keys that the first query sees, and those behind it.
+    """
+    reach = [min(length, window + queries - 1) if window else length for length in lengths]
+    cached = sum(reach) * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
+    pages = sum(-(-count // k_cache.shape[1]) for count in reach)
+    return cached, cached, pages * block_table.element_size()
+
+
+def _paged_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    arrivals: torch.Tensor | None,
+    max_context: int,
+    window: int,
+    scale: float,
+) -> Work:
+    del v_cache, arrivals, scale
+    queries, heads, dim = q.shape[1:]
+    lengths = _values(context_lens)
+    if lengths is None:
+        lengths = [max_context] * q.shape[0]
+    pairs = sum(seen_pairs(queries, length, True, window) for length in lengths)
+    looked_up = _looked_up(lengths, queries, window, k_cache, block_table)
+    read = nbytes(q, context_lens, k_scale, v_scale) + sum(looked_up)
+    return Work(pairs * heads * (4 * dim + _FORWARD), read, nbytes(q))
+
+
+ATTENTION_WORK: dict[str, Callable[..., Work]] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "paged_decode": _paged_decode,
+}
+"""Name in `torch.ops.taut` → its work from the op's arguments."""
+
+
+def paged_decode_tables(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    arrivals: torch.Tensor | None,
+    max_context: int,
+    window: int,
+    scale: float,
+) -> dict[int, int]:
+    """Return which of the op's tensors it looks rows up in, and the bytes of each that it reads."""
+    del v_cache, k_scale, v_scale, arrivals, scale
+    lengths = _values(context_lens)
+    if lengths is None:
+        lengths = [max_context] * q.shape[0]
+    looked_up = _looked_up(lengths, q.shape[1], window, k_cache, block_table)
+    return dict(enumerate(looked_up, start=1))

@@ -1,0 +1,112 @@
+"""Run by test_paged_decode.py with TRITON_INTERPRET=1: the jit kernel on CPU tensors, fp16 queries.
+
+In its own process, since Triton reads the variable when it is imported.
+"""
+
+import itertools
+import sys
+
+import torch
+
+from taut_kernels import testing
+from taut_kernels.attention import _decode_values_jit, decode
+from taut_kernels.attention._tiles import DecodeTile
+from taut_kernels.testing_paged import make_case
+
+# Warps × keys: fewer keys a tile than a page of 64 has, and more.
+TILES = (DecodeTile(16, 2, 2, 4, 16), DecodeTile(16, 4, 2, 4, 40), DecodeTile(32, 1, 2, 4, 1))
+FORMATS = (torch.float16, torch.float8_e4m3fn, torch.int8)
+# One key, a page and its neighbours, none, several splits; each sequence another.
+CONTEXTS = ([0, 1, 15], [16, 17, 0], [64, 63, 129], [200, 5, 33])
+
+
+def check(case, tile, splits):
+    arrivals = decode.make_arrivals(len(case.context_lens), case.q.shape[2], case.q.device, 8)
+    with testing.nan_poison():
+        settings = decode.Settings(*case.settings(arrivals))
+        found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, splits)
+    testing.assert_within_budget(found, case.gold(), case.reference())
+    assert not arrivals.any(), "arrivals are left as they were"
+    return 1
+
+
+def contexts():
+    """Every format with pages below and above a tile, GQA of 1, 4 and 8, heads of 64 and 96."""
+    count = 0
+    shapes = itertools.cycle(((4, 1, 64), (8, 2, 64), (8, 1, 96), (2, 2, 96)))
+    pages = itertools.cycle((16, 64, 32, 128))  # out of step with the tiles
+    for lens, dtype in itertools.product(CONTEXTS, FORMATS):
+        (heads, heads_k, dim), page = next(shapes), next(pages)
+        case = make_case(lens, heads, heads_k, dim, page, dtype, by_head=bool(count % 2))
+        count += check(case, TILES[count % 3], (1, 3, 7)[count % 3])
+    return count
+
+
+def queries_and_windows():
+    """Speculative tokens, more rows than one program takes, windows."""
+    count = 0
+    for queries, window, heads in (
+        (1, 20, 4), (3, 0, 4), (8, 0, 4), (4, 33, 4), (2, 1, 4), (5, 0, 7)
+    ):  # fmt: skip
+        dtype = FORMATS[count % 3]
+        options = {"queries": queries, "window": window}
+        case = make_case([90, 2, 0, 47], heads, 1, 64, 16, dtype, **options)
+        count += check(case, TILES[count % 3], 3)
+    return count
+
+
+def wide_heads():
+    count = 0
+    for dim, dtype in ((128, torch.int8), (128, torch.float8_e4m3fn), (256, torch.float16)):
+        case = make_case([70, 19], 4, 2, dim, 32, dtype)
+        count += check(case, TILES[0], 2)
+    return count
+
+
+def layouts():
+    """Heads before tokens in a page, keys and values in one tensor or unlike each other, gaps."""
+    count = 0
+    for layout, dtype in itertools.product(("heads first", "interleaved", "gap", "apart"), FORMATS):
+        case = make_case([70, 33], 4, 2, 64, 32, dtype, layout=layout)
+        count += check(case, TILES[count % 2], 2)
+    return count
+
+
+def large_values():
+    """Scores far beyond what exp can hold; queries near the largest of fp16."""
+    case = make_case([60], 4, 2, 64, 16, torch.float16)
+    case.q *= 60
+    case.k_cache *= 60
+    count = check(case, TILES[0], 2)
+    case = make_case([60], 4, 2, 64, 16, torch.float8_e4m3fn, k_scale=1e-4)
+    case.q *= 10000
+    return count + check(case, TILES[0], 2)
+
+
+def conversions():
+    """Every code of both formats, against torch; NaN, which no cache holds, left out."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def convert(words_ptr, out_ptr, FORMAT: tl.constexpr):
+        offs = tl.arange(0, 256)
+        words = tl.load(words_ptr + offs)
+        even, odd = _decode_values_jit.halves(words, FORMAT, False)
+        tl.store(out_ptr + 2 * offs, even)
+        tl.store(out_ptr + 2 * offs + 1, odd)
+
+    codes = torch.arange(256, dtype=torch.uint8)
+    pairs = torch.stack((codes, codes.flip(0)), dim=1).contiguous()
+    for dtype, name in ((torch.float8_e4m3fn, "fp8"), (torch.int8, "int8")):
+        out = torch.empty(256, 2, dtype=torch.float16)
+        convert[(1,)](pairs.view(torch.int16), out, name)
+        wanted = pairs.view(dtype).to(torch.float16)
+        real = ~wanted.isnan()
+        assert torch.equal(out[real], wanted[real])
+    return 2
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    print(sys.argv[1], globals()[sys.argv[1]]())

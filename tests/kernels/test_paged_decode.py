@@ -1,0 +1,344 @@
+"""`taut::paged_decode`: specification, interpreter, op contract, bad input, GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from taut_kernels import _launch, testing
+from taut_kernels.attention import _decode_reference, _tiles, decode, decode_variants
+from taut_kernels.attention._reference import attention_ref
+from taut_kernels.attention.decode import make_arrivals, paged_decode
+from taut_kernels.testing_paged import PagedCase, make_case
+
+INTERPRET = Path(__file__).with_name("interpret_decode.py")
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+interpreter = pytest.mark.skipif(
+    tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
+    reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
+)
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("dtype", [torch.float16, FP8, INT8])
+def test_reference_is_attention_over_the_gathered_keys(dtype: torch.dtype, window: int) -> None:
+    case = make_case([40, 33, 0, 16], 8, 2, 64, 16, dtype, queries=3, window=window, by_head=True)
+    found = case.gold()
+    for number, context in enumerate(case.context_lens.tolist()):
+        pages = case.block_table[number, : -(-context // 16)].long()
+        k, v = (
+            _decode_reference.gathered(cache, pages, context).double()
+            for cache in (case.k_cache, case.v_cache)
+        )
+        if case.k_scale is not None and case.v_scale is not None:
+            k, v = k * case.k_scale.double()[:, None], v * case.v_scale.double()[:, None]
+        q = case.q[number : number + 1].double()
+        o, _ = attention_ref(q, k[None], v[None], None, None, 3, context, True, window, case.scale)
+        assert testing.max_error(found[number : number + 1], o) < 1e-12
+
+
+def test_a_context_beyond_the_table_is_cut_and_one_below_zero_is_empty() -> None:
+    case = make_case([32, 16], 4, 2, 64, 16, torch.float16)
+    table = case.block_table[:, :2].clamp(min=0)
+    full = paged_decode(
+        case.q, case.k_cache, case.v_cache, table, case.context_lens.new_tensor([32, 0])
+    )
+    beyond = case.context_lens.new_tensor([1000, -5])
+    assert torch.equal(paged_decode(case.q, case.k_cache, case.v_cache, table, beyond), full)
+    assert not full[1].any()
+
+
+@interpreter
+@pytest.mark.parametrize(
+    ("check", "count"),
+    [
+        ("conversions", 2),
+        ("contexts", 12),
+        ("queries_and_windows", 6),
+        ("wide_heads", 3),
+        ("layouts", 12),
+        ("large_values", 2),
+    ],
+)
+def test_interpreted_kernel(check: str, count: int, run_python: Any) -> None:
+    process = run_python(str(INTERPRET), check, env={"TRITON_INTERPRET": "1"})
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.split() == [check, str(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, FP8, INT8])
+def test_op_contract(dtype: torch.dtype) -> None:
+    case = make_case([20, 5], 4, 2, 64, 16, dtype, queries=2, layout="heads first")
+    args = (case.q, case.k_cache, case.v_cache, *case.settings())
+    if dtype == FP8:
+        # opcheck's schema test multiplies tensors, which CPU e4m3 cannot.
+        tests = ("test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(torch.ops.taut.paged_decode.default, args, test_utils=tests)
+    else:
+        torch.library.opcheck(torch.ops.taut.paged_decode.default, args)
+
+
+def test_compiles_without_graph_breaks() -> None:
+    case = make_case([20, 5], 4, 2, 64, 16, torch.float16)
+    q = case.q.squeeze(1)
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        rest = (case.k_cache, case.v_cache, case.block_table, case.context_lens)
+        return paged_decode(q * 2, *rest, max_context=20, window=3) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert compiled(q).shape == q.shape
+    assert torch.equal(compiled(q), layer(q))
+
+
+def test_three_and_four_dimensions_are_the_same() -> None:
+    case = make_case([20, 5], 4, 2, 64, 16, torch.float16)
+    rest = (case.k_cache, case.v_cache, case.block_table, case.context_lens)
+    assert torch.equal(paged_decode(case.q[:, 0], *rest), paged_decode(case.q, *rest)[:, 0])
+
+
+GOOD = make_case([20, 5], 4, 2, 64, 16, torch.float16)
+ONE = torch.ones(1)
+INT8_WIDE = torch.zeros(5, 16, 2, 65, dtype=INT8)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"q": GOOD.q[0, 0]}, r"q must be \[B, Hq, D\] or \[B, T, Hq, D\], got shape \(4, 64\)"),
+    ({"q": GOOD.q.float()}, "q must be bfloat16 or float16, got torch.float32"),
+    ({"q": GOOD.q[..., :48]}, "q must have heads of 64, 96, 128 or 256 elements, got 48"),
+    ({"q": GOOD.q.repeat(1, 9, 1, 1)}, "q must have 1 to 8 queries a sequence, got 9"),
+    ({"q": GOOD.q.repeat(1, 1, 1, 2)[..., ::2]}, "q must have the elements of a head next to"),
+    ({"q": GOOD.q[:, :, :3]}, "q has 3 heads, not a multiple of the 2 of k_cache"),
+    ({"q": GOOD.q.bfloat16()}, "k_cache must be torch.bfloat16 as q, float8_e4m3fn or int8"),
+    ({"k_cache": GOOD.k_cache[0]}, r"k_cache must be \[pages, page size, Hk, D\]"),
+    ({"v_cache": GOOD.v_cache.to("meta")}, "v_cache must be on cpu, got meta"),
+    ({"k_cache": GOOD.k_cache.repeat(1, 1, 1, 2)}, "k_cache must have heads of 64 as q, got 128"),
+    ({"k_cache": GOOD.k_cache[:, :12]}, "k_cache must have pages of a power of two of at least 16"),
+    (
+        {"k_cache": GOOD.k_cache.repeat(1, 1, 1, 2)[..., ::2]},
+        "k_cache must have the elements of a head next to each other",
+    ),
+    ({"v_cache": GOOD.v_cache[1:]}, "v_cache must be as k_cache"),
+    ({"v_cache": INT8_WIDE[..., :64].contiguous()}, "v_cache must be as k_cache"),
+    (
+        {"k_cache": INT8_WIDE[..., :64], "v_cache": INT8_WIDE[..., :64]},
+        "k_cache must have even strides",
+    ),
+    ({"block_table": GOOD.block_table.long()}, r"block_table must be \[B, most pages\] int32"),
+    ({"block_table": GOOD.block_table[:1]}, "block_table must be .* with B = 2"),
+    ({"block_table": GOOD.block_table.to("meta")}, "block_table must be on cpu"),
+    ({"context_lens": GOOD.context_lens[:1]}, r"context_lens must be \[B\] int32 with B = 2"),
+    ({"max_context": 10**6}, "max_context must lie in 0"),
+    ({"window": 0}, "window must be at least 1, got 0"),
+    ({"scale": 0.0}, "scale must be positive and finite"),
+    ({"k_scale": torch.ones(3)}, "k_scale must be fp32 with 1 or 2 elements"),
+    ({"v_scale": ONE.double()}, "v_scale must be fp32 with 1 or 2 elements"),
+    ({"v_scale": ONE.to("meta")}, "v_scale must be on cpu, got meta"),
+    ({"arrivals": torch.zeros(3, dtype=torch.int32)}, "arrivals must hold 8 int32"),
+    ({"arrivals": torch.zeros(8, dtype=torch.int32, device="meta")}, "arrivals must be on cpu"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
+    names = ("q", "k_cache", "v_cache", "block_table", "context_lens")
+    arguments: dict[str, Any] = {name: getattr(GOOD, name) for name in names}
+    assert paged_decode(**arguments).shape == GOOD.q.shape
+    with pytest.raises(ValueError, match=message):
+        paged_decode(**arguments | change)
+
+
+def test_an_8_bit_cache_at_an_odd_address_is_refused() -> None:
+    odd = torch.zeros(5 * 16 * 2 * 64 + 1, dtype=INT8)[1:].view(5, 16, 2, 64)
+    settings = decode.Settings(*GOOD.settings())
+    tile = _tiles.decode(None, 64, 1, "small")
+    with pytest.raises(ValueError, match="v_cache must start at an even element"):
+        decode.launch(tile, GOOD.q, torch.zeros_like(odd), odd, settings, 1)
+
+
+def test_no_sequences() -> None:
+    q = torch.zeros(0, 4, 64, dtype=torch.float16)
+    lens = torch.zeros(0, dtype=torch.int32)
+    table = torch.zeros(0, 3, dtype=torch.int32)
+    assert paged_decode(q, GOOD.k_cache, GOOD.v_cache, table, lens).shape == q.shape
+
+
+def test_splits_fill_the_device_once_or_many_times() -> None:
+    tile = _tiles.DecodeTile(16, 4, 3, 4, 256)
+    assert _tiles.decode_splits(tile, 8, 131072, 132) == 66  # 528 programs, 4 each
+    assert _tiles.decode_splits(tile, 8, 1024, 132) == 4  # 256 keys each
+    assert _tiles.decode_splits(tile, 512, 8192, 132) == 1  # 512 of 528 places
+    assert _tiles.decode_splits(tile, 1024, 8192, 132) == 8  # two rounds: 1024 keys each
+    assert _tiles.decode_splits(tile, 300, 8192, 132) == 8  # 2.3 each: one would have 3
+    assert _tiles.decode_splits(tile, 8, 0, 132) == 1
+
+
+def test_load_is_keys_a_multiprocessor() -> None:
+    assert _tiles.load_of(8, 16896, 132) == "small"
+    assert _tiles.load_of(8, 16897, 132) == "large"
+
+
+def test_a_table_is_read_and_a_wrong_one_names_its_file() -> None:
+    rows = (
+        '{"kernel": "decode", "D": 128, "bits": 8, "load": "small", "us": 1.0, "tile": '
+        '{"keys": 64, "num_warps": 4, "num_stages": 2, "per_sm": 2, "min_keys": 512}}'
+    )
+    text = '{"gpu": "card", "source": "here", "rows": [%s]}'
+    table = _tiles.parse_table(text % rows, "a.json")
+    assert table.tiles["decode", 128, 1, "small"] == _tiles.DecodeTile(64, 4, 2, 2, 512)
+    for right, wrong in (
+        ("decode", "encode"),
+        ('s": 64', 's": 65'),
+        ("small", "tiny"),
+        ("us", "s"),
+    ):
+        with pytest.raises(ValueError, match=r"a\.json"):
+            _tiles.parse_table(text % rows.replace(right, wrong), "a.json")
+
+
+def test_variants_cover_every_dimension_and_format() -> None:
+    found = list(decode_variants.kernel_variants())
+    assert len(found) == len({(v.label, v.tile, v.targets) for v in found})
+    for target in ("sm_80", "sm_90"):
+        labels = [v.label for v in found if target in v.targets]
+        for dim in (64, 96, 128, 256) if target == "sm_90" else (128, 256):
+            for name in ("bf16", "fp8", "int8"):
+                assert any(f"{name} D={dim} " in label for label in labels)
+
+
+def on_gpu(contexts: list[int], *shape: Any, **options: Any) -> PagedCase:
+    return make_case(contexts, *shape, device="cuda", q_dtype=torch.bfloat16, **options)
+
+
+def check_on_gpu(case: PagedCase, splits: int | None = None) -> torch.Tensor:
+    sequences, queries, heads, dim = case.q.shape
+    arrivals = make_arrivals(sequences, heads, case.q.device, queries)
+    settings = decode.Settings(*case.settings(arrivals))
+    gpu, size = _launch.gpu_name(case.q.device), case.k_cache.element_size()
+    # The first call makes sure of the tile for the other load.
+    loads = ("large", "small", "small", "small") if splits is None else ("large",) * 3
+    found = []
+    for load in loads:
+        tile = _tiles.decode(gpu, 128 if dim == 96 else dim, size, load)
+        with testing.nan_poison():
+            found.append(decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, splits))
+    if splits is None:
+        testing.assert_within_budget(found.pop(0), case.gold(), case.reference())
+    testing.assert_within_budget(found[0], case.gold(), case.reference())
+    assert all(torch.equal(found[0], again) for again in found[1:])
+    assert not arrivals.any()
+    return found[0]
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("page", "heads", "heads_k"), [(16, 32, 8), (32, 4, 4), (64, 40, 2), (128, 8, 1)]
+)
+def test_gpu_kernel_matches_reference(
+    page: int, heads: int, heads_k: int, dim: int, dtype: torch.dtype
+) -> None:
+    contexts = [0, 1, page, page + 1, page - 1, 700, 1500]
+    case = on_gpu(contexts, heads, heads_k, dim, page, dtype, by_head=page == 16)
+    for splits in (None, 5):
+        check_on_gpu(case, splits)
+    if page == 16:
+        check_on_gpu(case, 1)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
+@pytest.mark.parametrize(
+    ("queries", "window", "layout"),
+    [(1, 100, "gap"), (4, 0, "interleaved"), (8, 0, "heads first"), (3, 300, "apart")],
+)
+def test_gpu_queries_windows_and_layouts(
+    queries: int, window: int, layout: str, dtype: torch.dtype
+) -> None:
+    options = {"queries": queries, "window": window, "layout": layout}
+    case = on_gpu([2000, 3, 0, 517], 32, 8, 128, 16, dtype, **options)
+    check_on_gpu(case)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("factor", [1e-8, 1e6])
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_gpu_queries_beyond_fp16(dtype: torch.dtype, factor: float) -> None:
+    case = on_gpu([300, 17], 8, 2, 128, 16, dtype, k_scale=1 / factor)
+    case.q *= factor
+    check_on_gpu(case)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
+def test_gpu_many_splits_of_a_long_sequence(dtype: torch.dtype) -> None:
+    case = on_gpu([70000], 8, 1, 128, 64, dtype)
+    for splits in (None, 200):
+        check_on_gpu(case, splits)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
+def test_gpu_every_tile_worth_tuning_is_right(dtype: torch.dtype) -> None:
+    case = on_gpu([1000, 300], 32, 8, 128, 16, dtype)
+    gold, reference = case.gold(), case.reference()
+    settings = decode.Settings(*case.settings())
+    for keys, warps in ((16, 1), (16, 8), (32, 1), (32, 2), (32, 4)):
+        tile = _tiles.DecodeTile(keys, warps, 3, 4, 64)
+        found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings)
+        testing.assert_within_budget(found, gold, reference)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_gpu_captured_graph_follows_lengths_and_pages(dtype: torch.dtype) -> None:
+    case = on_gpu([900, 40, 1300], 32, 8, 128, 16, dtype)
+    arrivals = make_arrivals(3, 32, case.q.device)
+    args = (case.q, case.k_cache, case.v_cache, *case.settings(arrivals))
+    torch.ops.taut.paged_decode(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = torch.ops.taut.paged_decode(*args)
+    for contexts, turned in (([900, 40, 1300], 0), ([1, 0, 257], 0), ([16, 900, 33], 1)):
+        case.context_lens.copy_(torch.tensor(contexts))
+        case.block_table.copy_(case.block_table.roll(turned, 0))
+        case.q.mul_(0.9)
+        graph.replay()
+        testing.assert_within_budget(o, case.gold(), case.reference())
+        assert not arrivals.any()
+
+
+@gpu
+@needs_gpu
+def test_gpu_conversions_by_assembly_and_by_arithmetic_are_the_same() -> None:
+    import triton.language as tl
+
+    from taut_kernels.attention._decode_values_jit import halves
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def convert(words_ptr, out_ptr, FORMAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
+        offs = tl.arange(0, 65536)
+        even, odd = halves(tl.load(words_ptr + offs), FORMAT, ASM)
+        tl.store(out_ptr + 2 * offs, even)
+        tl.store(out_ptr + 2 * offs + 1, odd)
+
+    words = torch.arange(65536, device="cuda").to(torch.int16)
+    for dtype, name in ((FP8, "fp8"), (INT8, "int8")):
+        wanted = words.view(dtype).to(torch.float16)
+        real = ~wanted.isnan()
+        for asm in (True, False):
+            out = torch.empty(131072, dtype=torch.float16, device="cuda")
+            convert[(1,)](words, out, name, asm, num_warps=8)
+            assert torch.equal(out[real].view(torch.int16), wanted[real].view(torch.int16))
