@@ -112,6 +112,7 @@ NORMS = [
     (9, 1, FusedTile(4, 8, 1), TrainingTile(4, 8, 1, per_sm=2)),
     (5, 1000, FusedTile(1, 256, 4), TrainingTile(1, 1024, 4, stages=2, per_sm=1)),
     (5, 1000, FusedTile(1, 1024, 4), TrainingTile(1, 256, 4, per_sm=1, again=True)),
+    (5, 600, None, TrainingTile(1, 256, 4, per_sm=1, again=True)),
     (3, 4096, None, None),
     (3, 5000, None, None),
 ]

@@ -12,7 +12,7 @@ import triton
 from torch.utils.checkpoint import checkpoint
 
 from taut_kernels import testing
-from taut_kernels.bench import fused_backward, fused_backward_cases
+from taut_kernels.bench import fused_backward, fused_backward_cases, tune_fused_backward
 from taut_kernels.fused import rms_norm, rope, silu_mul
 from taut_kernels.fused.layer_norm import layer_norm
 from taut_kernels.fused.modules import LayerNorm, RMSNorm, SwiGLU
@@ -352,6 +352,14 @@ def test_benchmark_without_a_gpu_says_so(
         pytest.skip("there is a CUDA device")
     assert fused_backward.main(["--output", str(tmp_path)]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_tuning_has_candidates_for_every_width() -> None:
+    for name, kernel in tune_fused_backward.KERNELS.items():
+        for width in kernel.widths:
+            tiles = list(kernel.candidates(width))
+            assert tiles, (name, width)
+            assert all(tile.block <= max(1024, width) for tile in tiles), (name, width)
 
 
 def test_benchmark_takes_the_shapes_of_the_bars_first() -> None:

@@ -65,7 +65,7 @@ def test_gradient_in_fp64(parameters: int) -> None:
 
 
 CHECKS = {
-    "norm_shapes": 48,
+    "norm_shapes": 56,
     "norms_of_other_parameter_types": 2,
     "norm_adversarial_values": 12,
     "norm_gradients_are_the_same_bits_every_time": 3,

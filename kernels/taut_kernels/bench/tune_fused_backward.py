@@ -116,9 +116,9 @@ def _norm_backward_tiles(N: int, most: int) -> Iterator[TrainingTile]:
             steps = [min(N, 32 * num_warps * columns) for columns in (2, 4, 8, 16)]
             for block in dict.fromkeys(steps):
                 yield TrainingTile(1, block, num_warps, per_sm=per_sm)
-                if held >= 32:
+                if held >= 32 or num_warps == 32:
                     yield TrainingTile(1, block, num_warps, per_sm=per_sm, again=True)
-                elif per_sm * num_warps <= 24:
+                if held <= 16 and per_sm * num_warps <= 24:
                     yield TrainingTile(1, block, num_warps, stages=2, per_sm=per_sm)
                     yield TrainingTile(1, block, num_warps, stages=3, per_sm=per_sm)
 

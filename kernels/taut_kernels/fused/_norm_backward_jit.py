@@ -121,9 +121,7 @@ def norm_backward_kernel(
                 added = ()
                 added_rows = added_ptr + rows * stride_am
                 for ahead in tl.static_range(chunk, chunk + GROUP):
-                    added = added + (
-                        load_chunk(added_rows, offs, mask_m, ahead * BLOCK, BLOCK, N),
-                    )
+                    added = added + (load_chunk(added_rows, offs, mask_m, ahead * BLOCK, BLOCK, N),)
             x_hat = (xs[chunk % GROUP].to(tl.float32) - mean) * rstd
             dy = dys[chunk % GROUP].to(tl.float32)
             g = dy

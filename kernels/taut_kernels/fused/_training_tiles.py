@@ -1,9 +1,13 @@
-"""How the training kernels are cut up: rules, reasoned and not yet measured."""
+"""How the training kernels are cut up: rules.
+
+Softmax's, and RMSNorm's backward at 4096 columns, follow ``bench/tune_fused_backward.py`` on an
+H200 (2026-11-22); the others were reasoned.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -102,7 +106,7 @@ def softmax_limit(element_size: int) -> int:
     return 65536 if element_size == 2 else 32768
 
 
-@cache
+@lru_cache(maxsize=4096)
 def softmax(N: int, M: int, element_size: int) -> TrainingTile:
     """Cut the forward softmax.
 
@@ -122,13 +126,10 @@ def softmax(N: int, M: int, element_size: int) -> TrainingTile:
         return TrainingTile(1, 4096, 16)
     if softmax_limit(element_size) >= N:
         return TrainingTile(1, 8192, 16, again=True)
-    # As cross entropy, which reads its rows alike, was measured on an H200.
-    return (
-        TrainingTile(1, 16384, 32, stages=2) if N < 200000 else TrainingTile(1, 2048, 8, stages=4)
-    )
+    return TrainingTile(1, 8192, 32, stages=4, keep=True)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def softmax_backward(N: int, M: int, element_size: int) -> TrainingTile:
     """Cut the backward softmax, which holds two operands.
 
@@ -148,11 +149,10 @@ def softmax_backward(N: int, M: int, element_size: int) -> TrainingTile:
         return TrainingTile(1, 4096, 16)
     if softmax_limit(element_size) >= 2 * N:
         return TrainingTile(1, 8192, 16, again=True)
-    # As the divergence of two rows was measured on an H200.
-    return TrainingTile(1, 4096 if N < 200000 else 2048, 8, stages=4)
+    return TrainingTile(1, 8192, 16, stages=4, keep=True)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def norm_forward(gpu: str | None, op: str, N: int, M: int) -> FusedTile:
     """Cut the norms' forward pass: as serving's, whose tiles were measured.
 
@@ -172,7 +172,7 @@ def norm_forward(gpu: str | None, op: str, N: int, M: int) -> FusedTile:
     return tiles_fused.rule("rms_norm", N, M)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def norm_backward(N: int, M: int, *, centred: bool) -> TrainingTile:
     """Cut the norms' backward pass in one walk.
 
@@ -187,15 +187,15 @@ def norm_backward(N: int, M: int, *, centred: bool) -> TrainingTile:
     width = max(8, next_power_of_2(N))
     if width <= 1024:
         rows = max(1, 1024 // width)
-        return TrainingTile(min(rows, 16), width, 4, per_sm=4)
+        return TrainingTile(min(rows, 16), width, 4, per_sm=6)
     if width <= 2048:
         return TrainingTile(1, width, 4, stages=2, per_sm=4)
     if width <= 4096:
         return TrainingTile(1, width, 8, stages=2, per_sm=2)
     if width <= 8192:
         return TrainingTile(1, 8192, 16, stages=2, per_sm=1)
-    if width <= 16384:
-        return TrainingTile(1, 1024 if centred else 4096, 16, per_sm=1, again=True)
+    if width <= 16384 and not centred:
+        return TrainingTile(1, 4096, 16, per_sm=1, again=True)
     return TrainingTile(1, 2048, 32, per_sm=1, again=True)
 
 
@@ -207,7 +207,7 @@ COLUMN_SUMS = TrainingTile(128, 32, 8)
 """The sum of the programs' parts of dw and db."""
 
 
-@cache
+@lru_cache(maxsize=4096)
 def swiglu(N: int, M: int) -> TrainingTile:
     """Cut the gated activation, forward and backward: pointwise.
 
@@ -218,7 +218,7 @@ def swiglu(N: int, M: int) -> TrainingTile:
     return TrainingTile(1, min(1024, max(32, next_power_of_2(N))), 4)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def rope(heads: int, T: int) -> TrainingTile:
     """Cut the rotation, as serving's rule does.
 

@@ -28,7 +28,8 @@ from taut_kernels.fused._tile_options import launch_options, next_power_of_2
 from taut_kernels.fused._training_tiles import RESIDENT_LIMIT, TrainingTile
 from taut_kernels.tiles_fused import FusedTile
 
-WIDTHS = (128, 1000, 4096, 8192, 16384, 32768)
+WIDTHS = (1000, 4096, 8192, 16384, 32768)
+ADDED_WIDTHS = (4096, 16384, 32768)
 LONG_WIDTHS = (65536, 131072, 262144)
 _ROWS = 8192
 
@@ -222,7 +223,7 @@ def _rope(heads: tuple[int, int], D: int, half: int, *, neox: bool, inverse: boo
 
 def _norms() -> Iterator[KernelVariant]:
     for op in ("rms_norm", "add_rms_norm", "layer_norm"):
-        for N in WIDTHS:
+        for N in ADDED_WIDTHS if op == "add_rms_norm" else WIDTHS:
             for cut in _norm_tiles(op, N):
                 yield _norm(op, N, cut)
             long = op == "layer_norm" and N > _training_tiles.LAYER_NORM_BACKWARD_LIMIT
