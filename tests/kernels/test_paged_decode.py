@@ -167,39 +167,6 @@ def test_no_sequences() -> None:
     assert paged_decode(q, GOOD.k_cache, GOOD.v_cache, table, lens).shape == q.shape
 
 
-def test_splits_fill_the_device_once_or_many_times() -> None:
-    tile = _tiles.DecodeTile(16, 4, 3, 4, 256)
-    assert _tiles.decode_splits(tile, 8, 131072, 132) == 66  # 528 programs, 4 each
-    assert _tiles.decode_splits(tile, 8, 1024, 132) == 4  # 256 keys each
-    assert _tiles.decode_splits(tile, 512, 8192, 132) == 1  # 512 of 528 places
-    assert _tiles.decode_splits(tile, 1024, 8192, 132) == 8  # two rounds: 1024 keys each
-    assert _tiles.decode_splits(tile, 300, 8192, 132) == 8  # 2.3 each: one would have 3
-    assert _tiles.decode_splits(tile, 8, 0, 132) == 1
-
-
-def test_load_is_keys_a_multiprocessor() -> None:
-    assert _tiles.load_of(8, 16896, 132) == "small"
-    assert _tiles.load_of(8, 16897, 132) == "large"
-
-
-def test_a_table_is_read_and_a_wrong_one_names_its_file() -> None:
-    rows = (
-        '{"kernel": "decode", "D": 128, "bits": 8, "load": "small", "us": 1.0, "tile": '
-        '{"keys": 64, "num_warps": 4, "num_stages": 2, "per_sm": 2, "min_keys": 512}}'
-    )
-    text = '{"gpu": "card", "source": "here", "rows": [%s]}'
-    table = _tiles.parse_table(text % rows, "a.json")
-    assert table.tiles["decode", 128, 1, "small"] == _tiles.DecodeTile(64, 4, 2, 2, 512)
-    for right, wrong in (
-        ("decode", "encode"),
-        ('s": 64', 's": 65'),
-        ("small", "tiny"),
-        ("us", "s"),
-    ):
-        with pytest.raises(ValueError, match=r"a\.json"):
-            _tiles.parse_table(text % rows.replace(right, wrong), "a.json")
-
-
 def test_variants_cover_every_dimension_and_format() -> None:
     found = list(decode_variants.kernel_variants())
     assert len(found) == len({(v.label, v.tile, v.targets) for v in found})

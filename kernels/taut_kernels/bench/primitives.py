@@ -2,8 +2,9 @@
 
 Every rung is held to the error budget first; what fails is reported and not timed. Rungs and rivals
 take turns in one process, each in a CUDA graph over rotated operands, L2 flushed in between
-(`timing.py`). Rivals: cuBLAS (`torch.mm`; what torch.compile calls, too), cuDNN (channels_last,
-``benchmark`` on; likewise), torch eager and torch.compile elsewhere. Beside what moves bytes stands
+(`timing.py`); the product's slow rungs among themselves, since they would leave the card cool for
+what follows. Rivals: cuBLAS (`torch.mm`; what torch.compile calls, too), cuDNN (channels_last,
+``benchmark`` on; likewise), torch eager and, at some sizes, torch.compile; beside what moves bytes
 a copy kernel of as many. Writes ``primitives.csv`` and ``primitives.md`` after each case.
 """
 

@@ -124,12 +124,20 @@ def _gemms() -> Iterator[Case]:
         yield Case("gemm", name, flops, bytes_moved, calls, lambda s=(M, N, K): _gemm(*s))  # type: ignore[misc]
 
 
-def _compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    compiled: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False)
-    return compiled
+def _rivals(
+    function: Callable[..., torch.Tensor], x: list[torch.Tensor], compiled: bool
+) -> dict[str, Call]:
+    """Return torch's own, and where asked for what Inductor makes of it (seconds of compiling)."""
+    rivals: dict[str, Call] = {"torch": lambda i: function(x[i])}
+    if compiled:
+        faster: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False)
+        rivals["torch.compile"] = lambda i: faster(x[i])
+    return rivals
 
 
-def _transpose(shape: tuple[int, ...], dtype: torch.dtype, described: bool) -> Subjects:
+def _transpose(
+    shape: tuple[int, ...], dtype: torch.dtype, described: bool, compiled: bool
+) -> Subjects:
     nbytes = dtype.itemsize * torch.Size(shape).numel()
     x = _copies(lambda i: draw(*shape, dtype=dtype, seed=i), nbytes)
 
@@ -137,27 +145,23 @@ def _transpose(shape: tuple[int, ...], dtype: torch.dtype, described: bool) -> S
         return lambda i: transposition.transpose(x[i], version=version)
 
     versions = _transpose_tiles.VERSIONS if described else _transpose_tiles.VERSIONS[:-1]
-    compiled = _compiled(lambda x: x.transpose(-2, -1).contiguous())
-    rivals: dict[str, Call] = {
-        "torch": lambda i: x[i].transpose(-2, -1).contiguous(),
-        "torch.compile": lambda i: compiled(x[i]),
-    }
+    rivals = _rivals(lambda x: x.transpose(-2, -1).contiguous(), x, compiled)
     gold = transposition.transpose_ref(x[0])
     ours = {f"taut {version}": rung(version) for version in versions}
     return Subjects(ours, rivals, len(x), gold.double(), gold)
 
 
 def _transposes() -> Iterator[Case]:
-    for shape, dtype, described in (
-        ((8192, 8192), torch.bfloat16, True),
-        ((8192, 8192), torch.float32, True),
-        ((32768, 4096), torch.bfloat16, True),
-        ((32, 2048, 2048), torch.bfloat16, True),
-        ((8191, 8193), torch.bfloat16, False),
+    for shape, dtype, described, compiled in (
+        ((8192, 8192), torch.bfloat16, True, True),
+        ((8192, 8192), torch.float32, True, True),
+        ((32768, 4096), torch.bfloat16, True, False),
+        ((32, 2048, 2048), torch.bfloat16, True, False),
+        ((8191, 8193), torch.bfloat16, False, True),
     ):
         nbytes = 2 * dtype.itemsize * torch.Size(shape).numel()
         name = f"{'×'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
-        arguments = (shape, dtype, described)
+        arguments = (shape, dtype, described, compiled)
         yield Case("transpose", name, 0, nbytes, 8, lambda s=arguments: _transpose(*s))  # type: ignore[misc]
 
 
@@ -214,11 +218,7 @@ def _pool(shape: tuple[int, ...], average: bool, last: bool) -> Subjects:
         theirs = partial(functional.max_pool2d, kernel_size=3, stride=2, padding=1)
         gold = pooling.max_pool2d_ref(x[0].double(), *sizes)
         reference = pooling.max_pool2d_ref(x[0], *sizes)
-    compiled = _compiled(theirs)
-    rivals: dict[str, Call] = {
-        "torch": lambda i: theirs(x[i]),
-        "torch.compile": lambda i: compiled(x[i]),
-    }
+    rivals = _rivals(theirs, x, not average)
     return Subjects({"taut": ours}, rivals, len(x), gold, reference)
 
 
@@ -243,11 +243,7 @@ def _reduction(shape: tuple[int, ...], operation: str, dim: int | None) -> Subje
             return x.amax() if dim is None else x.amax(dim)
         return x.sum() if dim is None else x.sum(dim)
 
-    compiled = _compiled(theirs)
-    rivals: dict[str, Call] = {
-        "torch": lambda i: theirs(x[i]),
-        "torch.compile": lambda i: compiled(x[i]),
-    }
+    rivals = _rivals(theirs, x, operation == "sum")
     gold = reduction.reduce_ref(x[0].double(), operation, dim, False)
     reference = reduction.reduce_ref(x[0], operation, dim, False)
     ours = {f"taut {version}": rung(version) for version in _reduce_tiles.VERSIONS}

@@ -12,7 +12,7 @@ Rows of one (N, K) are buckets of M: ``max_m`` is inclusive and rises, null in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ _ROW_FIELDS = {"N", "K", "max_m", "tile", "M", "us", "cublas_us"}
 _MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM; what the rule fills."""
 _MOST_SPLITS = 16
+_LEAST_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,26 +151,24 @@ def tables() -> dict[str, GemmTable]:
 
 
 def rule(M: int, N: int, K: int) -> GemmTile:
-    """Choose V4's tile for a shape nobody measured.
+    """Choose V4's tile for a shape nobody measured, after what won on the H200.
 
-    The largest tile that still gives every multiprocessor one; where even the smallest does not, K
-    is split until it does, while a share keeps four steps.
+    The large persistent tile where every multiprocessor gets one. Else small ones with deep steps,
+    several beside each other, and K split while programs are fewer than multiprocessors and a
+    share keeps :data:`_LEAST_STEPS` steps: shorter ones lost to the pass that adds them.
 
     Args:
         M: rows of c, ≥ 1.
-        N: columns of c.
+        N: columns of c, ≥ 1.
         K: indices summed over.
     """
-    for block_m, block_n in ((128, 256), (128, 128)):
-        if M > 64 and -(-M // block_m) * -(-N // block_n) >= _MULTIPROCESSORS:
-            if block_n == 256:
-                return GemmTile(128, 256, 64, 8, 3, parts=2)
-            return GemmTile(128, 128, 64, 8, 4)
-    block_m = 64 if M <= 64 else 128
-    block_n = 64 if block_m == 64 and -(-N // 128) < _MULTIPROCESSORS // 2 else 128
-    tiles = -(-M // block_m) * -(-N // block_n)
-    most = min(_MOST_SPLITS, _MULTIPROCESSORS // tiles, -(-K // 64) // 4)
-    return GemmTile(block_m, block_n, 64, block_m // 16, 4, split_k=max(1, most))
+    if M > 64 and -(-M // 128) * -(-N // 256) >= _MULTIPROCESSORS:
+        return GemmTile(128, 256, 64, 8, 4, 16, parts=2, persistent=True, flatten=True)
+    tile = GemmTile(64, 128, 128, 4, 4) if M > 64 else GemmTile(64, 64, 128, 4, 6)
+    tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
+    steps = -(-K // tile.block_k)
+    split = min(_MOST_SPLITS, _MULTIPROCESSORS // tiles, steps // _LEAST_STEPS)
+    return replace(tile, split_k=max(1, split))
 
 
 @cache

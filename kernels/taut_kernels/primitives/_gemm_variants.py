@@ -17,7 +17,7 @@ from taut_kernels.primitives._gemm_tuned_jit import add_splits_kernel, gemm_tune
 _STRIDES = ("stride_am", "stride_ak", "stride_bk", "stride_bn")
 _SIZES = ("M", "N", "K")
 _ADD_BLOCK = 1024
-_RULE_SHAPES = ((4096, 4096, 4096), (4096, 1024, 4096), (256, 4096, 4096), (1, 4096, 14336))
+_RULE_SHAPES = ((4096, 4096, 4096), (256, 4096, 4096), (64, 4096, 4096), (1, 4096, 14336))
 
 
 def _blocks(tile: GemmTile) -> dict[str, int]:

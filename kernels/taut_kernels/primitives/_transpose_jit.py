@@ -4,7 +4,8 @@
   2 or 4 bytes moves a sector of 32; what saves it is L2, where the neighbouring programs find the
   rest
 - :func:`coalesced_kernel` (V2): a program reads a piece of a row, whole sectors, 16 bytes a lane,
-  and scatters it. Reads are perfect now, but a scattered write costs L2 a partial sector
+  and scatters it. Reads are perfect now, but each scattered write is a partial sector, which L2
+  must merge: twice V1's time on an H200. Of the two, scattered reads are the cheaper evil
 - :func:`tiled_kernel` (V3 and V4): a block goes through shared memory, so that both sides see whole
   sectors. V3 takes 16×16: 32 or 64 bytes a row. V4 takes blocks whose rows are 128 bytes and more
   on both sides, 16 bytes a lane both ways, and the compiler's swizzled exchange, which has no bank

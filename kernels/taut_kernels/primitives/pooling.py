@@ -21,10 +21,12 @@ from taut_kernels.primitives._image import Pair, check_image, is_channels_last, 
 from taut_kernels.primitives._pool_jit import pool2d_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK = 512
+BLOCKS = {True: 512, False: 128}
+"""Outputs a program, for channels_last and otherwise. With four outputs a lane a load of columns at
+stride 2 would touch four lines where one holds what a warp needs."""
 MOST_UNROLLED = 25
 """Elements of a window whose loads are written out one by one."""
-_MOST_OUTPUTS = 2**31 - BLOCK
+_MOST_OUTPUTS = 2**31 - max(BLOCKS.values())
 _LAUNCHER = _launch.Launcher(pool2d_kernel)
 
 
@@ -104,16 +106,18 @@ def launch(
     if y.numel() == 0:
         return y
     _, C, H, W = x.shape
-    options = (is_channels_last(x), average, count_include_pad, *kernel_size, *stride, *padding)
+    last = is_channels_last(x)
+    block = BLOCKS[last]
+    options = (last, average, count_include_pad, *kernel_size, *stride, *padding)
     numbers = (y.numel(), C, H, W, y.shape[2], y.shape[3], *x.stride())
     names = pool2d_kernel.arg_names[-len(options) - 2 :]
     unroll = kernel_size[0] * kernel_size[1] <= MOST_UNROLLED
     _LAUNCHER(
         (x.dtype, options, numbers),
-        (-(-y.numel() // BLOCK), 1, 1),
+        (-(-y.numel() // block), 1, 1),
         (x, y),
         numbers,
-        lambda: (dict(zip(names, (*options, unroll, BLOCK), strict=True)), {"num_warps": 4}),
+        lambda: (dict(zip(names, (*options, unroll, block), strict=True)), {"num_warps": 4}),
     )
     return y
 

@@ -132,11 +132,11 @@ def _pools() -> Iterator[KernelVariant]:
         constants: dict[str, object] = {"CHANNELS_LAST": last, "AVERAGE": average}
         constants |= {"COUNT_PADDING": side == 2, "KERNEL_H": side, "KERNEL_W": side}
         constants |= {"STRIDE_H": 2, "STRIDE_W": 2, "PAD_H": side // 2, "PAD_W": side // 2}
-        constants |= {"UNROLL": side * side <= pooling.MOST_UNROLLED, "BLOCK": pooling.BLOCK}
+        constants |= {"UNROLL": side * side <= pooling.MOST_UNROLLED, "BLOCK": pooling.BLOCKS[last]}
         yield KernelVariant(
             label=f"{'avg' if average else 'max'}_pool2d {side}x{side}{' nhwc' if last else ''}",
             kernel=pool2d_kernel,
-            tile=pooling.BLOCK,
+            tile=pooling.BLOCKS[last],
             pointers={"x_ptr": "bf16", "y_ptr": "bf16"},
             integers=(*sizes, *(name for name in strides if name != contiguous)),
             divisible_by_16=("size", "C", "stride_xn"),

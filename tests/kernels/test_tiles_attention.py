@@ -1,0 +1,83 @@
+"""Tiles of attention: the tables that ship, the rule behind them, and tables that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from taut_kernels.attention import _tiles
+from taut_kernels.attention._tiles import AttentionTile, DecodeTile
+
+ROW = (
+    '{"kernel": "decode", "D": 128, "bits": 8, "load": "small", "us": 1.0, "tile": '
+    '{"keys": 32, "num_warps": 4, "num_stages": 2, "per_sm": 2, "min_keys": 512}}'
+)
+TEXT = '{"gpu": "card", "source": "here", "rows": [%s]}'
+
+
+def test_the_tables_that_ship_are_read_and_used() -> None:
+    (gpu, table), *_ = _tiles.tables().items()
+    assert table.gpu == gpu
+    assert table.tiles
+    for (kernel, dim, size, load), tile in table.tiles.items():
+        if kernel == "forward":
+            assert _tiles.forward(dim, False, True, gpu) == tile
+        elif kernel == "decode":
+            assert _tiles.decode(gpu, dim, size, load) == tile
+        else:
+            assert tile in _tiles.backward(gpu, dim)
+
+
+def test_a_card_without_a_table_takes_the_rule() -> None:
+    for dim in (64, 128, 256):
+        assert _tiles.forward(dim, False, True, "no such card") == _tiles.forward(dim, False, True)
+        keys, queries = _tiles.backward("no such card", dim)
+        assert (keys, queries) == (_tiles.KEY_GRADIENTS[dim], _tiles.QUERY_GRADIENTS[dim])
+        for size in (1, 2):
+            for load in _tiles.LOADS:
+                tile = _tiles.decode("no such card", dim, size, load)
+                assert tile == _tiles.decode(None, dim, size, load)
+
+
+def test_a_row_is_read() -> None:
+    tiles = _tiles.parse_table(TEXT % ROW, "a.json").tiles
+    assert tiles == {("decode", 128, 1, "small"): DecodeTile(32, 4, 2, 2, 512)}
+    forward = (
+        ROW.replace('"decode"', '"forward"').replace('"small"', '"large"').replace(": 8,", ": 16,")
+    )
+    cut = '{"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}}'
+    forward = forward[: forward.index('{"keys"')] + cut
+    tiles = _tiles.parse_table(TEXT % forward, "a.json").tiles
+    assert tiles == {("forward", 128, 2, "large"): AttentionTile(64, 32, 4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("decode", "encode", "no such kernel or load: encode"),
+        ("small", "tiny", "no such kernel or load: decode, tiny"),
+        ('"us"', '"s"', "a row needs"),
+        ('s": 32', 's": 33', "decode: keys must be 16, 32 or 64, got 33"),
+        ('s": 4', 's": 3', "decode: num_warps must be 1, 2, 4 or 8, got 3"),
+        ('stages": 2', 'stages": 0', r"decode: num_stages must lie in 1\.\.8, got 0"),
+        ('sm": 2', 'sm": 0', "decode: per_sm and min_keys must be positive"),
+        ('"keys"', '"key"', "decode: .*unexpected keyword argument 'key'"),
+    ],
+)
+def test_a_wrong_row_names_its_file(right: str, wrong: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^a\.json: {message}"):
+        _tiles.parse_table(TEXT % ROW.replace(right, wrong), "a.json")
+
+
+def test_splits_fill_the_device_once_or_many_times() -> None:
+    tile = DecodeTile(16, 4, 3, 4, 256)
+    assert _tiles.decode_splits(tile, 8, 131072, 132) == 66  # 528 programs, 4 each
+    assert _tiles.decode_splits(tile, 8, 1024, 132) == 4  # 256 keys each
+    assert _tiles.decode_splits(tile, 512, 8192, 132) == 1  # 512 of 528 places
+    assert _tiles.decode_splits(tile, 1024, 8192, 132) == 8  # two rounds: 1024 keys each
+    assert _tiles.decode_splits(tile, 300, 8192, 132) == 8  # 2.3 each: one would have 3
+    assert _tiles.decode_splits(tile, 8, 0, 132) == 1
+
+
+def test_load_is_keys_a_multiprocessor() -> None:
+    assert _tiles.load_of(8, 16896, 132) == "small"
+    assert _tiles.load_of(8, 16897, 132) == "large"
