@@ -50,7 +50,16 @@ def copies_needed(bytes_per_call: int) -> int:
     return max(2, -(-ROTATED_BYTES // bytes_per_call))
 
 
-def _capture(subject: Subject, min_calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
+def capture(subject: Subject, min_calls: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Record a subject's calls in a CUDA graph, and replay it once.
+
+    Args:
+        subject: what to time.
+        min_calls: calls the graph holds at least; more for more copies.
+
+    Returns:
+        The graph, and its calls.
+    """
     calls = max(min_calls, subject.copies)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -80,7 +89,7 @@ def measure(
     Returns:
         One timing a subject, in order.
     """
-    captured = [_capture(subject, min_calls) for subject in subjects]
+    captured = [capture(subject, min_calls) for subject in subjects]
     flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     samples: list[list[float]] = [[] for _ in subjects]
     for _ in range(replays):

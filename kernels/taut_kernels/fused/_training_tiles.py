@@ -177,7 +177,8 @@ def norm_backward(N: int, M: int, *, centred: bool) -> TrainingTile:
     """Cut the norms' backward pass in one walk.
 
     ``per_sm`` is what the registers of a multiprocessor hold: more programs would wait for the
-    first to end. A second row in flight (``stages``) hides the row's sums.
+    first to end. Rows in flight (``stages``) hide the row's sums: at 4096 columns 3 take 55.6 µs,
+    2 take 70.2, none 64.1 (8192 rows, H200).
 
     Args:
         N: columns.
@@ -189,11 +190,11 @@ def norm_backward(N: int, M: int, *, centred: bool) -> TrainingTile:
         rows = max(1, 1024 // width)
         return TrainingTile(min(rows, 16), width, 4, per_sm=6)
     if width <= 2048:
-        return TrainingTile(1, width, 4, stages=2, per_sm=4)
+        return TrainingTile(1, width, 4, stages=3, per_sm=4)
     if width <= 4096:
-        return TrainingTile(1, width, 8, stages=2, per_sm=2)
+        return TrainingTile(1, width, 8, stages=3, per_sm=2)
     if width <= 8192:
-        return TrainingTile(1, 8192, 16, stages=2, per_sm=1)
+        return TrainingTile(1, 8192, 16, stages=3, per_sm=1)
     if width <= 16384 and not centred:
         return TrainingTile(1, 4096, 16, per_sm=1, again=True)
     return TrainingTile(1, 2048, 32, per_sm=1, again=True)
