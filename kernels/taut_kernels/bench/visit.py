@@ -24,6 +24,7 @@ from pathlib import Path
 _PYTEST = ("-c", "/dev/null", "--rootdir=.", "--import-mode=importlib", "-p", "no:cacheprovider")
 _BIG_MODELS = "qwen2.5-7b,llama3-70b-tp8,qwen2.5-32b,llama3-70b"
 _FEW_TOKENS = "1,4,8,16,32,64,256,1024,4096"
+_FUSED_MODES = ("--mode", "off", "--mode", "prefer+fused")
 _VLLM_ONLY = ("--kernel", "taut", "--kernel", "Marlin", "--kernel", "Machete")
 _SHARE_OF_CORES = 0.85
 _GRACE_S = 10
@@ -61,7 +62,7 @@ def _tests() -> Step:
     jobs = max(1, int(_SHARE_OF_CORES * (os.cpu_count() or 1)))
     parallel = ("-n", str(jobs)) if find_spec("xdist") else ()
     arguments = (*_PYTEST, "-q", "-W", "ignore", "--tb=short", "-m", "gpu", *parallel)
-    return Step("tests", "pytest", (*arguments, "tests/kernels"), 300)
+    return Step("tests", "pytest", (*arguments, "tests/kernels"), 240)
 
 
 def _bench(name: str, module: str, limit_s: float, *arguments: str) -> Step:
@@ -70,8 +71,17 @@ def _bench(name: str, module: str, limit_s: float, *arguments: str) -> Step:
 
 
 PARTS: dict[str, tuple[Step, ...]] = {
-    "tests": (_tests(), _bench("w4a16", "w4a16", 260, "--tokens", _FEW_TOKENS)),
-    "engine": (_bench("engine-w4a16", "engine", 560, "--scheme", "w4a16"),),
+    "tests": (
+        _tests(),
+        _bench("attention", "attention", 120),
+        _bench("w4a16", "w4a16", 200, *_VLLM_ONLY, "--tokens", _FEW_TOKENS),
+    ),
+    "library": (
+        _bench("loss", "loss", 180),
+        _bench("fused_backward", "fused_backward", 120),
+        _bench("primitives", "primitives", 90),
+    ),
+    "engine": (_bench("engine-w4a16", "engine", 400, "--scheme", "w4a16"),),
     "shapes": (
         _bench(
             "shapes", "w4a16", 400, *_VLLM_ONLY, "--shapes", _BIG_MODELS, "--tokens", _FEW_TOKENS
@@ -79,15 +89,15 @@ PARTS: dict[str, tuple[Step, ...]] = {
         _bench("scaled_mm", "scaled_mm", 160, "--tokens", "1,16,64,256,1024,4096"),
     ),
     "engine-8bit": (
-        _bench("engine-fp8", "engine", 400, "--scheme", "fp8"),
-        _bench("engine-int8", "engine", 400, "--scheme", "int8"),
+        _bench("engine-fp8", "engine", 240, "--scheme", "fp8", *_FUSED_MODES),
+        _bench("engine-int8", "engine", 240, "--scheme", "int8", *_FUSED_MODES),
     ),
     "fused": (
         _bench("fused", "fused", 280, "--shapes", "llama3-8b", "--tokens", "1,64,4096,8192"),
         _bench("fused-shapes", "fused", 280, "--shapes", _BIG_MODELS, "--tokens", "1,64,4096"),
     ),
 }
-"""Part → its steps. Three calls of ten minutes: tests, engine, shapes; then the others."""
+"""Part → its steps; a part is one call of at most ten minutes."""
 
 
 def run_step(step: Step, output: Path, seconds: float) -> str:
