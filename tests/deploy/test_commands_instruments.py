@@ -186,7 +186,7 @@ def test_what_was_asked_for_and_cannot_be_had_fails(run, arguments: tuple[str, .
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("profile", "nothing"), "nothing: no op (cross_entropy, "),
+        (("profile", "nothing"), "nothing: no op (attention, "),
         (("profile", "subjects.py:absent"), "subjects.py has no 'absent'"),
         (("profile", "subjects.py:failing"), "raises RuntimeError at"),
         (("profile", "rms_norm", "--shape", "M=1,2"), "one value each"),
