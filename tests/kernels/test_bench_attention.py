@@ -197,6 +197,7 @@ def pretended_device(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "environment", lambda: {"GPU": "card"})
     for clock in ("measure", "measure_eager"):
         monkeypatch.setattr(timing, clock, run_once)
+    monkeypatch.setattr(timing, "capture", lambda subject, calls: subject.call(0))
     monkeypatch.setattr(timing, "copy_ceiling", lambda: 4e12)
     monkeypatch.setattr(attention, "product_rate", lambda: 7e14)
 
@@ -216,6 +217,20 @@ def test_the_whole_benchmark_runs_and_notes_what_cannot(
     text = (tmp_path / "attention.md").read_text()
     assert "- FA3, decode fp8 B=2 T=64: not run: " in text
     assert attention.main(["--output", str(tmp_path), "--part", "decode", "--kernel", "taut"]) == 0
+
+
+def test_what_no_graph_holds_is_a_note_and_ours_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(subject: timing.Subject, calls: int) -> None:
+        if subject.name != "cuDNN":
+            raise RuntimeError("not while capturing\nmore")
+
+    monkeypatch.setattr(timing, "capture", refuse)
+    rivals = [timing.Subject(name, lambda i: None, 1) for name in ("FA3", "cuDNN")]
+    notes: list[str] = []
+    assert attention._capturable(rivals, "here", notes) == rivals[1:]
+    assert notes == ["FA3, here: not in a CUDA graph: not while capturing"]
+    with pytest.raises(RuntimeError, match="not while capturing"):
+        attention._capturable([timing.Subject("taut", lambda i: None, 1)], "here", notes)
 
 
 @no_device
