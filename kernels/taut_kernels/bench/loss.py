@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,9 +38,6 @@ from taut_kernels.bench.loss_cases import (
 from taut_kernels.bench.refusal import REFUSED, first_line
 
 ROUNDS = 15
-_FLUSH_BYTES = 256 * 2**20
-_HEAD_START_CYCLES = 2_000_000
-"""About a millisecond in which the host queues a call, so that its own time is not the device's."""
 _SIDE = 8192
 _COLUMNS = "op M H V kernel us p20_us p80_us peak_GiB floor_us share_of_floor".split()  # noqa: SIM905
 
@@ -109,30 +106,13 @@ def _peak(loss: Loss, operands: Operands) -> int:
 
 
 def _time(losses: dict[str, Loss], operands: Operands, rounds: int) -> dict[str, timing.Timing]:
-    flush = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
-    samples: dict[str, list[float]] = {name: [] for name in losses}
-    for _ in range(rounds):
-        for name, loss in losses.items():
-            for leaf in operands.leaves():
-                leaf.grad = None
-            start, stop = _event(), _event()
-            flush.amax()
-            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-            start.record()
-            loss(operands).backward()  # type: ignore[no-untyped-call]
-            stop.record()
-            stop.synchronize()
-            samples[name].append(start.elapsed_time(stop) * 1e3)
-    return {name: _summary(times) for name, times in samples.items()}
+    def step(loss: Loss, _: int) -> None:
+        for leaf in operands.leaves():
+            leaf.grad = None
+        loss(operands).backward()  # type: ignore[no-untyped-call]
 
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _summary(times: list[float]) -> timing.Timing:
-    fifths = statistics.quantiles(times, n=5, method="inclusive")
-    return timing.Timing(statistics.median(times), fifths[0], fifths[3])
+    subjects = [timing.Subject(name, partial(step, loss), 1) for name, loss in losses.items()]
+    return dict(zip(losses, timing.measure_eager(subjects, rounds), strict=True))
 
 
 def run_shape(
