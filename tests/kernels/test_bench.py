@@ -14,6 +14,7 @@ from safetensors import safe_open
 from taut_kernels.bench import (
     engine,
     engine_checkpoint,
+    engine_modes,
     report,
     timing,
     tune_w4a16_decode,
@@ -177,17 +178,17 @@ def test_engine_report_has_the_ratio_to_stock(tmp_path: Path) -> None:
 def test_engine_options_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
     sizes = {"cudagraph_capture_sizes": [1, 16]}
-    assert engine._engine_options("off", [1, 16]) == {"compilation_config": sizes}
-    plain = engine._engine_options("prefer", [1, 16])
+    assert engine_modes.engine_options("off", [1, 16]) == {"compilation_config": sizes}
+    plain = engine_modes.engine_options("prefer", [1, 16])
     assert plain["compilation_config"] == sizes
     assert set(plain) == {"compilation_config", "additional_config"}
-    fused = engine._engine_options("prefer+fused", [1, 16])
+    fused = engine_modes.engine_options("prefer+fused", [1, 16])
     assert fused["compilation_config"].items() >= sizes.items()
     assert "inductor_passes" in fused["compilation_config"]
     assert fused["ir_op_priority"]["rms_norm"] == ["taut"]
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "card 9")
     with pytest.raises(RuntimeError, match="prefer\\+fused: not measured"):
-        engine._engine_options("prefer+fused", [1])
+        engine_modes.engine_options("prefer+fused", [1])
 
 
 def test_an_engine_that_fails_is_said_and_the_next_mode_still_runs(

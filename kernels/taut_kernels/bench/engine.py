@@ -11,17 +11,17 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-MODES = ("off", "prefer", "prefer+fused", "require+fused")
-"""``TAUT_KERNELS``, ``off`` is stock; ``+fused``: with what ``taut worker --fused-ops`` adds."""
+from taut_kernels.bench.engine_modes import MODES, engine_options, environment
+
+TIMED_MODES = ("off", "prefer", "prefer+fused", "require+fused")
+"""What is measured where nothing is asked for."""
 BATCHES = (1, 16, 64, 256)
 _PROMPT_TOKENS = 128
 _ANSWER_TOKENS = 128
@@ -67,7 +67,7 @@ def measure(checkpoint: Path, mode: str, batches: Sequence[int], repeats: int = 
         skip_tokenizer_init=True,
         seed=0,
         enable_prefix_caching=False,
-        **_engine_options(mode, batches),
+        **engine_options(mode, batches),
     )
     generator = torch.Generator().manual_seed(1)
     size = (max(batches), _PROMPT_TOKENS)
@@ -92,27 +92,6 @@ def measure(checkpoint: Path, mode: str, batches: Sequence[int], repeats: int = 
     return rows
 
 
-def _engine_options(mode: str, batches: Sequence[int]) -> dict[str, Any]:
-    """Return what an engine of a mode is told beside the checkpoint."""
-    import torch
-
-    from taut_kernels.vllm_plugin import cache_key, fused_ops
-
-    compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(batches)}
-    arguments: dict[str, Any] = {"compilation_config": compilation}
-    kernels, _, fused = mode.partition("+")
-    if kernels != "off":
-        arguments["additional_config"] = {"taut": cache_key()}
-    if fused:
-        gpu = torch.cuda.get_device_name()
-        if reason := fused_ops.why_not_fused_ops(gpu, kernels):
-            raise RuntimeError(f"mode {mode}: {reason}")
-        options = fused_ops.engine_options(gpu, kernels)
-        compilation |= options["--compilation-config"]
-        arguments["ir_op_priority"] = options["--ir-op-priority"]
-    return arguments
-
-
 def _in_own_process(
     checkpoint: Path, mode: str, batches: Sequence[int], directory: Path
 ) -> tuple[list[Row], list[str]]:
@@ -121,20 +100,13 @@ def _in_own_process(
     command = [sys.executable, "-m", "taut_kernels.bench.engine", "--worker", mode]
     command += ["--checkpoint", str(checkpoint)]
     command += [argument for batch in batches for argument in ("--batch", str(batch))]
-    environment = os.environ | {
-        "TAUT_KERNELS": mode.partition("+")[0],
-        "TAUT_KERNELS_REPORT": str(directory.resolve() / f"engine-{mode}-kernels.json"),
-        "VLLM_NO_USAGE_STATS": "1",
-        # vLLM 0.26 forks where nobody has used CUDA, yet a fork after `is_available` fails.
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
-        "HF_HUB_OFFLINE": "1",
-    }
+    variables = environment(mode, directory / f"engine-{mode}-kernels.json")
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "rows.json"
         command += ["--output", str(answer)]
         with log.open("w") as sink:
             code = subprocess.run(
-                command, stdout=sink, stderr=subprocess.STDOUT, env=environment, check=False
+                command, stdout=sink, stderr=subprocess.STDOUT, env=variables, check=False
             ).returncode
         if code:
             return [], [f"{mode}: not measured: the engine ended with {code}, see {log.name}"]
@@ -241,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine_checkpoint.write(checkpoint, arguments.scheme, sizes)
             torch.cuda.empty_cache()
         csv_path = arguments.output / f"engine-{arguments.scheme}.csv"
-        return run(checkpoint, arguments.mode or MODES, batches, facts, csv_path)
+        return run(checkpoint, arguments.mode or TIMED_MODES, batches, facts, csv_path)
 
 
 if __name__ == "__main__":

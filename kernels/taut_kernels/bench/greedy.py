@@ -1,0 +1,270 @@
+"""Do our kernels change greedy answers: ``python -m taut_kernels.bench.greedy --checkpoint DIR …``.
+
+Kernels add in different orders, so two right ones part sooner or later where two tokens are nearly
+as likely. What counts is whether ours part from vLLM's more often than vLLM's part from themselves.
+One engine a mode answers the same prompts twice: all at once, and a few at a time, which changes
+the kernels' shapes and so their order of adding. Stock's two sets give the A/A noise floor; ours
+against stock's, all at once, is held against it by Fisher's exact test (one-sided). Prompts are
+pieces of ``--text`` at even distances. Writes ``greedy.csv``, ``greedy.md`` and each mode's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from taut_kernels.bench.engine_modes import MODES, engine_options, environment
+
+Answers = list[list[int]]
+_PROMPT_TOKENS = 64
+_FEW = 5
+"""Prompts at a time in the second set; no power of two, so that batches are padded."""
+_SURE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two sets of answers to the same prompts.
+
+    Attributes:
+        first: whose, and how many prompts at a time.
+        second: likewise.
+        answers: prompts.
+        equal: answers without any difference.
+        tokens: compared, each answer up to and including its first difference.
+    """
+
+    first: str
+    second: str
+    answers: int
+    equal: int
+    tokens: int
+
+    @property
+    def partings(self) -> int:
+        """Answers that part somewhere."""
+        return self.answers - self.equal
+
+
+def compare(first: str, a: Answers, second: str, b: Answers) -> Comparison:
+    """Compare two sets of answers.
+
+    Args:
+        first: name of ``a``.
+        a: token numbers of each answer.
+        second: name of ``b``.
+        b: likewise, in the same order.
+    """
+    equal = tokens = 0
+    for left, right in zip(a, b, strict=True):
+        pairs = enumerate(zip(left, right, strict=True))
+        parted = next((index for index, (x, y) in pairs if x != y), None)
+        equal += parted is None
+        tokens += len(left) if parted is None else parted + 1
+    return Comparison(first, second, len(a), equal, tokens)
+
+
+def chance_of_as_many(ours: Comparison, floor: Comparison) -> float:
+    """Return the chance of at least our partings, were tokens to part at the floor's rate.
+
+    Fisher's exact test, one-sided, over tokens that part and tokens that do not.
+
+    Args:
+        ours: our kernels against stock.
+        floor: stock against itself.
+    """
+    parted = ours.partings + floor.partings
+    whole = ours.tokens + floor.tokens
+    ways = math.comb(whole, parted)
+    most = min(parted, ours.tokens)
+    tail = (
+        math.comb(ours.tokens, count) * math.comb(floor.tokens, parted - count)
+        for count in range(ours.partings, most + 1)
+    )
+    return sum(tail) / ways
+
+
+def answer(checkpoint: Path, mode: str, prompts: Answers, length: int) -> dict[str, Answers]:
+    """Start an engine in this process and let it answer twice.
+
+    Args:
+        checkpoint: what vLLM loads.
+        mode: one of :data:`MODES`; ``TAUT_KERNELS`` already has its first part.
+        prompts: token numbers.
+        length: tokens of an answer, greedy, ends ignored.
+
+    Returns:
+        ``all``: all prompts at once; ``few``: :data:`_FEW` at a time.
+    """
+    from vllm import LLM, SamplingParams
+
+    sizes = sorted({1, 8, 16, 32, 64, len(prompts)})
+    llm = LLM(
+        model=str(checkpoint),
+        dtype="bfloat16",
+        max_model_len=max(map(len, prompts)) + length,
+        max_num_seqs=len(prompts),
+        gpu_memory_utilization=0.5,
+        seed=0,
+        enable_prefix_caching=False,
+        **engine_options(mode, sizes),
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+
+    def ask(some: Answers) -> Answers:
+        requests = [{"prompt_token_ids": prompt} for prompt in some]
+        results = llm.generate(requests, sampling, use_tqdm=False)
+        return [list(result.outputs[0].token_ids) for result in results]
+
+    starts = range(0, len(prompts), _FEW)
+    few = [tokens for start in starts for tokens in ask(prompts[start : start + _FEW])]
+    return {"all": ask(prompts), "few": few}
+
+
+def cut_prompts(text: str, tokenizer_of: Path, count: int) -> Answers:
+    """Return pieces of a text at even distances, as token numbers.
+
+    Args:
+        text: at least ``count`` × 64 tokens long.
+        tokenizer_of: the checkpoint.
+        count: prompts.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    from transformers import AutoTokenizer
+
+    # A million characters hold more tokens than anybody asks for.
+    tokens = AutoTokenizer.from_pretrained(str(tokenizer_of))(text[:1_000_000])["input_ids"]
+    step = len(tokens) // count
+    if step < _PROMPT_TOKENS:
+        raise ValueError(f"the text has {len(tokens)} tokens, {count * _PROMPT_TOKENS} needed")
+    return [tokens[i * step : i * step + _PROMPT_TOKENS] for i in range(count)]
+
+
+def verdict(ours: Comparison, floor: Comparison) -> str:
+    """Return one line about a mode.
+
+    Args:
+        ours: its answers against stock's.
+        floor: stock against itself.
+    """
+    chance = chance_of_as_many(ours, floor)
+    inside = "within the A/A noise floor" if chance > _SURE else "NOT within the A/A noise floor"
+    return (
+        f"{ours.first}: {inside}: {ours.partings} of {ours.answers} answers part in {ours.tokens} "
+        f"tokens, stock's own {floor.partings} in {floor.tokens} (p = {chance:.3f})"
+    )
+
+
+def _in_own_process(mode: str, arguments: argparse.Namespace) -> dict[str, Answers] | None:
+    """Answer in a fresh process; None where its engine failed."""
+    result = arguments.output / f"answers-{mode}.json"
+    command = [sys.executable, "-m", "taut_kernels.bench.greedy", "--worker", mode]
+    for name in ("checkpoint", "output", "text"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    command += ["--prompts", str(arguments.prompts), "--length", str(arguments.length)]
+    variables = environment(mode, arguments.output / f"greedy-{mode}-kernels.json")
+    with (arguments.output / f"greedy-{mode}.log").open("w") as sink:
+        code = subprocess.run(
+            command, stdout=sink, stderr=subprocess.STDOUT, env=variables, check=False
+        ).returncode
+    if code:
+        return None
+    answers: dict[str, Answers] = json.loads(result.read_text(encoding="utf-8"))
+    result.unlink()
+    return answers
+
+
+def _write(pairs: Sequence[Comparison], lines: Sequence[str], directory: Path) -> None:
+    with (directory / "greedy.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(asdict(pairs[0])))
+        writer.writeheader()
+        writer.writerows(asdict(pair) for pair in pairs)
+    table = ["| | and | answers | equal | tokens until they part |", "|---|---|---|---|---|"]
+    table += [
+        f"| {pair.first} | {pair.second} | {pair.answers} | {pair.equal} | {pair.tokens} |"
+        for pair in pairs
+    ]
+    text = "\n".join([*table, "", *(f"- {line}" for line in lines), ""])
+    (directory / "greedy.md").write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
+
+
+def report(answers: dict[str, dict[str, Answers]], directory: Path, facts: str) -> bool:
+    """Compare what the modes answered, write the files, and print them.
+
+    Args:
+        answers: by mode and set; ``off`` is stock.
+        directory: for the files.
+        facts: machine, versions and date.
+
+    Returns:
+        Whether every mode is within the noise floor.
+    """
+    stock = answers["off"]
+    floor = compare("off, all", stock["all"], "off, few", stock["few"])
+    pairs, lines, inside = [floor], [facts], True
+    for mode, sets in answers.items():
+        if mode == "off":
+            continue
+        ours = compare(f"{mode}, all", sets["all"], "off, all", stock["all"])
+        pairs += [ours, compare(f"{mode}, all", sets["all"], f"{mode}, few", sets["few"])]
+        lines.append(verdict(ours, floor))
+        inside &= chance_of_as_many(ours, floor) > _SURE
+    _write(pairs, lines, directory)
+    return inside
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m taut_kernels.bench.greedy", description=__doc__
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="with its tokenizer")
+    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text to cut prompts from")
+    parser.add_argument("--output", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--mode", action="append", choices=MODES[1:], help="default: require")
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--length", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status: 1 outside of the noise floor or unanswered."""
+    import torch
+
+    arguments = _parser().parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.stderr.write("error: taut_kernels.bench.greedy needs a CUDA device\n")
+        return 2
+    if arguments.worker:
+        text = arguments.text.read_text(encoding="utf-8")
+        prompts = cut_prompts(text, arguments.checkpoint, arguments.prompts)
+        answers = answer(arguments.checkpoint, arguments.worker, prompts, arguments.length)
+        path = arguments.output / f"answers-{arguments.worker}.json"
+        path.write_text(json.dumps(answers), encoding="utf-8")
+        return 0
+    from taut_kernels.bench.report import environment as facts
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    found: dict[str, dict[str, Answers]] = {}
+    for mode in ("off", *(arguments.mode or ["require"])):
+        sets = _in_own_process(mode, arguments)
+        if sets is None:
+            sys.stderr.write(f"error: {mode}: no answers: see greedy-{mode}.log\n")
+            return 1
+        found[mode] = sets
+    line = ", ".join(f"{key} {value}" for key, value in facts().items())
+    return 0 if report(found, arguments.output, line) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

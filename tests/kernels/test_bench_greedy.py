@@ -1,0 +1,80 @@
+"""The comparison of greedy answers: counting, the test behind the verdict, and the files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from taut_kernels.bench import greedy
+from taut_kernels.bench.greedy import Comparison, chance_of_as_many, compare
+
+
+def test_a_pair_is_compared_up_to_its_first_difference() -> None:
+    stock = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 9, 9, 9]]
+    ours = [[1, 2, 3, 4], [5, 0, 7, 8], [0, 9, 9, 9]]
+    found = compare("ours", ours, "stock", stock)
+    assert (found.answers, found.equal, found.partings) == (3, 1, 2)
+    assert found.tokens == 4 + 2 + 1
+
+
+def test_sets_of_different_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        compare("a", [[1, 2]], "b", [[1, 2], [3]])
+
+
+@pytest.mark.parametrize(("ours", "floor"), [(3, 4), (0, 5), (9, 1)])
+def test_the_chance_is_fishers(ours: int, floor: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    a = Comparison("ours", "off", 10, 10 - ours, 400)
+    b = Comparison("off", "off", 10, 10 - floor, 380)
+    table = [[ours, 400 - ours], [floor, 380 - floor]]
+    expected = stats.fisher_exact(table, alternative="greater").pvalue
+    assert math.isclose(chance_of_as_many(a, b), expected, rel_tol=1e-9)
+
+
+def _sets(answers: greedy.Answers, few: greedy.Answers) -> dict[str, greedy.Answers]:
+    return {"all": answers, "few": few}
+
+
+def test_report_tells_a_broken_kernel_from_the_noise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock = [[i] * 32 for i in range(64)]
+    noisy = [row if i % 16 else [*row[:20], 99, *row[21:]] for i, row in enumerate(stock)]
+    wrong = [[99, *row[1:]] for row in stock]
+    answers = {"off": _sets(stock, noisy), "require": _sets(noisy, stock)}
+    assert greedy.report(answers, tmp_path, "GPU card")
+    out = capsys.readouterr().out
+    assert "require, all: within the A/A noise floor: 4 of 64 answers part in 2004 tokens" in out
+    assert not greedy.report(answers | {"prefer": _sets(wrong, wrong)}, tmp_path, "GPU card")
+    assert "prefer, all: NOT within the A/A noise floor: 64 of 64" in capsys.readouterr().out
+    lines = (tmp_path / "greedy.csv").read_text().splitlines()
+    assert lines[0] == "first,second,answers,equal,tokens"
+    assert lines[1] == '"off, all","off, few",64,60,2004'
+    assert len(lines) == 6
+
+
+def test_prompts_are_cut_at_even_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def tokenizer(_: str) -> object:
+        return lambda text: {"input_ids": list(range(len(text)))}
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", tokenizer)
+    prompts = greedy.cut_prompts("x" * 1000, tmp_path, 10)
+    assert [prompt[0] for prompt in prompts] == list(range(0, 1000, 100))
+    assert {len(prompt) for prompt in prompts} == {64}
+    with pytest.raises(ValueError, match="the text has 630 tokens, 640 needed"):
+        greedy.cut_prompts("x" * 630, tmp_path, 10)
+
+
+def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    argv = ["--checkpoint", "x", "--text", "y", "--output", str(tmp_path)]
+    assert greedy.main(argv) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
