@@ -1,0 +1,270 @@
+"""Runs a Gluon kernel of Hopper on NumPy: TMA, `wgmma`, barriers, partitions of warps as threads.
+
+Extends :mod:`taut_kernels.testing_gluon`. Everything asynchronous happens as late as it may: a
+block of TMA lands when somebody waits for its barrier (until then its place holds NaN), a product
+is computed, from what shared memory holds then, when it is waited for. So a missing wait, a place
+given back too early and a wrong phase show as wrong results, and a barrier that nobody completes
+as a deadlock. Layouts, registers and fences have no meaning here.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from taut_kernels import testing_gluon
+from taut_kernels.testing_gluon import Layout
+from taut_kernels.testing_gluon_memory import Pointer, Shared, block, floats
+
+PATIENCE = 10.0
+"""Seconds a partition waits before the kernel counts as deadlocked."""
+_LOCK = threading.Condition()
+
+
+class BarrierLayout(Layout):
+    """The layout that makes shared memory barriers."""
+
+
+class Descriptor:
+    """A tensor as TMA sees it.
+
+    Args:
+        given: what the host made, of a tensor on the CPU.
+    """
+
+    def __init__(self, given: TensorDescriptor) -> None:
+        offset = given.base.storage_offset()
+        seen = torch.as_strided(given.base, given.shape, given.strides, offset)
+        pointer = Pointer.of(seen.contiguous())
+        self.values = floats(pointer.memory, pointer.kind).reshape(seen.shape)
+        self.dtype = pointer.kind
+        self.shape = tuple(given.block_shape)
+
+    def read(self, first: tuple[int, ...]) -> Any:
+        """Return the block that begins at ``first``, zero where the tensor has no element."""
+        found = np.zeros(self.shape, np.float32)
+        ranges = [
+            (max(at, 0), min(at + size, most))
+            for at, size, most in zip(first, self.shape, self.values.shape, strict=True)
+        ]
+        if all(low < high for low, high in ranges):
+            inside = tuple(
+                slice(low - at, high - at) for (low, high), at in zip(ranges, first, strict=True)
+            )
+            found[inside] = self.values[tuple(slice(low, high) for low, high in ranges)]
+        return found
+
+
+class Barrier:
+    """An `mbarrier`: a phase ends when all have arrived and all bytes have landed."""
+
+    def __init__(self) -> None:
+        self.count = self.missing = self.bytes = self.phase = 0
+        self.blocks: list[tuple[Shared, Any]] = []
+
+    def arrive(self, count: int, expected: int = 0) -> None:
+        """Arrive, and say how many bytes are to come."""
+        with _LOCK:
+            assert self.missing >= count, "more arrivals than the barrier was made for"
+            self.missing -= count
+            self.bytes += expected
+            self._advance()
+
+    def wait(self, parity: int) -> None:
+        """Return when the phase of this parity has ended."""
+        with _LOCK:
+            while self.phase % 2 == parity:
+                for place, values in self.blocks:
+                    place.memory[...] = values
+                    self.bytes -= values.size * 2
+                self.blocks.clear()
+                self._advance()
+                if self.phase % 2 == parity and not _LOCK.wait(PATIENCE):
+                    raise RuntimeError("deadlock: nobody completes a barrier")
+
+    def _advance(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.phase += 1
+            self.missing = self.count
+            _LOCK.notify_all()
+
+
+class Barriers:
+    """Barriers in shared memory."""
+
+    def __init__(self, count: int) -> None:
+        self._all = [Barrier() for _ in range(count)]
+
+    def index(self, place: int) -> Barrier:
+        """Return one of them."""
+        assert 0 <= place < len(self._all)
+        return self._all[int(place)]
+
+
+def _initialise(barrier: Barrier, count: int) -> None:
+    assert not barrier.count
+    barrier.count = barrier.missing = count
+
+
+def load_block(descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared) -> None:
+    """Stand in for TMA's load of a block."""
+    values = descriptor.read(tuple(int(each) for each in at))
+    assert place.memory.shape == values.shape
+    with _LOCK:
+        place.memory[...] = np.nan
+        barrier.blocks.append((place, values))
+        _LOCK.notify_all()
+
+
+@dataclass
+class Product:
+    """A product under way, or done."""
+
+    compute: Callable[[], Any]
+    result: Any = None
+
+
+_running = threading.local()
+
+
+def _queue() -> list[Product]:
+    if not hasattr(_running, "products"):
+        _running.products = []
+    found: list[Product] = _running.products
+    return found
+
+
+def _operand(value: Any) -> Any:
+    if isinstance(value, Product):
+        assert value.result is not None, "a product's result is used before it was waited for"
+        return value.result
+    return value.memory if isinstance(value, Shared) else value
+
+
+def multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    """Stand in for `warpgroup_mma`."""
+    assert is_async
+
+    def compute() -> Any:
+        found = _operand(a).astype(np.float32) @ b.memory
+        return block(found + _operand(acc) if use_acc else found)
+
+    product = Product(compute)
+    _queue().append(product)
+    return product
+
+
+def wait_products(outstanding: int, deps: Any) -> Any:
+    """Stand in for `warpgroup_mma_wait`."""
+    queue = _queue()
+    while len(queue) > outstanding:
+        product = queue.pop(0)
+        product.result = product.compute()
+    found = [
+        dep.result if isinstance(dep, Product) and dep.result is not None else dep for dep in deps
+    ]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _partitions(functions: Any, _warps: Any, _registers: Any) -> None:
+    """Stand in for `warp_specialize`: every partition a thread."""
+    failures: list[BaseException] = []
+
+    def run(function: Any, arguments: Any) -> None:
+        try:
+            with np.errstate(invalid="ignore", over="ignore"):
+                function(*arguments)
+            assert not _queue(), "a partition ends with products under way"
+        except BaseException as error:  # handed to the thread that waits for all of them
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _log2(value: Any) -> Any:
+    with np.errstate(divide="ignore"):
+        return block(np.log2(value, dtype=np.float32))
+
+
+def _allocate(kind: Any, shape: Any, layout: Any) -> Any:
+    if isinstance(layout, BarrierLayout):
+        return Barriers(shape[0])
+    return Shared(np.full(tuple(shape), np.nan, np.float32), kind)
+
+
+def _language(program: tuple[int, int], programs: int) -> Any:
+    base = vars(testing_gluon.language(program))
+    mine = {
+        "DotOperandLayout": Layout,
+        "NVMMADistributedLayout": Layout,
+        "NVMMASharedLayout": Layout,
+        "allocate_shared_memory": _allocate,
+        "cast": lambda value, _: value,
+        "constexpr": lambda value: value,
+        "convert_layout": lambda value, _: value,
+        "exp2": lambda value: block(np.exp2(value, dtype=np.float32)),
+        "log2": _log2,
+        "max": lambda value, axis: block(value.max(axis=axis)),
+        "maximum": lambda a, b: block(np.maximum(a, b)),
+        "num_programs": lambda _: programs,
+        "warp_specialize": _partitions,
+        "zeros": lambda shape, kind, _: block(
+            np.zeros(shape, np.float32 if isinstance(kind, str) else kind)
+        ),
+    }
+    return types.SimpleNamespace(**base | mine)
+
+
+def _stand_ins() -> dict[str, Any]:
+    hopper = types.SimpleNamespace(
+        fence_async_shared=lambda: None,
+        warpgroup_mma=multiply,
+        warpgroup_mma_wait=wait_products,
+    )
+    mbarrier = types.SimpleNamespace(
+        MBarrierLayout=BarrierLayout,
+        init=_initialise,
+        arrive=lambda barrier, count: barrier.arrive(count),
+        expect=lambda barrier, count: barrier.arrive(1, count),
+        wait=lambda barrier, parity: barrier.wait(parity),
+    )
+    return {
+        "barrier": lambda: None,
+        "hopper": hopper,
+        "load_block": load_block,
+        "mbarrier": mbarrier,
+    }
+
+
+def run(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    """Run every program.
+
+    Args:
+        kernel: a `gluon.jit` function of one axis of programs.
+        programs: how many.
+        arguments: by name; tensors are contiguous and on the CPU, or None; descriptors as the
+            host makes them.
+
+    Raises:
+        RuntimeError: partitions wait for one another.
+    """
+    given = {
+        name: Descriptor(value) if isinstance(value, TensorDescriptor) else value
+        for name, value in arguments.items()
+    }
+    testing_gluon.run(
+        kernel, (programs, 1), given, lambda program: _language(program, programs), _stand_ins
+    )
