@@ -5,10 +5,11 @@ In its own process, since Triton reads the variable when it is imported.
 
 import itertools
 import sys
+from unittest import mock
 
 import torch
 
-from taut_kernels import testing
+from taut_kernels import _launch, testing
 from taut_kernels.attention import _reference, prefill
 from taut_kernels.attention._tiles import AttentionTile
 from taut_kernels.testing import assert_within_budget
@@ -50,7 +51,9 @@ def check(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, tile):
     assert (lse - reference_lse)[~unseen].abs().max().item() < 1e-3 if (~unseen).any() else True
 
     do = strided(draw(q.shape, 11))
-    with testing.nan_poison():
+    # On sm_90 backward's programs begin in another order.
+    hopper = mock.patch.object(_launch, "is_hopper", lambda _: max_q % 2 == 0)
+    with testing.nan_poison(), hopper:
         ours = prefill.launch_backward(tile, tile, do, q, k, v, reference, reference_lse, settings)
     args = (do, q, k, v, reference, reference_lse)
     theirs = _reference.attention_backward_ref(*args, *settings)

@@ -274,15 +274,16 @@ def test_gpu_kernels_match_reference(
 @gpu
 @needs_gpu
 def test_gpu_packed_equals_batch() -> None:
-    bounds = torch.tensor([0, 100, 100, 333, 1357], dtype=torch.int32, device="cuda")
+    # Each long enough alone for the kernel of the packed ones (`_prefill_hopper.MIN_QUERIES`).
+    bounds = torch.tensor([0, 600, 600, 1133, 2157], dtype=torch.int32, device="cuda")
     inputs = [
-        draw(1357, heads, 128, seed=heads, dtype=torch.bfloat16, device="cuda")
+        draw(2157, heads, 128, seed=heads, dtype=torch.bfloat16, device="cuda")
         for heads in (8, 2, 2)
     ]
     inputs = [x.requires_grad_() for x in inputs]
     packed, lse = attention(*inputs, cu_seqlens_q=bounds, max_seqlen_q=1024)
     grads = torch.autograd.grad(packed.square().sum(), inputs)
-    for first, last in ((0, 100), (100, 333), (333, 1357)):
+    for first, last in ((0, 600), (600, 1133), (1133, 2157)):
         alone = [x[None, first:last].detach().requires_grad_() for x in inputs]
         one, one_lse = attention(*alone)
         assert torch.equal(packed[first:last], one[0])

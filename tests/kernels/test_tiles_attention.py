@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from taut_kernels.attention import _tiles
-from taut_kernels.attention._tiles import AttentionTile, DecodeTile
+from taut_kernels.attention._tiles import AttentionTile, DecodeTile, HopperTile
 
 ROW = (
     '{"kernel": "decode", "D": 128, "bits": 8, "load": "small", "us": 1.0, "tile": '
@@ -21,6 +21,8 @@ def test_the_tables_that_ship_are_read_and_used() -> None:
     for (kernel, dim, size, load), tile in table.tiles.items():
         if kernel == "forward":
             assert _tiles.forward(dim, False, True, gpu) == tile
+        elif kernel == "forward_hopper":
+            assert _tiles.forward_hopper(gpu, dim) == tile
         elif kernel == "decode":
             assert _tiles.decode(gpu, dim, size, load) == tile
         else:
@@ -30,6 +32,7 @@ def test_the_tables_that_ship_are_read_and_used() -> None:
 def test_a_card_without_a_table_takes_the_rule() -> None:
     for dim in (64, 128, 256):
         assert _tiles.forward(dim, False, True, "no such card") == _tiles.forward(dim, False, True)
+        assert _tiles.forward_hopper("no such card", dim) == _tiles.FORWARD_HOPPER[dim]
         keys, queries = _tiles.backward("no such card", dim)
         assert (keys, queries) == (_tiles.KEY_GRADIENTS[dim], _tiles.QUERY_GRADIENTS[dim])
         for size in (1, 2):
@@ -48,6 +51,10 @@ def test_a_row_is_read() -> None:
     forward = forward[: forward.index('{"keys"')] + cut
     tiles = _tiles.parse_table(TEXT % forward, "a.json").tiles
     assert tiles == {("forward", 128, 2, "large"): AttentionTile(64, 32, 4, 2)}
+    hopper = forward.replace('"forward"', '"forward_hopper"')
+    hopper = hopper[: hopper.index('{"block_m"')] + '{"block_n": 64, "num_stages": 3}}'
+    tiles = _tiles.parse_table(TEXT % hopper, "a.json").tiles
+    assert tiles == {("forward_hopper", 128, 2, "large"): HopperTile(64, 3)}
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,21 @@ def base2_lse(lse):
 
 
 @triton.jit
+def block_and_head(HEADS_FIRST: tl.constexpr):
+    """Return a program's block and head; programs begin in the order of blocks, or of heads.
+
+    Heads first, the blocks with the most work of all heads begin before any with less, so that no
+    long program ends the grid; blocks first, programs beside each other read the same rows.
+    """
+    block, head = tl.program_id(0), tl.program_id(1)
+    if HEADS_FIRST:
+        place = block + head * tl.num_programs(0)
+        head = place % tl.num_programs(1)
+        block = place // tl.num_programs(1)
+    return block, head
+
+
+@triton.jit
 def query_range(
     lowest,
     highest,
@@ -122,12 +137,14 @@ def key_gradients_kernel(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
 ):
-    head_k = tl.program_id(1).to(tl.int64)
+    block, head_k = block_and_head(HEADS_FIRST)
+    head_k = head_k.to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     start_q, count_q = sequence_bounds(cu_q_ptr, length_q, batch)
     start_k, count_k = sequence_bounds(cu_k_ptr, length_k, batch)
-    first_n = tl.program_id(0) * BLOCK_N
+    first_n = block * BLOCK_N
     if first_n >= count_k:
         return
     offs_n = first_n + tl.arange(0, BLOCK_N)
@@ -253,9 +270,10 @@ def query_gradients_kernel(
     WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
 ):
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
+    block, head = block_and_head(HEADS_FIRST)
+    block, head = tl.num_programs(0) - 1 - block, head.to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
     start_q, count_q = sequence_bounds(cu_q_ptr, length_q, batch)
     start_k, count_k = sequence_bounds(cu_k_ptr, length_k, batch)

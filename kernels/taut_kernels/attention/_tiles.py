@@ -7,9 +7,10 @@ A table is ``tiles/attention-<card>.json``::
 
 ``kernel`` is one of :data:`KERNELS`, ``D`` the padded head dimension, ``bits`` those of a cached
 element (16 but for decode), ``load`` one of :data:`LOADS` (``large`` but for decode), ``tile`` has
-the fields of :class:`AttentionTile`, or of :class:`DecodeTile` where the kernel is ``decode``. What
-no row names takes the rule. ``python -m taut_kernels.bench.tune_attention`` writes a table, and
-`python -m taut_kernels.aot` proves that no tile spills on sm_80 and sm_90.
+the fields of :class:`AttentionTile`, of :class:`HopperTile` where the kernel is ``forward_hopper``,
+or of :class:`DecodeTile` where it is ``decode``. What no row names takes the rule.
+``python -m taut_kernels.bench.tune_attention`` writes a table, and `python -m taut_kernels.aot`
+proves that no tile spills on sm_80 and sm_90.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, cast
 
 from taut_kernels import _tile_tables
 
-KERNELS = ("forward", "key_gradients", "query_gradients", "decode")
+KERNELS = ("forward", "forward_hopper", "key_gradients", "query_gradients", "decode")
 ROW_DELTA_BLOCK = 64
 LOADS = ("small", "large")
 """Of decode: up to :data:`SMALL_LOAD` keys a multiprocessor, where latencies count, and beyond."""
@@ -31,6 +32,10 @@ _FEW_KEYS = 1024
 """Keys of a program where there are more programs than fit at once."""
 _MOST_SPLITS = 512
 _MOST_IMBALANCE = 1.1
+HEADS_FIRST_BYTES = 32 * 2**20
+"""Of queries: up to here backward's programs begin in the order of heads, so that none with much
+work is the last to run. Beyond, reading the blocks of all heads at once costs more than it gains
+(sm_90, measured at 32 and 128 MiB: kernels/LIBRARY.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,22 @@ class AttentionTile:
     def options(self) -> dict[str, int]:
         """Return what the compiler is told."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """One way to cut the work of prefill's forward kernel of sm_90, 128 queries a tile.
+
+    Args:
+        block_n: keys a step, 64 or 128.
+        num_stages: blocks of keys, and as many of values, that shared memory holds.
+    """
+
+    block_n: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return f"128x{self.block_n}/{self.num_stages}s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +125,7 @@ _FORWARD = {
     256: AttentionTile(64, 32, 8, 2),
 }
 _FORWARD_128_HOPPER = AttentionTile(128, 64, 8, 3)
+FORWARD_HOPPER = {64: HopperTile(128, 3), 128: HopperTile(128, 2), 256: HopperTile(64, 2)}
 KEY_GRADIENTS = {
     64: AttentionTile(64, 128, 8, 2),
     128: AttentionTile(64, 64, 8, 2),
@@ -132,6 +154,10 @@ _DECODE = {
 }
 
 
+Tile = AttentionTile | HopperTile | DecodeTile
+_KINDS = {"forward_hopper": HopperTile, "decode": DecodeTile}
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionTable:
     """A card's measured tiles.
@@ -142,7 +168,7 @@ class AttentionTable:
     """
 
     gpu: str
-    tiles: dict[tuple[str, int, int, str], AttentionTile | DecodeTile]
+    tiles: dict[tuple[str, int, int, str], Tile]
 
 
 def parse_table(text: str, where: str) -> AttentionTable:
@@ -156,13 +182,13 @@ def parse_table(text: str, where: str) -> AttentionTable:
         ValueError: an unknown or missing field, or one out of its range; names ``where``.
     """
     gpu, rows = _tile_tables.rows_of(text, where)
-    tiles: dict[tuple[str, int, int, str], AttentionTile | DecodeTile] = {}
+    tiles: dict[tuple[str, int, int, str], Tile] = {}
     for row in rows:
         if set(row) != _ROW_FIELDS:
             raise ValueError(f"{where}: a row needs {sorted(_ROW_FIELDS)}, got {sorted(row)}")
         if row["kernel"] not in KERNELS or row["load"] not in LOADS:
             raise ValueError(f"{where}: no such kernel or load: {row['kernel']}, {row['load']}")
-        kind: Any = DecodeTile if row["kernel"] == "decode" else AttentionTile
+        kind: Any = _KINDS.get(row["kernel"], AttentionTile)
         try:
             tile = kind(**row["tile"])
         except (TypeError, ValueError) as error:
@@ -197,6 +223,17 @@ def forward(padded_dim: int, windowed: bool, hopper: bool, gpu: str | None = Non
     if padded_dim == 128 and hopper and not windowed:
         return _FORWARD_128_HOPPER
     return _FORWARD[padded_dim]
+
+
+def forward_hopper(gpu: str | None, padded_dim: int) -> HopperTile:
+    """Return the tile of the forward kernel of sm_90.
+
+    Args:
+        gpu: the card's name; None for the rule.
+        padded_dim: 64, 128 or 256.
+    """
+    measured = _measured(gpu, "forward_hopper", padded_dim)
+    return cast("HopperTile", measured) if measured else FORWARD_HOPPER[padded_dim]
 
 
 def backward(gpu: str | None, padded_dim: int) -> tuple[AttentionTile, AttentionTile]:

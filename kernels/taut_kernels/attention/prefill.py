@@ -12,6 +12,8 @@ Shapes    a batch: q [B, Tq, Hq, D], k and v [B, Tk, Hk, D], lse [B, Hq, Tq]
 Numerics  scores, softmax and all sums in fp32; p rounded to the dtype of v before the product with
           v, its gradient to that of q and k. A query that sees no key: o 0, lse −∞. No atomic
           additions: the same bits from run to run. lse has no gradient.
+GPU       plain Triton; forward on sm_90, from 512 queries, without a window, of what TMA can read:
+          Gluon (:mod:`taut_kernels.attention._prefill_hopper`)
 CPU       the references, in plain torch: the specification
 Limits    `window` needs `causal`; sm_80 and later; no dropout, no bias, no second derivative.
           D = 96 is computed as 128.
@@ -22,13 +24,22 @@ Source    arXiv:2307.08691 (FlashAttention-2), algorithms 1 and 2; bottom-right 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from taut_kernels import _launch
-from taut_kernels.attention import _tiles
+from taut_kernels.attention import _prefill_hopper, _tiles
 from taut_kernels.attention._arguments import check, padded_dim
+from taut_kernels.attention._call import (
+    Settings as Settings,
+)
+from taut_kernels.attention._call import (
+    count_sequences,
+    length_of,
+    lse_strides,
+    strides_of,
+)
 from taut_kernels.attention._prefill_backward_jit import (
     key_gradients_kernel,
     query_gradients_kernel,
@@ -45,52 +56,10 @@ _query_gradients = _launch.Launcher(query_gradients_kernel)
 _LOG2_E = 1.4426950408889634
 
 
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Return the strides of sequence, token and head; sequences of a packed tensor have none."""
-    if x.dim() == 3:
-        return 0, x.stride(0), x.stride(1)
-    return x.stride(0), x.stride(1), x.stride(2)
-
-
-def _lse_strides(lse: torch.Tensor) -> tuple[int, int]:
-    return (0, lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1))
-
-
 def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
     if q.dim() == 3:
         return q.shape[1], q.shape[0]
     return q.shape[0], q.shape[2], q.shape[1]
-
-
-def _sequences(q: torch.Tensor, cu_q: torch.Tensor | None) -> int:
-    return q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-
-
-def _length(x: torch.Tensor) -> int:
-    """Return tokens of each sequence of a batch; not used where sequences are packed."""
-    return x.shape[1] if x.dim() == 4 else 0
-
-
-class Settings(NamedTuple):
-    """What both passes are told beside their tensors, in the order of the ops' arguments.
-
-    Attributes:
-        cu_q: bounds of packed sequences, or None.
-        cu_k: likewise.
-        max_q: queries of the longest sequence.
-        max_k: keys of the longest sequence.
-        causal: whether keys behind a query are hidden.
-        window: keys a query sees, 0 for all.
-        scale: factor of the scores, positive.
-    """
-
-    cu_q: torch.Tensor | None
-    cu_k: torch.Tensor | None
-    max_q: int
-    max_k: int
-    causal: bool
-    window: int
-    scale: float
 
 
 def launch_forward(
@@ -118,7 +87,7 @@ def launch_forward(
     cu_q, cu_k, max_q, _, causal, window, scale = settings
     heads, dim = q.shape[-2], q.shape[-1]
     group = heads // k.shape[-2]
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(o))
+    strides = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(o))
     constants = {
         "GROUP": group,
         "D": dim,
@@ -130,9 +99,9 @@ def launch_forward(
     }
     _forward(
         (q.dtype, cu_q is None, cu_k is None, tuple(constants.values()), tile),
-        (-(-max_q // tile.block_m), heads, _sequences(q, cu_q)),
+        (-(-max_q // tile.block_m), heads, count_sequences(q, cu_q)),
         (q, k, v, o, lse, cu_q, cu_k),
-        (_length(q), _length(k), window, *strides, *_lse_strides(lse), scale * _LOG2_E),
+        (length_of(q), length_of(k), window, *strides, *lse_strides(lse), scale * _LOG2_E),
         lambda: (constants, tile.options()),
         strides,
     )
@@ -170,23 +139,25 @@ def launch_backward(
     dk = _launch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = _launch.empty(v.shape, dtype=v.dtype, device=v.device)
     heads, heads_k, dim = q.shape[-2], k.shape[-2], q.shape[-1]
-    sequences = _sequences(q, cu_q)
-    rows = _lse_strides(lse)
+    sequences = count_sequences(q, cu_q)
+    rows = lse_strides(lse)
     delta = _launch.empty(lse.shape, dtype=torch.float32, device=lse.device)
     shape = {"D": dim, "BLOCK_D": padded_dim(dim)}
-    grad_strides = (*_strides(o), *_strides(do))
+    grad_strides = (*strides_of(o), *strides_of(do))
     if q.numel():
         constants = {**shape, "BLOCK_M": _tiles.ROW_DELTA_BLOCK}
         _row_delta(
             (q.dtype, cu_q is None, tuple(constants.values())),
             (-(-max_q // _tiles.ROW_DELTA_BLOCK), heads, sequences),
             (o, do, delta, cu_q),
-            (_length(q), *grad_strides, *rows),
+            (length_of(q), *grad_strides, *rows),
             lambda: (constants, {"num_warps": 4}),
             grad_strides,
         )
-    inputs = (*_strides(q), *_strides(k), *_strides(v), *_strides(do))
+    inputs = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(do))
     masks = {"CAUSAL": causal, "WINDOW": window > 0}
+    small = q.numel() * q.element_size() <= _tiles.HEADS_FIRST_BYTES
+    order = {"HEADS_FIRST": small and _launch.is_hopper(q.device)}
 
     def run(
         launcher: _launch.Launcher,
@@ -195,13 +166,13 @@ def launch_backward(
         written: tuple[torch.Tensor, ...],
     ) -> None:
         cut = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        constants = {"GROUP": heads // heads_k, **shape, **masks, **cut}
-        strides = (*inputs, *_strides(written[0]))
+        constants = {"GROUP": heads // heads_k, **shape, **masks, **cut, **order}
+        strides = (*inputs, *strides_of(written[0]))
         launcher(
             (q.dtype, cu_q is None, cu_k is None, tuple(constants.values()), tile),
             grid,
             (q, k, v, do, *written, lse, delta, cu_q, cu_k),
-            (_length(q), _length(k), window, *strides, *rows, scale),
+            (length_of(q), length_of(k), window, *strides, *rows, scale),
             lambda: (constants, tile.options()),
             strides,
         )
@@ -221,10 +192,13 @@ def _launch_attention(
     settings = Settings(*arguments)
     o = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = _launch.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
-    hopper = _launch.is_hopper(q.device)
-    windowed, gpu = settings.window > 0, _launch.gpu_name(q.device)
-    tile = _tiles.forward(padded_dim(q.shape[-1]), windowed, hopper, gpu)
-    launch_forward(tile, q, k, v, o, lse, settings)
+    gpu, dim = _launch.gpu_name(q.device), padded_dim(q.shape[-1])
+    if _prefill_hopper.serves(q, k, v, settings):
+        tile = _tiles.forward_hopper(gpu, dim)
+        _prefill_hopper.launch(tile, q, k, v, o, lse, settings)
+    else:
+        plain = _tiles.forward(dim, settings.window > 0, _launch.is_hopper(q.device), gpu)
+        launch_forward(plain, q, k, v, o, lse, settings)
     return o, lse
 
 

@@ -15,6 +15,8 @@ from taut_kernels.attention._prefill_backward_jit import (
     query_gradients_kernel,
     row_delta_kernel,
 )
+from taut_kernels.attention._prefill_hopper import DESCRIPTOR_LAYOUT
+from taut_kernels.attention._prefill_hopper_jit import attention_hopper_kernel
 from taut_kernels.attention._prefill_jit import attention_kernel
 from taut_kernels.attention._tiles import AttentionTile
 
@@ -37,7 +39,7 @@ def _variant(
     bounds = tuple(name for name in names if name.startswith("cu_"))
     constants: dict[str, Any] = {"D": dim, "BLOCK_D": padded_dim(dim)}
     constants |= {"GROUP": 4, "CAUSAL": mask[0], "WINDOW": mask[1]}
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "HEADS_FIRST": True}
     pointers = {name: "bf16" for name in names if name.endswith("_ptr") and name not in bounds}
     pointers |= {name: "fp32" for name in ("lse_ptr", "delta_ptr") if name in names}
     if packed:
@@ -77,9 +79,50 @@ def kernel_variants() -> Iterator[KernelVariant]:
                 ("attention dkv", key_gradients_kernel, _tiles.KEY_GRADIENTS),
                 ("attention dq", query_gradients_kernel, _tiles.QUERY_GRADIENTS),
             ):
-                yield _variant(label, kernel, tiles[padded], dim, mask, packed, ("scale",))
+                variant = _variant(label, kernel, tiles[padded], dim, mask, packed, ("scale",))
+                for target in variant.targets:
+                    order = {"HEADS_FIRST": target == "sm_90"}
+                    constants = variant.constants | order
+                    yield replace(variant, targets=(target,), constants=constants)
+    yield from _hopper()
     yield from _measured()
     yield from decode_variants.kernel_variants()
+
+
+def _hopper() -> Iterator[KernelVariant]:
+    """Yield the forward kernel of sm_90."""
+    kernel = attention_hopper_kernel
+    strides = ("stride_ob", "stride_ot", "stride_oh")
+    for dim, causal in itertools.product(HEAD_DIMS, (False, True)):
+        # As above, one of the two forms of each mask will do.
+        packed, padded = causal, padded_dim(dim)
+        tile = _tiles.forward_hopper(None, padded)
+        bounds = ("cu_q_ptr", "cu_k_ptr")
+        constants = {"HEAD_GROUP": 4, "D": dim, "BLOCK_D": padded, "CAUSAL": causal}
+        constants |= {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+        pointers = {"o_ptr": "bf16", "lse_ptr": "fp32"}
+        pointers |= dict.fromkeys(bounds, "i32") if packed else {}
+        rows = {"q_desc": 64, "k_desc": tile.block_n, "v_desc": tile.block_n}
+        descriptors = {
+            name: f"bf16[1, {count}, 1, {padded}],{DESCRIPTOR_LAYOUT!r}"
+            for name, count in rows.items()
+        }
+        known = {*constants, *pointers, *descriptors, *bounds, "scale_log2"}
+        yield KernelVariant(
+            label=f"attention sm_90 {_NAMES[causal, False]}{' packed' * packed} D={dim}",
+            kernel=kernel,
+            tile=tile,
+            pointers=pointers,
+            integers=tuple(name for name in kernel.arg_names if name not in known),
+            divisible_by_16=strides,
+            constants=constants | ({} if packed else dict.fromkeys(bounds)),
+            options={"num_warps": 4},
+            floats=("scale_log2",),
+            targets=("sm_90",),
+            # Numbers of a tile, stored once in a tile; Triton 3.9 stores more than 3.6 does.
+            allowed_spill_bytes=192 if padded == 256 else 16,
+            descriptors=descriptors,
+        )
 
 
 def _measured() -> Iterator[KernelVariant]:

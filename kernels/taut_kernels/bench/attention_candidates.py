@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from taut_kernels.attention._tiles import AttentionTile, DecodeTile
+from taut_kernels.attention._tiles import AttentionTile, DecodeTile, HopperTile
 from taut_kernels.bench.attention_cases import DIM
 
 _SHARED_BYTES = 220 * 1024
@@ -24,6 +24,12 @@ def forward_candidates() -> Iterator[AttentionTile]:
         fits = stages * 4 * block_n * DIM + 2 * block_m * DIM <= _SHARED_BYTES
         if fits and (warps == 8 or block_m == 64):
             yield AttentionTile(block_m, block_n, warps, stages)
+
+
+def hopper_candidates() -> Iterator[HopperTile]:
+    """Yield tiles of the forward kernel of sm_90; all that its shared memory holds."""
+    for block_n, stages in ((64, 2), (64, 3), (64, 4), (64, 5), (128, 2)):
+        yield HopperTile(block_n, stages)
 
 
 def backward_candidates() -> Iterator[AttentionTile]:

@@ -1,9 +1,9 @@
 """Find attention's tiles on this card: ``python -m taut_kernels.bench.tune_attention``.
 
-Heads of 128 elements, bf16: forward, both backward kernels, and decode with 16-bit and 8-bit
-caches. Candidates are compiled first, in parallel, then held to the error budget, then timed; the
-best one of each kernel goes into a table for ``taut_kernels/tiles``. A decode tile is judged by the
-geometric mean of its times over :data:`DECODE_SHAPES`.
+Heads of 128 elements, bf16: both forward kernels, both backward kernels, and decode with 16-bit
+and 8-bit caches. Candidates are compiled first, in parallel, then held to the error budget, then
+timed; the best one of each kernel goes into a table for ``taut_kernels/tiles``. A decode tile is
+judged by the geometric mean of its times over :data:`DECODE_SHAPES`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from typing import Any
 import torch
 
 from taut_kernels import _launch
-from taut_kernels.attention import _tiles, decode, prefill
-from taut_kernels.attention._tiles import AttentionTile, DecodeTile
+from taut_kernels.attention import _prefill_hopper, _tiles, decode, prefill
+from taut_kernels.attention._tiles import AttentionTile, DecodeTile, HopperTile, Tile
 from taut_kernels.bench import report, timing
 from taut_kernels.bench.attention_candidates import (
     backward_candidates,
     decode_candidates,
     forward_candidates,
+    hopper_candidates,
     splits_candidates,
 )
 from taut_kernels.bench.attention_cases import (
@@ -56,7 +57,12 @@ DECODE_SHAPES = {
 """Load → sequences and context."""
 DECODE_CACHES = {2: "bf16", 1: "fp8"}
 """Bytes of an element → the cache that stands for it."""
-_Job = tuple[str, AttentionTile | DecodeTile, str]
+FORWARD: dict[str, Callable[[], Iterator[AttentionTile | HopperTile]]] = {
+    "forward": forward_candidates,
+    "forward_hopper": hopper_candidates,
+}
+"""Forward kernel → its candidates."""
+_Job = tuple[str, Tile, str]
 """kernel, tile, cache"""
 
 
@@ -68,7 +74,7 @@ class Result:
     bits: int
     load: str
     us: float
-    tile: AttentionTile | DecodeTile
+    tile: Tile
     each: tuple[float, ...] = ()
 
 
@@ -76,11 +82,14 @@ def _settings(tokens: int) -> prefill.Settings:
     return prefill.Settings(None, None, tokens, tokens, True, 0, DIM**-0.5)
 
 
-def _forward(tile: AttentionTile, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(tile: AttentionTile | HopperTile, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = prompt.q, prompt.k, prompt.v
     o = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(1, q.shape[2], q.shape[1], device=q.device)
-    prefill.launch_forward(tile, q, k, v, o, lse, _settings(q.shape[1]))
+    if isinstance(tile, HopperTile):
+        _prefill_hopper.launch(tile, q, k, v, o, lse, _settings(q.shape[1]))
+    else:
+        prefill.launch_forward(tile, q, k, v, o, lse, _settings(q.shape[1]))
     return o, lse
 
 
@@ -97,7 +106,7 @@ def _backward(
 
 def _run(kernel: str, tile: Any, prompt: Prompt, saved: tuple[torch.Tensor, torch.Tensor]) -> Any:
     """Run one kernel of prefill with a tile, the others by the rule."""
-    if kernel == "forward":
+    if kernel in FORWARD:
         return _forward(tile, prompt)[0]
     keys, queries = _tiles.backward(None, DIM)
     if kernel == "key_gradients":
@@ -153,11 +162,11 @@ def _time(subjects: Sequence[timing.Subject], calls: int) -> list[float]:
     return [one.median for one in timing.measure(subjects, replays=7, min_calls=calls)]
 
 
-def tune_prefill(kernel: str, tiles: Sequence[AttentionTile]) -> list[Result]:
+def tune_prefill(kernel: str, tiles: Sequence[AttentionTile | HopperTile]) -> list[Result]:
     """Check and time one kernel's candidates.
 
     Args:
-        kernel: ``forward``, ``key_gradients`` or ``query_gradients``.
+        kernel: one of :data:`_tiles.KERNELS` but ``decode``.
         tiles: candidates that compile.
 
     Returns:
@@ -168,15 +177,15 @@ def tune_prefill(kernel: str, tiles: Sequence[AttentionTile]) -> list[Result]:
     rule = _tiles.forward(DIM, False, _launch.is_hopper(large.q.device))
     small_saved, saved = _forward(rule, gate.prompt), _forward(rule, large)
 
-    def judge(tile: AttentionTile) -> str | None:
+    def judge(tile: AttentionTile | HopperTile) -> str | None:
         found = _run(kernel, tile, gate.prompt, small_saved)
-        if kernel == "forward":
+        if kernel in FORWARD:
             return gate.why_wrong(found, None, True)
         return gate.why_wrong(None, found, True)
 
     right = [tile for tile in tiles if _checked(f"{kernel} {tile}", partial(judge, tile))]
 
-    def call(tile: AttentionTile, _: int) -> object:
+    def call(tile: AttentionTile | HopperTile, _: int) -> object:
         return _run(kernel, tile, large, saved)
 
     subjects = [timing.Subject(str(tile), partial(call, tile), 1) for tile in right]
@@ -292,9 +301,8 @@ def _jobs(kernels: Sequence[str]) -> list[_Job]:
             for size, cache in DECODE_CACHES.items():
                 jobs += [(kernel, tile, cache) for tile in decode_candidates(size)]
         else:
-            forward = kernel == "forward"
-            tiles = forward_candidates() if forward else backward_candidates()
-            jobs += [(kernel, tile, "bf16") for tile in tiles]
+            found = FORWARD[kernel]() if kernel in FORWARD else backward_candidates()
+            jobs += [(kernel, tile, "bf16") for tile in found]
     return jobs
 
 
@@ -331,7 +339,7 @@ def _tuned(kernel: str, good: Sequence[_Job]) -> Iterator[list[Result]]:
     """Tune one kernel with the candidates that compile, a list of results at a time."""
     if kernel != "decode":
         tiles = [tile for name, tile, _ in good if name == kernel]
-        yield tune_prefill(kernel, [tile for tile in tiles if isinstance(tile, AttentionTile)])
+        yield tune_prefill(kernel, [tile for tile in tiles if not isinstance(tile, DecodeTile)])
         return
     for (size, cache), load in itertools.product(DECODE_CACHES.items(), DECODE_SHAPES):
         found = [tile for _, tile, its in good if its == cache and isinstance(tile, DecodeTile)]
