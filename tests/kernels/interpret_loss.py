@@ -17,10 +17,12 @@ from taut_kernels.loss import (
     _linear_divergence,
     _logit_cut,
     _row_softmax,
+    _row_weights,
     gradient_scale,
     linear_cross_entropy,
 )
 from taut_kernels.loss._divergence import Divergence
+from taut_kernels.loss._reduction import row_scale
 from taut_kernels.loss._row_softmax import Objective
 from taut_kernels.tiles_loss import LossTile
 
@@ -334,7 +336,7 @@ def empty_batches():
 
 def scaling():
     for dtype in DTYPES:
-        x = torch.randn(5001).to(dtype)
+        x = torch.randn(70001).to(dtype)  # more blocks than programs
         y = x.clone()
         gradient_scale.launch_scale_(y, torch.tensor(1.0))
         assert torch.equal(y, x)
@@ -342,6 +344,23 @@ def scaling():
         assert torch.equal(y, (x.float() * torch.tensor(0.3)).to(dtype))
         gradient_scale.launch_scale_(y[:0], torch.tensor(0.3))
     return len(DTYPES)
+
+
+def weights_of_rows():
+    shapes = (1, 100, _row_weights.BLOCK + 3, 2 * _row_weights.BLOCK)
+    for M in shapes:
+        generator = torch.Generator().manual_seed(M)
+        losses = torch.randn(M, generator=generator)
+        for share in (0.0, 0.5, 1.0):  # of rows that do not count
+            target = torch.where(torch.rand(M, generator=generator) < share, -100, 7)
+            for reduction in ("mean", "sum"):
+                weights = _row_weights.launch_row_weights(target, -100, mean=reduction == "mean")
+                counts = target != -100
+                assert torch.equal(weights, row_scale(counts, reduction, torch.float32))
+                total = _row_weights.launch_weighted_sum(losses, weights)
+                gold = (losses.double() * weights).sum()
+                assert abs(total - gold) <= 1e-6 * (losses * weights).abs().sum()
+    return len(shapes)
 
 
 CHECKS = {
@@ -358,6 +377,7 @@ CHECKS = {
         linear_divergences,
         empty_batches,
         scaling,
+        weights_of_rows,
     )
 }
 

@@ -82,6 +82,7 @@ def expected(
             "cross_entropy_ignored_and_impossible_targets": 1,
             "cross_entropy_adversarial_values": 6,
             "scaling": 2,
+            "weights_of_rows": 4,
         },
     ],
 )
@@ -346,6 +347,8 @@ def test_gpu_rows_far_apart_and_strided() -> None:
     assert torch.equal(cross_entropy(far, target, reduction="none"), wanted)
     columns = logits.t().contiguous().t()
     assert torch.equal(cross_entropy(columns, target, reduction="none"), wanted)
+    apart = torch.stack((target, target + 1), dim=1)[:, 0]
+    assert torch.equal(cross_entropy(logits, apart, reduction="none"), wanted)
 
 
 @gpu

@@ -22,10 +22,12 @@ import triton
 
 from taut_kernels.bench import report, timing
 from taut_kernels.loss import _divergence, _row_softmax
-from taut_kernels.tiles_loss import OPS, LossTile, rule
+from taut_kernels.tiles_loss import OPS, RING, LossTile, RingTile, ring_rule, rule
 
 VOCABULARIES = (32000, 50304, 128256, 151936, 256000)
 """Llama-2, GPT-2 padded, Llama-3, Qwen-2.5, Gemma-2."""
+RING_CHUNK_BYTES = 28 * 8192
+"""What a ring's chunks take of a multiprocessor's shared memory."""
 _ROWS = 2048
 _CHECKED_ROWS = 16
 _FORM = "forward_kl"
@@ -33,13 +35,37 @@ _TOLERANCE = 2e-2
 """Largest error against fp64, a share of the largest gradient: bf16 rounds at 4e-3."""
 
 
-def candidates(op: str, V: int) -> Iterator[LossTile]:
+def candidates(op: str, V: int) -> Iterator[LossTile | RingTile]:
     """Yield the tiles worth compiling for one op and vocabulary.
 
     Args:
-        op: one of `OPS`.
+        op: one of `OPS`, or `RING`.
         V: vocabulary.
     """
+    if op == RING:
+        yield from _rings(V)
+    else:
+        yield from _blocks(op, V)
+
+
+def _rings(V: int) -> Iterator[RingTile]:
+    """Yield rings that hold a row in as few programs as can, and in twice as many."""
+    usual = ring_rule(V)
+    found = {usual: None} if usual else {}
+    shapes = ((1, 16, 1), (2, 16, 1), (2, 8, 1), (4, 8, 1), (1, 16, 2), (2, 8, 2))
+    for units, num_warps, per_sm in shapes:
+        slots = RING_CHUNK_BYTES // (16 * units * 32 * num_warps * per_sm) // 2 * 2
+        held = 0
+        for parts in (1, 2, 4, 8):
+            rings = [RingTile(parts, units, num_warps, slots, lag, per_sm) for lag in (0, 2, 4)]
+            rings = [ring for ring in rings if ring.ahead(V) > 1]
+            held += bool(rings)
+            if held <= 2:
+                found |= dict.fromkeys(rings)
+    yield from found
+
+
+def _blocks(op: str, V: int) -> Iterator[LossTile]:
     found = {rule(op, V): None}
     for block in (2048, 4096, 8192, 16384, 32768):
         for num_warps in (4, 8, 16, 32):
@@ -52,22 +78,25 @@ def candidates(op: str, V: int) -> Iterator[LossTile]:
     yield from found
 
 
-def _run(op: str, tile: LossTile, logits: torch.Tensor, teacher: torch.Tensor | None) -> None:
+def _run(
+    op: str, tile: LossTile | RingTile, logits: torch.Tensor, teacher: torch.Tensor | None
+) -> None:
     """Run a kernel over rows, the gradient in their place."""
     M = logits.shape[0]
     scale = torch.ones(M, dtype=torch.float32, device="cuda")
-    if op == "cross_entropy":
+    if op != "divergence":
         target = torch.zeros(M, dtype=torch.int64, device="cuda")
         objective = _row_softmax.Objective()
         _row_softmax.launch(logits, target, objective, scale, logits, tile=tile)
         return
     assert teacher is not None
+    assert isinstance(tile, LossTile)
     keep = torch.ones(M, dtype=torch.int8, device="cuda")
     divergence = _divergence.Divergence(_FORM, 1.0, 0.5)
     _divergence.launch(logits, teacher, keep, divergence, scale, logits, tile=tile)
 
 
-def _compile(job: tuple[str, int, LossTile]) -> str | None:
+def _compile(job: tuple[str, int, LossTile | RingTile]) -> str | None:
     """Compile one candidate into Triton's cache; a line where it does not compile."""
     op, V, tile = job
     rows = torch.zeros(1, V, dtype=torch.bfloat16, device="cuda")
@@ -79,10 +108,12 @@ def _compile(job: tuple[str, int, LossTile]) -> str | None:
     return None
 
 
-def _why_wrong(op: str, tile: LossTile, logits: torch.Tensor, teacher: torch.Tensor) -> str | None:
+def _why_wrong(
+    op: str, tile: LossTile | RingTile, logits: torch.Tensor, teacher: torch.Tensor
+) -> str | None:
     found = logits[:_CHECKED_ROWS].clone()
     wanted = found.double().softmax(1)
-    if op == "cross_entropy":
+    if op != "divergence":
         wanted[:, 0] -= 1
     else:
         wanted -= teacher[:_CHECKED_ROWS].double().softmax(1)
@@ -98,7 +129,7 @@ class Result:
     op: str
     V: int
     us: float
-    tile: LossTile
+    tile: LossTile | RingTile
 
 
 def _time(op: str, V: int, replays: int) -> list[Result]:
@@ -120,7 +151,7 @@ def _time(op: str, V: int, replays: int) -> list[Result]:
             continue
         work = logits.clone()
 
-        def call(_: int, tile: LossTile = tile, work: torch.Tensor = work) -> None:
+        def call(_: int, tile: LossTile | RingTile = tile, work: torch.Tensor = work) -> None:
             _run(op, tile, work, teacher)
 
         us = timing.measure([timing.Subject(str(tile), call, 1)], replays, 2)[0].median
@@ -149,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m taut_kernels.bench.tune_loss", description=__doc__
     )
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--op", action="append", choices=OPS)
+    parser.add_argument("--op", action="append", choices=(*OPS, RING))
     parser.add_argument("--vocabulary", type=int, action="append")
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=7)
@@ -157,7 +188,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         sys.stderr.write("error: taut_kernels.bench.tune_loss needs a CUDA device\n")
         return 2
-    cases = [(op, V) for op in arguments.op or OPS for V in arguments.vocabulary or VOCABULARIES]
+    cases = [
+        (op, V) for op in arguments.op or (*OPS, RING) for V in arguments.vocabulary or VOCABULARIES
+    ]
     jobs = [(op, V, tile) for op, V in cases for tile in candidates(op, V)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
@@ -173,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for op, V in cases:
         found = sorted(_time(op, V, arguments.replays), key=lambda r: r.us)
         results += found
-        passes = 2 if op == "cross_entropy" else 3
+        passes = 3 if op == "divergence" else 2
         for result in found[:4]:
             share = passes * 2 * _ROWS * V / (result.us * 1e-6) / copy
             line = f"{op} V={V} {result.us:.1f} us, {share:.0%} of copy, {result.tile}"

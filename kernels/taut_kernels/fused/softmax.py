@@ -9,8 +9,9 @@ Numerics  fp32, one rounding at the store. The backward pass starts from the rou
           same bits from run to run.
 CPU       the references, in plain torch, also fp64: the specification
 Limits    1 ≤ N ≤ 262144; differentiable once; sm_80 and later. A row is held in registers up to
-          65536 columns (fp32, and backward: 32768; fp32 backward: 16384); a longer one is read
-          twice, the second time from L2.
+          65536 columns (fp32, and backward: 32768; fp32 backward: 16384); a longer one in bf16 in
+          shared memory (forward, compute capability 9.0), else it is read twice, the second time
+          from L2.
 Source    online softmax: arXiv:1805.02867, alg. 3. Blocks and code are ours.
 """
 
@@ -31,6 +32,7 @@ from taut_kernels.fused._softmax_jit import (
 from taut_kernels.fused._tile_options import last_arguments, next_power_of_2
 from taut_kernels.fused._training_arguments import refuse_second_derivative, rows_of
 from taut_kernels.fused._training_tiles import TrainingTile
+from taut_kernels.loss import _cross_entropy_ring
 
 _resident = _launch.Launcher(softmax_kernel)
 _long = _launch.Launcher(softmax_long_kernel)
@@ -112,6 +114,9 @@ def launch(x: torch.Tensor, tile: TrainingTile | None = None) -> torch.Tensor:
         [M, N] as ``x``.
     """
     M, N = x.shape
+    ring = _cross_entropy_ring.choose_softmax(x) if tile is None else None
+    if ring is not None:
+        return _cross_entropy_ring.launch_softmax(ring, x)
     tile = tile or _training_tiles.softmax(N, M, x.element_size())
     y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
     if tile.stages == 1 and _training_tiles.softmax_limit(x.element_size()) >= N:

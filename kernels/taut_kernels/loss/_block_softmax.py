@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from taut_kernels import _launch
-from taut_kernels.loss._row_softmax import Objective, is_long
+from taut_kernels.loss._row_softmax import Objective
+from taut_kernels.loss._target import is_long
 from taut_kernels.loss._vocabulary_block_jit import block_gradient_kernel, block_statistics_kernel
 from taut_kernels.tiles_loss import launch_options
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from taut_kernels import _launch, tiles_loss
+from taut_kernels.loss import _cross_entropy_ring
 from taut_kernels.loss._cross_entropy_jit import cross_entropy_kernel
 from taut_kernels.loss._reduction import accumulator
+from taut_kernels.loss._target import is_long
 
 _launcher = _launch.Launcher(cross_entropy_kernel)
 
@@ -102,9 +104,12 @@ def launch(
     scale: torch.Tensor | None = None,
     grad: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
-    tile: tiles_loss.LossTile | None = None,
+    tile: tiles_loss.LossTile | tiles_loss.RingTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute rows with the kernel; arguments and results as :func:`cross_entropy_ref`.
+    """Compute rows with a kernel; arguments and results as :func:`cross_entropy_ref`.
+
+    Long bf16 rows go through the ring (:mod:`taut_kernels.loss._cross_entropy_ring`) where it takes
+    them, others through the kernel that reads them twice.
 
     Args:
         logits: likewise.
@@ -115,6 +120,40 @@ def launch(
         lse: likewise, fp32.
         tile: how to cut the work; None: by the tables.
     """
+    if tile is None:
+        tile = _ring_tile(logits, objective, grad, lse)
+    if isinstance(tile, tiles_loss.RingTile):
+        assert scale is not None
+        assert grad is not None
+        index, z_loss = objective.ignore_index, objective.z_loss
+        return _cross_entropy_ring.launch(tile, logits, target, scale, grad, index, z_loss)
+    return _launch_blocks(logits, target, objective, scale, grad, lse, tile)
+
+
+def _ring_tile(
+    logits: torch.Tensor, objective: Objective, grad: torch.Tensor | None, lse: torch.Tensor | None
+) -> tiles_loss.RingTile | None:
+    if _cross_entropy_ring.why_not_supported(
+        logits,
+        grad,
+        smoothed=objective.label_smoothing > 0,
+        softcapped=objective.softcap > 0,
+        given=lse is not None,
+    ):
+        return None
+    return _cross_entropy_ring.choose(logits)
+
+
+def _launch_blocks(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    objective: Objective,
+    scale: torch.Tensor | None,
+    grad: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    tile: tiles_loss.LossTile | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute rows with the kernel that takes any."""
     M, V = target.numel(), logits.shape[-1]
     given = lse is not None
     device = logits.device
@@ -149,11 +188,6 @@ def launch(
         strides,
     )
     return losses, lse
-
-
-def is_long(index: int) -> bool:
-    """Say whether Triton passes an index in 64 bits."""
-    return not -(2**31) <= index < 2**31
 
 
 def _named(constants: tuple[Any, ...]) -> dict[str, Any]:

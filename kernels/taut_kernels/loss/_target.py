@@ -37,3 +37,8 @@ def check_values(target: torch.Tensor, V: int, ignore_index: int) -> None:
             f"target must lie in 0..{V - 1} or be ignore_index {ignore_index}, "
             f"got {int(target[row])} at row {row}"
         )
+
+
+def is_long(index: int) -> bool:
+    """Say whether Triton passes an index in 64 bits."""
+    return not -(2**31) <= index < 2**31

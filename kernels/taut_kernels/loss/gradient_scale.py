@@ -17,6 +17,8 @@ from taut_kernels.tiles_loss import launch_options
 
 BLOCK = 4096
 NUM_WARPS = 8
+PER_SM = 8
+"""Programs a multiprocessor: as many as are resident, so that they start at once."""
 _launcher = _launch.Launcher(scale_kernel)
 
 
@@ -39,9 +41,10 @@ def launch_scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
     """
     n = x.numel()
     if n:
+        programs = min(-(-n // BLOCK), PER_SM * _launch.multiprocessors(x.device))
         _launcher(
             (x.dtype, n % 16 == 0, n == 1, n >= 2**31),
-            (-(-n // BLOCK), 1, 1),
+            (programs, 1, 1),
             (x, factor),
             (n,),
             lambda: ({"BLOCK": BLOCK}, launch_options(NUM_WARPS)),

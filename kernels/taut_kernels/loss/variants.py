@@ -11,13 +11,15 @@ from typing import Any
 
 from taut_kernels import tiles_loss
 from taut_kernels._variant import KernelVariant
-from taut_kernels.loss import _block_softmax, gradient_scale
+from taut_kernels.loss import _block_softmax, _cross_entropy_ring, _row_weights, gradient_scale
 from taut_kernels.loss._cross_entropy_jit import cross_entropy_kernel
+from taut_kernels.loss._cross_entropy_ring_jit import cross_entropy_ring_kernel
 from taut_kernels.loss._divergence import FORMS
 from taut_kernels.loss._divergence_jit import divergence_kernel
+from taut_kernels.loss._row_weights_jit import row_weights_kernel, weighted_sum_kernel
 from taut_kernels.loss._scale_jit import scale_kernel
 from taut_kernels.loss._vocabulary_block_jit import block_gradient_kernel, block_statistics_kernel
-from taut_kernels.tiles_loss import LossTile, launch_options
+from taut_kernels.tiles_loss import LossTile, RingTile, launch_options
 
 VOCABULARIES = (1000, 32000, 50257, 128256, 256000)
 BLOCK_COLUMNS = (1024, 2048, 3584, 8192)
@@ -55,6 +57,70 @@ def _cross_entropy(
         constants=constants,
         floats=("label_smoothing", "z_loss", "softcap"),
         options=launch_options(tile.num_warps),
+    )
+
+
+def _rings(V: int) -> dict[RingTile, None]:
+    """Return the distinct rings of one vocabulary, of the rule and of every card's table."""
+    found = [table.rings.get(V) for table in tiles_loss.tables().values()]
+    return dict.fromkeys(tile for tile in (tiles_loss.ring_rule(V), *found) if tile)
+
+
+def _ring(V: int, tile: RingTile, *, batched: bool = False, softmax: bool = False) -> KernelVariant:
+    pointers = {"logits_ptr": "bf16", "grad_ptr": "bf16"}
+    constants = _cross_entropy_ring.launch_constants(tile, V, batched=batched)
+    optional = {"cells_ptr": None if tile.parts == 1 else "i64"}
+    optional |= {"target_ptr": None if softmax else "i64"}
+    optional |= dict.fromkeys(("scale_ptr", "loss_ptr", "lse_ptr"), None if softmax else "fp32")
+    pointers |= {name: element for name, element in optional.items() if element}
+    constants |= dict.fromkeys(name for name, element in optional.items() if not element)
+    mark = " batched" if batched else ""
+    strides = ("stride_b", "stride_t", "stride_gb", "stride_gt")
+    return KernelVariant(
+        label=f"{'softmax' if softmax else 'cross_entropy'}_ring{mark} bf16 V={V}",
+        kernel=cross_entropy_ring_kernel,
+        tile=tile,
+        pointers=pointers,
+        integers=("M", "T", *strides, "ignore_index"),
+        divisible_by_16=strides,
+        constants=constants,
+        floats=("z_loss",),
+        options=_cross_entropy_ring.launch_options(tile),
+        targets=("sm_90",),
+    )
+
+
+def _every_ring() -> Iterator[KernelVariant]:
+    measured = (V for table in tiles_loss.tables().values() for V in table.rings)
+    for V in dict.fromkeys((*VOCABULARIES, *measured)):
+        if V >= _cross_entropy_ring.MIN_COLUMNS and V % 16 == 0:
+            yield from (_ring(V, tile) for tile in _rings(V))
+    yield from (_ring(131072, tile, softmax=True) for tile in _rings(131072))
+    yield from (_ring(32000, tile, batched=True) for tile in _rings(32000))
+
+
+def _around() -> Iterator[KernelVariant]:
+    tile = f"{_row_weights.BLOCK}/{_row_weights.NUM_WARPS}w"
+    options = launch_options(_row_weights.NUM_WARPS)
+    yield KernelVariant(
+        label="row_weights",
+        kernel=row_weights_kernel,
+        tile=tile,
+        pointers={"target_ptr": "i64", "weights_ptr": "fp32"},
+        integers=("M", "ignore_index"),
+        divisible_by_16=(),
+        constants={"MEAN": True, "BLOCK": _row_weights.BLOCK},
+        options=options,
+    )
+    yield KernelVariant(
+        label="weighted_sum",
+        kernel=weighted_sum_kernel,
+        tile=tile,
+        pointers=dict.fromkeys(("losses_ptr", "weights_ptr", "loss_ptr"), "fp32"),
+        integers=("M",),
+        divisible_by_16=(),
+        constants={"BLOCK": _row_weights.BLOCK},
+        options=options,
     )
 
 
@@ -121,6 +187,8 @@ def kernel_variants() -> Iterator[KernelVariant]:
         yield _cross_entropy("loss and gradient", "fp32", V, tile, extras=True)
         yield _cross_entropy("loss", "bf16", V, tile)
         yield _cross_entropy("gradient", "fp16", V, tile)
+    yield from _every_ring()
+    yield from _around()
     scalar = tiles_loss.SCALAR_LOADS
     yield _cross_entropy("loss and gradient", "bf16", V, scalar, strided=True)
     for form in FORMS:

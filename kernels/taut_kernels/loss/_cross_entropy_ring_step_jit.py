@@ -1,0 +1,240 @@
+"""One step of the ring kernel of cross entropy: a chunk in, a chunk's sums, a chunk's gradient out.
+
+See :mod:`taut_kernels.loss._cross_entropy_ring_jit`. Two bf16 logits are one 32-bit word: its low
+half shifted up, and its high half alone, are fp32 numbers as they are.
+"""
+
+# mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+# Triton 3.9 has the first name of each, 3.6 only the second.
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@gluon.jit
+def exp2(x):
+    """Return 2^x in one instruction; results below 2^-126 are 0."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def log2_of(x):
+    """Return log2 x in one instruction, 2^-22 off: for factors of results in 16 bits."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _larger_pair(a, b):
+    return gl.inline_asm_elementwise(
+        "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _rounded_pair(high, low):
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [high, low], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _low(words):
+    return (words << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _high(words):
+    return (words & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def row_pointer(tensor, row):
+    """Return the pointer to a row of (pointer, T, stride_b, stride_t): [B, T, V], or T None."""
+    if tensor[1] is None:
+        pointer = tensor[0] + row.to(gl.int64) * tensor[3]
+    else:
+        batch, token = (row // tensor[1]).to(gl.int64), (row % tensor[1]).to(gl.int64)
+        pointer = tensor[0] + batch * tensor[2] + token * tensor[3]
+    return pointer
+
+
+@gluon.jit
+def target_of(target_ptr, row):
+    """Load a row's target; 0 without targets, which is a softmax."""
+    return gl.to_tensor(0) if target_ptr is None else gl.load(target_ptr + row)
+
+
+@gluon.jit
+def part_words(tensor, row, first):
+    """Return the pointer to a program's part of a row, as words."""
+    return (row_pointer(tensor, row) + first).to(gl.pointer_type(gl.int32), bitcast=True)
+
+
+@gluon.jit
+def loads_at(row, target, logits, M, ignore_index, cut):
+    """Describe a row's loads: words, and how many pieces of them are read: none of ignored rows."""
+    words = part_words(logits, gl.minimum(row, M - 1), cut[0])
+    return words, gl.where((row < M) & (target != ignore_index), cut[1], 0)
+
+
+@gluon.jit
+def copy_chunk(slot, words, pieces, chunk, piece, offs, PIECES: gl.constexpr):
+    """Ask for a chunk; what lies behind the last piece becomes 0."""
+    left = pieces - chunk * PIECES
+    _copy(slot, words + chunk * (PIECES * 4) + offs, mask=piece < left, cache_modifier=".cg")
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _add_chunk(words, counts, maximum, sums):
+    """Take a chunk into the running softmax of each thread.
+
+    Args:
+        words: [UNITS, THREADS, 4].
+        counts: [UNITS, THREADS] which pieces of four words there are.
+        maximum: [THREADS] largest logit so far · log2 e.
+        sums: [THREADS] Σ 2^(logit · log2 e − maximum).
+    """
+    LOG2E: gl.constexpr = 1.4426950408889634
+    largest = gl.reduce(words, 2, _larger_pair)
+    largest = gl.where(counts, largest, -8323200)  # 0xff80ff80: -inf twice
+    largest = gl.reduce(largest, 0, _larger_pair)
+    raised = gl.maximum(maximum, gl.maximum(_low(largest), _high(largest)) * LOG2E)
+    # A thread that starts with -inf alone: -inf - -inf would be NaN.
+    shift = gl.where(raised == float("-inf"), 0.0, raised)
+    shifts = gl.expand_dims(gl.expand_dims(shift, 0), 2)
+    powers = exp2(_low(words) * LOG2E - shifts) + exp2(_high(words) * LOG2E - shifts)
+    total = gl.sum(gl.where(counts, gl.sum(powers, 2), 0.0), 0)
+    return raised, sums * exp2(maximum - shift) + total
+
+
+@gluon.jit
+def _gradient(words, exponent, keep, sign):
+    """Return the gradient's words: p · |factor|, 0 of ignored rows, with the factor's sign."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    low = exp2(_low(words) * LOG2E - exponent)
+    high = exp2(_high(words) * LOG2E - exponent)
+    return (_rounded_pair(high, low) & keep) ^ sign
+
+
+@gluon.jit
+def _step(
+    ring,
+    next_ring,
+    slot,
+    old_slot,
+    next_slot,  # the one to be filled
+    state,
+    loads,
+    chunk,
+    old_chunk,
+    gradient,
+    inputs,
+    cut,
+    AHEAD: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Read one chunk for the sums and an older one for its gradient, and ask for another.
+
+    Parameters are those of :func:`walk`.
+    """
+    piece, offs = cut[2], cut[3]
+    PIECES: gl.constexpr = piece.shape[0] * piece.shape[1]
+    async_copy.wait_group(AHEAD - 1)
+    # Everyone's pieces have arrived, and everyone has read the slot to be filled.
+    barrier()
+    row, load_chunk, words, pieces, target = loads
+    copy_chunk(next_ring.index(next_slot), words, pieces, load_chunk, piece, offs, PIECES)
+    load_chunk += 1
+    if load_chunk == CHUNKS:
+        logits, target_ptr, M, ignore_index, groups = inputs
+        load_chunk = 0
+        row += groups
+        words, pieces = loads_at(row, target, logits, M, ignore_index, cut)
+        target = target_of(target_ptr, gl.minimum(row + groups, M - 1))
+    here = ring.index(slot).load(L)
+    old = ring.index(old_slot).load(L)
+    FLAT: gl.constexpr = gl.SliceLayout(2, L)
+    counts = gl.reshape(piece < cut[1] - chunk * PIECES, [piece.shape[0], piece.shape[1]])
+    counts = gl.convert_layout(counts, FLAT, assert_trivial=True)
+    maximum, sums = _add_chunk(here, counts, state[0], state[1])
+    gl.store(
+        gradient[0] + old_chunk * (PIECES * 4) + offs,
+        _gradient(old, gradient[2], gradient[3], gradient[4]),
+        mask=piece < gradient[1] - old_chunk * PIECES,
+    )
+    return (maximum, sums), (row, load_chunk, words, pieces, target)
+
+
+@gluon.jit
+def walk(
+    pairs,  # of steps
+    slots,  # the one the sums take, the one the gradient takes, and the one before that
+    state,  # maximum and sums of each thread
+    loads,  # the next chunk to ask for: row, chunk, its words and pieces, the next row's target
+    chunk,  # first one for the sums
+    old_chunk,  # first one for the gradient
+    gradient,  # its words, pieces that are stored, and exponent, keep and sign
+    fixed,  # rings of even and of odd steps, inputs, cut: see the kernel
+    AHEAD: gl.constexpr,  # chunks on their way
+    CHUNKS: gl.constexpr,  # of a part
+    L: gl.constexpr,
+):
+    """Walk over pairs of steps; return slots, state and loads for the next."""
+    even, odd, inputs, cut = fixed
+    slot, old_slot, before = slots
+    HALF: gl.constexpr = even.shape[0]
+    for pair in range(pairs):
+        # What a step fills was read in the step before it, in the other allocation: a step reads
+        # the one and fills the other, and Triton, which tells only allocations apart, sets no
+        # barrier between.
+        at, old = chunk + 2 * pair, old_chunk + 2 * pair
+        state, loads = _step(
+            even,
+            odd,
+            slot,
+            old_slot,
+            before,
+            state,
+            loads,
+            at,
+            old,
+            gradient,
+            inputs,
+            cut,
+            AHEAD,
+            CHUNKS,
+            L,
+        )
+        state, loads = _step(
+            odd,
+            even,
+            slot,
+            old_slot,
+            old_slot,
+            state,
+            loads,
+            at + 1,
+            old + 1,
+            gradient,
+            inputs,
+            cut,
+            AHEAD,
+            CHUNKS,
+            L,
+        )
+        before = old_slot
+        slot = gl.where(slot + 1 == HALF, 0, slot + 1)
+        old_slot = gl.where(old_slot + 1 == HALF, 0, old_slot + 1)
+    return (slot, old_slot, before), state, loads
