@@ -371,6 +371,23 @@ def programs_outnumber_rows():
     return 1
 
 
+def sums_of_two_gradients():
+    parts = [draw(140, 100, torch.float32, seed) for seed in range(2)]
+    kinds = (torch.float16, torch.float32)
+    count = 0
+    for one in (kinds[0], None):
+        for two in (kinds[1], None):
+            found = _norm_launch.column_sums(parts, (one, two))
+            for sums, part, dtype in zip(found, parts, (one, two), strict=True):
+                assert (sums is None) == (dtype is None)
+                if sums is not None:
+                    gold = part.double().sum(dim=0)
+                    testing.assert_within_budget(sums, gold, part.sum(dim=0).to(dtype))
+                    count += 1
+    assert _norm_launch.column_sums([None, parts[1]], kinds)[0] is None
+    return count
+
+
 if __name__ == "__main__":
     with mock.patch.object(_launch, "empty", testing._empty_nan):
         for name in sys.argv[1:]:

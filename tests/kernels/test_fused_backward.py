@@ -157,6 +157,7 @@ CHECKS = {
     "activation_extreme_values": 8,
     "rotation_shapes": 32,
     "empty_batches": 5,
+    "sums_of_two_gradients": 4,
 }
 
 

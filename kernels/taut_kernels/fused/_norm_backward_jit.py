@@ -99,10 +99,14 @@ def norm_backward_kernel(
                 gx_sums += g * (xs[chunk].to(tl.float32) - mean)
                 if CENTRED:
                     g_sums += g
-        gx_mean = tl.sum(gx_sums, axis=1)[:, None] * rstd / N
         g_mean = 0.0
         if CENTRED:
-            g_mean = tl.sum(g_sums, axis=1)[:, None] / N
+            # Both at once: half of the shuffles' latency, and half of the barriers.
+            g_sum, gx_sum = tl.split(tl.sum(tl.join(g_sums, gx_sums), axis=1))
+            g_mean = g_sum[:, None] / N
+        else:
+            gx_sum = tl.sum(gx_sums, axis=1)
+        gx_mean = gx_sum[:, None] * rstd / N
         new_dws = ()
         new_dbs = ()
         factors = weights
@@ -127,6 +131,7 @@ def norm_backward_kernel(
             g = dy
             if weight_ptr is not None:
                 g = g * factors[chunk % GROUP].to(tl.float32)[None, :]
+            # Differences first: what is nearly 0 (rows of one column) keeps its digits.
             dx = (g - g_mean - x_hat * gx_mean) * rstd
             if added_ptr is not None:
                 dx += added[chunk % GROUP].to(tl.float32)
@@ -151,16 +156,10 @@ def norm_backward_kernel(
             )
 
 
-@triton.jit(do_not_specialize=["programs"])
-def column_sums_kernel(
-    parts_ptr,  # [programs, N] fp32
-    sums_ptr,  # [N]
-    programs,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+@triton.jit
+def _column_sums(
+    parts_ptr, sums_ptr, programs, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Add the programs' parts, always in the same order."""
     offs_n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     offs_p = tl.arange(0, ROWS)
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -171,3 +170,21 @@ def column_sums_kernel(
         sums += tl.load(ptrs, mask=mask, other=0.0)
     total = tl.sum(sums, axis=0)
     tl.store(sums_ptr + offs_n, total.to(sums_ptr.dtype.element_ty), mask=offs_n < N)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def column_sums_kernel(
+    parts_ptr,  # [programs, N] fp32
+    sums_ptr,  # [N]
+    other_parts_ptr,  # [programs, N] fp32 or None: of a second gradient, axis 1 of the grid
+    other_sums_ptr,  # [N] or None
+    programs,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add the programs' parts, always in the same order."""
+    if tl.program_id(1) == 0:
+        _column_sums(parts_ptr, sums_ptr, programs, N, ROWS, COLUMNS)
+    elif other_parts_ptr is not None:
+        _column_sums(other_parts_ptr, other_sums_ptr, programs, N, ROWS, COLUMNS)

@@ -139,11 +139,7 @@ def backward(
     else:
         tile = tile or _training_tiles.norm_backward(N, M, centred=mean is not None)
         parts = _backward_resident(tile, operands, dx, wants)
-    gradients = [
-        None if part is None or dtype is None else column_sums(part, dtype)
-        for part, dtype in zip(parts, wants, strict=True)
-    ]
-    return dx, gradients[0], gradients[1]
+    return dx, *column_sums(parts, wants)
 
 
 Operands = tuple[torch.Tensor, torch.Tensor, Optional, Optional, Optional, torch.Tensor]
@@ -219,25 +215,33 @@ def _backward_long(operands: Operands, dx: torch.Tensor, wants: Wants) -> list[O
     return parts
 
 
-def column_sums(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add the programs' parts of a gradient, always in the same order.
+def column_sums(parts: list[Optional], wants: Wants) -> tuple[Optional, Optional]:
+    """Add the programs' parts of both gradients in one launch, always in the same order.
 
     Args:
-        parts: [programs, N] fp32.
-        dtype: of the result.
+        parts: [programs, N] fp32 of each gradient, or None.
+        wants: dtypes of the gradients, None for one that is not wanted.
 
     Returns:
-        [N].
+        [N] each, or None where there are no parts or none are wanted.
     """
-    programs, N = parts.shape
-    sums = _launch.empty((N,), dtype=dtype, device=parts.device)
-    tile = _training_tiles.COLUMN_SUMS
-    constants = (N, tile.rows, tile.block)
-    _column_sums(
-        (dtype, constants),
-        (-(-N // tile.block), 1, 1),
-        (parts, sums),
-        (programs,),
-        lambda: (last_arguments(column_sums_kernel, constants), tile.options()),
-    )
-    return sums
+    sums: list[Optional] = [None, None]
+    operands: list[Optional] = []
+    for i, (part, dtype) in enumerate(zip(parts, wants, strict=True)):
+        if part is not None and dtype is not None:
+            sums[i] = _launch.empty((part.shape[1],), dtype=dtype, device=part.device)
+            operands += [part, sums[i]]
+    if operands:
+        assert operands[0] is not None
+        (programs, N), count = operands[0].shape, len(operands) // 2
+        operands += [None] * (4 - len(operands))
+        tile = _training_tiles.COLUMN_SUMS
+        constants = (N, tile.rows, tile.block)
+        _column_sums(
+            (*(None if x is None else x.dtype for x in operands), constants),
+            (-(-N // tile.block), count, 1),
+            tuple(operands),
+            (programs,),
+            lambda: (last_arguments(column_sums_kernel, constants), tile.options()),
+        )
+    return sums[0], sums[1]

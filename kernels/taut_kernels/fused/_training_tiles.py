@@ -1,7 +1,7 @@
 """How the training kernels are cut up: rules.
 
-Softmax's, and RMSNorm's backward at 4096 columns, follow ``bench/tune_fused_backward.py`` on an
-H200 (2026-11-22); the others were reasoned.
+Softmax's, and the norms' backward at 2048 to 8192 columns, were measured on an H200 (2026-11-22,
+``bench/tune_fused_backward.py`` finds such tiles); the others were reasoned.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ def norm_backward(N: int, M: int, *, centred: bool) -> TrainingTile:
     """Cut the norms' backward pass in one walk.
 
     ``per_sm`` is what the registers of a multiprocessor hold: more programs would wait for the
-    first to end. Rows in flight (``stages``) hide the row's sums: at 4096 columns 3 take 55.6 µs,
-    2 take 70.2, none 64.1 (8192 rows, H200).
+    first to end. Rows in flight (``stages``) hide the row's sums. RMSNorm, 8192 rows, H200, µs with
+    1 (none), 2, 3, 4: 63.8, 66.8, 54.3, 56.4 at 4096 columns, 132, 153, 100, 109 at 8192.
 
     Args:
         N: columns.

@@ -159,16 +159,19 @@ def _columns(centred: bool, N: int) -> KernelVariant:
     )
 
 
-def _column_sums(N: int) -> KernelVariant:
+def _column_sums(N: int, *, two: bool) -> KernelVariant:
     tile = _training_tiles.COLUMN_SUMS
+    pointers = {"parts_ptr": "fp32", "sums_ptr": "bf16"}
+    other = {f"other_{name}": kind for name, kind in pointers.items()}
     return KernelVariant(
-        label=f"norm_backward column sums N={N}",
+        label=f"norm_backward column sums N={N}{' of two' if two else ''}",
         kernel=column_sums_kernel,
         tile=tile,
-        pointers={"parts_ptr": "fp32", "sums_ptr": "bf16"},
+        pointers=pointers | other if two else pointers,
         integers=("programs",),
         divisible_by_16=(),
-        constants={"N": N, "ROWS": tile.rows, "COLUMNS": tile.block},
+        constants={"N": N, "ROWS": tile.rows, "COLUMNS": tile.block}
+        | ({} if two else dict.fromkeys(other)),
         options=tile.options(),
     )
 
@@ -237,7 +240,7 @@ def _norms() -> Iterator[KernelVariant]:
     for centred in (False, True):
         yield _columns(centred, 131072)
     for N in (1000, 4096):
-        yield _column_sums(N)
+        yield from (_column_sums(N, two=two) for two in (False, True))
 
 
 def kernel_variants() -> Iterator[KernelVariant]:
