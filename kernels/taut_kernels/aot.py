@@ -31,6 +31,7 @@ from taut_kernels.gemm import (
     scaled_mm_variants,
     w4a16_decode_ring_variants,
     w4a16_decode_variants,
+    w4a16_wgmma_ring_variants,
     w4a16_wgmma_variants,
 )
 from taut_kernels.loss import variants as loss_variants
@@ -71,6 +72,7 @@ def every_variant() -> Iterator[KernelVariant]:
     yield from w4a16_decode_variants.kernel_variants()
     yield from w4a16_decode_ring_variants.kernel_variants()
     yield from w4a16_wgmma_variants.kernel_variants()
+    yield from w4a16_wgmma_ring_variants.kernel_variants()
     yield from scaled_mm_variants.kernel_variants()
     yield from fused_variants.kernel_variants()
     yield from training_variants.kernel_variants()

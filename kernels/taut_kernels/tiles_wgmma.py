@@ -7,7 +7,8 @@ A table is ``tiles/w4a16_wgmma-<card>.json``::
                "tile": {…} | "dense" | "decode", "us": µs per call at max_m (null: 4096)}, …]}
 
 ``tile`` has exactly the fields of :class:`WgmmaTile` or, up to 64 tokens, of
-:class:`taut_kernels.tiles_decode_ring.RingTile`; ``dense`` stands for dequantising the layer
+:class:`taut_kernels.tiles_decode_ring.RingTile` or, up to 128, of
+:class:`taut_kernels.tiles_wgmma_ring.WgmmaRingTile`; ``dense`` stands for dequantising the layer
 and multiplying densely (:mod:`taut_kernels.gemm.w4a16_dense`), ``decode`` (up to 16 tokens) for
 :mod:`taut_kernels.gemm.w4a16_decode`. A shape that no table of the card names takes :func:`rule`.
 The layout of the weights does not depend on any of it.
@@ -20,8 +21,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from taut_kernels import _tile_tables
-from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile
+from taut_kernels import _tile_tables, tiles_decode_ring, tiles_wgmma_ring
+from taut_kernels.tiles_decode_ring import RingTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 BUCKETS = (16, 32, 64, 128, 256, 1024)
@@ -89,7 +91,7 @@ class WgmmaTile:
         return 16 * self.row_reps * self.num_warps
 
 
-Choice = WgmmaTile | RingTile | Literal["decode", "dense"]
+Choice = WgmmaTile | RingTile | WgmmaRingTile | Literal["decode", "dense"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +132,14 @@ def parse(text: str, where: str) -> WgmmaTable:
 
 def _choice(tile: Any, max_m: int | None, where: str) -> Choice:
     if isinstance(tile, dict):
-        if "row_warps" not in tile:
+        if "row_warps" in tile:
+            if max_m is not None and max_m <= tiles_decode_ring.MAX_TOKENS:
+                return RingTile(**tile)
+        elif "warp_groups" in tile:
+            if max_m is not None and max_m <= tiles_wgmma_ring.MAX_TOKENS:
+                return WgmmaRingTile(**tile)
+        else:
             return WgmmaTile(**tile)
-        if max_m is not None and max_m <= MAX_TOKENS:
-            return RingTile(**tile)
     if tile == "dense" or (tile == "decode" and max_m == DECODE_TOKENS):
         return "dense" if tile == "dense" else "decode"
     raise ValueError(f"{where}: tile {tile!r} is no regime for max_m={max_m}")

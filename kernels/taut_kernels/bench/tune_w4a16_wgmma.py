@@ -1,9 +1,10 @@
 """Find the tiles for more than 8 tokens: ``python -m taut_kernels.bench.tune_w4a16_wgmma``.
 
-Every candidate of the `wgmma` and (to 64 tokens) the ring kernel is compiled first, in parallel,
-then held to the error budget, called again and again for the same bits, then timed, with the dense
-(to 16 tokens: the decode) regime and what ships today; the fastest one of each shape and bucket of
-M goes into a table for ``taut_kernels/tiles``. Reordering the activations is inside the time.
+Every candidate of the `wgmma`, the `wgmma` ring (to 128 tokens) and the ring kernel (to 64) is
+compiled first, in parallel, then held to the error budget, called again and again for the same
+bits, then timed, with the dense (to 16 tokens: the decode) regime and what ships today; the fastest
+one of each shape and bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the
+activations is inside the time.
 """
 
 from __future__ import annotations
@@ -22,15 +23,23 @@ from typing import Any
 import torch
 import triton
 
-from taut_kernels import formats_mma, tiles_decode, tiles_wgmma
+from taut_kernels import formats_mma, tiles_decode, tiles_wgmma, tiles_wgmma_ring
 from taut_kernels.bench import report, timing
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, SHAPES
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
-from taut_kernels.gemm import w4a16_decode, w4a16_decode_ring, w4a16_dense, w4a16_wgmma
+from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
+from taut_kernels.gemm import (
+    w4a16_decode,
+    w4a16_decode_ring,
+    w4a16_dense,
+    w4a16_wgmma,
+    w4a16_wgmma_ring,
+)
 from taut_kernels.gemm.w4a16 import make_arrivals
 from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
 from taut_kernels.tiles_wgmma import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 TOKENS = (*BUCKETS, 4096)
 """M at which a bucket is decided: its largest, and 4096 for the one without a limit."""
@@ -50,7 +59,8 @@ _RING_FORMS = {
     (2, 8): ((255, False), (168, True)),
 }
 """Registers a thread to allow, about what ptxas wants, and ``scale_first``; by row, token tiles."""
-REGIMES = ("ring", "wgmma")
+REGIMES = ("ring", "wgmma", "wgmma-ring")
+Tile = WgmmaTile | RingTile | WgmmaRingTile
 
 
 def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
@@ -111,17 +121,34 @@ def ring_candidates(N: int, K: int, M: int) -> Iterator[RingTile]:
                     yield dataclasses.replace(tile, stages=stages, registers=cap, scale_first=first)
 
 
-def all_candidates(N: int, K: int, M: int, regimes: Sequence[str]) -> list[WgmmaTile | RingTile]:
+def all_candidates(N: int, K: int, M: int, regimes: Sequence[str]) -> list[Tile]:
     """Return the candidates of some regimes, each once."""
-    found: list[WgmmaTile | RingTile] = []
+    found: list[Tile] = []
     if "ring" in regimes and M <= MAX_TOKENS:
         found += ring_candidates(N, K, M)
     if "wgmma" in regimes:
         found += candidates(N, K, M)
+    if "wgmma-ring" in regimes and M <= tiles_wgmma_ring.MAX_TOKENS:
+        found += wgmma_ring_candidates(N, K, M)
     return list(dict.fromkeys(found))
 
 
-def _compile(job: tuple[int, int, int, WgmmaTile | RingTile]) -> str | None:
+def _launch(
+    tile: Tile,
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    arrivals: torch.Tensor,
+) -> torch.Tensor:
+    operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+    if isinstance(tile, RingTile):
+        return w4a16_decode_ring.launch(tile, *operands)
+    if isinstance(tile, WgmmaRingTile):
+        return w4a16_wgmma_ring.launch(tile, *operands)
+    return w4a16_wgmma.launch(tile, *operands)
+
+
+def _compile(job: tuple[int, int, int, Tile]) -> str | None:
     """Compile one candidate into Triton's cache; a line where it does not compile."""
     N, K, M, tile = job
     x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
@@ -130,11 +157,7 @@ def _compile(job: tuple[int, int, int, WgmmaTile | RingTile]) -> str | None:
     scales = torch.zeros(N // 16, quads, 8, 4, 2, dtype=torch.bfloat16, device="cuda")
     arrivals = make_arrivals(N, x.device)
     try:
-        if isinstance(tile, RingTile):
-            operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
-            w4a16_decode_ring.launch(tile, *operands)
-        else:
-            w4a16_wgmma.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+        _launch(tile, x, qweight, scales, arrivals)
         torch.cuda.synchronize()
     except (triton.CompilationError, RuntimeError) as error:
         return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
@@ -167,10 +190,7 @@ def _subject(layer: Layer, M: int, tile: Choice, weights: Weights) -> timing.Sub
             return w4a16_decode.launch(cut, *operands)
         if tile == "dense":
             return w4a16_dense.launch(x, qweight, scales, None, None, GROUP_SIZE)
-        if isinstance(tile, RingTile):
-            operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
-            return w4a16_decode_ring.launch(tile, *operands)
-        return w4a16_wgmma.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+        return _launch(tile, x, qweight, scales, arrivals)
 
     return timing.Subject(str(tile), call, len(weights))
 
@@ -190,7 +210,7 @@ def _why_wrong(layer: Layer, subject: timing.Subject) -> str | None:
 
 
 def _time_shape(
-    name: str, Ms: Sequence[int], tiles: dict[int, list[WgmmaTile | RingTile]], replays: int
+    name: str, Ms: Sequence[int], tiles: dict[int, list[Tile]], replays: int
 ) -> list[Result]:
     N, K = PRODUCTS[name]
     layer = make_layer(N, K, GROUP_SIZE, max(Ms), torch.bfloat16)

@@ -32,17 +32,11 @@ from taut_kernels.gemm._w4a16_decode_ring_stage_jit import (
     barrier,
     copy_activations,
     copy_stage,
+    early_start,
     load_activations,
     multiply_chunks,
 )
 from taut_kernels.gemm._w4a16_decode_ring_store_jit import reduce_and_store
-
-
-@gluon.jit
-def _early_start(WAIT: gl.constexpr):
-    """Let the next kernel start, or (WAIT) wait for the one in front to end."""
-    TEXT: gl.constexpr = "griddepcontrol.wait;" if WAIT else "griddepcontrol.launch_dependents;"
-    gl.inline_asm_elementwise(TEXT + " mov.b32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -239,7 +233,7 @@ def w4a16_decode_ring_kernel(
     FULL: gl.constexpr = STAGES - 1 if STAGES - 1 < STEPS else STEPS
 
     if PDL:
-        _early_start(False)
+        early_start(False)
     split = gl.program_id(1)
     first_chunk = split * (STEPS * STEP_CHUNKS)
     words = word_addresses(
@@ -288,7 +282,7 @@ def w4a16_decode_ring_kernel(
     if PDL:
         # The first weights, which nobody writes while serving, are on their way: now wait for the
         # kernel that makes the activations (and the one that used arrivals and partial before).
-        _early_start(True)
+        early_start(True)
     # Copied behind the weights, the first activations would make the first step wait for them all.
     load_activations(rings[3], activations, FULL, CHUNKS, STEP_CHUNKS, MASKED)
 

@@ -27,6 +27,13 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
+def early_start(WAIT: gl.constexpr):
+    """Let the next kernel start, or (WAIT) wait for the one in front to end."""
+    TEXT: gl.constexpr = "griddepcontrol.wait;" if WAIT else "griddepcontrol.launch_dependents;"
+    gl.inline_asm_elementwise(TEXT + " mov.b32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def copy_stage(
     slots,  # the stage's weights, scales, zero points and activations
     step,
@@ -104,7 +111,7 @@ def load_activations(
 
 
 @gluon.jit
-def _lane_word(
+def lane_word(
     slot,
     COLUMN: gl.constexpr,  # of the warp's chunks in this stage
     ROW_TILE: gl.constexpr,
@@ -192,13 +199,13 @@ def multiply_chunks(
             if HAS_ZEROS:
                 for h in gl.static_range(2):
                     if GROUP_SIZE:
-                        zero = _lane_word(slots[2], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, L)
+                        zero = lane_word(slots[2], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, L)
                         operands = operands + (zero,)
                     else:
                         operands = operands + (channel_zeros[r],)
             if SCALED:
                 for h in gl.static_range(2):
-                    scale = _lane_word(slots[1], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, L)
+                    scale = lane_word(slots[1], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, L)
                     operands = operands + (scale,)
             weights = weights + gl.inline_asm_elementwise(
                 CONVERT,
@@ -223,7 +230,7 @@ def multiply_chunks(
             if _closes(64 * c + 32 * h + 32, 0 if SCALED else GROUP_SIZE):
                 new_sums, new_totals = (), ()
                 for i in gl.static_range(len(sums)):
-                    scale = _lane_word(
+                    scale = lane_word(
                         slots[1], 64 * c + 32 * h, i // TOKEN_TILES, ROW_TILES, GROUP_SIZE, L
                     )
                     total = gl.inline_asm_elementwise(

@@ -9,8 +9,9 @@ Packing   :mod:`taut_kernels.formats_mma`; on disk compressed-tensors ``pack-qua
           once after loading
 Regimes   M ≤ 8, and to 16 where it was measured faster, :mod:`taut_kernels.gemm.w4a16_decode`,
           bound by weight bytes; from there :mod:`taut_kernels.gemm.w4a16_wgmma`; where the measured
-          table says so :mod:`taut_kernels.gemm.w4a16_decode_ring` (to 64) or
-          :mod:`taut_kernels.gemm.w4a16_dense`. One layout serves all four.
+          table says so :mod:`taut_kernels.gemm.w4a16_decode_ring` (to 64),
+          :mod:`taut_kernels.gemm.w4a16_wgmma_ring` (to 128) or
+          :mod:`taut_kernels.gemm.w4a16_dense`. One layout serves all five.
 Numerics  q - z is an integer and exact in either type; products accumulate in fp32, bias is applied
           in fp32, one rounding at the store. Scales: see the regime. The reference multiplies in
           the order of the formula, in fp32. The same bits from run to run for one M; not across M.
@@ -27,8 +28,15 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch, formats, formats_mma, tiles_decode, tiles_wgmma
-from taut_kernels.gemm import w4a16_decode, w4a16_decode_ring, w4a16_dense, w4a16_wgmma
+from taut_kernels.gemm import (
+    w4a16_decode,
+    w4a16_decode_ring,
+    w4a16_dense,
+    w4a16_wgmma,
+    w4a16_wgmma_ring,
+)
 from taut_kernels.tiles_decode_ring import RingTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 OP = "w4a16_gemm"
 GROUP_SIZES = (32, 64, 128)
@@ -97,11 +105,12 @@ def _launch_w4a16_gemm(
         return w4a16_decode.launch(cut, x, qweight, scales, zeros, bias, arrivals, group_size)
     if choice == "dense":
         return w4a16_dense.launch(x, qweight, scales, zeros, bias, group_size)
+    operands = (x, qweight, scales, zeros, bias, arrivals, group_size)
     if isinstance(choice, RingTile):
-        return w4a16_decode_ring.launch(
-            choice, x, qweight, scales, zeros, bias, arrivals, group_size
-        )
-    return w4a16_wgmma.launch(choice, x, qweight, scales, zeros, bias, arrivals, group_size)
+        return w4a16_decode_ring.launch(choice, *operands)
+    if isinstance(choice, WgmmaRingTile):
+        return w4a16_wgmma_ring.launch(choice, *operands)
+    return w4a16_wgmma.launch(choice, *operands)
 
 
 def _fake_w4a16_gemm(

@@ -1,0 +1,72 @@
+"""Which forms of the `wgmma` ring kernel are compiled ahead of time (:mod:`taut_kernels.aot`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from taut_kernels import _launch, tiles_wgmma
+from taut_kernels._variant import KernelVariant
+from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
+from taut_kernels.gemm.w4a16_wgmma_ring import launch_constants
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+
+_FORMATS = (("bf16", True, 32), ("fp16", False, 64), ("fp16", True, 128), ("bf16", True, 0))
+_MAX_SPILL_BYTES = 32
+"""Under a cap on registers ptxas spills a few addresses outside the loop; measured, it pays."""
+
+
+def kernel_variants() -> Iterator[KernelVariant]:
+    """Yield what ahead-of-time compilation checks: every measured tile, and every weight format.
+
+    Only tables choose the kernel, and only cards of compute capability 9.0 were measured.
+    """
+    measured = {
+        (K, tile): None
+        for table in tiles_wgmma.tables().values()
+        for (_, K, _), tile in table.choices.items()
+        if isinstance(tile, WgmmaRingTile)
+    }
+    for K, tile in measured:
+        yield _variant(tile, K, "bf16", False, 128)
+    for dtype, has_zeros, group_size in _FORMATS:
+        # 576 = 9 chunks: no cut of it comes out even, so copies are masked.
+        for K, tile in (
+            (4096, WgmmaRingTile(64, 1, 2, 2, 2, 4, False, parts=2, running=2)),
+            (576, WgmmaRingTile(32, 2, 1, 2, 1, 4, True, parts=4, running=3)),
+        ):
+            if K == 4096 or group_size in (0, 64):
+                yield _variant(tile, K, dtype, has_zeros, group_size)
+
+
+def _variant(
+    tile: WgmmaRingTile, K: int, dtype: str, has_zeros: bool, group_size: int
+) -> KernelVariant:
+    pointers = {"x_ptr": dtype, "qweight_ptr": "i32", "scales_ptr": dtype, "y_ptr": dtype}
+    optional = {
+        "zeros_ptr": dtype if has_zeros else None,
+        "bias_ptr": dtype,
+        "partial_ptr": "fp32" if tile.split_k > 1 else None,
+        "arrivals_ptr": "i32" if tile.split_k > 1 else None,
+    }
+    pointers |= {name: element for name, element in optional.items() if element is not None}
+    absent = {name: None for name, element in optional.items() if element is None}
+    scheme = f"{'asym' if has_zeros else 'sym'} group={group_size or 'channel'}"
+    return KernelVariant(
+        label=f"w4a16_wgmma_ring {dtype} {scheme} K={K}",
+        kernel=w4a16_wgmma_ring_kernel,
+        tile=tile,
+        pointers=pointers,
+        integers=("M", "N", "stride_xm"),
+        divisible_by_16=("N", "stride_xm"),
+        constants=launch_constants(tile, K, group_size, has_zeros=has_zeros)
+        | absent
+        | {
+            "HAS_BIAS": True,
+            "ELEMENT": "f16" if dtype == "fp16" else dtype,
+            "ROW_TILES": tile.group_tiles,
+        },
+        options={"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
+        | _launch.PDL_OPTIONS[True],
+        targets=("sm_90",),
+        allowed_spill_bytes=_MAX_SPILL_BYTES if tile.registers else 0,
+    )

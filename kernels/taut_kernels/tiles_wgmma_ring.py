@@ -1,0 +1,116 @@
+"""How the `wgmma` ring kernel is cut up: a tile and the shared memory it takes.
+
+Its measured tiles stand in the tables of :mod:`taut_kernels.tiles_wgmma`, which choose a regime
+for more than 8 tokens. No rule chooses it for a shape nobody measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from taut_kernels.tiles_decode_ring import SHARED_BYTES
+
+MAX_TOKENS = 128
+"""Largest bucket of M that was measured."""
+_RESERVED_BYTES = 1024
+"""Left to the compiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class WgmmaRingTile:
+    """One way to cut the work.
+
+    Args:
+        block_m: tokens a program, 16..128, a power of two.
+        group_tiles: tiles of 64 output rows a warp group, 1 or 2; with 2 one is converted while
+            the other is multiplied.
+        warp_groups: of a program beside each other along N, 1, 2 or 4; they share activations.
+        chunks_per_step: chunks of 64 K indices between two barriers, 2 or 4.
+        split_k: programs along K, 1..16; more than one adds a last-program reduction.
+        stages: steps the ring holds, 3..12; one is always being given back.
+        reordered: bring the activations into fragment order first, in a launch of its own; else
+            each program gathers pairs of columns.
+        registers: most a thread may have; 0 leaves it to ptxas.
+        parts: products a chunk of 64 rows, 1, 2 or 4: while one runs the next one's weights are
+            converted.
+        running: products left running then, 1..3.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    block_m: int
+    group_tiles: int
+    warp_groups: int
+    chunks_per_step: int
+    split_k: int
+    stages: int
+    reordered: bool
+    registers: int = 0
+    parts: int = 1
+    running: int = 1
+
+    def __post_init__(self) -> None:
+        allowed: dict[str, tuple[int, ...]] = {
+            "block_m": (16, 32, 64, 128),
+            "group_tiles": (1, 2),
+            "warp_groups": (1, 2, 4),
+            "chunks_per_step": (2, 4),
+            "split_k": tuple(range(1, 17)),
+            "stages": tuple(range(3, 13)),
+            "parts": (1, 2, 4),
+            "running": (1, 2, 3),
+        }
+        for field, values in allowed.items():
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field} must be one of {values}, got {getattr(self, field)}")
+        if self.running > self.parts * self.chunks_per_step:
+            # The stage of the step before last would still be read when it is filled again.
+            raise ValueError(f"running must be at most parts × chunks_per_step, got {self.running}")
+        if self.registers and not 32 <= self.registers <= 255:
+            raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
+
+    def __str__(self) -> str:
+        cut = f"{self.block_m}x{self.rows}/{self.warp_groups}x{self.group_tiles}g/k{self.split_k}"
+        flags = f"p{self.parts}.{self.running}" + ("r" if self.reordered else "")
+        cap = f"/{self.registers}" if self.registers else ""
+        return f"wring/{cut}/{self.chunks_per_step}c/{self.stages}s{flags}{cap}"
+
+    @property
+    def num_warps(self) -> int:
+        """Warps a program."""
+        return 4 * self.warp_groups
+
+    @property
+    def rows(self) -> int:
+        """Output rows a program."""
+        return 64 * self.group_tiles * self.warp_groups
+
+    def stage_bytes(self, group_size: int, *, has_zeros: bool) -> int:
+        """Return the shared memory of one stage.
+
+        Args:
+            group_size: G, or 0 for one group a channel.
+            has_zeros: with zero points.
+        """
+        weights = self.rows * self.chunks_per_step * 32
+        activations = self.block_m * self.chunks_per_step * 128
+        groups = 64 * self.chunks_per_step // group_size if group_size else 0
+        quads = groups * self.rows * 8
+        return weights + activations + quads * (2 if has_zeros else 1)
+
+    def stages_that_fit(self, group_size: int, *, has_zeros: bool) -> int:
+        """Return how many stages the ring gets.
+
+        Args:
+            group_size: G, or 0 for one group a channel.
+            has_zeros: with zero points.
+
+        Raises:
+            ValueError: three stages do not fit.
+        """
+        size = self.stage_bytes(group_size, has_zeros=has_zeros)
+        fit = (SHARED_BYTES - _RESERVED_BYTES) // size
+        if fit < 3:
+            raise ValueError(f"{self}: three stages of {size} bytes do not fit shared memory")
+        return min(self.stages, fit)

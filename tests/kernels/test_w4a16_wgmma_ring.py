@@ -1,0 +1,243 @@
+"""The `wgmma` ring kernel of `taut::w4a16_gemm`: tile, launcher, NumPy, variants, GPU.
+
+Layouts, barriers and waits are Triton's to compile (test_aot.py) and a GPU's to run (marker `gpu`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
+from taut_kernels.bench import tune_w4a16_wgmma
+from taut_kernels.bench.shapes import PRODUCTS
+from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
+from taut_kernels.gemm import w4a16_wgmma_ring as ring
+from taut_kernels.gemm import w4a16_wgmma_ring_variants
+from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
+from taut_kernels.tiles_decode_ring import SHARED_BYTES
+from taut_kernels.tiles_wgmma import BUCKETS
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DTYPES = (torch.float16, torch.bfloat16)
+TILES = {
+    "one": WgmmaRingTile(32, 1, 1, 2, 1, 4, False),
+    "two": WgmmaRingTile(64, 2, 1, 2, 1, 5, False, parts=2, running=2),
+    "wide": WgmmaRingTile(64, 2, 2, 2, 1, 6, True, parts=4, running=3),
+    "split": WgmmaRingTile(32, 2, 1, 4, 2, 4, False, parts=4, running=1),
+    "three": WgmmaRingTile(16, 1, 4, 2, 3, 3, True),
+}
+OPTIONS = {"num_warps", "maxnreg", "launch_pdl"}
+
+
+def make_case(
+    M: int, N: int, K: int, G: int, dtype: torch.dtype, asymmetric: bool, device: str = "cpu"
+) -> testing.W4A16Case:
+    return testing.make_w4a16_case(
+        M, N, K, G, dtype=dtype, asymmetric=asymmetric, with_bias=asymmetric, device=device
+    )
+
+
+def fields(**change: Any) -> dict[str, Any]:
+    return {
+        "block_m": 64,
+        "group_tiles": 2,
+        "warp_groups": 2,
+        "chunks_per_step": 2,
+        "split_k": 1,
+        "stages": 5,
+        "reordered": False,
+    } | change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_m": 48}, "block_m must be one of"),
+        ({"group_tiles": 3}, r"group_tiles must be one of \(1, 2\), got 3"),
+        ({"warp_groups": 3}, r"warp_groups must be one of \(1, 2, 4\), got 3"),
+        ({"chunks_per_step": 1}, r"chunks_per_step must be one of \(2, 4\), got 1"),
+        ({"split_k": 17}, "split_k must be one of"),
+        ({"stages": 2}, "stages must be one of"),
+        ({"parts": 3}, r"parts must be one of \(1, 2, 4\), got 3"),
+        ({"running": 4}, r"running must be one of \(1, 2, 3\), got 4"),
+        ({"running": 3}, "running must be at most parts × chunks_per_step, got 3"),
+        ({"registers": 300}, "registers must be 0 or lie in 32..255, got 300"),
+    ],
+)
+def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WgmmaRingTile(**fields(**change))
+
+
+def test_ring_takes_the_stages_that_fit() -> None:
+    tile = WgmmaRingTile(64, 2, 2, 2, 1, 12, False)
+    # Weights 256 x 128 / 2, activations 64 x 128 x 2, a scale word of four lanes a row pair.
+    assert tile.stage_bytes(128, has_zeros=False) == 16384 + 16384 + 2048
+    assert tile.stage_bytes(32, has_zeros=True) == 16384 + 16384 + 4 * 2048 * 2
+    assert tile.stages_that_fit(128, has_zeros=False) == 6
+    for group in (0, 32, 64, 128):
+        stages = tile.stages_that_fit(group, has_zeros=True)
+        assert stages >= 3
+        assert stages * tile.stage_bytes(group, has_zeros=True) < SHARED_BYTES
+    with pytest.raises(ValueError, match="three stages of 98304 bytes do not fit"):
+        WgmmaRingTile(128, 2, 2, 4, 1, 3, False).stages_that_fit(0, has_zeros=False)
+
+
+def test_every_measured_tile_fits_every_format() -> None:
+    for table in tiles_wgmma.tables().values():
+        for tile in table.choices.values():
+            for group in (0, 32, 64, 128):
+                if isinstance(tile, WgmmaRingTile):
+                    assert tile.stages_that_fit(group, has_zeros=True) >= 3
+
+
+def test_table_tells_the_tiles_of_the_rings_and_of_wgmma_apart() -> None:
+    def table(**change: Any) -> str:
+        row = {"N": 64, "K": 128, "max_m": 128, "tile": fields(), "us": 1.5} | change
+        return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
+
+    parsed = tiles_wgmma.parse(table(), "t.json")
+    assert parsed.choices[64, 128, BUCKETS.index(128)] == WgmmaRingTile(**fields())
+    for max_m in (256, None):
+        with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
+            tiles_wgmma.parse(table(max_m=max_m), "t.json")
+
+
+def fragment_order(x: torch.Tensor) -> torch.Tensor:
+    """Reorder columns as the kernel's `reorder` does: positions count (h, i, j, t, b)."""
+    M, K = x.shape
+    return x.view(M, K // 64, 2, 4, 2, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).reshape(M, K).contiguous()
+
+
+class OnNumPy:
+    """Stands in for the jit kernel: runs it on NumPy and remembers how it was launched."""
+
+    arg_names = w4a16_wgmma_ring_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.grid, self.constants = grid, constants
+            named = dict(zip(self.arg_names, arguments, strict=False))
+            named |= {name: v for name, v in constants.items() if name not in OPTIONS}
+            testing_gluon_wgmma.run(w4a16_wgmma_ring_kernel, grid, named)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("tile", "M", "N", "K", "G", "dtype", "asymmetric", "grid"),
+    [
+        ("one", 32, 80, 640, 128, torch.bfloat16, False, (2, 1, 1)),
+        ("one", 40, 64, 576, 64, torch.float16, True, (1, 1, 2)),
+        ("two", 50, 272, 1088, 32, torch.float16, True, (3, 1, 1)),
+        ("wide", 64, 272, 1024, 128, torch.bfloat16, False, (2, 1, 1)),
+        ("wide", 17, 16, 704, -1, torch.bfloat16, True, (1, 1, 1)),
+        ("split", 33, 144, 1088, 32, torch.bfloat16, True, (2, 2, 2)),
+        ("three", 16, 80, 576, 64, torch.float16, False, (1, 3, 1)),
+        ("three", 1, 16, 64, -1, torch.float16, False, (1, 3, 1)),
+    ],
+)
+def test_kernel_computes_the_product_on_numpy(
+    tile: str,
+    M: int,
+    N: int,
+    K: int,
+    G: int,
+    dtype: torch.dtype,
+    asymmetric: bool,
+    grid: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = OnNumPy()
+    monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
+    monkeypatch.setattr(ring, "reorder", fragment_order)
+    case = make_case(M, N, K, G, dtype, asymmetric)
+    operands = case.operands()
+    with testing.nan_poison():
+        actual = ring.launch(TILES[tile], *operands)
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+    assert kernel.grid == grid
+    assert not operands[5].any(), "arrivals must be 0 again"
+
+
+def test_launch_refuses_more_meeting_places_than_arrivals_counts() -> None:
+    operands = make_case(33, 16, 512, 64, torch.bfloat16, False).operands()
+    with pytest.raises(ValueError, match="split_k: 3 tiles meet, arrivals counts 1"):
+        ring.launch(TILES["three"], *operands)
+
+
+def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
+    variants = list(w4a16_wgmma_ring_variants.kernel_variants())
+    assert len(variants) == len({(v.label, v.tile) for v in variants})
+    tables = tiles_wgmma.tables().values()
+    measured = {
+        t for table in tables for t in table.choices.values() if isinstance(t, WgmmaRingTile)
+    }
+    assert measured <= {v.tile for v in variants}
+    labels = " ".join(v.label for v in variants)
+    for word in ("bf16", "fp16", " asym", " sym", "group=32", "group=64", "group=128", "channel"):
+        assert word in labels
+
+
+def test_candidates_fit_the_card() -> None:
+    for N, K in PRODUCTS.values():
+        for M in (16, 32, 64, 128):
+            found = list(wgmma_ring_candidates(N, K, M))
+            assert len(found) == len(set(found))
+            for tile in found:
+                assert tile.stages_that_fit(128, has_zeros=False) == tile.stages
+                assert 32 * tile.num_warps * tile.registers <= 65536
+                assert tile.split_k == 1 or -(-N // tile.rows) * -(-M // tile.block_m) <= N // 16
+    kinds = tune_w4a16_wgmma.all_candidates(28672, 4096, 64, tune_w4a16_wgmma.REGIMES)
+    assert {type(t).__name__ for t in kinds} == {"RingTile", "WgmmaTile", "WgmmaRingTile"}
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("tile", "M"),
+    [("one", 32), ("two", 50), ("wide", 64), ("split", 40), ("three", 9)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(("K", "G"), [(1088, 32), (576, 64), (1152, 128), (704, -1), (2048, 128)])
+def test_gpu_every_cut_and_format(
+    tile: str, M: int, K: int, G: int, asymmetric: bool, dtype: torch.dtype
+) -> None:
+    for N in (272, 1040):
+        case = make_case(M, N, K, G, dtype, asymmetric, "cuda")
+        operands = case.operands()
+        with testing.nan_poison():
+            actual = ring.launch(TILES[tile], *operands)
+        testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+        for _ in range(5):
+            again = ring.launch(TILES[tile], *operands)
+            assert torch.equal(again, actual), "bits differ between runs"
+        assert not operands[5].any(), "arrivals must be 0 again"
+
+
+@gpu
+@needs_gpu
+def test_gpu_graph_replay_follows_the_activations() -> None:
+    case = make_case(64, 512, 4096, 128, torch.bfloat16, False, "cuda")
+    operands = list(case.operands())
+    tile = TILES["split"]
+    ring.launch(tile, *operands)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = ring.launch(tile, *operands)
+        second = ring.launch(tile, first[:, :512].repeat(1, 8), *operands[1:])
+    for seed in (1, 2):
+        fresh = torch.randn(operands[0].shape, generator=torch.Generator().manual_seed(seed))
+        operands[0].copy_(fresh)
+        graph.replay()
+        expected = ring.launch(tile, *operands)
+        assert torch.equal(first, expected)
+        again = ring.launch(tile, expected[:, :512].repeat(1, 8), *operands[1:])
+        assert torch.equal(second, again)
