@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from taut_kernels import _launch
 
@@ -13,11 +14,26 @@ from taut_kernels import _launch
 class Compiled:
     """Stands in for Triton's compiled kernel."""
 
+    function, packed_metadata = 77, (4, 1, 0)
+
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.calls.append((grid, arguments))
+        return lambda *arguments: self.calls.append(("hooked", grid, arguments))
+
+    def run(self, *arguments: Any) -> None:
+        assert arguments[3:9] == (STREAM, self.function, self.packed_metadata, None, None, None)
+        self.calls.append((arguments[:3], arguments[9:]))
+
+
+STREAM = 55
+
+
+@pytest.fixture(autouse=True)
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the launcher a stream where there is no GPU."""
+    monkeypatch.setattr(_launch, "_current_stream", lambda: lambda index: STREAM)
 
 
 class Jit:
@@ -49,9 +65,21 @@ def test_asks_triton_once_a_key_and_then_passes_every_argument_in_order() -> Non
         launch("a", grid, (x, None), (M,), constants)
     named = {"FLAG": True, "BLOCK": 64, "num_warps": 4}
     assert jit.asked == [(grid, (x, None, 5), named)]
-    assert jit.calls == [(grid, (x, None, 6, 64, True))]
+    assert jit.calls == [(grid, (x.data_ptr(), None, 6, 64, True))]
     launch("b", grid, (x, x), (5,), constants)
     assert len(jit.asked) == 2
+
+
+def test_a_profiler_with_hooks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = triton.knobs.HookChain()
+    hooks.add(lambda metadata: None)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hooks)
+    jit = Jit()
+    launch = _launch.Launcher(jit)
+    x, grid = torch.zeros(64), (1, 2, 3)
+    for M in (5, 6):
+        launch("a", grid, (x, None), (M,), constants)
+    assert jit.calls == [("hooked", grid, (x.data_ptr(), None, 6, 64, True))]
 
 
 @pytest.mark.parametrize("stride", [24, 2**31])

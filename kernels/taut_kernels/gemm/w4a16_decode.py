@@ -12,7 +12,6 @@ Source    `mma.m16n8k16` with weights as the 16-row operand, so that tokens pad 
 from __future__ import annotations
 
 import torch
-import triton
 
 from taut_kernels import _launch, tiles_decode
 from taut_kernels.gemm._w4a16_decode_jit import w4a16_decode_kernel
@@ -79,7 +78,7 @@ def launch(
     y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
     token_tiles = 1 if M <= 8 else 2
     row_tiles = min(tile.row_tiles, N // 16)
-    programs = triton.cdiv(N, 16 * row_tiles * tile.row_warps)
+    programs = -(-N // (16 * row_tiles * tile.row_warps))
     partial = None
     if tile.split_k > 1:
         size = programs * tile.split_k * token_tiles * 8 * 16 * row_tiles * tile.row_warps

@@ -15,7 +15,6 @@ Source    The products of :mod:`taut_kernels.gemm.w4a16_decode`; multi-stage `cp
 from __future__ import annotations
 
 import torch
-import triton
 
 from taut_kernels import _launch
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
@@ -93,7 +92,7 @@ def launch(
     tokens = token_tiles(M)
     row_tiles = min(tile.row_tiles, N // 16)
     rows = 16 * row_tiles * tile.row_warps
-    programs = triton.cdiv(N, rows)
+    programs = -(-N // rows)
     partial = None
     if tile.split_k > 1:
         size = programs * tile.split_k * tokens * 8 * rows
