@@ -67,7 +67,8 @@ def measure(checkpoint: Path, mode: str, batches: Sequence[int], repeats: int = 
         skip_tokenizer_init=True,
         seed=0,
         enable_prefix_caching=False,
-        **engine_options(mode, batches),
+        # A single prompt's prefill has a graph too, as it has among vLLM's own sizes.
+        **engine_options(mode, sorted({*batches, _PROMPT_TOKENS})),
     )
     generator = torch.Generator().manual_seed(1)
     size = (max(batches), _PROMPT_TOKENS)
