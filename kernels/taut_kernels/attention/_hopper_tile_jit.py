@@ -97,3 +97,11 @@ def store_rows(
         mask = mask & (offs_d < D)
     values = gl.convert_layout(values.to(rows_ptr.dtype.element_ty), W)
     gl.store(rows_ptr + offsets, values, mask=mask)
+
+
+@gluon.jit
+def row_values(lse_ptr, delta_ptr, rows, count):
+    """Load lse, in base 2, and delta; a row that is not there or sees no key has weights of 0."""
+    lse = gl.load(lse_ptr + rows, mask=rows < count, other=float("inf"))
+    lse = gl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    return lse, gl.load(delta_ptr + rows, mask=rows < count, other=0.0)

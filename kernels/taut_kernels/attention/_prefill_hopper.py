@@ -31,8 +31,12 @@ _LOG2_E = 1.4426950408889634
 _forward = _launch.Launcher(attention_hopper_kernel)
 
 
-def _tma_reads(x: torch.Tensor) -> bool:
-    """Say whether TMA can read a tensor: aligned to 16 bytes, and no axis expanded."""
+def tma_reads(x: torch.Tensor) -> bool:
+    """Say whether TMA can read a tensor: aligned to 16 bytes, and no axis expanded.
+
+    Args:
+        x: of any strides, but the elements of a head next to each other.
+    """
     size = x.element_size()
     steps = [
         step * size for step, count in zip(x.stride()[:-1], x.shape, strict=False) if count > 1
@@ -56,12 +60,18 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: Settings
         and settings.max_q >= MIN_QUERIES
         and not settings.window
         and min(q.numel(), k.numel()) > 0
-        and all(_tma_reads(x) for x in (q, k, v))
+        and all(tma_reads(x) for x in (q, k, v))
     )
 
 
-def _descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
-    """Describe [B, T, H, D], or [T, H, D] as one sequence, in blocks of a head's tokens."""
+def descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
+    """Describe [B, T, H, D], or [T, H, D] as one sequence, in blocks of a head's tokens.
+
+    Args:
+        x: what :func:`tma_reads`.
+        rows: tokens of a block.
+        block_d: the padded head dimension; beyond D a block is 0.
+    """
     shape, steps = list(x.shape), list(x.stride())
     if x.dim() == 3:
         shape, steps = [1, *shape], [0, *steps]
@@ -109,9 +119,9 @@ def launch(
         (programs, 1, 1),
         (o, lse, settings.cu_q, settings.cu_k),
         (
-            _descriptor(q, BLOCK_M // 2, block_d),
-            _descriptor(k, tile.block_n, block_d),
-            _descriptor(v, tile.block_n, block_d),
+            descriptor(q, BLOCK_M // 2, block_d),
+            descriptor(k, tile.block_n, block_d),
+            descriptor(v, tile.block_n, block_d),
             length_of(q),
             length_of(k),
             heads,

@@ -12,8 +12,9 @@ Shapes    a batch: q [B, Tq, Hq, D], k and v [B, Tk, Hk, D], lse [B, Hq, Tq]
 Numerics  scores, softmax and all sums in fp32; p rounded to the dtype of v before the product with
           v, its gradient to that of q and k. A query that sees no key: o 0, lse −∞. No atomic
           additions: the same bits from run to run. lse has no gradient.
-GPU       plain Triton; forward on sm_90, from 512 queries, without a window, of what TMA can read:
-          Gluon (:mod:`taut_kernels.attention._prefill_hopper`)
+GPU       plain Triton; on sm_90, from 512 queries, without a window, of what TMA can read, Gluon:
+          :mod:`taut_kernels.attention._prefill_hopper`, and of heads of 96 or 128
+          :mod:`taut_kernels.attention._backward_hopper`
 CPU       the references, in plain torch: the specification
 Limits    `window` needs `causal`; sm_80 and later; no dropout, no bias, no second derivative.
           D = 96 is computed as 128.
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from taut_kernels import _launch
-from taut_kernels.attention import _prefill_hopper, _tiles
+from taut_kernels.attention import _backward_hopper, _prefill_hopper, _tiles
 from taut_kernels.attention._arguments import check, padded_dim
 from taut_kernels.attention._call import (
     Settings as Settings,
@@ -107,6 +108,35 @@ def launch_forward(
     )
 
 
+def row_delta(
+    do: torch.Tensor, q: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, settings: Settings
+) -> torch.Tensor:
+    """Return Σ o · do of every row, fp32, as ``lse``; see :func:`launch_backward`.
+
+    Args:
+        do: gradient of ``o``.
+        q: queries.
+        o: what the forward pass returned.
+        lse: likewise.
+        settings: of the op.
+    """
+    delta = _launch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+    if not q.numel():
+        return delta
+    strides, dim = (*strides_of(o), *strides_of(do)), q.shape[-1]
+    block = _tiles.ROW_DELTA_BLOCK
+    constants = {"D": dim, "BLOCK_D": padded_dim(dim), "BLOCK_M": block}
+    _row_delta(
+        (q.dtype, settings.cu_q is None, tuple(constants.values())),
+        (-(-settings.max_q // block), q.shape[-2], count_sequences(q, settings.cu_q)),
+        (o, do, delta, settings.cu_q),
+        (length_of(q), *strides, *lse_strides(lse)),
+        lambda: (constants, {"num_warps": 4}),
+        strides,
+    )
+    return delta
+
+
 def launch_backward(
     key_tile: AttentionTile,
     query_tile: AttentionTile,
@@ -141,19 +171,8 @@ def launch_backward(
     heads, heads_k, dim = q.shape[-2], k.shape[-2], q.shape[-1]
     sequences = count_sequences(q, cu_q)
     rows = lse_strides(lse)
-    delta = _launch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+    delta = row_delta(do, q, o, lse, settings)
     shape = {"D": dim, "BLOCK_D": padded_dim(dim)}
-    grad_strides = (*strides_of(o), *strides_of(do))
-    if q.numel():
-        constants = {**shape, "BLOCK_M": _tiles.ROW_DELTA_BLOCK}
-        _row_delta(
-            (q.dtype, cu_q is None, tuple(constants.values())),
-            (-(-max_q // _tiles.ROW_DELTA_BLOCK), heads, sequences),
-            (o, do, delta, cu_q),
-            (length_of(q), *grad_strides, *rows),
-            lambda: (constants, {"num_warps": 4}),
-            grad_strides,
-        )
     inputs = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(do))
     masks = {"CAUSAL": causal, "WINDOW": window > 0}
     small = q.numel() * q.element_size() <= _tiles.HEADS_FIRST_BYTES
@@ -211,10 +230,14 @@ def _launch_attention_backward(
     lse: torch.Tensor,
     *arguments: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tiles = _tiles.backward(_launch.gpu_name(q.device), padded_dim(q.shape[-1]))
+    settings = Settings(*arguments)
     # A gradient expanded from a scalar has no elements next to each other.
     do = do if do.stride(-1) == 1 else do.contiguous()
-    return launch_backward(*tiles, do, q, k, v, o, lse, Settings(*arguments))
+    if _backward_hopper.serves(do, q, k, v, settings):
+        delta = row_delta(do, q, o, lse, settings)
+        return _backward_hopper.launch(do, q, k, v, lse, delta, settings)
+    tiles = _tiles.backward(_launch.gpu_name(q.device), padded_dim(q.shape[-1]))
+    return launch_backward(*tiles, do, q, k, v, o, lse, settings)
 
 
 def _fake_attention(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from taut_kernels._variant import KernelVariant
-from taut_kernels.attention import _tiles, decode_variants
+from taut_kernels.attention import _backward_hopper, _tiles, decode_variants
 from taut_kernels.attention._arguments import HEAD_DIMS, padded_dim
+from taut_kernels.attention._backward_hopper_keys_jit import key_gradients_hopper_kernel
+from taut_kernels.attention._backward_hopper_queries_jit import query_gradients_hopper_kernel
 from taut_kernels.attention._prefill_backward_jit import (
     key_gradients_kernel,
     query_gradients_kernel,
@@ -90,39 +92,65 @@ def kernel_variants() -> Iterator[KernelVariant]:
 
 
 def _hopper() -> Iterator[KernelVariant]:
-    """Yield the forward kernel of sm_90."""
-    kernel = attention_hopper_kernel
-    strides = ("stride_ob", "stride_ot", "stride_oh")
+    """Yield the kernels of sm_90."""
     for dim, causal in itertools.product(HEAD_DIMS, (False, True)):
         # As above, one of the two forms of each mask will do.
-        packed, padded = causal, padded_dim(dim)
+        of, padded = (dim, causal, causal), padded_dim(dim)
         tile = _tiles.forward_hopper(None, padded)
-        bounds = ("cu_q_ptr", "cu_k_ptr")
-        constants = {"HEAD_GROUP": 4, "D": dim, "BLOCK_D": padded, "CAUSAL": causal}
-        constants |= {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
-        pointers = {"o_ptr": "bf16", "lse_ptr": "fp32"}
-        pointers |= dict.fromkeys(bounds, "i32") if packed else {}
+        cut = {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
         rows = {"q_desc": 64, "k_desc": tile.block_n, "v_desc": tile.block_n}
-        descriptors = {
-            name: f"bf16[1, {count}, 1, {padded}],{DESCRIPTOR_LAYOUT!r}"
-            for name, count in rows.items()
-        }
-        known = {*constants, *pointers, *descriptors, *bounds, "scale_log2"}
-        yield KernelVariant(
-            label=f"attention sm_90 {_NAMES[causal, False]}{' packed' * packed} D={dim}",
-            kernel=kernel,
-            tile=tile,
-            pointers=pointers,
-            integers=tuple(name for name in kernel.arg_names if name not in known),
-            divisible_by_16=strides,
-            constants=constants | ({} if packed else dict.fromkeys(bounds)),
-            options={"num_warps": 4},
-            floats=("scale_log2",),
-            targets=("sm_90",),
-            # Numbers of a tile, stored once in a tile; Triton 3.9 stores more than 3.6 does.
-            allowed_spill_bytes=192 if padded == 256 else 16,
-            descriptors=descriptors,
-        )
+        # Numbers of a tile, stored once in a tile; Triton 3.9 stores more than 3.6 does.
+        spill = 192 if padded == 256 else 16
+        yield _hopper_variant("attention", attention_hopper_kernel, tile, of, cut, rows, spill)
+        if padded == 128:
+            block, half = _backward_hopper.BLOCK, _backward_hopper.TILE // 2
+            cut = {"BLOCK_M": block, "STAGES": _backward_hopper.KEY_STAGES}
+            rows = {"q_desc": block, "k_desc": half, "v_desc": half, "do_desc": block}
+            of_keys = (key_gradients_hopper_kernel, "64x64", of, cut, rows, 256)
+            yield _hopper_variant("attention dkv", *of_keys)
+            cut = {"BLOCK_N": block, "STAGES": _backward_hopper.QUERY_STAGES}
+            rows = {"q_desc": half, "k_desc": block, "v_desc": block, "do_desc": half}
+            of_queries = (query_gradients_hopper_kernel, "64x64", of, cut, rows, 64)
+            yield _hopper_variant("attention dq", *of_queries)
+
+
+def _hopper_variant(
+    label: str,
+    kernel: Any,
+    tile: object,
+    of: tuple[int, bool, bool],
+    cut: dict[str, int],
+    rows: dict[str, int],
+    spill: int,
+) -> KernelVariant:
+    dim, causal, packed = of
+    names = kernel.arg_names
+    bounds = tuple(name for name in names if name.startswith("cu_"))
+    constants = {"HEAD_GROUP": 4, "D": dim, "BLOCK_D": padded_dim(dim), "CAUSAL": causal} | cut
+    pointers = {name: "bf16" for name in names if name.endswith("_ptr") and name not in bounds}
+    pointers |= {name: "fp32" for name in ("lse_ptr", "delta_ptr") if name in names}
+    pointers |= dict.fromkeys(bounds, "i32") if packed else {}
+    descriptors = {
+        name: f"bf16[1, {count}, 1, {padded_dim(dim)}],{DESCRIPTOR_LAYOUT!r}"
+        for name, count in rows.items()
+    }
+    floats = tuple(name for name in names if name.startswith("scale"))
+    known = {*constants, *pointers, *descriptors, *bounds, *floats}
+    strides = tuple(name for name in names if name.startswith("stride_"))
+    return KernelVariant(
+        label=f"{label} sm_90 {_NAMES[causal, False]}{' packed' * packed} D={dim}",
+        kernel=kernel,
+        tile=tile,
+        pointers=pointers,
+        integers=tuple(name for name in names if name not in known),
+        divisible_by_16=tuple(name for name in strides if not name.startswith("stride_l")),
+        constants=constants | ({} if packed else dict.fromkeys(bounds)),
+        options={"num_warps": 4},
+        floats=floats,
+        targets=("sm_90",),
+        allowed_spill_bytes=spill,
+        descriptors=descriptors,
+    )
 
 
 def _measured() -> Iterator[KernelVariant]:
