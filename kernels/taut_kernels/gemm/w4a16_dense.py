@@ -10,7 +10,6 @@ Source    Reading the dense weights costs little beside thousands of tokens' pro
 from __future__ import annotations
 
 import torch
-import triton
 
 from taut_kernels import _launch
 from taut_kernels.gemm._w4a16_dense_jit import w4a16_dequantize_kernel
@@ -60,7 +59,7 @@ def dequantize(
 
     _DEQUANTIZE(
         (K, group_size, scales.dtype, zeros is None, tiles % 16 == 0, tiles == 1),
-        (triton.cdiv(tiles, WARPS), triton.cdiv(K // 64, CHUNKS_PER_PROGRAM), 1),
+        (-(-tiles // WARPS), -(-(K // 64) // CHUNKS_PER_PROGRAM), 1),
         (qweight, scales, zeros, weight),
         (first_tile, tiles),
         constants,

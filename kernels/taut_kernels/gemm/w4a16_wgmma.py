@@ -13,7 +13,6 @@ Source    Weights as the 64-row register operand of `wgmma`, tokens as its colum
 from __future__ import annotations
 
 import torch
-import triton
 
 from taut_kernels import _launch
 from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
@@ -64,7 +63,7 @@ def reorder(x: torch.Tensor) -> torch.Tensor:
 
     _REORDER(
         (K, x.dtype),
-        (M, triton.cdiv(K, _REORDER_BLOCK), 1),
+        (M, -(-K // _REORDER_BLOCK), 1),
         (x, out),
         (K, x.stride(0)),
         constants,
@@ -104,7 +103,7 @@ def launch(
     M, K = x.shape
     N = 16 * qweight.shape[0]
     y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(N, tile.rows), tile.split_k, triton.cdiv(M, tile.block_m))
+    grid = (-(-N // tile.rows), tile.split_k, -(-M // tile.block_m))
     partial = None
     if tile.split_k > 1:
         tiles = grid[0] * grid[2]

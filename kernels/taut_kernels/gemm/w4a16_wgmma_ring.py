@@ -14,7 +14,6 @@ Source    The products of :mod:`taut_kernels.gemm.w4a16_wgmma`, the ring of
 from __future__ import annotations
 
 import torch
-import triton
 
 from taut_kernels import _launch
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
@@ -88,7 +87,7 @@ def launch(
     y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
     row_tiles = min(tile.group_tiles, N // 16)
     rows = 64 * row_tiles * tile.warp_groups
-    grid = (triton.cdiv(N, rows), tile.split_k, triton.cdiv(M, tile.block_m))
+    grid = (-(-N // rows), tile.split_k, -(-M // tile.block_m))
     partial = None
     if tile.split_k > 1:
         tiles = grid[0] * grid[2]
