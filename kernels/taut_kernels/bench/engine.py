@@ -26,8 +26,9 @@ BATCHES = (1, 16, 64, 256)
 _PROMPT_TOKENS = 128
 _ANSWER_TOKENS = 128
 _WARM_UPS = 6
-"""Prefills nobody times: prompts come in steps of other sizes each time, and cuBLAS loads a kernel
-when a size first asks for it (16 prompts: 93, 92, 78, 65, 64, 64 ms in turn on an H200)."""
+"""Prefills nobody times: prompts come in steps of other sizes each time, and the first steps of a size
+take longer (16 prompts: 93, 92, 78, 65, 64, 64 ms in turn on an H200), probably until cuBLAS has
+loaded its kernels."""
 _JIT_EVENT = " during inference: "
 """In every line of vLLM's monitor of compilations after warm-up."""
 
