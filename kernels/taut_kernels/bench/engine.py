@@ -25,10 +25,13 @@ TIMED_MODES = ("off", "prefer", "prefer+fused", "require+fused")
 BATCHES = (1, 16, 64, 256)
 _PROMPT_TOKENS = 128
 _ANSWER_TOKENS = 128
+_PREFILL_SIZES = (128, 256, 384, 512)
+"""Tokens of prefill steps with a CUDA graph: the first prompts to come are a small step. vLLM's own
+sizes go to 512 in steps of 8 and 16; a start captures few of them sooner."""
 _WARM_UPS = 6
-"""Prefills nobody times: prompts come in steps of other sizes each time, and the first steps of a size
-take longer (16 prompts: 93, 92, 78, 65, 64, 64 ms in turn on an H200), probably until cuBLAS has
-loaded its kernels."""
+"""Prefills nobody times: prompts come in steps of other sizes each time, and the first steps of a
+size take longer (16 prompts: 93, 92, 78, 65, 64, 64 ms in turn on an H200), probably until cuBLAS
+has loaded its kernels."""
 _JIT_EVENT = " during inference: "
 """In every line of vLLM's monitor of compilations after warm-up."""
 
@@ -71,8 +74,7 @@ def measure(checkpoint: Path, mode: str, batches: Sequence[int], repeats: int = 
         skip_tokenizer_init=True,
         seed=0,
         enable_prefix_caching=False,
-        # A single prompt's prefill has a graph too, as it has among vLLM's own sizes.
-        **engine_options(mode, sorted({*batches, _PROMPT_TOKENS})),
+        **engine_options(mode, sorted({*batches, *_PREFILL_SIZES})),
     )
     generator = torch.Generator().manual_seed(1)
     size = (max(batches), _PROMPT_TOKENS)

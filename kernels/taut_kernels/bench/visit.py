@@ -23,9 +23,10 @@ from pathlib import Path
 
 _PYTEST = ("-c", "/dev/null", "--rootdir=.", "--import-mode=importlib", "-p", "no:cacheprovider")
 _BIG_MODELS = "qwen2.5-7b,llama3-70b-tp8,qwen2.5-32b,llama3-70b"
-_FEW_TOKENS = "1,4,8,16,32,64,256,1024,4096"
+_FEW_TOKENS = "1,4,8,16,32,64,128,256,1024,4096"
 _FUSED_MODES = ("--mode", "off", "--mode", "prefer+fused")
 _VLLM_ONLY = ("--kernel", "taut", "--kernel", "Marlin", "--kernel", "Machete")
+_DENSE_TOO = ("--kernel", "cuBLAS", "--kernel", "FP8 CUTLASS (other weights)")
 _SHARE_OF_CORES = 0.85
 _GRACE_S = 10
 
@@ -74,14 +75,17 @@ PARTS: dict[str, tuple[Step, ...]] = {
     "tests": (
         _tests(),
         _bench("attention", "attention", 120),
-        _bench("w4a16", "w4a16", 200, *_VLLM_ONLY, "--tokens", _FEW_TOKENS),
+        _bench("w4a16", "w4a16", 200, *_VLLM_ONLY, *_DENSE_TOO, "--tokens", _FEW_TOKENS),
     ),
     "library": (
         _bench("loss", "loss", 180),
         _bench("fused_backward", "fused_backward", 120),
         _bench("primitives", "primitives", 90),
     ),
-    "engine": (_bench("engine-w4a16", "engine", 400, "--scheme", "w4a16"),),
+    "engine": (
+        _bench("engine-w4a16", "engine", 500, "--scheme", "w4a16"),
+        _bench("attention-backward", "attention", 60, "--part", "backward"),
+    ),
     "shapes": (
         _bench(
             "shapes", "w4a16", 400, *_VLLM_ONLY, "--shapes", _BIG_MODELS, "--tokens", _FEW_TOKENS
