@@ -272,6 +272,21 @@ def test_takes_sequences_and_weights_at_any_stride() -> None:
     assert torch.allclose(columns.grad, wanted, atol=1e-6)
 
 
+def test_a_column_of_labels_reaches_the_kernels_without_gaps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, weight, _, target = draw(12, 8, 40, torch.float32)
+    column = torch.stack([target, target + 1], dim=1)[:, 0]
+    op, seen = torch.ops.taut.linear_cross_entropy, []
+    monkeypatch.setattr(
+        torch.ops.taut,
+        "linear_cross_entropy",
+        lambda *arguments: seen.append(arguments[3].stride()) or op(*arguments),
+    )
+    linear_cross_entropy(x, weight, column)
+    assert seen == [(1,)]
+
+
 @pytest.mark.parametrize("cut", CUTS)
 def test_ignored_and_empty_batches(cut: dict[str, Any]) -> None:
     x, weight, _, target = draw(20, 8, 40, torch.float32)

@@ -177,6 +177,21 @@ def test_masked_and_empty_batches_give_zero() -> None:
         assert not any(gradient.any() for gradient in gradients)
 
 
+def test_a_column_of_a_mask_reaches_the_kernels_without_gaps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    student, teacher, mask = draw(6, 8, 40, torch.float32)
+    column = torch.stack([mask, ~mask], dim=1)[:, 0]
+    op, seen = torch.ops.taut.linear_divergence, []
+    monkeypatch.setattr(
+        torch.ops.taut,
+        "linear_divergence",
+        lambda *arguments: seen.append(arguments[6].stride()) or op(*arguments),
+    )
+    ours(student, teacher, column, 0.5, 1.0, "mean")
+    assert seen == [(1,)]
+
+
 def test_frozen_head_gets_no_gradient() -> None:
     student, teacher, mask = draw(6, 8, 40, torch.float32)
     student[0].requires_grad_()

@@ -264,7 +264,7 @@ def linear_divergence(
         *student[1:],
         teacher[0].reshape(-1, teacher[0].shape[-1]),
         *teacher[1:],
-        keep.reshape(-1),
+        keep.reshape(-1).contiguous(),
         divergence.form,
         divergence.temperature,
         divergence.beta,

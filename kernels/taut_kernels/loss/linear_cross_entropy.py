@@ -295,7 +295,7 @@ def linear_cross_entropy(
         x.reshape(-1, x.shape[-1]),
         weight,
         bias,
-        target.reshape(-1).to(torch.int64),
+        target.reshape(-1).to(torch.int64).contiguous(),
         ignore_index,
         label_smoothing,
         z_loss,
