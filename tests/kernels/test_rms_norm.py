@@ -118,6 +118,9 @@ def test_op_contract(with_residual: bool) -> None:
         scale = torch.tensor([0.1])
         arguments = (rows, weight, residual, EPSILON, scale)
         torch.library.opcheck(ops.rms_norm_static_quant.default, arguments)
+        if not with_residual:
+            torch.library.opcheck(ops.rms_norm.plain, (rows, weight, EPSILON))
+            torch.library.opcheck(ops.rms_norm_static_quant.plain, (rows, weight, EPSILON, scale))
 
 
 def test_compiles_without_graph_breaks_and_updates_the_residual() -> None:
@@ -138,6 +141,25 @@ def test_compiles_without_graph_breaks_and_updates_the_residual() -> None:
             assert torch.equal(found, expected)
         assert torch.equal(ours, theirs)
         assert not torch.equal(ours, residual)
+
+
+def test_inductor_takes_the_forms_with_one_result() -> None:
+    x, weight, residual = operands(3, 64, torch.bfloat16)
+    assert residual is not None
+    scale = torch.tensor([0.1])
+
+    def layer(x: torch.Tensor, residual: torch.Tensor) -> list[torch.Tensor]:
+        options: dict[str, Any] = {"epsilon": EPSILON}
+        q, _ = rms_norm_quant(x * 2, weight, scale=scale, **options)
+        first = rms_norm(x * 2, weight, **options)
+        second = rms_norm(first * 2, weight, residual=residual, **options)
+        return [q.float(), first, second]
+
+    expected = layer(x, residual.clone())
+    ours = residual.clone()
+    for found, wanted in zip(torch.compile(layer, fullgraph=True)(x, ours), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert not torch.equal(ours, residual)
 
 
 def test_keeps_leading_dimensions() -> None:

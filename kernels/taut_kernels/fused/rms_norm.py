@@ -3,7 +3,7 @@
 Maths     t = x + r (or x); y = t / √(mean(t²) + ε) · w; the residual becomes t; quantised forms
           return q, s with y ≈ q · s (:mod:`taut_kernels.fused.row_quant`)
 Ops       `taut::rms_norm` → y; `taut::rms_norm_quant` → q, scales; `taut::rms_norm_static_quant`
-          → q (fp8, scale given)
+          → q (fp8, scale given); the two with one result have an overload `plain` without residual
 Shapes    x [M, N] bf16|fp16|fp32, rows at any stride, columns next to each other
           weight [N] as x or fp32, or None   residual as x, updated in place, or None
           → y [M, N] as x; q [M, N] float8_e4m3fn|int8 and scales [M, 1] fp32; all contiguous
@@ -19,6 +19,8 @@ Source    RMSNorm: arXiv:1910.07467, eq. 4. Rounding and scales: vLLM `rms_norm`
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -216,6 +218,34 @@ torch.library.impl("taut::rms_norm_static_quant", "CUDA", _launch_rms_norm_stati
 torch.library.register_fake("taut::rms_norm_static_quant", _fake_rms_norm_static_quant)
 
 
+def _without_residual(form: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Turn a form that takes a residual into the overload ``plain``, which has none.
+
+    An op with one result whose only mutable operand is None breaks Inductor of torch 2.13
+    ("<built-in function getitem> is not an OpOverload"): what it makes of the op expects a tuple.
+    """
+
+    def plain(
+        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *scale: torch.Tensor
+    ) -> torch.Tensor:
+        return form(x, weight, None, epsilon, *scale)
+
+    return plain
+
+
+_PLAIN = "Tensor x, Tensor? weight, float epsilon"
+torch.library.define("taut::rms_norm.plain", f"({_PLAIN}) -> Tensor")
+torch.library.impl("taut::rms_norm.plain", "CPU", _without_residual(rms_norm_ref))
+torch.library.impl("taut::rms_norm.plain", "CUDA", _without_residual(_launch_rms_norm))
+torch.library.register_fake("taut::rms_norm.plain", _without_residual(_fake_rms_norm))
+
+_STATIC = "taut::rms_norm_static_quant.plain"
+torch.library.define(_STATIC, f"({_PLAIN}, Tensor scale) -> Tensor")
+torch.library.impl(_STATIC, "CPU", _without_residual(rms_norm_static_quant_ref))
+torch.library.impl(_STATIC, "CUDA", _without_residual(_launch_rms_norm_static_quant))
+torch.library.register_fake(_STATIC, _without_residual(_fake_rms_norm_static_quant))
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -239,7 +269,11 @@ def rms_norm(
             argument.
     """
     rows, residual_rows = _check(x, weight, residual)
-    y: torch.Tensor = torch.ops.taut.rms_norm(rows, weight, residual_rows, epsilon)
+    op = torch.ops.taut.rms_norm
+    if residual_rows is None:
+        y: torch.Tensor = op.plain(rows, weight, epsilon)
+    else:
+        y = op.default(rows, weight, residual_rows, epsilon)
     return y.view(x.shape)
 
 
@@ -275,9 +309,11 @@ def rms_norm_quant(
         if dtype is not row_quant.FP8:
             raise ValueError(f"scale is for dtype torch.float8_e4m3fn only, got {dtype}")
         check_scale(scale, x)
-        static: torch.Tensor = torch.ops.taut.rms_norm_static_quant(
-            rows, weight, residual_rows, epsilon, scale
-        )
+        op = torch.ops.taut.rms_norm_static_quant
+        if residual_rows is None:
+            static: torch.Tensor = op.plain(rows, weight, epsilon, scale)
+        else:
+            static = op.default(rows, weight, residual_rows, epsilon, scale)
         return static.view(x.shape), scale
     q, scales = torch.ops.taut.rms_norm_quant(rows, weight, residual_rows, epsilon, dtype)
     return q.view(x.shape), scales.view(*x.shape[:-1], 1)

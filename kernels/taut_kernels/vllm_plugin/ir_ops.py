@@ -63,7 +63,7 @@ def rms_norm(
 ) -> Tensor:
     """Normalise; parameters and result are those of vLLM's IR op."""
     rows = x.view(-1, x.shape[-1])
-    y: Tensor = torch.ops.taut.rms_norm(rows, weight, None, epsilon)
+    y: Tensor = torch.ops.taut.rms_norm.plain(rows, weight, epsilon)
     return y.view(x.shape)
 
 
@@ -76,7 +76,7 @@ def fused_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add the residual in place and normalise; parameters and results are vLLM's."""
     rows, residual = (t.view(-1, x.shape[-1]) for t in (x, x_residual))
-    y: Tensor = torch.ops.taut.rms_norm(rows, weight, residual, epsilon)
+    y: Tensor = torch.ops.taut.rms_norm.default(rows, weight, residual, epsilon)
     return y.view(x.shape), x_residual
 
 
