@@ -2,9 +2,9 @@
 
 Extends :mod:`taut_kernels.testing_gluon`. Everything asynchronous happens as late as it may: a
 block of TMA lands when somebody waits for its barrier (until then its place holds NaN), a product
-is computed, from what shared memory holds then, when it is waited for. So a missing wait, a place
-given back too early and a wrong phase show as wrong results, and a barrier that nobody completes
-as a deadlock. Layouts, registers and fences have no meaning here.
+is computed, from what shared memory holds then, when it is waited for, and so is a block stored. So
+a missing wait, a place given back too early and a wrong phase show as wrong results, and a barrier
+that nobody completes as a deadlock. Layouts, registers and fences have no meaning here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from taut_kernels import testing_gluon
 from taut_kernels.testing_gluon import Layout
-from taut_kernels.testing_gluon_memory import Pointer, Shared, block, floats
+from taut_kernels.testing_gluon_memory import Pointer, Shared, block, floats, rounded
 
 PATIENCE = 10.0
 """Seconds a partition waits before the kernel counts as deadlocked."""
 _LOCK = threading.Condition()
+_BYTE_KINDS: dict[torch.dtype, Any] = {torch.int8: np.int8, torch.float8_e4m3fn: "e4m3"}
+"""Types of one byte, which are read only; their values are kept as fp32."""
 
 
 class BarrierLayout(Layout):
@@ -42,24 +44,38 @@ class Descriptor:
     def __init__(self, given: TensorDescriptor) -> None:
         offset = given.base.storage_offset()
         seen = torch.as_strided(given.base, given.shape, given.strides, offset)
+        self.shape = tuple(given.block_shape)
+        self.bytes = int(np.prod(self.shape)) * seen.element_size()
+        if seen.dtype in _BYTE_KINDS:
+            self.values, self.dtype = seen.float().numpy(), _BYTE_KINDS[seen.dtype]
+            return
         pointer = Pointer.of(seen.contiguous())
+        self.memory = pointer.memory.reshape(seen.shape)
         self.values = floats(pointer.memory, pointer.kind).reshape(seen.shape)
         self.dtype = pointer.kind
-        self.shape = tuple(given.block_shape)
 
     def read(self, first: tuple[int, ...]) -> Any:
         """Return the block that begins at ``first``, zero where the tensor has no element."""
         found = np.zeros(self.shape, np.float32)
+        inside, there = self._common(first)
+        found[inside] = self.values[there]
+        return found
+
+    def write(self, first: tuple[int, ...], values: Any) -> None:
+        """Write the elements the tensor has of the block that begins at ``first``."""
+        inside, there = self._common(first)
+        self.memory[there] = rounded(values[inside], self.dtype)
+
+    def _common(self, first: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return what block and tensor share: where in the block, where in the tensor."""
         ranges = [
-            (max(at, 0), min(at + size, most))
+            (max(at, 0), max(min(at + size, most), at, 0))
             for at, size, most in zip(first, self.shape, self.values.shape, strict=True)
         ]
-        if all(low < high for low, high in ranges):
-            inside = tuple(
-                slice(low - at, high - at) for (low, high), at in zip(ranges, first, strict=True)
-            )
-            found[inside] = self.values[tuple(slice(low, high) for low, high in ranges)]
-        return found
+        inside = tuple(
+            slice(low - at, high - at) for (low, high), at in zip(ranges, first, strict=True)
+        )
+        return inside, tuple(slice(low, high) for low, high in ranges)
 
 
 class Barrier:
@@ -67,7 +83,7 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.missing = self.bytes = self.phase = 0
-        self.blocks: list[tuple[Shared, Any]] = []
+        self.blocks: list[tuple[Shared, Any, int]] = []
 
     def arrive(self, count: int, expected: int = 0) -> None:
         """Arrive, and say how many bytes are to come."""
@@ -81,9 +97,9 @@ class Barrier:
         """Return when the phase of this parity has ended."""
         with _LOCK:
             while self.phase % 2 == parity:
-                for place, values in self.blocks:
+                for place, values, size in self.blocks:
                     place.memory[...] = values
-                    self.bytes -= values.size * 2
+                    self.bytes -= size
                 self.blocks.clear()
                 self._advance()
                 if self.phase % 2 == parity and not _LOCK.wait(PATIENCE):
@@ -113,14 +129,33 @@ def _initialise(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.missing = count
 
 
+def _arrive(barrier: Barrier, count: int, pred: Any = True) -> None:
+    if pred:
+        barrier.arrive(count)
+
+
 def load_block(descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared) -> None:
     """Stand in for TMA's load of a block."""
     values = descriptor.read(tuple(int(each) for each in at))
     assert place.memory.shape == values.shape
     with _LOCK:
         place.memory[...] = np.nan
-        barrier.blocks.append((place, values))
+        barrier.blocks.append((place, values, descriptor.bytes))
         _LOCK.notify_all()
+
+
+def store_block(descriptor: Descriptor, at: Any, place: Shared) -> None:
+    """Stand in for TMA's store of a block."""
+    assert place.memory.shape == descriptor.shape
+    _stores().append((descriptor, tuple(int(each) for each in at), place))
+
+
+def wait_stores(outstanding: int) -> None:
+    """Stand in for the wait until the blocks stored before have been read."""
+    queue = _stores()
+    while len(queue) > outstanding:
+        descriptor, at, place = queue.pop(0)
+        descriptor.write(at, place.memory)
 
 
 @dataclass
@@ -138,6 +173,13 @@ def _queue() -> list[Product]:
     if not hasattr(_running, "products"):
         _running.products = []
     found: list[Product] = _running.products
+    return found
+
+
+def _stores() -> list[tuple[Descriptor, tuple[int, ...], Shared]]:
+    if not hasattr(_running, "stores"):
+        _running.stores = []
+    found: list[tuple[Descriptor, tuple[int, ...], Shared]] = _running.stores
     return found
 
 
@@ -182,6 +224,7 @@ def _partitions(functions: Any, _warps: Any, _registers: Any) -> None:
             with np.errstate(invalid="ignore", over="ignore"):
                 function(*arguments)
             assert not _queue(), "a partition ends with products under way"
+            assert not _stores(), "a partition ends with stores under way"
         except BaseException as error:  # handed to the thread that waits for all of them
             failures.append(error)
 
@@ -215,11 +258,15 @@ def _language(program: tuple[int, int], programs: int) -> Any:
         "cast": lambda value, _: value,
         "constexpr": lambda value: value,
         "convert_layout": lambda value, _: value,
+        "int8": np.int8,
         "exp2": lambda value: block(np.exp2(value, dtype=np.float32)),
         "log2": _log2,
         "max": lambda value, axis: block(value.max(axis=axis)),
         "maximum": lambda a, b: block(np.maximum(a, b)),
         "num_programs": lambda _: programs,
+        "permute": lambda value, order: block(np.transpose(value, order)),
+        "reshape": lambda value, shape: block(np.reshape(value, shape)),
+        "split": lambda value: (block(value[..., 0]), block(value[..., 1])),
         "warp_specialize": _partitions,
         "zeros": lambda shape, kind, _: block(
             np.zeros(shape, np.float32 if isinstance(kind, str) else kind)
@@ -237,7 +284,7 @@ def _stand_ins() -> dict[str, Any]:
     mbarrier = types.SimpleNamespace(
         MBarrierLayout=BarrierLayout,
         init=_initialise,
-        arrive=lambda barrier, count: barrier.arrive(count),
+        arrive=_arrive,
         expect=lambda barrier, count: barrier.arrive(1, count),
         wait=lambda barrier, parity: barrier.wait(parity),
     )
@@ -246,6 +293,8 @@ def _stand_ins() -> dict[str, Any]:
         "hopper": hopper,
         "load_block": load_block,
         "mbarrier": mbarrier,
+        "store_block": store_block,
+        "tma": types.SimpleNamespace(store_wait=wait_stores),
     }
 
 

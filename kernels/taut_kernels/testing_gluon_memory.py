@@ -118,6 +118,12 @@ class Shared:
         self.memory = memory
         self.dtype = dtype
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The axes' lengths."""
+        found: tuple[int, ...] = self.memory.shape
+        return found
+
     def index(self, place: int) -> Shared:
         """Return one place along the first axis, which goes."""
         assert 0 <= place < len(self.memory)

@@ -11,7 +11,8 @@ A table is ``tiles/scaled_mm-<card>.json``::
 Rows of one product are buckets of M: ``max_m`` is inclusive and rises, null in the last one.
 ``tile`` holds exactly the fields of :class:`ScaledMmTile`. A product no table of the card names
 takes :func:`rule`. The rivals' figures are of the same run, 0 where none ran. Where ours is slower
-than vLLM's in a bucket, the plugin leaves that bucket to vLLM (:func:`why_not_preferred`).
+than vLLM's in a bucket, or its kernel has not served in vLLM on a card yet (:data:`SERVED`), the
+plugin leaves that bucket to vLLM (:func:`why_not_preferred`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from taut_kernels import _tile_tables
 
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
+SERVED = ("ring",)
+"""Kernels that ran in vLLM on a card: "hopper" was right and measured as an op alone (2026-11-22),
+its launcher, and layers with it, only run on a CPU so far."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
 PROGRAMS_WANTED = 264
@@ -35,20 +39,18 @@ class ScaledMmTile:
     """One way to cut the work.
 
     Args:
-        kernel: ``ring`` (`cp.async` ring, weights as the row operand) or ``tma`` (persistent).
-        block_m: tokens a program, a power of two ≥ 16.
-        block_n: output features a program, a power of two ≥ 16.
+        kernel: ``ring`` (`cp.async` ring, weights as the row operand) or ``hopper`` (persistent,
+            its own warp for TMA, sm_90 only).
+        block_m: tokens a program, a power of two ≥ 16; with ``hopper`` 128.
+        block_n: output features a program, a power of two ≥ 16; with ``hopper`` 128 or 256.
         block_k: K indices a step, a power of two ≥ 32.
-        num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused).
+        num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); with ``hopper`` 4, those of a group.
         num_stages: steps in flight, ≥ 1.
         split_k: programs along K, 1..32, ``ring`` only; only where one token tile holds every M.
-        group_m: token tiles of a group, ``tma`` only.
-        parts: 1, or 2 to store a tile in halves (less shared memory), ``tma`` only.
+        group_m: token tiles of a group, ``hopper`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
             on sm_90 only.
         prefetch: lines of 128 bytes of each row asked for until it has, 0 or a power of two.
-        flatten: one loop over tiles and K instead of two, ``tma`` only.
-        per_sm: programs a multiprocessor, ``tma`` only.
 
     Raises:
         ValueError: a field is out of its range.
@@ -62,33 +64,26 @@ class ScaledMmTile:
     num_stages: int
     split_k: int = 1
     group_m: int = 1
-    parts: int = 1
     early: bool = False
     prefetch: int = 0
-    flatten: bool = True
-    per_sm: int = 1
 
     def __str__(self) -> str:
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        early = f"/e{self.prefetch}" if self.early else ""
-        return f"{self.kernel} {size}/{self.num_warps}w/{self.num_stages}s/k{self.split_k}{early}"
+        ring = f"{self.kernel} {size}/{self.num_warps}w/{self.num_stages}s"
+        if self.kernel == "hopper":
+            return f"{ring}/g{self.group_m}"
+        return f"{ring}/k{self.split_k}" + (f"/e{self.prefetch}" if self.early else "")
 
     def __post_init__(self) -> None:
-        if self.kernel not in ("ring", "tma"):
-            raise ValueError(f"kernel must be ring or tma, got {self.kernel!r}")
+        if self.kernel not in ("ring", "hopper"):
+            raise ValueError(f"kernel must be ring or hopper, got {self.kernel!r}")
         for field, least in (("block_m", 16), ("block_n", 16), ("block_k", 32)):
             value = getattr(self, field)
             if value < least or value & (value - 1):
                 raise ValueError(f"{field} must be a power of two of at least {least}, got {value}")
         if self.num_warps not in (4, 8, 16):
             raise ValueError(f"num_warps must be 4, 8 or 16, got {self.num_warps}")
-        for field, limit in (
-            ("num_stages", 16),
-            ("split_k", 32),
-            ("group_m", 64),
-            ("parts", 2),
-            ("per_sm", 4),
-        ):
+        for field, limit in (("num_stages", 16), ("split_k", 32), ("group_m", 64)):
             if not 1 <= getattr(self, field) <= limit:
                 raise ValueError(f"{field} must lie in 1..{limit}, got {getattr(self, field)}")
         self._check_options_of_one_kernel()
@@ -100,13 +95,19 @@ class ScaledMmTile:
             raise ValueError("early needs kernel ring")
         if self.prefetch and (not self.early or self.block_k % 128):
             raise ValueError("prefetch needs early and block_k of at least 128")
-        if self.kernel == "tma" and self.split_k != 1:
-            raise ValueError("split_k must be 1 with kernel tma")
+        if self.kernel != "hopper":
+            return
+        if self.block_m != 128 or self.block_n not in (128, 256):
+            raise ValueError("kernel hopper needs block_m 128 and block_n 128 or 256")
+        if (self.block_k, self.num_warps, self.split_k) != (128, 4, 1):
+            raise ValueError("kernel hopper needs block_k 128, num_warps 4 and split_k 1")
+        if self.num_stages < 2:
+            raise ValueError("kernel hopper needs num_stages of at least 2, got 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The tile for up to ``max_m`` tokens (None: any number) and whether it was the faster one."""
+    """The tile for up to ``max_m`` tokens (None: any number) and whether `prefer` takes it."""
 
     max_m: int | None
     tile: ScaledMmTile
@@ -131,9 +132,10 @@ def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], B
         raise ValueError(f"{where}: split_k needs block_m ≥ max_m, got {tile} at {row['max_m']}")
     if row["op"] == "fp8_block" and (tile.kernel, tile.block_k) != ("ring", BLOCK_GROUP):
         raise ValueError(f"{where}: fp8_block needs kernel ring and block_k 128, got {tile}")
-    if tile.kernel == "tma" and row["N"] % 8:
-        raise ValueError(f"{where}: kernel tma needs N % 8 == 0 (16-byte rows), got {row['N']}")
-    wins = all(ours <= theirs for ours, theirs in zip(row["us"], row["vllm_us"], strict=True))
+    if tile.kernel != "ring" and row["N"] % 8:
+        raise ValueError(f"{where}: kernel hopper needs N % 8 == 0 (16-byte rows), got {row['N']}")
+    faster = all(ours <= theirs for ours, theirs in zip(row["us"], row["vllm_us"], strict=True))
+    wins = faster and tile.kernel in SERVED
     return (row["op"], row["N"], row["K"]), Bucket(row["max_m"], tile, wins)
 
 
@@ -248,6 +250,7 @@ def why_not_preferred(op: str, gpu: str | None, N: int, K: int) -> str | None:
         return f"{N}×{K} not measured on {gpu}"
     losing: list[list[int | None]] = []
     previous: int | None = 0
+    tried = all(bucket.tile.kernel in SERVED for bucket in table.buckets[op, N, K])
     for bucket in table.buckets[op, N, K]:
         if not bucket.wins and losing and losing[-1][1] == previous:
             losing[-1][1] = bucket.max_m
@@ -255,4 +258,5 @@ def why_not_preferred(op: str, gpu: str | None, N: int, K: int) -> str | None:
             losing.append([(previous or 0) + 1, bucket.max_m])
         previous = bucket.max_m
     ranges = ", ".join(f"{first}–{'' if last is None else last}" for first, last in losing)
-    return f"slower than vLLM's at {ranges} tokens" if losing else None
+    why = "slower than vLLM's" if tried else "slower than vLLM's, or not tried in it,"
+    return f"{why} at {ranges} tokens" if losing else None

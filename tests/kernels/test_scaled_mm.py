@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing, tiles_scaled_mm
+from taut_kernels import _launch, testing, tiles_scaled_mm
 from taut_kernels.gemm import _scaled_mm_launch, fp8, scaled_mm_variants, w8a8
 from taut_kernels.gemm._scaled_mm_launch import launch, launch_block
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
@@ -62,8 +62,7 @@ def test_reference_matches_the_formula(
     [
         ("e4m3_is_right", 254),
         ("ring", 32),
-        ("persistent", 24),
-        ("zero_points", 8),
+        ("zero_points", 4),
         ("blocks", 16),
         ("saturated", 3),
         ("strided_and_offset_inputs", 3),
@@ -250,6 +249,7 @@ def test_a_remembered_launch_hands_over_the_same_arguments(
     launcher = getattr(_scaled_mm_launch, name)
     recorder = _Recorder(launcher.kernel)
     monkeypatch.setattr(_scaled_mm_launch, name, type(launcher)(recorder))
+    monkeypatch.setattr(_launch, "_submit", lambda it, grid, _, arguments: it[grid](*arguments))
     tile = ScaledMmTile("ring", 16, 64, 128, 4, 3, split_k=2)
     for _ in range(2):
         _launch_case(tile, case)
@@ -258,7 +258,10 @@ def test_a_remembered_launch_hands_over_the_same_arguments(
     first, second, third = recorder.calls
     fresh = {"y_ptr", "partial_ptr"}
     assert set(first) == {*recorder.arg_names, "grid"}
-    assert all(first[n] is second[n] or first[n] == second[n] for n in set(first) - fresh)
+    for n in set(first) - fresh:
+        # What is remembered gets a tensor's address.
+        known = first[n].data_ptr() if isinstance(first[n], torch.Tensor) else first[n]
+        assert known == second[n], n
     assert first["grid"] == (1, 4, 2)
     expected = {"M": 5, "N": 200, "K": 256, "stride_xm": 256, "stride_wn": 256, "BLOCK_N": 64}
     assert {n: second[n] for n in expected} == expected
@@ -308,9 +311,8 @@ FORMS = [
     ScaledMmTile("ring", 16, 64, 256, 4, 4, split_k=2),
     ScaledMmTile("ring", 16, 64, 128, 4, 6, split_k=4, early=True, prefetch=4),
     ScaledMmTile("ring", 64, 128, 128, 4, 4),
-    ScaledMmTile("tma", 128, 256, 128, 8, 3, group_m=8, parts=2),
-    ScaledMmTile("tma", 128, 128, 128, 8, 4, group_m=8, parts=1),
-    ScaledMmTile("tma", 128, 256, 128, 8, 4, group_m=8, parts=2, flatten=False),
+    ScaledMmTile("hopper", 128, 256, 128, 4, 4, group_m=8),
+    ScaledMmTile("hopper", 128, 128, 128, 4, 6, group_m=2),
 ]
 BLOCK_FORMS = [
     ScaledMmTile("ring", 16, 64, 128, 4, 6, split_k=4, early=True, prefetch=4),

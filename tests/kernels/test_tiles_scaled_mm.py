@@ -16,6 +16,7 @@ from taut_kernels.tiles_scaled_mm import ScaledMmTile, parse, rule
 
 TILE = {"kernel": "ring", "block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4}
 TILE |= {"num_stages": 4}
+HOPPER = TILE | {"kernel": "hopper", "block_m": 128, "block_n": 256}
 
 
 def _row(**change: Any) -> dict[str, Any]:
@@ -52,6 +53,16 @@ def test_a_call_gets_the_first_bucket_that_holds_it(monkeypatch: pytest.MonkeyPa
     assert ask("fp8_gemm", "other", 64, 128) == "not measured on other"
 
 
+def test_a_faster_kernel_that_never_served_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper = HOPPER | {"block_k": 128}
+    table = parse(_text(_row(max_m=64), _row(tile=hopper, us=[1.0], vllm_us=[9.0])), "here")
+    monkeypatch.setattr(tiles_scaled_mm, "tables", lambda: {"card": table})
+    ask = tiles_scaled_mm.why_not_preferred
+    assert ask("fp8_gemm", "card", 64, 128) == (
+        "slower than vLLM's, or not tried in it, at 65– tokens"
+    )
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -63,17 +74,20 @@ def test_a_call_gets_the_first_bucket_that_holds_it(monkeypatch: pytest.MonkeyPa
         ([_row(max_m=64), _row(max_m=16), _row()], "max_m must rise"),
         ([_row(tile=TILE | {"split_k": 2})], "split_k needs block_m ≥ max_m"),
         ([_row(max_m=17, tile=TILE | {"split_k": 2}), _row()], "split_k needs block_m ≥ max_m"),
-        ([_row(tile=TILE | {"kernel": "tma"}, N=60)], "kernel tma needs N % 8 == 0"),
+        ([_row(tile=HOPPER, N=60)], "kernel hopper needs N % 8 == 0"),
         ([_row(op="fp8_block", tile=TILE | {"block_k": 64})], "fp8_block needs kernel ring"),
         ([_row(tile=TILE | {"block_m": 24})], "block_m must be a power of two"),
         ([_row(tile=TILE | {"num_warps": 2})], "num_warps must be 4, 8 or 16"),
-        ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be ring or tma"),
+        ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be ring or hopper"),
         ([_row(tile=TILE | {"num_stages": 0})], "num_stages must lie in 1..16"),
-        ([_row(tile=TILE | {"kernel": "tma", "split_k": 2})], "split_k must be 1 with kernel tma"),
+        ([_row(tile=HOPPER | {"block_m": 64})], "needs block_m 128 and block_n 128 or 256"),
+        ([_row(tile=HOPPER | {"block_n": 64})], "needs block_m 128 and block_n 128 or 256"),
+        ([_row(tile=HOPPER | {"split_k": 2})], "needs block_k 128, num_warps 4 and split_k 1"),
+        ([_row(tile=HOPPER | {"num_stages": 1})], "needs num_stages of at least 2"),
         ([_row(tile=TILE | {"prefetch": 3})], "prefetch must be 0 or a power of two"),
         ([_row(tile=TILE | {"prefetch": 2})], "prefetch needs early"),
         ([_row(tile=TILE | {"early": True, "prefetch": 2, "block_k": 64})], "prefetch needs early"),
-        ([_row(tile=TILE | {"early": True, "kernel": "tma"})], "early needs kernel ring"),
+        ([_row(tile=HOPPER | {"early": True})], "early needs kernel ring"),
     ],
 )
 def test_a_bad_table_is_refused(rows: list[dict[str, Any]], message: str) -> None:
@@ -122,6 +136,6 @@ def test_candidates_fit_the_card_and_the_tables(shape: str) -> None:
             row = _row(N=N, K=K, tile=dataclasses.asdict(tile), max_m=max_m)
             last = () if max_m is None else (_row(N=N, K=K),)
             parse(_text(row, *last), shape)
-            assert tile.kernel == "tma" or ring_bytes(tile) <= SHARED_BYTES
+            assert ring_bytes(tile) <= SHARED_BYTES
             assert K % (tile.block_k * tile.split_k) == 0
             assert isinstance(tile, ScaledMmTile)

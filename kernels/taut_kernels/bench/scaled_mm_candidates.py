@@ -14,10 +14,13 @@ BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
     (64, (64,)),
     (128, (128,)),
     (256, (256,)),
-    (1024, (1024,)),
+    (512, (320, 512)),
+    (1024, (640, 1024)),
+    (2048, (1280, 2048)),
     (None, (4096,)),
 )
-"""Most tokens of a bucket, and the numbers measured in it."""
+"""Most tokens of a bucket, and the numbers measured in it: near both ends from 257 on, where a tile
+of 128 tokens costs the same for any part of them."""
 
 MULTIPROCESSORS = 132
 SHARED_BYTES = 227 * 1024
@@ -86,31 +89,9 @@ def _middling_tokens(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
 
 
 def _many_tokens() -> Iterator[ScaledMmTile]:
-    for block_m, block_n, block_k, warps, stages, group, parts, per_sm in (
-        (128, 256, 128, 8, 3, 8, 2, 1),
-        (128, 256, 128, 8, 4, 8, 2, 1),
-        (128, 256, 128, 8, 4, 16, 2, 1),
-        (256, 128, 128, 8, 4, 8, 2, 1),
-        (128, 128, 128, 8, 4, 8, 1, 1),
-        # Two programs a multiprocessor: one multiplies while the other waits. Triton never leaves
-        # an int8 product running while it goes on.
-        (128, 128, 64, 4, 6, 8, 2, 2),
-        (128, 128, 64, 4, 5, 16, 2, 2),
-        (128, 128, 128, 4, 2, 8, 2, 2),
-    ):
-        for flatten in (False, True):
-            yield ScaledMmTile(
-                "tma",
-                block_m,
-                block_n,
-                block_k,
-                warps,
-                stages,
-                group_m=group,
-                parts=parts,
-                flatten=flatten,
-                per_sm=per_sm,
-            )
+    for block_n, stages in ((256, 4), (128, 6)):
+        for group_m in (8, 16, 32):
+            yield ScaledMmTile("hopper", 128, block_n, 128, 4, stages, group_m=group_m)
     for block_n, warps in ((128, 8), (128, 4)):
         yield ScaledMmTile("ring", 128, block_n, 128, warps, 3)
 

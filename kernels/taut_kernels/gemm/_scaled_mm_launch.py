@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from taut_kernels import _launch
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
+from taut_kernels.gemm._scaled_mm_hopper import launch_hopper
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
-from taut_kernels.gemm._scaled_mm_tma_jit import scaled_mm_tma_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 ALIGNMENT = _launch.ALIGNMENT
@@ -87,7 +85,7 @@ def _launch_ring(
     y: torch.Tensor,
 ) -> None:
     (M, K), N = x.shape, weight.shape[0]
-    grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, tile.block_n), tile.split_k)
+    grid = (-(-M // tile.block_m), -(-N // tile.block_n), tile.split_k)
     partial = _workspace(tile, grid[0] * grid[1], x, arrivals)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
@@ -124,49 +122,6 @@ def _launch_ring(
             weight.stride(0),
         ),
         constants,
-    )
-
-
-def _launch_tma(
-    tile: ScaledMmTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-) -> None:
-    (M, K), N = x.shape, weight.shape[0]
-    tiles = triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
-    programs = min(tiles, tile.per_sm * _launch.multiprocessors(x.device))
-    block_m, block_k = tile.block_m, tile.block_k
-    scaled_mm_tma_kernel[(programs,)](
-        TensorDescriptor(x, [M, K], [x.stride(0), 1], [block_m, block_k]),
-        TensorDescriptor(weight, [N, K], [weight.stride(0), 1], [tile.block_n, block_k]),
-        TensorDescriptor(y, [M, N], [N, 1], [block_m, tile.block_n // tile.parts]),
-        x_scale,
-        weight_scale,
-        azp_adj,
-        azp,
-        bias,
-        M,
-        N,
-        K,
-        int(x_scale.numel() > 1),
-        int(weight_scale.numel() > 1),
-        HAS_AZP_ADJ=azp_adj is not None,
-        HAS_AZP=azp is not None,
-        HAS_BIAS=bias is not None,
-        FLATTEN=tile.flatten,
-        GROUP_M=tile.group_m,
-        PARTS=tile.parts,
-        BLOCK_M=block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=block_k,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
     )
 
 
@@ -208,8 +163,8 @@ def launch(
     if M == 0:
         return y
     x = _prepared(x, weight)
-    if tile.kernel == "tma":
-        _launch_tma(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, y)
+    if tile.kernel == "hopper":
+        launch_hopper(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, y)
     else:
         _launch_ring(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, arrivals, y)
     return y
@@ -248,7 +203,7 @@ def launch_block(
     if M == 0:
         return y
     x = _prepared(x, weight)
-    grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, tile.block_n), tile.split_k)
+    grid = (-(-M // tile.block_m), -(-N // tile.block_n), tile.split_k)
     partial = _workspace(tile, grid[0] * grid[1], x, arrivals)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:

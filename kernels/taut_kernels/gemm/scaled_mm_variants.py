@@ -8,9 +8,10 @@ from typing import Any
 
 from taut_kernels import tiles_scaled_mm
 from taut_kernels._variant import KernelVariant
+from taut_kernels.gemm import _scaled_mm_hopper as hopper
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
+from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
-from taut_kernels.gemm._scaled_mm_tma_jit import scaled_mm_tma_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 ELEMENT = {"w8a8_gemm": "i8", "fp8_gemm": "fp8e4nv", "fp8_block": "fp8e4nv"}
@@ -54,11 +55,13 @@ def kernel_variants() -> Iterator[KernelVariant]:
 
 
 def _options_of_w8a8() -> Iterator[KernelVariant]:
-    tile = tiles_scaled_mm.rule("w8a8_gemm", 28672, 4096, 1)
-    for has_azp in (False, True):
-        yield variant(
-            "w8a8_gemm", tile, ALL_TARGETS, even_k=True, has_azp_adj=True, has_azp=has_azp
-        )
+    ring = tiles_scaled_mm.rule("w8a8_gemm", 28672, 4096, 1)
+    persistent = ScaledMmTile("hopper", 128, 256, 128, 4, 4)
+    for tile, targets in ((ring, ALL_TARGETS), (persistent, HOPPER)):
+        for has_azp in (False, True):
+            yield variant(
+                "w8a8_gemm", tile, targets, even_k=True, has_azp_adj=True, has_azp=has_azp
+            )
 
 
 def variant(
@@ -80,7 +83,8 @@ def variant(
         has_azp_adj: with the zero point's column term.
         has_azp: with a zero point a token.
     """
-    tma = tile.kernel == "tma"
+    if tile.kernel == "hopper":
+        return _hopper_variant(op, tile, has_azp_adj, has_azp)
     constants: dict[str, Any] = {
         "HAS_BIAS": True,
         "BLOCK_M": tile.block_m,
@@ -92,12 +96,9 @@ def variant(
         for name, present in (("azp_adj_ptr", has_azp_adj), ("azp_ptr", has_azp)):
             pointers |= {name: "i32"} if present else {}
             constants |= {} if present else {name: None}
-    if tma:
-        constants |= {"GROUP_M": tile.group_m, "PARTS": tile.parts, "FLATTEN": tile.flatten}
-    else:
-        constants |= {"EVEN_K": even_k, "SPLIT_K": tile.split_k}
-        constants |= {"EARLY": tile.early, "PREFETCH": tile.prefetch}
-        _add_workspace(op, tile, pointers, constants)
+    constants |= {"EVEN_K": even_k, "SPLIT_K": tile.split_k}
+    constants |= {"EARLY": tile.early, "PREFETCH": tile.prefetch}
+    _add_workspace(op, tile, pointers, constants)
     options = "".join(
         text
         for text, on in ((" azp_adj", has_azp_adj), (" azp", has_azp), (" masked", not even_k))
@@ -105,13 +106,12 @@ def variant(
     )
     return KernelVariant(
         label=f"{op} {tile.kernel}{options}",
-        kernel=_kernel(op, tile),
+        kernel=fp8_block_kernel if op == "fp8_block" else scaled_mm_kernel,
         tile=tile,
         pointers=pointers,
-        integers=_INTEGERS[op] + (() if tma else ("stride_xm", "stride_wn")),
-        divisible_by_16=("N", "K") + (() if tma else ("stride_xm", "stride_wn")),
+        integers=(*_INTEGERS[op], "stride_xm", "stride_wn"),
+        divisible_by_16=("N", "K", "stride_xm", "stride_wn"),
         constants=constants,
-        descriptors=_descriptors(op, tile) if tma else {},
         targets=targets,
         options={
             "num_warps": tile.num_warps,
@@ -121,17 +121,38 @@ def variant(
     )
 
 
+def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: bool) -> KernelVariant:
+    constants = hopper.launch_constants(tile)
+    pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
+    for name, present in (("azp_adj_ptr", has_azp_adj), ("azp_ptr", has_azp)):
+        pointers |= {name: "i32"} if present else {}
+        constants |= {} if present else {name: None}
+    element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
+    descriptors = {
+        "x_desc": f"{element}[{hopper.ROWS}, {hopper.STEP}],{layout!r}",
+        "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
+        "y_desc": f"bf16[{hopper.ROWS}, {hopper.ROWS}],{hopper.RESULT_LAYOUT!r}",
+    }
+    known = {*constants, *pointers, *descriptors}
+    return KernelVariant(
+        label=f"{op} hopper{' azp_adj' * has_azp_adj}{' azp' * has_azp}",
+        kernel=scaled_mm_hopper_kernel,
+        tile=tile,
+        pointers=pointers,
+        integers=tuple(n for n in scaled_mm_hopper_kernel.arg_names if n not in known),
+        divisible_by_16=(),
+        constants=constants,
+        descriptors=descriptors,
+        targets=HOPPER,
+        options={"num_warps": tile.num_warps},
+    )
+
+
 _INTEGERS = {
     "w8a8_gemm": ("M", "N", "K", "stride_xs", "stride_ws"),
     "fp8_gemm": ("M", "N", "K", "stride_xs", "stride_ws"),
     "fp8_block": ("M", "N", "K", "stride_xsm", "stride_xsk", "stride_wsn"),
 }
-
-
-def _kernel(op: str, tile: ScaledMmTile) -> Any:
-    if op == "fp8_block":
-        return fp8_block_kernel
-    return scaled_mm_tma_kernel if tile.kernel == "tma" else scaled_mm_kernel
 
 
 def _add_workspace(
@@ -143,12 +164,3 @@ def _add_workspace(
         pointers["arrivals_ptr"] = "i32"
     else:
         constants |= {"partial_ptr": None, "arrivals_ptr": None}
-
-
-def _descriptors(op: str, tile: ScaledMmTile) -> dict[str, str]:
-    columns = tile.block_n // tile.parts
-    return {
-        "x_desc": f"{ELEMENT[op]}[{tile.block_m}, {tile.block_k}]",
-        "w_desc": f"{ELEMENT[op]}[{tile.block_n}, {tile.block_k}]",
-        "y_desc": f"bf16[{tile.block_m}, {columns}]",
-    }

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.gemm._scaled_mm_tma_jit import _place
+from taut_kernels.gemm._tile_order_jit import place
 from taut_kernels.primitives._gemm_tma_jit import load_step, store_part
 from taut_kernels.primitives._gemm_tuned_jit import finish
 
@@ -55,7 +55,7 @@ def gemm_specialized_kernel(
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first, step = tl.program_id(0), tl.num_programs(0)
     for tile in tl.range(first, tiles_m * tiles_n, step, warp_specialize=True):
-        pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP_M)
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
         first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(tl.cdiv(K, BLOCK_K)):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.gemm._scaled_mm_tma_jit import _place
+from taut_kernels.gemm._tile_order_jit import place
 from taut_kernels.primitives._gemm_tma_jit import halves, load_step, store_part
 
 
@@ -66,7 +66,7 @@ def _unit(
     BLOCK_K: tl.constexpr,
 ):
     """Compute one tile, or one of its SPLIT_K shares of K, and store it."""
-    pid_m, pid_n = _place(unit // SPLIT_K, tiles_m, tiles_n, GROUP_M)
+    pid_m, pid_n = place(unit // SPLIT_K, tiles_m, tiles_n, GROUP_M)
     first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     steps = tl.cdiv(K, BLOCK_K)

@@ -1,0 +1,86 @@
+"""Launches the 8-bit products' kernel of sm_90 that TMA feeds."""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from taut_kernels import _launch
+from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
+from taut_kernels.tiles_scaled_mm import ScaledMmTile
+
+ROWS = 64
+"""Tokens a group of warps multiplies; also rows and columns of a block TMA stores."""
+STEP = 128
+"""Bytes of K, hence elements, of a block TMA loads."""
+OPERAND_LAYOUT = gl.NVMMASharedLayout(STEP, 8, 2)
+RESULT_LAYOUT = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+"""Of blocks in shared memory: what `wgmma` reads and `stmatrix` writes without bank conflicts."""
+
+_hopper = _launch.Launcher(scaled_mm_hopper_kernel)
+
+
+def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
+    """Return the constants of the kernel.
+
+    Args:
+        tile: ``kernel`` hopper.
+    """
+    return {"COLUMNS": tile.block_n, "STAGES": tile.num_stages, "GROUP_M": tile.group_m}
+
+
+def _operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe a matrix in blocks of some rows; TMA reads none whose rows overlap (expanded)."""
+    count, width = matrix.shape
+    if count > 1 and matrix.stride(0) < width:
+        matrix = matrix.contiguous()
+    # The stride of one row means nothing, but has to be a valid one.
+    step = matrix.stride(0) if count > 1 else width
+    return TensorDescriptor(matrix, [count, width], [step, 1], [rows, STEP], OPERAND_LAYOUT)
+
+
+def launch_hopper(
+    tile: ScaledMmTile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    azp_adj: torch.Tensor | None,
+    azp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    """Run the kernel.
+
+    Args:
+        tile: ``kernel`` hopper.
+        x: [M, K] int8 or e4m3, M ≥ 1; rows 16-byte aligned.
+        weight: [N, K] as ``x``, N % 8 == 0; rows 16-byte aligned.
+        x_scale: [M] or one element, fp32.
+        weight_scale: [N] or one element, fp32.
+        azp_adj: [N] int32 or None.
+        azp: [M] int32 or None.
+        bias: [N] or None.
+        y: [M, N], contiguous; written.
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    tiles_m, tiles_n = -(-M // tile.block_m), -(-N // tile.block_n)
+    _hopper(
+        (tile, x.dtype, y.dtype, azp_adj is None, azp is None, bias is None),
+        (min(tiles_m * tiles_n, _launch.multiprocessors(x.device)), 1, 1),
+        (x_scale, weight_scale, azp_adj, azp, bias),
+        (
+            _operand(x, ROWS),
+            _operand(weight, tile.block_n),
+            TensorDescriptor(y, [M, N], [N, 1], [ROWS, ROWS], RESULT_LAYOUT),
+            M,
+            N,
+            -(-K // STEP),
+            tiles_m,
+            tiles_n,
+            int(x_scale.numel() > 1),
+            int(weight_scale.numel() > 1),
+        ),
+        lambda: (launch_constants(tile), {"num_warps": tile.num_warps}),
+    )

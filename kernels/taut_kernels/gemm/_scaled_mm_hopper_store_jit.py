@@ -1,0 +1,102 @@
+"""What a group of warps does with its sums of 8-bit products: scales, zero points, bias, the store.
+
+See :mod:`taut_kernels.gemm._scaled_mm_hopper_jit`.
+"""
+
+# mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,no-any-return"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from taut_kernels.attention._hopper_tile_jit import barrier
+
+# Triton 3.9 has the first name, 3.6 only the second.
+store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def vectors(pointers, strides, first_m, first_n, M, N, COLUMNS: gl.constexpr, SUMS: gl.constexpr):
+    """Load what scales a group's sums: both scales, adjustment, zero points, bias; 0 if absent.
+
+    Those of columns are one or two values a thread; :func:`scaled` spreads them.
+    """
+    x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr = pointers
+    LINE: gl.constexpr = gl.BlockedLayout([COLUMNS // 128], [32], [4], [0])
+    offs_m = first_m + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    offs_n = first_n + gl.arange(0, COLUMNS, LINE)
+    mask_m, mask_n = offs_m < M, offs_n < N
+    x_scale = gl.load(x_scale_ptr + offs_m * strides[0], mask=mask_m, other=0.0)
+    w_scale = gl.load(w_scale_ptr + offs_n * strides[1], mask=mask_n, other=0.0)
+    azp_adj, azp, bias = 0, 0, 0
+    if azp_adj_ptr is not None:
+        azp_adj = gl.load(azp_adj_ptr + offs_n, mask=mask_n, other=0)
+    if azp_ptr is not None:
+        azp = gl.load(azp_ptr + offs_m, mask=mask_m, other=0)
+    if bias_ptr is not None:
+        bias = gl.load(bias_ptr + offs_n, mask=mask_n, other=0.0)
+    return x_scale, w_scale, azp_adj, azp, bias
+
+
+@gluon.jit
+def _columns(vector, SUMS: gl.constexpr):
+    return gl.expand_dims(gl.convert_layout(vector, gl.SliceLayout(0, SUMS)), 0)
+
+
+@gluon.jit
+def scaled(acc, pointers, found, SUMS: gl.constexpr):
+    """Apply zero points, both scales and the bias to sums; the result is fp32."""
+    x_scale, w_scale, azp_adj, azp, bias = found
+    if pointers[2] is not None:
+        adjustment = _columns(azp_adj, SUMS)
+        if pointers[3] is not None:
+            adjustment = adjustment * gl.expand_dims(azp, 1)
+        acc = acc - adjustment
+    result = acc.to(gl.float32) * _columns(w_scale, SUMS) * gl.expand_dims(x_scale, 1)
+    if pointers[4] is not None:
+        result += _columns(bias.to(gl.float32), SUMS)
+    return result
+
+
+@gluon.jit
+def _halves(values, COLUMNS: gl.constexpr):
+    """Return the left and the right columns of 64 rows: registers get other names, no more."""
+    HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    left, right = gl.split(gl.permute(gl.reshape(values, [64, 2, COLUMNS]), [0, 2, 1]))
+    return gl.convert_layout(left, HALF), gl.convert_layout(right, HALF)
+
+
+@gluon.jit
+def _store_part(
+    y_desc, y, values, first_m, first_n, PART: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Store the ``PART``-th 64 columns of a group's rows by one of its two places in turn."""
+    place = y.index(GROUP * 2 + PART % 2)
+    # The place's last block but one has been read by TMA; all warps have to know.
+    tma.store_wait(1)
+    barrier()
+    place.store(values)
+    hopper.fence_async_shared()
+    barrier()
+    store_block(y_desc, [first_m, first_n + PART * 64], place)
+
+
+@gluon.jit
+def store(
+    y_desc, y, values, first_m, first_n, COLUMNS: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Store a group's 64 rows of 128 or 256 columns; the last two parts are under way after it."""
+    left, right = _halves(values, COLUMNS // 2)
+    if COLUMNS == 128:
+        _store_part(y_desc, y, left, first_m, first_n, 0, GROUP)
+        _store_part(y_desc, y, right, first_m, first_n, 1, GROUP)
+    else:
+        first, second = _halves(left, 64)
+        third, fourth = _halves(right, 64)
+        _store_part(y_desc, y, first, first_m, first_n, 0, GROUP)
+        _store_part(y_desc, y, second, first_m, first_n, 1, GROUP)
+        _store_part(y_desc, y, third, first_m, first_n, 2, GROUP)
+        _store_part(y_desc, y, fourth, first_m, first_n, 3, GROUP)

@@ -1,0 +1,161 @@
+"""The 8-bit products' kernel of sm_90: its body on NumPy, its tiles, and the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from taut_kernels import _launch, testing, testing_gluon_hopper
+from taut_kernels.gemm import _scaled_mm_hopper
+from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
+from taut_kernels.gemm._scaled_mm_launch import launch
+from taut_kernels.testing_gluon_memory import Shared, block, floats
+from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
+from taut_kernels.tiles_scaled_mm import ScaledMmTile
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no CUDA device of sm_90",
+)
+
+
+WIDE, SQUARE = (
+    ScaledMmTile("hopper", 128, block_n, 128, 4, stages, group_m=group_m)
+    for block_n, stages, group_m in ((256, 4, 2), (128, 6, 3))
+)
+SHALLOW = ScaledMmTile("hopper", 128, 256, 128, 4, 2)
+TILES = (WIDE, SQUARE, SHALLOW)
+
+
+class OnNumPy:
+    """Stands in for the jit kernel: runs it on NumPy."""
+
+    arg_names = scaled_mm_hopper_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def run(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            assert num_warps == 4
+            named = dict(zip(self.arg_names, arguments, strict=False)) | constants
+            testing_gluon_hopper.run(scaled_mm_hopper_kernel, grid[0], named)
+
+        return run
+
+
+@pytest.fixture
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_scaled_mm_hopper, "_hopper", _launch.Launcher(OnNumPy()))
+
+
+def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
+    with testing.nan_poison():
+        return launch(
+            tile,
+            case.x,
+            case.weight,
+            case.x_scale,
+            case.weight_scale,
+            case.azp_adj,
+            case.azp,
+            case.bias,
+            None,
+            case.out_dtype,
+        )
+
+
+def check(tile: ScaledMmTile, case: ScaledMmCase) -> None:
+    actual = run(tile, case)
+    reason = case.why_wrong(actual)
+    assert reason is None, reason
+    if case.op == "w8a8_gemm":
+        assert torch.equal(actual, case.reference()), "int8 sums are exact: same bits"
+
+
+@pytest.mark.usefixtures("on_numpy")
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(
+    ("op", "M", "N", "K", "scaling", "zero_points"),
+    [
+        ("fp8_gemm", 333, 520, 400, "row", "none"),
+        ("w8a8_gemm", 700, 264, 272, "row", "token"),
+        ("w8a8_gemm", 129, 600, 128, "tensor", "static"),
+        ("fp8_gemm", 1, 8, 16, "tensor", "none"),
+    ],
+)
+def test_body_on_numpy_is_the_reference(
+    tile: ScaledMmTile, op: str, M: int, N: int, K: int, scaling: str, zero_points: str
+) -> None:
+    case = make_scaled_mm_case(
+        op, M, N, K, scaling=scaling, zero_points=zero_points, with_bias=M % 2 == 1
+    )
+    check(tile, case)
+
+
+def test_tma_is_told_of_no_rows_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(_scaled_mm_hopper, "_hopper", lambda *arguments: asked.append(arguments))
+    case = make_scaled_mm_case("w8a8_gemm", 1, 40, 64)
+    wide = torch.zeros(5, 96, dtype=torch.int8)[:, :64]
+    odd = case.x.as_strided((1, 64), (3, 1))
+    for x in (case.x.expand(5, 64), wide, odd):
+        launch(WIDE, x, case.weight, torch.ones(1), *case.operands()[3:])
+    found = [arguments[3][0] for arguments in asked]
+    assert [(d.shape, d.strides) for d in found] == [
+        ([5, 64], [64, 1]),
+        ([5, 64], [96, 1]),
+        ([1, 64], [64, 1]),
+    ]
+    assert found[1].base is wide, "not copied"
+
+
+def test_a_place_overwritten_while_its_block_is_stored_shows() -> None:
+    y = torch.zeros(64, 64)
+    descriptor = testing_gluon_hopper.Descriptor(
+        TensorDescriptor(y.half(), [64, 64], [64, 1], [64, 64], _scaled_mm_hopper.RESULT_LAYOUT)
+    )
+    place = Shared(np.zeros((64, 64), np.float32))
+    place.store(block(np.full((64, 64), 1.0)))
+    testing_gluon_hopper.store_block(descriptor, (32, 0), place)
+    place.store(block(np.full((64, 64), 2.0)))
+    testing_gluon_hopper.wait_stores(0)
+    written = floats(descriptor.memory, "f16")
+    assert (written[32:] == 2.0).all(), "what was there when somebody waited"
+    assert (written[:32] == 0.0).all()
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(
+    ("op", "scaling", "zero_points"),
+    [
+        ("fp8_gemm", "tensor", "none"),
+        ("fp8_gemm", "row", "none"),
+        ("w8a8_gemm", "row", "none"),
+        ("w8a8_gemm", "row", "static"),
+        ("w8a8_gemm", "tensor", "token"),
+    ],
+)
+def test_gpu_matches_the_reference(
+    tile: ScaledMmTile, op: str, scaling: str, zero_points: str
+) -> None:
+    for M, N, K in ((333, 1104, 400), (1, 8, 16), (2100, 3000, 2064)):
+        case = make_scaled_mm_case(
+            op,
+            M,
+            N,
+            K,
+            scaling=scaling,
+            zero_points=zero_points,
+            with_bias=M == 333,
+            out_dtype=torch.bfloat16 if M == 333 else torch.float16,
+            device="cuda",
+        )
+        actual = run(tile, case)
+        assert case.why_wrong(actual) is None
+        # Exact sums; the bias may be fused into a multiplication.
+        assert op == "fp8_gemm" or M == 333 or torch.equal(actual, case.reference())
