@@ -173,11 +173,25 @@ def test_every_op_of_every_group_has_a_formula(run_python: Any) -> None:
         "[importlib.import_module(m.name) for group in (g, f, l, p, a)"
         " for m in pkgutil.iter_modules(group.__path__, group.__name__ + '.')]\n"
         "names = torch._C._dispatch_get_all_op_names()\n"
-        "print(*sorted(n.removeprefix('taut::') for n in names if n.startswith('taut::')))"
+        "print(*sorted(n[6:].split('.')[0] for n in names if n.startswith('taut::')))"
     )
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == set(OP_WORK)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "rms_norm_static_quant"])
+def test_norms_without_a_residual_count_alike_in_both_overloads(op: str) -> None:
+    x, weight, epsilon = torch.ones(3, 64), torch.ones(64), 1e-5
+    scale = (torch.ones(1),) if op == "rms_norm_static_quant" else ()
+    both = getattr(torch.ops.taut, op)
+
+    def counted(overload: Any, *residual: None) -> Any:
+        return count(Subject("norm", overload, (x, weight, *residual, epsilon, *scale), CPU))
+
+    plain, default = counted(both.plain), counted(both.default, None)
+    assert plain.dispatched == default.dispatched
+    assert [entry.op for entry in plain.by_op] == [f"taut::{op}"]
 
 
 def a(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -119,7 +119,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = _Operands(func, args, kwargs)
         result = func(*args, **kwargs)
         if ours in OP_WORK:
-            work = work_of(ours, args, kwargs)
+            work = work_of(ours, _of_default(func, args), kwargs)
             if ours in OP_TABLES:
                 tables = OP_TABLES[ours](*args, **kwargs)
                 self._note_lookup(operands, tables, tensors_in(result))
@@ -234,6 +234,13 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = {_storage(tensor): tensor for tensor in kept if _storage(tensor) in self._made}
         written += sum(map(touched_bytes, results.values()))
         return Count(tuple(by_op), dispatched, Work(dispatched.flops, read, written))
+
+
+def _of_default(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what the default overload of an op of ours would have got."""
+    if func._overloadname == "plain":  # of the norms: without the third argument, the residual
+        return (*args[:2], None, *args[2:])
+    return args
 
 
 class _Operands:
