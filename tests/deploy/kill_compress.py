@@ -112,8 +112,22 @@ def kill_at_steps(model: str, recipe: str, work: Path, stride: int) -> dict[str,
     return {"hits": hits, "outputs": [str(output) for output in outputs]}
 
 
+def wait_for_progress(pid: int, output: Path) -> None:
+    """Return when the run left the state it was started in, or ended."""
+    before = state_of(output)
+    while state_of(output) == before:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return
+        time.sleep(0.001)
+
+
 def kill_at_times(model: str, recipe: str, work: Path, count: int) -> dict[str, object]:
-    """Kills at seeded random moments, several to a run, each followed by a restart."""
+    """Kills at seeded random moments, several to a run, each followed by a restart.
+
+    Every second one waits for the run's next step first: what a restart repeats (imports, the
+    model, calibration) takes most of a run's time, and on a slow machine a clock alone would keep
+    hitting that.
+    """
     draw = random.Random(0)
     undisturbed = work / "undisturbed" / "out"
     started = time.monotonic()
@@ -124,7 +138,11 @@ def kill_at_times(model: str, recipe: str, work: Path, count: int) -> dict[str, 
         output = work / f"run-{len(outputs)}" / "out"
         while len(hits) < count:
             pid = compress(model, recipe, output, lambda: None)
-            time.sleep(draw.uniform(0.0, seconds))
+            if len(hits) % 2:
+                wait_for_progress(pid, output)
+                time.sleep(draw.uniform(0.0, seconds / 10))
+            else:
+                time.sleep(draw.uniform(0.0, seconds))
             os.kill(pid, signal.SIGKILL)
             if finish(pid):
                 break
