@@ -238,6 +238,16 @@ def test_report_mistakes_are_one_line(run, arguments: tuple[str, ...], message: 
     assert message in err
 
 
+def test_help_without_a_group_names_the_groups_and_options_of_all(run) -> None:
+    code, out, _ = run("bench", "kernels", "--help")
+    assert code == 0
+    for word in ("--report", "--from", "fused-backward", "primitives"):
+        assert word in out
+    with pytest.raises(SystemExit) as ended:  # argparse's own way to end
+        run("bench", "kernels", "loss", "--help")
+    assert ended.value.code == 0
+
+
 MANUAL = Path(__file__).parents[2] / "docs" / "instruments.md"
 COMMAND = re.compile(r"`?(taut [^`\n#]+)")
 

@@ -56,7 +56,7 @@ def kernels(
     (GEMM, transpose, convolution, pooling, reduction: cuBLAS, cuDNN, torch). The rest are the
     arguments of 'python -m taut_kernels.bench.<group>' (--output DIR …). --report FILE.html makes
     one HTML file with plots of the run's CSVs; with --from DIR of those of an earlier run, which
-    needs no device.
+    needs no device. A group's own options: 'taut bench kernels GROUP --help'.
     """
     from importlib import import_module
 
@@ -66,6 +66,9 @@ def kernels(
         _write_report(source, report, as_json)
         return
     arguments = list(context.args)
+    if arguments == ["--help"]:  # behind a group it is the benchmark's own
+        typer.echo(context.get_help())
+        return
     folder = _output_of(arguments) if report is not None else None
     if as_json and report is None:
         arguments.append("--json")  # the benchmark's to know or to refuse
