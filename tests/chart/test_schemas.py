@@ -35,7 +35,7 @@ CUSTOM_KINDS = {
 }
 """Kinds whose CustomResourceDefinitions are on PyPI, as models."""
 HTTP_ROUTE = Path(sys.prefix) / "share" / "chart-definitions" / "HTTPRoute.json"
-"""Out of an npm package, by requirements/chart_tools.py."""
+"""Out of an npm package, by requirements/tools.py."""
 OWN_TESTS = {"LeaderWorkerSet", "HTTPRoute"}
 """Custom kinds that have a test of their own."""
 
