@@ -21,6 +21,15 @@ def load_chunk(row_ptrs, offs, mask_m, START: tl.constexpr, BLOCK: tl.constexpr,
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def load_sum(x_row, residual_row, offs_n, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load one block of x (+ residual) of a row too long for registers, as fp32 [BLOCK]."""
+    x = tl.load(x_row + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+    if residual_row is not None:
+        x = x + tl.load(residual_row + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def store_chunk(  # type: ignore[no-untyped-def]
     row_ptrs, value, offs, mask_m, START: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr
 ):

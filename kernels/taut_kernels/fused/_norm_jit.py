@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.fused._chunk_jit import load_chunk, store_chunk
+from taut_kernels.fused._chunk_jit import load_chunk, load_sum, store_chunk
 from taut_kernels.fused._rms_norm_jit import load_weight, scaled
 
 
@@ -112,15 +112,6 @@ def norm_kernel(
         store_chunk(y_rows, y, offs, mask_m, chunk * BLOCK, BLOCK, N)
 
 
-@triton.jit
-def _load_sum(x_row, residual_row, offs_n, N: tl.constexpr):
-    """Load one block of x (+ residual) of a long row as fp32."""
-    t = tl.load(x_row + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
-    if residual_row is not None:
-        t = t + tl.load(residual_row + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
-    return t
-
-
 @triton.jit(do_not_specialize=["M"])
 def norm_long_kernel(
     x_ptr,
@@ -152,12 +143,12 @@ def norm_long_kernel(
     if CENTRED:
         sums = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, N, BLOCK):
-            sums += _load_sum(x_row, residual_row, start + offs, N)
+            sums += load_sum(x_row, residual_row, start + offs, N)
         mean = tl.sum(sums, axis=0) / N
         tl.store(mean_ptr + row, mean)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, N, BLOCK):
-        t = _load_sum(x_row, residual_row, start + offs, N)
+        t = load_sum(x_row, residual_row, start + offs, N)
         if CENTRED:
             t = tl.where(start + offs < N, t - mean, 0.0)
         squares = tl.fma(t, t, squares)
@@ -165,7 +156,7 @@ def norm_long_kernel(
     tl.store(rstd_ptr + row, rstd)
     for start in range(0, N, BLOCK):
         offs_n = start + offs
-        t = _load_sum(x_row, residual_row, offs_n, N)
+        t = load_sum(x_row, residual_row, offs_n, N)
         if residual_ptr is not None:
             tl.store(sum_ptr + row * N + offs_n, t.to(sum_ptr.dtype.element_ty), mask=offs_n < N)
         weight = None

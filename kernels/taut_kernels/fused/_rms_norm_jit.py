@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from taut_kernels.fused._chunk_jit import load_chunk, store_chunk
+from taut_kernels.fused._chunk_jit import load_chunk, load_sum, store_chunk
 from taut_kernels.fused.row_quant import quantize, row_scale
 
 
@@ -119,15 +119,6 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def _long_chunk(x_row, residual_row, offs_n, N: tl.constexpr):
-    """Load one block of x (+ residual) of a long row as fp32."""
-    x = tl.load(x_row + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
-    if residual_row is not None:
-        x = x + tl.load(residual_row + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
-    return x
-
-
-@triton.jit
 def _long_scaled(x, rsqrt, weight_ptr, offs_n, N: tl.constexpr, y_type: tl.constexpr):
     """As :func:`scaled`, with the weight still in memory."""
     weight = None
@@ -167,7 +158,7 @@ def rms_norm_long_kernel(
         residual_row = residual_ptr + row * stride_rm
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, N, BLOCK):
-        x = _long_chunk(x_row, residual_row, start + offs, N)
+        x = load_sum(x_row, residual_row, start + offs, N)
         squares = tl.fma(x, x, squares)
     rsqrt = tl.rsqrt(tl.sum(squares, axis=0) / N + epsilon)
     if OUT == "static_fp8":
@@ -175,7 +166,7 @@ def rms_norm_long_kernel(
     elif OUT != "same":
         largest = tl.zeros((BLOCK,), dtype=tl.float32)
         for start in range(0, N, BLOCK):
-            x = _long_chunk(x_row, residual_row, start + offs, N)
+            x = load_sum(x_row, residual_row, start + offs, N)
             y = _long_scaled(x, rsqrt, weight_ptr, start + offs, N, x_type)
             largest = tl.maximum(largest, tl.abs(y))
         scale = row_scale(tl.max(largest, axis=0), OUT)
@@ -184,7 +175,7 @@ def rms_norm_long_kernel(
         reciprocal = tl.div_rn(1.0, scale)
     for start in range(0, N, BLOCK):
         offs_n = start + offs
-        x = _long_chunk(x_row, residual_row, offs_n, N)
+        x = load_sum(x_row, residual_row, offs_n, N)
         # Only in the last pass: the earlier ones need the residual as it came.
         if residual_ptr is not None:
             tl.store(residual_row + offs_n, x.to(x_type), mask=offs_n < N)
