@@ -139,6 +139,9 @@ def _choice(tile: Any, max_m: int | None, where: str) -> Choice:
             if max_m is not None and max_m <= tiles_wgmma_ring.MAX_TOKENS:
                 return WgmmaRingTile(**tile)
         else:
+            if max_m is None and tile.get("split_k", 1) > 1:
+                # Warm-up would pass, and a long enough prefill meet more tiles than are counted.
+                raise ValueError(f"{where}: split_k needs a max_m, got {tile}")
             return WgmmaTile(**tile)
     if tile == "dense" or (tile == "decode" and max_m == DECODE_TOKENS):
         return "dense" if tile == "dense" else "decode"

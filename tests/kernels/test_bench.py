@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,51 @@ open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
     first = (tmp_path / "engine-require+fused.log").read_text().splitlines()[0]
     assert first == f"require {tmp_path / 'engine-require+fused-kernels.json'}"
     assert path.with_suffix(".png").stat().st_size > 1000
+
+
+def test_a_compilation_after_warm_up_ends_the_engine_where_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = """
+import json, sys
+mode = sys.argv[sys.argv.index("--worker") + 1]
+monitor = sys.argv[sys.argv.index("--jit-monitor") + 1]
+if mode == "prefer":
+    print("RuntimeError: Triton kernel JIT compilation during inference: late_kernel. This causes")
+    sys.exit(monitor == "error")
+rows = [{"mode": mode, "batch": 4, "tokens_per_s": 10.0, "decode_ms": 1.0}]
+open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
+"""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}{worker}")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+    path = tmp_path / "engine-w4a16.csv"
+    assert engine.run(tmp_path, ["off", "prefer"], [4], "GPU card", path, "error") == 1
+    out = capsys.readouterr().out
+    assert "- off: 0 kinds of kernel compiled after warm-up (JIT monitor: error)" in out
+    ended = "the engine ended with 1 because late_kernel compiled after warm-up"
+    assert f"- prefer: not measured: {ended}, see engine-prefer.log" in out
+
+
+@pytest.mark.parametrize("jit_monitor", engine.JIT_MONITOR)
+def test_the_measured_engine_gets_the_monitor_s_mode(
+    jit_monitor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+
+    class StopError(Exception):
+        pass
+
+    def llm(**options: object) -> None:
+        given.update(options)
+        raise StopError
+
+    vllm = types.SimpleNamespace(LLM=llm, SamplingParams=None)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    with pytest.raises(StopError):
+        engine.measure(Path("checkpoint"), "off", [1], jit_monitor=jit_monitor)
+    assert given["jit_monitor_mode"] == jit_monitor
+    arguments = engine._parser().parse_args(["--output", "out", "--jit-monitor", jit_monitor])
+    assert arguments.jit_monitor == jit_monitor
+    assert engine._parser().parse_args(["--output", "out"]).jit_monitor == "warn"

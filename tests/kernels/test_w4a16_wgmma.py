@@ -78,6 +78,7 @@ def test_table_maps_shapes_and_buckets_to_tiles_or_the_dense_product() -> None:
         (table(row(max_m=48)), "max_m one of"),
         (table(row(tile="decode")), "'decode' is no regime for max_m=64"),
         (table(row(tile=None)), "None is no regime"),
+        (table(row(max_m=None)), "split_k needs a max_m"),
         (table({"N": 1}), "a row needs exactly"),
         (json.dumps({"rows": []}), "expected exactly gpu, source and rows"),
         (table(row(tile=row()["tile"] | {"num_warps": 2})), "num_warps must be one of"),

@@ -32,8 +32,10 @@ _WARM_UPS = 6
 """Prefills nobody times: prompts come in steps of other sizes each time, and the first steps of a
 size take longer (16 prompts: 93, 92, 78, 65, 64, 64 ms in turn on an H200), probably until cuBLAS
 has loaded its kernels."""
+JIT_MONITOR = ("warn", "error")
+"""What vLLM's monitor of compilations after warm-up does: count them, or end the engine."""
 _JIT_EVENT = " during inference: "
-"""In every line of vLLM's monitor of compilations after warm-up."""
+"""In every line of that monitor, warning or error, in front of the kernel's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,13 @@ class Row:
     decode_ms: float
 
 
-def measure(checkpoint: Path, mode: str, batches: Sequence[int], repeats: int = 3) -> list[Row]:
+def measure(
+    checkpoint: Path,
+    mode: str,
+    batches: Sequence[int],
+    repeats: int = 3,
+    jit_monitor: str = JIT_MONITOR[0],
+) -> list[Row]:
     """Start an engine in this process and measure it.
 
     Args:
@@ -54,6 +62,7 @@ def measure(checkpoint: Path, mode: str, batches: Sequence[int], repeats: int = 
         mode: one of :data:`MODES`; ``TAUT_KERNELS`` already has its first part.
         batches: prompts at once; each is captured as a CUDA graph.
         repeats: the median counts.
+        jit_monitor: of :data:`JIT_MONITOR`.
 
     Returns:
         One row a batch size.
@@ -74,6 +83,7 @@ def measure(checkpoint: Path, mode: str, batches: Sequence[int], repeats: int = 
         skip_tokenizer_init=True,
         seed=0,
         enable_prefix_caching=False,
+        jit_monitor_mode=jit_monitor,
         **engine_options(mode, sorted({*batches, *_PREFILL_SIZES})),
     )
     generator = torch.Generator().manual_seed(1)
@@ -102,12 +112,12 @@ def measure(checkpoint: Path, mode: str, batches: Sequence[int], repeats: int = 
 
 
 def _in_own_process(
-    checkpoint: Path, mode: str, batches: Sequence[int], directory: Path
+    checkpoint: Path, mode: str, batches: Sequence[int], directory: Path, jit_monitor: str
 ) -> tuple[list[Row], list[str]]:
     """Measure one mode in a fresh process; its rows, and what there is to note."""
     log = directory / f"engine-{mode}.log"
     command = [sys.executable, "-m", "taut_kernels.bench.engine", "--worker", mode]
-    command += ["--checkpoint", str(checkpoint)]
+    command += ["--checkpoint", str(checkpoint), "--jit-monitor", jit_monitor]
     command += [argument for batch in batches for argument in ("--batch", str(batch))]
     variables = environment(mode, directory / f"engine-{mode}-kernels.json")
     with tempfile.TemporaryDirectory() as scratch:
@@ -117,12 +127,16 @@ def _in_own_process(
             code = subprocess.run(
                 command, stdout=sink, stderr=subprocess.STDOUT, env=variables, check=False
             ).returncode
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        compiled = [line.partition(_JIT_EVENT)[2] for line in lines if _JIT_EVENT in line]
         if code:
-            return [], [f"{mode}: not measured: the engine ended with {code}, see {log.name}"]
+            why = f"the engine ended with {code}"
+            if compiled and jit_monitor == "error":
+                why += f" because {compiled[0].partition('. ')[0]} compiled after warm-up"
+            return [], [f"{mode}: not measured: {why}, see {log.name}"]
         rows = [Row(**row) for row in json.loads(answer.read_text(encoding="utf-8"))]
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    compiled = [line for line in lines if _JIT_EVENT in line]
-    return rows, [f"{mode}: {len(compiled)} kinds of kernel compiled after warm-up"]
+    monitor = f"JIT monitor: {jit_monitor}"
+    return rows, [f"{mode}: {len(compiled)} kinds of kernel compiled after warm-up ({monitor})"]
 
 
 def _write(rows: Sequence[Row], notes: Sequence[str], facts: str, path: Path) -> None:
@@ -155,12 +169,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scheme", choices=SCHEMES, default=SCHEMES[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--checkpoint", type=Path, help="instead of random weights")
+    parser.add_argument(
+        "--jit-monitor",
+        choices=JIT_MONITOR,
+        default=JIT_MONITOR[0],
+        help="count compilations after warm-up, or let one end the engine",
+    )
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     return parser
 
 
 def run(
-    checkpoint: Path, modes: Sequence[str], batches: Sequence[int], facts: str, path: Path
+    checkpoint: Path,
+    modes: Sequence[str],
+    batches: Sequence[int],
+    facts: str,
+    path: Path,
+    jit_monitor: str = JIT_MONITOR[0],
 ) -> int:
     """Measure modes one after another and report them.
 
@@ -170,6 +195,7 @@ def run(
         batches: prompts at once.
         facts: machine, versions and date.
         path: the CSV; the other files lie beside it.
+        jit_monitor: of :data:`JIT_MONITOR`.
 
     Returns:
         The exit status: 1 where a mode was not measured.
@@ -180,7 +206,7 @@ def run(
     notes: list[str] = []
     measured = set()
     for mode in modes:
-        found, said = _in_own_process(checkpoint, mode, batches, path.parent)
+        found, said = _in_own_process(checkpoint, mode, batches, path.parent, jit_monitor)
         rows += found
         notes += said
         measured |= {row.mode for row in found}
@@ -206,7 +232,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     batches = arguments.batch or list(BATCHES)
     if arguments.worker:
-        rows = measure(arguments.checkpoint, arguments.worker, batches)
+        rows = measure(
+            arguments.checkpoint, arguments.worker, batches, jit_monitor=arguments.jit_monitor
+        )
         text = json.dumps([asdict(row) for row in rows])
         arguments.output.write_text(text, encoding="utf-8")
         return 0
@@ -222,7 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine_checkpoint.write(checkpoint, arguments.scheme, sizes)
             torch.cuda.empty_cache()
         csv_path = arguments.output / f"engine-{arguments.scheme}.csv"
-        return run(checkpoint, arguments.mode or TIMED_MODES, batches, facts, csv_path)
+        modes = arguments.mode or TIMED_MODES
+        return run(checkpoint, modes, batches, facts, csv_path, arguments.jit_monitor)
 
 
 if __name__ == "__main__":

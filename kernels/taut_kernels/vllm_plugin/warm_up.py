@@ -6,14 +6,32 @@ number of tokens. Holds no arithmetic and imports no vLLM: models are recognised
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from taut_kernels import tiles_fused
-from taut_kernels.fused import rms_norm, row_quant, silu_mul
+from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
 
 _EPSILON = 1e-6
+_PLAIN: tuple[float, float, float | None, bool] = (1.0, 0.0, None, False)
+_CLAMPED: tuple[float, float, float | None, bool] = (1.702, 1.0, 7.0, True)
+"""Alpha, beta, limit and interleaving of SiLU·mul and of gpt-oss; what is compiled depends on none
+of the numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What a rotary embedding of ours turns: heads, columns of one, how many of them turn."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotated: int
+    neox: bool
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,39 +39,113 @@ class Widths:
     """What a model's fused ops work on.
 
     Attributes:
-        norms: (columns, dtype) of its RMSNorms.
+        norms: (columns, dtype) of its RMSNorms whose weight has the activations' dtype.
         activations: (columns, dtype) of its gated activations' outputs.
         quantised: 8-bit types its activations may be quantised to.
+        other_norms: (columns, dtype, weight's dtype or None) of its other RMSNorms.
+        clamped: as ``activations``, of gpt-oss's form.
+        static_scale: whether some layer's activations are quantised to fp8 by a given scale.
+        rotations: of its rotary embeddings that run on ours.
     """
 
     norms: frozenset[tuple[int, torch.dtype]]
     activations: frozenset[tuple[int, torch.dtype]]
     quantised: frozenset[torch.dtype]
+    other_norms: frozenset[tuple[int, torch.dtype, torch.dtype | None]] = frozenset()
+    clamped: frozenset[tuple[int, torch.dtype]] = frozenset()
+    static_scale: bool = False
+    rotations: frozenset[Rotation] = frozenset()
 
 
 def widths_of(model: torch.nn.Module) -> Widths:
     """Read the widths off a loaded model.
 
     Args:
-        model: as vLLM loaded it: norms are `RMSNorm` modules, an MLP has ``act_fn`` beside a merged
-            ``gate_up_proj``.
+        model: as vLLM loaded it: norms are `RMSNorm` or `GemmaRMSNorm` modules; an MLP has a merged
+            ``gate_up_proj`` beside ``act_fn``, or two equal ``output_sizes`` beside a `SiluAndMul`
+            or `SwigluOAIAndMul`; an attention has its ``rotary_emb`` and its numbers of heads.
     """
-    norms, activations = set(), set()
+    norms, other_norms = set(), set()
+    activations: dict[bool, set[tuple[int, torch.dtype]]] = {False: set(), True: set()}
+    rotations, static_scale = set(), False
     dtypes = {parameter.dtype for parameter in model.parameters()}
+    params_dtype = next((found for m in model.modules() if (found := _params_dtype(m))), None)
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if type(module).__name__ == "RMSNorm" and isinstance(weight, torch.Tensor):
-            norms.add((weight.shape[-1], weight.dtype))
-        merged = getattr(module, "gate_up_proj", None)
-        columns = getattr(merged, "output_size_per_partition", None)
-        if columns is not None and hasattr(module, "act_fn"):
-            activations.add((columns // 2, _activation_dtype(merged)))
-    return Widths(frozenset(norms), frozenset(activations), frozenset(dtypes & set(row_quant.OUT)))
+        norm = _norm(module, params_dtype)
+        if norm is not None and norm[1] is norm[2]:
+            norms.add(norm[:2])
+        elif norm is not None:
+            other_norms.add(norm)
+        merged = _merged(module)
+        if merged is not None:
+            columns = merged.output_size_per_partition // 2
+            dtype = _params_dtype(merged) or torch.get_default_dtype()
+            activations[_has(module, "SwigluOAIAndMul")].add((columns, dtype))
+        static_scale |= isinstance(getattr(module, "input_scale", None), torch.Tensor)
+        rotations |= set(_rotations(module))
+    return Widths(
+        frozenset(norms),
+        frozenset(activations[False]),
+        frozenset(dtypes & set(row_quant.OUT)),
+        frozenset(other_norms),
+        frozenset(activations[True]),
+        static_scale,
+        frozenset(rotations),
+    )
 
 
-def _activation_dtype(layer: object) -> torch.dtype:
+def _params_dtype(layer: object) -> torch.dtype | None:
     found = getattr(layer, "params_dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.get_default_dtype()
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _class_names(module: object) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__}
+
+
+def _has(module: torch.nn.Module, *names: str) -> bool:
+    return any(_class_names(child) & set(names) for child in module.children())
+
+
+def _norm(
+    module: torch.nn.Module, params_dtype: torch.dtype | None
+) -> tuple[int, torch.dtype, torch.dtype | None] | None:
+    """Return columns, activations' dtype and weight's dtype of the IR op a norm calls, or None."""
+    weight, names = getattr(module, "weight", None), _class_names(module)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    columns = weight.shape[-1]
+    # A norm may keep its weight in fp32 beside activations that are not.
+    dtype = (params_dtype or weight.dtype) if weight.dtype is torch.float32 else weight.dtype
+    if "GemmaRMSNorm" in names:
+        return columns, dtype, torch.float32  # it adds 1 in fp32
+    if "RMSNorm" not in names:
+        return None
+    return columns, dtype, weight.dtype if getattr(module, "has_weight", True) else None
+
+
+def _merged(module: torch.nn.Module) -> Any:
+    """Return the layer in front of a gated activation, None in a module that is no such MLP."""
+    merged = getattr(module, "gate_up_proj", None)
+    ours = _has(module, "SiluAndMul", "SwigluOAIAndMul")
+    if merged is None and ours:
+        for child in module.children():
+            sizes: Sequence[int] = getattr(child, "output_sizes", ())
+            if len(sizes) == 2 and sizes[0] == sizes[1]:
+                merged = child
+    if not hasattr(merged, "output_size_per_partition"):
+        return None
+    return merged if ours or hasattr(module, "act_fn") else None
+
+
+def _rotations(module: torch.nn.Module) -> Iterator[Rotation]:
+    rotary: Any = getattr(module, "rotary_emb", None)
+    if not type(rotary).__name__.startswith("Taut") or not type(rotary).enabled():
+        return
+    heads, kv_heads = getattr(module, "num_heads", None), getattr(module, "num_kv_heads", None)
+    if isinstance(heads, int) and isinstance(kv_heads, int):
+        rotated, neox = rotary.cos_sin_cache.shape[1], rotary.is_neox_style
+        yield Rotation(heads, kv_heads, rotary.head_size, rotated, neox, rotary.dtype)
 
 
 def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
@@ -68,43 +160,73 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
         The number of launches.
     """
     launches = 0
-    outs: list[tuple[str, torch.dtype | None]] = [("same", None)]
-    outs += [(row_quant.OUT[dtype], dtype) for dtype in sorted(widths.quantised, key=str)]
-    for out, stored in outs:
-        suffix = "" if stored is None else "_quant"
-        for N, dtype in sorted(widths.norms, key=str):
-            for op in (f"rms_norm{suffix}", f"add_rms_norm{suffix}"):
-                for tile in tiles_fused.every_tile(gpu, op, N):
-                    _run_norm(tile, out, stored, N, dtype, device, with_residual=op[0] == "a")
+    norms = {(N, dtype, dtype) for N, dtype in widths.norms} | widths.other_norms
+    activations = [(width, _PLAIN) for width in sorted(widths.activations, key=str)]
+    activations += [(width, _CLAMPED) for width in sorted(widths.clamped, key=str)]
+    for out, stored in _outs(widths, device):
+        for N, dtype, weight_dtype in sorted(norms, key=str):
+            weight = None
+            if weight_dtype is not None:
+                weight = torch.zeros(N, dtype=weight_dtype, device=device)
+            suffix = "" if stored is None else "_quant"
+            for prefix in ("", "add_"):
+                for tile in tiles_fused.every_tile(gpu, f"{prefix}rms_norm{suffix}", N):
+                    x = torch.zeros(tile.rows, N, dtype=dtype, device=device)
+                    residual = torch.zeros_like(x) if prefix else None
+                    results = _results(tile.rows, N, dtype, out, stored, device)
+                    rms_norm.launch(tile, out, x, weight, residual, _EPSILON, *results)
                     launches += 1
-        for N, dtype in sorted(widths.activations, key=str):
-            for tile in tiles_fused.every_tile(gpu, f"silu_mul{suffix}", N):
+        # A given scale needs no look at the whole row: its tiles are those of the plain form.
+        op = "silu_mul" if out in ("same", "static_fp8") else "silu_mul_quant"
+        for (N, dtype), form in activations:
+            for tile in tiles_fused.every_tile(gpu, op, N):
                 x = torch.zeros(tile.rows, 2 * N, dtype=dtype, device=device)
-                y, scales = _results(tile.rows, N, dtype, stored, device)
-                silu_mul.launch(tile, out, x, 1.0, 0.0, None, False, y, scales)
+                results = _results(tile.rows, N, dtype, out, stored, device)
+                silu_mul.launch(tile, out, x, *form, *results)
                 launches += 1
-    return launches
+    return launches + sum(_rotate(rotation, device, gpu) for rotation in widths.rotations)
+
+
+def _outs(widths: Widths, device: torch.device) -> list[tuple[str, torch.dtype | None]]:
+    """Return the kernels' forms of output with the 8-bit type they store."""
+    quantised = [
+        dtype
+        for dtype in sorted(widths.quantised, key=str)
+        if row_quant.why_not_supported(dtype, device) is None  # weights in fp8 only, before sm_89
+    ]
+    outs: list[tuple[str, torch.dtype | None]] = [("same", None)]
+    outs += [(row_quant.OUT[dtype], dtype) for dtype in quantised]
+    if widths.static_scale and row_quant.FP8 in quantised:
+        outs.append(("static_fp8", row_quant.FP8))
+    return outs
 
 
 def _results(
-    rows: int, N: int, dtype: torch.dtype, stored: torch.dtype | None, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    y = torch.empty(rows, N, dtype=stored or dtype, device=device)
-    return y, None if stored is None else torch.empty(rows, 1, device=device, dtype=torch.float32)
-
-
-def _run_norm(
-    tile: tiles_fused.FusedTile,
-    out: str,
-    stored: torch.dtype | None,
+    rows: int,
     N: int,
     dtype: torch.dtype,
+    out: str,
+    stored: torch.dtype | None,
     device: torch.device,
-    *,
-    with_residual: bool,
-) -> None:
-    x = torch.zeros(tile.rows, N, dtype=dtype, device=device)
-    weight = torch.zeros(N, dtype=dtype, device=device)
-    residual = torch.zeros_like(x) if with_residual else None
-    y, scales = _results(tile.rows, N, dtype, stored, device)
-    rms_norm.launch(tile, out, x, weight, residual, _EPSILON, y, scales)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    y = torch.empty(rows, N, dtype=stored or dtype, device=device)
+    if stored is None:
+        return y, None
+    shape = (1,) if out == "static_fp8" else (rows, 1)
+    return y, torch.ones(shape, device=device, dtype=torch.float32)
+
+
+def _rotate(rotation: Rotation, device: torch.device, gpu: str | None) -> int:
+    """Run every tile of a rotary embedding once; return how many there are."""
+    heads, kv_heads, head_dim = rotation.heads, rotation.kv_heads, rotation.head_dim
+    cache = torch.zeros(1, rotation.rotated, dtype=rotation.dtype, device=device)
+    tiles = tiles_fused.every_tile(gpu, "rope", heads + kv_heads)
+    for tile in tiles:
+        positions = torch.zeros(tile.rows, dtype=torch.int64, device=device)
+        # As an attention cuts them from its projection: the stride is compiled in.
+        width = (heads + 2 * kv_heads) * head_dim
+        qkv = torch.zeros(tile.rows, width, dtype=rotation.dtype, device=device)
+        q, k = qkv[:, : heads * head_dim], qkv[:, heads * head_dim : -kv_heads * head_dim]
+        views = [part.view(tile.rows, -1, head_dim) for part in (q, k)]
+        rope.launch(tile, positions, views[0], views[1], cache, rotation.neox)
+    return len(tiles)

@@ -1,0 +1,95 @@
+"""Triton as on a Hopper card that is not there: what launches would compile, on any machine.
+
+Triton itself looks at every launch (types, alignments, ones, multiples of 16, constants, options).
+Only its driver and its compiler are replaced: the compiler notes what it is asked for, there where
+vLLM's JIT monitor listens. For a process of its own: nothing is put back. Launches may have meta
+tensors, which have shapes without memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from taut_kernels import _launch
+
+
+class Driver:
+    """Triton's driver of a Hopper card that is not there."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """A kernel that does nothing, and counts."""
+
+    function = packed_metadata = 0
+    launches = 0
+
+    def launch_metadata(self, *_: Any) -> None:
+        return None
+
+    def run(self, *_: Any) -> None:
+        Compiled.launches += 1
+
+
+class Compiler:
+    """What was compiled since all forms were forgotten, in order: kernel and Triton's own key."""
+
+    def __init__(self) -> None:
+        self.forms: list[str] = []
+        self._used: set[JITFunction[Any]] = set()
+        self._kept: dict[tuple[_launch.Launcher, Any], Compiled] = {}
+        self._launchers = [
+            value
+            for module in list(sys.modules.values())
+            if getattr(module, "__name__", "").startswith("taut_kernels.")
+            for value in vars(module).values()
+            if isinstance(value, _launch.Launcher)
+        ]
+
+    def __call__(self, kernel: JITFunction[Any], key: Any) -> Compiled:
+        self.forms.append(f"{kernel._fn_name.rpartition('.')[2]} {key}")
+        self._used.add(kernel)
+        compiled = kernel.device_caches[0][0][key] = Compiled()
+        return compiled
+
+    def forget_forms(self) -> None:
+        """Start as a fresh process."""
+        self.forget_keys()
+        for kernel in self._used:
+            kernel.device_caches.clear()
+        self._used.clear()
+        self._kept.clear()
+        self.forms.clear()
+
+    def forget_keys(self) -> None:
+        """Let Triton itself look at the next launches: our launchers know none of them.
+
+        A key of a launcher must stand for one form of Triton's, whatever was launched first.
+        """
+        for launcher in self._launchers:
+            for key, (compiled, _) in launcher._compiled.items():
+                assert self._kept.setdefault((launcher, key), compiled) is compiled, key
+            launcher._compiled.clear()
+
+
+def pretend_hopper() -> Compiler:
+    """Replace Triton's driver and compiler, and what launchers ask about the card."""
+    triton.runtime.driver.set_active(Driver())
+    compiler = Compiler()
+    JITFunction._do_compile = lambda self, key, *rest: compiler(self, key)
+    _launch.capability = lambda device: (9, 0)
+    _launch.multiprocessors = lambda device: 132
+    return compiler

@@ -1,0 +1,308 @@
+"""Layers and models as vLLM holds them, on meta tensors: how they are loaded, how they are called.
+
+For :mod:`warm_up_forms`. What is of vLLM's is real but for its quantisers and CUTLASS; our ops are
+the entries CUDA tensors reach.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.model_executor import parameter
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.kernels.linear import (
+    FP8ScaledMMLinearLayerConfig,
+    Int8ScaledMMLinearLayerConfig,
+)
+from vllm.model_executor.layers import linear as vllm_linear
+from vllm.model_executor.layers.activation import SwigluOAIAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.model_executor.models.llama import LlamaMLP
+
+from taut_kernels import _launch, formats_mma
+from taut_kernels.fused import rms_norm, rope, silu_mul
+from taut_kernels.gemm import w4a16
+from taut_kernels.vllm_plugin import ir_ops, linear, scaled_mm, scaled_mm_op
+
+BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
+LLAMA, QWEN, SLICE = "Llama-3-8B", "Qwen-2.5-7B", "Llama-3-70B over 8 GPUs"
+SHAPES = {
+    LLAMA: ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    QWEN: ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),
+    SLICE: ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584)),
+}
+"""(N, K) of qkv, o, gate_up and down."""
+BLOCKS = {LLAMA: (4096, 14336, 32, 8), QWEN: (3584, 18944, 28, 4), SLICE: (8192, 3584, 8, 1)}
+"""Hidden size, intermediate size, heads and key heads; heads have 128 columns."""
+META = torch.device("meta")
+Call = Callable[[int], Any]
+Prepare = Callable[[], Any]
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def frozen(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(empty(*shape, dtype=dtype), requires_grad=False)
+
+
+def cuda_ops() -> dict[str, Any]:
+    """`torch.ops.taut` as CUDA tensors see it."""
+
+    def norm(launch: Any) -> SimpleNamespace:
+        return SimpleNamespace(default=launch, plain=rms_norm._without_residual(launch))
+
+    return {
+        "w4a16_gemm": w4a16._launch_w4a16_gemm,
+        "scaled_mm_by_regime": scaled_mm_op._dispatch,
+        "silu_mul": silu_mul._launch_silu_mul,
+        "silu_mul_quant": silu_mul._launch_silu_mul_quant,
+        "silu_mul_static_quant": silu_mul._launch_silu_mul_static_quant,
+        "rope": rope._launch_rope,
+        "rms_norm": norm(rms_norm._launch_rms_norm),
+        "rms_norm_quant": rms_norm._launch_rms_norm_quant,
+        "rms_norm_static_quant": norm(rms_norm._launch_rms_norm_static_quant),
+    }
+
+
+def pretend_cuda() -> None:
+    """Replace what vLLM and our ops need a card for, in this process."""
+    for name, op in cuda_ops().items():
+        setattr(torch.ops.taut, name, op)
+    platform = linear.current_platform
+    platform.is_cpu, platform.is_cuda = lambda: False, lambda: True
+    for module in (parameter, vllm_linear):  # they ask for their place among ranks
+        module.get_tensor_model_parallel_rank = lambda: 0
+        module.get_tensor_model_parallel_world_size = lambda: 1
+    scaled_mm_op._cutlass = lambda x, weight_t, *rest: empty(
+        x.shape[0], weight_t.shape[1], dtype=rest[-1]
+    )
+    for cutlass in (
+        scaled_mm.CutlassInt8ScaledMMLinearKernel,
+        scaled_mm.CutlassFP8ScaledMMLinearKernel,
+    ):
+        cutlass.apply_weights = lambda *operands: None
+    scaled_mm._custom_ops.scaled_int8_quant = int8_quant
+    # Shapes only: torch takes its time over meta tensors. The dense product is cuBLAS'.
+    formats_mma.repack_weight = repacked_weight
+    formats_mma.repack_scale = repacked_scale
+    formats_mma.repack_zero_point = lambda packed, N, dtype: repacked_scale(
+        empty(N, packed.shape[1], dtype=dtype)
+    )
+    torch.nn.functional.linear = lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0])
+
+
+def use_card(name: str) -> None:
+    """Let every table and choice be that card's."""
+    _launch.gpu_name = lambda device: name
+    linear.current_platform.get_device_name = lambda: name
+
+
+def repacked_weight(packed: torch.Tensor, K: int) -> torch.Tensor:
+    return empty(packed.shape[0] // 16, K // 64, 32, 4, dtype=torch.int32)
+
+
+def repacked_scale(scale: torch.Tensor) -> torch.Tensor:
+    N, groups = scale.shape
+    return empty(N // 16, -(-groups // 4), 8, 4, 2, dtype=scale.dtype)
+
+
+def int8_quant(x: Any, scale: Any, azp: Any, symmetric: bool) -> tuple[Any, Any, Any]:
+    """Return what vLLM's op of that name returns."""
+    M = x.shape[0]
+    if scale is not None:
+        return torch.empty_like(x, dtype=INT8), scale, azp
+    found = None if symmetric else empty(M, 1, dtype=torch.int32)
+    return torch.empty_like(x, dtype=INT8), empty(M, 1, dtype=torch.float32), found
+
+
+def w4a16_layer(
+    N: int, K: int, dtype: torch.dtype, group_size: int, zero_points: bool
+) -> tuple[Prepare, list[Call]]:
+    """Return how a layer with a bias is prepared, and the ways it is called."""
+    groups = 1 if group_size == -1 else K // group_size
+    layer = torch.nn.Module()
+    places = {"input_dim": 1, "output_dim": 0, "weight_loader": lambda *_: None}
+    words = {"packed_factor": 8, **places}
+    layer.weight_packed = parameter.PackedvLLMParameter(
+        data=empty(N, K // 8, dtype=torch.int32), packed_dim=1, **words
+    )
+    layer.weight_scale = parameter.GroupQuantScaleParameter(
+        data=empty(N, groups, dtype=dtype), **places
+    )
+    if zero_points:
+        layer.weight_zero_point = parameter.PackedvLLMParameter(
+            data=empty(N // 8, groups, dtype=torch.int32), packed_dim=0, **words
+        )
+    layer.bias = frozen(N, dtype=dtype)
+    kernel = object.__new__(linear.TautW4A16LinearKernel)
+    kernel.config = SimpleNamespace(
+        partition_weight_shape=(K, N),
+        group_size=group_size,
+        zero_points=zero_points,
+        act_type=dtype,
+    )
+    kernel.w_q_name, kernel.w_s_name, kernel.w_gidx_name = "weight_packed", "weight_scale", None
+    kernel.w_zp_name = "weight_zero_point" if zero_points else None
+    return lambda: kernel.process_weights_after_loading(layer), called(kernel, layer, K, dtype)
+
+
+def called(kernel: Any, layer: Any, K: int, dtype: torch.dtype) -> list[Call]:
+    """Return calls of a layer without and with its bias, then with rows cut out of wider ones."""
+
+    def with_bias(M: int) -> Any:
+        rows = empty(M, K + 256, dtype=dtype)[:, 128 : 128 + K]
+        kernel.apply_weights(layer, rows, layer.bias)
+
+    return [lambda M: kernel.apply_weights(layer, empty(M, K, dtype=dtype)), with_bias]
+
+
+def int8_layer(
+    N: int, K: int, dtype: torch.dtype, static: bool, symmetric: bool
+) -> tuple[Prepare, list[Call]]:
+    """Return as :func:`w4a16_layer`."""
+    layer = torch.nn.Module()
+    layer.weight, layer.weight_scale = frozen(N, K, dtype=INT8), frozen(N, 1, dtype=torch.float32)
+    layer.bias, layer.azp_adj = frozen(N, dtype=dtype), None
+    layer.logical_widths, layer.params_dtype = [N], dtype
+    layer.input_scale = frozen(1, dtype=torch.float32) if static else None
+    layer.input_zero_point = frozen(1, dtype=INT8) if static and not symmetric else None
+    config = Int8ScaledMMLinearLayerConfig(
+        is_static_input_scheme=static, is_channelwise=True, input_symmetric=symmetric
+    )
+    names = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
+    kernel = scaled_mm.TautInt8ScaledMMLinearKernel.__new__(scaled_mm.TautInt8ScaledMMLinearKernel)
+    kernel.config, kernel.layer_param_names = config, names
+    return lambda: kernel.process_weights_after_loading(layer), called(kernel, layer, K, dtype)
+
+
+def fp8_layer(
+    N: int, K: int, dtype: torch.dtype, static: bool, channel: bool
+) -> tuple[Prepare, list[Call]]:
+    """Return as :func:`w4a16_layer`."""
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(empty(N, K, dtype=FP8).t(), requires_grad=False)
+    layer.weight_scale = frozen(N if channel else 1, 1, dtype=torch.float32)
+    layer.bias = frozen(N, dtype=dtype)
+    layer.input_scale = frozen(1, dtype=torch.float32) if static else None
+    layer.input_scale_ub = None
+    by_token = quant_utils.kFp8DynamicTokenSym
+    kernel = scaled_mm.TautFP8ScaledMMLinearKernel.__new__(scaled_mm.TautFP8ScaledMMLinearKernel)
+    kernel.config = FP8ScaledMMLinearLayerConfig(
+        weight_quant_key=quant_utils.kFp8StaticChannelSym,
+        activation_quant_key=quant_utils.kFp8StaticTensorSym if static else by_token,
+        weight_shape=(N, K),
+        input_dtype=dtype,
+        out_dtype=dtype,
+    )
+    kernel.layer_param_names = ["weight", "weight_scale", "input_scale", "input_scale_ub"]
+
+    def quant_fp8(x: Any, scale: Any, upper_bound: Any) -> tuple[Any, Any]:
+        found = empty(x.shape[0], 1, dtype=torch.float32) if scale is None else scale
+        return torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format), found
+
+    kernel.quant_fp8 = quant_fp8
+    return lambda: kernel.process_weights_after_loading(layer), called(kernel, layer, K, dtype)
+
+
+class Attention(torch.nn.Module):
+    """What an attention of vLLM has for its rotary embedding."""
+
+    def __init__(self, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, 128
+        rotary = op_registry_oot["RotaryEmbedding"]
+        self.rotary_emb = rotary(128, 128, 8192, 1e4, True, dtype)
+
+
+class ClampedMlp(torch.nn.Module):
+    """An MLP with gpt-oss's activation, and with names other than Llama's."""
+
+    def __init__(self, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.merged_proj = torch.nn.Module()
+        self.merged_proj.output_size_per_partition = 2 * columns
+        self.merged_proj.output_sizes, self.merged_proj.params_dtype = [columns] * 2, dtype
+        self.act = SwigluOAIAndMul()
+
+
+def block(name: str, dtype: torch.dtype, quantised: torch.dtype | None) -> torch.nn.ModuleDict:
+    """Build what the warm-up recognises of a model: norms and activations of all kinds."""
+    hidden, intermediate, heads, kv_heads = BLOCKS[name]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    with META:
+        parts = torch.nn.ModuleDict(
+            {
+                "norm": RMSNorm(hidden),
+                "gemma": GemmaRMSNorm(hidden),
+                "wide": RMSNorm(hidden, dtype=torch.float32),
+                "weightless": RMSNorm(hidden, has_weight=False),
+                "attention": Attention(heads, kv_heads, dtype),
+                "mlp": LlamaMLP(hidden, intermediate, "silu"),
+                "clamped": ClampedMlp(intermediate, dtype),
+            }
+        )
+    torch.set_default_dtype(before)
+    if quantised is not None:
+        parts["norm"].register_parameter("quantised", frozen(1, dtype=quantised))
+    if quantised is FP8:
+        parts["mlp"].input_scale = frozen(1, dtype=torch.float32)
+    return parts
+
+
+def norm_calls(name: str, dtype: torch.dtype, quantised: torch.dtype | None) -> list[Call]:
+    """Return the calls of norms that vLLM's graph and our pass over it make."""
+    hidden, ops = BLOCKS[name][0], torch.ops.taut
+    weights = [empty(hidden, dtype=dtype), empty(hidden, dtype=torch.float32), None]
+    scale = empty(1, dtype=torch.float32)
+
+    def plain(M: int) -> None:
+        for weight in weights:
+            ir_ops.rms_norm(empty(M, hidden, dtype=dtype), weight, 1e-5)
+            ir_ops.rms_norm(empty(M, 2 * hidden, dtype=dtype)[:, hidden:], weight, 1e-5)
+            operands = (empty(M, hidden, dtype=dtype), empty(M, hidden, dtype=dtype), weight)
+            ir_ops.fused_add_rms_norm(*operands, 1e-5)
+
+    def quantising(M: int) -> None:
+        x = empty(M, hidden, dtype=dtype)
+        for weight, residual in itertools.product(weights, (None, torch.empty_like(x))):
+            ops.rms_norm_quant(x, weight, residual, 1e-5, quantised)
+            if quantised is FP8:
+                ops.rms_norm_static_quant.default(x, weight, residual, 1e-5, scale)
+
+    return [plain] if quantised is None else [plain, quantising]
+
+
+def activation_calls(
+    model: Any, name: str, dtype: torch.dtype, quantised: torch.dtype | None
+) -> list[Call]:
+    """Return the calls of activations and of the rotary embedding."""
+    _, columns, heads, kv_heads = BLOCKS[name]
+    ops, scale = torch.ops.taut, empty(1, dtype=torch.float32)
+
+    def plain(M: int) -> None:
+        x = empty(M, 2 * columns, dtype=dtype)
+        model["mlp"].act_fn.forward_cuda(x)
+        model["clamped"].act.forward_cuda(x)
+
+    def quantising(M: int) -> None:
+        x = empty(M, 2 * columns, dtype=dtype)
+        for form in ((1.0, 0.0, None, False), (1.702, 1.0, 7.0, True)):
+            ops.silu_mul_quant(x, *form, quantised)
+            if quantised is FP8:
+                ops.silu_mul_static_quant(x, *form, scale)
+
+    def rotating(M: int) -> None:
+        qkv = empty(M, (heads + 2 * kv_heads) * 128, dtype=dtype)
+        q, k, _ = qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=1)
+        positions = empty(M, dtype=torch.int64)
+        model["attention"].rotary_emb.forward_cuda(positions, q, k)
+
+    return [plain, rotating] if quantised is None else [plain, rotating, quantising]
