@@ -23,9 +23,17 @@ def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def _numbered(device: torch.device) -> torch.device:
+    """Return a device with its number, as tensors have it; ``"cuda"`` is the current one."""
+    if device.index is None and device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+# What follows is asked in every call: kept by device, since `device.type` alone takes 0.2 µs.
 @cache
-def _cuda_name(index: int) -> str:
-    return torch.cuda.get_device_name(index)
+def _gpu_name(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def gpu_name(device: torch.device) -> str | None:
@@ -37,21 +45,17 @@ def gpu_name(device: torch.device) -> str | None:
     Returns:
         For example ``"NVIDIA H100 80GB HBM3"``; None for a CPU tensor (the Triton interpreter).
     """
-    if device.type != "cuda":
-        return None
-    return _cuda_name(torch.cuda.current_device() if device.index is None else device.index)
+    return _gpu_name(_numbered(device))
 
 
 @cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     """Return a device's compute capability; (0, 0) of a CPU (the Triton interpreter)."""
-    if device.type != "cuda":
-        return 0, 0
-    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+    return _capability(_numbered(device))
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -60,23 +64,25 @@ def is_hopper(device: torch.device) -> bool:
 
 
 @cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2  # more than one, so that what depends on it is tested
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors a device has; 2 of a CPU (the Triton interpreter)."""
-    if device.type != "cuda":
-        return 2  # more than one, so that what depends on it is tested
-    return _multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+    return _multiprocessors(_numbered(device))
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` [M, K] itself where each row can be read 16 bytes at a time, else a copy."""
-    row_bytes = x.stride(0) * x.element_size()
-    if x.stride(1) == 1 and row_bytes % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0:
+    row, column = x.stride()
+    if column == 1 and row * x.element_size() % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0:
         return x
-    return x.contiguous() if not x.is_contiguous() else x.clone()
+    # Not `contiguous()`: a single row is that at any stride, 1 included, which Triton would take
+    # for a constant of the form.
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 Constants = dict[str, Any]
@@ -163,8 +169,8 @@ class Launcher:
         """
         first = pointers[0]
         assert first is not None
-        device = first.device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        device = first.get_device()
+        if first.is_cuda and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self(key, grid, pointers, numbers, constants, strides)
             return
@@ -178,14 +184,14 @@ class Launcher:
         if bits % ALIGNMENT:
             self._launch_through_triton(grid, pointers, numbers, constants)
             return
-        found = self._compiled.get((device.index, key))
+        found = self._compiled.get((device, key))
         if found is None:
             found = self._launch_through_triton(grid, pointers, numbers, constants)
             if found[0] is not None:  # Triton's interpreter compiles nothing
-                self._compiled[device.index, key] = found
+                self._compiled[device, key] = found
             return
         compiled, values = found
-        _submit(compiled, grid, device.index, (*addresses, *numbers, *values))
+        _submit(compiled, grid, device, (*addresses, *numbers, *values))
 
     def _launch_through_triton(
         self,

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from taut_kernels import testing
-from taut_kernels.attention import _reference
+from taut_kernels.attention import _reference, prefill
 from taut_kernels.attention.prefill import attention
 
 INTERPRET = Path(__file__).with_name("interpret_attention.py")
@@ -171,6 +171,27 @@ def test_compiles_without_graph_breaks() -> None:
             assert torch.equal(ours, right)
 
 
+def test_compiles_once_for_all_lengths() -> None:
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (3, 8, 9):
+            inputs = [draw(2, tokens, 2, 64, seed=seed) for seed in range(3)]
+            assert torch.equal(compiled(*inputs)[0], attention(*inputs)[0])
+
+
+def test_backward_reads_lse_and_its_row_sums_at_the_same_strides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(
+        prefill, "launch_backward", lambda *arguments: seen.append(arguments[7].stride())
+    )
+    q, k = draw(2, 5, 4, 64), draw(2, 5, 2, 64)
+    lse = torch.zeros(2, 5, 4).transpose(1, 2)
+    prefill._launch_attention_backward(q, q, k, k, q, lse, None, None, 5, 5, True, 0, 1.0)
+    assert seen == [(20, 5, 1)]
+
+
 Q = torch.zeros(2, 4, 4, 64, dtype=torch.float16)
 K = torch.zeros(2, 6, 2, 64, dtype=torch.float16)
 CU = torch.tensor([0, 4, 8], dtype=torch.int32)
@@ -201,6 +222,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {**PACKED, "cu_seqlens_q": CU, "cu_seqlens_k": CU[:2], "max_seqlen_k": 6},
         "cu_seqlens_k must have as many bounds",
     ),
+    (
+        {**PACKED, "cu_seqlens_q": torch.zeros(32769, dtype=torch.int32), "max_seqlen_q": 2**19},
+        "must be shorter for 32768 sequences of 4 heads, got 524288 and 524288",
+    ),
+    ({**PACKED, "cu_seqlens_q": torch.zeros(65537, dtype=torch.int32)}, "at most 65535 sequences"),
 ]
 
 

@@ -44,6 +44,8 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_query_gradients", query_gradients_hopper_kernel),
     ):
         monkeypatch.setattr(_backward_hopper, name, _launch.Launcher(OnNumPy(kernel)))
+    # Divides no number of tiles below: the last turn has programs without one.
+    monkeypatch.setattr(_launch, "multiprocessors", lambda _: 7)
 
 
 def draw(
@@ -134,6 +136,39 @@ def test_takes_heads_of_128_and_gradients_that_tma_reads(
     assert _backward_hopper.serves(do, q, q, q, settings) == served
 
 
+def test_takes_no_call_without_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launch, "is_hopper", lambda _: True)
+    q = torch.zeros(512, 2, 128, dtype=torch.float16)
+    bounds = torch.tensor([0, 512], dtype=torch.int32)
+    served = Settings(bounds, bounds, 512, 512, True, 0, 1.0)
+    assert _backward_hopper.serves(q, q, q, q, served)
+    assert not _backward_hopper.serves(q, q, q, q, served._replace(max_k=0))
+    nothing = served._replace(cu_q=bounds[:1], cu_k=bounds[:1])
+    assert not _backward_hopper.serves(q, q, q, q, nothing)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_gpu_programs_of_many_tiles_give_the_bits_of_one_tile_each(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, do = (
+        draw(2, 700, heads, 128, seed=seed, dtype=torch.bfloat16, device="cuda")
+        for seed, heads in enumerate((8, 4, 4, 8))
+    )
+    settings = (None, None, 700, 700, causal, 0, 0.1)
+    found = []
+    for programs in (1000, 5, 2):
+        monkeypatch.setattr(_launch, "multiprocessors", lambda _, count=programs: count)
+        o, lse = torch.ops.taut.attention(q, k, v, *settings)
+        gradients = torch.ops.taut.attention_backward(do, q, k, v, o, lse, *settings)
+        found.append((o, lse, *gradients))
+    for few in found[1:]:
+        for ours, wanted in zip(few, found[0], strict=True):
+            assert torch.equal(ours, wanted)
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("causal", [False, True])
@@ -142,3 +177,48 @@ def test_takes_heads_of_128_and_gradients_that_tma_reads(
 def test_gpu_runs_the_backward_kernels(count_q: int, count_k: int, dim: int, causal: bool) -> None:
     check_batch(count_q, count_k, dim, causal, torch.bfloat16, "cuda")
     check_packed(causal, dim, "cuda")
+
+
+@gpu
+@needs_gpu
+def test_gpu_graph_replays_on_new_inputs() -> None:
+    """Descriptors hold addresses: a replay reads what lies there by then."""
+    shapes = ((8, 0), (2, 1), (2, 2), (8, 3))
+    q, k, v, do = (
+        draw(2, 600, heads, 128, seed=seed, dtype=torch.bfloat16, device="cuda")
+        for heads, seed in shapes
+    )
+    settings = (None, None, 600, 600, True, 0, 0.1)
+
+    def both_passes() -> tuple[torch.Tensor, ...]:
+        o, lse = torch.ops.taut.attention(q, k, v, *settings)
+        return o, lse, *torch.ops.taut.attention_backward(do, q, k, v, o, lse, *settings)
+
+    both_passes()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both_passes()
+    for x in (q, k, v, do):
+        x.copy_(x.flip(1).clone())
+    graph.replay()
+    for ours, wanted in zip(found, both_passes(), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+@gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device, or none")
+def test_gpu_runs_where_its_inputs_are() -> None:
+    results = []
+    for device in ("cuda:0", "cuda:1", "cuda:1"):
+        q, k, v, do = (
+            draw(1, 600, 4, 128, seed=seed, dtype=torch.bfloat16, device=device)
+            for seed in range(4)
+        )
+        settings = (None, None, 600, 600, True, 0, 0.1)
+        o, lse = torch.ops.taut.attention(q, k, v, *settings)
+        gradients = torch.ops.taut.attention_backward(do, q, k, v, o, lse, *settings)
+        results.append([x.cpu() for x in (o, lse, *gradients)])
+    assert torch.cuda.current_device() == 0
+    for other in results[1:]:
+        for ours, wanted in zip(other, results[0], strict=True):
+            assert torch.equal(ours, wanted)

@@ -97,8 +97,8 @@ def test_a_tensor_of_another_device_runs_there(monkeypatch: pytest.MonkeyPatch) 
     entered: list[int] = []
 
     class Device:
-        def __init__(self, device: torch.device) -> None:
-            entered.append(device.index)
+        def __init__(self, device: int) -> None:
+            entered.append(device)
 
         def __enter__(self) -> None:
             monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -107,7 +107,10 @@ def test_a_tensor_of_another_device_runs_there(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     class Tensor:
-        device = torch.device("cuda", 1)
+        is_cuda = True
+
+        def get_device(self) -> int:
+            return 1
 
         def data_ptr(self) -> int:
             return 4096
@@ -133,3 +136,34 @@ def test_an_unaligned_pointer_goes_through_triton_every_time() -> None:
     launch("a", (1, 1, 1), (x, x), (5,), constants)
     assert len(jit.asked) == 3
     assert jit.calls == []
+
+
+@pytest.mark.parametrize("stride", [1, 5, 40])
+def test_a_single_row_at_any_stride_becomes_an_aligned_one(stride: int) -> None:
+    """PyTorch calls it contiguous; Triton would compile a form for stride 1, under the same key."""
+    x = torch.arange(32, dtype=torch.int8).as_strided((1, 32), (stride, 1))
+    assert x.is_contiguous()
+    found = _launch.aligned(x)
+    assert found.stride() == (32, 1)
+    assert torch.equal(found, x)
+    assert _launch.aligned(found) is found
+
+
+def test_a_device_is_asked_once_and_the_current_one_by_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[torch.device] = []
+
+    def name(device: torch.device) -> str:
+        asked.append(device)
+        return f"card {device.index}"
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", name)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    _launch._gpu_name.cache_clear()
+    cards = [torch.device("cuda"), torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert [_launch.gpu_name(card) for card in cards * 2] == ["card 1", "card 0", "card 1"] * 2
+    assert asked == [torch.device("cuda", 1), torch.device("cuda", 0)]
+    _launch._gpu_name.cache_clear()
+    assert _launch.gpu_name(torch.device("cpu")) is None
+    assert _launch.capability(torch.device("cpu")) == (0, 0)

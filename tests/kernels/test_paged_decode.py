@@ -87,14 +87,22 @@ def test_op_contract(dtype: torch.dtype) -> None:
 def test_compiles_without_graph_breaks() -> None:
     case = make_case([20, 5], 4, 2, 64, 16, torch.float16)
     q = case.q.squeeze(1)
+    rest = (case.k_cache, case.v_cache, case.block_table, case.context_lens)
 
     def layer(q: torch.Tensor) -> torch.Tensor:
-        rest = (case.k_cache, case.v_cache, case.block_table, case.context_lens)
         return paged_decode(q * 2, *rest, max_context=20, window=3) + 1
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert compiled(q).shape == q.shape
     assert torch.equal(compiled(q), layer(q))
+
+    def step(q: torch.Tensor, longest: int) -> torch.Tensor:
+        return paged_decode(q, *rest, max_context=longest)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for longest in (18, 19, 20):
+            assert torch.equal(compiled(q, longest), step(q, longest))
 
 
 def test_three_and_four_dimensions_are_the_same() -> None:

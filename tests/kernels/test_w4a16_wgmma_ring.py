@@ -23,7 +23,10 @@ from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no CUDA device of sm_90",
+)
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
     "one": WgmmaRingTile(32, 1, 1, 2, 1, 4, False),

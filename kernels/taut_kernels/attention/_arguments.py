@@ -7,6 +7,9 @@ import torch
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 256)
 _MAX_GRID = 65535
+_LEAST_BLOCK = 32
+"""Queries or keys of the smallest tile. Triton multiplies a grid's sides in 32 bits and launches
+nothing where that is not positive."""
 
 
 def padded_dim(dim: int) -> int:
@@ -53,7 +56,15 @@ def check(
     _check_bounds(q, cu_q, cu_k, max_q, max_k)
     sequences = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     if max(sequences, q.shape[-2]) > _MAX_GRID:
-        raise ValueError(f"at most {_MAX_GRID} sequences and heads, got {sequences}")
+        most = max(sequences, q.shape[-2])
+        raise ValueError(f"at most {_MAX_GRID} sequences and heads, got {most}")
+    if max_q is not None and max_k is not None:
+        blocks = -(-max(max_q, max_k) // _LEAST_BLOCK)
+        if blocks * sequences * q.shape[-2] >= 2**31:
+            raise ValueError(
+                f"max_seqlen_q and max_seqlen_k must be shorter for {sequences} sequences of "
+                f"{q.shape[-2]} heads, got {max_q} and {max_k}: a launch has less than 2**31 blocks"
+            )
 
 
 def _check_tensor(name: str, x: torch.Tensor, q: torch.Tensor) -> None:

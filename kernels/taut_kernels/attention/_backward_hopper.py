@@ -46,6 +46,7 @@ def serves(
     """
     return (
         padded_dim(q.shape[-1]) == 128
+        and settings.max_k > 0
         and _prefill_hopper.serves(q, k, v, settings)
         and _prefill_hopper.tma_reads(do)
     )

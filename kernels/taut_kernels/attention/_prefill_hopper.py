@@ -59,7 +59,7 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: Settings
         _launch.is_hopper(q.device)
         and settings.max_q >= MIN_QUERIES
         and not settings.window
-        and min(q.numel(), k.numel()) > 0
+        and min(q.numel(), k.numel(), count_sequences(q, settings.cu_q)) > 0
         and all(tma_reads(x) for x in (q, k, v))
     )
 

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from taut_kernels import _launch
+from taut_kernels._autocast import without_autocast
 from taut_kernels.attention import _tiles
 from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.attention._decode_arguments import EIGHT_BIT, check, check_arrivals, check_scale
@@ -258,10 +259,10 @@ def _fake_paged_decode(q: torch.Tensor, *_: Any) -> torch.Tensor:
 torch.library.define(
     "taut::paged_decode",
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens,"
-    " Tensor? k_scale, Tensor? v_scale, Tensor? arrivals, int max_context, int window,"
+    " Tensor? k_scale, Tensor? v_scale, Tensor? arrivals, SymInt max_context, int window,"
     " float scale) -> Tensor",
 )
-torch.library.impl("taut::paged_decode", "CPU", paged_decode_ref)
+torch.library.impl("taut::paged_decode", "CPU", without_autocast(paged_decode_ref))
 torch.library.impl("taut::paged_decode", "CUDA", _launch_paged_decode)
 torch.library.register_fake("taut::paged_decode", _fake_paged_decode)
 

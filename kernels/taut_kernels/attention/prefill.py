@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from taut_kernels import _launch
+from taut_kernels._autocast import without_autocast
 from taut_kernels.attention import _backward_hopper, _prefill_hopper, _tiles
 from taut_kernels.attention._arguments import check, padded_dim
 from taut_kernels.attention._call import (
@@ -233,6 +234,7 @@ def _launch_attention_backward(
     settings = Settings(*arguments)
     # A gradient expanded from a scalar has no elements next to each other.
     do = do if do.stride(-1) == 1 else do.contiguous()
+    lse = lse.contiguous()  # delta is made without gaps and read at the strides of lse
     if _backward_hopper.serves(do, q, k, v, settings):
         delta = row_delta(do, q, o, lse, settings)
         return _backward_hopper.launch(do, q, k, v, lse, delta, settings)
@@ -268,11 +270,14 @@ def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
     raise RuntimeError("taut::attention_backward has no derivative: attention can be derived once")
 
 
-_SETTINGS = "Tensor? cu_q, Tensor? cu_k, int max_q, int max_k, bool causal, int window, float scale"
+# SymInt: torch.compile would else make one graph for each length.
+_SETTINGS = (
+    "Tensor? cu_q, Tensor? cu_k, SymInt max_q, SymInt max_k, bool causal, int window, float scale"
+)
 torch.library.define(
     "taut::attention", f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)"
 )
-torch.library.impl("taut::attention", "CPU", attention_ref)
+torch.library.impl("taut::attention", "CPU", without_autocast(attention_ref))
 torch.library.impl("taut::attention", "CUDA", _launch_attention)
 torch.library.register_fake("taut::attention", _fake_attention)
 torch.library.register_autograd("taut::attention", _backward, setup_context=_setup)
@@ -282,7 +287,7 @@ torch.library.define(
     "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
     f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
 )
-torch.library.impl("taut::attention_backward", "CPU", attention_backward_ref)
+torch.library.impl("taut::attention_backward", "CPU", without_autocast(attention_backward_ref))
 torch.library.impl("taut::attention_backward", "CUDA", _launch_attention_backward)
 torch.library.register_fake("taut::attention_backward", _fake_attention_backward)
 torch.library.register_autograd("taut::attention_backward", _no_second_derivative)

@@ -100,13 +100,15 @@ def norm_backward_kernel(
                 if CENTRED:
                     g_sums += g
         g_mean = 0.0
-        if CENTRED:
+        if CENTRED and not AGAIN:
             # Both at once: half of the shuffles' latency, and half of the barriers.
             g_sum, gx_sum = tl.split(tl.sum(tl.join(g_sums, gx_sums), axis=1))
             g_mean = g_sum[:, None] / N
+            gx_mean = gx_sum[:, None] * rstd / N
         else:
-            gx_sum = tl.sum(gx_sums, axis=1)
-        gx_mean = gx_sum[:, None] * rstd / N
+            gx_mean = tl.sum(gx_sums, axis=1)[:, None] * rstd / N
+            if CENTRED:
+                g_mean = tl.sum(g_sums, axis=1)[:, None] / N
         new_dws = ()
         new_dbs = ()
         factors = weights

@@ -27,6 +27,7 @@ from functools import cache
 import torch
 
 from taut_kernels import _launch, tiles_scaled_mm
+from taut_kernels._autocast import without_autocast
 from taut_kernels.gemm import _scaled_mm_operands as operands
 from taut_kernels.gemm._scaled_mm_launch import launch, launch_block, make_arrivals
 from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
@@ -131,7 +132,7 @@ torch.library.define(
     "(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias,"
     " Tensor? arrivals, ScalarType out_dtype) -> Tensor",
 )
-torch.library.impl(f"taut::{OP}", "CPU", fp8_gemm_ref)
+torch.library.impl(f"taut::{OP}", "CPU", without_autocast(fp8_gemm_ref))
 torch.library.impl(f"taut::{OP}", "CUDA", _launch_fp8_gemm)
 torch.library.register_fake(f"taut::{OP}", _fake_fp8_gemm)
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch, formats, formats_mma, tiles_decode, tiles_wgmma
+from taut_kernels._autocast import without_autocast
 from taut_kernels.gemm import (
     w4a16_decode,
     w4a16_decode_ring,
@@ -130,7 +131,7 @@ torch.library.define(
     "(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias, Tensor arrivals,"
     " int group_size) -> Tensor",
 )
-torch.library.impl(f"taut::{OP}", "CPU", w4a16_gemm_ref)
+torch.library.impl(f"taut::{OP}", "CPU", without_autocast(w4a16_gemm_ref))
 torch.library.impl(f"taut::{OP}", "CUDA", _launch_w4a16_gemm)
 torch.library.register_fake(f"taut::{OP}", _fake_w4a16_gemm)
 

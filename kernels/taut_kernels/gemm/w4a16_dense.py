@@ -92,12 +92,20 @@ def launch(
     slice_tiles = max(1, SLICE_BYTES // (16 * K * x.element_size()))
     if tiles <= slice_tiles:
         weight = dequantize(qweight, scales, zeros, group_size, 0, tiles)
-        return torch.nn.functional.linear(x, weight, bias)
+        return _linear(x, weight, bias)
     y = _launch.empty((M, 16 * tiles), dtype=x.dtype, device=x.device)
     for first in range(0, tiles, slice_tiles):
         count = min(slice_tiles, tiles - first)
         weight = dequantize(qweight, scales, zeros, group_size, first, count)
         rows = slice(16 * first, 16 * (first + count))
         part = None if bias is None else bias[rows]
-        y[:, rows] = torch.nn.functional.linear(x, weight, part)
+        y[:, rows] = _linear(x, weight, part)
     return y
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply in the types given: `torch.nn.functional.linear` would take autocast's."""
+    y = _launch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    if bias is None:
+        return torch.mm(x, weight.t(), out=y)
+    return torch.addmm(bias, x, weight.t(), out=y)

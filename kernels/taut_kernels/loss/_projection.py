@@ -89,9 +89,11 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bo
             torch.mm(a, b, out_dtype=total.dtype, out=total)
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif first:
+        # Not `a @ b`: autocast would make that a product in 16 bits.
+        torch.mm(a.to(total.dtype), b.to(total.dtype), out=total)
     else:
-        product = a.to(total.dtype) @ b.to(total.dtype)
-        total.copy_(product if first else total + product)
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def column_sums(dlogits: torch.Tensor) -> torch.Tensor:

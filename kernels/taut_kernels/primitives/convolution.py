@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch
+from taut_kernels._autocast import without_autocast
 from taut_kernels.primitives import _conv2d_launch, _conv2d_tiles
 from taut_kernels.primitives._conv2d_launch import Window
 from taut_kernels.primitives._conv2d_tiles import GATHER, VERSIONS, ConvTile
@@ -160,7 +161,7 @@ _SCHEMA = (
     "str version) -> Tensor"
 )
 torch.library.define("taut::conv2d", _SCHEMA)
-torch.library.impl("taut::conv2d", "CPU", _conv2d_cpu)
+torch.library.impl("taut::conv2d", "CPU", without_autocast(_conv2d_cpu))
 torch.library.impl("taut::conv2d", "CUDA", _launch_conv2d)
 torch.library.register_fake("taut::conv2d", _fake_conv2d)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch
+from taut_kernels._autocast import without_autocast
 from taut_kernels.primitives import _gemm_launch, _gemm_tiles
 from taut_kernels.primitives._gemm_tiles import VERSIONS, GemmTile
 
@@ -125,7 +126,7 @@ def _fake_matmul(
 
 _SCHEMA = "(Tensor a, Tensor b, Tensor? bias, str activation, str version) -> Tensor"
 torch.library.define("taut::matmul", _SCHEMA)
-torch.library.impl("taut::matmul", "CPU", _matmul_cpu)
+torch.library.impl("taut::matmul", "CPU", without_autocast(_matmul_cpu))
 torch.library.impl("taut::matmul", "CUDA", _launch_matmul)
 torch.library.register_fake("taut::matmul", _fake_matmul)
 

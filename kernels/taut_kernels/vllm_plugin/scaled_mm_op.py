@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch, tiles_scaled_mm
+from taut_kernels._autocast import without_autocast
 from taut_kernels.gemm import fp8, w8a8
 from taut_kernels.gemm._scaled_mm_launch import launch
 
@@ -112,7 +113,7 @@ torch.library.define(
     "(Tensor x, Tensor weight_t, Tensor x_scale, Tensor weight_scale, Tensor? azp_adj,"
     " Tensor? azp, Tensor? bias, Tensor arrivals, ScalarType out_dtype, bool always) -> Tensor",
 )
-torch.library.impl(f"taut::{OP}", "CPU", _reference)
+torch.library.impl(f"taut::{OP}", "CPU", without_autocast(_reference))
 torch.library.impl(f"taut::{OP}", "CUDA", _dispatch)
 torch.library.register_fake(f"taut::{OP}", _fake)
 
