@@ -230,8 +230,8 @@ async def test_killed_redis_is_left_alone_and_found_again(
                     with pytest.raises(UnavailableError) as refused:
                         await store.take("a", limit, 1)
                     assert refused.value.code == "rate_limits_unavailable"
-            # One wait for the failure at most, none after it: 200 would take 10 s.
-            assert time.perf_counter() - began < 200 * LIMIT_S / 5
+            # One wait for the failure at most, none after it.
+            assert time.perf_counter() - began < 0.4
             assert (store.up, store.losses) == (False, 1)
             await server.start()
             await up(store)
@@ -258,7 +258,7 @@ async def test_redis_that_hangs_costs_one_time_limit(tmp_path: Path) -> None:
         began = time.perf_counter()
         answers = await asyncio.gather(*(store.take("a", limit, 1) for _ in range(50)))
         assert answers == [None] * 50
-        assert 0.4 * LIMIT_S <= time.perf_counter() - began < 50 * LIMIT_S / 2
+        assert 0.4 * LIMIT_S <= time.perf_counter() - began < 0.5
         began = time.perf_counter()
         for _ in range(100):
             assert await store.take("a", limit, 1) is None
