@@ -22,14 +22,14 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Program:
-    """A program inside a PyPI package.
+class Packed:
+    """A file inside a package.
 
     Args:
-        name: what it is called in ``.venv/bin``.
-        package: requirement to download, without its dependencies.
+        name: what it is called where it is put.
+        package: with its version; its dependencies are not wanted.
         members: where it lies: a path in the package, then a path in that file, and so on.
-        sha256: of the program (linux, x86-64).
+        sha256: of the file.
     """
 
     name: str
@@ -38,21 +38,12 @@ class Program:
     sha256: str
 
 
-@dataclass(frozen=True)
-class Definition:
-    """A kind's definition inside a module of an npm package.
+class Program(Packed):
+    """A program of a PyPI package (linux, x86-64), for ``.venv/bin``."""
 
-    Args:
-        name: the kind it defines; the file's name in ``.venv/share/chart-definitions``.
-        package: npm package with its version.
-        members: path of the module in the package.
-        sha256: of the module.
-    """
 
-    name: str
-    package: str
-    members: tuple[str, ...]
-    sha256: str
+class Definition(Packed):
+    """A kind's definition, a module of an npm package, for ``.venv/share/chart-definitions``."""
 
 
 GROUPS: dict[str, tuple[Program | Definition, ...]] = {
@@ -143,7 +134,7 @@ def fetch(definition: Definition, target: Path) -> None:
     _put(target, json.dumps(known).encode(), mode=0o644)
 
 
-def _taken_out(wanted: Program | Definition, download: list[str]) -> bytes:
+def _taken_out(wanted: Packed, download: list[str]) -> bytes:
     """Run a download into an empty folder and return the one file wanted of it."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(download, cwd=folder, capture_output=True, check=False)

@@ -192,6 +192,14 @@ def test_engine_options_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> None
         engine_modes.engine_options("prefer+fused", [1])
 
 
+def run_instead_of_python(worker: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the benchmark start this script where it would start an engine."""
+    script = folder / "python"
+    script.write_text(f"#!{sys.executable}{worker}")
+    script.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(script))
+
+
 def test_an_engine_that_fails_is_said_and_the_next_mode_still_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,10 +212,7 @@ if mode == "prefer": sys.exit("no engine")
 rows = [{"mode": mode, "batch": 4, "tokens_per_s": 10.0, "decode_ms": 1.0}]
 open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
 """
-    script = tmp_path / "python"
-    script.write_text(f"#!{sys.executable}{worker}")
-    script.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(script))
+    run_instead_of_python(worker, tmp_path, monkeypatch)
     path = tmp_path / "engine-w4a16.csv"
     modes = ["off", "prefer", "require+fused"]
     assert engine.run(tmp_path, modes, [4], "GPU card", path) == 1
@@ -235,10 +240,7 @@ if mode == "prefer":
 rows = [{"mode": mode, "batch": 4, "tokens_per_s": 10.0, "decode_ms": 1.0}]
 open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
 """
-    script = tmp_path / "python"
-    script.write_text(f"#!{sys.executable}{worker}")
-    script.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(script))
+    run_instead_of_python(worker, tmp_path, monkeypatch)
     path = tmp_path / "engine-w4a16.csv"
     assert engine.run(tmp_path, ["off", "prefer"], [4], "GPU card", path, "error") == 1
     out = capsys.readouterr().out

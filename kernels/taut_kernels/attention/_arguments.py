@@ -55,8 +55,8 @@ def check(
         raise ValueError(f"q has {q.shape[-2]} heads, not a multiple of the {k.shape[-2]} of k")
     _check_bounds(q, cu_q, cu_k, max_q, max_k)
     sequences = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    if max(sequences, q.shape[-2]) > _MAX_GRID:
-        most = max(sequences, q.shape[-2])
+    most = max(sequences, q.shape[-2])
+    if most > _MAX_GRID:
         raise ValueError(f"at most {_MAX_GRID} sequences and heads, got {most}")
     if max_q is not None and max_k is not None:
         blocks = -(-max(max_q, max_k) // _LEAST_BLOCK)

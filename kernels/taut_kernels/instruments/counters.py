@@ -237,10 +237,14 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _of_default(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what the default overload of an op of ours would have got."""
-    if func._overloadname == "plain":  # of the norms: without the third argument, the residual
-        return (*args[:2], None, *args[2:])
-    return args
+    """Return what an op's default overload would have got: None for an argument it has more."""
+    default = func.overloadpacket.default
+    if func is default:
+        return args
+    own = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(own, args, strict=False))  # the rest came by name
+    wanted = [argument.name for argument in default._schema.arguments]
+    return tuple(given.get(name) for name in wanted if name in given or name not in own)
 
 
 class _Operands:
