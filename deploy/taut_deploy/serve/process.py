@@ -130,7 +130,9 @@ class SupervisedProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.spec.environment},
+                # A Python child's lines reach the log in the order they were said: with a buffer,
+                # what it prints lands behind the error it ended with, which is what we show.
+                env={"PYTHONUNBUFFERED": "1", **os.environ, **self.spec.environment},
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
