@@ -3,7 +3,7 @@
 A table is ``tiles/w4a16_wgmma-<card>.json``::
 
     {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"N": …, "K": …, "max_m": 16 | 32 | 64 | 128 | 256 | 1024 | null,
+     "rows": [{"N": …, "K": …, "max_m": 16 | 32 | 64 | 128 | 256 | 512 | 1024 | 2048 | null,
                "tile": {…} | "dense" | "decode", "us": µs per call at max_m (null: 4096)}, …]}
 
 ``tile`` has exactly the fields of :class:`WgmmaTile` or, up to 64 tokens, of
@@ -26,7 +26,7 @@ from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
-BUCKETS = (16, 32, 64, 128, 256, 1024)
+BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """Largest M of each row but the last, which has no limit."""
 DECODE_TOKENS = 16
 """Most tokens the decode kernel takes."""

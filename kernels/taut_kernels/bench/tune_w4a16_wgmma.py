@@ -82,7 +82,7 @@ def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
         programs = triton.cdiv(N, rows) * triton.cdiv(M, block_m)
         for split in _SPLITS:
             if not _PROGRAMS[0] <= programs * split or (
-                split > 1 and (M > 256 or programs * split > _PROGRAMS[1])
+                split > 1 and (M > 512 or programs * split > _PROGRAMS[1])
             ):
                 continue
             yield WgmmaTile(block_m, reps, warps, chunks, split, stages, reordered, early, ahead)
