@@ -222,8 +222,9 @@ def w4a16_wgmma_kernel(
     if not REORDERED:
         column = tl.max_contiguous(tl.multiple_of(fragment_columns(position), 2), 2)
     token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Tokens beyond M read the last one again: no mask, never stored.
-    token_row = tl.minimum(token, M - 1).to(tl.int64)
+    # Tokens beyond M read the first ones again: no mask, never stored. Not all the last one:
+    # every multiprocessor would ask one place of L2 for one line, 128 times a step.
+    token_row = (token % M).to(tl.int64)
     x_ptrs = x_ptr + token_row[:, None] * stride_xm + column[None, :]
 
     STEPS: tl.constexpr = (CHUNKS // CHUNKS_PER_STEP + SPLIT_K - 1) // SPLIT_K

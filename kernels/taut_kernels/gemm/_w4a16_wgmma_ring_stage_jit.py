@@ -32,8 +32,9 @@ def token_addresses(
 ):
     """Return pointers to the first chunk's activations: words of two columns, fragment order."""
     token = gl.program_id(2) * BLOCK_M + axis(0, BLOCK_M, LX, 2)
-    # Tokens beyond M read the last one again: no mask, never stored.
-    token = gl.minimum(token, M - 1).to(gl.int64)
+    # Tokens beyond M read the first ones again: no mask, never stored. Not all the last one:
+    # every multiprocessor would ask one place of L2 for one line.
+    token = (token % M).to(gl.int64)
     word = axis(1, 32, LX, 2)
     if not REORDERED:
         # Positions count (h, i, j, t), columns (h, t, i, j).
