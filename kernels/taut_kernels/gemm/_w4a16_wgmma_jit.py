@@ -193,6 +193,8 @@ def w4a16_wgmma_kernel(
     PDL: tl.constexpr,  # start before the kernel in front has ended (sm_90)
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
+    ROLE: tl.constexpr = "alone",  # "head", "tail": of taut_kernels.gemm.w4a16_wgmma_waves
+    SUMMED: tl.constexpr = False,  # a launch of its own adds the splits
 ):
     CHUNKS: tl.constexpr = K // 64
     GROUPS: tl.constexpr = K // GROUP_SIZE if GROUP_SIZE else 1
@@ -201,7 +203,7 @@ def w4a16_wgmma_kernel(
     ROWS: tl.constexpr = TILES * 16
     SAME_GROUP: tl.constexpr = GROUP_SIZE != 32
 
-    if PDL:
+    if PDL and ROLE != "head":
         gdc_launch_dependents()
     pid, split, pid_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     element = tl.arange(0, TILES * 128)
@@ -247,7 +249,11 @@ def w4a16_wgmma_kernel(
                 _prefetch(word_ptrs + (first * CHUNKS_PER_STEP + c) * 128)
         # The first weights, which nobody writes while serving, are on their way: now wait for the
         # kernel that makes the activations (and the one that used arrivals and partial before).
-        gdc_wait()
+        # A tail starts when every program of its head has passed this place: all of that is over.
+        if ROLE != "tail":
+            gdc_wait()
+        if ROLE == "head":
+            gdc_launch_dependents()
     acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         chunk = step * CHUNKS_PER_STEP
@@ -305,14 +311,18 @@ def w4a16_wgmma_kernel(
         cell = tl.arange(0, ROWS)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         cells = partial_ptr + tile_of_y.to(tl.int64) * (SPLIT_K * SIZE) + cell
         tl.store(cells + split * SIZE, acc)
-        # Every thread's partials are stored before one of them announces the program.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT_K - 1:
-            total = tl.zeros((ROWS, BLOCK_M), tl.float32)
-            for s in tl.range(SPLIT_K):
-                # In order of the splits: the same bits from run to run. Past L1, which does not
-                # see what other programs store.
-                total += tl.load(cells + s * SIZE, cache_modifier=".cg")
-            _store_tile(y_ptr, bias_ptr, total, rows, token, M, N, HAS_BIAS)
-            tl.store(arrivals_ptr + tile_of_y, 0)
+        if not SUMMED:
+            # Every thread's partials are stored before one of them announces the program.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
+            if arrived == SPLIT_K - 1:
+                total = tl.zeros((ROWS, BLOCK_M), tl.float32)
+                for s in tl.range(SPLIT_K):
+                    # In order of the splits: the same bits from run to run. Past L1, which does
+                    # not see what other programs store.
+                    total += tl.load(cells + s * SIZE, cache_modifier=".cg")
+                _store_tile(y_ptr, bias_ptr, total, rows, token, M, N, HAS_BIAS)
+                tl.store(arrivals_ptr + tile_of_y, 0)
+    if PDL and ROLE == "tail":
+        # What comes next waits for this kernel only: let its end mean the head's end too.
+        gdc_wait()
