@@ -25,7 +25,7 @@ class WgmmaRingTile:
         group_tiles: tiles of 64 output rows a warp group, 1 or 2; with 2 one is converted while
             the other is multiplied.
         warp_groups: of a program beside each other along N, 1, 2 or 4; they share activations.
-        chunks_per_step: chunks of 64 K indices between two barriers, 1 (K whole), 2 or 4.
+        chunks_per_step: chunks of 64 K indices between two barriers, 1, 2 or 4.
         split_k: programs along K, 1..16; more than one adds a last-program reduction.
         stages: steps the ring holds, 3..12; one is always being given back.
         reordered: bring the activations into fragment order first, in a launch of its own; else
@@ -66,11 +66,10 @@ class WgmmaRingTile:
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field} must be one of {values}, got {getattr(self, field)}")
-        if self.running > self.parts * self.chunks_per_step:
-            # The stage of the step before last would still be read when it is filled again.
-            raise ValueError(f"running must be at most parts × chunks_per_step, got {self.running}")
-        if self.chunks_per_step == 1 and self.split_k > 1:
-            raise ValueError("split_k needs steps of whole groups: chunks_per_step 2 or 4")
+        if self.running >= self.parts * self.chunks_per_step:
+            # A whole step's products would still read their weights' registers when the next step
+            # begins to write them: seen in SASS, which no wait orders.
+            raise ValueError(f"running must be below parts × chunks_per_step, got {self.running}")
         if self.summed and self.split_k == 1:
             raise ValueError("summed needs split_k > 1")
         if self.registers and not 32 <= self.registers <= 255:

@@ -44,9 +44,13 @@ _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.constexpr_function
-def _steps(chunks, chunks_a_step):
-    """Count the steps of a program: at least two, since Triton 3.6 fails on a loop of one pass."""
-    return max(2, -(-chunks // chunks_a_step))
+def _steps(chunks, chunks_a_step, split_k):
+    """Count the steps of a program: at least two, since Triton 3.6 fails on a loop of one pass.
+
+    An even number where a step is one chunk, so that a split begins with a group.
+    """
+    steps = max(2, -(-chunks // (chunks_a_step * split_k)))
+    return steps + steps % 2 if chunks_a_step == 1 else steps
 
 
 @gluon.constexpr_function
@@ -224,7 +228,7 @@ def w4a16_wgmma_ring_kernel(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     CHUNKS: gl.constexpr = K // 64
-    STEPS: gl.constexpr = _steps(CHUNKS, CHUNKS_PER_STEP * SPLIT_K)
+    STEPS: gl.constexpr = _steps(CHUNKS, CHUNKS_PER_STEP, SPLIT_K)
     MASKED: gl.constexpr = CHUNKS != CHUNKS_PER_STEP * SPLIT_K * STEPS
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     WARP_GROUPS: gl.constexpr = _groups(CHUNKS_PER_STEP, GROUP_SIZE)
