@@ -51,9 +51,9 @@ def check(M, rows, N, splits, block_m, warps, row_tiles, by_register, has_bias):
             for r, line, row in places(rows, n, warps, row_tiles, by_register):
                 # Tokens beyond M hold the last one's sums.
                 values = wanted[:, (m * block_m + token).clamp(max=M - 1), row]
-                partial[m * tiles[0] + n][
-                    :, cell(r, line, token, block_m, warps, by_register)
-                ] = values
+                partial[m * tiles[0] + n][:, cell(r, line, token, block_m, warps, by_register)] = (
+                    values
+                )
     bias = torch.randn(rows, generator=generator).half() if has_bias else None
     whole = torch.full((M, N), float("nan")).half()
     first = N - rows

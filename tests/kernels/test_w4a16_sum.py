@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
-SCRIPT = Path(__file__).with_name("interpret_w4a16_sum.py")
+INTERPRET = Path(__file__).with_name("interpret_w4a16_sum.py")
 
 
-def test_sums_of_splits_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count(" ok\n") == 5
+def test_sums_of_splits_in_the_interpreter(run_python: Any) -> None:
+    process = run_python(str(INTERPRET), env={"TRITON_INTERPRET": "1"})
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.count(" ok\n") == 5

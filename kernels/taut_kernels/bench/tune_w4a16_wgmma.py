@@ -35,11 +35,13 @@ from taut_kernels.gemm import (
     w4a16_dense,
     w4a16_wgmma,
     w4a16_wgmma_ring,
+    w4a16_wgmma_waves,
 )
 from taut_kernels.gemm.w4a16 import make_arrivals
 from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
 from taut_kernels.tiles_wgmma import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
 
 TOKENS = (*BUCKETS, 4096)
 """M at which a bucket is decided: its largest, and 4096 for the one without a limit."""
@@ -60,7 +62,7 @@ _RING_FORMS = {
 }
 """Registers a thread to allow, about what ptxas wants, and ``scale_first``; by row, token tiles."""
 REGIMES = ("ring", "wgmma", "wgmma-ring")
-Tile = WgmmaTile | RingTile | WgmmaRingTile
+Tile = WgmmaTile | RingTile | WgmmaRingTile | WavesTile
 
 
 def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
@@ -145,6 +147,8 @@ def _launch(
         return w4a16_decode_ring.launch(tile, *operands)
     if isinstance(tile, WgmmaRingTile):
         return w4a16_wgmma_ring.launch(tile, *operands)
+    if isinstance(tile, WavesTile):
+        return w4a16_wgmma_waves.launch(tile, *operands)
     return w4a16_wgmma.launch(tile, *operands)
 
 
@@ -186,6 +190,7 @@ def _subject(layer: Layer, M: int, tile: Choice, weights: Weights) -> timing.Sub
         qweight, scales, arrivals = weights[i]
         if tile == "decode":
             cut = tiles_decode.lookup(torch.cuda.get_device_name(), layer.N, layer.K, 2)
+            assert isinstance(cut, tiles_decode.DecodeTile), "a ring has no tile of 16 tokens there"
             operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
             return w4a16_decode.launch(cut, *operands)
         if tile == "dense":

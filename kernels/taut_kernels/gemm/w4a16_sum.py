@@ -61,7 +61,7 @@ def launch(
         return named, {"num_warps": WARPS} | _launch.PDL_OPTIONS[pdl]
 
     _KERNEL(
-        (split_k, block_m, num_warps, row_tiles, by_register, bias is None, y.dtype, N, rows),
+        (split_k, block_m, num_warps, row_tiles, by_register, bias is None, y.dtype),
         (tiles[0], block_m // tokens, tiles[1]),
         (partial, bias, y),
         (M, N, rows),
