@@ -1,11 +1,11 @@
-"""Run by test_w4a16_sum.py with TRITON_INTERPRET=1: the sums' launch on CPU tensors, fp16."""
+"""Run by test_w4a16_sum.py with TRITON_INTERPRET=1: what stands before and behind products, fp16."""
 
 import sys
 
 import torch
 
 from taut_kernels import testing
-from taut_kernels.gemm import w4a16_sum
+from taut_kernels.gemm import w4a16_sum, w4a16_wgmma
 
 # M, rows, N of y, splits, tokens a tile, warps, row tiles, by register, bias
 CASES = [
@@ -76,7 +76,16 @@ def check(M, rows, N, splits, block_m, warps, row_tiles, by_register, has_bias):
     assert whole[:, :first].isnan().all(), "columns of another launch"
 
 
+def check_reorder(M, K, padding):
+    x = torch.randn(M, K + padding, generator=torch.Generator().manual_seed(K)).half()[:, :K]
+    expected = x.reshape(M, K // 64, 2, 4, 2, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).reshape(M, K)
+    assert torch.equal(w4a16_wgmma.reorder_words(x), expected)
+    assert torch.equal(w4a16_wgmma.reorder(x), expected)
+
+
 with testing.nan_poison():
+    for shape in ((3, 64, 0), (2, 2112, 8), (1, 4096, 0)):
+        check_reorder(*shape)
     for case in CASES:
         check(*case)
         sys.stdout.write(f"{case} ok\n")
