@@ -1,4 +1,4 @@
-"""Run by test_w4a16_sum.py with TRITON_INTERPRET=1: what stands before and behind products, fp16."""
+"""Run by test_w4a16_sum.py, TRITON_INTERPRET=1: what stands before and behind products, fp16."""
 
 import sys
 

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
+from taut_kernels.bench import tune_w4a16_wgmma
+from taut_kernels.bench.shapes import PRODUCTS
+from taut_kernels.bench.wgmma_waves_candidates import waves_candidates
 from taut_kernels.gemm import w4a16_wgmma as wgmma
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
 from taut_kernels.gemm import w4a16_wgmma_variants
@@ -169,6 +172,23 @@ def test_variants_name_the_roles_of_both_tiles() -> None:
     assert found == [(OLD, "head"), (MANY, "tail")]
     assert list(w4a16_wgmma_variants.products_of(OLD)) == [(OLD, "alone")]
     assert list(w4a16_wgmma_variants.products_of("dense")) == []
+
+
+@pytest.mark.parametrize("M", [256, 1024])
+def test_candidates_could_stand_in_a_table(M: int) -> None:
+    for N, K in PRODUCTS.values():
+        found = list(waves_candidates(N, K, M))
+        assert len(found) == len(set(found)) > 5
+        for tile in found:
+            row = {"N": N, "K": K, "max_m": M, "tile": dataclasses.asdict(tile), "us": 1.0}
+            text = json.dumps({"gpu": "card", "source": "test", "rows": [row]})
+            parsed = tiles_wgmma.parse(text, "t.json")
+            assert parsed.choices[N, K, BUCKETS.index(M)] == tile
+            for part, _ in w4a16_wgmma_variants.products_of(tile):
+                if isinstance(part, WgmmaRingTile):
+                    assert part.stages_that_fit(32, has_zeros=True) >= 3
+    kinds = tune_w4a16_wgmma.all_candidates(6144, 4096, 1024, tune_w4a16_wgmma.REGIMES)
+    assert {type(t).__name__ for t in kinds} == {"WgmmaTile", "WgmmaRingTile", "WavesTile"}
 
 
 @gpu
