@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
+from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_decode, tiles_wgmma
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.wgmma_waves_candidates import waves_candidates
+from taut_kernels.gemm import w4a16, w4a16_decode, w4a16_decode_ring, w4a16_wgmma_variants
 from taut_kernels.gemm import w4a16_wgmma as wgmma
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
-from taut_kernels.gemm import w4a16_wgmma_variants
 from taut_kernels.gemm import w4a16_wgmma_waves as waves
 from taut_kernels.gemm._w4a16_wgmma_jit import w4a16_wgmma_kernel
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
+from taut_kernels.tiles_decode import DecodeTile
+from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
@@ -231,3 +233,25 @@ def test_gpu_every_cut_chained_in_a_graph(
         torch.cuda.synchronize()
         assert all(torch.equal(y, actual) for y in found), "bits differ between runs"
     assert not operands[5].any(), "arrivals must be 0 again"
+
+
+@pytest.mark.parametrize(
+    ("M", "choice", "module"),
+    [
+        (8, DecodeTile(1, 1, 8, 1, 8, 8, 8, False, 128), w4a16_decode),
+        (8, RingTile(1, 4, 2, 2, 4, 4), w4a16_decode_ring),
+        (300, WavesTile(OLD, HALF, 2), waves),
+        (300, MANY, ring),
+        (300, SPLIT, wgmma),
+    ],
+)
+def test_the_op_runs_what_the_table_chose(
+    M: int, choice: Any, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operands = testing.make_w4a16_case(M, 64, 128, 64, dtype=torch.bfloat16).operands()
+    table_of = tiles_decode if M <= 8 else tiles_wgmma
+    monkeypatch.setattr(table_of, "lookup", lambda *_: choice)
+    monkeypatch.setattr(module, "launch", lambda *arguments: arguments)
+    launched: Any = w4a16._launch_w4a16_gemm(*operands)
+    assert launched[0] == choice
+    assert launched[1] is operands[0]
