@@ -9,9 +9,10 @@ Packing   :mod:`taut_kernels.formats_mma`; on disk compressed-tensors ``pack-qua
           once after loading
 Regimes   M ≤ 8, and to 16 where it was measured faster, :mod:`taut_kernels.gemm.w4a16_decode`,
           bound by weight bytes; from there :mod:`taut_kernels.gemm.w4a16_wgmma`; where the measured
-          table says so :mod:`taut_kernels.gemm.w4a16_decode_ring` (to 64),
-          :mod:`taut_kernels.gemm.w4a16_wgmma_ring` (to 128) or
-          :mod:`taut_kernels.gemm.w4a16_dense`. One layout serves all five.
+          tables say so :mod:`taut_kernels.gemm.w4a16_decode_ring` (1 to 64),
+          :mod:`taut_kernels.gemm.w4a16_wgmma_ring` (to 1024),
+          :mod:`taut_kernels.gemm.w4a16_wgmma_waves` or :mod:`taut_kernels.gemm.w4a16_dense`. One
+          layout serves them all.
 Numerics  q - z is an integer and exact in either type; products accumulate in fp32, bias is applied
           in fp32, one rounding at the store. Scales: see the regime. The reference multiplies in
           the order of the formula, in fp32. The same bits from run to run for one M; not across M.
@@ -35,9 +36,12 @@ from taut_kernels.gemm import (
     w4a16_dense,
     w4a16_wgmma,
     w4a16_wgmma_ring,
+    w4a16_wgmma_waves,
 )
+from taut_kernels.tiles_decode import DecodeTile
 from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
 
 OP = "w4a16_gemm"
 GROUP_SIZES = (32, 64, 128)
@@ -98,19 +102,22 @@ def _launch_w4a16_gemm(
         return _launch.empty((M, N), dtype=x.dtype, device=x.device)
     x = _launch.aligned(x)
     gpu = _launch.gpu_name(x.device)
-    choice: tiles_wgmma.Choice = "decode"
+    choice: tiles_wgmma.Choice | DecodeTile = "decode"
     if M > _ONE_TOKEN_TILE:
         choice = tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M))
     if choice == "decode":
-        cut = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2)
-        return w4a16_decode.launch(cut, x, qweight, scales, zeros, bias, arrivals, group_size)
+        choice = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2)
     if choice == "dense":
         return w4a16_dense.launch(x, qweight, scales, zeros, bias, group_size)
     operands = (x, qweight, scales, zeros, bias, arrivals, group_size)
+    if isinstance(choice, DecodeTile):
+        return w4a16_decode.launch(choice, *operands)
     if isinstance(choice, RingTile):
         return w4a16_decode_ring.launch(choice, *operands)
     if isinstance(choice, WgmmaRingTile):
         return w4a16_wgmma_ring.launch(choice, *operands)
+    if isinstance(choice, WavesTile):
+        return w4a16_wgmma_waves.launch(choice, *operands)
     return w4a16_wgmma.launch(choice, *operands)
 
 

@@ -12,21 +12,33 @@ Source    Weights as the 64-row register operand of `wgmma`, tokens as its colum
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from taut_kernels import _launch
-from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
+from taut_kernels.gemm import w4a16_sum
+from taut_kernels.gemm._w4a16_wgmma_jit import (
+    reorder_kernel,
+    reorder_words_kernel,
+    w4a16_wgmma_kernel,
+)
 from taut_kernels.tiles_wgmma import WgmmaTile
 
 ELEMENT = {torch.bfloat16: "bf16", torch.float16: "f16"}
+Role = Literal["alone", "head", "tail"]
+"""Of a launch: the only one, or one of two (:mod:`taut_kernels.gemm.w4a16_wgmma_waves`)."""
 _REORDER_BLOCK = 2048
 _PRODUCT = _launch.Launcher(w4a16_wgmma_kernel)
 _REORDER = _launch.Launcher(reorder_kernel)
+_REORDER_WORDS = _launch.Launcher(reorder_words_kernel)
+REORDER_WORDS = 1024
+WORDS = False
 
 
 def launch_constants(
-    tile: WgmmaTile, K: int, group_size: int, *, hopper: bool
-) -> dict[str, int | bool]:
+    tile: WgmmaTile, K: int, group_size: int, *, hopper: bool, role: Role = "alone"
+) -> dict[str, int | bool | str]:
     """Return the kernel constants that follow from tile and shape.
 
     Args:
@@ -35,6 +47,7 @@ def launch_constants(
         group_size: G, or 0 for one group a channel.
         hopper: the card has `wgmma`, whose products go on after they were issued, and programmatic
             dependent launch.
+        role: of this launch.
     """
     return {
         "K": K,
@@ -49,11 +62,35 @@ def launch_constants(
         "PDL": hopper,
         "WARPS": tile.num_warps,
         "STAGES": tile.num_stages,
+        "ROLE": role,
+        "SUMMED": tile.summed,
     }
+
+
+def reorder_words(x: torch.Tensor) -> torch.Tensor:
+    """Return what :func:`reorder` does, 16 bytes a lane."""
+    M, K = x.shape
+    out = _launch.empty((M, K), dtype=x.dtype, device=x.device)
+
+    def constants() -> tuple[_launch.Constants, _launch.Constants]:
+        pdl = _launch.is_hopper(x.device)
+        return {"BLOCK": REORDER_WORDS, "PDL": pdl}, dict(_launch.PDL_OPTIONS[pdl])
+
+    _REORDER_WORDS(
+        (K, x.dtype),
+        (M, -(-K // (2 * REORDER_WORDS)), 1),
+        (x, out),
+        (K, x.stride(0)),
+        constants,
+        (x.stride(0),),
+    )
+    return out
 
 
 def reorder(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` [M, K] with its columns in fragment order, contiguous."""
+    if WORDS:
+        return reorder_words(x)
     M, K = x.shape
     out = _launch.empty((M, K), dtype=x.dtype, device=x.device)
 
@@ -100,24 +137,58 @@ def launch(
     Raises:
         ValueError: the tile makes more partial sums meet than ``arrivals`` counts.
     """
+    y = _launch.empty((x.shape[0], 16 * qweight.shape[0]), dtype=x.dtype, device=x.device)
+    if tile.reordered:
+        x = reorder(x)
+    product(tile, x, qweight, scales, zeros, bias, arrivals, group_size, y)
+    return y
+
+
+def product(
+    tile: WgmmaTile,
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    group_size: int,
+    y: torch.Tensor,
+    role: Role = "alone",
+) -> None:
+    """Fill ``y``, which may be some columns of a larger result.
+
+    Args:
+        tile: how to cut the work.
+        x: [M, K], in fragment order where the tile says so.
+        qweight: of the output features of ``y``, as are the next three.
+        scales: likewise.
+        zeros: likewise.
+        bias: likewise.
+        arrivals: the layer's.
+        group_size: G.
+        y: [M, rows], the result's rows apart; parts of it are whole tiles.
+        role: of this launch.
+
+    Raises:
+        ValueError: the tile makes more partial sums meet than ``arrivals`` counts.
+    """
     M, K = x.shape
-    N = 16 * qweight.shape[0]
-    y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
-    grid = (-(-N // tile.rows), tile.split_k, -(-M // tile.block_m))
-    partial = None
+    rows = 16 * qweight.shape[0]
+    N = y.stride(0)
+    grid = (-(-rows // tile.rows), tile.split_k, -(-M // tile.block_m))
+    partial, meet = None, tile.split_k > 1 and not tile.summed
     if tile.split_k > 1:
         tiles = grid[0] * grid[2]
-        if tiles > arrivals.numel():
+        if meet and tiles > arrivals.numel():
             raise ValueError(f"split_k: {tiles} tiles meet, arrivals counts {arrivals.numel()}")
         size = tiles * tile.split_k * tile.rows * tile.block_m
         partial = _launch.empty((size,), dtype=torch.float32, device=x.device)
-    if tile.reordered:
-        x = reorder(x)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
         hopper = _launch.is_hopper(x.device)
         group = 0 if group_size == K else group_size
-        named = launch_constants(tile, K, group, hopper=hopper) | {
+        named = launch_constants(tile, K, group, hopper=hopper, role=role) | {
             "HAS_ZEROS": zeros is not None,
             "HAS_BIAS": bias is not None,
             "ELEMENT": ELEMENT[x.dtype],
@@ -125,11 +196,22 @@ def launch(
         return named, {"num_warps": tile.num_warps} | _launch.PDL_OPTIONS[hopper]
 
     _PRODUCT(
-        (tile, N, K, group_size, x.dtype, zeros is None, bias is None),
+        (tile, N, K, group_size, x.dtype, zeros is None, bias is None, role),
         grid,
-        (x, qweight, scales, zeros, bias, y, partial, arrivals if tile.split_k > 1 else None),
+        (x, qweight, scales, zeros, bias, y, partial, arrivals if meet else None),
         (M, N, x.stride(0)),
         constants,
         (x.stride(0),),
     )
-    return y
+    if partial is not None and tile.summed:
+        w4a16_sum.launch(
+            partial,
+            bias,
+            y,
+            (grid[0], grid[2]),
+            split_k=tile.split_k,
+            block_m=tile.block_m,
+            num_warps=tile.num_warps,
+            row_tiles=tile.row_reps,
+            by_register=False,
+        )

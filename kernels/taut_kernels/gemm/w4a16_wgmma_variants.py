@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_wgmma
 from taut_kernels._variant import KernelVariant
-from taut_kernels.gemm import w4a16_dense
+from taut_kernels.gemm import w4a16_dense, w4a16_sum
 from taut_kernels.gemm._w4a16_dense_jit import w4a16_dequantize_kernel
+from taut_kernels.gemm._w4a16_sum_jit import sum_splits_kernel
 from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
-from taut_kernels.gemm.w4a16_wgmma import launch_constants
-from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
+from taut_kernels.gemm.w4a16_wgmma import Role, launch_constants
+from taut_kernels.tiles_wgmma import BUCKETS, Choice, WgmmaTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
 
 _FORMATS = (("bf16", True, 32), ("fp16", False, 64), ("fp16", True, 128), ("bf16", True, 0))
 
@@ -23,20 +26,37 @@ def kernel_variants() -> Iterator[KernelVariant]:
     """
     tables = tiles_wgmma.tables().values()
     measured = {
-        (K, tile): None
+        (K, tile, role): None
         for t in tables
-        for (_, K, _), tile in t.choices.items()
+        for (_, K, _), choice in t.choices.items()
+        for tile, role in products_of(choice)
         if isinstance(tile, WgmmaTile)
     }
     # Only cards of compute capability 9.0 were measured.
-    for K, tile in measured:
-        yield _product(tile, K, "bf16", False, 128, "sm_90")
+    for K, tile, role in measured:
+        yield _product(tile, K, "bf16", False, 128, "sm_90", role)
+    for summed in (
+        WgmmaTile(128, 1, 8, 1, 2, 3, reordered=True, early_wait=True, summed=True),
+        WgmmaTile(128, 2, 4, 1, 3, 3, reordered=True, early_wait=True, summed=True),
+    ):
+        yield _product(summed, 4096, "bf16", False, 128, "sm_90", "tail")
+        for by_register in (False, True):
+            yield _sums(summed, by_register)
     yield from _every_format()
     for dtype, has_zeros, group_size in _FORMATS:
         yield _dequantize(dtype, has_zeros, group_size)
     for dtype in ("bf16", "fp16"):
         for target in ("sm_80", "sm_90"):
             yield _reorder(dtype, target)
+
+
+def products_of(choice: Choice) -> Iterator[tuple[WgmmaTile | WgmmaRingTile, Role]]:
+    """Yield the tiles of a table's choice, with the role each is launched in."""
+    if isinstance(choice, WavesTile):
+        yield choice.head, "head"
+        yield choice.tail, "tail"
+    elif isinstance(choice, WgmmaTile | WgmmaRingTile):
+        yield choice, "alone"
 
 
 def _every_format() -> Iterator[KernelVariant]:
@@ -64,20 +84,27 @@ def _scheme(has_zeros: bool, group_size: int) -> str:
 
 
 def _product(
-    tile: WgmmaTile, K: int, dtype: str, has_zeros: bool, group_size: int, target: str
+    tile: WgmmaTile,
+    K: int,
+    dtype: str,
+    has_zeros: bool,
+    group_size: int,
+    target: str,
+    role: Role = "alone",
 ) -> KernelVariant:
-    constants = launch_constants(tile, K, group_size, hopper=target == "sm_90")
+    constants = launch_constants(tile, K, group_size, hopper=target == "sm_90", role=role)
     pointers = {"x_ptr": dtype, "qweight_ptr": "i32", "scales_ptr": dtype, "y_ptr": dtype}
     optional = {
         "zeros_ptr": dtype if has_zeros else None,
         "bias_ptr": dtype,
         "partial_ptr": "fp32" if tile.split_k > 1 else None,
-        "arrivals_ptr": "i32" if tile.split_k > 1 else None,
+        "arrivals_ptr": "i32" if tile.split_k > 1 and not tile.summed else None,
     }
     pointers |= {name: element for name, element in optional.items() if element is not None}
     absent = {name: None for name, element in optional.items() if element is None}
+    where = "" if role == "alone" else f" {role}"
     return KernelVariant(
-        label=f"w4a16_wgmma {dtype} {_scheme(has_zeros, group_size)} K={K}",
+        label=f"w4a16_wgmma {dtype} {_scheme(has_zeros, group_size)} K={K}{where}",
         kernel=w4a16_wgmma_kernel,
         tile=tile,
         pointers=pointers,
@@ -124,6 +151,29 @@ def _reorder(dtype: str, target: str) -> KernelVariant:
         constants={"BLOCK": 2048, "PDL": target == "sm_90"},
         options=dict(_launch.PDL_OPTIONS[target == "sm_90"]),
         targets=(target,),
+    )
+
+
+def _sums(tile: WgmmaTile, by_register: bool) -> KernelVariant:
+    return KernelVariant(
+        label=f"w4a16_sum {'by register' if by_register else 'by row'}",
+        kernel=sum_splits_kernel,
+        tile=tile,
+        pointers={"partial_ptr": "fp32", "bias_ptr": "bf16", "y_ptr": "bf16"},
+        integers=("M", "N", "rows"),
+        divisible_by_16=("N", "rows"),
+        constants={
+            "SPLIT_K": tile.split_k,
+            "BLOCK_M": tile.block_m,
+            "TOKENS": w4a16_sum.TOKENS,
+            "WARPS": tile.num_warps,
+            "ROW_TILES": tile.row_reps,
+            "BY_REGISTER": by_register,
+            "HAS_BIAS": True,
+            "PDL": True,
+        },
+        options={"num_warps": w4a16_sum.WARPS} | _launch.PDL_OPTIONS[True],
+        targets=("sm_90",),
     )
 
 
