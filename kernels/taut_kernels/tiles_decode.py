@@ -5,8 +5,7 @@ A table is ``tiles/w4a16_decode-<card>.json``::
     {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
      "rows": [{"N": …, "K": …, "max_m": 8 | 16, "tile": {…}, "us": [µs per call, …]}, …]}
 
-``tile`` has exactly the fields of :class:`DecodeTile` or, for 8 tokens, of
-:class:`taut_kernels.tiles_decode_ring.RingTile`. A shape that no table of the card
+``tile`` has exactly the fields of :class:`DecodeTile`. A shape that no table of the card
 names takes :func:`rule`. The layout of the weights does not depend on the tile.
 """
 
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from taut_kernels import _tile_tables
-from taut_kernels.tiles_decode_ring import RingTile
 
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 UNIT = 512
@@ -91,7 +89,7 @@ class DecodeTable:
     """The measured tiles of one card, by (N, K, token tiles)."""
 
     gpu: str
-    tiles: dict[tuple[int, int, int], DecodeTile | RingTile]
+    tiles: dict[tuple[int, int, int], DecodeTile]
 
 
 def parse(text: str, where: str) -> DecodeTable:
@@ -108,17 +106,14 @@ def parse(text: str, where: str) -> DecodeTable:
         ValueError: an unknown key, a missing field, or a shape named twice; names ``where``.
     """
     gpu, listed = _tile_tables.rows_of(text, where)
-    found: dict[tuple[int, int, int], DecodeTile | RingTile] = {}
+    found: dict[tuple[int, int, int], DecodeTile] = {}
     for row in listed:
         if set(row) != _ROW_FIELDS or row["max_m"] not in (8, 16):
             raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, max_m 8 or 16")
         key = (row["N"], row["K"], row["max_m"] // 8)
         if key in found:
             raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={8 * key[2]} is there twice")
-        tile = row["tile"]
-        if "stages" in tile and row["max_m"] != 8:
-            raise ValueError(f"{where}: a ring of 16 tokens belongs to the other table, got {tile}")
-        found[key] = RingTile(**tile) if "stages" in tile else DecodeTile(**tile)
+        found[key] = DecodeTile(**row["tile"])
     return DecodeTable(gpu, found)
 
 
@@ -151,7 +146,7 @@ def rule(N: int, K: int, token_tiles: int) -> DecodeTile:
 
 
 @cache
-def lookup(gpu: str | None, N: int, K: int, token_tiles: int) -> DecodeTile | RingTile:
+def lookup(gpu: str | None, N: int, K: int, token_tiles: int) -> DecodeTile:
     """Choose the tile of one shape on one card.
 
     Args:

@@ -53,7 +53,6 @@ class WgmmaTile:
             right after issuing them.
         ahead: steps of weights on their way in registers, 0..4; 0 lets them wait in shared memory
             with the activations.
-        summed: a launch of its own adds the splits, not the program that arrives last.
 
     Raises:
         ValueError: a field is out of its range.
@@ -68,7 +67,6 @@ class WgmmaTile:
     reordered: bool
     early_wait: bool
     ahead: int = 0
-    summed: bool = False
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
@@ -83,12 +81,10 @@ class WgmmaTile:
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field} must be one of {values}, got {getattr(self, field)}")
-        if self.summed and self.split_k == 1:
-            raise ValueError("summed needs split_k > 1")
 
     def __str__(self) -> str:
         cut = f"{self.block_m}x{self.rows}x{64 * self.chunks_per_step}/{self.num_warps}w"
-        flags = "r" * self.reordered + "e" * self.early_wait + "s" * self.summed
+        flags = "r" * self.reordered + "e" * self.early_wait
         return f"{cut}/{self.num_stages}s/a{self.ahead}/k{self.split_k}{flags}"
 
     @property

@@ -7,39 +7,33 @@ import torch
 from taut_kernels import testing
 from taut_kernels.gemm import w4a16_sum, w4a16_wgmma
 
-# M, rows, N of y, splits, tokens a tile, warps, row tiles, by register, bias
+# M, rows, N of y, splits, tokens a tile, warps, row tiles, bias
 CASES = [
-    (70, 272, 272, 3, 64, 4, 2, True, True),
-    (129, 128, 512, 2, 128, 8, 1, True, False),
-    (16, 80, 80, 3, 16, 4, 1, True, True),
-    (300, 256, 640, 4, 256, 8, 1, False, True),
-    (17, 144, 144, 2, 32, 4, 2, False, False),
+    (70, 272, 272, 3, 64, 4, 2, True),
+    (129, 128, 512, 2, 128, 8, 1, False),
+    (16, 80, 80, 3, 16, 4, 1, True),
+    (300, 256, 640, 4, 256, 8, 1, True),
 ]
 
 
-def places(rows, n, warps, row_tiles, by_register):
+def places(rows, n, warps, row_tiles):
     """Return (place in a tile, row of y) of every row a tile holds, in the order of its sums."""
     for r in range(row_tiles):
         for warp in range(warps):
-            if by_register:
-                tile = min((n * warps + warp) * row_tiles, rows // 16 - row_tiles) + r
-            else:
-                tile = min((n * row_tiles + r) * warps + warp, rows // 16 - 1)
+            tile = min((n * warps + warp) * row_tiles, rows // 16 - row_tiles) + r
             for line in range(16):
                 yield r, 16 * warp + line, 16 * tile + line
 
 
-def cell(r, line, token, block_m, warps, by_register):
+def cell(r, line, token, block_m, warps):
     """Return where a tile keeps one sum."""
     lines = 16 * warps
-    if not by_register:
-        return (r * lines + line) * block_m + token
     warp, half, g = line // 16, line % 16 // 8, line % 8
     lane = (warp * 8 + g) * 4 + token % 8 // 2
     return (r * (block_m // 8) + token // 8) * (8 * lines) + lane * 4 + half * 2 + token % 2
 
 
-def check(M, rows, N, splits, block_m, warps, row_tiles, by_register, has_bias):
+def check(M, rows, N, splits, block_m, warps, row_tiles, has_bias):
     generator = torch.Generator().manual_seed(M)
     tiles = (-(-rows // (16 * warps * row_tiles)), -(-M // block_m))
     size = 16 * warps * row_tiles * block_m
@@ -48,12 +42,9 @@ def check(M, rows, N, splits, block_m, warps, row_tiles, by_register, has_bias):
     token = torch.arange(block_m)
     for m in range(tiles[1]):
         for n in range(tiles[0]):
-            for r, line, row in places(rows, n, warps, row_tiles, by_register):
-                # Tokens beyond M hold the last one's sums.
-                values = wanted[:, (m * block_m + token).clamp(max=M - 1), row]
-                partial[m * tiles[0] + n][:, cell(r, line, token, block_m, warps, by_register)] = (
-                    values
-                )
+            for r, line, row in places(rows, n, warps, row_tiles):
+                values = wanted[:, (m * block_m + token) % M, row]
+                partial[m * tiles[0] + n][:, cell(r, line, token, block_m, warps)] = values
     bias = torch.randn(rows, generator=generator).half() if has_bias else None
     whole = torch.full((M, N), float("nan")).half()
     first = N - rows
@@ -66,7 +57,6 @@ def check(M, rows, N, splits, block_m, warps, row_tiles, by_register, has_bias):
         block_m=block_m,
         num_warps=warps,
         row_tiles=row_tiles,
-        by_register=by_register,
     )
     total = torch.zeros(M, rows)
     for s in range(splits):
@@ -79,7 +69,6 @@ def check(M, rows, N, splits, block_m, warps, row_tiles, by_register, has_bias):
 def check_reorder(M, K, padding):
     x = torch.randn(M, K + padding, generator=torch.Generator().manual_seed(K)).half()[:, :K]
     expected = x.reshape(M, K // 64, 2, 4, 2, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).reshape(M, K)
-    assert torch.equal(w4a16_wgmma.reorder_words(x), expected)
     assert torch.equal(w4a16_wgmma.reorder(x), expected)
 
 

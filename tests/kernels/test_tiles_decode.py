@@ -9,7 +9,6 @@ import pytest
 
 from taut_kernels import tiles_decode
 from taut_kernels.tiles_decode import DecodeTile
-from taut_kernels.tiles_decode_ring import RingTile
 
 TILE = {
     "row_tiles": 1,
@@ -34,23 +33,6 @@ def test_parse_reads_a_tile() -> None:
     assert parsed.gpu == "card"
     assert parsed.tiles == {(64, 128, 1): DecodeTile(1, 2, 2, 1, 4, 2, 2, False)}
     assert parsed.tiles[64, 128, 1].num_warps == 4
-
-
-RING = {
-    "row_tiles": 1,
-    "row_warps": 4,
-    "k_warps": 2,
-    "chunks_per_step": 2,
-    "split_k": 4,
-    "stages": 4,
-}
-
-
-def test_a_ring_takes_eight_tokens_but_not_sixteen() -> None:
-    parsed = tiles_decode.parse(table(tile=RING), "t.json")
-    assert parsed.tiles == {(64, 128, 1): RingTile(**RING)}
-    with pytest.raises(ValueError, match=r"t.json: a ring of 16 tokens belongs to the other table"):
-        tiles_decode.parse(table(tile=RING, max_m=16), "t.json")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, testing_gluon, tiles_decode, tiles_wgmma
+from taut_kernels import _launch, testing, testing_gluon, tiles_wgmma
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm import w4a16_decode_ring as ring
@@ -173,8 +173,6 @@ def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
     assert len(variants) == len({(v.label, v.tile) for v in variants})
     tables = tiles_wgmma.tables().values()
     measured = {t for table in tables for t in table.choices.values() if isinstance(t, RingTile)}
-    few = tiles_decode.tables().values()
-    measured |= {t for table in few for t in table.tiles.values() if isinstance(t, RingTile)}
     assert measured <= {v.tile for v in variants}
     labels = " ".join(v.label for v in variants)
     for word in ("bf16", "fp16", " asym", " sym", "group=32", "group=64", "group=128", "channel"):

@@ -150,10 +150,8 @@ def add_splits(
     block_m: int,
     num_warps: int,
     row_tiles: int,
-    by_register: bool,
 ) -> None:
     """Add splits one tile of 16 rows after another: what test_w4a16_sum.py holds the kernel to."""
-    assert by_register
     shape = (tiles[1], tiles[0], split_k, row_tiles, block_m // 8, num_warps, 8, 4, 2, 2)
     # Eight tokens, warp, g, t, r, b: rows are (r, g), tokens (eight, t, b).
     total = partial.view(shape).sum(2).permute(0, 1, 4, 2, 7, 5, 3, 6, 8)

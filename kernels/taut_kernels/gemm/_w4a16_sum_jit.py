@@ -1,4 +1,4 @@
-"""The Triton kernel that adds up splits of K in a launch of its own, for both `wgmma` kernels.
+"""The Triton kernel that adds up splits of K in a launch of its own, for the `wgmma` ring.
 
 The program that arrives last reads every split's sums alone, some 5 to 15 µs of them with large
 tiles; here every multiprocessor reads a share.
@@ -23,7 +23,7 @@ def _store(y_ptr, bias_ptr, total, row, token, M, N, HAS_BIAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def sum_splits_kernel(
-    partial_ptr,  # [tiles of y, SPLIT_K, …] fp32, a tile's sums as the products leave them
+    partial_ptr,  # [tiles of y, SPLIT_K, …] fp32: [ROW_TILES, BLOCK_M / 8, lanes, 4]
     bias_ptr,  # [N]; unused without HAS_BIAS
     y_ptr,  # [M, rows], rows of N apart
     M,
@@ -34,7 +34,6 @@ def sum_splits_kernel(
     TOKENS: tl.constexpr,  # tokens a program, at most those
     WARPS: tl.constexpr,  # of the products
     ROW_TILES: tl.constexpr,  # of 16 rows a warp
-    BY_REGISTER: tl.constexpr,  # sums lie [ROW_TILES, BLOCK_M/8, lanes, 4], else [rows, BLOCK_M]
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -50,25 +49,16 @@ def sum_splits_kernel(
     token = pid_m * BLOCK_M + part * TOKENS + tl.arange(0, TOKENS)
     line = tl.arange(0, LINES)
     for r in tl.static_range(ROW_TILES):
-        if BY_REGISTER:
-            cell = tl.arange(0, TOKENS // 8)[:, None] * (8 * LINES) + tl.arange(0, 8 * LINES)[None]
-            cell += r * (LINES * BLOCK_M) + part * (TOKENS * LINES)
-            total = tl.zeros((TOKENS // 8, 8 * LINES), tl.float32)
-        else:
-            cell = (r * LINES + line)[:, None] * BLOCK_M + tl.arange(0, TOKENS)[None, :]
-            cell += part * TOKENS
-            total = tl.zeros((LINES, TOKENS), tl.float32)
+        cell = tl.arange(0, TOKENS // 8)[:, None] * (8 * LINES) + tl.arange(0, 8 * LINES)[None]
+        cell += r * (LINES * BLOCK_M) + part * (TOKENS * LINES)
+        total = tl.zeros((TOKENS // 8, 8 * LINES), tl.float32)
         for s in tl.static_range(SPLIT_K):
             total += tl.load(tile_ptr + s * SIZE + cell, cache_modifier=".cg")
-        if BY_REGISTER:
-            # Eight tokens, warp, g, t, r, b: rows are (warp, r, g), tokens (eight, t, b).
-            total = tl.reshape(total, (TOKENS // 8, WARPS, 8, 4, 2, 2))
-            total = tl.reshape(tl.permute(total, (1, 4, 2, 0, 3, 5)), (LINES, TOKENS))
-            tile = tl.minimum((pid * WARPS + line // 16) * ROW_TILES, rows // 16 - ROW_TILES)
-            row = (tile + r) * 16 + line % 16
-        else:
-            # Spare rows repeat the last ones of y, as the sums do that were made for them.
-            tile = tl.minimum((pid * ROW_TILES + r) * WARPS + line // 16, rows // 16 - 1)
-            row = tile * 16 + line % 16
+        # Eight tokens, warp, g, t, r, b: rows are (warp, r, g), tokens (eight, t, b).
+        total = tl.reshape(total, (TOKENS // 8, WARPS, 8, 4, 2, 2))
+        total = tl.reshape(tl.permute(total, (1, 4, 2, 0, 3, 5)), (LINES, TOKENS))
+        # Spare rows repeat the last ones of y, as the sums do that were made for them.
+        tile = tl.minimum((pid * WARPS + line // 16) * ROW_TILES, rows // 16 - ROW_TILES)
+        row = (tile + r) * 16 + line % 16
         row = tl.max_contiguous(tl.multiple_of(row, 16), 16)
         _store(y_ptr, bias_ptr, total, row, token, M, N, HAS_BIAS)

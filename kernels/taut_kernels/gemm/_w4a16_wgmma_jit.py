@@ -124,31 +124,6 @@ def reorder_kernel(
     tl.store(out_ptr + row * K + position, value, mask=mask)
 
 
-@triton.jit
-def reorder_words_kernel(
-    x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1
-    out_ptr,  # [M, K], contiguous: columns in fragment order
-    K,
-    stride_xm,
-    BLOCK: tl.constexpr,  # words of two columns
-    PDL: tl.constexpr,
-):
-    """Do what `reorder_kernel` does, 16 bytes a lane: 4 × 4 words of each 32 columns transposed."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = word < K // 2
-    x_words = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    out_words = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    value = tl.load(x_words + row * (stride_xm // 2) + word, mask=mask)
-    # Columns count (h, t, i, j, b), positions (h, i, j, t, b).
-    value = tl.permute(tl.reshape(value, (BLOCK // 16, 4, 4)), (0, 2, 1))
-    value = tl.reshape(value, (BLOCK,))
-    tl.store(out_words + row * (K // 2) + word, value, mask=mask)
-
-
 PREFETCH_CHUNKS: tl.constexpr = tl.constexpr(4)
 """Chunks brought into L2 before the activations are there: two steps, 2 KB a row tile."""
 
@@ -219,7 +194,6 @@ def w4a16_wgmma_kernel(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
     ROLE: tl.constexpr = "alone",  # "head", "tail": of taut_kernels.gemm.w4a16_wgmma_waves
-    SUMMED: tl.constexpr = False,  # a launch of its own adds the splits
 ):
     CHUNKS: tl.constexpr = K // 64
     GROUPS: tl.constexpr = K // GROUP_SIZE if GROUP_SIZE else 1
@@ -337,18 +311,17 @@ def w4a16_wgmma_kernel(
         cell = tl.arange(0, ROWS)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         cells = partial_ptr + tile_of_y.to(tl.int64) * (SPLIT_K * SIZE) + cell
         tl.store(cells + split * SIZE, acc)
-        if not SUMMED:
-            # Every thread's partials are stored before one of them announces the program.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
-            if arrived == SPLIT_K - 1:
-                total = tl.zeros((ROWS, BLOCK_M), tl.float32)
-                for s in tl.range(SPLIT_K):
-                    # In order of the splits: the same bits from run to run. Past L1, which does
-                    # not see what other programs store.
-                    total += tl.load(cells + s * SIZE, cache_modifier=".cg")
-                _store_tile(y_ptr, bias_ptr, total, rows, token, M, N, HAS_BIAS)
-                tl.store(arrivals_ptr + tile_of_y, 0)
+        # Every thread's partials are stored before one of them announces the program.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT_K - 1:
+            total = tl.zeros((ROWS, BLOCK_M), tl.float32)
+            for s in tl.range(SPLIT_K):
+                # In order of the splits: the same bits from run to run. Past L1, which does not
+                # see what other programs store.
+                total += tl.load(cells + s * SIZE, cache_modifier=".cg")
+            _store_tile(y_ptr, bias_ptr, total, rows, token, M, N, HAS_BIAS)
+            tl.store(arrivals_ptr + tile_of_y, 0)
     if PDL and ROLE == "tail":
         # What comes next waits for this kernel only: let its end mean the head's end too.
         gdc_wait()

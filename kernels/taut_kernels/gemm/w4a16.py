@@ -9,7 +9,7 @@ Packing   :mod:`taut_kernels.formats_mma`; on disk compressed-tensors ``pack-qua
           once after loading
 Regimes   M ≤ 8, and to 16 where it was measured faster, :mod:`taut_kernels.gemm.w4a16_decode`,
           bound by weight bytes; from there :mod:`taut_kernels.gemm.w4a16_wgmma`; where the measured
-          tables say so :mod:`taut_kernels.gemm.w4a16_decode_ring` (1 to 64),
+          table says so :mod:`taut_kernels.gemm.w4a16_decode_ring` (to 64),
           :mod:`taut_kernels.gemm.w4a16_wgmma_ring` (to 1024),
           :mod:`taut_kernels.gemm.w4a16_wgmma_waves` or :mod:`taut_kernels.gemm.w4a16_dense`. One
           layout serves them all.
@@ -38,7 +38,6 @@ from taut_kernels.gemm import (
     w4a16_wgmma_ring,
     w4a16_wgmma_waves,
 )
-from taut_kernels.tiles_decode import DecodeTile
 from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
@@ -102,16 +101,15 @@ def _launch_w4a16_gemm(
         return _launch.empty((M, N), dtype=x.dtype, device=x.device)
     x = _launch.aligned(x)
     gpu = _launch.gpu_name(x.device)
-    choice: tiles_wgmma.Choice | DecodeTile = "decode"
+    choice: tiles_wgmma.Choice = "decode"
     if M > _ONE_TOKEN_TILE:
         choice = tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M))
     if choice == "decode":
-        choice = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2)
+        cut = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2)
+        return w4a16_decode.launch(cut, x, qweight, scales, zeros, bias, arrivals, group_size)
     if choice == "dense":
         return w4a16_dense.launch(x, qweight, scales, zeros, bias, group_size)
     operands = (x, qweight, scales, zeros, bias, arrivals, group_size)
-    if isinstance(choice, DecodeTile):
-        return w4a16_decode.launch(choice, *operands)
     if isinstance(choice, RingTile):
         return w4a16_decode_ring.launch(choice, *operands)
     if isinstance(choice, WgmmaRingTile):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from taut_kernels import _launch, tiles_decode, tiles_wgmma
+from taut_kernels import _launch, tiles_wgmma
 from taut_kernels._variant import KernelVariant
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
 from taut_kernels.gemm.w4a16_decode_ring import launch_constants
@@ -25,12 +25,6 @@ def kernel_variants() -> Iterator[KernelVariant]:
         (K, tile, BUCKETS[bucket] // 8): None
         for t in tables
         for (_, K, bucket), tile in t.choices.items()
-        if isinstance(tile, RingTile)
-    }
-    measured |= {
-        (K, tile, tokens): None
-        for t in tiles_decode.tables().values()
-        for (_, K, tokens), tile in t.tiles.items()
         if isinstance(tile, RingTile)
     }
     for K, tile, token_tiles in measured:

@@ -20,12 +20,7 @@ def kernel_variants() -> Iterator[KernelVariant]:
     it is loaded; these variants stand for them.
     """
     tables = tiles_decode.tables().values()
-    measured = {
-        (K, m, tile): None
-        for t in tables
-        for (_, K, m), tile in t.tiles.items()
-        if isinstance(tile, tiles_decode.DecodeTile)
-    }
+    measured = {(K, m, tile): None for t in tables for (_, K, m), tile in t.tiles.items()}
     # Only cards of compute capability 9.0 were measured.
     for K, token_tiles, tile in measured:
         yield _variant(tile, K, token_tiles, "bf16", False, 128, "sm_90")

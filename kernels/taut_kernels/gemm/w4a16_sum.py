@@ -1,4 +1,4 @@
-"""The second launch of a product whose K is split: adds the splits' sums, in their order.
+"""The second launch of a `wgmma` ring whose K is split: adds the splits' sums, in their order.
 
 Maths     y[m, n] = Σ_s partial_s[m, n] + bias[n]
 Numerics  fp32, one rounding at the store; the same bits from run to run
@@ -27,7 +27,6 @@ def launch(
     block_m: int,
     num_warps: int,
     row_tiles: int,
-    by_register: bool,
 ) -> None:
     """Fill ``y``.
 
@@ -40,7 +39,6 @@ def launch(
         block_m: tokens a tile.
         num_warps: warps of the products, 16 · ``row_tiles`` rows each.
         row_tiles: tiles of 16 rows a warp.
-        by_register: how the sums of a tile lie, see the kernel.
     """
     M, rows = y.shape
     N = y.stride(0)
@@ -54,14 +52,13 @@ def launch(
             "TOKENS": tokens,
             "WARPS": num_warps,
             "ROW_TILES": row_tiles,
-            "BY_REGISTER": by_register,
             "HAS_BIAS": bias is not None,
             "PDL": pdl,
         }
         return named, {"num_warps": WARPS} | _launch.PDL_OPTIONS[pdl]
 
     _KERNEL(
-        (split_k, block_m, num_warps, row_tiles, by_register, bias is None, y.dtype),
+        (split_k, block_m, num_warps, row_tiles, bias is None, y.dtype),
         (tiles[0], block_m // tokens, tiles[1]),
         (partial, bias, y),
         (M, N, rows),

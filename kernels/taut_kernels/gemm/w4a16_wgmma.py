@@ -17,12 +17,7 @@ from typing import Literal
 import torch
 
 from taut_kernels import _launch
-from taut_kernels.gemm import w4a16_sum
-from taut_kernels.gemm._w4a16_wgmma_jit import (
-    reorder_kernel,
-    reorder_words_kernel,
-    w4a16_wgmma_kernel,
-)
+from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
 from taut_kernels.tiles_wgmma import WgmmaTile
 
 ELEMENT = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -31,9 +26,6 @@ Role = Literal["alone", "head", "tail"]
 _REORDER_BLOCK = 2048
 _PRODUCT = _launch.Launcher(w4a16_wgmma_kernel)
 _REORDER = _launch.Launcher(reorder_kernel)
-_REORDER_WORDS = _launch.Launcher(reorder_words_kernel)
-REORDER_WORDS = 1024
-WORDS = False
 
 
 def launch_constants(
@@ -63,34 +55,11 @@ def launch_constants(
         "WARPS": tile.num_warps,
         "STAGES": tile.num_stages,
         "ROLE": role,
-        "SUMMED": tile.summed,
     }
-
-
-def reorder_words(x: torch.Tensor) -> torch.Tensor:
-    """Return what :func:`reorder` does, 16 bytes a lane."""
-    M, K = x.shape
-    out = _launch.empty((M, K), dtype=x.dtype, device=x.device)
-
-    def constants() -> tuple[_launch.Constants, _launch.Constants]:
-        pdl = _launch.is_hopper(x.device)
-        return {"BLOCK": REORDER_WORDS, "PDL": pdl}, dict(_launch.PDL_OPTIONS[pdl])
-
-    _REORDER_WORDS(
-        (K, x.dtype),
-        (M, -(-K // (2 * REORDER_WORDS)), 1),
-        (x, out),
-        (K, x.stride(0)),
-        constants,
-        (x.stride(0),),
-    )
-    return out
 
 
 def reorder(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` [M, K] with its columns in fragment order, contiguous."""
-    if WORDS:
-        return reorder_words(x)
     M, K = x.shape
     out = _launch.empty((M, K), dtype=x.dtype, device=x.device)
 
@@ -177,10 +146,10 @@ def product(
     rows = 16 * qweight.shape[0]
     N = y.stride(0)
     grid = (-(-rows // tile.rows), tile.split_k, -(-M // tile.block_m))
-    partial, meet = None, tile.split_k > 1 and not tile.summed
+    partial = None
     if tile.split_k > 1:
         tiles = grid[0] * grid[2]
-        if meet and tiles > arrivals.numel():
+        if tiles > arrivals.numel():
             raise ValueError(f"split_k: {tiles} tiles meet, arrivals counts {arrivals.numel()}")
         size = tiles * tile.split_k * tile.rows * tile.block_m
         partial = _launch.empty((size,), dtype=torch.float32, device=x.device)
@@ -198,20 +167,8 @@ def product(
     _PRODUCT(
         (tile, N, K, group_size, x.dtype, zeros is None, bias is None, role),
         grid,
-        (x, qweight, scales, zeros, bias, y, partial, arrivals if meet else None),
+        (x, qweight, scales, zeros, bias, y, partial, arrivals if tile.split_k > 1 else None),
         (M, N, x.stride(0)),
         constants,
         (x.stride(0),),
     )
-    if partial is not None and tile.summed:
-        w4a16_sum.launch(
-            partial,
-            bias,
-            y,
-            (grid[0], grid[2]),
-            split_k=tile.split_k,
-            block_m=tile.block_m,
-            num_warps=tile.num_warps,
-            row_tiles=tile.row_reps,
-            by_register=False,
-        )

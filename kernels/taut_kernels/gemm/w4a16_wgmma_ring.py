@@ -166,5 +166,4 @@ def product(
             block_m=tile.block_m,
             num_warps=tile.num_warps,
             row_tiles=row_tiles,
-            by_register=True,
         )

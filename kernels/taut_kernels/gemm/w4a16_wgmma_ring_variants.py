@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_wgmma
 from taut_kernels._variant import KernelVariant
+from taut_kernels.gemm import w4a16_sum
+from taut_kernels.gemm._w4a16_sum_jit import sum_splits_kernel
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
 from taut_kernels.gemm.w4a16_wgmma import Role
 from taut_kernels.gemm.w4a16_wgmma_ring import launch_constants
@@ -31,6 +33,8 @@ def kernel_variants() -> Iterator[KernelVariant]:
     }
     for K, tile, role in measured:
         yield _variant(tile, K, "bf16", False, 128, role)
+    for tile in {tile: None for _, tile, _ in measured if tile.summed}:
+        yield _sums(tile)
     for dtype, has_zeros, group_size in _FORMATS:
         # 576 = 9 chunks: no cut of it comes out even, so copies are masked.
         for K, tile in (
@@ -79,4 +83,26 @@ def _variant(
         | _launch.PDL_OPTIONS[True],
         targets=("sm_90",),
         allowed_spill_bytes=_MAX_SPILL_BYTES if tile.registers else 0,
+    )
+
+
+def _sums(tile: WgmmaRingTile) -> KernelVariant:
+    return KernelVariant(
+        label="w4a16_sum bf16",
+        kernel=sum_splits_kernel,
+        tile=tile,
+        pointers={"partial_ptr": "fp32", "bias_ptr": "bf16", "y_ptr": "bf16"},
+        integers=("M", "N", "rows"),
+        divisible_by_16=("N", "rows"),
+        constants={
+            "SPLIT_K": tile.split_k,
+            "BLOCK_M": tile.block_m,
+            "TOKENS": w4a16_sum.TOKENS,
+            "WARPS": tile.num_warps,
+            "ROW_TILES": tile.group_tiles,
+            "HAS_BIAS": True,
+            "PDL": True,
+        },
+        options={"num_warps": w4a16_sum.WARPS} | _launch.PDL_OPTIONS[True],
+        targets=("sm_90",),
     )

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_wgmma
 from taut_kernels._variant import KernelVariant
-from taut_kernels.gemm import w4a16_dense, w4a16_sum
+from taut_kernels.gemm import w4a16_dense
 from taut_kernels.gemm._w4a16_dense_jit import w4a16_dequantize_kernel
-from taut_kernels.gemm._w4a16_sum_jit import sum_splits_kernel
 from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
 from taut_kernels.gemm.w4a16_wgmma import Role, launch_constants
 from taut_kernels.tiles_wgmma import BUCKETS, Choice, WgmmaTile
@@ -35,13 +34,6 @@ def kernel_variants() -> Iterator[KernelVariant]:
     # Only cards of compute capability 9.0 were measured.
     for K, tile, role in measured:
         yield _product(tile, K, "bf16", False, 128, "sm_90", role)
-    for summed in (
-        WgmmaTile(128, 1, 8, 1, 2, 3, reordered=True, early_wait=True, summed=True),
-        WgmmaTile(128, 2, 4, 1, 3, 3, reordered=True, early_wait=True, summed=True),
-    ):
-        yield _product(summed, 4096, "bf16", False, 128, "sm_90", "tail")
-        for by_register in (False, True):
-            yield _sums(summed, by_register)
     yield from _every_format()
     for dtype, has_zeros, group_size in _FORMATS:
         yield _dequantize(dtype, has_zeros, group_size)
@@ -98,7 +90,7 @@ def _product(
         "zeros_ptr": dtype if has_zeros else None,
         "bias_ptr": dtype,
         "partial_ptr": "fp32" if tile.split_k > 1 else None,
-        "arrivals_ptr": "i32" if tile.split_k > 1 and not tile.summed else None,
+        "arrivals_ptr": "i32" if tile.split_k > 1 else None,
     }
     pointers |= {name: element for name, element in optional.items() if element is not None}
     absent = {name: None for name, element in optional.items() if element is None}
@@ -151,29 +143,6 @@ def _reorder(dtype: str, target: str) -> KernelVariant:
         constants={"BLOCK": 2048, "PDL": target == "sm_90"},
         options=dict(_launch.PDL_OPTIONS[target == "sm_90"]),
         targets=(target,),
-    )
-
-
-def _sums(tile: WgmmaTile, by_register: bool) -> KernelVariant:
-    return KernelVariant(
-        label=f"w4a16_sum {'by register' if by_register else 'by row'}",
-        kernel=sum_splits_kernel,
-        tile=tile,
-        pointers={"partial_ptr": "fp32", "bias_ptr": "bf16", "y_ptr": "bf16"},
-        integers=("M", "N", "rows"),
-        divisible_by_16=("N", "rows"),
-        constants={
-            "SPLIT_K": tile.split_k,
-            "BLOCK_M": tile.block_m,
-            "TOKENS": w4a16_sum.TOKENS,
-            "WARPS": tile.num_warps,
-            "ROW_TILES": tile.row_reps,
-            "BY_REGISTER": by_register,
-            "HAS_BIAS": True,
-            "PDL": True,
-        },
-        options={"num_warps": w4a16_sum.WARPS} | _launch.PDL_OPTIONS[True],
-        targets=("sm_90",),
     )
 
 
