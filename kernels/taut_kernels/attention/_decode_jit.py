@@ -54,7 +54,7 @@ def load_queries(q_ptr, offs_row, rows, stride_qt, stride_qh, D: tl.constexpr,
     pointers = q_ptr + places[:, None] + offs_d[None, :]
     mask = (offs_row < rows)[:, None] & (offs_d < D)[None, :]
     pointers = pointers[None, :, :] + tl.zeros((WARPS, 1, 1), tl.int32)
-    return tl.load(pointers, mask=mask[None, :, :], other=0.0)
+    return tl.load(pointers, mask=mask[None, :, :], other=0.0, volatile=True)
 
 
 @triton.jit
@@ -211,28 +211,32 @@ def paged_decode_kernel(
     LENGTH: tl.constexpr = D if FORMAT == "16 bit" else D // 2
     # Neighbouring programs read neighbouring heads of the same pages.
     head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    context = tl.minimum(tl.maximum(tl.load(contexts_ptr + batch), 0), most_keys)
+    head_k = (head // ROW_BLOCKS).to(tl.int64)
+    first_row = head % ROW_BLOCKS * ROWS
+    rows_end = tl.minimum(first_row + ROWS, QUERIES * GROUP)
+    offs_row = first_row + tl.arange(0, BLOCK_M)
+    q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
+    # All that does not depend on the context is asked for beside it, not behind it.
+    context = tl.load(contexts_ptr + batch, volatile=True)
+    q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
+    k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if HAS_K_SCALE else 1.0
+    v_scale = tl.load(v_scale_ptr + head_k * stride_vs) if HAS_V_SCALE else 1.0
+    context = tl.minimum(tl.maximum(context, 0), most_keys)
     first, chunk, active = key_span(context, window, splits, min_keys, QUERIES, WINDOW, BLOCK_KEYS)
     if split >= active:
         return
     first += split * chunk
     last = tl.minimum(first + chunk, context)
-    head_k = (head // ROW_BLOCKS).to(tl.int64)
-    first_row = head % ROW_BLOCKS * ROWS
-    rows_end = tl.minimum(first_row + ROWS, QUERIES * GROUP)
     table_ptr += batch * stride_table
-    q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
+    # And the first pages before the queries are made ready.
+    pages = load_pages(table_ptr, first, last, KEYS, PAGE, WARPS)
     o_ptr += batch * stride_ob + head_k * GROUP * stride_oh
     k_ptr += head_k * stride_kh
     v_ptr += head_k * stride_vh
 
-    offs_row = first_row + tl.arange(0, BLOCK_M)
     # The last query of a sequence stands at its last key.
     position = context - QUERIES + offs_row // GROUP
-    factor = tl.full((BLOCK_M,), 1.0, tl.float32) * scale_log2
-    if HAS_K_SCALE:
-        factor *= tl.load(k_scale_ptr + head_k * stride_ks)
-    q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
+    factor = tl.full((BLOCK_M,), 1.0, tl.float32) * (scale_log2 * k_scale)
     q_odd = q
     if FORMAT != "16 bit":
         q, power = fp16_rows(q)
@@ -245,7 +249,6 @@ def paged_decode_kernel(
 
     offs_d = tl.arange(0, WIDTH)
     offs_n = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-    pages = load_pages(table_ptr, first, last, KEYS, PAGE, WARPS)
     for step in tl.range(first, last, BLOCK_KEYS):
         start = tl.multiple_of(step, BLOCK_KEYS)
         k, v = load_tile(
@@ -263,7 +266,6 @@ def paged_decode_kernel(
     if FORMAT != "16 bit":
         acc = tl.interleave(acc, acc_odd)
     part, highest, total = merged_warps(acc, row_max, row_sum, WARPS, BLOCK_M, BLOCK_D)
-    v_scale = tl.load(v_scale_ptr + head_k * stride_vs) if HAS_V_SCALE else 1.0
     if SPLIT and active > 1:
         program = batch * tl.num_programs(0) + head
         partial_ptr += program * splits * (ROWS * D)

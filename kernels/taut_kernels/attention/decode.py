@@ -49,7 +49,8 @@ _LOG2_E = 1.4426950408889634
 _BLOCK_M = 16
 """Rows of the least product of tensor cores; more would spill registers."""
 _MERGED_ELEMENTS = 2048
-"""Of the parts of all splits, how many each warp of the last program reads at once."""
+"""Of the parts of all splits, how many each warp of the last program reads at once: 128 a thread,
+in registers that its loop needs no more."""
 
 
 def make_arrivals(
@@ -150,7 +151,7 @@ def launch_constants(
         "ROWS": rows,
         "BLOCK_M": _BLOCK_M,
         "BLOCK_R": block_r,
-        "UNROLL": max(1, min(16, _MERGED_ELEMENTS * tile.num_warps // (block_r * padded))),
+        "UNROLL": max(1, min(32, _MERGED_ELEMENTS * tile.num_warps // (block_r * padded))),
         "KEYS": tile.keys,
         "WARPS": tile.num_warps,
     }
