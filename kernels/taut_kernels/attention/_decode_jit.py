@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from taut_kernels.attention._decode_merge_jit import (
+    first_rows,
     leave_part,
     merged_splits,
     merged_warps,
@@ -265,7 +266,12 @@ def paged_decode_kernel(
 
     if FORMAT != "16 bit":
         acc = tl.interleave(acc, acc_odd)
-    part, highest, total = merged_warps(acc, row_max, row_sum, WARPS, BLOCK_M, BLOCK_D)
+    # Rows that no query has are not merged where they are half of all.
+    KEPT: tl.constexpr = BLOCK_M // 2 if ROWS <= BLOCK_M // 2 else BLOCK_M
+    part, highest, total = merged_warps(
+        first_rows(acc, KEPT), first_rows(row_max, KEPT), first_rows(row_sum, KEPT),
+        WARPS, KEPT, BLOCK_D,
+    )  # fmt: skip
     if SPLIT and active > 1:
         program = batch * tl.num_programs(0) + head
         partial_ptr += program * splits * (ROWS * D)
@@ -273,7 +279,7 @@ def paged_decode_kernel(
         finished = leave_part(
             part, highest, total, partial_ptr + split * (ROWS * D),
             stats_ptr + split * (2 * ROWS), arrivals_ptr + program, active,
-            D, BLOCK_D, ROWS, BLOCK_M,
+            D, BLOCK_D, ROWS, KEPT,
         )  # fmt: skip
         if finished:
             out, weight = merged_splits(
@@ -283,4 +289,4 @@ def paged_decode_kernel(
                        D, BLOCK_D, GROUP, BLOCK_R)  # fmt: skip
     else:
         store_rows(part, total, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
-                   D, BLOCK_D, GROUP, BLOCK_M)  # fmt: skip
+                   D, BLOCK_D, GROUP, KEPT)  # fmt: skip

@@ -25,6 +25,23 @@ def sum_of_warps(x, WARPS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def first_rows(x, KEPT: tl.constexpr):
+    """Return the first KEPT of 16 rows, KEPT 8 or 16, of [WARPS, 16, D] or [WARPS, 16].
+
+    A thread of a product has rows 8 apart: nothing moves.
+    """
+    if KEPT == 16:
+        kept = x
+    elif len(x.shape) == 3:
+        kept, _ = tl.split(
+            tl.permute(tl.reshape(x, (x.shape[0], 2, KEPT, x.shape[2])), (0, 2, 3, 1))
+        )
+    else:
+        kept, _ = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, KEPT)), (0, 2, 1)))
+    return kept
+
+
+@triton.jit
 def merged_warps(acc, row_max, row_sum, WARPS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
     """Merge [WARPS, M, D], [WARPS, M], [WARPS, M] over warps; return [M, D], [M], [M]."""
     highest = tl.max(row_max, 0)
