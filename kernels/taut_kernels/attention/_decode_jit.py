@@ -112,9 +112,12 @@ def scores_of(q, q_odd, k, FORMAT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, key, position, last, window, row_max, row_sum, QUERIES: tl.constexpr,
-                 WINDOW: tl.constexpr):  # fmt: skip
-    """Take a tile's scores, base 2, into the running softmax; return weights and decay, too."""
+def softmax_step(scores, key, position, last, window, kept, row_max, row_sum,
+                 QUERIES: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """Take a tile's scores, base 2, into the running softmax; return weights and decay, too.
+
+    Rows that are not `kept` get constants: the compiler drops what leads to them.
+    """
     seen = (key < last)[:, None, :]
     if QUERIES > 1:
         seen = seen & (key[:, None, :] <= position[None, :, None])
@@ -124,8 +127,8 @@ def softmax_step(scores, key, position, last, window, row_max, row_sum, QUERIES:
     new_max = tl.maximum(row_max, tl.max(scores, 2))
     # A row that has seen no key yet: ∞ − ∞ would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - shift[:, :, None])
-    decay = tl.exp2(row_max - shift)
+    weights = tl.where(kept[None, :, None], tl.exp2(scores - shift[:, :, None]), 0.0)
+    decay = tl.where(kept[None, :], tl.exp2(row_max - shift), 1.0)
     return weights, decay, new_max, row_sum * decay + tl.sum(weights, 2)
 
 
@@ -248,6 +251,9 @@ def paged_decode_kernel(
     row_max = tl.full((WARPS, BLOCK_M), float("-inf"), tl.float32)
     row_sum = tl.zeros((WARPS, BLOCK_M), tl.float32)
 
+    # Half of a product's rows are left out where no query has them.
+    KEPT: tl.constexpr = BLOCK_M // 2 if ROWS <= BLOCK_M // 2 else BLOCK_M
+    kept = tl.arange(0, BLOCK_M) < KEPT
     offs_d = tl.arange(0, WIDTH)
     offs_n = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     for step in tl.range(first, last, BLOCK_KEYS):
@@ -260,14 +266,12 @@ def paged_decode_kernel(
         pages = load_pages(table_ptr, start + BLOCK_KEYS, last, KEYS, PAGE, WARPS)
         scores = scores_of(q, q_odd, k, FORMAT, ASM) * factor[None, :, None]
         weights, decay, row_max, row_sum = softmax_step(
-            scores, start + offs_n, position, last, window, row_max, row_sum, QUERIES, WINDOW
+            scores, start + offs_n, position, last, window, kept, row_max, row_sum, QUERIES, WINDOW
         )
         acc, acc_odd = add_values(acc, acc_odd, weights, decay, v, FORMAT, ASM)
 
     if FORMAT != "16 bit":
         acc = tl.interleave(acc, acc_odd)
-    # Rows that no query has are not merged where they are half of all.
-    KEPT: tl.constexpr = BLOCK_M // 2 if ROWS <= BLOCK_M // 2 else BLOCK_M
     part, highest, total = merged_warps(
         first_rows(acc, KEPT), first_rows(row_max, KEPT), first_rows(row_sum, KEPT),
         WARPS, KEPT, BLOCK_D,
