@@ -60,10 +60,12 @@ def test_a_context_beyond_the_table_is_cut_and_one_below_zero_is_empty() -> None
     [
         ("conversions", 2),
         ("contexts", 12),
-        ("queries_and_windows", 6),
+        ("queries_and_windows", 7),
         ("wide_heads", 3),
         ("layouts", 12),
         ("large_values", 2),
+        ("many_splits", 3),
+        ("merges", 9),
     ],
 )
 def test_interpreted_kernel(check: str, count: int, run_python: Any) -> None:
