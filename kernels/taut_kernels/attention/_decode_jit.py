@@ -224,7 +224,6 @@ def paged_decode_kernel(
     context = tl.load(contexts_ptr + batch, volatile=True)
     q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
     k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if HAS_K_SCALE else 1.0
-    v_scale = tl.load(v_scale_ptr + head_k * stride_vs) if HAS_V_SCALE else 1.0
     context = tl.minimum(tl.maximum(context, 0), most_keys)
     first, chunk, active = key_span(context, window, splits, min_keys, QUERIES, WINDOW, BLOCK_KEYS)
     if split >= active:
@@ -272,6 +271,7 @@ def paged_decode_kernel(
 
     if FORMAT != "16 bit":
         acc = tl.interleave(acc, acc_odd)
+    v_scale = tl.load(v_scale_ptr + head_k * stride_vs) if HAS_V_SCALE else 1.0
     part, highest, total = merged_warps(
         first_rows(acc, KEPT), first_rows(row_max, KEPT), first_rows(row_sum, KEPT),
         WARPS, KEPT, BLOCK_D,
