@@ -113,7 +113,7 @@ def _merged(partial, stats, active, rows, dim, unroll):
 
 
 def merges():
-    """One part to many, odd numbers, parts and rows without a key; what lies behind is no number."""
+    """One part to many, odd numbers, parts and rows without a key; behind the last, NaN."""
     generator = torch.Generator().manual_seed(1)
     count = 0
     shapes = itertools.cycle(((4, 64, 4), (3, 96, 8), (1, 64, 16), (16, 64, 2), (7, 32, 32)))

@@ -49,7 +49,10 @@ def load_pages(table_ptr, start, last, KEYS: tl.constexpr, PAGE: tl.constexpr, W
 @triton.jit
 def load_queries(q_ptr, offs_row, rows, stride_qt, stride_qh, D: tl.constexpr,
                  BLOCK_D: tl.constexpr, GROUP: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
-    """Load the rows' queries, [WARPS, M, BLOCK_D], the same for every warp; 0 beyond rows and D."""
+    """Load the rows' queries, [WARPS, M, BLOCK_D], the same for every warp; 0 beyond rows and D.
+
+    Volatile: LLVM would move the load behind the branch on the context, which waits for memory.
+    """
     offs_d = tl.arange(0, BLOCK_D)
     places = (offs_row // GROUP).to(tl.int64) * stride_qt + (offs_row % GROUP) * stride_qh
     pointers = q_ptr + places[:, None] + offs_d[None, :]

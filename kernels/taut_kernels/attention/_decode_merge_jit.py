@@ -95,8 +95,8 @@ def load_parts(partial_ptr, stats_ptr, first, active, D: tl.constexpr, BLOCK_D: 
         # All or none: a mask of one number alone is not known to the interpreter.
         there = (offs_r < ROWS) & (offs_r < (active - first - i) * BLOCK_R)
         at, of = part_ptr + i * (ROWS * D), rows_ptr + i * (2 * ROWS)
-        maxima = maxima + (tl.load(of, there, float("-inf"), cache_modifier=".cg"),)
-        parts = parts + (tl.load(at, there & (offs_d < D), 0.0, cache_modifier=".cg"),)
+        maxima += (tl.load(of, there, float("-inf"), cache_modifier=".cg"),)
+        parts += (tl.load(at, there & (offs_d < D), 0.0, cache_modifier=".cg"),)
     return parts, maxima
 
 
