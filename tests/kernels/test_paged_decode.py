@@ -259,7 +259,7 @@ def test_gpu_queries_beyond_fp16(dtype: torch.dtype, factor: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
 def test_gpu_many_splits_of_a_long_sequence(dtype: torch.dtype) -> None:
     case = on_gpu([70000], 8, 1, 128, 64, dtype)
-    for splits in (None, 200):
+    for splits in (None, 33, 200):
         check_on_gpu(case, splits)
 
 
