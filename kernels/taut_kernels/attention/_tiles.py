@@ -139,8 +139,9 @@ QUERY_GRADIENTS = {
     128: AttentionTile(64, 64, 8, 2),
     256: AttentionTile(32, 32, 8, 1),
 }
-# By the padded head dimension, bytes of an element, and load, "large" also for "many". One warp a program has no other to
-# wait for, and many fit into a multiprocessor: best where there is much to read (README).
+# By the padded head dimension, bytes of an element, and load; "large" stands for "many", too. One
+# warp a program has no other to wait for, and many fit into a multiprocessor. On the H200 four
+# warps and fewer parts are faster where sequences are divided into many (LIBRARY).
 _DECODE = {
     (64, 2, "small"): DecodeTile(16, 4, 3, 4, 128),
     (64, 2, "large"): DecodeTile(16, 1, 4, 10, 256),
