@@ -67,8 +67,9 @@ def draw(
     def rows() -> torch.Tensor:
         return torch.randn(M, N, generator=generator).bfloat16().to(device)
 
-    x, dy = rows(), rows()
-    x += 0.5
+    # Neither of variance 1 nor independent: a factor or a term that is left out has to show.
+    x = 3 * rows() + 1
+    dy = rows() + x / 2
     added = rows() if form == "add_rms_norm" else None
     scale = None
     if weight is not None:
@@ -147,7 +148,7 @@ def run_on_numpy(
         (HELD, 7, 4096, 2),  # chunks come out even, programs have unequal rows
         (HELD, 1, 2064, 1),  # fewer rows than the ring has
         (HELD, 3, 6160, 3),  # a program of one row
-        (SHARED, 7, 6160, 2),  # the last portion is one chunk, a part of it
+        (SHARED, 7, 4112, 2),  # the last portion is one chunk, a part of it
         (SHARED, 9, 2064, 1),  # slots come round three times
         (NormRingTile(16, 2, 4, held=True), 4, 12304, 2),  # a portion is the whole row
     ],
