@@ -24,8 +24,8 @@ needs_hopper = pytest.mark.skipif(
     reason="the ring is for compute capability 9.0",
 )
 FORMS = ("rms_norm", "add_rms_norm", "layer_norm")
-HELD = NormRingTile(8, 2, 1, held=True)
-SHARED = NormRingTile(8, 3, 2, held=False)
+HELD = NormRingTile(8, 2, 1, 0, held=True)
+SHARED = NormRingTile(8, 3, 2, 1, held=False)
 EPSILON = 1e-5
 
 
@@ -35,16 +35,17 @@ EPSILON = 1e-5
         ({"num_warps": 4}, "num_warps must be 8, 16 or 32, got 4"),
         ({"slots": 1}, r"slots must lie in 2\.\.16, got 1"),
         ({"portion": 0}, r"portion must lie in 1\.\.16, got 0"),
+        ({"late": -1}, r"late must lie in 0\.\.16, got -1"),
     ],
 )
 def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, int], message: str) -> None:
-    fields: dict[str, Any] = {"num_warps": 16, "slots": 2, "portion": 1, "held": True}
+    fields: dict[str, Any] = {"num_warps": 16, "slots": 2, "portion": 1, "late": 0, "held": True}
     with pytest.raises(ValueError, match=message):
         NormRingTile(**fields | change)
 
 
 def test_tile_counts_the_rows_that_fit() -> None:
-    held, shared = NormRingTile(16, 4, 1, held=True), NormRingTile(16, 4, 1, held=False)
+    held, shared = NormRingTile(16, 4, 1, 0, held=True), NormRingTile(16, 4, 1, 0, held=False)
     # A row of 16384 columns is 32 KB a tensor; the weight takes as much, or twice that.
     assert held.fitting_slots(16384, 2, 2) == 3
     assert held.fitting_slots(16384, 3, 4) == 2
@@ -52,7 +53,7 @@ def test_tile_counts_the_rows_that_fit() -> None:
     # A part of a chunk takes as much as a whole one.
     assert held.fitting_slots(12304, 2, 2) == 3
     assert held.fitting_slots(8192, 2, 2) == 4
-    assert str(shared) == "ring/16w/s4/c1"
+    assert str(shared) == "ring/16w/s4/c1/l0"
 
 
 Operands = tuple[torch.Tensor, torch.Tensor, Any, Any, Any, torch.Tensor]
@@ -150,7 +151,10 @@ def run_on_numpy(
         (HELD, 3, 6160, 3),  # a program of one row
         (SHARED, 7, 4112, 2),  # the last portion is one chunk, a part of it
         (SHARED, 9, 2064, 1),  # slots come round three times
-        (NormRingTile(16, 2, 4, held=True), 4, 12304, 2),  # a portion is the whole row
+        (NormRingTile(16, 2, 4, 0, held=True), 4, 12304, 2),  # a portion is the whole row
+        (NormRingTile(8, 2, 1, 2, held=True), 5, 6160, 2),  # half of a row is asked for late
+        (NormRingTile(8, 2, 2, 1, held=True), 5, 8192, 2),  # three chunks early, in two portions
+        (NormRingTile(8, 3, 1, 9, held=False), 5, 4096, 1),  # the whole row is asked for late
     ],
 )
 def test_kernel_on_numpy_matches_reference(
@@ -290,10 +294,10 @@ def test_gpu_matches_reference(form: str, M: int, N: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize(
     "tile",
     [
-        NormRingTile(16, 3, 1, held=False),
-        NormRingTile(16, 2, 4, held=True),
-        NormRingTile(32, 2, 1, held=False),
-        NormRingTile(8, 2, 2, held=False),
+        NormRingTile(16, 3, 1, 3, held=False),
+        NormRingTile(16, 2, 4, 0, held=True),
+        NormRingTile(32, 2, 1, 1, held=False),
+        NormRingTile(8, 2, 2, 4, held=False),
     ],
 )
 def test_gpu_every_kind_of_tile(form: str, tile: NormRingTile) -> None:

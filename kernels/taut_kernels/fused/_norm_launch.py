@@ -191,9 +191,9 @@ def _backward_ring(
     tile: NormRingTile, operands: Operands, dx: torch.Tensor, wants: Wants
 ) -> list[Optional]:
     programs = min(_launch.multiprocessors(dx.device), dx.shape[0])
-    parts = _parts(programs, dx, wants)
-    _norm_ring.launch(tile, programs, operands, (dx, *parts))
-    return parts
+    dw, db = _parts(programs, dx, wants)
+    _norm_ring.launch(tile, programs, operands, (dx, dw, db))
+    return [dw, db]
 
 
 def _backward_long(operands: Operands, dx: torch.Tensor, wants: Wants) -> list[Optional]:

@@ -52,8 +52,10 @@ def choose(operands: Operands) -> NormRingTile | None:
     return None if tile is None or why_not_supported(operands) else tile
 
 
-def launch_constants(tile: NormRingTile, operands: Operands) -> tuple[int, int, int, bool, int]:
-    """Return the kernel's constants: N, SLOTS, PORTION, HELD, WARPS.
+def launch_constants(
+    tile: NormRingTile, operands: Operands
+) -> tuple[int, int, int, int, bool, int]:
+    """Return the kernel's constants: N, SLOTS, PORTION, LATE, HELD, WARPS.
 
     Args:
         tile: how to cut the work.
@@ -68,7 +70,8 @@ def launch_constants(tile: NormRingTile, operands: Operands) -> tuple[int, int, 
     slots = tile.fitting_slots(N, 2 if added is None else 3, weight_bytes)
     if slots < 2:
         raise ValueError(f"a ring {tile} does not hold two rows of {N} columns")
-    return N, slots, tile.portion, tile.held, tile.num_warps
+    late = min(tile.late, -(-N // (256 * tile.num_warps)))
+    return N, slots, tile.portion, late, tile.held, tile.num_warps
 
 
 def launch_options(tile: NormRingTile) -> dict[str, Any]:

@@ -13,7 +13,7 @@ run its arithmetic on NumPy (:mod:`taut_kernels.testing_gluon_rows`), and a GPU 
 
 # ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a kernel is one
 # function: its branches fall at compile time)
-# mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,var-annotated"
+# mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,var-annotated,misc"
 
 from __future__ import annotations
 
@@ -134,6 +134,7 @@ def norm_backward_ring_kernel(
     N: gl.constexpr,  # a multiple of 8
     SLOTS: gl.constexpr,  # rows in shared memory
     PORTION: gl.constexpr,  # chunks whose places are given up at once
+    LATE: gl.constexpr,  # last chunks of a row that are asked for when the next row begins
     HELD: gl.constexpr,  # the weight in registers, not in shared memory
     WARPS: gl.constexpr,
 ):
@@ -173,9 +174,11 @@ def norm_backward_ring_kernel(
             for chunk in gl.static_range(CHUNKS):
                 mask = _inside(piece, N // 8, chunk, N, WIDTH)
                 _copy(weights.index(chunk), weight_ptr + chunk * WIDTH + offs, mask=mask)
-    for ahead in gl.static_range(SLOTS):
-        _ask(tensors, rings, ahead, pid + ahead * programs, M, at, 0, CHUNKS, N)
+    EARLY: gl.constexpr = CHUNKS - LATE
+    for i in gl.static_range(SLOTS - 1):
+        _ask(tensors, rings, i, pid + i * programs, M, at, 0, CHUNKS, N)
         async_copy.commit_group()
+    _ask(tensors, rings, SLOTS - 1, pid + (SLOTS - 1) * programs, M, at, 0, EARLY, N)
 
     dws = ()
     for _ in gl.static_range(CHUNKS):
@@ -192,12 +195,18 @@ def norm_backward_ring_kernel(
         if CENTRED:
             mean = next_mean
             next_mean = gl.load(mean_ptr + gl.minimum(row + programs, M - 1))
-        async_copy.wait_group(SLOTS - 1)
+        async_copy.wait_group(SLOTS - 2)
+        # Not before: more on its way than memory needs to be busy made rows of 8192 columns slower
+        # (LIBRARY.md), perhaps because multiprocessors then get unequal shares of it.
+        last = gl.where(slot == 0, SLOTS - 1, slot - 1)
+        _ask(tensors, rings, last, row + (SLOTS - 1) * programs, M, at, EARLY, CHUNKS, N)
+        async_copy.commit_group()
         first = slot * CHUNKS
         g_sum, gx_sum = _sums(rings, weights, first, mean, THREADS, CHUNKS, HELD, L)
         gx_mean = gx_sum * rstd / N
         new_dws = ()
         new_dbs = ()
+        ahead = row + SLOTS * programs
         for chunk in gl.static_range(CHUNKS):
             x_hat = rings[0].index(first + chunk).load(L).to(gl.float32)
             if CENTRED:
@@ -217,27 +226,16 @@ def norm_backward_ring_kernel(
             if added_ptr is not None:
                 dx += rings[2].index(first + chunk).load(L).to(gl.float32)
             to = _chunk((dx_ptr, N), chunk, row, offs)
-            gl.store(
-                to, dx.to(dx_ptr.dtype.element_ty), mask=_inside(piece, N // 8, chunk, N, WIDTH)
-            )
-            if (chunk + 1) % PORTION == 0 or chunk + 1 == CHUNKS:
-                _ask(
-                    tensors,
-                    rings,
-                    slot,
-                    row + SLOTS * programs,
-                    M,
-                    at,
-                    chunk // PORTION * PORTION,
-                    chunk + 1,
-                    N,
-                )
-        async_copy.commit_group()
+            mask = _inside(piece, N // 8, chunk, N, WIDTH)
+            gl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if chunk < EARLY and ((chunk + 1) % PORTION == 0 or chunk + 1 == EARLY):
+                _ask(tensors, rings, slot, ahead, M, at, chunk // PORTION * PORTION, chunk + 1, N)
         if dw_ptr is not None:
             dws = new_dws
         if db_ptr is not None:
             dbs = new_dbs
         slot = gl.where(slot + 1 == SLOTS, 0, slot + 1)
+    async_copy.commit_group()
     async_copy.wait_group(0)
     for chunk in gl.static_range(CHUNKS):
         mask = _inside(piece, N // 8, chunk, N, WIDTH)

@@ -208,6 +208,7 @@ class NormRingTile:
         num_warps: warps a program, one program a multiprocessor: 8, 16 or 32.
         slots: rows in shared memory, the one under way included; fewer where they do not fit.
         portion: chunks of a row (8 columns a thread) whose places are given up at once.
+        late: last chunks of a row that are asked for only when the next row begins.
         held: the weight stays in registers, not in shared memory.
 
     Raises:
@@ -217,10 +218,12 @@ class NormRingTile:
     num_warps: int
     slots: int
     portion: int
+    late: int
     held: bool
 
     def __str__(self) -> str:
-        return f"ring/{self.num_warps}w/s{self.slots}/c{self.portion}{'/held' if self.held else ''}"
+        steps = f"s{self.slots}/c{self.portion}/l{self.late}"
+        return f"ring/{self.num_warps}w/{steps}{'/held' if self.held else ''}"
 
     def __post_init__(self) -> None:
         if self.num_warps not in (8, 16, 32):
@@ -229,6 +232,8 @@ class NormRingTile:
             raise ValueError(f"slots must lie in 2..16, got {self.slots}")
         if not 1 <= self.portion <= 16:
             raise ValueError(f"portion must lie in 1..16, got {self.portion}")
+        if not 0 <= self.late <= 16:
+            raise ValueError(f"late must lie in 0..16, got {self.late}")
 
     def fitting_slots(self, N: int, tensors: int, weight_bytes: int) -> int:
         """Return the rows that fit into shared memory, at most ``slots``.
@@ -261,7 +266,7 @@ def norm_ring(N: int, *, centred: bool) -> NormRingTile | None:
     shortest, longest = NORM_RING_COLUMNS
     if not shortest < N <= longest or N % 16:
         return None
-    return NormRingTile(16, 2, 1, held=not centred)
+    return NormRingTile(16, 2, 1, 2, held=not centred)
 
 
 NORM_LONG = TrainingTile(1, 4096, 8)
