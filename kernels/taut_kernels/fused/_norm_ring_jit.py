@@ -174,11 +174,15 @@ def norm_backward_ring_kernel(
             for chunk in gl.static_range(CHUNKS):
                 mask = _inside(piece, N // 8, chunk, N, WIDTH)
                 _copy(weights.index(chunk), weight_ptr + chunk * WIDTH + offs, mask=mask)
+    # A row comes in two groups, early chunks and late ones.
     EARLY: gl.constexpr = CHUNKS - LATE
     for i in gl.static_range(SLOTS - 1):
-        _ask(tensors, rings, i, pid + i * programs, M, at, 0, CHUNKS, N)
+        _ask(tensors, rings, i, pid + i * programs, M, at, 0, EARLY, N)
+        async_copy.commit_group()
+        _ask(tensors, rings, i, pid + i * programs, M, at, EARLY, CHUNKS, N)
         async_copy.commit_group()
     _ask(tensors, rings, SLOTS - 1, pid + (SLOTS - 1) * programs, M, at, 0, EARLY, N)
+    async_copy.commit_group()
 
     dws = ()
     for _ in gl.static_range(CHUNKS):
@@ -195,7 +199,7 @@ def norm_backward_ring_kernel(
         if CENTRED:
             mean = next_mean
             next_mean = gl.load(mean_ptr + gl.minimum(row + programs, M - 1))
-        async_copy.wait_group(SLOTS - 2)
+        async_copy.wait_group(2 * SLOTS - 3)
         # Not before: more on its way than memory needs to be busy made rows of 8192 columns slower
         # (LIBRARY.md), perhaps because multiprocessors then get unequal shares of it.
         last = gl.where(slot == 0, SLOTS - 1, slot - 1)
@@ -230,12 +234,12 @@ def norm_backward_ring_kernel(
             gl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=mask)
             if chunk < EARLY and ((chunk + 1) % PORTION == 0 or chunk + 1 == EARLY):
                 _ask(tensors, rings, slot, ahead, M, at, chunk // PORTION * PORTION, chunk + 1, N)
+        async_copy.commit_group()
         if dw_ptr is not None:
             dws = new_dws
         if db_ptr is not None:
             dbs = new_dbs
         slot = gl.where(slot + 1 == SLOTS, 0, slot + 1)
-    async_copy.commit_group()
     async_copy.wait_group(0)
     for chunk in gl.static_range(CHUNKS):
         mask = _inside(piece, N // 8, chunk, N, WIDTH)
