@@ -200,6 +200,75 @@ def norm_backward(N: int, M: int, *, centred: bool) -> TrainingTile:
     return TrainingTile(1, 2048, 32, per_sm=1, again=True)
 
 
+@dataclass(frozen=True, slots=True)
+class NormRingTile:
+    """One way to cut the norms' backward pass with rows in shared memory.
+
+    Args:
+        num_warps: warps a program, one program a multiprocessor: 8, 16 or 32.
+        slots: rows in shared memory, the one under way included; fewer where they do not fit.
+        portion: chunks of a row (8 columns a thread) whose places are given up at once.
+        late: last chunks of a row that are asked for only when the next row begins.
+        held: the weight stays in registers, not in shared memory.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    num_warps: int
+    slots: int
+    portion: int
+    late: int
+    held: bool
+
+    def __str__(self) -> str:
+        steps = f"s{self.slots}/c{self.portion}/l{self.late}"
+        return f"ring/{self.num_warps}w/{steps}{'/held' if self.held else ''}"
+
+    def __post_init__(self) -> None:
+        if self.num_warps not in (8, 16, 32):
+            raise ValueError(f"num_warps must be 8, 16 or 32, got {self.num_warps}")
+        if not 2 <= self.slots <= 16:
+            raise ValueError(f"slots must lie in 2..16, got {self.slots}")
+        if not 1 <= self.portion <= 16:
+            raise ValueError(f"portion must lie in 1..16, got {self.portion}")
+        if not 0 <= self.late <= 16:
+            raise ValueError(f"late must lie in 0..16, got {self.late}")
+
+    def fitting_slots(self, N: int, tensors: int, weight_bytes: int) -> int:
+        """Return the rows that fit into shared memory, at most ``slots``.
+
+        Args:
+            N: columns.
+            tensors: of 16 bits that come through the ring.
+            weight_bytes: of one element of the weight; 0 without one.
+        """
+        width = 256 * self.num_warps
+        columns = -(-N // width) * width
+        left = _RING_BYTES - (0 if self.held else columns * weight_bytes)
+        return min(self.slots, left // (2 * columns * tensors))
+
+
+_RING_BYTES = 226 * 1024
+"""Shared memory of a program on compute capability 9.0, less what a row's sums take."""
+NORM_RING_COLUMNS = (8192, 16384)
+"""Rows of the norms' backward pass beyond the first and up to the last go through shared memory."""
+
+
+@lru_cache(maxsize=4096)
+def norm_ring(N: int, *, centred: bool) -> NormRingTile | None:
+    """Cut the norms' backward pass with rows in shared memory; None where rows do not suit it.
+
+    Args:
+        N: columns.
+        centred: LayerNorm, whose two sums leave no registers for the weight; else RMSNorm.
+    """
+    shortest, longest = NORM_RING_COLUMNS
+    if not shortest < N <= longest or N % 16:
+        return None
+    return NormRingTile(16, 2, 1, 2, held=not centred)
+
+
 NORM_LONG = TrainingTile(1, 4096, 8)
 """The norms' passes by rows where rows are longer than `RESIDENT_LIMIT`."""
 NORM_COLUMNS = TrainingTile(4, 1024, 8, per_sm=4)
