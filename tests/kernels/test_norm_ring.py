@@ -24,8 +24,8 @@ needs_hopper = pytest.mark.skipif(
     reason="the ring is for compute capability 9.0",
 )
 FORMS = ("rms_norm", "add_rms_norm", "layer_norm")
-HELD = NormRingTile(8, 2, 1, 0, held=True)
-SHARED = NormRingTile(8, 3, 2, 1, held=False)
+HELD = NormRingTile(8, 1, 0, held=True)
+SHARED = NormRingTile(8, 2, 1, held=False)
 EPSILON = 1e-5
 
 
@@ -33,27 +33,26 @@ EPSILON = 1e-5
     ("change", "message"),
     [
         ({"num_warps": 4}, "num_warps must be 8, 16 or 32, got 4"),
-        ({"slots": 1}, r"slots must lie in 2\.\.16, got 1"),
         ({"portion": 0}, r"portion must lie in 1\.\.16, got 0"),
         ({"late": -1}, r"late must lie in 0\.\.16, got -1"),
     ],
 )
 def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, int], message: str) -> None:
-    fields: dict[str, Any] = {"num_warps": 16, "slots": 2, "portion": 1, "late": 0, "held": True}
+    fields: dict[str, Any] = {"num_warps": 16, "portion": 1, "late": 0, "held": True}
     with pytest.raises(ValueError, match=message):
         NormRingTile(**fields | change)
 
 
-def test_tile_counts_the_rows_that_fit() -> None:
-    held, shared = NormRingTile(16, 4, 1, 0, held=True), NormRingTile(16, 4, 1, 0, held=False)
+def test_tile_knows_what_fits() -> None:
+    held, shared = NormRingTile(16, 1, 0, held=True), NormRingTile(16, 1, 0, held=False)
     # A row of 16384 columns is 32 KB a tensor; the weight takes as much, or twice that.
-    assert held.fitting_slots(16384, 2, 2) == 3
-    assert held.fitting_slots(16384, 3, 4) == 2
-    assert [shared.fitting_slots(16384, 2, size) for size in (0, 2, 4)] == [3, 3, 2]
+    assert [held.holds_two_rows(16384, 3, size) for size in (0, 2, 4)] == [True] * 3
+    assert [shared.holds_two_rows(16384, 3, size) for size in (0, 2, 4)] == [True, True, False]
+    assert shared.holds_two_rows(16384, 2, 4)
     # A part of a chunk takes as much as a whole one.
-    assert held.fitting_slots(12304, 2, 2) == 3
-    assert held.fitting_slots(8192, 2, 2) == 4
-    assert str(shared) == "ring/16w/s4/c1/l0"
+    assert held.holds_two_rows(16400, 2, 2)
+    assert not held.holds_two_rows(16400, 3, 2)
+    assert [str(tile) for tile in (shared, HELD)] == ["ring/16w/c1/l0", "ring/8w/c1/l0/held"]
 
 
 Operands = tuple[torch.Tensor, torch.Tensor, Any, Any, Any, torch.Tensor]
@@ -150,11 +149,11 @@ def run_on_numpy(
         (HELD, 1, 2064, 1),  # fewer rows than the ring has
         (HELD, 3, 6160, 3),  # a program of one row
         (SHARED, 7, 4112, 2),  # the last portion is one chunk, a part of it
-        (SHARED, 9, 2064, 1),  # slots come round three times
-        (NormRingTile(16, 2, 4, 0, held=True), 4, 12304, 2),  # a portion is the whole row
-        (NormRingTile(8, 2, 1, 2, held=True), 5, 6160, 2),  # half of a row is asked for late
-        (NormRingTile(8, 2, 2, 1, held=True), 5, 8192, 2),  # three chunks early, in two portions
-        (NormRingTile(8, 3, 1, 9, held=False), 5, 4096, 1),  # the whole row is asked for late
+        (SHARED, 9, 2064, 1),  # places come round four times
+        (NormRingTile(16, 4, 0, held=True), 4, 12304, 2),  # a portion is the whole row
+        (NormRingTile(8, 1, 2, held=True), 5, 6160, 2),  # half of a row is asked for late
+        (NormRingTile(8, 2, 1, held=True), 5, 8192, 2),  # three chunks early, in two portions
+        (NormRingTile(8, 1, 9, held=False), 5, 4096, 1),  # the whole row is asked for late
     ],
 )
 def test_kernel_on_numpy_matches_reference(
@@ -200,32 +199,57 @@ def refused(operands: Operands, hopper: pytest.MonkeyPatch) -> str | None:
 
 
 def test_ring_takes_rows_of_16_bits_that_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = draw("add_rms_norm", 3, 16384)
+    operands = draw("add_rms_norm", 16, 16384)
     x, dy, added, *others = operands
     assert "compute capability 9.0" in (_norm_ring.why_not_supported(operands) or "")
     assert refused(operands, monkeypatch) is None
-    assert _norm_ring.choose(operands) == _training_tiles.norm_ring(16384, centred=False)
+    assert _norm_ring.choose(operands) is not None
     wide = (x.float(), dy, added, *others)
     assert "of one 16-bit type" in (refused(wide, monkeypatch) or "")
     assert "of one 16-bit type" in (refused((x, dy.half(), added, *others), monkeypatch) or "")
-    shifted = torch.zeros(3, 16392, dtype=torch.bfloat16)
+    shifted = torch.zeros(16, 16392, dtype=torch.bfloat16)
     assert "multiples of 16" in (
         refused((x, shifted[:, :16384], added, *others), monkeypatch) or ""
     )
-    shifted = torch.zeros(3, 16400, dtype=torch.bfloat16)
+    shifted = torch.zeros(16, 16400, dtype=torch.bfloat16)
     assert refused((x, shifted[:, 16:], added, *others), monkeypatch) is None
     assert "aligned" in (refused((x, shifted[:, 8:-8], added, *others), monkeypatch) or "") or (
         shifted[:, 8:].data_ptr() % 16 == 0
     )
 
 
+def rule(form: str, N: int, rows: int) -> NormRingTile | None:
+    centred, added = form == "layer_norm", form == "add_rms_norm"
+    return _training_tiles.norm_ring(N, rows, centred=centred, added=added)
+
+
 def test_ring_is_for_long_rows() -> None:
-    for centred in (False, True):
-        found = [_training_tiles.norm_ring(N, centred=centred) for N in (8192, 16400, 16376)]
-        assert found == [None] * 3
-        assert _training_tiles.norm_ring(8208, centred=centred) is not None
+    for form in FORMS:
+        assert [rule(form, N, 62) for N in (8192, 16400, 16376)] == [None] * 3
+        assert rule(form, 8208, 62) is not None
     with pytest.raises(ValueError, match="does not hold two rows of 32768 columns"):
         _norm_ring.launch_constants(HELD, draw("rms_norm", 1, 32768))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_few_rows_go_through_the_ring_only_where_that_was_faster(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "is_hopper", lambda _: True)
+    # A CPU counts as two multiprocessors.
+    few, many = (_norm_ring.choose(draw(form, M, 8208)) for M in (15, 16))
+    assert few == rule(form, 8208, 7)
+    assert (few is not None) == (form == "rms_norm")
+    assert many == rule(form, 8208, 8)
+    assert many not in (None, few)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+def test_two_of_the_longest_rows_fit(form: str, weight: torch.dtype) -> None:
+    for rows in (0, 8):
+        if (tile := rule(form, 16384, rows)) is not None:
+            _norm_ring.launch_constants(tile, draw(form, 1, 16384, weight))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -254,7 +278,7 @@ def test_launcher_gives_the_kernel_what_it_takes(
     monkeypatch.setattr(_norm_ring, "_launcher", launch)
     monkeypatch.setattr(_norm_launch, "column_sums", column_sums)
     monkeypatch.setattr(_launch, "is_hopper", lambda _: True)
-    operands = draw(form, 3, 8208)
+    operands = draw(form, 17, 8208)
     x, dy, added, weight, mean, rstd = operands
     wants = (weight.dtype, None if mean is None else weight.dtype)
     with testing.nan_poison():
@@ -271,20 +295,20 @@ def on_gpu(operands: Operands, tile: NormRingTile | None = None) -> tuple[Any, .
 
 @gpu
 @needs_hopper
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "rows"), [("rms_norm", 0), *((form, 8) for form in FORMS)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "N"), [(1, 16384), (300, 16384), (140, 12304), (63, 8208)])
-def test_gpu_matches_reference(form: str, M: int, N: int, dtype: torch.dtype) -> None:
+def test_gpu_matches_reference(form: str, rows: int, M: int, N: int, dtype: torch.dtype) -> None:
     for weight in (dtype, torch.float32, None):
         drawn = draw(form, M, N, weight, device="cuda")
         x, dy, added = (None if one is None else one.to(dtype) for one in drawn[:3])
         operands = with_statistics(form, x, dy, added, drawn[3])  # type: ignore[arg-type]
-        assert _norm_ring.choose(operands) is not None
+        tile = rule(form, N, rows)
         with testing.nan_poison():
-            found = on_gpu(operands)
+            found = on_gpu(operands, tile)
         assert_right(found, operands)
         for _ in range(3):
-            for one, again in zip(found, on_gpu(operands), strict=True):
+            for one, again in zip(found, on_gpu(operands, tile), strict=True):
                 assert one is None or torch.equal(one, again)
 
 
@@ -294,10 +318,10 @@ def test_gpu_matches_reference(form: str, M: int, N: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize(
     "tile",
     [
-        NormRingTile(16, 3, 1, 3, held=False),
-        NormRingTile(16, 2, 4, 0, held=True),
-        NormRingTile(32, 2, 1, 1, held=False),
-        NormRingTile(8, 2, 2, 4, held=False),
+        NormRingTile(16, 1, 3, held=True),
+        NormRingTile(16, 4, 0, held=True),
+        NormRingTile(32, 1, 1, held=True),
+        NormRingTile(8, 2, 4, held=True),
     ],
 )
 def test_gpu_every_kind_of_tile(form: str, tile: NormRingTile) -> None:
@@ -313,6 +337,7 @@ def test_gpu_rows_far_apart() -> None:
     far = memory.as_strided((3, 16384), (2**30, 1))
     far.copy_(x)
     operands = with_statistics("rms_norm", far, dy, None, None)
+    assert _norm_ring.choose(operands) is not None
     found = on_gpu(operands)
     for one, wanted in zip(found, on_gpu((x, *operands[1:])), strict=True):
         assert one is None or torch.equal(one, wanted)

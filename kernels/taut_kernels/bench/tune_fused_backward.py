@@ -106,16 +106,18 @@ def _softmax_tiles(N: int, most: int) -> Iterator[TrainingTile]:
 
 def _norm_ring_tiles(N: int, most: int) -> Iterator[NormRingTile]:
     """Yield rings, those that hold the weight where registers hold more than ``most``."""
-    for num_warps, slots in ((8, 2), (16, 2), (16, 3), (32, 2)):
-        chunks = max(1, N // (256 * num_warps))
-        for late in range(chunks + 1):
-            for held in (False, True)[: 1 + (most >= 64)]:
-                yield NormRingTile(num_warps, slots, 1, late, held)
+    for num_warps in (8, 16, 32):
+        chunks = -(-N // (256 * num_warps))
+        for held in (False, True)[: 1 + (most >= 64)]:
+            for late in range(chunks + 1):
+                yield NormRingTile(num_warps, 1, late, held)
+            yield NormRingTile(num_warps, chunks, 0, held)
 
 
 def _norm_backward_tiles(N: int, most: int) -> Iterator[TrainingTile | NormRingTile]:
     """Yield tiles of the persistent kernels; ``most`` columns a thread."""
-    if 8192 <= N <= _training_tiles.NORM_RING_COLUMNS[1]:
+    shortest, longest = _training_tiles.NORM_RING_COLUMNS
+    if shortest < N <= longest:
         yield from _norm_ring_tiles(N, most)
     for num_warps in (2, 4, 8, 16, 32):
         held = N // (32 * num_warps)

@@ -43,19 +43,22 @@ def why_not_supported(operands: Operands) -> str | None:
 
 
 def choose(operands: Operands) -> NormRingTile | None:
-    """Choose a tile for rows the ring takes; None for others.
+    """Choose a tile where the ring takes a call and is the faster; else None.
 
     Args:
         operands: of the call.
     """
-    tile = _training_tiles.norm_ring(operands[0].shape[1], centred=operands[4] is not None)
+    x, _, added, _, mean, _ = operands
+    M, N = x.shape
+    if _training_tiles.NORM_RING_COLUMNS[0] >= N:
+        return None
+    rows = M // _launch.multiprocessors(x.device)
+    tile = _training_tiles.norm_ring(N, rows, centred=mean is not None, added=added is not None)
     return None if tile is None or why_not_supported(operands) else tile
 
 
-def launch_constants(
-    tile: NormRingTile, operands: Operands
-) -> tuple[int, int, int, int, bool, int]:
-    """Return the kernel's constants: N, SLOTS, PORTION, LATE, HELD, WARPS.
+def launch_constants(tile: NormRingTile, operands: Operands) -> tuple[int, int, int, bool, int]:
+    """Return the kernel's constants: N, PORTION, LATE, HELD, WARPS.
 
     Args:
         tile: how to cut the work.
@@ -67,11 +70,10 @@ def launch_constants(
     x, _, added, weight, _, _ = operands
     N = x.shape[1]
     weight_bytes = 0 if weight is None else weight.element_size()
-    slots = tile.fitting_slots(N, 2 if added is None else 3, weight_bytes)
-    if slots < 2:
+    if not tile.holds_two_rows(N, 2 if added is None else 3, weight_bytes):
         raise ValueError(f"a ring {tile} does not hold two rows of {N} columns")
     late = min(tile.late, -(-N // (256 * tile.num_warps)))
-    return N, slots, tile.portion, late, tile.held, tile.num_warps
+    return N, tile.portion, late, tile.held, tile.num_warps
 
 
 def launch_options(tile: NormRingTile) -> dict[str, Any]:
