@@ -24,8 +24,8 @@ needs_hopper = pytest.mark.skipif(
     reason="the ring is for compute capability 9.0",
 )
 FORMS = ("rms_norm", "add_rms_norm", "layer_norm")
-HELD = NormRingTile(8, 1, 0, held=True)
-SHARED = NormRingTile(8, 2, 1, held=False)
+HELD = NormRingTile(8, 0, held=True)
+SHARED = NormRingTile(8, 1, held=False)
 EPSILON = 1e-5
 
 
@@ -33,18 +33,17 @@ EPSILON = 1e-5
     ("change", "message"),
     [
         ({"num_warps": 4}, "num_warps must be 8, 16 or 32, got 4"),
-        ({"portion": 0}, r"portion must lie in 1\.\.16, got 0"),
         ({"late": -1}, r"late must lie in 0\.\.16, got -1"),
     ],
 )
 def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, int], message: str) -> None:
-    fields: dict[str, Any] = {"num_warps": 16, "portion": 1, "late": 0, "held": True}
+    fields: dict[str, Any] = {"num_warps": 16, "late": 0, "held": True}
     with pytest.raises(ValueError, match=message):
         NormRingTile(**fields | change)
 
 
 def test_tile_knows_what_fits() -> None:
-    held, shared = NormRingTile(16, 1, 0, held=True), NormRingTile(16, 1, 0, held=False)
+    held, shared = NormRingTile(16, 0, held=True), NormRingTile(16, 0, held=False)
     # A row of 16384 columns is 32 KB a tensor; the weight takes as much, or twice that.
     assert [held.holds_two_rows(16384, 3, size) for size in (0, 2, 4)] == [True] * 3
     assert [shared.holds_two_rows(16384, 3, size) for size in (0, 2, 4)] == [True, True, False]
@@ -52,7 +51,7 @@ def test_tile_knows_what_fits() -> None:
     # A part of a chunk takes as much as a whole one.
     assert held.holds_two_rows(16400, 2, 2)
     assert not held.holds_two_rows(16400, 3, 2)
-    assert [str(tile) for tile in (shared, HELD)] == ["ring/16w/c1/l0", "ring/8w/c1/l0/held"]
+    assert [str(tile) for tile in (shared, HELD)] == ["ring/16w/l0", "ring/8w/l0/held"]
 
 
 Operands = tuple[torch.Tensor, torch.Tensor, Any, Any, Any, torch.Tensor]
@@ -148,12 +147,12 @@ def run_on_numpy(
         (HELD, 7, 4096, 2),  # chunks come out even, programs have unequal rows
         (HELD, 1, 2064, 1),  # fewer rows than the ring has
         (HELD, 3, 6160, 3),  # a program of one row
-        (SHARED, 7, 4112, 2),  # the last portion is one chunk, a part of it
+        (SHARED, 7, 4112, 2),  # the late chunk is a part of one
         (SHARED, 9, 2064, 1),  # places come round four times
-        (NormRingTile(16, 4, 0, held=True), 4, 12304, 2),  # a portion is the whole row
-        (NormRingTile(8, 1, 2, held=True), 5, 6160, 2),  # half of a row is asked for late
-        (NormRingTile(8, 2, 1, held=True), 5, 8192, 2),  # three chunks early, in two portions
-        (NormRingTile(8, 1, 9, held=False), 5, 4096, 1),  # the whole row is asked for late
+        (NormRingTile(16, 2, held=True), 4, 12304, 2),  # the residual's tile
+        (NormRingTile(8, 2, held=True), 5, 6160, 2),  # half of a row is asked for late
+        (NormRingTile(8, 1, held=True), 5, 8192, 2),  # three chunks early
+        (NormRingTile(8, 9, held=False), 5, 4096, 1),  # the whole row is asked for late
     ],
 )
 def test_kernel_on_numpy_matches_reference(
@@ -318,10 +317,10 @@ def test_gpu_matches_reference(form: str, rows: int, M: int, N: int, dtype: torc
 @pytest.mark.parametrize(
     "tile",
     [
-        NormRingTile(16, 1, 3, held=True),
-        NormRingTile(16, 4, 0, held=True),
-        NormRingTile(32, 1, 1, held=True),
-        NormRingTile(8, 2, 4, held=True),
+        NormRingTile(16, 3, held=True),
+        NormRingTile(16, 0, held=True),
+        NormRingTile(32, 1, held=True),
+        NormRingTile(8, 4, held=True),
     ],
 )
 def test_gpu_every_kind_of_tile(form: str, tile: NormRingTile) -> None:

@@ -110,8 +110,7 @@ def _norm_ring_tiles(N: int, most: int) -> Iterator[NormRingTile]:
         chunks = -(-N // (256 * num_warps))
         for held in (False, True)[: 1 + (most >= 64)]:
             for late in range(chunks + 1):
-                yield NormRingTile(num_warps, 1, late, held)
-            yield NormRingTile(num_warps, chunks, 0, held)
+                yield NormRingTile(num_warps, late, held)
 
 
 def _norm_backward_tiles(N: int, most: int) -> Iterator[TrainingTile | NormRingTile]:

@@ -57,8 +57,8 @@ def choose(operands: Operands) -> NormRingTile | None:
     return None if tile is None or why_not_supported(operands) else tile
 
 
-def launch_constants(tile: NormRingTile, operands: Operands) -> tuple[int, int, int, bool, int]:
-    """Return the kernel's constants: N, PORTION, LATE, HELD, WARPS.
+def launch_constants(tile: NormRingTile, operands: Operands) -> tuple[int, int, bool, int]:
+    """Return the kernel's constants: N, LATE, HELD, WARPS.
 
     Args:
         tile: how to cut the work.
@@ -73,7 +73,7 @@ def launch_constants(tile: NormRingTile, operands: Operands) -> tuple[int, int, 
     if not tile.holds_two_rows(N, 2 if added is None else 3, weight_bytes):
         raise ValueError(f"a ring {tile} does not hold two rows of {N} columns")
     late = min(tile.late, -(-N // (256 * tile.num_warps)))
-    return N, tile.portion, late, tile.held, tile.num_warps
+    return N, late, tile.held, tile.num_warps
 
 
 def launch_options(tile: NormRingTile) -> dict[str, Any]:

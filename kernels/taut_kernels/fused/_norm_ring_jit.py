@@ -132,7 +132,6 @@ def norm_backward_ring_kernel(
     stride_dm,
     stride_am,
     N: gl.constexpr,  # a multiple of 8
-    PORTION: gl.constexpr,  # chunks whose places are given up at once
     LATE: gl.constexpr,  # last chunks of a row that are asked for when the next row begins
     HELD: gl.constexpr,  # the weight in registers, not in shared memory
     WARPS: gl.constexpr,
@@ -230,8 +229,8 @@ def norm_backward_ring_kernel(
             to = _chunk((dx_ptr, N), chunk, row, offs)
             mask = _inside(piece, N // 8, chunk, N, WIDTH)
             gl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-            if chunk < EARLY and ((chunk + 1) % PORTION == 0 or chunk + 1 == EARLY):
-                _ask(tensors, rings, slot, ahead, M, at, chunk // PORTION * PORTION, chunk + 1, N)
+            if chunk < EARLY:
+                _ask(tensors, rings, slot, ahead, M, at, chunk, chunk + 1, N)
         async_copy.commit_group()
         if dw_ptr is not None:
             dws = new_dws

@@ -206,8 +206,7 @@ class NormRingTile:
 
     Args:
         num_warps: warps a program, one program a multiprocessor: 8, 16 or 32.
-        portion: chunks of a row (8 columns a thread) whose places are given up at once.
-        late: last chunks of a row that are asked for only when the next row begins.
+        late: last chunks of a row (8 columns a thread) asked for only when the next row begins.
         held: the weight stays in registers, not in shared memory.
 
     Raises:
@@ -215,19 +214,16 @@ class NormRingTile:
     """
 
     num_warps: int
-    portion: int
     late: int
     held: bool
 
     def __str__(self) -> str:
         held = "/held" if self.held else ""
-        return f"ring/{self.num_warps}w/c{self.portion}/l{self.late}{held}"
+        return f"ring/{self.num_warps}w/l{self.late}{held}"
 
     def __post_init__(self) -> None:
         if self.num_warps not in (8, 16, 32):
             raise ValueError(f"num_warps must be 8, 16 or 32, got {self.num_warps}")
-        if not 1 <= self.portion <= 16:
-            raise ValueError(f"portion must lie in 1..16, got {self.portion}")
         if not 0 <= self.late <= 16:
             raise ValueError(f"late must lie in 0..16, got {self.late}")
 
@@ -259,7 +255,7 @@ def norm_ring(N: int, rows: int, *, centred: bool, added: bool) -> NormRingTile 
 
     A sweep of 10 or 11 rings, NVIDIA H200, torch 2.11, Triton 3.6, 2026-11-22, 16384 columns,
     µs beside `norm_backward`'s tile: 8192 rows (62 a multiprocessor) RMSNorm 198.2 (293.5), with a
-    residual 260.1 (322.6), LayerNorm 210.4 (299.9). 512 rows (3.9 a multiprocessor), of two rings:
+    residual 262.2 (322.6), LayerNorm 210.4 (299.9). 512 rows (3.9 a multiprocessor), of two rings:
     24.8 (26.5), 29.2 (29.1), 34.9 (33.2). Lines through both meet at 4 to 6 rows a multiprocessor.
 
     Args:
@@ -273,10 +269,10 @@ def norm_ring(N: int, rows: int, *, centred: bool, added: bool) -> NormRingTile 
         return None
     few = rows < NORM_RING_ROWS
     if centred:
-        return None if few else NormRingTile(16, 1, 2, held=False)
+        return None if few else NormRingTile(16, 2, held=False)
     if added:
-        return None if few else NormRingTile(16, 4, 0, held=True)
-    return NormRingTile(16, 1, 2, held=True) if few else NormRingTile(32, 1, 1, held=False)
+        return None if few else NormRingTile(16, 2, held=True)
+    return NormRingTile(16, 2, held=True) if few else NormRingTile(32, 1, held=False)
 
 
 NORM_LONG = TrainingTile(1, 4096, 8)
