@@ -256,7 +256,7 @@ def norm_ring(N: int, rows: int, *, centred: bool, added: bool) -> NormRingTile 
     A sweep of 10 or 11 rings, NVIDIA H200, torch 2.11, Triton 3.6, 2026-11-22, 16384 columns,
     µs beside `norm_backward`'s tile: 8192 rows (62 a multiprocessor) RMSNorm 198.2 (293.5), with a
     residual 262.2 (322.6), LayerNorm 210.4 (299.9). 512 rows (3.9 a multiprocessor), of two rings:
-    24.8 (26.5), 29.2 (29.1), 34.9 (33.2). Lines through both meet at 4 to 6 rows a multiprocessor.
+    24.8 (26.5), 29.2 (29.1), 34.9 (33.2). Lines through both meet at 4 and 5 rows a multiprocessor.
 
     Args:
         N: columns.
