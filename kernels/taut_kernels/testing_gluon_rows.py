@@ -13,7 +13,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -108,8 +108,9 @@ class Pointer:
         assert inside[allowed].all(), "out of bounds"
         return allowed
 
-    def load(self, mask: Any = None, volatile: bool = False) -> Value:
+    def load(self, mask: Any = None, other: float = 0, volatile: bool = False) -> Value:
         """Stand in for `gl.load`; zeros where masked."""
+        assert other == 0
         allowed, elements = self._allowed(mask), self._elements()
         found = np.where(allowed, elements[np.where(allowed, self.offset, 0)], 0)
         return Value(floats(found, "bf16") if self.kind == "bf16" else found.astype(self.kind))
@@ -145,6 +146,17 @@ class Shared:
         return Value(self.memory.copy())
 
 
+def _poison(memory: Any) -> Any:
+    """Fill words with two NaN patterns each, numbers with NaN, in place."""
+    memory[...] = np.nan if memory.dtype.kind == "f" else _POISON
+    return memory
+
+
+def _allocate(kind: Any, shape: Any, _layout: Any) -> Shared:
+    """Make shared memory; bf16 is kept as fp32."""
+    return Shared(_poison(np.empty(tuple(shape), np.float32 if kind == "bf16" else kind)))
+
+
 class _Copies:
     """One program's `cp.async`: what was asked for, in groups, oldest first."""
 
@@ -152,9 +164,11 @@ class _Copies:
         self.groups: list[list[Callable[[], None]]] = []
         self.open: list[Callable[[], None]] = []
 
-    def copy(self, slot: Shared, pointer: Pointer, mask: Any, cache_modifier: str) -> None:
+    def copy(
+        self, slot: Shared, pointer: Pointer, mask: Any = None, cache_modifier: str = ""
+    ) -> None:
         assert slot.memory.shape == pointer.offset.shape
-        slot.memory[...] = _POISON
+        _poison(slot.memory)
 
         def arrive() -> None:
             slot.memory[...] = pointer.load(mask).array
@@ -191,11 +205,20 @@ def _inline_asm(
     return Value(((bits[1] << 16) | bits[0]).view(np.int32))
 
 
-def _reduce(value: Value, axis: int, combine: Callable[[Value, Value], Value]) -> Value:
-    found = Value(np.take(value.array, 0, axis))
-    for place in range(1, value.shape[axis]):
-        found = combine(found, Value(np.take(value.array, place, axis)))
-    return found
+def _reduce(value: Any, axis: int, combine: Callable[..., Any]) -> Any:
+    """Stand in for `gl.reduce` of one block or of several at once."""
+    blocks = value if isinstance(value, tuple) else (value,)
+    found = tuple(Value(np.take(block.array, 0, axis)) for block in blocks)
+    for place in range(1, blocks[0].shape[axis]):
+        more = (Value(np.take(block.array, place, axis)) for block in blocks)
+        combined = combine(*found, *more)
+        found = combined if isinstance(combined, tuple) else (combined,)
+    return found if isinstance(value, tuple) else found[0]
+
+
+def _range(*bounds: Any) -> Iterator[Value]:
+    """Stand in for a loop, whose variable is a number of the program."""
+    return (Value(np.int32(number)) for number in range(*bounds))
 
 
 def _where(condition: Any, a: Any, b: Any) -> Value:
@@ -219,7 +242,7 @@ def _language(program: int, programs: int) -> Any:
         BlockedLayout=nothing,
         SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
-        allocate_shared_memory=lambda kind, shape, _: Shared(np.full(shape, _POISON, kind)),
+        allocate_shared_memory=_allocate,
         arange=lambda start, end, _: Value(np.arange(start, end, dtype=np.int32)),
         constexpr=None,
         convert_layout=lambda value, _, assert_trivial: value,
@@ -261,6 +284,7 @@ def _scope(function: Any, gl: Any, copies: _Copies, scopes: dict[str, Any]) -> d
     scope["gl"] = gl
     scope["_copy"] = copies.copy
     scope["barrier"] = lambda: None
+    scope["range"] = _range
     scope["async_copy"] = types.SimpleNamespace(commit_group=copies.commit, wait_group=copies.wait)
     for name, value in function.__globals__.items():
         inner = _python(value)

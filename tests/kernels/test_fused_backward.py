@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from taut_kernels import testing
 from taut_kernels.bench import fused_backward, fused_backward_cases, tune_fused_backward
 from taut_kernels.fused import rms_norm, rope, silu_mul
+from taut_kernels.fused._training_tiles import NormRingTile
 from taut_kernels.fused.layer_norm import layer_norm
 from taut_kernels.fused.modules import LayerNorm, RMSNorm, SwiGLU
 from taut_kernels.fused.rms_norm_train import add_rms_norm_train, rms_norm_train
@@ -360,7 +361,8 @@ def test_tuning_has_candidates_for_every_width() -> None:
         for width in kernel.widths:
             tiles = list(kernel.candidates(width))
             assert tiles, (name, width)
-            assert all(tile.block <= max(1024, width) for tile in tiles), (name, width)
+            steps = [tile.block for tile in tiles if not isinstance(tile, NormRingTile)]
+            assert max(steps) <= max(1024, width), (name, width)
 
 
 def test_benchmark_takes_the_shapes_of_the_bars_first() -> None:

@@ -22,8 +22,8 @@ import torch
 from taut_kernels.bench import timing
 from taut_kernels.bench.fused_backward import LONG_WIDTHS, WIDTHS
 from taut_kernels.bench.refusal import REFUSED, first_line
-from taut_kernels.fused import _norm_launch, _swiglu_launch, softmax
-from taut_kernels.fused._training_tiles import TrainingTile
+from taut_kernels.fused import _norm_launch, _swiglu_launch, _training_tiles, softmax
+from taut_kernels.fused._training_tiles import NormRingTile, TrainingTile
 from taut_kernels.tiles_fused import FusedTile
 
 _ELEMENTS = 2**25
@@ -33,7 +33,7 @@ _TOLERANCE = 2e-2
 """Largest error against fp64, a share of the largest value: bf16 rounds at 4e-3."""
 _GRAPH_US = 2000
 _EPSILON = 1e-5
-Tile = TrainingTile | FusedTile
+Tile = TrainingTile | FusedTile | NormRingTile
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -104,8 +104,20 @@ def _softmax_tiles(N: int, most: int) -> Iterator[TrainingTile]:
                 yield TrainingTile(1, block, warps, stages=stages, keep=True)
 
 
-def _norm_backward_tiles(N: int, most: int) -> Iterator[TrainingTile]:
-    """Yield tiles of the persistent kernel; ``most`` columns a thread."""
+def _norm_ring_tiles(N: int, most: int) -> Iterator[NormRingTile]:
+    """Yield rings, those that hold the weight where registers hold more than ``most``."""
+    for num_warps in (8, 16, 32):
+        chunks = -(-N // (256 * num_warps))
+        for held in (False, True)[: 1 + (most >= 64)]:
+            for late in range(chunks + 1):
+                yield NormRingTile(num_warps, late, held)
+
+
+def _norm_backward_tiles(N: int, most: int) -> Iterator[TrainingTile | NormRingTile]:
+    """Yield tiles of the persistent kernels; ``most`` columns a thread."""
+    shortest, longest = _training_tiles.NORM_RING_COLUMNS
+    if shortest < N <= longest:
+        yield from _norm_ring_tiles(N, most)
     for num_warps in (2, 4, 8, 16, 32):
         held = N // (32 * num_warps)
         if not 4 <= held <= most:
@@ -130,11 +142,13 @@ def _norm_operands(count: int) -> Callable[[int, int], Tensors]:
     return draw
 
 
-def _norm_backward(kind: str) -> Callable[[TrainingTile | None, Tensors], Tensors]:
+def _norm_backward(
+    kind: str,
+) -> Callable[[TrainingTile | NormRingTile | None, Tensors], Tensors]:
     from taut_kernels.fused.layer_norm import layer_norm_backward_ref
     from taut_kernels.fused.rms_norm_train import rms_norm_backward_ref
 
-    def run(tile: TrainingTile | None, operands: Tensors) -> Tensors:
+    def run(tile: TrainingTile | NormRingTile | None, operands: Tensors) -> Tensors:
         x, dy, *others = operands
         weight, added = others[-1], others[0] if kind == "added" else None
         # Any number will do for the statistics: the kernel reads, and does not check, them.

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from taut_kernels import _launch
-from taut_kernels.fused import _training_tiles
+from taut_kernels.fused import _norm_ring, _training_tiles
 from taut_kernels.fused._norm_backward_jit import column_sums_kernel, norm_backward_kernel
 from taut_kernels.fused._norm_backward_long_jit import norm_columns_kernel, norm_dx_long_kernel
 from taut_kernels.fused._norm_jit import norm_kernel, norm_long_kernel
@@ -16,7 +16,7 @@ from taut_kernels.fused._tile_options import (
     launch_options,
     next_power_of_2,
 )
-from taut_kernels.fused._training_tiles import RESIDENT_LIMIT, TrainingTile
+from taut_kernels.fused._training_tiles import RESIDENT_LIMIT, NormRingTile, TrainingTile
 from taut_kernels.tiles_fused import FusedTile
 
 _resident = _launch.Launcher(norm_kernel)
@@ -105,7 +105,7 @@ def backward(
     mean: Optional,
     rstd: torch.Tensor,
     wants: tuple[torch.dtype | None, torch.dtype | None],
-    tile: TrainingTile | None = None,
+    tile: TrainingTile | NormRingTile | None = None,
 ) -> tuple[torch.Tensor, Optional, Optional]:
     """Run the backward kernels.
 
@@ -117,7 +117,7 @@ def backward(
         mean: [M] fp32 (LayerNorm), or None (RMSNorm).
         rstd: [M] fp32.
         wants: dtypes of the weight's and of the bias's gradients, None for those not wanted.
-        tile: how to cut the work in one walk; None: by the rule.
+        tile: how to cut the work in one walk, or the ring that holds rows; None: by the rule.
 
     Returns:
         dx [M, N], and the two gradients [N].
@@ -134,7 +134,10 @@ def backward(
     added = None if added is None else _adjacent(added)
     operands = (x, dy, added, weight, mean, rstd)
     limit = RESIDENT_LIMIT if mean is None else _training_tiles.LAYER_NORM_BACKWARD_LIMIT
-    if limit < N and tile is None:
+    tile = tile or _norm_ring.choose(operands)
+    if isinstance(tile, NormRingTile):
+        parts = _backward_ring(tile, operands, dx, wants)
+    elif limit < N and tile is None:
         parts = _backward_long(operands, dx, wants)
     else:
         tile = tile or _training_tiles.norm_backward(N, M, centred=mean is not None)
@@ -142,7 +145,7 @@ def backward(
     return dx, *column_sums(parts, wants)
 
 
-Operands = tuple[torch.Tensor, torch.Tensor, Optional, Optional, Optional, torch.Tensor]
+Operands = _norm_ring.Operands
 Wants = tuple[torch.dtype | None, torch.dtype | None]
 
 
@@ -182,6 +185,15 @@ def _backward_resident(
         strides,
     )
     return parts
+
+
+def _backward_ring(
+    tile: NormRingTile, operands: Operands, dx: torch.Tensor, wants: Wants
+) -> list[Optional]:
+    programs = min(_launch.multiprocessors(dx.device), dx.shape[0])
+    dw, db = _parts(programs, dx, wants)
+    _norm_ring.launch(tile, programs, operands, (dx, dw, db))
+    return [dw, db]
 
 
 def _backward_long(operands: Operands, dx: torch.Tensor, wants: Wants) -> list[Optional]:

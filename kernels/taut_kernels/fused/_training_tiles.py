@@ -1,7 +1,7 @@
 """How the training kernels are cut up: rules.
 
-Softmax's, and the norms' backward at 2048 to 8192 columns, were measured on an H200 (2026-11-22,
-``bench/tune_fused_backward.py`` finds such tiles); the others were reasoned.
+Softmax's, and the norms' backward at 2048 to 8192 and at 16384 columns, were measured on an H200
+(2026-11-22, ``bench/tune_fused_backward.py`` finds such tiles); the others were reasoned.
 """
 
 from __future__ import annotations
@@ -198,6 +198,81 @@ def norm_backward(N: int, M: int, *, centred: bool) -> TrainingTile:
     if width <= 16384 and not centred:
         return TrainingTile(1, 4096, 16, per_sm=1, again=True)
     return TrainingTile(1, 2048, 32, per_sm=1, again=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NormRingTile:
+    """One way to cut the norms' backward pass with rows in shared memory.
+
+    Args:
+        num_warps: warps a program, one program a multiprocessor: 8, 16 or 32.
+        late: last chunks of a row (8 columns a thread) asked for only when the next row begins.
+        held: the weight stays in registers, not in shared memory.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    num_warps: int
+    late: int
+    held: bool
+
+    def __str__(self) -> str:
+        held = "/held" if self.held else ""
+        return f"ring/{self.num_warps}w/l{self.late}{held}"
+
+    def __post_init__(self) -> None:
+        if self.num_warps not in (8, 16, 32):
+            raise ValueError(f"num_warps must be 8, 16 or 32, got {self.num_warps}")
+        if not 0 <= self.late <= 16:
+            raise ValueError(f"late must lie in 0..16, got {self.late}")
+
+    def holds_two_rows(self, N: int, tensors: int, weight_bytes: int) -> bool:
+        """Say whether the row under way and the next fit into shared memory.
+
+        Args:
+            N: columns.
+            tensors: of 16 bits that come through the ring.
+            weight_bytes: of one element of the weight; 0 without one.
+        """
+        width = 256 * self.num_warps
+        columns = -(-N // width) * width
+        shared_weight = 0 if self.held else columns * weight_bytes
+        return 2 * (2 * columns * tensors) + shared_weight <= _RING_BYTES
+
+
+_RING_BYTES = 226 * 1024
+"""Shared memory of a program on compute capability 9.0, less what a row's sums take."""
+NORM_RING_COLUMNS = (8192, 16384)
+"""Rows of the norms' backward pass beyond the first and up to the last go through shared memory."""
+NORM_RING_ROWS = 8
+"""Rows a multiprocessor from which filling and emptying the ring costs less than it brings."""
+
+
+@lru_cache(maxsize=4096)
+def norm_ring(N: int, rows: int, *, centred: bool, added: bool) -> NormRingTile | None:
+    """Cut the norms' backward pass with rows in shared memory; None where another kernel is faster.
+
+    A sweep of 10 or 11 rings, NVIDIA H200, torch 2.11, Triton 3.6, 2026-11-22, 16384 columns,
+    µs beside `norm_backward`'s tile: 8192 rows (62 a multiprocessor) RMSNorm 198.2 (293.5), with a
+    residual 262.2 (322.6), LayerNorm 210.4 (299.9). 512 rows (3.9 a multiprocessor), of two rings:
+    24.8 (26.5), 29.2 (29.1), 34.9 (33.2). Lines through both meet at 4 and 5 rows a multiprocessor.
+
+    Args:
+        N: columns.
+        rows: whole rows a multiprocessor.
+        centred: LayerNorm; else RMSNorm.
+        added: a gradient is added to dx.
+    """
+    shortest, longest = NORM_RING_COLUMNS
+    if not shortest < N <= longest or N % 16:
+        return None
+    few = rows < NORM_RING_ROWS
+    if centred:
+        return None if few else NormRingTile(16, 2, held=False)
+    if added:
+        return None if few else NormRingTile(16, 2, held=True)
+    return NormRingTile(16, 2, held=True) if few else NormRingTile(32, 1, held=False)
 
 
 NORM_LONG = TrainingTile(1, 4096, 8)

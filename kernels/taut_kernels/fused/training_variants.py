@@ -16,6 +16,8 @@ from taut_kernels.fused import _training_tiles
 from taut_kernels.fused._norm_backward_jit import column_sums_kernel, norm_backward_kernel
 from taut_kernels.fused._norm_backward_long_jit import norm_columns_kernel, norm_dx_long_kernel
 from taut_kernels.fused._norm_jit import norm_kernel, norm_long_kernel
+from taut_kernels.fused._norm_ring import launch_options as ring_options
+from taut_kernels.fused._norm_ring_jit import norm_backward_ring_kernel
 from taut_kernels.fused._rope_train_jit import rope_train_kernel
 from taut_kernels.fused._softmax_jit import (
     softmax_backward_kernel,
@@ -24,8 +26,8 @@ from taut_kernels.fused._softmax_jit import (
     softmax_long_kernel,
 )
 from taut_kernels.fused._swiglu_jit import swiglu_backward_kernel, swiglu_kernel
-from taut_kernels.fused._tile_options import launch_options, next_power_of_2
-from taut_kernels.fused._training_tiles import RESIDENT_LIMIT, TrainingTile
+from taut_kernels.fused._tile_options import last_arguments, launch_options, next_power_of_2
+from taut_kernels.fused._training_tiles import RESIDENT_LIMIT, NormRingTile, TrainingTile
 from taut_kernels.tiles_fused import FusedTile
 
 WIDTHS = (1000, 4096, 8192, 16384, 32768)
@@ -101,16 +103,9 @@ def _norm(op: str, N: int, tile: FusedTile, element: str = "bf16") -> KernelVari
     )
 
 
-def norm_backward(op: str, N: int, tile: TrainingTile, element: str = "bf16") -> KernelVariant:
-    """Describe one form of the norms' backward pass.
-
-    Args:
-        op: ``rms_norm``, ``add_rms_norm`` or ``layer_norm``.
-        N: columns.
-        tile: how it is cut.
-        element: type of the operands.
-    """
-    present = {
+def _backward_pointers(op: str, element: str) -> dict[str, str | None]:
+    """Return the tensors of the norms' backward pass, None for those a form has not."""
+    return {
         "x_ptr": element,
         "dy_ptr": element,
         "added_ptr": element if op.startswith("add_") else None,
@@ -121,6 +116,18 @@ def norm_backward(op: str, N: int, tile: TrainingTile, element: str = "bf16") ->
         "dw_ptr": "fp32",
         "db_ptr": "fp32" if op == "layer_norm" else None,
     }
+
+
+def norm_backward(op: str, N: int, tile: TrainingTile, element: str = "bf16") -> KernelVariant:
+    """Describe one form of the norms' backward pass.
+
+    Args:
+        op: ``rms_norm``, ``add_rms_norm`` or ``layer_norm``.
+        N: columns.
+        tile: how it is cut.
+        element: type of the operands.
+    """
+    present = _backward_pointers(op, element)
     constants: dict[str, Any] = {"N": N, "ROWS": tile.rows, "BLOCK": tile.block}
     constants |= {"STAGES": tile.stages, "AGAIN": tile.again}
     kernel = norm_backward_kernel
@@ -139,6 +146,48 @@ def norm_backward(op: str, N: int, tile: TrainingTile, element: str = "bf16") ->
         constants={name: None for name, kind in present.items() if not kind} | constants,
         options=tile.options(),
     )
+
+
+def norm_backward_ring(
+    op: str, N: int, tile: NormRingTile, element: str = "bf16", weight: str = "bf16"
+) -> KernelVariant:
+    """Describe one form of the norms' backward pass with rows in shared memory.
+
+    Args:
+        op: ``rms_norm``, ``add_rms_norm`` or ``layer_norm``.
+        N: columns.
+        tile: how it is cut.
+        element: type of the rows.
+        weight: type of the weight.
+    """
+    present = _backward_pointers(op, element) | {"weight_ptr": weight}
+    constants = last_arguments(norm_backward_ring_kernel, (N, tile.late, tile.held, tile.num_warps))
+    strides = ("stride_xm", "stride_dm", "stride_am")
+    return KernelVariant(
+        label=f"{op}_backward {element} w {weight} N={N}",
+        kernel=norm_backward_ring_kernel,
+        tile=tile,
+        pointers={name: kind for name, kind in present.items() if kind},
+        integers=("M", *strides),
+        divisible_by_16=strides,
+        constants={name: None for name, kind in present.items() if not kind} | constants,
+        options=ring_options(tile),
+        targets=("sm_90",),
+        # Triton 3.6, with which tiles were measured, spills nothing in those of the rule. 3.9, not
+        # measured, does: up to 16 bytes.
+        allowed_spill_bytes=16,
+    )
+
+
+def _norm_rings() -> Iterator[KernelVariant]:
+    longest = _training_tiles.NORM_RING_COLUMNS[1]
+    for op in ("rms_norm", "add_rms_norm", "layer_norm"):
+        form = {"centred": op == "layer_norm", "added": op.startswith("add_")}
+        for rows in (0, _training_tiles.NORM_RING_ROWS):
+            tile = _training_tiles.norm_ring(longest, rows, **form)
+            if tile is not None:
+                for element, weight in (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16")):
+                    yield norm_backward_ring(op, longest, tile, element, weight)
 
 
 def _columns(centred: bool, N: int) -> KernelVariant:
@@ -239,6 +288,7 @@ def _norms() -> Iterator[KernelVariant]:
     yield norm_backward("layer_norm", 4096, tile, "fp32")
     for centred in (False, True):
         yield _columns(centred, 131072)
+    yield from _norm_rings()
     for N in (1000, 4096):
         yield from (_column_sums(N, two=two) for two in (False, True))
 
