@@ -17,6 +17,7 @@ from taut_kernels.tiles_scaled_mm import ScaledMmTile, parse, rule
 TILE = {"kernel": "ring", "block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4}
 TILE |= {"num_stages": 4}
 HOPPER = TILE | {"kernel": "hopper", "block_m": 128, "block_n": 256}
+TURNS = HOPPER | {"kernel": "turns", "block_m": 64}
 
 
 def _row(**change: Any) -> dict[str, Any]:
@@ -78,10 +79,13 @@ def test_a_faster_kernel_that_never_served_is_left_to_vllm(monkeypatch: pytest.M
         ([_row(op="fp8_block", tile=TILE | {"block_k": 64})], "fp8_block needs kernel ring"),
         ([_row(tile=TILE | {"block_m": 24})], "block_m must be a power of two"),
         ([_row(tile=TILE | {"num_warps": 2})], "num_warps must be 4, 8 or 16"),
-        ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be ring or hopper"),
+        ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be one of"),
         ([_row(tile=TILE | {"num_stages": 0})], "num_stages must lie in 1..16"),
-        ([_row(tile=HOPPER | {"block_m": 64})], "needs block_m 128 and block_n 128 or 256"),
-        ([_row(tile=HOPPER | {"block_n": 64})], "needs block_m 128 and block_n 128 or 256"),
+        ([_row(tile=HOPPER | {"block_m": 64})], "hopper needs block_m × block_n 128×128 or 128×"),
+        ([_row(tile=HOPPER | {"block_n": 64})], "hopper needs block_m × block_n 128×128 or 128×"),
+        ([_row(tile=TURNS | {"block_m": 128})], "turns needs block_m × block_n 128×128 or 64×256"),
+        ([_row(tile=TURNS | {"num_stages": 6})], "room for 5 stages of 64×256, got 6"),
+        ([_row(tile=TURNS, op="w8a8_gemm")], "tiles of 256 features for FP8 only"),
         ([_row(tile=HOPPER | {"split_k": 2})], "needs block_k 128, num_warps 4 and split_k 1"),
         ([_row(tile=HOPPER | {"num_stages": 1})], "needs num_stages of at least 2"),
         ([_row(tile=TILE | {"prefetch": 3})], "prefetch must be 0 or a power of two"),

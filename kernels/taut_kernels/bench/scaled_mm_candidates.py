@@ -92,6 +92,8 @@ def _many_tokens() -> Iterator[ScaledMmTile]:
     for block_n, stages in ((256, 4), (128, 6)):
         for group_m in (8, 16, 32):
             yield ScaledMmTile("hopper", 128, block_n, 128, 4, stages, group_m=group_m)
+    for group_m in (8, 16):
+        yield ScaledMmTile("turns", 128, 128, 128, 4, 6, group_m=group_m)
     for block_n, warps in ((128, 8), (128, 4)):
         yield ScaledMmTile("ring", 128, block_n, 128, warps, 3)
 

@@ -12,6 +12,7 @@ from taut_kernels.gemm import _scaled_mm_hopper as hopper
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
+from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 ELEMENT = {"w8a8_gemm": "i8", "fp8_gemm": "fp8e4nv", "fp8_block": "fp8e4nv"}
@@ -32,6 +33,13 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
                 yield bucket.tile, K, HOPPER
 
 
+TURNS = tuple(
+    ScaledMmTile("turns", block_m, block_n, 128, 4, stages, group_m=16)
+    for block_m, block_n, stages in ((128, 128, 6), (128, 128, 5), (64, 256, 5))
+)
+"""No table has a tile of this kernel yet: drop when one does."""
+
+
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield what ahead-of-time compilation checks: each op's tiles, zero points, an early start.
 
@@ -48,6 +56,9 @@ def kernel_variants() -> Iterator[KernelVariant]:
                 seen.add((tile, even_k))
                 yield variant(op, tile, targets, even_k=even_k)
     yield from _options_of_w8a8()
+    for tile in TURNS:
+        for op in ("fp8_gemm",) if tile.block_n == 256 else ("fp8_gemm", "w8a8_gemm"):
+            yield variant(op, tile, HOPPER, even_k=True)
     for op in tiles_scaled_mm.OPS:
         tile = tiles_scaled_mm.rule(op, 4096, 4096, 1)
         early = dataclasses.replace(tile, early=True, prefetch=2)
@@ -56,8 +67,9 @@ def kernel_variants() -> Iterator[KernelVariant]:
 
 def _options_of_w8a8() -> Iterator[KernelVariant]:
     ring = tiles_scaled_mm.rule("w8a8_gemm", 28672, 4096, 1)
-    persistent = ScaledMmTile("hopper", 128, 256, 128, 4, 4)
-    for tile, targets in ((ring, ALL_TARGETS), (persistent, HOPPER)):
+    shared = ScaledMmTile("hopper", 128, 256, 128, 4, 4)
+    turns = ScaledMmTile("turns", 128, 128, 128, 4, 6)
+    for tile, targets in ((ring, ALL_TARGETS), (shared, HOPPER), (turns, HOPPER)):
         for has_azp in (False, True):
             yield variant(
                 "w8a8_gemm", tile, targets, even_k=True, has_azp_adj=True, has_azp=has_azp
@@ -83,7 +95,7 @@ def variant(
         has_azp_adj: with the zero point's column term.
         has_azp: with a zero point a token.
     """
-    if tile.kernel == "hopper":
+    if tile.kernel != "ring":
         return _hopper_variant(op, tile, has_azp_adj, has_azp)
     constants: dict[str, Any] = {
         "HAS_BIAS": True,
@@ -128,18 +140,20 @@ def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: boo
         pointers |= {name: "i32"} if present else {}
         constants |= {} if present else {name: None}
     element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
+    rows = hopper.rows_of_block(tile)
     descriptors = {
-        "x_desc": f"{element}[{hopper.ROWS}, {hopper.STEP}],{layout!r}",
+        "x_desc": f"{element}[{rows}, {hopper.STEP}],{layout!r}",
         "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
-        "y_desc": f"bf16[{hopper.ROWS}, {hopper.ROWS}],{hopper.RESULT_LAYOUT!r}",
+        "y_desc": f"bf16[{rows}, {hopper.ROWS}],{hopper.RESULT_LAYOUT!r}",
     }
+    kernel = scaled_mm_turns_kernel if tile.kernel == "turns" else scaled_mm_hopper_kernel
     known = {*constants, *pointers, *descriptors}
     return KernelVariant(
-        label=f"{op} hopper{' azp_adj' * has_azp_adj}{' azp' * has_azp}",
-        kernel=scaled_mm_hopper_kernel,
+        label=f"{op} {tile.kernel}{' azp_adj' * has_azp_adj}{' azp' * has_azp}",
+        kernel=kernel,
         tile=tile,
         pointers=pointers,
-        integers=tuple(n for n in scaled_mm_hopper_kernel.arg_names if n not in known),
+        integers=tuple(n for n in kernel.arg_names if n not in known),
         divisible_by_16=(),
         constants=constants,
         descriptors=descriptors,
