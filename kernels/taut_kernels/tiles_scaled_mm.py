@@ -11,7 +11,7 @@ A table is ``tiles/scaled_mm-<card>.json``::
 Rows of one product are buckets of M: ``max_m`` is inclusive and rises, null in the last one.
 ``tile`` holds exactly the fields of :class:`ScaledMmTile`. A product no table of the card names
 takes :func:`rule`. The rivals' figures are of the same run, 0 where none ran. Where ours is slower
-than vLLM's in a bucket, or its kernel has not served in vLLM on a card yet (:data:`SERVED`), the
+than vLLM's in a bucket, or its kernel was not tried on a card yet (:data:`SERVED`), the
 plugin leaves that bucket to vLLM (:func:`why_not_preferred`).
 """
 
@@ -29,9 +29,9 @@ KERNELS = ("ring", "hopper", "turns")
 _FED_BY_TMA = {"hopper": ((128, 128), (128, 256)), "turns": ((128, 128), (64, 256))}
 _TURNS_STAGES = {128: 6, 256: 5}
 """Most by features of a tile: beside them 226 KB hold a block of results for each group."""
-SERVED = ("ring",)
-"""Kernels that ran in vLLM on a card: "hopper" was right and measured as an op alone (2026-11-22),
-its launcher, and layers with it, only run on a CPU so far; "turns" ran on no card."""
+SERVED = ("ring", "hopper", "turns")
+"""Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
+within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
 PROGRAMS_WANTED = 264

@@ -55,6 +55,7 @@ def test_a_call_gets_the_first_bucket_that_holds_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_faster_kernel_that_never_served_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles_scaled_mm, "SERVED", ("ring", "turns"))
     hopper = HOPPER | {"block_k": 128}
     table = parse(_text(_row(max_m=64), _row(tile=hopper, us=[1.0], vllm_us=[9.0])), "here")
     monkeypatch.setattr(tiles_scaled_mm, "tables", lambda: {"card": table})
@@ -62,6 +63,18 @@ def test_a_faster_kernel_that_never_served_is_left_to_vllm(monkeypatch: pytest.M
     assert ask("fp8_gemm", "card", 64, 128) == (
         "slower than vLLM's, or not tried in it, at 65– tokens"
     )
+
+
+def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
+    def wins(op: str, shape: str, M: int) -> tuple[str, bool]:
+        bucket = tiles_scaled_mm.lookup(op, "NVIDIA H200", *SHAPES[shape], M)
+        return bucket.tile.kernel, bucket.wins
+
+    for op in ("fp8_gemm", "w8a8_gemm"):
+        for M in (512, 1024, 2048, 4096):
+            assert wins(op, "gate_up", M) == ("turns", True)
+        assert wins(op, "down", 1024) == ("hopper", True)
+        assert wins(op, "down", 2048) == ("turns", False)
 
 
 @pytest.mark.parametrize(

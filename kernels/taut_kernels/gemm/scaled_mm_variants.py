@@ -33,13 +33,6 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
                 yield bucket.tile, K, HOPPER
 
 
-TURNS = tuple(
-    ScaledMmTile("turns", block_m, block_n, 128, 4, stages, group_m=16)
-    for block_m, block_n, stages in ((128, 128, 6), (128, 128, 5), (64, 256, 5))
-)
-"""No table has a tile of this kernel yet: drop when one does."""
-
-
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield what ahead-of-time compilation checks: each op's tiles, zero points, an early start.
 
@@ -56,9 +49,6 @@ def kernel_variants() -> Iterator[KernelVariant]:
                 seen.add((tile, even_k))
                 yield variant(op, tile, targets, even_k=even_k)
     yield from _options_of_w8a8()
-    for tile in TURNS:
-        for op in ("fp8_gemm",) if tile.block_n == 256 else ("fp8_gemm", "w8a8_gemm"):
-            yield variant(op, tile, HOPPER, even_k=True)
     for op in tiles_scaled_mm.OPS:
         tile = tiles_scaled_mm.rule(op, 4096, 4096, 1)
         early = dataclasses.replace(tile, early=True, prefetch=2)
