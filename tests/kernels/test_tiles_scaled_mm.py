@@ -149,6 +149,17 @@ def test_candidates_fit_the_card_and_the_tables(shape: str) -> None:
         assert late
         assert not any(tile.early for tile in late)
         assert set(late) <= set(found)
+        only_fp8 = set(candidates(N, K, Ms[-1], fp8=True)) - set(late)
+        assert {str(tile) for tile in only_fp8} == (
+            {"turns 64x256x128/4w/5s/g16"} if Ms[-1] > 64 else set()
+        )
+        for tile in late:
+            parse(
+                _text(
+                    _row(op="w8a8_gemm", N=N, K=K, tile=dataclasses.asdict(tile) | {"split_k": 1})
+                ),
+                shape,
+            )
         for tile in found:
             row = _row(N=N, K=K, tile=dataclasses.asdict(tile), max_m=max_m)
             last = () if max_m is None else (_row(N=N, K=K),)

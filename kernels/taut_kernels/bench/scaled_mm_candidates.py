@@ -100,7 +100,9 @@ def _many_tokens(fp8: bool) -> Iterator[ScaledMmTile]:
         yield ScaledMmTile("ring", 128, block_n, 128, warps, 3)
 
 
-def candidates(N: int, K: int, M: int, *, early: bool = False, fp8: bool = False) -> Iterator[ScaledMmTile]:
+def candidates(
+    N: int, K: int, M: int, *, early: bool = False, fp8: bool = False
+) -> Iterator[ScaledMmTile]:
     """Yield the tiles worth compiling.
 
     Args:
