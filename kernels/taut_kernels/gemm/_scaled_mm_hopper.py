@@ -19,8 +19,6 @@ OPERAND_LAYOUT = gl.NVMMASharedLayout(STEP, 8, 2)
 RESULT_LAYOUT = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
 """Of blocks in shared memory: what `wgmma` reads and `stmatrix` writes without bank conflicts."""
 
-_SHARED_BYTES = 226 * 1024
-"""Of a program for blocks; 1 KB of 227 is for barriers and changes of layout."""
 _hopper = _launch.Launcher(scaled_mm_hopper_kernel)
 _turns = _launch.Launcher(scaled_mm_turns_kernel)
 
@@ -39,17 +37,7 @@ def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
     constants = {"COLUMNS": tile.block_n, "STAGES": tile.num_stages, "GROUP_M": tile.group_m}
     if tile.kernel == "hopper":
         return constants
-    return constants | {"ROWS": tile.block_m, "PLACES": _places(tile)}
-
-
-def _places(tile: ScaledMmTile) -> int:
-    """Return how many blocks of 64 columns of results each group that takes turns has room for.
-
-    Every part of a tile or one: the kernel gives places out in turn, tile after tile.
-    """
-    ring = tile.num_stages * (tile.block_m + tile.block_n) * STEP
-    results = 2 * tile.block_m * tile.block_n * 2
-    return tile.block_n // ROWS if ring + results <= _SHARED_BYTES else 1
+    return constants | {"ROWS": tile.block_m}
 
 
 def _operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -123,14 +123,13 @@ def scaled_mm_turns_kernel(
     ROWS: gl.constexpr,  # tokens of a tile, 64 or 128
     COLUMNS: gl.constexpr,  # features of a tile, 256 or 128
     STAGES: gl.constexpr,
-    PLACES: gl.constexpr,  # blocks of results a group has room for
     GROUP_M: gl.constexpr,
 ):
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 128], BYTES)
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], BYTES)
-    y = gl.allocate_shared_memory(y_desc.dtype, [2 * PLACES, ROWS, 64], HALVES)
+    y = gl.allocate_shared_memory(y_desc.dtype, [2, ROWS, 64], HALVES)
     full, empty, turns = barriers(STAGES, 1), barriers(STAGES, 1), barriers(2, 1)
     hopper.fence_async_shared()
     pointers = (x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr)
