@@ -57,13 +57,18 @@ class Pointer:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Pointer:
-        """Point at a contiguous CPU tensor, whose memory the kernel then changes."""
+        """Point at a CPU tensor, whose memory, to its end, the kernel then changes."""
         kinds = {torch.bfloat16: "bf16", torch.float16: "f16"}
         kind: Any = kinds.get(tensor.dtype)
+        if tensor.is_contiguous():
+            flat = tensor.view(-1)
+        else:
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            flat = tensor.as_strided((size - tensor.storage_offset(),), (1,))
         if kind is None:
-            memory = tensor.view(-1).numpy()
+            memory = flat.numpy()
             return Pointer(memory, memory.dtype.type)
-        return Pointer(tensor.view(-1).view(torch.int16).numpy().view(np.uint16), kind)
+        return Pointer(flat.view(torch.int16).numpy().view(np.uint16), kind)
 
 
 def floats(bits: Any, kind: str) -> Any:

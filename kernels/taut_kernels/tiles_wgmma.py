@@ -7,11 +7,12 @@ A table is ``tiles/w4a16_wgmma-<card>.json``::
                "tile": {…} | "dense" | "decode", "us": µs per call at max_m (null: 4096)}, …]}
 
 ``tile`` has exactly the fields of :class:`WgmmaTile` or, up to 64 tokens, of
-:class:`taut_kernels.tiles_decode_ring.RingTile` or, up to 128, of
-:class:`taut_kernels.tiles_wgmma_ring.WgmmaRingTile`; ``dense`` stands for dequantising the layer
-and multiplying densely (:mod:`taut_kernels.gemm.w4a16_dense`), ``decode`` (up to 16 tokens) for
-:mod:`taut_kernels.gemm.w4a16_decode`. A shape that no table of the card names takes :func:`rule`.
-The layout of the weights does not depend on any of it.
+:class:`taut_kernels.tiles_decode_ring.RingTile` or, up to 1024, of
+:class:`taut_kernels.tiles_wgmma_ring.WgmmaRingTile` or of
+:class:`taut_kernels.tiles_wgmma_waves.WavesTile`, made of such; ``dense`` stands for dequantising
+the layer and multiplying densely (:mod:`taut_kernels.gemm.w4a16_dense`), ``decode`` (up to 16
+tokens) for :mod:`taut_kernels.gemm.w4a16_decode`. A shape that no table of the card names takes
+:func:`rule`. The layout of the weights does not depend on any of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, Literal
 from taut_kernels import _tile_tables, tiles_decode_ring, tiles_wgmma_ring
 from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
 
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -82,7 +84,7 @@ class WgmmaTile:
 
     def __str__(self) -> str:
         cut = f"{self.block_m}x{self.rows}x{64 * self.chunks_per_step}/{self.num_warps}w"
-        flags = ("r" if self.reordered else "") + ("e" if self.early_wait else "")
+        flags = "r" * self.reordered + "e" * self.early_wait
         return f"{cut}/{self.num_stages}s/a{self.ahead}/k{self.split_k}{flags}"
 
     @property
@@ -91,7 +93,7 @@ class WgmmaTile:
         return 16 * self.row_reps * self.num_warps
 
 
-Choice = WgmmaTile | RingTile | WgmmaRingTile | Literal["decode", "dense"]
+Choice = WgmmaTile | RingTile | WgmmaRingTile | WavesTile | Literal["decode", "dense"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,10 @@ def parse(text: str, where: str) -> WgmmaTable:
         if key in found:
             raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']} is there twice")
         found[key] = _choice(row["tile"], row["max_m"], where)
+        waves = found[key]
+        if isinstance(waves, WavesTile) and waves.head_rows(row["max_m"], row["N"]) == row["N"]:
+            # Warm-up, which runs the largest M, would not compile the tail that others need.
+            raise ValueError(f"{where}: the tail has no rows at max_m={row['max_m']}, got {waves}")
     return WgmmaTable(gpu, found)
 
 
@@ -135,17 +141,27 @@ def _choice(tile: Any, max_m: int | None, where: str) -> Choice:
         if "row_warps" in tile:
             if max_m is not None and max_m <= tiles_decode_ring.MAX_TOKENS:
                 return RingTile(**tile)
-        elif "warp_groups" in tile:
-            if max_m is not None and max_m <= tiles_wgmma_ring.MAX_TOKENS:
-                return WgmmaRingTile(**tile)
+        elif "head" in tile:
+            if max_m is not None and set(tile) == {"head", "tail", "places"}:
+                head = _product_tile(tile["head"], max_m, where)
+                tail = _product_tile(tile["tail"], max_m, where)
+                return WavesTile(head, tail, tile["places"])
         else:
-            if max_m is None and tile.get("split_k", 1) > 1:
-                # Warm-up would pass, and a long enough prefill meet more tiles than are counted.
-                raise ValueError(f"{where}: split_k needs a max_m, got {tile}")
-            return WgmmaTile(**tile)
+            return _product_tile(tile, max_m, where)
     if tile == "dense" or (tile == "decode" and max_m == DECODE_TOKENS):
         return "dense" if tile == "dense" else "decode"
     raise ValueError(f"{where}: tile {tile!r} is no regime for max_m={max_m}")
+
+
+def _product_tile(tile: dict[str, Any], max_m: int | None, where: str) -> WgmmaTile | WgmmaRingTile:
+    if "warp_groups" in tile:
+        if max_m is not None and max_m <= tiles_wgmma_ring.MAX_TOKENS:
+            return WgmmaRingTile(**tile)
+        raise ValueError(f"{where}: tile {tile!r} is no regime for max_m={max_m}")
+    if max_m is None and tile.get("split_k", 1) > 1:
+        # Warm-up would pass, and a long enough prefill meet more tiles than are counted.
+        raise ValueError(f"{where}: split_k needs a max_m, got {tile}")
+    return WgmmaTile(**tile)
 
 
 @cache

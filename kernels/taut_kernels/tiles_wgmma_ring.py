@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from taut_kernels.tiles_decode_ring import SHARED_BYTES
 
-MAX_TOKENS = 128
-"""Largest bucket of M that was measured."""
+MAX_TOKENS = 1024
+"""Largest bucket of M that a table may give it."""
 _RESERVED_BYTES = 1024
 """Left to the compiler."""
 
@@ -21,11 +21,11 @@ class WgmmaRingTile:
     """One way to cut the work.
 
     Args:
-        block_m: tokens a program, 16..128, a power of two.
+        block_m: tokens a program, 16..256, a power of two.
         group_tiles: tiles of 64 output rows a warp group, 1 or 2; with 2 one is converted while
             the other is multiplied.
         warp_groups: of a program beside each other along N, 1, 2 or 4; they share activations.
-        chunks_per_step: chunks of 64 K indices between two barriers, 2 or 4.
+        chunks_per_step: chunks of 64 K indices between two barriers, 1, 2 or 4.
         split_k: programs along K, 1..16; more than one adds a last-program reduction.
         stages: steps the ring holds, 3..12; one is always being given back.
         reordered: bring the activations into fragment order first, in a launch of its own; else
@@ -34,6 +34,7 @@ class WgmmaRingTile:
         parts: products a chunk of 64 rows, 1, 2 or 4: while one runs the next one's weights are
             converted.
         running: products left running then, 1..3.
+        summed: a launch of its own adds the splits, not the program that arrives last.
 
     Raises:
         ValueError: a field is out of its range.
@@ -49,13 +50,14 @@ class WgmmaRingTile:
     registers: int = 0
     parts: int = 1
     running: int = 1
+    summed: bool = False
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
-            "block_m": (16, 32, 64, 128),
+            "block_m": (16, 32, 64, 128, 256),
             "group_tiles": (1, 2),
             "warp_groups": (1, 2, 4),
-            "chunks_per_step": (2, 4),
+            "chunks_per_step": (1, 2, 4),
             "split_k": tuple(range(1, 17)),
             "stages": tuple(range(3, 13)),
             "parts": (1, 2, 4),
@@ -64,15 +66,18 @@ class WgmmaRingTile:
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field} must be one of {values}, got {getattr(self, field)}")
-        if self.running > self.parts * self.chunks_per_step:
-            # The stage of the step before last would still be read when it is filled again.
-            raise ValueError(f"running must be at most parts × chunks_per_step, got {self.running}")
+        if self.running >= self.parts * self.chunks_per_step:
+            # A whole step's products would still read their weights' registers when the next step
+            # begins to write them: seen in SASS, which no wait orders.
+            raise ValueError(f"running must be below parts × chunks_per_step, got {self.running}")
+        if self.summed and self.split_k == 1:
+            raise ValueError("summed needs split_k > 1")
         if self.registers and not 32 <= self.registers <= 255:
             raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
 
     def __str__(self) -> str:
         cut = f"{self.block_m}x{self.rows}/{self.warp_groups}x{self.group_tiles}g/k{self.split_k}"
-        flags = f"p{self.parts}.{self.running}" + ("r" if self.reordered else "")
+        flags = f"p{self.parts}.{self.running}" + "r" * self.reordered + "s" * self.summed
         cap = f"/{self.registers}" if self.registers else ""
         return f"wring/{cut}/{self.chunks_per_step}c/{self.stages}s{flags}{cap}"
 
@@ -95,7 +100,7 @@ class WgmmaRingTile:
         """
         weights = self.rows * self.chunks_per_step * 32
         activations = self.block_m * self.chunks_per_step * 128
-        groups = 64 * self.chunks_per_step // group_size if group_size else 0
+        groups = max(1, 64 * self.chunks_per_step // group_size) if group_size else 0
         quads = groups * self.rows * 8
         return weights + activations + quads * (2 if has_zeros else 1)
 

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from taut_kernels import testing
-from taut_kernels.attention import _decode_values_jit, decode
+from taut_kernels.attention import _decode_merge_jit, _decode_values_jit, decode
 from taut_kernels.attention._tiles import DecodeTile
 from taut_kernels.testing_paged import make_case
 
@@ -46,7 +46,7 @@ def queries_and_windows():
     """Speculative tokens, more rows than one program takes, windows."""
     count = 0
     for queries, window, heads in (
-        (1, 20, 4), (3, 0, 4), (8, 0, 4), (4, 33, 4), (2, 1, 4), (5, 0, 7)
+        (1, 20, 4), (3, 0, 4), (8, 0, 4), (4, 33, 4), (2, 1, 4), (5, 0, 7), (8, 20, 2)
     ):  # fmt: skip
         dtype = FORMATS[count % 3]
         options = {"queries": queries, "window": window}
@@ -81,6 +81,66 @@ def large_values():
     case = make_case([60], 4, 2, 64, 16, torch.float8_e4m3fn, k_scale=1e-4)
     case.q *= 10000
     return count + check(case, TILES[0], 2)
+
+
+def many_splits():
+    """More parts than are merged at once, and not a multiple of that; as many as there are keys."""
+    count = 0
+    for dtype, splits in zip(FORMATS, (19, 23, 37), strict=True):
+        case = make_case([600, 31], 4, 1, 64, 16, dtype)
+        count += check(case, DecodeTile(16, 1, 2, 4, 1), splits)
+    return count
+
+
+def _merged(partial, stats, active, rows, dim, unroll):
+    """Run the merge alone; return [rows, dim]."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def merge(partial_ptr, stats_ptr, o_ptr, active, D: tl.constexpr, BLOCK_D: tl.constexpr,
+              ROWS: tl.constexpr, BLOCK_R: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+        acc, total = _decode_merge_jit.merged_splits(
+            partial_ptr, stats_ptr, active, D, BLOCK_D, ROWS, BLOCK_R, UNROLL
+        )
+        _decode_merge_jit.store_rows(acc, total, 0.5, o_ptr, 0, ROWS, 0, D, D, BLOCK_D, BLOCK_R,
+                                     BLOCK_R)  # fmt: skip
+
+    out = torch.full((rows, dim), float("nan"))
+    block_r, block_d = 1 << (rows - 1).bit_length(), 1 << (dim - 1).bit_length()
+    merge[(1,)](partial, stats, out, active, dim, block_d, rows, block_r, unroll)
+    return out
+
+
+def merges():
+    """One part to many, odd numbers, parts and rows without a key; behind the last, NaN."""
+    generator = torch.Generator().manual_seed(1)
+    count = 0
+    shapes = itertools.cycle(((4, 64, 4), (3, 96, 8), (1, 64, 16), (16, 64, 2), (7, 32, 32)))
+    for active in (1, 2, 3, 15, 16, 17, 33, 131, 165):
+        rows, dim, unroll = next(shapes)
+        partial = torch.full((active + 3, rows, dim), float("nan"))
+        stats = torch.full((active + 3, 2, rows), float("nan"))
+        partial[:active] = torch.randn(active, rows, dim, generator=generator)
+        # As far apart as scores of long contexts are, so that a wrong maximum shows.
+        stats[:active, 0] = torch.randn(active, rows, generator=generator) * 100
+        stats[:active, 1] = torch.rand(active, rows, generator=generator) + 1
+        empty = torch.rand(active, rows, generator=generator) < 0.3
+        empty[:, 0] = active % 2 == 0
+        partial[:active][empty] = 0
+        stats[:active, 0][empty], stats[:active, 1][empty] = float("-inf"), 0
+        found = _merged(partial, stats, active, rows, dim, unroll)
+        highest = stats[:active, 0].double().amax(0).clamp(min=-1e30)
+        weights = (stats[:active, 0].double() - highest).exp2()
+        total = (weights * stats[:active, 1]).sum(0)
+        gold = (weights[:, :, None] * partial[:active]).sum(0) * 0.5
+        gold = gold / total.where(total > 0, 1.0)[:, None]
+        assert not found.isnan().any()
+        # exp2 of a difference of hundreds has the difference's rounding, 2**-17 of it, at most.
+        assert (found - gold).abs().max() <= 1e-4, (active, (found - gold).abs().max())
+        assert torch.equal(found, _merged(partial, stats, active, rows, dim, unroll))
+        count += 1
+    return count
 
 
 def conversions():

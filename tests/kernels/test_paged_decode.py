@@ -60,10 +60,12 @@ def test_a_context_beyond_the_table_is_cut_and_one_below_zero_is_empty() -> None
     [
         ("conversions", 2),
         ("contexts", 12),
-        ("queries_and_windows", 6),
+        ("queries_and_windows", 7),
         ("wide_heads", 3),
         ("layouts", 12),
         ("large_values", 2),
+        ("many_splits", 3),
+        ("merges", 9),
     ],
 )
 def test_interpreted_kernel(check: str, count: int, run_python: Any) -> None:
@@ -257,7 +259,7 @@ def test_gpu_queries_beyond_fp16(dtype: torch.dtype, factor: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
 def test_gpu_many_splits_of_a_long_sequence(dtype: torch.dtype) -> None:
     case = on_gpu([70000], 8, 1, 128, 64, dtype)
-    for splits in (None, 200):
+    for splits in (None, 33, 200):
         check_on_gpu(case, splits)
 
 

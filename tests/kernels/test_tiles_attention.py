@@ -88,3 +88,18 @@ def test_splits_fill_the_device_once_or_many_times() -> None:
 def test_load_is_keys_a_multiprocessor() -> None:
     assert _tiles.load_of(8, 16896, 132) == "small"
     assert _tiles.load_of(8, 16897, 132) == "large"
+    assert _tiles.load_of(264, 1024, 132) == "large"
+    assert _tiles.load_of(265, 1024, 132) == "many"
+    assert _tiles.load_of(265, 100, 132) == "small"
+
+
+@pytest.mark.parametrize(("size", "pairs", "splits"), [(2, 512, 1), (1, 512, 2), (1, 1024, 1)])
+def test_many_sequences_are_hardly_divided(size: int, pairs: int, splits: int) -> None:
+    tile = _tiles.decode("NVIDIA H200", 128, size, _tiles.load_of(pairs, 8192, 132))
+    assert _tiles.decode_splits(tile, pairs, 8192, 132) == splits
+
+
+@pytest.mark.parametrize(("size", "splits"), [(2, 33), (1, 49)])
+def test_a_long_sequence_is_merged_from_few_parts(size: int, splits: int) -> None:
+    tile = _tiles.decode("NVIDIA H200", 128, size, _tiles.load_of(8, 32768, 132))
+    assert _tiles.decode_splits(tile, 8, 32768, 132) == splits

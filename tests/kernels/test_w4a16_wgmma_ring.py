@@ -5,6 +5,7 @@ Layouts, barriers and waits are Triton's to compile (test_aot.py) and a GPU's to
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -15,8 +16,8 @@ from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
+from taut_kernels.gemm import w4a16_sum, w4a16_wgmma_ring_variants
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
-from taut_kernels.gemm import w4a16_wgmma_ring_variants
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
 from taut_kernels.tiles_decode_ring import SHARED_BYTES
 from taut_kernels.tiles_wgmma import BUCKETS
@@ -34,6 +35,10 @@ TILES = {
     "wide": WgmmaRingTile(64, 2, 2, 2, 1, 6, True, parts=4, running=3),
     "split": WgmmaRingTile(32, 2, 1, 4, 2, 4, False, parts=4, running=1),
     "three": WgmmaRingTile(16, 1, 4, 2, 3, 3, True),
+    "many": WgmmaRingTile(256, 1, 2, 1, 1, 6, True, parts=2, running=1),
+    "short": WgmmaRingTile(128, 1, 2, 1, 1, 5, True, parts=4, running=3),
+    "short_split": WgmmaRingTile(128, 1, 2, 1, 3, 5, True, parts=2, running=1),
+    "summed": WgmmaRingTile(64, 2, 1, 2, 3, 4, True, parts=2, running=2, summed=True),
 }
 OPTIONS = {"num_warps", "maxnreg", "launch_pdl"}
 
@@ -64,12 +69,14 @@ def fields(**change: Any) -> dict[str, Any]:
         ({"block_m": 48}, "block_m must be one of"),
         ({"group_tiles": 3}, r"group_tiles must be one of \(1, 2\), got 3"),
         ({"warp_groups": 3}, r"warp_groups must be one of \(1, 2, 4\), got 3"),
-        ({"chunks_per_step": 1}, r"chunks_per_step must be one of \(2, 4\), got 1"),
+        ({"chunks_per_step": 3}, r"chunks_per_step must be one of \(1, 2, 4\), got 3"),
+        ({"summed": True}, "summed needs split_k > 1"),
         ({"split_k": 17}, "split_k must be one of"),
         ({"stages": 2}, "stages must be one of"),
         ({"parts": 3}, r"parts must be one of \(1, 2, 4\), got 3"),
         ({"running": 4}, r"running must be one of \(1, 2, 3\), got 4"),
-        ({"running": 3}, "running must be at most parts × chunks_per_step, got 3"),
+        ({"running": 2}, "running must be below parts × chunks_per_step, got 2"),
+        ({"chunks_per_step": 1}, "running must be below parts × chunks_per_step, got 1"),
         ({"registers": 300}, "registers must be 0 or lie in 32..255, got 300"),
     ],
 )
@@ -105,11 +112,11 @@ def test_table_tells_the_tiles_of_the_rings_and_of_wgmma_apart() -> None:
         row = {"N": 64, "K": 128, "max_m": 128, "tile": fields(), "us": 1.5} | change
         return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
 
-    parsed = tiles_wgmma.parse(table(), "t.json")
-    assert parsed.choices[64, 128, BUCKETS.index(128)] == WgmmaRingTile(**fields())
-    for max_m in (256, None):
-        with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
-            tiles_wgmma.parse(table(max_m=max_m), "t.json")
+    for max_m in (128, 1024):
+        parsed = tiles_wgmma.parse(table(max_m=max_m), "t.json")
+        assert parsed.choices[64, 128, BUCKETS.index(max_m)] == WgmmaRingTile(**fields())
+    with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
+        tiles_wgmma.parse(table(max_m=None), "t.json")
 
 
 def fragment_order(x: torch.Tensor) -> torch.Tensor:
@@ -133,6 +140,29 @@ class OnNumPy:
         return launch
 
 
+def add_splits(
+    partial: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    tiles: tuple[int, int],
+    *,
+    split_k: int,
+    block_m: int,
+    num_warps: int,
+    row_tiles: int,
+) -> None:
+    """Add splits one tile of 16 rows after another: what test_w4a16_sum.py holds the kernel to."""
+    shape = (tiles[1], tiles[0], split_k, row_tiles, block_m // 8, num_warps, 8, 4, 2, 2)
+    # Eight tokens, warp, g, t, r, b: rows are (r, g), tokens (eight, t, b).
+    total = partial.view(shape).sum(2).permute(0, 1, 4, 2, 7, 5, 3, 6, 8)
+    for m, n, warp, r in itertools.product(*map(range, (*tiles[::-1], num_warps, row_tiles))):
+        tile = min((n * num_warps + warp) * row_tiles, y.shape[1] // 16 - row_tiles) + r
+        value = total[m, n, warp, r].reshape(16, block_m).t()[: y.shape[0] - m * block_m]
+        if bias is not None:
+            value = value + bias[16 * tile : 16 * tile + 16].float()
+        y[m * block_m : (m + 1) * block_m, 16 * tile : 16 * tile + 16] = value.to(y.dtype)
+
+
 @pytest.mark.parametrize(
     ("tile", "M", "N", "K", "G", "dtype", "asymmetric", "grid"),
     [
@@ -144,6 +174,13 @@ class OnNumPy:
         ("split", 33, 144, 1088, 32, torch.bfloat16, True, (2, 2, 2)),
         ("three", 16, 80, 576, 64, torch.float16, False, (1, 3, 1)),
         ("three", 1, 16, 64, -1, torch.float16, False, (1, 3, 1)),
+        ("many", 200, 144, 1152, 128, torch.bfloat16, False, (2, 1, 1)),
+        ("many", 270, 64, 576, 32, torch.float16, True, (1, 1, 2)),
+        ("short", 129, 144, 704, 64, torch.bfloat16, True, (2, 1, 2)),
+        ("short", 70, 128, 1152, 128, torch.float16, False, (1, 1, 1)),
+        ("short_split", 128, 128, 896, 128, torch.bfloat16, True, (1, 3, 1)),
+        ("short_split", 30, 80, 576, 32, torch.float16, True, (1, 3, 1)),
+        ("summed", 70, 272, 1152, 128, torch.bfloat16, True, (3, 3, 2)),
     ],
 )
 def test_kernel_computes_the_product_on_numpy(
@@ -160,6 +197,7 @@ def test_kernel_computes_the_product_on_numpy(
     kernel = OnNumPy()
     monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
     monkeypatch.setattr(ring, "reorder", fragment_order)
+    monkeypatch.setattr(w4a16_sum, "launch", add_splits)
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():
@@ -169,7 +207,10 @@ def test_kernel_computes_the_product_on_numpy(
     assert not operands[5].any(), "arrivals must be 0 again"
 
 
-def test_launch_refuses_more_meeting_places_than_arrivals_counts() -> None:
+def test_launch_refuses_more_meeting_places_than_arrivals_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ring, "reorder", fragment_order)
     operands = make_case(33, 16, 512, 64, torch.bfloat16, False).operands()
     with pytest.raises(ValueError, match="split_k: 3 tiles meet, arrivals counts 1"):
         ring.launch(TILES["three"], *operands)
@@ -205,7 +246,17 @@ def test_candidates_fit_the_card() -> None:
 @needs_gpu
 @pytest.mark.parametrize(
     ("tile", "M"),
-    [("one", 32), ("two", 50), ("wide", 64), ("split", 40), ("three", 9)],
+    [
+        ("one", 32),
+        ("two", 50),
+        ("wide", 64),
+        ("split", 40),
+        ("three", 9),
+        ("many", 257),
+        ("short", 129),
+        ("short_split", 100),
+        ("summed", 70),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("asymmetric", [False, True])

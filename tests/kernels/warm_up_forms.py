@@ -153,12 +153,18 @@ def mutations(compiler: Compiler) -> tuple[list[str], list[str]]:
         if not late(compiler, prepare, calls, FEW):
             unnoticed.append(what)
 
-    (N, K), tokens = SHAPES[LLAMA][0], linear.WARM_UP_TOKENS
+    tokens = linear.WARM_UP_TOKENS
     for left_out in tokens:
-        linear.WARM_UP_TOKENS = tuple(size for size in tokens if size != left_out)
-        prepare, calls = w4a16_layer(N, K, BF16, 128, False)
-        expect_late(f"w4a16, M = {left_out}", prepare, calls[:1])
+        rest = tuple(size for size in tokens if size != left_out)
+        for N, K in SHAPES[LLAMA]:
+            alone = w4a16_forms(compiler, N, K, (left_out,))
+            if alone <= w4a16_forms(compiler, N, K, rest):
+                continue  # other sizes compile all of it
+            linear.WARM_UP_TOKENS = rest
+            prepare, calls = w4a16_layer(N, K, BF16, 128, False)
+            expect_late(f"w4a16 {N}x{K}, M = {left_out}", prepare, calls[:1])
     linear.WARM_UP_TOKENS = tokens
+    N, K = SHAPES[LLAMA][0]
     sizes, tiles = scaled_mm_op.warm_up_tokens, tiles_scaled_mm.buckets("fp8_gemm", H200, N, K)
     for left_out, bucket in zip(sizes(FP8, H200, N, K), tiles, strict=True):
         if sum(other.tile == bucket.tile for other in tiles) > 1:
@@ -172,6 +178,15 @@ def mutations(compiler: Compiler) -> tuple[list[str], list[str]]:
         calls += activation_calls(block(LLAMA, BF16, FP8), LLAMA, BF16, FP8)
         expect_late(what, prepare, calls)
     return done, unnoticed
+
+
+def w4a16_forms(compiler: Compiler, N: int, K: int, tokens: tuple[int, ...]) -> set[str]:
+    """Return what a layer compiles when its warm-up has these numbers of tokens only."""
+    linear.WARM_UP_TOKENS = tokens
+    compiler.forget_forms()
+    prepare, _ = w4a16_layer(N, K, BF16, 128, False)
+    prepare()
+    return set(compiler.forms)
 
 
 def fused_mutations() -> Iterator[tuple[str, Prepare]]:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from taut_kernels.attention._decode_merge_jit import (
+    first_rows,
     leave_part,
     merged_splits,
     merged_warps,
@@ -48,13 +49,16 @@ def load_pages(table_ptr, start, last, KEYS: tl.constexpr, PAGE: tl.constexpr, W
 @triton.jit
 def load_queries(q_ptr, offs_row, rows, stride_qt, stride_qh, D: tl.constexpr,
                  BLOCK_D: tl.constexpr, GROUP: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
-    """Load the rows' queries, [WARPS, M, BLOCK_D], the same for every warp; 0 beyond rows and D."""
+    """Load the rows' queries, [WARPS, M, BLOCK_D], the same for every warp; 0 beyond rows and D.
+
+    Volatile: LLVM would move the load behind the branch on the context, which waits for memory.
+    """
     offs_d = tl.arange(0, BLOCK_D)
     places = (offs_row // GROUP).to(tl.int64) * stride_qt + (offs_row % GROUP) * stride_qh
     pointers = q_ptr + places[:, None] + offs_d[None, :]
     mask = (offs_row < rows)[:, None] & (offs_d < D)[None, :]
     pointers = pointers[None, :, :] + tl.zeros((WARPS, 1, 1), tl.int32)
-    return tl.load(pointers, mask=mask[None, :, :], other=0.0)
+    return tl.load(pointers, mask=mask[None, :, :], other=0.0, volatile=True)
 
 
 @triton.jit
@@ -111,9 +115,12 @@ def scores_of(q, q_odd, k, FORMAT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, key, position, last, window, row_max, row_sum, QUERIES: tl.constexpr,
-                 WINDOW: tl.constexpr):  # fmt: skip
-    """Take a tile's scores, base 2, into the running softmax; return weights and decay, too."""
+def softmax_step(scores, key, position, last, window, kept, row_max, row_sum,
+                 QUERIES: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+    """Take a tile's scores, base 2, into the running softmax; return weights and decay, too.
+
+    Rows that are not `kept` get constants: the compiler drops what leads to them.
+    """
     seen = (key < last)[:, None, :]
     if QUERIES > 1:
         seen = seen & (key[:, None, :] <= position[None, :, None])
@@ -123,8 +130,8 @@ def softmax_step(scores, key, position, last, window, row_max, row_sum, QUERIES:
     new_max = tl.maximum(row_max, tl.max(scores, 2))
     # A row that has seen no key yet: ∞ − ∞ would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - shift[:, :, None])
-    decay = tl.exp2(row_max - shift)
+    weights = tl.where(kept[None, :, None], tl.exp2(scores - shift[:, :, None]), 0.0)
+    decay = tl.where(kept[None, :], tl.exp2(row_max - shift), 1.0)
     return weights, decay, new_max, row_sum * decay + tl.sum(weights, 2)
 
 
@@ -211,28 +218,31 @@ def paged_decode_kernel(
     LENGTH: tl.constexpr = D if FORMAT == "16 bit" else D // 2
     # Neighbouring programs read neighbouring heads of the same pages.
     head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    context = tl.minimum(tl.maximum(tl.load(contexts_ptr + batch), 0), most_keys)
+    head_k = (head // ROW_BLOCKS).to(tl.int64)
+    first_row = head % ROW_BLOCKS * ROWS
+    rows_end = tl.minimum(first_row + ROWS, QUERIES * GROUP)
+    offs_row = first_row + tl.arange(0, BLOCK_M)
+    q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
+    # All that does not depend on the context is asked for beside it, not behind it.
+    context = tl.load(contexts_ptr + batch, volatile=True)
+    q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
+    k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if HAS_K_SCALE else 1.0
+    context = tl.minimum(tl.maximum(context, 0), most_keys)
     first, chunk, active = key_span(context, window, splits, min_keys, QUERIES, WINDOW, BLOCK_KEYS)
     if split >= active:
         return
     first += split * chunk
     last = tl.minimum(first + chunk, context)
-    head_k = (head // ROW_BLOCKS).to(tl.int64)
-    first_row = head % ROW_BLOCKS * ROWS
-    rows_end = tl.minimum(first_row + ROWS, QUERIES * GROUP)
     table_ptr += batch * stride_table
-    q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
+    # And the first pages before the queries are made ready.
+    pages = load_pages(table_ptr, first, last, KEYS, PAGE, WARPS)
     o_ptr += batch * stride_ob + head_k * GROUP * stride_oh
     k_ptr += head_k * stride_kh
     v_ptr += head_k * stride_vh
 
-    offs_row = first_row + tl.arange(0, BLOCK_M)
     # The last query of a sequence stands at its last key.
     position = context - QUERIES + offs_row // GROUP
-    factor = tl.full((BLOCK_M,), 1.0, tl.float32) * scale_log2
-    if HAS_K_SCALE:
-        factor *= tl.load(k_scale_ptr + head_k * stride_ks)
-    q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
+    factor = tl.full((BLOCK_M,), 1.0, tl.float32) * (scale_log2 * k_scale)
     q_odd = q
     if FORMAT != "16 bit":
         q, power = fp16_rows(q)
@@ -243,9 +253,11 @@ def paged_decode_kernel(
     row_max = tl.full((WARPS, BLOCK_M), float("-inf"), tl.float32)
     row_sum = tl.zeros((WARPS, BLOCK_M), tl.float32)
 
+    # Half of a product's rows are left out where no query has them.
+    KEPT: tl.constexpr = BLOCK_M // 2 if ROWS <= BLOCK_M // 2 else BLOCK_M
+    kept = tl.arange(0, BLOCK_M) < KEPT
     offs_d = tl.arange(0, WIDTH)
     offs_n = tl.arange(0, WARPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-    pages = load_pages(table_ptr, first, last, KEYS, PAGE, WARPS)
     for step in tl.range(first, last, BLOCK_KEYS):
         start = tl.multiple_of(step, BLOCK_KEYS)
         k, v = load_tile(
@@ -256,14 +268,17 @@ def paged_decode_kernel(
         pages = load_pages(table_ptr, start + BLOCK_KEYS, last, KEYS, PAGE, WARPS)
         scores = scores_of(q, q_odd, k, FORMAT, ASM) * factor[None, :, None]
         weights, decay, row_max, row_sum = softmax_step(
-            scores, start + offs_n, position, last, window, row_max, row_sum, QUERIES, WINDOW
+            scores, start + offs_n, position, last, window, kept, row_max, row_sum, QUERIES, WINDOW
         )
         acc, acc_odd = add_values(acc, acc_odd, weights, decay, v, FORMAT, ASM)
 
     if FORMAT != "16 bit":
         acc = tl.interleave(acc, acc_odd)
-    part, highest, total = merged_warps(acc, row_max, row_sum, WARPS, BLOCK_M, BLOCK_D)
     v_scale = tl.load(v_scale_ptr + head_k * stride_vs) if HAS_V_SCALE else 1.0
+    part, highest, total = merged_warps(
+        first_rows(acc, KEPT), first_rows(row_max, KEPT), first_rows(row_sum, KEPT),
+        WARPS, KEPT, BLOCK_D,
+    )  # fmt: skip
     if SPLIT and active > 1:
         program = batch * tl.num_programs(0) + head
         partial_ptr += program * splits * (ROWS * D)
@@ -271,7 +286,7 @@ def paged_decode_kernel(
         finished = leave_part(
             part, highest, total, partial_ptr + split * (ROWS * D),
             stats_ptr + split * (2 * ROWS), arrivals_ptr + program, active,
-            D, BLOCK_D, ROWS, BLOCK_M,
+            D, BLOCK_D, ROWS, KEPT,
         )  # fmt: skip
         if finished:
             out, weight = merged_splits(
@@ -281,4 +296,4 @@ def paged_decode_kernel(
                        D, BLOCK_D, GROUP, BLOCK_R)  # fmt: skip
     else:
         store_rows(part, total, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
-                   D, BLOCK_D, GROUP, BLOCK_M)  # fmt: skip
+                   D, BLOCK_D, GROUP, KEPT)  # fmt: skip

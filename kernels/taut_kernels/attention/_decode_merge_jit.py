@@ -25,6 +25,23 @@ def sum_of_warps(x, WARPS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def first_rows(x, KEPT: tl.constexpr):
+    """Return the first KEPT of 16 rows, KEPT 8 or 16, of [WARPS, 16, D] or [WARPS, 16].
+
+    A thread of a product has rows 8 apart: nothing moves.
+    """
+    if KEPT == 16:
+        kept = x
+    elif len(x.shape) == 3:
+        kept, _ = tl.split(
+            tl.permute(tl.reshape(x, (x.shape[0], 2, KEPT, x.shape[2])), (0, 2, 3, 1))
+        )
+    else:
+        kept, _ = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, KEPT)), (0, 2, 1)))
+    return kept
+
+
+@triton.jit
 def merged_warps(acc, row_max, row_sum, WARPS: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
     """Merge [WARPS, M, D], [WARPS, M], [WARPS, M] over warps; return [M, D], [M], [M]."""
     highest = tl.max(row_max, 0)
@@ -66,6 +83,24 @@ def leave_part(
 
 
 @triton.jit
+def load_parts(partial_ptr, stats_ptr, first, active, D: tl.constexpr, BLOCK_D: tl.constexpr,
+               ROWS: tl.constexpr, BLOCK_R: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """Ask for UNROLL parts from `first` on; return their sums and maxima, two tuples."""
+    offs_r, offs_d = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    # One address each: the rest is in the instructions.
+    part_ptr = partial_ptr + first * (ROWS * D) + (offs_r * D + offs_d)
+    rows_ptr = stats_ptr + first * (2 * ROWS) + offs_r
+    parts, maxima = (), ()
+    for i in tl.static_range(UNROLL):
+        # All or none: a mask of one number alone is not known to the interpreter.
+        there = (offs_r < ROWS) & (offs_r < (active - first - i) * BLOCK_R)
+        at, of = part_ptr + i * (ROWS * D), rows_ptr + i * (2 * ROWS)
+        maxima += (tl.load(of, there, float("-inf"), cache_modifier=".cg"),)
+        parts += (tl.load(at, there & (offs_d < D), 0.0, cache_modifier=".cg"),)
+    return parts, maxima
+
+
+@triton.jit
 def merged_splits(
     partial_ptr,  # [splits, ROWS, D] fp32
     stats_ptr,  # [splits, 2, ROWS] fp32
@@ -74,35 +109,35 @@ def merged_splits(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,  # ROWS up to a power of two
-    UNROLL: tl.constexpr,  # splits whose loads are under way at once
+    UNROLL: tl.constexpr,  # splits whose loads are under way at once, a power of two
 ):
     """Merge what all programs of these rows left; return [BLOCK_R, BLOCK_D], [BLOCK_R] (the sum).
 
-    In order of the splits, so that the bits do not change from run to run; past L1, which does not
-    see what other programs store. No thread needs another's numbers.
+    UNROLL parts at a time: all their loads, their maximum, then a plain weighted sum. In order of
+    the splits, so that the bits do not change from run to run; past L1, which does not see what
+    other programs store. Maxima are loaded twice, once for what threads work out together and once
+    for the weights of their own columns: to hand them on would cost more.
     """
-    offs_r, offs_d = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    real = offs_r < ROWS
-    place = offs_r[:, None] * D + offs_d[None, :]
+    offs_r, offs_u = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, UNROLL)[None, :]
     acc = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     highest = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
     for first in range(0, active, UNROLL):
+        there = (offs_r < ROWS) & (first + offs_u < active)
+        rows_ptr = stats_ptr + first * (2 * ROWS) + (offs_u * (2 * ROWS) + offs_r)
+        part_max = tl.load(rows_ptr, there, float("-inf"), cache_modifier=".cg")
+        part_sum = tl.load(rows_ptr + ROWS, there, 0.0, cache_modifier=".cg")
+        parts, maxima = load_parts(
+            partial_ptr, stats_ptr, first, active, D, BLOCK_D, ROWS, BLOCK_R, UNROLL
+        )
+        new_max = tl.maximum(highest, tl.max(part_max, 1))
+        # A part, or all of them, may have seen no key: ∞ − ∞ would be NaN.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        decay = tl.exp2(highest - shift)
+        total = total * decay + tl.sum(part_sum * tl.exp2(part_max - shift[:, None]), 1)
+        acc, highest = acc * decay[:, None], new_max
         for i in tl.static_range(UNROLL):
-            # All or none: a mask of one number alone is not known to the interpreter.
-            there = real & (offs_r < (active - first - i) * BLOCK_R)
-            part_ptr = partial_ptr + (first + i) * (ROWS * D)
-            rows_ptr = stats_ptr + (first + i) * (2 * ROWS) + offs_r
-            inside = there[:, None] & (offs_d < D)[None, :]
-            part = tl.load(part_ptr + place, inside, 0.0, cache_modifier=".cg")
-            part_max = tl.load(rows_ptr, there, float("-inf"), cache_modifier=".cg")
-            part_sum = tl.load(rows_ptr + ROWS, there, 0.0, cache_modifier=".cg")
-            new_max = tl.maximum(highest, part_max)
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            decay, weight = tl.exp2(highest - shift), tl.exp2(part_max - shift)
-            acc = acc * decay[:, None] + part * weight[:, None]
-            total = total * decay + part_sum * weight
-            highest = new_max
+            acc += parts[i] * tl.exp2(maxima[i] - shift[:, None])
     return acc, total
 
 
@@ -110,7 +145,7 @@ def merged_splits(
 def store_rows(acc, total, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
                D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
                BLOCK_R: tl.constexpr):  # fmt: skip
-    """Divide [BLOCK_R, BLOCK_D] by the sums and store the rows that are there."""
+    """Divide [BLOCK_R, BLOCK_D] by the sums of weights and store the rows that are there."""
     offs_row, offs_d = first_row + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     places = (offs_row // GROUP).to(tl.int64) * stride_ot + (offs_row % GROUP) * stride_oh
     out = acc * (v_scale / tl.where(total == 0.0, 1.0, total))[:, None]

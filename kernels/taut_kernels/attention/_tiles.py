@@ -24,9 +24,12 @@ from taut_kernels import _tile_tables
 
 KERNELS = ("forward", "forward_hopper", "key_gradients", "query_gradients", "decode")
 ROW_DELTA_BLOCK = 64
-LOADS = ("small", "large")
-"""Of decode: up to :data:`SMALL_LOAD` keys a multiprocessor, where latencies count, and beyond."""
+LOADS = ("small", "large", "many")
+"""Of decode: up to :data:`SMALL_LOAD` keys a multiprocessor, where latencies count; more; and more,
+of so many sequences and heads that they are hardly divided."""
 SMALL_LOAD = 1024
+MANY_PAIRS = 2
+"""Sequences × key heads a multiprocessor up to which a load is "large" and not "many"."""
 _ROW_FIELDS = {"kernel", "D", "bits", "load", "tile", "us"}
 _FEW_KEYS = 1024
 """Keys of a program where there are more programs than fit at once."""
@@ -136,8 +139,9 @@ QUERY_GRADIENTS = {
     128: AttentionTile(64, 64, 8, 2),
     256: AttentionTile(32, 32, 8, 1),
 }
-# By the padded head dimension, bytes of an element, and load. One warp a program has no other to
-# wait for, and many fit into a multiprocessor: best where there is much to read (README).
+# By the padded head dimension, bytes of an element, and load; "large" stands for "many", too. One
+# warp a program has no other to wait for, and many fit into a multiprocessor. On the H200 four
+# warps and fewer parts are faster where sequences are divided into many (LIBRARY).
 _DECODE = {
     (64, 2, "small"): DecodeTile(16, 4, 3, 4, 128),
     (64, 2, "large"): DecodeTile(16, 1, 4, 10, 256),
@@ -249,14 +253,18 @@ def backward(gpu: str | None, padded_dim: int) -> tuple[AttentionTile, Attention
 
 
 def load_of(pairs: int, max_context: int, multiprocessors: int) -> str:
-    """Return whether a call of paged decode has little to read or much, one of :data:`LOADS`.
+    """Return whether a call of paged decode has little to read, or much of few or of many.
+
+    One of :data:`LOADS`.
 
     Args:
         pairs: programs without splits: sequences × key heads.
         max_context: keys of the longest sequence.
         multiprocessors: of the device.
     """
-    return "small" if pairs * max_context <= SMALL_LOAD * multiprocessors else "large"
+    if pairs * max_context <= SMALL_LOAD * multiprocessors:
+        return "small"
+    return "large" if pairs <= MANY_PAIRS * multiprocessors else "many"
 
 
 def decode(gpu: str | None, padded_dim: int, size: int, load: str) -> DecodeTile:
@@ -269,7 +277,8 @@ def decode(gpu: str | None, padded_dim: int, size: int, load: str) -> DecodeTile
         load: of :func:`load_of`.
     """
     measured = _measured(gpu, "decode", padded_dim, size, load)
-    return cast("DecodeTile", measured) if measured else _DECODE[padded_dim, size, load]
+    rule = _DECODE[padded_dim, size, "small" if load == "small" else "large"]
+    return cast("DecodeTile", measured) if measured else rule
 
 
 def decode_splits(tile: DecodeTile, pairs: int, max_context: int, multiprocessors: int) -> int:

@@ -49,7 +49,10 @@ _LOG2_E = 1.4426950408889634
 _BLOCK_M = 16
 """Rows of the least product of tensor cores; more would spill registers."""
 _MERGED_ELEMENTS = 2048
-"""Of the parts of all splits, how many each warp of the last program reads at once."""
+"""Of the parts of all splits, how many each warp of the last program reads at once: 64 a thread, in
+registers that its loop needs no more."""
+_MOST_MERGED = 32
+"""Parts at once at most: instructions are written out for each."""
 
 
 def make_arrivals(
@@ -137,6 +140,7 @@ def launch_constants(
     padded = padded_dim(dim)
     _, rows = row_blocks(queries * group)
     block_r = 1 << (rows - 1).bit_length()
+    merged = _MERGED_ELEMENTS * tile.num_warps // (block_r * padded)
     return {
         "FORMAT": EIGHT_BIT.get(cache.dtype, "16 bit"),
         "ASM": has_conversion(cache),
@@ -150,7 +154,7 @@ def launch_constants(
         "ROWS": rows,
         "BLOCK_M": _BLOCK_M,
         "BLOCK_R": block_r,
-        "UNROLL": max(1, min(16, _MERGED_ELEMENTS * tile.num_warps // (block_r * padded))),
+        "UNROLL": max(1, min(_MOST_MERGED, merged)),
         "KEYS": tile.keys,
         "WARPS": tile.num_warps,
     }

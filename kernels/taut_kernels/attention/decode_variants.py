@@ -62,8 +62,9 @@ def _variant(
         options=tile.options(),
         floats=("scale_log2",),
         targets=(target,),
-        # Around the loop, under Triton 3.9: 16 rows of 256 sums are half of a thread's registers.
-        allowed_spill_bytes=128 if dim == 256 else 0,
+        # Around the loop: under Triton 3.9 16 rows of 256 sums are half of a thread's registers;
+        # where ptxas aims at 128 of them it puts one aside.
+        allowed_spill_bytes=128 if dim == 256 else 8,
     )
 
 

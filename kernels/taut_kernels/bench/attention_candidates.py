@@ -11,8 +11,8 @@ from taut_kernels.bench.attention_cases import DIM
 
 _SHARED_BYTES = 220 * 1024
 _MULTIPROCESSOR_BYTES = 228 * 1024
-_MOST_WARPS = 11
-"""Of 180 registers a thread."""
+_MOST_WARPS = {1: 16, 2: 12}
+"""By bytes of a cached element: of 128 and 168 registers a thread."""
 
 
 def forward_candidates() -> Iterator[AttentionTile]:
@@ -52,7 +52,7 @@ def resident(tile: DecodeTile, size: int) -> int:
     # One step less than the stages lies in shared memory, keys and values; queries; the system's.
     shared = (tile.num_stages - 1) * tile.keys * 2 * DIM * size + 2 * 16 * DIM
     by_shared = _MULTIPROCESSOR_BYTES // (shared * tile.num_warps + 1024)
-    return min(by_shared, _MOST_WARPS // tile.num_warps)
+    return min(by_shared, _MOST_WARPS[size] // tile.num_warps)
 
 
 def decode_candidates(size: int) -> Iterator[DecodeTile]:
@@ -71,5 +71,5 @@ def decode_candidates(size: int) -> Iterator[DecodeTile]:
 
 def splits_candidates(tile: DecodeTile) -> Iterator[DecodeTile]:
     """Yield a tile with other rules for its splits, which compile nothing new."""
-    for per_sm, min_keys in itertools.product((1, 2, 4, 6, 7, 8, 10, 12), (64, 128, 256)):
+    for per_sm, min_keys in itertools.product((1, 2, 3, 4, 6, 8, 10, 12), (64, 128, 256)):
         yield dataclasses.replace(tile, per_sm=per_sm, min_keys=min_keys)

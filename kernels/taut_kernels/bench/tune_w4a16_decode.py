@@ -40,7 +40,10 @@ _QUEUES = {
     (2, 2): ((4, 4, 2), (4, 4, 4), (2, 2, 2), (4, 2, 2), (6, 2, 2), (4, 1, 1)),
 }
 """(depth, x_depth, batch) to try, by row tiles and token tiles."""
-_REGISTERS = {(1, 1): (0,), (1, 2): (0, 96), (2, 2): (128, 168)}
+_REGISTERS = {(1, 1): (0, 96, 112, 128), (1, 2): (0, 96), (2, 2): (128, 168)}
+"""Caps to try, by row tiles and token tiles. Without one ptxas aims at some 72 registers a thread,
+and loads the activations two at a time, right before their product."""
+_ALL_REGISTERS = 132 * 65536
 
 
 def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
@@ -62,6 +65,8 @@ def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
             (False, True) if token_tiles == 1 else (False,),
             _REGISTERS.get((row_tiles, token_tiles), ()),
         ):
+            if token_tiles == 1 and warps * 32 * registers > _ALL_REGISTERS:
+                continue  # not every program would have a place at once
             yield DecodeTile(
                 row_tiles, row_warps, k_warps, split, depth, x_depth, batch, fence, registers
             )

@@ -1,10 +1,10 @@
 """Find the tiles for more than 8 tokens: ``python -m taut_kernels.bench.tune_w4a16_wgmma``.
 
-Every candidate of the `wgmma`, the `wgmma` ring (to 128 tokens) and the ring kernel (to 64) is
-compiled first, in parallel, then held to the error budget, called again and again for the same
-bits, then timed, with the dense (to 16 tokens: the decode) regime and what ships today; the fastest
-one of each shape and bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the
-activations is inside the time.
+Every candidate of the `wgmma`, the `wgmma` ring (to 128 tokens) and the ring kernel (to 64), and
+from 256 to 1024 tokens of two tiles for one product, is compiled first, in parallel, then held to
+the error budget, called again and again for the same bits, then timed, with the dense (to 16
+tokens: the decode) regime and what ships today; the fastest one of each shape and bucket of M goes
+into a table for ``taut_kernels/tiles``. Reordering the activations is inside the time.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ from typing import Any
 import torch
 import triton
 
-from taut_kernels import formats_mma, tiles_decode, tiles_wgmma, tiles_wgmma_ring
+from taut_kernels import formats_mma, tiles_decode, tiles_wgmma
 from taut_kernels.bench import report, timing
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, SHAPES
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
+from taut_kernels.bench.wgmma_waves_candidates import waves_candidates
 from taut_kernels.gemm import (
     w4a16_decode,
     w4a16_decode_ring,
     w4a16_dense,
     w4a16_wgmma,
     w4a16_wgmma_ring,
+    w4a16_wgmma_waves,
 )
 from taut_kernels.gemm.w4a16 import make_arrivals
 from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
 from taut_kernels.tiles_wgmma import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
 
 TOKENS = (*BUCKETS, 4096)
 """M at which a bucket is decided: its largest, and 4096 for the one without a limit."""
@@ -59,8 +62,11 @@ _RING_FORMS = {
     (2, 8): ((255, False), (168, True)),
 }
 """Registers a thread to allow, about what ptxas wants, and ``scale_first``; by row, token tiles."""
-REGIMES = ("ring", "wgmma", "wgmma-ring")
-Tile = WgmmaTile | RingTile | WgmmaRingTile
+REGIMES = ("ring", "wgmma", "wgmma-ring", "waves")
+RING_TOKENS = 128
+"""Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
+_WAVES = (256, 1024)
+Tile = WgmmaTile | RingTile | WgmmaRingTile | WavesTile
 
 
 def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
@@ -128,8 +134,10 @@ def all_candidates(N: int, K: int, M: int, regimes: Sequence[str]) -> list[Tile]
         found += ring_candidates(N, K, M)
     if "wgmma" in regimes:
         found += candidates(N, K, M)
-    if "wgmma-ring" in regimes and M <= tiles_wgmma_ring.MAX_TOKENS:
+    if "wgmma-ring" in regimes and M <= RING_TOKENS:
         found += wgmma_ring_candidates(N, K, M)
+    if "waves" in regimes and _WAVES[0] <= M <= _WAVES[1]:
+        found += waves_candidates(N, K, M)
     return list(dict.fromkeys(found))
 
 
@@ -145,6 +153,8 @@ def _launch(
         return w4a16_decode_ring.launch(tile, *operands)
     if isinstance(tile, WgmmaRingTile):
         return w4a16_wgmma_ring.launch(tile, *operands)
+    if isinstance(tile, WavesTile):
+        return w4a16_wgmma_waves.launch(tile, *operands)
     return w4a16_wgmma.launch(tile, *operands)
 
 
@@ -292,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tiles = {(name, M): all_candidates(*PRODUCTS[name], M, regimes) for name in shapes for M in Ms}
     # N is no constant of the kernels: one compilation serves every shape with the same K.
     jobs = {
-        (PRODUCTS[name][1], tile, M if isinstance(tile, RingTile) else 0): (
+        (PRODUCTS[name][1], tile, M if isinstance(tile, RingTile | WavesTile) else 0): (
             *PRODUCTS[name],
             M,
             tile,

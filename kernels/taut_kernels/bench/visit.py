@@ -23,7 +23,7 @@ from pathlib import Path
 
 _PYTEST = ("-c", "/dev/null", "--rootdir=.", "--import-mode=importlib", "-p", "no:cacheprovider")
 _BIG_MODELS = "qwen2.5-7b,llama3-70b-tp8,qwen2.5-32b,llama3-70b"
-_FEW_TOKENS = "1,4,8,16,32,64,128,256,1024,4096"
+_FEW_TOKENS = "1,4,8,16,32,64,128,256,384,1024,1664,4096"
 _FUSED_MODES = ("--mode", "off", "--mode", "prefer+fused")
 _VLLM_ONLY = ("--kernel", "taut", "--kernel", "Marlin", "--kernel", "Machete")
 _DENSE_TOO = ("--kernel", "cuBLAS", "--kernel", "FP8 CUTLASS (other weights)")

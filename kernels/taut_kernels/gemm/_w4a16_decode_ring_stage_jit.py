@@ -56,7 +56,10 @@ def copy_stage(
     else:
         _copy(slots[0], ptrs, cache_modifier=".cg")
     if GROUP_SIZE:
-        group = scales[2] + step * (STEP_CHUNKS * 64 // GROUP_SIZE)
+        if STEP_CHUNKS * 64 % GROUP_SIZE:
+            group = scales[2] + step * (STEP_CHUNKS * 64) // GROUP_SIZE
+        else:
+            group = scales[2] + step * (STEP_CHUNKS * 64 // GROUP_SIZE)
         offset = (group // 4) * 32 + group % 4
         if MASKED:
             mask = group < CHUNKS * 64 // GROUP_SIZE

@@ -44,9 +44,19 @@ _PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.constexpr_function
-def _steps(chunks, chunks_a_step):
-    """Count the steps of a program: at least two, since Triton 3.6 fails on a loop of one pass."""
-    return max(2, -(-chunks // chunks_a_step))
+def _steps(chunks, chunks_a_step, split_k):
+    """Count the steps of a program: at least two, since Triton 3.6 fails on a loop of one pass.
+
+    An even number where a step is one chunk, so that a split begins with a group.
+    """
+    steps = max(2, -(-chunks // (chunks_a_step * split_k)))
+    return steps + steps % 2 if chunks_a_step == 1 else steps
+
+
+@gluon.constexpr_function
+def _groups(chunks, group_size):
+    """Count the groups of a step; one that is shorter than a group has its scales all the same."""
+    return max(1, chunks * 64 // group_size) if group_size else 1
 
 
 @gluon.constexpr_function
@@ -198,13 +208,15 @@ def w4a16_wgmma_ring_kernel(
     BLOCK_M: gl.constexpr,  # tokens a program
     ROW_TILES: gl.constexpr,  # of 16 rows a warp: sums of their own
     WARPS: gl.constexpr,  # four make a warp group
-    CHUNKS_PER_STEP: gl.constexpr,  # 2 or 4: a step has whole groups
+    CHUNKS_PER_STEP: gl.constexpr,  # 1, 2 or 4; with 1 a step may be half a group
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
     REORDERED: gl.constexpr,
     PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
     RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
     PDL: gl.constexpr,  # start before the kernel in front has ended (sm_90)
+    ROLE: gl.constexpr = "alone",  # "head", "tail": of taut_kernels.gemm.w4a16_wgmma_waves
+    SUMMED: gl.constexpr = False,  # a launch of its own adds the splits
 ):
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, WARPS, 1, 1], [4, 3, 2, 1, 0]
@@ -216,15 +228,15 @@ def w4a16_wgmma_ring_kernel(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     CHUNKS: gl.constexpr = K // 64
-    STEPS: gl.constexpr = _steps(CHUNKS, CHUNKS_PER_STEP * SPLIT_K)
+    STEPS: gl.constexpr = _steps(CHUNKS, CHUNKS_PER_STEP, SPLIT_K)
     MASKED: gl.constexpr = CHUNKS != CHUNKS_PER_STEP * SPLIT_K * STEPS
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
-    WARP_GROUPS: gl.constexpr = CHUNKS_PER_STEP * 64 // GROUP_SIZE if GROUP_SIZE else 1
+    WARP_GROUPS: gl.constexpr = _groups(CHUNKS_PER_STEP, GROUP_SIZE)
     TILES: gl.constexpr = CHUNKS_PER_STEP * ROW_TILES
     # One stage stays empty: the last product of the step before still reads its activations.
     AHEAD: gl.constexpr = STAGES - 2
 
-    if PDL:
+    if PDL and ROLE != "head":
         early_start(False)
     split = gl.program_id(1)
     first_chunk = split * (STEPS * CHUNKS_PER_STEP)
@@ -235,7 +247,7 @@ def w4a16_wgmma_ring_kernel(
         scales_ptr,
         zeros_ptr,
         N,
-        split * (STEPS * WARP_GROUPS),
+        first_chunk * 64 // GROUP_SIZE if GROUP_SIZE else 0,
         ALL_QUADS,
         WARP_GROUPS,
         ROW_TILES,
@@ -264,7 +276,11 @@ def w4a16_wgmma_ring_kernel(
     if PDL:
         # The first weights, which nobody writes while serving, are on their way: now wait for the
         # kernel that makes the activations (and the one that used arrivals and partial before).
-        early_start(True)
+        # A tail starts when every program of its head has passed this place: all of that is over.
+        if ROLE != "tail":
+            early_start(True)
+        if ROLE == "head":
+            early_start(False)
     for stage in gl.static_range(AHEAD):
         if stage < STEPS:
             copy_tokens(x_rings, stage, tokens, stage, first_chunk, CHUNKS, CHUNKS_PER_STEP, MASKED)
@@ -332,5 +348,9 @@ def w4a16_wgmma_ring_kernel(
         ROW_TILES,
         WARPS,
         SPLIT_K,
+        SUMMED,
         ACC,
     )
+    if PDL and ROLE == "tail":
+        # What comes next waits for this kernel only: let its end mean the head's end too.
+        early_start(True)

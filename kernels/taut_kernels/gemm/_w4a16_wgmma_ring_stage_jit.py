@@ -214,6 +214,7 @@ def reduce_and_store(
     ROW_TILES: gl.constexpr,
     WARPS: gl.constexpr,
     SPLIT_K: gl.constexpr,
+    SUMMED: gl.constexpr,
     ACC: gl.constexpr,
 ):
     """Store, or add the splits' sums in the program that arrives last and store those."""
@@ -233,18 +234,19 @@ def reduce_and_store(
                 _by_register(sums[r], WARPS, BLOCK_M), CELLS, assert_trivial=True
             )
             gl.store(cells + (split * ROW_TILES + r) * SIZE, part)
-        # Every thread's partials are stored before one of them announces the program.
-        barrier()
-        arrived = gl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT_K - 1:
-            for r in gl.static_range(ROW_TILES):
-                value = gl.full((BLOCK_M // 8, 32 * WARPS, 4), 0.0, gl.float32, CELLS)
-                for s in gl.static_range(SPLIT_K):
-                    # In order of the splits: the same bits from run to run. Past L1, which does
-                    # not see what other programs store.
-                    value += gl.load(cells + (s * ROW_TILES + r) * SIZE, cache_modifier=".cg")
-                value = _by_row(value, WARPS, BLOCK_M, ACC)
-                _store_tile(
-                    y_ptr, bias_ptr, value, r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, ACC
-                )
-            gl.store(arrivals_ptr + tile_of_y, 0)
+        if not SUMMED:
+            # Every thread's partials are stored before one of them announces the program.
+            barrier()
+            arrived = gl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
+            if arrived == SPLIT_K - 1:
+                for r in gl.static_range(ROW_TILES):
+                    value = gl.full((BLOCK_M // 8, 32 * WARPS, 4), 0.0, gl.float32, CELLS)
+                    for s in gl.static_range(SPLIT_K):
+                        # In order of the splits: the same bits from run to run. Past L1, which
+                        # does not see what other programs store.
+                        value += gl.load(cells + (s * ROW_TILES + r) * SIZE, cache_modifier=".cg")
+                    value = _by_row(value, WARPS, BLOCK_M, ACC)
+                    _store_tile(
+                        y_ptr, bias_ptr, value, r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, ACC
+                    )
+                gl.store(arrivals_ptr + tile_of_y, 0)

@@ -10,8 +10,9 @@ Packing   :mod:`taut_kernels.formats_mma`; on disk compressed-tensors ``pack-qua
 Regimes   M ≤ 8, and to 16 where it was measured faster, :mod:`taut_kernels.gemm.w4a16_decode`,
           bound by weight bytes; from there :mod:`taut_kernels.gemm.w4a16_wgmma`; where the measured
           table says so :mod:`taut_kernels.gemm.w4a16_decode_ring` (to 64),
-          :mod:`taut_kernels.gemm.w4a16_wgmma_ring` (to 128) or
-          :mod:`taut_kernels.gemm.w4a16_dense`. One layout serves all five.
+          :mod:`taut_kernels.gemm.w4a16_wgmma_ring` (to 1024),
+          :mod:`taut_kernels.gemm.w4a16_wgmma_waves` or :mod:`taut_kernels.gemm.w4a16_dense`. One
+          layout serves them all.
 Numerics  q - z is an integer and exact in either type; products accumulate in fp32, bias is applied
           in fp32, one rounding at the store. Scales: see the regime. The reference multiplies in
           the order of the formula, in fp32. The same bits from run to run for one M; not across M.
@@ -35,9 +36,11 @@ from taut_kernels.gemm import (
     w4a16_dense,
     w4a16_wgmma,
     w4a16_wgmma_ring,
+    w4a16_wgmma_waves,
 )
 from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
 
 OP = "w4a16_gemm"
 GROUP_SIZES = (32, 64, 128)
@@ -111,6 +114,8 @@ def _launch_w4a16_gemm(
         return w4a16_decode_ring.launch(choice, *operands)
     if isinstance(choice, WgmmaRingTile):
         return w4a16_wgmma_ring.launch(choice, *operands)
+    if isinstance(choice, WavesTile):
+        return w4a16_wgmma_waves.launch(choice, *operands)
     return w4a16_wgmma.launch(choice, *operands)
 
 

@@ -16,16 +16,17 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch
+from taut_kernels.gemm import w4a16_sum
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
-from taut_kernels.gemm.w4a16_wgmma import ELEMENT, reorder
+from taut_kernels.gemm.w4a16_wgmma import ELEMENT, Role, reorder
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 _KERNEL = _launch.Launcher(w4a16_wgmma_ring_kernel)
 
 
 def launch_constants(
-    tile: WgmmaRingTile, K: int, group_size: int, *, has_zeros: bool
-) -> dict[str, int | bool]:
+    tile: WgmmaRingTile, K: int, group_size: int, *, has_zeros: bool, role: Role = "alone"
+) -> dict[str, int | bool | str]:
     """Return the kernel constants that follow from tile and shape.
 
     Args:
@@ -33,6 +34,7 @@ def launch_constants(
         K: input features.
         group_size: G, or 0 for one group a channel.
         has_zeros: with zero points.
+        role: of this launch.
 
     Raises:
         ValueError: the tile's ring does not fit shared memory.
@@ -50,6 +52,8 @@ def launch_constants(
         "PARTS": tile.parts,
         "RUNNING": tile.running,
         "PDL": True,
+        "ROLE": role,
+        "SUMMED": tile.summed,
     }
 
 
@@ -82,25 +86,61 @@ def launch(
         ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or its ring does
             not fit shared memory.
     """
+    y = _launch.empty((x.shape[0], 16 * qweight.shape[0]), dtype=x.dtype, device=x.device)
+    if tile.reordered:
+        x = reorder(x)
+    product(tile, x, qweight, scales, zeros, bias, arrivals, group_size, y)
+    return y
+
+
+def product(
+    tile: WgmmaRingTile,
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    group_size: int,
+    y: torch.Tensor,
+    role: Role = "alone",
+) -> None:
+    """Fill ``y``, which may be some columns of a larger result.
+
+    Args:
+        tile: how to cut the work.
+        x: [M, K], in fragment order where the tile says so.
+        qweight: of the output features of ``y``, as are the next three.
+        scales: likewise.
+        zeros: likewise.
+        bias: likewise.
+        arrivals: the layer's.
+        group_size: G.
+        y: [M, rows], the result's rows apart; parts of it are whole tiles.
+        role: of this launch.
+
+    Raises:
+        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or its ring does
+            not fit shared memory.
+    """
     M, K = x.shape
-    N = 16 * qweight.shape[0]
-    y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
-    row_tiles = min(tile.group_tiles, N // 16)
+    features = 16 * qweight.shape[0]
+    N = y.stride(0)
+    row_tiles = min(tile.group_tiles, features // 16)
     rows = 64 * row_tiles * tile.warp_groups
-    grid = (-(-N // rows), tile.split_k, -(-M // tile.block_m))
-    partial = None
+    grid = (-(-features // rows), tile.split_k, -(-M // tile.block_m))
+    partial, meet = None, tile.split_k > 1 and not tile.summed
     if tile.split_k > 1:
         tiles = grid[0] * grid[2]
-        if tiles > arrivals.numel():
+        if meet and tiles > arrivals.numel():
             raise ValueError(f"split_k: {tiles} tiles meet, arrivals counts {arrivals.numel()}")
         size = tiles * tile.split_k * rows * tile.block_m
         partial = _launch.empty((size,), dtype=torch.float32, device=x.device)
-    if tile.reordered:
-        x = reorder(x)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
         group = 0 if group_size == K else group_size
-        named = launch_constants(tile, K, group, has_zeros=zeros is not None) | {
+        has_zeros = zeros is not None
+        named = launch_constants(tile, K, group, has_zeros=has_zeros, role=role) | {
             "HAS_BIAS": bias is not None,
             "ELEMENT": ELEMENT[x.dtype],
             "ROW_TILES": row_tiles,
@@ -109,11 +149,21 @@ def launch(
         return named, options | _launch.PDL_OPTIONS[True]
 
     _KERNEL(
-        (tile, N, K, group_size, x.dtype, zeros is None, bias is None),
+        (tile, N, K, group_size, x.dtype, zeros is None, bias is None, role, row_tiles),
         grid,
-        (x, qweight, scales, zeros, bias, y, partial, arrivals if tile.split_k > 1 else None),
+        (x, qweight, scales, zeros, bias, y, partial, arrivals if meet else None),
         (M, N, x.stride(0)),
         constants,
         (x.stride(0),),
     )
-    return y
+    if partial is not None and tile.summed:
+        w4a16_sum.launch(
+            partial,
+            bias,
+            y,
+            (grid[0], grid[2]),
+            split_k=tile.split_k,
+            block_m=tile.block_m,
+            num_warps=tile.num_warps,
+            row_tiles=row_tiles,
+        )

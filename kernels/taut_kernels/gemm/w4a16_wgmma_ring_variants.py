@@ -6,8 +6,12 @@ from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_wgmma
 from taut_kernels._variant import KernelVariant
+from taut_kernels.gemm import w4a16_sum
+from taut_kernels.gemm._w4a16_sum_jit import sum_splits_kernel
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
+from taut_kernels.gemm.w4a16_wgmma import Role
 from taut_kernels.gemm.w4a16_wgmma_ring import launch_constants
+from taut_kernels.gemm.w4a16_wgmma_variants import products_of
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 _FORMATS = (("bf16", True, 32), ("fp16", False, 64), ("fp16", True, 128), ("bf16", True, 0))
@@ -21,44 +25,54 @@ def kernel_variants() -> Iterator[KernelVariant]:
     Only tables choose the kernel, and only cards of compute capability 9.0 were measured.
     """
     measured = {
-        (K, tile): None
+        (K, tile, role): None
         for table in tiles_wgmma.tables().values()
-        for (_, K, _), tile in table.choices.items()
+        for (_, K, _), choice in table.choices.items()
+        for tile, role in products_of(choice)
         if isinstance(tile, WgmmaRingTile)
     }
-    for K, tile in measured:
-        yield _variant(tile, K, "bf16", False, 128)
+    for K, tile, role in measured:
+        yield _variant(tile, K, "bf16", False, 128, role)
+    for tile in {tile: None for _, tile, _ in measured if tile.summed}:
+        yield _sums(tile)
     for dtype, has_zeros, group_size in _FORMATS:
         # 576 = 9 chunks: no cut of it comes out even, so copies are masked.
         for K, tile in (
             (4096, WgmmaRingTile(64, 1, 2, 2, 2, 4, False, parts=2, running=2)),
             (576, WgmmaRingTile(32, 2, 1, 2, 1, 4, True, parts=4, running=3)),
+            (576, WgmmaRingTile(256, 1, 2, 1, 3, 6, True, parts=2, summed=True)),
         ):
             if K == 4096 or group_size in (0, 64):
                 yield _variant(tile, K, dtype, has_zeros, group_size)
 
 
 def _variant(
-    tile: WgmmaRingTile, K: int, dtype: str, has_zeros: bool, group_size: int
+    tile: WgmmaRingTile,
+    K: int,
+    dtype: str,
+    has_zeros: bool,
+    group_size: int,
+    role: Role = "alone",
 ) -> KernelVariant:
     pointers = {"x_ptr": dtype, "qweight_ptr": "i32", "scales_ptr": dtype, "y_ptr": dtype}
     optional = {
         "zeros_ptr": dtype if has_zeros else None,
         "bias_ptr": dtype,
         "partial_ptr": "fp32" if tile.split_k > 1 else None,
-        "arrivals_ptr": "i32" if tile.split_k > 1 else None,
+        "arrivals_ptr": "i32" if tile.split_k > 1 and not tile.summed else None,
     }
     pointers |= {name: element for name, element in optional.items() if element is not None}
     absent = {name: None for name, element in optional.items() if element is None}
     scheme = f"{'asym' if has_zeros else 'sym'} group={group_size or 'channel'}"
+    where = "" if role == "alone" else f" {role}"
     return KernelVariant(
-        label=f"w4a16_wgmma_ring {dtype} {scheme} K={K}",
+        label=f"w4a16_wgmma_ring {dtype} {scheme} K={K}{where}",
         kernel=w4a16_wgmma_ring_kernel,
         tile=tile,
         pointers=pointers,
         integers=("M", "N", "stride_xm"),
         divisible_by_16=("N", "stride_xm"),
-        constants=launch_constants(tile, K, group_size, has_zeros=has_zeros)
+        constants=launch_constants(tile, K, group_size, has_zeros=has_zeros, role=role)
         | absent
         | {
             "HAS_BIAS": True,
@@ -69,4 +83,26 @@ def _variant(
         | _launch.PDL_OPTIONS[True],
         targets=("sm_90",),
         allowed_spill_bytes=_MAX_SPILL_BYTES if tile.registers else 0,
+    )
+
+
+def _sums(tile: WgmmaRingTile) -> KernelVariant:
+    return KernelVariant(
+        label="w4a16_sum bf16",
+        kernel=sum_splits_kernel,
+        tile=tile,
+        pointers={"partial_ptr": "fp32", "bias_ptr": "bf16", "y_ptr": "bf16"},
+        integers=("M", "N", "rows"),
+        divisible_by_16=("N", "rows"),
+        constants={
+            "SPLIT_K": tile.split_k,
+            "BLOCK_M": tile.block_m,
+            "TOKENS": w4a16_sum.TOKENS,
+            "WARPS": tile.num_warps,
+            "ROW_TILES": tile.group_tiles,
+            "HAS_BIAS": True,
+            "PDL": True,
+        },
+        options={"num_warps": w4a16_sum.WARPS} | _launch.PDL_OPTIONS[True],
+        targets=("sm_90",),
     )

@@ -9,8 +9,10 @@ from taut_kernels._variant import KernelVariant
 from taut_kernels.gemm import w4a16_dense
 from taut_kernels.gemm._w4a16_dense_jit import w4a16_dequantize_kernel
 from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
-from taut_kernels.gemm.w4a16_wgmma import launch_constants
-from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
+from taut_kernels.gemm.w4a16_wgmma import Role, launch_constants
+from taut_kernels.tiles_wgmma import BUCKETS, Choice, WgmmaTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
 
 _FORMATS = (("bf16", True, 32), ("fp16", False, 64), ("fp16", True, 128), ("bf16", True, 0))
 
@@ -23,20 +25,30 @@ def kernel_variants() -> Iterator[KernelVariant]:
     """
     tables = tiles_wgmma.tables().values()
     measured = {
-        (K, tile): None
+        (K, tile, role): None
         for t in tables
-        for (_, K, _), tile in t.choices.items()
+        for (_, K, _), choice in t.choices.items()
+        for tile, role in products_of(choice)
         if isinstance(tile, WgmmaTile)
     }
     # Only cards of compute capability 9.0 were measured.
-    for K, tile in measured:
-        yield _product(tile, K, "bf16", False, 128, "sm_90")
+    for K, tile, role in measured:
+        yield _product(tile, K, "bf16", False, 128, "sm_90", role)
     yield from _every_format()
     for dtype, has_zeros, group_size in _FORMATS:
         yield _dequantize(dtype, has_zeros, group_size)
     for dtype in ("bf16", "fp16"):
         for target in ("sm_80", "sm_90"):
             yield _reorder(dtype, target)
+
+
+def products_of(choice: Choice) -> Iterator[tuple[WgmmaTile | WgmmaRingTile, Role]]:
+    """Yield the tiles of a table's choice, with the role each is launched in."""
+    if isinstance(choice, WavesTile):
+        yield choice.head, "head"
+        yield choice.tail, "tail"
+    elif isinstance(choice, WgmmaTile | WgmmaRingTile):
+        yield choice, "alone"
 
 
 def _every_format() -> Iterator[KernelVariant]:
@@ -64,9 +76,15 @@ def _scheme(has_zeros: bool, group_size: int) -> str:
 
 
 def _product(
-    tile: WgmmaTile, K: int, dtype: str, has_zeros: bool, group_size: int, target: str
+    tile: WgmmaTile,
+    K: int,
+    dtype: str,
+    has_zeros: bool,
+    group_size: int,
+    target: str,
+    role: Role = "alone",
 ) -> KernelVariant:
-    constants = launch_constants(tile, K, group_size, hopper=target == "sm_90")
+    constants = launch_constants(tile, K, group_size, hopper=target == "sm_90", role=role)
     pointers = {"x_ptr": dtype, "qweight_ptr": "i32", "scales_ptr": dtype, "y_ptr": dtype}
     optional = {
         "zeros_ptr": dtype if has_zeros else None,
@@ -76,8 +94,9 @@ def _product(
     }
     pointers |= {name: element for name, element in optional.items() if element is not None}
     absent = {name: None for name, element in optional.items() if element is None}
+    where = "" if role == "alone" else f" {role}"
     return KernelVariant(
-        label=f"w4a16_wgmma {dtype} {_scheme(has_zeros, group_size)} K={K}",
+        label=f"w4a16_wgmma {dtype} {_scheme(has_zeros, group_size)} K={K}{where}",
         kernel=w4a16_wgmma_kernel,
         tile=tile,
         pointers=pointers,

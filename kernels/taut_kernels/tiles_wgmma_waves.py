@@ -1,0 +1,63 @@
+"""Two tiles for one product: one for the programs that fill the card, one for what is left.
+
+Its measured tiles stand in the tables of :mod:`taut_kernels.tiles_wgmma`. No rule chooses it for a
+shape nobody measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from taut_kernels.tiles_wgmma import WgmmaTile
+    from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+
+
+@dataclass(frozen=True, slots=True)
+class WavesTile:
+    """One way to cut the work.
+
+    Args:
+        head: of as many output rows as fill every place of the card a whole number of times; K is
+            not split.
+        tail: of the rows behind them: smaller, or with K split, so that it ends sooner.
+        places: programs of the head that run at once.
+
+    Raises:
+        ValueError: a tile does not reorder the activations, the head splits K, or there is no
+            place.
+    """
+
+    head: WgmmaTile | WgmmaRingTile
+    tail: WgmmaTile | WgmmaRingTile
+    places: int
+
+    def __post_init__(self) -> None:
+        if not (self.head.reordered and self.tail.reordered):
+            # The tail reads activations before its head, which waited for them, has ended: past
+            # L1, as 16-byte copies do and others do not.
+            raise ValueError("head and tail need reordered")
+        if self.head.split_k > 1:
+            raise ValueError(f"split_k of the head must be 1, got {self.head.split_k}")
+        if self.places < 1:
+            raise ValueError(f"places must be at least 1, got {self.places}")
+
+    def __str__(self) -> str:
+        return f"waves/{self.places}[{self.head}][{self.tail}]"
+
+    def head_rows(self, M: int, N: int) -> int:
+        """Return how many output rows the head takes; the tail takes the others.
+
+        All of them where no whole wave is full or the tail's tiles do not divide what is left.
+
+        Args:
+            M: tokens.
+            N: output features.
+        """
+        blocks = -(-M // self.head.block_m)
+        waves = N // self.head.rows * blocks // self.places
+        rows = waves * self.places // blocks * self.head.rows
+        if rows == 0 or (N - rows) % self.tail.rows:
+            return N
+        return rows
