@@ -11,7 +11,7 @@ A table is ``tiles/scaled_mm-<card>.json``::
 Rows of one product are buckets of M: ``max_m`` is inclusive and rises, null in the last one.
 ``tile`` holds exactly the fields of :class:`ScaledMmTile`. A product no table of the card names
 takes :func:`rule`. The rivals' figures are of the same run, 0 where none ran. Where ours is slower
-than vLLM's in a bucket, or its kernel has not served in vLLM on a card yet (:data:`SERVED`), the
+than vLLM's in a bucket, or its kernel was not tried on a card yet (:data:`SERVED`), the
 plugin leaves that bucket to vLLM (:func:`why_not_preferred`).
 """
 
@@ -25,9 +25,13 @@ from taut_kernels import _tile_tables
 
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
-SERVED = ("ring",)
-"""Kernels that ran in vLLM on a card: "hopper" was right and measured as an op alone (2026-11-22),
-its launcher, and layers with it, only run on a CPU so far."""
+KERNELS = ("ring", "hopper", "turns")
+_FED_BY_TMA = {"hopper": ((128, 128), (128, 256)), "turns": ((128, 128), (64, 256))}
+_TURNS_STAGES = {128: 6, 256: 5}
+"""Most by features of a tile: beside them 226 KB hold a block of results for each group."""
+SERVED = ("ring", "hopper", "turns")
+"""Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
+within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
 PROGRAMS_WANTED = 264
@@ -39,15 +43,17 @@ class ScaledMmTile:
     """One way to cut the work.
 
     Args:
-        kernel: ``ring`` (`cp.async` ring, weights as the row operand) or ``hopper`` (persistent,
-            its own warp for TMA, sm_90 only).
-        block_m: tokens a program, a power of two ≥ 16; with ``hopper`` 128.
-        block_n: output features a program, a power of two ≥ 16; with ``hopper`` 128 or 256.
+        kernel: ``ring`` (`cp.async` ring, weights as the row operand); or, persistent, with a warp
+            of its own for TMA, sm_90 only: ``hopper`` (two groups of warps share a tile) or
+            ``turns`` (each has tiles of its own, and they multiply in turn).
+        block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128.
+        block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128 or 256. With
+            ``turns`` tiles are 128×128, or 64×256 (FP8 only).
         block_k: K indices a step, a power of two ≥ 32.
-        num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); with ``hopper`` 4, those of a group.
+        num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
         split_k: programs along K, 1..32, ``ring`` only; only where one token tile holds every M.
-        group_m: token tiles of a group, ``hopper`` only.
+        group_m: token tiles of a group, not with ``ring``.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
             on sm_90 only.
         prefetch: lines of 128 bytes of each row asked for until it has, 0 or a power of two.
@@ -70,13 +76,13 @@ class ScaledMmTile:
     def __str__(self) -> str:
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
         ring = f"{self.kernel} {size}/{self.num_warps}w/{self.num_stages}s"
-        if self.kernel == "hopper":
+        if self.kernel != "ring":
             return f"{ring}/g{self.group_m}"
         return f"{ring}/k{self.split_k}" + (f"/e{self.prefetch}" if self.early else "")
 
     def __post_init__(self) -> None:
-        if self.kernel not in ("ring", "hopper"):
-            raise ValueError(f"kernel must be ring or hopper, got {self.kernel!r}")
+        if self.kernel not in KERNELS:
+            raise ValueError(f"kernel must be one of {KERNELS}, got {self.kernel!r}")
         for field, least in (("block_m", 16), ("block_n", 16), ("block_k", 32)):
             value = getattr(self, field)
             if value < least or value & (value - 1):
@@ -95,14 +101,20 @@ class ScaledMmTile:
             raise ValueError("early needs kernel ring")
         if self.prefetch and (not self.early or self.block_k % 128):
             raise ValueError("prefetch needs early and block_k of at least 128")
-        if self.kernel != "hopper":
+        if self.kernel == "ring":
             return
-        if self.block_m != 128 or self.block_n not in (128, 256):
-            raise ValueError("kernel hopper needs block_m 128 and block_n 128 or 256")
+        if (self.block_m, self.block_n) not in _FED_BY_TMA[self.kernel]:
+            sizes = " or ".join(f"{m}×{n}" for m, n in _FED_BY_TMA[self.kernel])
+            raise ValueError(f"kernel {self.kernel} needs block_m × block_n {sizes}")
         if (self.block_k, self.num_warps, self.split_k) != (128, 4, 1):
-            raise ValueError("kernel hopper needs block_k 128, num_warps 4 and split_k 1")
+            raise ValueError(f"kernel {self.kernel} needs block_k 128, num_warps 4 and split_k 1")
         if self.num_stages < 2:
-            raise ValueError("kernel hopper needs num_stages of at least 2, got 1")
+            raise ValueError(f"kernel {self.kernel} needs num_stages of at least 2, got 1")
+        if self.kernel == "turns" and self.num_stages > (most := _TURNS_STAGES[self.block_n]):
+            raise ValueError(
+                f"kernel turns has room for {most} stages of {self.block_m}×{self.block_n}, "
+                f"got {self.num_stages}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +145,11 @@ def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], B
     if row["op"] == "fp8_block" and (tile.kernel, tile.block_k) != ("ring", BLOCK_GROUP):
         raise ValueError(f"{where}: fp8_block needs kernel ring and block_k 128, got {tile}")
     if tile.kernel != "ring" and row["N"] % 8:
-        raise ValueError(f"{where}: kernel hopper needs N % 8 == 0 (16-byte rows), got {row['N']}")
+        raise ValueError(
+            f"{where}: kernel {tile.kernel} needs N % 8 == 0 (16-byte rows), got {row['N']}"
+        )
+    if (tile.kernel, tile.block_n, row["op"]) == ("turns", 256, "w8a8_gemm"):
+        raise ValueError(f"{where}: kernel turns has tiles of 256 features for FP8 only")
     faster = all(ours <= theirs for ours, theirs in zip(row["us"], row["vllm_us"], strict=True))
     wins = faster and tile.kernel in SERVED
     return (row["op"], row["N"], row["K"]), Bucket(row["max_m"], tile, wins)

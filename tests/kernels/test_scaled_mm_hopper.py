@@ -1,7 +1,8 @@
-"""The 8-bit products' kernel of sm_90: its body on NumPy, its tiles, and the GPU."""
+"""The 8-bit products' kernels of sm_90: their bodies on NumPy, their tiles, and the GPU."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from taut_kernels import _launch, testing, testing_gluon_hopper
 from taut_kernels.gemm import _scaled_mm_hopper
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch
+from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.testing_gluon_memory import Shared, block, floats
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
@@ -29,26 +31,42 @@ WIDE, SQUARE = (
     for block_n, stages, group_m in ((256, 4, 2), (128, 6, 3))
 )
 SHALLOW = ScaledMmTile("hopper", 128, 256, 128, 4, 2)
-TILES = (WIDE, SQUARE, SHALLOW)
+TURNS, TURNS_SHALLOW, TURNS_WIDE = (
+    ScaledMmTile("turns", block_m, block_n, 128, 4, stages, group_m=group_m)
+    for block_m, block_n, stages, group_m in ((128, 128, 6, 2), (128, 128, 2, 3), (64, 256, 5, 3))
+)
+TILES = (WIDE, SQUARE, SHALLOW, TURNS, TURNS_SHALLOW, TURNS_WIDE)
+
+
+def each_tile(*cases: tuple[Any, ...]) -> list[Any]:
+    """Return parameters: every tile with every case whose op, the first item, it is for."""
+    return [
+        pytest.param(tile, *case, id="-".join(map(str, (tile, *case))))
+        for tile, case in itertools.product(TILES, cases)
+        # Triton has no int8 product of 256 columns.
+        if (tile.kernel, tile.block_n, case[0]) != ("turns", 256, "w8a8_gemm")
+    ]
 
 
 class OnNumPy:
-    """Stands in for the jit kernel: runs it on NumPy."""
+    """Stands in for a jit kernel: runs it on NumPy."""
 
-    arg_names = scaled_mm_hopper_kernel.arg_names
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.arg_names = kernel, kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         def run(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps == 4
             named = dict(zip(self.arg_names, arguments, strict=False)) | constants
-            testing_gluon_hopper.run(scaled_mm_hopper_kernel, grid[0], named)
+            testing_gluon_hopper.run(self.kernel, grid[0], named)
 
         return run
 
 
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_scaled_mm_hopper, "_hopper", _launch.Launcher(OnNumPy()))
+    for name, kernel in (("_hopper", scaled_mm_hopper_kernel), ("_turns", scaled_mm_turns_kernel)):
+        monkeypatch.setattr(_scaled_mm_hopper, name, _launch.Launcher(OnNumPy(kernel)))
 
 
 def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
@@ -76,15 +94,14 @@ def check(tile: ScaledMmTile, case: ScaledMmCase) -> None:
 
 
 @pytest.mark.usefixtures("on_numpy")
-@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
-    ("op", "M", "N", "K", "scaling", "zero_points"),
-    [
+    ("tile", "op", "M", "N", "K", "scaling", "zero_points"),
+    each_tile(
         ("fp8_gemm", 333, 520, 400, "row", "none"),
         ("w8a8_gemm", 700, 264, 272, "row", "token"),
         ("w8a8_gemm", 129, 600, 128, "tensor", "static"),
         ("fp8_gemm", 1, 8, 16, "tensor", "none"),
-    ],
+    ),
 )
 def test_body_on_numpy_is_the_reference(
     tile: ScaledMmTile, op: str, M: int, N: int, K: int, scaling: str, zero_points: str
@@ -93,6 +110,13 @@ def test_body_on_numpy_is_the_reference(
         op, M, N, K, scaling=scaling, zero_points=zero_points, with_bias=M % 2 == 1
     )
     check(tile, case)
+
+
+@pytest.mark.usefixtures("on_numpy")
+@pytest.mark.parametrize("tiles", range(1, 7))
+def test_groups_in_turns_end_at_any_number_of_tiles(tiles: int) -> None:
+    """One group may have a tile more than the other, or all, and programs none."""
+    check(TURNS_SHALLOW, make_scaled_mm_case("w8a8_gemm", 24, 128 * tiles, 384))
 
 
 def test_tma_is_told_of_no_rows_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,16 +153,15 @@ def test_a_place_overwritten_while_its_block_is_stored_shows() -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
-    ("op", "scaling", "zero_points"),
-    [
+    ("tile", "op", "scaling", "zero_points"),
+    each_tile(
         ("fp8_gemm", "tensor", "none"),
         ("fp8_gemm", "row", "none"),
         ("w8a8_gemm", "row", "none"),
         ("w8a8_gemm", "row", "static"),
         ("w8a8_gemm", "tensor", "token"),
-    ],
+    ),
 )
 def test_gpu_matches_the_reference(
     tile: ScaledMmTile, op: str, scaling: str, zero_points: str

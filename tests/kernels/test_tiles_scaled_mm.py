@@ -17,6 +17,7 @@ from taut_kernels.tiles_scaled_mm import ScaledMmTile, parse, rule
 TILE = {"kernel": "ring", "block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4}
 TILE |= {"num_stages": 4}
 HOPPER = TILE | {"kernel": "hopper", "block_m": 128, "block_n": 256}
+TURNS = HOPPER | {"kernel": "turns", "block_m": 64}
 
 
 def _row(**change: Any) -> dict[str, Any]:
@@ -54,6 +55,7 @@ def test_a_call_gets_the_first_bucket_that_holds_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_faster_kernel_that_never_served_is_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles_scaled_mm, "SERVED", ("ring", "turns"))
     hopper = HOPPER | {"block_k": 128}
     table = parse(_text(_row(max_m=64), _row(tile=hopper, us=[1.0], vllm_us=[9.0])), "here")
     monkeypatch.setattr(tiles_scaled_mm, "tables", lambda: {"card": table})
@@ -61,6 +63,18 @@ def test_a_faster_kernel_that_never_served_is_left_to_vllm(monkeypatch: pytest.M
     assert ask("fp8_gemm", "card", 64, 128) == (
         "slower than vLLM's, or not tried in it, at 65– tokens"
     )
+
+
+def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
+    def wins(op: str, shape: str, M: int) -> tuple[str, bool]:
+        bucket = tiles_scaled_mm.lookup(op, "NVIDIA H200", *SHAPES[shape], M)
+        return bucket.tile.kernel, bucket.wins
+
+    for op in ("fp8_gemm", "w8a8_gemm"):
+        for M in (512, 1024, 2048, 4096):
+            assert wins(op, "gate_up", M) == ("turns", True)
+        assert wins(op, "down", 1024) == ("hopper", True)
+        assert wins(op, "down", 2048) == ("turns", False)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +92,13 @@ def test_a_faster_kernel_that_never_served_is_left_to_vllm(monkeypatch: pytest.M
         ([_row(op="fp8_block", tile=TILE | {"block_k": 64})], "fp8_block needs kernel ring"),
         ([_row(tile=TILE | {"block_m": 24})], "block_m must be a power of two"),
         ([_row(tile=TILE | {"num_warps": 2})], "num_warps must be 4, 8 or 16"),
-        ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be ring or hopper"),
+        ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be one of"),
         ([_row(tile=TILE | {"num_stages": 0})], "num_stages must lie in 1..16"),
-        ([_row(tile=HOPPER | {"block_m": 64})], "needs block_m 128 and block_n 128 or 256"),
-        ([_row(tile=HOPPER | {"block_n": 64})], "needs block_m 128 and block_n 128 or 256"),
+        ([_row(tile=HOPPER | {"block_m": 64})], "hopper needs block_m × block_n 128×128 or 128×"),
+        ([_row(tile=HOPPER | {"block_n": 64})], "hopper needs block_m × block_n 128×128 or 128×"),
+        ([_row(tile=TURNS | {"block_m": 128})], "turns needs block_m × block_n 128×128 or 64×256"),
+        ([_row(tile=TURNS | {"num_stages": 6})], "room for 5 stages of 64×256, got 6"),
+        ([_row(tile=TURNS, op="w8a8_gemm")], "tiles of 256 features for FP8 only"),
         ([_row(tile=HOPPER | {"split_k": 2})], "needs block_k 128, num_warps 4 and split_k 1"),
         ([_row(tile=HOPPER | {"num_stages": 1})], "needs num_stages of at least 2"),
         ([_row(tile=TILE | {"prefetch": 3})], "prefetch must be 0 or a power of two"),
@@ -132,6 +149,17 @@ def test_candidates_fit_the_card_and_the_tables(shape: str) -> None:
         assert late
         assert not any(tile.early for tile in late)
         assert set(late) <= set(found)
+        only_fp8 = set(candidates(N, K, Ms[-1], fp8=True)) - set(late)
+        assert {str(tile) for tile in only_fp8} == (
+            {"turns 64x256x128/4w/5s/g16"} if Ms[-1] > 64 else set()
+        )
+        for tile in late:
+            parse(
+                _text(
+                    _row(op="w8a8_gemm", N=N, K=K, tile=dataclasses.asdict(tile) | {"split_k": 1})
+                ),
+                shape,
+            )
         for tile in found:
             row = _row(N=N, K=K, tile=dataclasses.asdict(tile), max_m=max_m)
             last = () if max_m is None else (_row(N=N, K=K),)

@@ -63,7 +63,7 @@ def _few_tokens(N: int, K: int, block_m: int, early: bool) -> Iterator[ScaledMmT
                 yield from early_starts(tile)
 
 
-def _middling_tokens(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
+def _middling_tokens(N: int, K: int, M: int, fp8: bool) -> Iterator[ScaledMmTile]:
     for block_m, block_n, warps, stages in (
         (64, 64, 4, 6),
         (64, 128, 4, 4),
@@ -85,18 +85,24 @@ def _middling_tokens(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
             if K % (128 * split) == 0:
                 yield ScaledMmTile("ring", block_m, block_n, 128, warps, stages, split)
     if M > 64:
-        yield from _many_tokens()
+        yield from _many_tokens(fp8)
 
 
-def _many_tokens() -> Iterator[ScaledMmTile]:
+def _many_tokens(fp8: bool) -> Iterator[ScaledMmTile]:
     for block_n, stages in ((256, 4), (128, 6)):
         for group_m in (8, 16, 32):
             yield ScaledMmTile("hopper", 128, block_n, 128, 4, stages, group_m=group_m)
+    for group_m in (8, 16):
+        yield ScaledMmTile("turns", 128, 128, 128, 4, 6, group_m=group_m)
+    if fp8:
+        yield ScaledMmTile("turns", 64, 256, 128, 4, 5, group_m=16)
     for block_n, warps in ((128, 8), (128, 4)):
         yield ScaledMmTile("ring", 128, block_n, 128, warps, 3)
 
 
-def candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTile]:
+def candidates(
+    N: int, K: int, M: int, *, early: bool = False, fp8: bool = False
+) -> Iterator[ScaledMmTile]:
     """Yield the tiles worth compiling.
 
     Args:
@@ -105,6 +111,7 @@ def candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator[Scale
         M: most tokens of the bucket.
         early: with tiles that start before the kernel in front has ended; they lose behind one that
             does not let them (kernels/README.md).
+        fp8: with the tile only FP8 has.
 
     Yields:
         Tiles, all with every K divided evenly.
@@ -112,9 +119,9 @@ def candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator[Scale
     if M <= 64:
         yield from _few_tokens(N, K, max(16, M), early)
     if 64 <= M <= 256:
-        yield from _middling_tokens(N, K, M)
+        yield from _middling_tokens(N, K, M, fp8)
     if M > 256:
-        yield from _many_tokens()
+        yield from _many_tokens(fp8)
 
 
 def early_starts(tile: ScaledMmTile) -> list[ScaledMmTile]:

@@ -320,7 +320,11 @@ def _search(
     """Time the candidates; at few tokens only what did best for the kind before."""
     op = KINDS[kind]
     tiles = {
-        (shape, Ms): list(dict.fromkeys(candidates(*PRODUCTS[shape], Ms[-1], early=tuning.early)))
+        (shape, Ms): list(
+            dict.fromkeys(
+                candidates(*PRODUCTS[shape], Ms[-1], early=tuning.early, fp8=op == KINDS["fp8"])
+            )
+        )
         for shape, Ms in tuning.cells()
     }
     # Where bytes count, what did best for one kind does for the other.

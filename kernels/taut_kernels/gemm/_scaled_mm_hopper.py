@@ -1,4 +1,4 @@
-"""Launches the 8-bit products' kernel of sm_90 that TMA feeds."""
+"""Launches the 8-bit products' kernels of sm_90 that TMA feeds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from taut_kernels import _launch
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
+from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 ROWS = 64
-"""Tokens a group of warps multiplies; also rows and columns of a block TMA stores."""
+"""Tokens a group of warps multiplies where both share a tile; columns of a block TMA stores."""
 STEP = 128
 """Bytes of K, hence elements, of a block TMA loads."""
 OPERAND_LAYOUT = gl.NVMMASharedLayout(STEP, 8, 2)
@@ -19,15 +20,24 @@ RESULT_LAYOUT = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
 """Of blocks in shared memory: what `wgmma` reads and `stmatrix` writes without bank conflicts."""
 
 _hopper = _launch.Launcher(scaled_mm_hopper_kernel)
+_turns = _launch.Launcher(scaled_mm_turns_kernel)
+
+
+def rows_of_block(tile: ScaledMmTile) -> int:
+    """Return the tokens of a block that TMA loads and stores."""
+    return tile.block_m if tile.kernel == "turns" else ROWS
 
 
 def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
     """Return the constants of the kernel.
 
     Args:
-        tile: ``kernel`` hopper.
+        tile: ``kernel`` hopper or turns.
     """
-    return {"COLUMNS": tile.block_n, "STAGES": tile.num_stages, "GROUP_M": tile.group_m}
+    constants = {"COLUMNS": tile.block_n, "STAGES": tile.num_stages, "GROUP_M": tile.group_m}
+    if tile.kernel == "hopper":
+        return constants
+    return constants | {"ROWS": tile.block_m}
 
 
 def _operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -51,10 +61,10 @@ def launch_hopper(
     bias: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
-    """Run the kernel.
+    """Run the tile's kernel.
 
     Args:
-        tile: ``kernel`` hopper.
+        tile: ``kernel`` hopper or turns.
         x: [M, K] int8 or e4m3, M ≥ 1; rows 16-byte aligned.
         weight: [N, K] as ``x``, N % 8 == 0; rows 16-byte aligned.
         x_scale: [M] or one element, fp32.
@@ -66,14 +76,16 @@ def launch_hopper(
     """
     (M, K), N = x.shape, weight.shape[0]
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // tile.block_n)
-    _hopper(
+    rows = rows_of_block(tile)
+    launcher = _turns if tile.kernel == "turns" else _hopper
+    launcher(
         (tile, x.dtype, y.dtype, azp_adj is None, azp is None, bias is None),
         (min(tiles_m * tiles_n, _launch.multiprocessors(x.device)), 1, 1),
         (x_scale, weight_scale, azp_adj, azp, bias),
         (
-            _operand(x, ROWS),
+            _operand(x, rows),
             _operand(weight, tile.block_n),
-            TensorDescriptor(y, [M, N], [N, 1], [ROWS, ROWS], RESULT_LAYOUT),
+            TensorDescriptor(y, [M, N], [N, 1], [rows, ROWS], RESULT_LAYOUT),
             M,
             N,
             -(-K // STEP),

@@ -23,7 +23,7 @@ from taut_kernels.gemm._scaled_mm_hopper_store_jit import scaled, store, vectors
 
 
 @gluon.jit
-def _place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
+def place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
     """Return the token tile and the feature tile of the ``tile``-th output tile."""
     in_group = GROUP_M * tiles_n
     first_m = (tile // in_group) * GROUP_M
@@ -67,14 +67,14 @@ def _multiply(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     at = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        first_m, first_n = _place(tile, tiles_m, tiles_n, GROUP_M)
+        first_m, first_n = place(tile, tiles_m, tiles_n, GROUP_M)
         first_m, first_n = first_m * 128 + 64 * GROUP, first_n * COLUMNS
         # Asked for before the products, used behind them.
-        found = vectors(pointers, strides, first_m, first_n, M, N, COLUMNS, SUMS)
+        found = vectors(pointers, strides, first_m, first_n, M, N, 64, COLUMNS, SUMS)
         acc = _sums(a, b, full, empty, at, steps, GROUP, STAGES, SUMS)
         at += steps
         values = scaled(acc, pointers, found, SUMS).to(y.dtype)
-        store(y_desc, y, values, first_m, first_n, COLUMNS, GROUP)
+        store(y_desc, y, values, first_m, first_n, 64, COLUMNS, GROUP)
     tma.store_wait(0)
 
 
@@ -86,7 +86,7 @@ def _ask(x_desc, w_desc, a, b, full, empty, sizes, GROUP_M: gl.constexpr):
     COLUMNS: gl.constexpr = b.shape[1]
     at = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP_M)
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
         for k in range(steps):
             slot = at % STAGES
             landed = full.index(slot)

@@ -19,14 +19,17 @@ store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 
 @gluon.jit
-def vectors(pointers, strides, first_m, first_n, M, N, COLUMNS: gl.constexpr, SUMS: gl.constexpr):
+def vectors(
+    pointers, strides, first_m, first_n, M, N,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
     """Load what scales a group's sums: both scales, adjustment, zero points, bias; 0 if absent.
 
     Those of columns are one or two values a thread; :func:`scaled` spreads them.
     """
     x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr = pointers
     LINE: gl.constexpr = gl.BlockedLayout([COLUMNS // 128], [32], [4], [0])
-    offs_m = first_m + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+    offs_m = first_m + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
     offs_n = first_n + gl.arange(0, COLUMNS, LINE)
     mask_m, mask_n = offs_m < M, offs_n < N
     x_scale = gl.load(x_scale_ptr + offs_m * strides[0], mask=mask_m, other=0.0)
@@ -62,10 +65,10 @@ def scaled(acc, pointers, found, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _halves(values, COLUMNS: gl.constexpr):
-    """Return the left and the right columns of 64 rows: registers get other names, no more."""
+def _halves(values, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return the left and the right columns of some rows: registers get other names, no more."""
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    left, right = gl.split(gl.permute(gl.reshape(values, [64, 2, COLUMNS]), [0, 2, 1]))
+    left, right = gl.split(gl.permute(gl.reshape(values, [ROWS, 2, COLUMNS]), [0, 2, 1]))
     return gl.convert_layout(left, HALF), gl.convert_layout(right, HALF)
 
 
@@ -73,29 +76,31 @@ def _halves(values, COLUMNS: gl.constexpr):
 def _store_part(
     y_desc, y, values, first_m, first_n, PART: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Store the ``PART``-th 64 columns of a group's rows by one of its two places in turn."""
-    place = y.index(GROUP * 2 + PART % 2)
-    # The place's last block but one has been read by TMA; all warps have to know.
-    tma.store_wait(1)
+    """Store the ``PART``-th 64 columns of a group's rows by one of its places in turn."""
+    PLACES: gl.constexpr = y.shape[0] // 2
+    room = y.index(GROUP * PLACES + PART % PLACES)
+    # The place's last block has been read by TMA; all warps have to know.
+    tma.store_wait(PLACES - 1)
     barrier()
-    place.store(values)
+    room.store(values)
     hopper.fence_async_shared()
     barrier()
-    store_block(y_desc, [first_m, first_n + PART * 64], place)
+    store_block(y_desc, [first_m, first_n + PART * 64], room)
 
 
 @gluon.jit
 def store(
-    y_desc, y, values, first_m, first_n, COLUMNS: gl.constexpr, GROUP: gl.constexpr
+    y_desc, y, values, first_m, first_n,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Store a group's 64 rows of 128 or 256 columns; the last two parts are under way after it."""
-    left, right = _halves(values, COLUMNS // 2)
+    """Store a group's rows of 128 or 256 columns; the last parts are under way after it."""
+    left, right = _halves(values, ROWS, COLUMNS // 2)
     if COLUMNS == 128:
         _store_part(y_desc, y, left, first_m, first_n, 0, GROUP)
         _store_part(y_desc, y, right, first_m, first_n, 1, GROUP)
     else:
-        first, second = _halves(left, 64)
-        third, fourth = _halves(right, 64)
+        first, second = _halves(left, ROWS, 64)
+        third, fourth = _halves(right, ROWS, 64)
         _store_part(y_desc, y, first, first_m, first_n, 0, GROUP)
         _store_part(y_desc, y, second, first_m, first_n, 1, GROUP)
         _store_part(y_desc, y, third, first_m, first_n, 2, GROUP)

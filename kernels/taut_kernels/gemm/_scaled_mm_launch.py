@@ -163,7 +163,7 @@ def launch(
     if M == 0:
         return y
     x = _prepared(x, weight)
-    if tile.kernel == "hopper":
+    if tile.kernel != "ring":
         launch_hopper(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, y)
     else:
         _launch_ring(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, arrivals, y)

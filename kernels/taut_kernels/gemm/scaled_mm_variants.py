@@ -12,6 +12,7 @@ from taut_kernels.gemm import _scaled_mm_hopper as hopper
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
+from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 ELEMENT = {"w8a8_gemm": "i8", "fp8_gemm": "fp8e4nv", "fp8_block": "fp8e4nv"}
@@ -56,8 +57,9 @@ def kernel_variants() -> Iterator[KernelVariant]:
 
 def _options_of_w8a8() -> Iterator[KernelVariant]:
     ring = tiles_scaled_mm.rule("w8a8_gemm", 28672, 4096, 1)
-    persistent = ScaledMmTile("hopper", 128, 256, 128, 4, 4)
-    for tile, targets in ((ring, ALL_TARGETS), (persistent, HOPPER)):
+    shared = ScaledMmTile("hopper", 128, 256, 128, 4, 4)
+    turns = ScaledMmTile("turns", 128, 128, 128, 4, 6)
+    for tile, targets in ((ring, ALL_TARGETS), (shared, HOPPER), (turns, HOPPER)):
         for has_azp in (False, True):
             yield variant(
                 "w8a8_gemm", tile, targets, even_k=True, has_azp_adj=True, has_azp=has_azp
@@ -83,7 +85,7 @@ def variant(
         has_azp_adj: with the zero point's column term.
         has_azp: with a zero point a token.
     """
-    if tile.kernel == "hopper":
+    if tile.kernel != "ring":
         return _hopper_variant(op, tile, has_azp_adj, has_azp)
     constants: dict[str, Any] = {
         "HAS_BIAS": True,
@@ -128,18 +130,20 @@ def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: boo
         pointers |= {name: "i32"} if present else {}
         constants |= {} if present else {name: None}
     element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
+    rows = hopper.rows_of_block(tile)
     descriptors = {
-        "x_desc": f"{element}[{hopper.ROWS}, {hopper.STEP}],{layout!r}",
+        "x_desc": f"{element}[{rows}, {hopper.STEP}],{layout!r}",
         "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
-        "y_desc": f"bf16[{hopper.ROWS}, {hopper.ROWS}],{hopper.RESULT_LAYOUT!r}",
+        "y_desc": f"bf16[{rows}, {hopper.ROWS}],{hopper.RESULT_LAYOUT!r}",
     }
+    kernel = scaled_mm_turns_kernel if tile.kernel == "turns" else scaled_mm_hopper_kernel
     known = {*constants, *pointers, *descriptors}
     return KernelVariant(
-        label=f"{op} hopper{' azp_adj' * has_azp_adj}{' azp' * has_azp}",
-        kernel=scaled_mm_hopper_kernel,
+        label=f"{op} {tile.kernel}{' azp_adj' * has_azp_adj}{' azp' * has_azp}",
+        kernel=kernel,
         tile=tile,
         pointers=pointers,
-        integers=tuple(n for n in scaled_mm_hopper_kernel.arg_names if n not in known),
+        integers=tuple(n for n in kernel.arg_names if n not in known),
         divisible_by_16=(),
         constants=constants,
         descriptors=descriptors,
