@@ -21,7 +21,7 @@ import torch
 import triton
 
 from taut_kernels import formats_mma, tiles_decode
-from taut_kernels.bench import report, timing
+from taut_kernels.bench import report, timing, w4a16_known_tiles
 from taut_kernels.bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.gemm import w4a16_decode
@@ -31,6 +31,7 @@ from taut_kernels.tiles_decode import DecodeTile
 SHAPES = LLAMA3_8B_PRODUCTS | SQUARE
 """N × K of a Llama-3-8B layer's products, and the square of the literature."""
 GROUP_SIZE = 128
+KNOWN = "try only tiles that won on a measured shape, with K split otherwise"
 _WARPS_PER_GPU = (850, 4500)
 
 
@@ -174,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
     parser.add_argument("--tokens", type=int, action="append", choices=(1, 8, 16))
+    parser.add_argument("--known", action="store_true", help=KNOWN)
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--top", type=int, default=6, help="rows printed for each shape")
     arguments = parser.parse_args(argv)
@@ -182,8 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     shapes = {name: PRODUCTS[name] for name in arguments.shape or SHAPES}
     Ms = arguments.tokens or [1, 8, 16]
+    search = w4a16_known_tiles.decode_tiles if arguments.known else candidates
     tiles = {
-        (name, M): list(candidates(*shape, 1 if M <= 8 else 2))
+        (name, M): list(search(*shape, 1 if M <= 8 else 2))
         for name, shape in shapes.items()
         for M in Ms
     }

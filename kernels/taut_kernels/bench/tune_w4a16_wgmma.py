@@ -24,9 +24,9 @@ import torch
 import triton
 
 from taut_kernels import formats_mma, tiles_decode, tiles_wgmma
-from taut_kernels.bench import report, timing
+from taut_kernels.bench import report, timing, w4a16_known_tiles
 from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, SHAPES
+from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, KNOWN, SHAPES
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
 from taut_kernels.bench.wgmma_waves_candidates import waves_candidates
@@ -290,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
     parser.add_argument("--tokens", type=int, action="append", choices=TOKENS)
     parser.add_argument("--regime", action="append", choices=REGIMES)
+    parser.add_argument("--known", action="store_true", help=KNOWN)
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=8)
     arguments = parser.parse_args(argv)
@@ -299,7 +300,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = arguments.shape or list(SHAPES)
     Ms = arguments.tokens or list(TOKENS)
     regimes = arguments.regime or REGIMES
-    tiles = {(name, M): all_candidates(*PRODUCTS[name], M, regimes) for name in shapes for M in Ms}
+    tiles: dict[tuple[str, int], list[Tile]] = {
+        (name, M): [*w4a16_known_tiles.product_tiles(*PRODUCTS[name], M)]
+        if arguments.known
+        else all_candidates(*PRODUCTS[name], M, regimes)
+        for name in shapes
+        for M in Ms
+    }
     # N is no constant of the kernels: one compilation serves every shape with the same K.
     jobs = {
         (PRODUCTS[name][1], tile, M if isinstance(tile, RingTile | WavesTile) else 0): (

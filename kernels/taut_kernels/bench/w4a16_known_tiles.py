@@ -1,0 +1,92 @@
+"""Candidates for a short visit: the tiles that won on some measured shape, K split otherwise.
+
+A full search of one shape takes a minute or more; these are some dozen a number of tokens. Used by
+`tune_w4a16_decode` and `tune_w4a16_wgmma` with ``--known``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from taut_kernels import tiles_decode, tiles_wgmma
+from taut_kernels.tiles_decode import UNIT, DecodeTile
+from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile
+from taut_kernels.tiles_wgmma import WgmmaTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+
+_SPLITS = (1, 2, 3, 4, 6, 8)
+_PROGRAMS = (60, 1100)
+"""Fewer leave multiprocessors without work, more only add partial sums."""
+_SPLIT_TOKENS = 512
+"""Most tokens for which splitting K was ever worth its sums."""
+_REGISTERS = (0, 96, 128)
+"""Caps for up to 8 tokens (README: loads sunk to their uses)."""
+
+
+def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
+    """Return decode tiles for a shape.
+
+    Args:
+        N: output features.
+        K: input features.
+        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+    """
+    units, found = -(-K // UNIT), []
+    for table in tiles_decode.tables().values():
+        won = [tile for key, tile in table.tiles.items() if key[2] == token_tiles]
+        for tile in dict.fromkeys(won):
+            for split in (*_SPLITS, 7):
+                programs = -(-N // tile.rows) * split
+                if units % (tile.k_warps * split) or not _enough(programs, split):
+                    continue
+                for cap in _REGISTERS if token_tiles == 1 else (tile.registers,):
+                    found.append(dataclasses.replace(tile, split_k=split, registers=cap))
+    return list(dict.fromkeys(found))
+
+
+def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRingTile]:
+    """Return tiles for more than 8 tokens: winners at about as many.
+
+    Args:
+        N: output features.
+        K: input features.
+        M: tokens.
+    """
+    bucket = tiles_wgmma.bucket_of(M)
+    won: dict[Any, None] = {}
+    for table in tiles_wgmma.tables().values():
+        near = (tile for key, tile in table.choices.items() if abs(key[2] - bucket) <= 1)
+        won |= dict.fromkeys(near)
+    found = [cut for tile in won for cut in _cuts(tile, N, K, M)]
+    return list(dict.fromkeys(found))
+
+
+def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaTile | WgmmaRingTile]:
+    """Yield a winner with K split in every way that fits the shape."""
+    if isinstance(tile, RingTile):
+        blocks, step, fewest = 1, tile.k_warps * tile.chunks_per_step, 4
+        fits = M <= MAX_TOKENS
+    elif isinstance(tile, WgmmaTile | WgmmaRingTile):
+        blocks, step, fewest = -(-M // tile.block_m), tile.chunks_per_step, 2
+        # Half of a block of tokens without a token would be computed for nothing.
+        fits = tile.block_m < 2 * M
+    else:
+        return  # a word, or two tiles cut for one shape
+    chunks = K // 64
+    whole = isinstance(tile, WgmmaTile) and chunks % step
+    for split in _SPLITS if M <= _SPLIT_TOKENS else (1,):
+        programs = -(-N // tile.rows) * blocks
+        counted = split == 1 or programs <= N // 16  # what a layer's arrivals counts
+        if not fits or whole or not counted or chunks // (step * split) < fewest:
+            continue
+        if _enough(programs * split, split):
+            change: dict[str, Any] = {"split_k": split}
+            if isinstance(tile, WgmmaRingTile):
+                change["summed"] = tile.summed and split > 1
+            yield dataclasses.replace(tile, **change)
+
+
+def _enough(programs: int, split: int) -> bool:
+    return split == 1 or _PROGRAMS[0] <= programs <= _PROGRAMS[1]

@@ -1,0 +1,56 @@
+"""Candidates of a short visit: few, all of them winners somewhere, all of them launchable."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from taut_kernels import tiles_decode, tiles_wgmma
+from taut_kernels.bench import w4a16_known_tiles as known
+from taut_kernels.bench.shapes import PRODUCTS
+from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring
+from taut_kernels.tiles_decode_ring import RingTile, token_tiles
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+
+SIZES = sorted(set(PRODUCTS.values()))
+
+
+@pytest.mark.parametrize("M", [16, 64, 128, 256, 512, 1024, 2048, 4096])
+def test_products_have_some_tiles_that_fit_them(M: int) -> None:
+    for N, K in SIZES:
+        tiles = known.product_tiles(N, K, M)
+        assert 1 <= len(tiles) <= 70, (N, K)
+        assert len(tiles) == len(set(tiles))
+        for tile in tiles:
+            if isinstance(tile, RingTile):
+                w4a16_decode_ring.launch_constants(
+                    tile, K, token_tiles(M), 128, has_zeros=False, pdl=True
+                )
+                continue
+            if isinstance(tile, WgmmaRingTile):
+                w4a16_wgmma_ring.launch_constants(tile, K, 128, has_zeros=False)
+            if tile.split_k > 1:
+                meetings = -(-N // tile.rows) * -(-M // tile.block_m)
+                assert meetings <= N // 16 and M <= 512
+
+
+@pytest.mark.parametrize("token_tiles", [1, 2])
+def test_decode_has_some_tiles_that_fit_every_shape(token_tiles: int) -> None:
+    for N, K in SIZES:
+        tiles = known.decode_tiles(N, K, token_tiles)
+        assert 1 <= len(tiles) <= 70, (N, K)
+        for tile in tiles:
+            assert -(-K // tiles_decode.UNIT) % (tile.k_warps * tile.split_k) == 0
+
+
+def test_a_measured_shapes_own_winner_is_among_them() -> None:
+    card = "NVIDIA H200"
+    for (N, K, tokens), tile in tiles_decode.tables()[card].tiles.items():
+        if -(-K // tiles_decode.UNIT) % (tile.k_warps * tile.split_k) == 0:
+            own = dataclasses.replace(tile)
+            if tokens == 2 or tile.registers in (0, 96, 128):
+                assert own in known.decode_tiles(N, K, tokens)
+    for (N, K, bucket), choice in tiles_wgmma.tables()[card].choices.items():
+        if isinstance(choice, RingTile | WgmmaRingTile) and bucket < len(tiles_wgmma.BUCKETS):
+            assert choice in known.product_tiles(N, K, tiles_wgmma.BUCKETS[bucket])
