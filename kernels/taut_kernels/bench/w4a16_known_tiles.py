@@ -75,11 +75,12 @@ def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaTile | 
     else:
         return  # a word, or two tiles cut for one shape
     chunks = K // 64
-    whole = isinstance(tile, WgmmaTile) and chunks % step
+    if not fits or (isinstance(tile, WgmmaTile) and chunks % step):
+        return
+    programs = -(-N // tile.rows) * blocks
     for split in _SPLITS if M <= _SPLIT_TOKENS else (1,):
-        programs = -(-N // tile.rows) * blocks
         counted = split == 1 or programs <= N // 16  # what a layer's arrivals counts
-        if not fits or whole or not counted or chunks // (step * split) < fewest:
+        if not counted or chunks // (step * split) < fewest:
             continue
         if _enough(programs * split, split):
             change: dict[str, Any] = {"split_k": split}
