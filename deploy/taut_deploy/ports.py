@@ -1,11 +1,21 @@
 """A TCP port that nobody listens on."""
 
+import random
 import socket
+
+_PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to outgoing connections (32768 and up): one of these may take a port
+of that range between our look and the listener's start."""
+_TRIES = 200
 
 
 def free_port() -> int:
     """A port of 127.0.0.1 that was free just now; it is not reserved."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    for port in random.sample(_PORTS, _TRIES):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"{_TRIES} ports of {_PORTS.start}..{_PORTS.stop - 1} are all taken")
