@@ -22,7 +22,7 @@ from taut_kernels.bench import (
     tune_w4a16_wgmma,
     w4a16,
 )
-from taut_kernels.bench.w4a16_layer import Layer
+from taut_kernels.bench.w4a16_layer import Layer, rows_to_check
 from taut_kernels.tiles_decode import DecodeTile
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -59,10 +59,32 @@ def test_report_names_the_best_rival_and_the_share(
 def test_a_wrong_result_is_named() -> None:
     x = torch.zeros(1, 8)
     gold = torch.zeros(1, 4, dtype=torch.float64)
-    layer = Layer(x, torch.zeros(4, 1), torch.zeros(4, 1), 8, gold, budget=0.1)
+    checked = torch.tensor([0])
+    layer = Layer(x, torch.zeros(4, 1), torch.zeros(4, 1), 8, checked, gold, budget=0.1)
     assert layer.why_wrong(torch.full((1, 4), 0.05)) is None
     assert "above the budget" in str(layer.why_wrong(torch.full((1, 4), 0.2)))
     assert "above the budget" in str(layer.why_wrong(torch.full((1, 4), float("nan"))))
+
+
+def test_rows_to_check_are_the_first_ones_and_some_of_all_others() -> None:
+    assert rows_to_check(17, "cpu").tolist() == list(range(17))
+    rows = rows_to_check(4096, "cpu")
+    assert rows[:256].tolist() == list(range(256))
+    assert rows[-1] == 4095
+    assert len(rows) == 512
+    assert (rows.diff() > 0).all()
+    assert rows.diff().max() <= 16
+
+
+def test_a_wrong_row_behind_the_first_ones_is_found_by_its_own_gold() -> None:
+    checked = torch.tensor([0, 1, 5])
+    gold = torch.tensor([[0.0], [1.0], [5.0]], dtype=torch.float64)
+    layer = Layer(torch.zeros(6, 8), torch.zeros(1, 1), torch.zeros(1, 1), 8, checked, gold, 0.1)
+    right = torch.tensor([[0.0], [1.0], [9.0], [9.0], [9.0], [5.0]])
+    assert layer.why_wrong(right) is None
+    assert layer.why_wrong(right[:2]) is None
+    right[5] = 4.0
+    assert "above the budget" in str(layer.why_wrong(right))
 
 
 def test_table_takes_the_least_sum_over_the_tokens_measured() -> None:

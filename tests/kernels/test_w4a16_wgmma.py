@@ -176,6 +176,20 @@ def test_dense_slices_cover_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(whole, torch.nn.functional.linear(x, rounded, bias))
 
 
+@pytest.mark.parametrize(
+    ("tiles", "tile_bytes", "step"),
+    [
+        (2368, 16 * 3584 * 2, 1184),  # 37888 × 3584 is a little over one slice: two halves
+        (3584, 16 * 8192 * 2, 896),
+        (256, 16 * 4096 * 2, 256),
+        (5, 2**30, 1),
+    ],
+)
+def test_dense_slices_are_of_one_size(tiles: int, tile_bytes: int, step: int) -> None:
+    assert dense._slice_tiles(tiles, tile_bytes) == step
+    assert step * tile_bytes <= max(dense.SLICE_BYTES, tile_bytes)
+
+
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
     variants = list(w4a16_wgmma_variants.kernel_variants())
     assert len(variants) == len({(v.label, v.tile, v.targets) for v in variants})

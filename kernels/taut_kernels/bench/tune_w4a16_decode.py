@@ -201,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if line:
                 sys.stdout.write(f"does not compile: {line}\n")
     sys.stdout.write(f"compiled {len(jobs)} candidates\n")
+    arguments.output.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
     for name, (N, K) in shapes.items():
         found = _time_shape(name, N, K, Ms, {M: tiles[name, M] for M in Ms})
@@ -211,18 +212,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 line = f"{name:8} M={M:<2} {result.us:6.2f} us  {dataclasses.astuple(result.tile)}"
                 sys.stdout.write(line + "\n")
         sys.stdout.flush()
-    arguments.output.mkdir(parents=True, exist_ok=True)
+        # After every shape: what was measured survives a run that is cut off.
+        _write_results(results, arguments.output)
+    return 0
+
+
+def _write_results(results: list[Result], folder: Path) -> None:
     source = "python -m taut_kernels.bench.tune_w4a16_decode, " + ", ".join(
         f"{key} {value}" for key, value in report.environment().items()
     )
-    table = {
-        "gpu": torch.cuda.get_device_name(),
-        "source": source,
-        "rows": _table_rows(results),
-    }
-    _write(table, arguments.output / "table.json")
-    _write([dataclasses.asdict(result) for result in results], arguments.output / "all.json")
-    return 0
+    rows = _table_rows(results)
+    table = {"gpu": torch.cuda.get_device_name(), "source": source, "rows": rows}
+    _write(table, folder / "table.json")
+    _write([dataclasses.asdict(result) for result in results], folder / "all.json")
 
 
 def _write(document: object, path: Path) -> None:

@@ -22,6 +22,8 @@ _PROGRAMS = (60, 1100)
 _SPLIT_TOKENS = 512
 """Most tokens for which splitting K was ever worth its sums."""
 _REGISTERS = (0, 96, 128)
+_ONE_BLOCK_TOKENS = 128
+"""Up to here only winners of the same bucket are tried: the tables have several for each."""
 """Caps for up to 8 tokens (README: loads sunk to their uses)."""
 
 
@@ -55,9 +57,10 @@ def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRi
         M: tokens.
     """
     bucket = tiles_wgmma.bucket_of(M)
+    reach = 0 if M <= _ONE_BLOCK_TOKENS else 1
     won: dict[Any, None] = {}
     for table in tiles_wgmma.tables().values():
-        near = (tile for key, tile in table.choices.items() if abs(key[2] - bucket) <= 1)
+        near = (tile for key, tile in table.choices.items() if abs(key[2] - bucket) <= reach)
         won |= dict.fromkeys(near)
     found = [cut for tile in won for cut in _cuts(tile, N, K, M)]
     return list(dict.fromkeys(found))

@@ -17,6 +17,8 @@ from taut_kernels.gemm.w4a16_wgmma import ELEMENT
 
 SLICE_BYTES = 256 * 2**20
 """Dense weights held at once; a layer with more is done in slices of output features."""
+_SLICE_STEP = 16
+"""Tiles of 16 features: 256 of them, whole tiles of cuBLAS."""
 WARPS = 4
 CHUNKS_PER_PROGRAM = 8
 _DEQUANTIZE = _launch.Launcher(w4a16_dequantize_kernel)
@@ -89,23 +91,31 @@ def launch(
         [M, N].
     """
     (M, K), tiles = x.shape, qweight.shape[0]
-    slice_tiles = max(1, SLICE_BYTES // (16 * K * x.element_size()))
-    if tiles <= slice_tiles:
-        weight = dequantize(qweight, scales, zeros, group_size, 0, tiles)
-        return _linear(x, weight, bias)
     y = _launch.empty((M, 16 * tiles), dtype=x.dtype, device=x.device)
-    for first in range(0, tiles, slice_tiles):
-        count = min(slice_tiles, tiles - first)
+    step = _slice_tiles(tiles, 16 * K * x.element_size())
+    for first in range(0, tiles, step):
+        count = min(step, tiles - first)
         weight = dequantize(qweight, scales, zeros, group_size, first, count)
         rows = slice(16 * first, 16 * (first + count))
-        part = None if bias is None else bias[rows]
-        y[:, rows] = _linear(x, weight, part)
+        _linear(x, weight, None if bias is None else bias[rows], y[:, rows])
     return y
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply in the types given: `torch.nn.functional.linear` would take autocast's."""
-    y = _launch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+def _slice_tiles(tiles: int, tile_bytes: int) -> int:
+    """Return how many tiles a slice has: slices of about one size, or the last is a sliver."""
+    most = max(1, SLICE_BYTES // tile_bytes)
+    even = -(-tiles // -(-tiles // most))
+    return min(most, -(-even // _SLICE_STEP) * _SLICE_STEP)
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+) -> None:
+    """Multiply in the types given (`torch.nn.functional.linear` would take autocast's) into ``y``.
+
+    A slice of columns is written where it belongs: cuBLAS takes rows that lie further apart.
+    """
     if bias is None:
-        return torch.mm(x, weight.t(), out=y)
-    return torch.addmm(bias, x, weight.t(), out=y)
+        torch.mm(x, weight.t(), out=y)
+    else:
+        torch.addmm(bias, x, weight.t(), out=y)
