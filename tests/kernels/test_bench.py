@@ -108,7 +108,9 @@ def test_candidates_fit_the_shape() -> None:
             found = list(tune_w4a16_decode.candidates(N, K, token_tiles))
             assert found, name
             assert len(set(found)) == len(found)
-            assert all(K % (512 * tile.k_warps * tile.split_k) == 0 for tile in found)
+            for tile in found:
+                steps = -(-K // (512 * tile.k_warps * tile.split_k))
+                assert steps * 512 * tile.k_warps * tile.split_k <= 1.1 * K
 
 
 def test_wgmma_table_takes_the_fastest_choice_and_candidates_fit() -> None:

@@ -50,12 +50,13 @@ _ALL_REGISTERS = 132 * 65536
 def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
     """Yield the tiles worth compiling for one shape."""
     units = -(-K // tiles_decode.UNIT)
-    splits = [split for split in (1, 2, 4, 7) if units % split == 0]
     for row_tiles, row_warps, k_warps, split in itertools.product(
-        (1, 2), (1, 2, 4), (1, 2, 4, 8), splits
+        (1, 2), (1, 2, 4), (1, 2, 4, 8), range(1, 9)
     ):
         warps = N // 16 // row_tiles * k_warps * split
-        if units % (k_warps * split) or not 2 <= row_warps * k_warps <= 8:
+        if not 2 <= row_warps * k_warps <= 8:
+            continue
+        if w4a16_known_tiles.idle_share(units, k_warps * split) > w4a16_known_tiles.MOST_IDLE:
             continue
         if not _WARPS_PER_GPU[0] <= warps <= _WARPS_PER_GPU[1]:
             continue

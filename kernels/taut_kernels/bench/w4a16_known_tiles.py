@@ -21,6 +21,8 @@ _PROGRAMS = (60, 1100)
 """Fewer leave multiprocessors without work, more only add partial sums."""
 _SPLIT_TOKENS = 512
 """Most tokens for which splitting K was ever worth its sums."""
+MOST_IDLE = 0.1
+"""What may be lost where K does not divide: 37 units by 4 are 8 % longer, and nothing else fits."""
 _REGISTERS = (0, 96, 128)
 _ONE_BLOCK_TOKENS = 128
 """Up to here only winners of the same bucket are tried: the tables have several for each."""
@@ -39,13 +41,26 @@ def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
     for table in tiles_decode.tables().values():
         won = [tile for key, tile in table.tiles.items() if key[2] == token_tiles]
         for tile in dict.fromkeys(won):
-            for split in (*_SPLITS, 7):
+            for split in range(1, 9):
                 programs = -(-N // tile.rows) * split
-                if units % (tile.k_warps * split) or not _enough(programs, split):
+                if idle_share(units, tile.k_warps * split) > MOST_IDLE:
+                    continue
+                if not _enough(programs, split):
                     continue
                 for cap in _REGISTERS if token_tiles == 1 else (tile.registers,):
                     found.append(dataclasses.replace(tile, split_k=split, registers=cap))
+    found.append(tiles_decode.rule(N, K, token_tiles))
     return list(dict.fromkeys(found))
+
+
+def idle_share(units: int, parts: int) -> float:
+    """Return how much longer the longest of equal parts is than an exact share, 0 where they fit.
+
+    Args:
+        units: of K.
+        parts: warps and programs that share them.
+    """
+    return -(-units // parts) * parts / units - 1
 
 
 def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRingTile]:
