@@ -19,8 +19,8 @@ from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _PROGRAMS = (60, 1100)
 """Fewer leave multiprocessors without work, more only add partial sums."""
-_SPLIT_TOKENS = 512
-"""Most tokens for which splitting K was ever worth its sums."""
+_SPLIT_TOKENS = 1024
+"""Most tokens for which splitting K may be worth its sums: more fill the card without it."""
 MOST_IDLE = 0.1
 """What may be lost where K does not divide: 37 units by 4 are 8 % longer, and nothing else fits."""
 _REGISTERS = (0, 96, 128)
@@ -72,7 +72,7 @@ def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRi
         M: tokens.
     """
     bucket = tiles_wgmma.bucket_of(M)
-    reach = 0 if M <= _ONE_BLOCK_TOKENS else 1
+    reach = 0 if M <= _ONE_BLOCK_TOKENS else 2
     won: dict[Any, None] = {}
     for table in tiles_wgmma.tables().values():
         near = (tile for key, tile in table.choices.items() if abs(key[2] - bucket) <= reach)
