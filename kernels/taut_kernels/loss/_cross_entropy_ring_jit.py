@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from taut_kernels.loss._cross_entropy_ring_step_jit import (
     barrier,
     copy_chunk,
+    decay_of,
     exp2,
     loads_at,
     log2_of,
@@ -86,7 +87,7 @@ def _missing(cells, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _gather(cells, missing, cells_ptr, PARTS: gl.constexpr):
+def _gather(cells, missing, cells_ptr, PARTS: gl.constexpr, RAW: gl.constexpr):
     """Wait for every part of a row, and add them up in their order: all programs get equal bits."""
     while missing != 0:
         cells = _ask(cells_ptr, PARTS)
@@ -97,7 +98,8 @@ def _gather(cells, missing, cells_ptr, PARTS: gl.constexpr):
         part_sum = (cells[part] >> 32).to(gl.int32).to(gl.float32, bitcast=True)
         raised = gl.maximum(maximum, part_maximum)
         shift = _shift_of(raised)
-        sums = sums * exp2(maximum - shift) + part_sum * exp2(part_maximum - shift)
+        sums *= decay_of(maximum, shift, RAW)
+        sums += part_sum * decay_of(part_maximum, shift, RAW)
         maximum = raised
     return maximum, sums
 
@@ -192,10 +194,10 @@ def cross_entropy_ring_kernel(
     PARTS: gl.constexpr,
     CHUNKS: gl.constexpr,  # of a part, even
     LAG: gl.constexpr,  # even
+    EARLY: gl.constexpr,  # pairs of its steps behind the question for the parts
     SLOTS: gl.constexpr,  # even
     UNITS: gl.constexpr,  # 16-byte pieces of a chunk a thread
     WARPS: gl.constexpr,
-    EARLY: gl.constexpr = 0,  # pairs of steps that are walked behind the question for the parts
 ):
     L: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
     THREADS: gl.constexpr = 32 * WARPS
@@ -228,7 +230,8 @@ def cross_entropy_ring_kernel(
     old_target = target_of(target_ptr, group)
     old_z, old_scale = gl.to_tensor(0.0), gl.to_tensor(0.0)
     old_maximum, old_sum = gl.to_tensor(0.0), gl.to_tensor(1.0)
-    gradient = (gl.to_tensor(0.0), gl.to_tensor(0), gl.to_tensor(0))
+    RAW: gl.constexpr = target_ptr is None
+    gradient = (gl.to_tensor(0.0), gl.to_tensor(0.0 if RAW else 0), gl.to_tensor(0))
     at_target, column = gl.to_tensor(0.0), gl.to_tensor(-1)
     for i in range(rows + (2 if LAG else 1)):
         row = group + i * groups
@@ -284,11 +287,11 @@ def cross_entropy_ring_kernel(
             _store_target(grads, row - 2 * groups, at_target, column)
         if PARTS > 1:
             missing = gl.where(lives, _missing(cells, PARTS), 0)
-            old_maximum, old_sum = _gather(cells, missing, parts_ptr, PARTS)
-        lse2 = _shift_of(old_maximum) + gl.log2(old_sum)
-        if target_ptr is None:
-            gradient = (lse2, gl.to_tensor(-1), gl.to_tensor(0))
+            old_maximum, old_sum = _gather(cells, missing, parts_ptr, PARTS, RAW)
+        if RAW:
+            gradient = (_shift_of(old_maximum), gl.log2(old_sum), gl.to_tensor(0))
         else:
+            lse2 = _shift_of(old_maximum) + gl.log2(old_sum)
             exponent, keep, sign, at_target, column = _finish_row(
                 (lse2, old_z, old_scale, old_target),
                 (old, lives),
@@ -305,7 +308,7 @@ def cross_entropy_ring_kernel(
             pairs, slots, state, loads, LAG, 0, to + gradient, fixed, AHEAD, CHUNKS, L
         )
         old_maximum = gl.max(state[0], 0)
-        old_sum = gl.sum(state[1] * exp2(state[0] - _shift_of(old_maximum)), 0)
+        old_sum = gl.sum(state[1] * decay_of(state[0], _shift_of(old_maximum), RAW), 0)
         if PARTS > 1:
             _publish(cells_ptr + here * PARTS + part, old_maximum, old_sum, row < M)
         old_z, old_scale, old_target, target = z_target, scale, target, next_target

@@ -96,16 +96,35 @@ def copy_chunk(slot, words, pieces, chunk, piece, offs, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def _add_chunk(words, counts, maximum, sums):
+def powers_of(x, shift, RAW: gl.constexpr):
+    """Return e^(x − shift): of logits and a raw shift, or of logits and a shift · log2 e.
+
+    The second is one instruction less an element, and as good for logits of models. A softmax has
+    masks of −1e9 or the lowest number there is, for whose product with log2 e fp32 has no digits.
+    """
+    LOG2E: gl.constexpr = 1.4426950408889634
+    return exp2((x - shift) * LOG2E) if RAW else exp2(x * LOG2E - shift)
+
+
+@gluon.jit
+def decay_of(old, new, RAW: gl.constexpr):
+    """Return what raising a maximum does to the sums below it; both as :func:`powers_of` says."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    return exp2((old - new) * LOG2E) if RAW else exp2(old - new)
+
+
+@gluon.jit
+def _add_chunk(words, counts, maximum, sums, RAW: gl.constexpr):
     """Take a chunk into the running softmax of each thread.
 
     Args:
         words: [UNITS, THREADS, 4].
         counts: [UNITS, THREADS] which pieces of four words there are.
-        maximum: [THREADS] largest logit so far · log2 e.
-        sums: [THREADS] Σ 2^(logit · log2 e − maximum).
+        maximum: [THREADS] largest logit so far, as :func:`powers_of` says.
+        sums: [THREADS] Σ e^(logit − maximum).
+        RAW: see :func:`powers_of`.
     """
-    LOG2E: gl.constexpr = 1.4426950408889634
+    LOG2E: gl.constexpr = 1.0 if RAW else 1.4426950408889634
     largest = gl.reduce(words, 2, _larger_pair)
     largest = gl.where(counts, largest, -8323200)  # 0xff80ff80: -inf twice
     largest = gl.reduce(largest, 0, _larger_pair)
@@ -113,9 +132,9 @@ def _add_chunk(words, counts, maximum, sums):
     # A thread that starts with -inf alone: -inf - -inf would be NaN.
     shift = gl.where(raised == float("-inf"), 0.0, raised)
     shifts = gl.expand_dims(gl.expand_dims(shift, 0), 2)
-    powers = exp2(_low(words) * LOG2E - shifts) + exp2(_high(words) * LOG2E - shifts)
+    powers = powers_of(_low(words), shifts, RAW) + powers_of(_high(words), shifts, RAW)
     total = gl.sum(gl.where(counts, gl.sum(powers, 2), 0.0), 0)
-    return raised, sums * exp2(maximum - shift) + total
+    return raised, sums * decay_of(maximum, shift, RAW) + total
 
 
 @gluon.jit
@@ -125,6 +144,15 @@ def _gradient(words, exponent, keep, sign):
     low = exp2(_low(words) * LOG2E - exponent)
     high = exp2(_high(words) * LOG2E - exponent)
     return (_rounded_pair(high, low) & keep) ^ sign
+
+
+@gluon.jit
+def _softmax(words, maximum, log2_sum):
+    """Return the words of e^(x − maximum) / sum."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    low = exp2((_low(words) - maximum) * LOG2E - log2_sum)
+    high = exp2((_high(words) - maximum) * LOG2E - log2_sum)
+    return _rounded_pair(high, low)
 
 
 @gluon.jit
@@ -154,27 +182,32 @@ def _step(
     async_copy.wait_group(AHEAD - 1)
     # Everyone's pieces have arrived, and everyone has read the slot to be filled.
     barrier()
-    row, load_chunk, words, pieces, target = loads
-    copy_chunk(next_ring.index(next_slot), words, pieces, load_chunk, piece, offs, PIECES)
+    row, load_chunk, source, pieces, target = loads
+    copy_chunk(next_ring.index(next_slot), source, pieces, load_chunk, piece, offs, PIECES)
     load_chunk += 1
     if load_chunk == CHUNKS:
         logits, target_ptr, M, ignore_index, groups = inputs
         load_chunk = 0
         row += groups
-        words, pieces = loads_at(row, target, logits, M, ignore_index, cut)
+        source, pieces = loads_at(row, target, logits, M, ignore_index, cut)
         target = target_of(target_ptr, gl.minimum(row + groups, M - 1))
     here = ring.index(slot).load(L)
     old = ring.index(old_slot).load(L)
     FLAT: gl.constexpr = gl.SliceLayout(2, L)
     counts = gl.reshape(piece < cut[1] - chunk * PIECES, [piece.shape[0], piece.shape[1]])
     counts = gl.convert_layout(counts, FLAT, assert_trivial=True)
-    maximum, sums = _add_chunk(here, counts, state[0], state[1])
+    RAW: gl.constexpr = inputs[1] is None
+    maximum, sums = _add_chunk(here, counts, state[0], state[1], RAW)
+    if RAW:
+        words = _softmax(old, gradient[2], gradient[3])
+    else:
+        words = _gradient(old, gradient[2], gradient[3], gradient[4])
     gl.store(
         gradient[0] + old_chunk * (PIECES * 4) + offs,
-        _gradient(old, gradient[2], gradient[3], gradient[4]),
+        words,
         mask=piece < gradient[1] - old_chunk * PIECES,
     )
-    return (maximum, sums), (row, load_chunk, words, pieces, target)
+    return (maximum, sums), (row, load_chunk, source, pieces, target)
 
 
 @gluon.jit
@@ -185,7 +218,8 @@ def walk(
     loads,  # the next chunk to ask for: row, chunk, its words and pieces, the next row's target
     chunk,  # first one for the sums
     old_chunk,  # first one for the gradient
-    gradient,  # its words, pieces that are stored, and exponent, keep and sign
+    gradient,  # its words, pieces that are stored, and exponent, keep and sign; of a softmax
+    # maximum and log2 of the sum
     fixed,  # rings of even and of odd steps, inputs, cut: see the kernel
     AHEAD: gl.constexpr,  # chunks on their way
     CHUNKS: gl.constexpr,  # of a part
