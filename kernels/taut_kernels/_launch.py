@@ -107,8 +107,8 @@ class Form:
     """One form of a kernel on one device: what types, constants and options determine.
 
     Launches without Triton's look-up of what it already compiled. That look-up (types, alignments
-    and constants of every argument, a string key, a check of globals) is most of what a launch costs
-    the host: README, "Measured facts". Holds no tensor: every call brings its addresses.
+    and constants of every argument, a string key, a check of globals) is most of what a launch
+    costs the host: README, "Measured facts". Holds no tensor: every call brings its addresses.
 
     Args:
         kernel: a `triton.jit` function: pointers first, then numbers, then constants.

@@ -108,9 +108,7 @@ def _decode(
     M, N, K = shape
     if _choose(M, N, K, device) != "decode":
         return None
-    cut = tiles_decode.lookup(
-        _launch.gpu_name(device), N, K, 1 if M <= _ONE_TOKEN_TILE else 2
-    )
+    cut = tiles_decode.lookup(_launch.gpu_name(device), N, K, 1 if M <= _ONE_TOKEN_TILE else 2)
     return w4a16_decode.plan(
         cut, shape, group_size, dtype, device, has_zeros=not symmetric, has_bias=not unbiased
     )
@@ -145,6 +143,7 @@ def _launch_w4a16_gemm(
         return w4a16_wgmma_ring.launch(choice, *operands)
     if isinstance(choice, WavesTile):
         return w4a16_wgmma_waves.launch(choice, *operands)
+    assert choice != "decode", "tables say so of at most 16 tokens alone, which have a plan"
     return w4a16_wgmma.launch(choice, *operands)
 
 
