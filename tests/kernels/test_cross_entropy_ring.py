@@ -225,13 +225,15 @@ def test_batches_of_sequences_out_of_place() -> None:
     assert_equals_reference(found, rows.reshape(M, V), target[:M], scale[:M])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tile", [ALONE, WITH_LAG, SHARED, EARLY, ALL_EARLY])
-def test_softmax_is_the_gradient_without_a_target(tile: RingTile) -> None:
-    x, _, _ = draw(7, 12000)
+def test_softmax_is_the_gradient_without_a_target(tile: RingTile, dtype: torch.dtype) -> None:
+    x = draw(7, 12000)[0].to(dtype)
     x[1, :6000] = float("-inf")
     x[2] = float("-inf")
     # Rows that a mask covers, which fp32 cannot multiply by log2 e, and one large number.
-    x[3], x[5], x[6, 100] = -1e9, torch.finfo(torch.bfloat16).min, 3e38
+    largest = torch.finfo(dtype).max
+    x[3], x[5], x[6, 100] = max(-1e9, -largest), -largest, largest
     x[4, 11] = float("inf")
     y = torch.full_like(x, 7.0)
     pointers: dict[str, Any] = {"logits_ptr": x, "grad_ptr": y}

@@ -175,12 +175,12 @@ def _fill(fixed, group, AHEAD: gl.constexpr, CHUNKS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "T", "ignore_index"])
 def cross_entropy_ring_kernel(
-    logits_ptr,  # [B, T, V] bf16, rows 16-byte aligned
+    logits_ptr,  # [B, T, V] bf16, of a softmax also fp16; rows 16-byte aligned
     target_ptr,  # [M] int64; M = B · T
     scale_ptr,  # [M] fp32 factors of the rows' gradients
     loss_ptr,  # [M] fp32, written
     lse_ptr,  # [M] fp32, written
-    grad_ptr,  # [B, T, V] bf16, may be logits
+    grad_ptr,  # [B, T, V] as logits, which it may be
     cells_ptr,  # [M, PARTS] int64, 0 before; None with one part
     M,
     T,
