@@ -319,6 +319,25 @@ def test_few_rows_and_endless_ones_are_the_other_kernels(
     assert (tile and tile.parts) == parts
 
 
+@pytest.mark.parametrize(
+    ("x", "taken"),
+    [
+        (torch.zeros(24, 65536, dtype=torch.bfloat16), True),
+        (torch.zeros(24, 65536, dtype=torch.float16), True),
+        (torch.zeros(24, 65536), False),
+        (torch.zeros(24, 65552, dtype=torch.float16)[:, 4:65540], False),
+        (torch.zeros(1, 65536, dtype=torch.bfloat16), False),
+        (torch.zeros(24, 8192, dtype=torch.bfloat16), False),
+    ],
+)
+def test_softmax_takes_long_rows_of_16_bits(
+    x: torch.Tensor, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _cross_entropy_ring.choose_softmax(x) is None
+    monkeypatch.setattr(_launch, "is_hopper", lambda device: True)
+    assert (_cross_entropy_ring.choose_softmax(x) is not None) == taken
+
+
 def test_launch_takes_the_ring_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, target, scale = draw(24, 16384)  # twelve rows for each of two multiprocessors
     taken: list[tuple[int, ...]] = []
@@ -431,15 +450,29 @@ def test_gpu_batches_of_sequences_and_a_captured_graph() -> None:
 @gpu
 @needs_gpu
 @needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "N"), [(1056, 65536), (600, 131072), (264, 262144)])
-def test_gpu_softmax_of_long_rows(M: int, N: int) -> None:
-    x, _, _ = draw(M, N, "cuda")
+def test_gpu_softmax_of_long_rows(M: int, N: int, dtype: torch.dtype) -> None:
+    x = draw(M, N, "cuda")[0].to(dtype)
     x[3, 9], x[4] = float("inf"), float("-inf")
     assert _cross_entropy_ring.choose_softmax(x) is not None
     y = softmax(x)
     gold, plain = x.double().softmax(1), x.softmax(1)
     assert torch.equal(y.isnan(), gold.isnan())
     clean = [z.double().nan_to_num() for z in (y, gold, plain)]
-    rounding = torch.finfo(torch.bfloat16).eps * clean[1].max().item()
+    rounding = torch.finfo(dtype).eps * clean[1].max().item()
     budget = 2 * (testing.max_error(clean[2], clean[1]) + rounding)
     assert testing.max_error(clean[0], clean[1]) <= budget
+
+
+@gpu
+@needs_gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("M", "N"), [(1056, 65536), (264, 262144)])
+def test_gpu_softmax_of_masked_rows_is_even(M: int, N: int, dtype: torch.dtype) -> None:
+    x = draw(M, N, "cuda")[0].to(dtype)
+    lowest = torch.finfo(dtype).min
+    x[5], x[6] = lowest, max(-1e9, lowest)
+    even = softmax(x)[5:7].double() * N
+    assert (even - 1).abs().max() <= 2**-8
