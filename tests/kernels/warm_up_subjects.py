@@ -101,6 +101,7 @@ def pretend_cuda() -> None:
 def use_card(name: str) -> None:
     """Let every table and choice be that card's."""
     _launch.gpu_name = lambda device: name
+    w4a16._decode.cache_clear()  # a device is another card in this process alone
     linear.current_platform.get_device_name = lambda: name
 
 

@@ -21,6 +21,7 @@ _SHORT_COLUMNS = 32768
 """Up to here most of the other kernel's second reads hit L2."""
 SOFTMAX_COLUMNS = 65536
 """Shortest softmax the ring takes."""
+SOFTMAX_DTYPES = (torch.bfloat16, torch.float16)
 _launcher = _launch.Launcher(cross_entropy_ring_kernel)
 
 
@@ -69,7 +70,7 @@ def choose_softmax(x: torch.Tensor) -> RingTile | None:
     Args:
         x: [M, N].
     """
-    if x.dtype is not torch.bfloat16 or x.shape[1] < SOFTMAX_COLUMNS or _why_not_rows(x, 0):
+    if x.dtype not in SOFTMAX_DTYPES or x.shape[1] < SOFTMAX_COLUMNS or _why_not_rows(x, 0):
         return None
     return choose(x)
 
@@ -122,6 +123,7 @@ def launch_constants(tile: RingTile, V: int, *, batched: bool) -> dict[str, Any]
         "PARTS": tile.parts,
         "CHUNKS": tile.chunks(V),
         "LAG": tile.lag,
+        "EARLY": tile.early,
         "SLOTS": tile.slots,
         "UNITS": tile.units,
         "WARPS": tile.num_warps,
@@ -180,10 +182,10 @@ def launch_softmax(tile: RingTile, x: torch.Tensor) -> torch.Tensor:
 
     Args:
         tile: how to cut the work.
-        x: [M, N] bf16, rows contiguous, addresses and stride multiples of 16 elements.
+        x: [M, N] bf16 or fp16, rows contiguous, addresses and stride multiples of 16 elements.
 
     Returns:
-        [M, N] bf16.
+        [M, N] as ``x``.
 
     Raises:
         ValueError: the ring does not hold such a row.
@@ -212,7 +214,7 @@ def _launch_rows(
     outer = (logits.stride(0), T * V) if batched else (0, 0)
     strides = (outer[0], logits.stride(-2), outer[1], V)
     _launcher(
-        (tile, V, batched, softmax, is_long(ignore_index)),
+        (tile, V, batched, softmax, logits.dtype, is_long(ignore_index)),
         (min(_groups(tile, device), M) * tile.parts, 1, 1),
         (*pointers, cells),
         (M, T, *strides, ignore_index, z_loss),

@@ -12,7 +12,8 @@ Gluon is Triton with layouts and shared memory written out. The interpreter does
 run its arithmetic on NumPy (:mod:`taut_kernels.testing_gluon_rows`), and a GPU the rest.
 """
 
-# ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them)
+# ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a kernel is one
+# function: its branches fall at compile time)
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from taut_kernels.loss._cross_entropy_ring_step_jit import (
     barrier,
     copy_chunk,
+    decay_of,
     exp2,
     loads_at,
     log2_of,
@@ -69,26 +71,36 @@ def _publish(cell_ptr, maximum, sums, mask):
 
 @gluon.jit
 def _ask(cells_ptr, PARTS: gl.constexpr):
-    """Ask for every part of a row, one load behind the other; say how many are not there."""
-    cells, missing = (), 0
+    """Ask for every part of a row, one load behind the other."""
+    cells = ()
     for part in gl.static_range(PARTS):
-        cell = gl.load(cells_ptr + part, volatile=True)
-        cells, missing = cells + (cell,), missing + gl.where(cell == 0, 1, 0)
-    return cells, missing
+        cells = cells + (gl.load(cells_ptr + part, volatile=True),)
+    return cells
 
 
 @gluon.jit
-def _gather(cells, missing, cells_ptr, PARTS: gl.constexpr):
+def _missing(cells, PARTS: gl.constexpr):
+    """Say how many parts are not there."""
+    missing = 0
+    for part in gl.static_range(PARTS):
+        missing = missing + gl.where(cells[part] == 0, 1, 0)
+    return missing
+
+
+@gluon.jit
+def _gather(cells, missing, cells_ptr, PARTS: gl.constexpr, RAW: gl.constexpr):
     """Wait for every part of a row, and add them up in their order: all programs get equal bits."""
     while missing != 0:
-        cells, missing = _ask(cells_ptr, PARTS)
+        cells = _ask(cells_ptr, PARTS)
+        missing = _missing(cells, PARTS)
     maximum, sums = float("-inf"), 0.0
     for part in gl.static_range(PARTS):
         part_maximum = cells[part].to(gl.int32).to(gl.float32, bitcast=True)
         part_sum = (cells[part] >> 32).to(gl.int32).to(gl.float32, bitcast=True)
         raised = gl.maximum(maximum, part_maximum)
         shift = _shift_of(raised)
-        sums = sums * exp2(maximum - shift) + part_sum * exp2(part_maximum - shift)
+        sums *= decay_of(maximum, shift, RAW)
+        sums += part_sum * decay_of(part_maximum, shift, RAW)
         maximum = raised
     return maximum, sums
 
@@ -163,12 +175,12 @@ def _fill(fixed, group, AHEAD: gl.constexpr, CHUNKS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "T", "ignore_index"])
 def cross_entropy_ring_kernel(
-    logits_ptr,  # [B, T, V] bf16, rows 16-byte aligned
+    logits_ptr,  # [B, T, V] bf16, of a softmax also fp16; rows 16-byte aligned
     target_ptr,  # [M] int64; M = B · T
     scale_ptr,  # [M] fp32 factors of the rows' gradients
     loss_ptr,  # [M] fp32, written
     lse_ptr,  # [M] fp32, written
-    grad_ptr,  # [B, T, V] bf16, may be logits
+    grad_ptr,  # [B, T, V] as logits, which it may be
     cells_ptr,  # [M, PARTS] int64, 0 before; None with one part
     M,
     T,
@@ -183,6 +195,7 @@ def cross_entropy_ring_kernel(
     PARTS: gl.constexpr,
     CHUNKS: gl.constexpr,  # of a part, even
     LAG: gl.constexpr,  # even
+    EARLY: gl.constexpr,  # pairs of its steps behind the question for the parts
     SLOTS: gl.constexpr,  # even
     UNITS: gl.constexpr,  # 16-byte pieces of a chunk a thread
     WARPS: gl.constexpr,
@@ -218,7 +231,8 @@ def cross_entropy_ring_kernel(
     old_target = target_of(target_ptr, group)
     old_z, old_scale = gl.to_tensor(0.0), gl.to_tensor(0.0)
     old_maximum, old_sum = gl.to_tensor(0.0), gl.to_tensor(1.0)
-    gradient = (gl.to_tensor(0.0), gl.to_tensor(0), gl.to_tensor(0))
+    RAW: gl.constexpr = target_ptr is None
+    gradient = (gl.to_tensor(0.0), gl.to_tensor(0.0 if RAW else 0), gl.to_tensor(0))
     at_target, column = gl.to_tensor(0.0), gl.to_tensor(-1)
     for i in range(rows + (2 if LAG else 1)):
         row = group + i * groups
@@ -236,23 +250,49 @@ def cross_entropy_ring_kernel(
             # The end of the row two before this one.
             last = row - 2 * groups
             to = (part_words(grads, gl.maximum(last, 0), cut[0]), gl.where(last >= 0, limit, 0))
-            pairs = gl.where(i < rows + 2, LAG // 2, 0)
-            slots, state, loads = walk(
-                pairs, slots, state, loads, 0, CHUNKS - LAG, to + gradient, fixed, AHEAD, CHUNKS, L
-            )
+            if LAG > 2 * EARLY:
+                pairs = gl.where(i < rows + 2, LAG // 2 - EARLY, 0)
+                slots, state, loads = walk(
+                    pairs,
+                    slots,
+                    state,
+                    loads,
+                    0,
+                    CHUNKS - LAG,
+                    to + gradient,
+                    fixed,
+                    AHEAD,
+                    CHUNKS,
+                    L,
+                )
         lives = (i > 0) & (i <= rows)
         old = gl.minimum(gl.maximum(row - groups, 0), M - 1)
         if PARTS > 1:
             parts_ptr = cells_ptr + old * PARTS
-            cells, missing = _ask(parts_ptr, PARTS)
+            cells = _ask(parts_ptr, PARTS)
+        if EARLY > 0:
+            slots, state, loads = walk(
+                gl.where(i < rows + 2, EARLY, 0),
+                slots,
+                state,
+                loads,
+                LAG - 2 * EARLY,
+                CHUNKS - 2 * EARLY,
+                to + gradient,
+                fixed,
+                AHEAD,
+                CHUNKS,
+                L,
+            )
         if target_ptr is not None:
             _store_target(grads, row - 2 * groups, at_target, column)
         if PARTS > 1:
-            old_maximum, old_sum = _gather(cells, gl.where(lives, missing, 0), parts_ptr, PARTS)
-        lse2 = _shift_of(old_maximum) + gl.log2(old_sum)
-        if target_ptr is None:
-            gradient = (lse2, gl.to_tensor(-1), gl.to_tensor(0))
+            missing = gl.where(lives, _missing(cells, PARTS), 0)
+            old_maximum, old_sum = _gather(cells, missing, parts_ptr, PARTS, RAW)
+        if RAW:
+            gradient = (_shift_of(old_maximum), gl.log2(old_sum), gl.to_tensor(0))
         else:
+            lse2 = _shift_of(old_maximum) + gl.log2(old_sum)
             exponent, keep, sign, at_target, column = _finish_row(
                 (lse2, old_z, old_scale, old_target),
                 (old, lives),
@@ -269,7 +309,7 @@ def cross_entropy_ring_kernel(
             pairs, slots, state, loads, LAG, 0, to + gradient, fixed, AHEAD, CHUNKS, L
         )
         old_maximum = gl.max(state[0], 0)
-        old_sum = gl.sum(state[1] * exp2(state[0] - _shift_of(old_maximum)), 0)
+        old_sum = gl.sum(state[1] * decay_of(state[0], _shift_of(old_maximum), RAW), 0)
         if PARTS > 1:
             _publish(cells_ptr + here * PARTS + part, old_maximum, old_sum, row < M)
         old_z, old_scale, old_target, target = z_target, scale, target, next_target
