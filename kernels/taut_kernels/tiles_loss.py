@@ -64,8 +64,6 @@ class RingTile:
         slots: chunks the ring holds, even.
         lag: steps a row's sums have to reach the programs that share it, even.
         per_sm: programs a multiprocessor.
-        early: pairs of the lag's steps that are walked while the other programs' sums are asked
-            for, behind those that only give them time to be there.
 
     Raises:
         ValueError: a field is out of its range.
@@ -77,12 +75,10 @@ class RingTile:
     slots: int
     lag: int
     per_sm: int
-    early: int = 0
 
     def __str__(self) -> str:
         shape = f"{self.parts}p/{self.units}u/{self.num_warps}w"
-        early = f"/e{self.early}" if self.early else ""
-        return f"{shape}/{self.slots}s/{self.lag}l/{self.per_sm}{early}"
+        return f"{shape}/{self.slots}s/{self.lag}l/{self.per_sm}"
 
     def __post_init__(self) -> None:
         allowed = {"parts": (1, 2, 4, 8), "units": (1, 2, 4), "num_warps": (8, 16, 32)}
@@ -94,8 +90,6 @@ class RingTile:
             raise ValueError(f"slots must be even and at least 4, got {self.slots}")
         if self.lag < 0 or self.lag % 2:
             raise ValueError(f"lag must be even and at least 0, got {self.lag}")
-        if not 0 <= 2 * self.early <= self.lag:
-            raise ValueError(f"early must lie in 0..lag / 2, got {self.early}")
         # 64 bytes a warp for reductions, and a kilobyte a program that CUDA keeps.
         held = self.per_sm * (self.slots * self.chunk_bytes + 64 * self.num_warps + 1024)
         if held > RING_BYTES:

@@ -123,7 +123,6 @@ def launch_constants(tile: RingTile, V: int, *, batched: bool) -> dict[str, Any]
         "PARTS": tile.parts,
         "CHUNKS": tile.chunks(V),
         "LAG": tile.lag,
-        "EARLY": tile.early,
         "SLOTS": tile.slots,
         "UNITS": tile.units,
         "WARPS": tile.num_warps,

@@ -71,28 +71,19 @@ def _publish(cell_ptr, maximum, sums, mask):
 
 @gluon.jit
 def _ask(cells_ptr, PARTS: gl.constexpr):
-    """Ask for every part of a row, one load behind the other."""
-    cells = ()
+    """Ask for every part of a row, one load behind the other; say how many are not there."""
+    cells, missing = (), 0
     for part in gl.static_range(PARTS):
-        cells = cells + (gl.load(cells_ptr + part, volatile=True),)
-    return cells
-
-
-@gluon.jit
-def _missing(cells, PARTS: gl.constexpr):
-    """Say how many parts are not there."""
-    missing = 0
-    for part in gl.static_range(PARTS):
-        missing = missing + gl.where(cells[part] == 0, 1, 0)
-    return missing
+        cell = gl.load(cells_ptr + part, volatile=True)
+        cells, missing = cells + (cell,), missing + gl.where(cell == 0, 1, 0)
+    return cells, missing
 
 
 @gluon.jit
 def _gather(cells, missing, cells_ptr, PARTS: gl.constexpr, RAW: gl.constexpr):
     """Wait for every part of a row, and add them up in their order: all programs get equal bits."""
     while missing != 0:
-        cells = _ask(cells_ptr, PARTS)
-        missing = _missing(cells, PARTS)
+        cells, missing = _ask(cells_ptr, PARTS)
     maximum, sums = float("-inf"), 0.0
     for part in gl.static_range(PARTS):
         part_maximum = cells[part].to(gl.int32).to(gl.float32, bitcast=True)
@@ -195,7 +186,6 @@ def cross_entropy_ring_kernel(
     PARTS: gl.constexpr,
     CHUNKS: gl.constexpr,  # of a part, even
     LAG: gl.constexpr,  # even
-    EARLY: gl.constexpr,  # pairs of its steps behind the question for the parts
     SLOTS: gl.constexpr,  # even
     UNITS: gl.constexpr,  # 16-byte pieces of a chunk a thread
     WARPS: gl.constexpr,
@@ -250,44 +240,19 @@ def cross_entropy_ring_kernel(
             # The end of the row two before this one.
             last = row - 2 * groups
             to = (part_words(grads, gl.maximum(last, 0), cut[0]), gl.where(last >= 0, limit, 0))
-            if LAG > 2 * EARLY:
-                pairs = gl.where(i < rows + 2, LAG // 2 - EARLY, 0)
-                slots, state, loads = walk(
-                    pairs,
-                    slots,
-                    state,
-                    loads,
-                    0,
-                    CHUNKS - LAG,
-                    to + gradient,
-                    fixed,
-                    AHEAD,
-                    CHUNKS,
-                    L,
-                )
+            pairs = gl.where(i < rows + 2, LAG // 2, 0)
+            slots, state, loads = walk(
+                pairs, slots, state, loads, 0, CHUNKS - LAG, to + gradient, fixed, AHEAD, CHUNKS, L
+            )
         lives = (i > 0) & (i <= rows)
         old = gl.minimum(gl.maximum(row - groups, 0), M - 1)
         if PARTS > 1:
             parts_ptr = cells_ptr + old * PARTS
-            cells = _ask(parts_ptr, PARTS)
-        if EARLY > 0:
-            slots, state, loads = walk(
-                gl.where(i < rows + 2, EARLY, 0),
-                slots,
-                state,
-                loads,
-                LAG - 2 * EARLY,
-                CHUNKS - 2 * EARLY,
-                to + gradient,
-                fixed,
-                AHEAD,
-                CHUNKS,
-                L,
-            )
+            cells, missing = _ask(parts_ptr, PARTS)
         if target_ptr is not None:
             _store_target(grads, row - 2 * groups, at_target, column)
         if PARTS > 1:
-            missing = gl.where(lives, _missing(cells, PARTS), 0)
+            missing = gl.where(lives, missing, 0)
             old_maximum, old_sum = _gather(cells, missing, parts_ptr, PARTS, RAW)
         if RAW:
             gradient = (_shift_of(old_maximum), gl.log2(old_sum), gl.to_tensor(0))
