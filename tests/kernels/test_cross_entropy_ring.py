@@ -322,7 +322,12 @@ def test_few_rows_and_endless_ones_are_the_other_kernels(
         (torch.zeros(24, 65536), False),
         (torch.zeros(24, 65552, dtype=torch.float16)[:, 4:65540], False),
         (torch.zeros(1, 65536, dtype=torch.bfloat16), False),
-        (torch.zeros(24, 8192, dtype=torch.bfloat16), False),
+        (torch.zeros(24, 16384, dtype=torch.bfloat16), False),
+        (torch.zeros(24, 16384, dtype=torch.float16), False),
+        (torch.zeros(24, 24576, dtype=torch.bfloat16), True),
+        (torch.zeros(24, 32768, dtype=torch.bfloat16), False),
+        (torch.zeros(24, 32768, dtype=torch.float16), True),
+        (torch.zeros(24, 49152, dtype=torch.bfloat16), True),
     ],
 )
 def test_softmax_takes_long_rows_of_16_bits(
@@ -446,7 +451,9 @@ def test_gpu_batches_of_sequences_and_a_captured_graph() -> None:
 @needs_gpu
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("M", "N"), [(1056, 65536), (600, 131072), (264, 262144)])
+@pytest.mark.parametrize(
+    ("M", "N"), [(1589, 24576), (1056, 49152), (1056, 65536), (600, 131072), (264, 262144)]
+)
 def test_gpu_softmax_of_long_rows(M: int, N: int, dtype: torch.dtype) -> None:
     x = draw(M, N, "cuda")[0].to(dtype)
     x[3, 9], x[4] = float("inf"), float("-inf")
@@ -464,7 +471,7 @@ def test_gpu_softmax_of_long_rows(M: int, N: int, dtype: torch.dtype) -> None:
 @needs_gpu
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("M", "N"), [(1056, 65536), (264, 262144)])
+@pytest.mark.parametrize(("M", "N"), [(1584, 24576), (1584, 32768), (1056, 65536), (264, 262144)])
 def test_gpu_softmax_of_masked_rows_is_even(M: int, N: int, dtype: torch.dtype) -> None:
     x = draw(M, N, "cuda")[0].to(dtype)
     lowest = torch.finfo(dtype).min

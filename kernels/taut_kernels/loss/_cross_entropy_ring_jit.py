@@ -12,8 +12,7 @@ Gluon is Triton with layouts and shared memory written out. The interpreter does
 run its arithmetic on NumPy (:mod:`taut_kernels.testing_gluon_rows`), and a GPU the rest.
 """
 
-# ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a kernel is one
-# function: its branches fall at compile time)
+# ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them)
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from taut_kernels.loss._vocabulary_block_jit import block_gradient_kernel, block
 from taut_kernels.tiles_loss import LossTile, RingTile, launch_options
 
 VOCABULARIES = (1000, 32000, 50257, 128256, 256000)
+SOFTMAX_COLUMNS = (24576, 131072, 262144)
 BLOCK_COLUMNS = (1024, 2048, 3584, 8192)
 _STATE = ("maximum_ptr", "sums_ptr", "z_target_ptr", "z_sums_ptr")
 
@@ -102,9 +103,9 @@ def _every_ring() -> Iterator[KernelVariant]:
     for V in dict.fromkeys((*VOCABULARIES, *measured)):
         if V >= _cross_entropy_ring.MIN_COLUMNS and V % 16 == 0:
             yield from (_ring(V, tile) for tile in _rings(V))
-    for element in ("bf16", "fp16"):
-        for tile in _rings(131072):
-            yield _ring(131072, tile, softmax=True, element=element)
+    for V in SOFTMAX_COLUMNS:
+        for element in ("bf16", "fp16"):
+            yield from (_ring(V, tile, softmax=True, element=element) for tile in _rings(V))
     yield from (_ring(32000, tile, batched=True) for tile in _rings(32000))
 
 
