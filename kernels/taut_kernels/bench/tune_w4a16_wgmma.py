@@ -24,6 +24,7 @@ import torch
 import triton
 
 from taut_kernels import formats_mma, tiles_decode, tiles_wgmma
+from taut_kernels._launch import gpu_name, is_hopper
 from taut_kernels.bench import report, timing, w4a16_known_tiles
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, KNOWN, SHAPES
@@ -195,7 +196,8 @@ def _subject(layer: Layer, M: int, tile: Choice, weights: Weights) -> timing.Sub
     def call(i: int) -> torch.Tensor:
         qweight, scales, arrivals = weights[i]
         if tile == "decode":
-            cut = tiles_decode.lookup(torch.cuda.get_device_name(), layer.N, layer.K, 2)
+            hopper = is_hopper(x.device)
+            cut = tiles_decode.lookup(gpu_name(x.device), layer.N, layer.K, 2, hopper=hopper)
             operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
             return w4a16_decode.launch(cut, *operands)
         if tile == "dense":
@@ -233,7 +235,8 @@ def _time_shape(
     results: list[Result] = []
     for M in Ms:
         other: Choice = "decode" if M <= DECODE_TOKENS else "dense"
-        ships = tiles_wgmma.lookup(torch.cuda.get_device_name(), N, K, tiles_wgmma.bucket_of(M))
+        bucket, device = tiles_wgmma.bucket_of(M), layer.x.device
+        ships = tiles_wgmma.lookup(gpu_name(device), N, K, bucket, hopper=is_hopper(device))
         for tile in dict.fromkeys((other, ships, *tiles[M])):
             subject = _subject(layer, M, tile, weights)
             try:

@@ -100,12 +100,12 @@ def _launch_w4a16_gemm(
     if M == 0:
         return _launch.empty((M, N), dtype=x.dtype, device=x.device)
     x = _launch.aligned(x)
-    gpu = _launch.gpu_name(x.device)
+    gpu, hopper = _launch.gpu_name(x.device), _launch.is_hopper(x.device)
     choice: tiles_wgmma.Choice = "decode"
     if M > _ONE_TOKEN_TILE:
-        choice = tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M))
+        choice = tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M), hopper=hopper)
     if choice == "decode":
-        cut = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2)
+        cut = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2, hopper=hopper)
         return w4a16_decode.launch(cut, x, qweight, scales, zeros, bias, arrivals, group_size)
     if choice == "dense":
         return w4a16_dense.launch(x, qweight, scales, zeros, bias, group_size)
