@@ -49,7 +49,7 @@ def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
                     continue
                 for cap in _REGISTERS if token_tiles == 1 else (tile.registers,):
                     found.append(dataclasses.replace(tile, split_k=split, registers=cap))
-    found.append(tiles_decode.rule(N, K, token_tiles))
+    found.append(tiles_decode.rule(N, K, token_tiles, hopper=True))
     return list(dict.fromkeys(found))
 
 
