@@ -65,8 +65,10 @@ def multiply_w4a16() -> Result:
 
 
 def multiply_dense_weights() -> Result:
-    plain = w4a16_dense._linear(draw(5, 64), draw(32, 64, seed=1), None)
-    return plain, w4a16_dense._linear(draw(5, 64), draw(32, 64, seed=1), draw(32, seed=2))
+    plain, biased = torch.empty(2, 5, 32, dtype=TYPE)
+    w4a16_dense._linear(draw(5, 64), draw(32, 64, seed=1), None, plain)
+    w4a16_dense._linear(draw(5, 64), draw(32, 64, seed=1), draw(32, seed=2), biased)
+    return plain, biased
 
 
 def add_products() -> Result:

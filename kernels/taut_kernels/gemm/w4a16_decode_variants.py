@@ -26,11 +26,15 @@ def kernel_variants() -> Iterator[KernelVariant]:
         yield _variant(tile, K, token_tiles, "bf16", False, 128, "sm_90")
     for target in ("sm_80", "sm_90"):
         yield from _every_format(target)
-    for tile, figures in tiles_decode.CANDIDATES:
-        # Without a loop (K = 1024) registers may be capped; the format that takes most of them.
-        for N, K in ((4096, 4096), (4096, 1024), (32768, 1024)):
-            for one, _ in tiles_decode.splits_of(tile, figures, N, K):
-                yield _variant(one, K, 1, "bf16", True, 32, "sm_90")
+    # Without a loop (K = 1024) registers may be capped; the format that takes most of them.
+    of_rule = {
+        (K, tile): None
+        for known, figures in tiles_decode.CANDIDATES
+        for N, K in ((4096, 4096), (4096, 1024), (32768, 1024))
+        for tile, _ in tiles_decode.splits_of(known, figures, N, K)
+    }
+    for K, tile in of_rule:
+        yield _variant(tile, K, 1, "bf16", True, 32, "sm_90")
 
 
 def _every_format(target: str) -> Iterator[KernelVariant]:
