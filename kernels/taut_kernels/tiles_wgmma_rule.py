@@ -31,60 +31,60 @@ Kind = TypeVar("Kind", RingTile, WgmmaTile, WgmmaRingTile)
 LEAST_K = 512
 """Shorter rows than a ring is deep are left to the plain rule."""
 _SPLITS = (1, 2, 3, 4, 5, 6, 7, 8)
-_SPLIT_TOKENS = 512
-"""Beyond so many, partial sums cost more than an uneven last wave."""
+_DENSE_TOKENS = 1024
+"""From so many on, dequantising may pay."""
 _FEWEST_STEPS = 4
 
 _RINGS: tuple[Candidate, ...] = (
-    (RingTile(2, 4, 1, 2, 1, 4, registers=128), Cost(4, 0.094, 0.262)),
-    (RingTile(2, 4, 1, 4, 1, 4, registers=128), Cost(2, 0.076, 0.199)),
-    (RingTile(1, 8, 1, 2, 1, 4, registers=96), Cost(2, 0.055, 0.227)),
-    (RingTile(1, 4, 1, 2, 1, 6, registers=96), Cost(4, 0.039, 0.200)),
-    (RingTile(1, 4, 1, 4, 1, 4, registers=96), Cost(3, 0.037, 0.152)),
+    (RingTile(2, 4, 1, 2, 1, 4, registers=128), Cost(4, 0.087, 0.246)),
+    (RingTile(2, 4, 1, 4, 1, 4, registers=128), Cost(2, 0.078, 0.178)),
+    (RingTile(1, 8, 1, 2, 1, 4, registers=96), Cost(2, 0.061, 0.203)),
+    (RingTile(1, 4, 1, 2, 1, 6, registers=96), Cost(4, 0.041, 0.186)),
+    (RingTile(1, 4, 1, 4, 1, 4, registers=96), Cost(3, 0.035, 0.149)),
 )
 _32_TOKENS: tuple[Candidate, ...] = (
-    (WgmmaRingTile(32, 1, 1, 4, 1, 4, False), Cost(2, 0.026, 0.201)),
-    (WgmmaRingTile(32, 1, 1, 2, 1, 5, False, 168, parts=2, running=2), Cost(3, 0.040, 0.234)),
-    (WgmmaRingTile(32, 2, 1, 4, 1, 3, False, parts=4), Cost(2, 0.066, 0.295)),
-    (WgmmaRingTile(32, 2, 1, 2, 1, 4, False, 168, parts=2, running=2), Cost(3, 0.088, 0.331)),
-    (WgmmaRingTile(32, 1, 2, 4, 1, 3, False, 128), Cost(2, 0.088, 0.247)),
+    (WgmmaRingTile(32, 1, 1, 4, 1, 4, False), Cost(2, 0.025, 0.195)),
+    (WgmmaRingTile(32, 1, 1, 2, 1, 5, False, 168, parts=2, running=2), Cost(3, 0.047, 0.211)),
+    (WgmmaRingTile(32, 2, 1, 4, 1, 3, False, parts=4), Cost(2, 0.064, 0.283)),
+    (WgmmaRingTile(32, 2, 1, 2, 1, 4, False, 168, parts=2, running=2), Cost(3, 0.095, 0.295)),
+    (WgmmaRingTile(32, 1, 2, 4, 1, 3, False, 128), Cost(2, 0.105, 0.206)),
 )
 _64X64_LONG = (
     WgmmaRingTile(64, 1, 1, 4, 1, 5, True, parts=4, running=3),
-    Cost(1, 0.038, 0.136),
+    Cost(1, 0.072, 0.094),
 )
-_64X64 = (WgmmaRingTile(64, 1, 1, 2, 1, 5, True), Cost(2, 0.043, 0.205))
+_64X64 = (WgmmaRingTile(64, 1, 1, 2, 1, 5, True), Cost(2, 0.053, 0.178))
 _64X128 = (
     WgmmaRingTile(64, 1, 2, 2, 1, 4, True, 128, parts=2, running=2),
-    Cost(2, 0.104, 0.290),
+    Cost(2, 0.139, 0.213),
 )
 _64X128_LONG = (
     WgmmaRingTile(64, 1, 2, 4, 1, 4, True, parts=2, running=2),
-    Cost(1, 0.056, 0.223),
+    Cost(1, 0.117, 0.156),
 )
 _128X64 = (
     WgmmaRingTile(128, 1, 1, 2, 1, 3, True, parts=2, running=2),
-    Cost(2, 0.088, 0.277),
+    Cost(2, 0.092, 0.255),
 )
 _128X128 = (
     WgmmaRingTile(128, 1, 2, 2, 1, 5, True, parts=2, running=2),
-    Cost(1, 0.111, 0.310),
+    Cost(1, 0.272, 0.144),
 )
 _128X256 = (
     WgmmaRingTile(128, 2, 2, 2, 1, 4, True, parts=2, running=2),
-    Cost(1, 0.228, 0.598),
+    Cost(1, 0.596, 0.230),
 )
 _256X128_RING = (
     WgmmaRingTile(256, 1, 2, 1, 1, 6, True, parts=4, running=3),
-    Cost(1, 0.267, 0.511),
+    Cost(1, 0.581, 0.162),
 )
 _128X128_PLAIN = (
     WgmmaTile(128, 1, 8, 2, 1, 3, reordered=True, early_wait=True),
-    Cost(1, 0.123, 0.320),
+    Cost(1, 0.305, 0.132),
 )
 _256X128 = (
     WgmmaTile(256, 1, 8, 1, 1, 3, reordered=True, early_wait=True),
-    Cost(1, 0.219, 0.526),
+    Cost(1, 0.506, 0.229),
 )
 CANDIDATES: dict[int, tuple[Candidate, ...]] = {
     16: _RINGS,
@@ -100,7 +100,7 @@ CANDIDATES: dict[int, tuple[Candidate, ...]] = {
 _SUMMED = (_128X64[0], _256X128_RING[0])
 """Their splits are added by a launch of their own."""
 _HEADS = (_256X128_RING, _256X128)
-_TAIL = _128X64
+_TAILS = (_128X64[0], replace(_128X64[0], split_k=2, summed=True))
 _WAVES_TOKENS = (256, 1024)
 _TYPICAL = {256: (192, 256), 512: (384, 512), 1024: (768, 1024), 2048: (1664, 2048)}
 """Numbers of tokens that count as much as each other, where a bucket's largest is not all."""
@@ -125,7 +125,7 @@ def rule(N: int, K: int, tokens: int) -> Fused | WavesTile | Literal["dense"]:
     if _WAVES_TOKENS[0] <= tokens <= _WAVES_TOKENS[1]:
         for waves, us in _two_tiles(N, K, tokens, Ms):
             choices.append((us, waves))
-    if tokens > _SPLIT_TOKENS:
+    if tokens >= _DENSE_TOKENS:
         choices.append((sum(dense_estimate(N, K, M) / M for M in Ms), "dense"))
     found = fastest(choices)
     assert found is not None  # whole K always fits
@@ -169,18 +169,21 @@ def _two_tiles(
 ) -> Iterator[tuple[WavesTile, float]]:
     """Yield pairs of tiles with their time a token."""
     for head, cost in _HEADS:
-        waves = WavesTile(head, _TAIL[0], MULTIPROCESSORS)
-        if waves.head_rows(tokens, N) == N:
-            continue  # warm-up, which runs the most tokens, would not compile the tail
-        us = 0.0
-        for M in Ms:
-            rows = waves.head_rows(M, N)
-            part = _us(head, cost, rows, K, M)
-            if rows < N:
-                tail = replace(cut(_TAIL[0], N - rows, K, M), reordered=0)  # the head's launch did
-                part = tail_estimate(part, estimate(tail, _TAIL[1]))
-            us += part / M
-        yield waves, us
+        for tail in _TAILS:
+            if K // 64 // (tail.chunks_per_step * tail.split_k) < _FEWEST_STEPS:
+                continue
+            waves = WavesTile(head, tail, MULTIPROCESSORS)
+            if waves.head_rows(tokens, N) < N:  # else warm-up would not compile the tail
+                yield waves, sum(_us_of_two(waves, cost, N, K, M) / M for M in Ms)
+
+
+def _us_of_two(waves: WavesTile, cost: Cost, N: int, K: int, M: int) -> float:
+    rows = waves.head_rows(M, N)
+    us = _us(waves.head, cost, rows, K, M)
+    if rows == N:
+        return us
+    tail = replace(cut(waves.tail, N - rows, K, M), reordered=0)  # the head's launch did
+    return tail_estimate(us, estimate(tail, _128X64[1]))
 
 
 def _us(tile: Fused, cost: Cost, N: int, K: int, M: int) -> float:

@@ -134,6 +134,31 @@ def test_model_counts_rounds_splits_and_launches() -> None:
     assert fastest([]) is None
 
 
+def test_model_counts_the_busiest_multiprocessor() -> None:
+    memory = Cost(4, 0.1, 0.0)
+    even, uneven = (estimate(Cut(programs, 1, 64, 0), memory) for programs in (264, 265))
+    assert uneven > 1.15 * even, "three programs on one multiprocessor, two on the others"
+    # 37888 x 3584 at 16 tokens: 296 programs took 32.8 us, twice as many with half of K 25.4.
+    choice = rule(37888, 3584, 16)
+    assert isinstance(choice, RingTile)
+    assert choice.split_k > 1
+
+
+@pytest.mark.parametrize(("N", "K"), [(3584, 18944), (5120, 27648)])
+def test_long_rows_take_the_large_tile_at_512_tokens(N: int, K: int) -> None:
+    # 128 x 64 with K in three or four took 156 and 290 us, 256 x 128 in two or three 114 and 221.
+    choice = rule(N, K, 512)
+    assert isinstance(choice, WgmmaRingTile)
+    assert (choice.block_m, choice.rows, choice.summed) == (256, 128, True)
+
+
+def test_two_tiles_may_cut_the_rest_along_k() -> None:
+    choice = rule(5120, 27648, 1024)
+    assert isinstance(choice, WavesTile)
+    assert isinstance(choice.tail, WgmmaRingTile)
+    assert choice.tail.split_k == 2 and choice.tail.summed
+
+
 def test_every_tile_of_the_rule_is_compiled_ahead_of_time() -> None:
     from taut_kernels.gemm import (
         w4a16_decode_ring_variants,
