@@ -91,7 +91,8 @@ def w4a16_gemm_ref(
 def _choose(M: int, N: int, K: int, device: torch.device) -> tiles_wgmma.Choice:
     if M <= _ONE_TOKEN_TILE:
         return "decode"
-    return tiles_wgmma.lookup(_launch.gpu_name(device), N, K, tiles_wgmma.bucket_of(M))
+    gpu, hopper = _launch.gpu_name(device), _launch.is_hopper(device)
+    return tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M), hopper=hopper)
 
 
 # Asked in every call: kept by everything the answer follows from.
@@ -108,7 +109,8 @@ def _decode(
     M, N, K = shape
     if _choose(M, N, K, device) != "decode":
         return None
-    cut = tiles_decode.lookup(_launch.gpu_name(device), N, K, 1 if M <= _ONE_TOKEN_TILE else 2)
+    gpu, hopper = _launch.gpu_name(device), _launch.is_hopper(device)
+    cut = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2, hopper=hopper)
     return w4a16_decode.plan(
         cut, shape, group_size, dtype, device, has_zeros=not symmetric, has_bias=not unbiased
     )
