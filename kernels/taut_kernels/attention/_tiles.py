@@ -303,9 +303,7 @@ def decode_splits(tile: DecodeTile, pairs: int, max_context: int, multiprocessor
     return max(at_once, min(-(-max_context // _FEW_KEYS), most))
 
 
-def captured_splits(
-    tile: DecodeTile, pairs: int, max_context: int, multiprocessors: int
-) -> int:
+def captured_splits(tile: DecodeTile, pairs: int, max_context: int, multiprocessors: int) -> int:
     """Return into how many programs a sequence's keys are divided in a CUDA graph.
 
     A graph keeps its grid, laid out for the longest context a model may have, while the sequences

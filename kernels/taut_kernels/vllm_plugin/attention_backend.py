@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -74,11 +73,12 @@ class TautAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: igno
         impls = [getattr(layers.get(name), "impl", None) for name in layer_names]
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         sequences = max(vllm_config.scheduler_config.max_num_seqs, captured)
+        page_size, dtype = kv_cache_spec.block_size, vllm_config.model_config.dtype
         for impl in impls:
             if isinstance(impl, TautAttentionImpl):
-                impl.prepare(
-                    kv_cache_spec.block_size, vllm_config.model_config.dtype, sequences, device
-                )
+                impl.prepare(page_size, dtype, sequences, device)
+        for reason in {getattr(impl, "why_not_ours", None) for impl in impls} - {None}:
+            _logger.info("decode attention not ours: %s", reason)
         self._all_ours = all(getattr(impl, "why_not_ours", "") is None for impl in impls)
 
     def build(
@@ -100,16 +100,15 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        gpu = current_platform.get_device_name() if current_platform.is_cuda() else None
-        facts = _facts_of(self)
+        facts, gpu = _facts_of(self), decode_attention.card()
         self.why_not_ours = decode_attention.why_not_layer(facts, gpu, requested_mode())
         self._arrivals: torch.Tensor | None = None
         self._eight_bit = decode_attention.ELEMENT_BYTES.get(facts.kv_cache_dtype) == 1
         # What vLLM would let the layer do, and here is done for what falls through.
         self._quantises_queries = False
+        theirs: bool = self.supports_quant_query_input  # type: ignore[has-type]
         if self.why_not_ours is None and self._eight_bit:
-            self._quantises_queries = self.supports_quant_query_input
-            self.supports_quant_query_input = False
+            self._quantises_queries, self.supports_quant_query_input = theirs, False
 
     def prepare(
         self, page_size: int, dtype: torch.dtype, sequences: int, device: torch.device
@@ -128,7 +127,6 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         if page_size < 16 or page_size & (page_size - 1):
             self.why_not_ours = f"pages of {page_size} keys"
         if self.why_not_ours is not None:
-            _logger.info("decode attention not ours: %s", self.why_not_ours)
             return
         self._arrivals = decode_attention.shared_arrivals(sequences * self.num_heads, device)
         if device.type == "cpu":
@@ -182,15 +180,18 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         if ours:
             return self._decode(layer, query, kv_cache, attn_metadata, output)
         operands = (key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        if not self._quantises_queries or attn_metadata is None:
-            return super().forward(layer, query, *operands)
+        if self._quantises_queries and attn_metadata is not None:
+            query = compat.quantised_queries(query, cast("torch.Tensor", layer._q_scale))
         # FlashAttention's code asks the flag whether it gets fp8 queries and their scale.
-        self.supports_quant_query_input = True
+        left_alone, self.supports_quant_query_input = (
+            self.supports_quant_query_input,
+            self.supports_quant_query_input or self._quantises_queries,
+        )
         try:
-            quantised = compat.quantised_queries(query, layer._q_scale)
-            return super().forward(layer, quantised, *operands)
+            result: torch.Tensor = super().forward(layer, query, *operands)
         finally:
-            self.supports_quant_query_input = False
+            self.supports_quant_query_input = left_alone
+        return result
 
     def _decode(
         self,
@@ -210,10 +211,12 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         if self._eight_bit:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
             scales = (layer._k_scale, layer._v_scale)
-        settings = decode.Settings(
-            attn_metadata.block_table, attn_metadata.seq_lens, *scales, self._arrivals,
-            attn_metadata.max_seq_len, self._window(), self.scale,
+        table, lens, longest = (
+            attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.max_seq_len,
         )  # fmt: skip
+        settings = decode.Settings(
+            table, lens, scales[0], scales[1], self._arrivals, longest, self._window(), self.scale
+        )
         caches = compat.keys_and_values(kv_cache, self.head_size)
         decode.decode_into(o.unsqueeze(1), q.unsqueeze(1), *caches, settings)
         return output

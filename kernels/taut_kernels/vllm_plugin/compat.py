@@ -219,11 +219,9 @@ def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor
             f"vLLM's cache is not [pages, heads, page size, 2 x {head_dim}]: "
             f"{tuple(kv_cache.shape)}"
         )
-    if kv_cache.shape[1] == 1:
-        # The stride of a single head may be anything; 1 would be compiled in.
-        both = kv_cache.squeeze(1).unsqueeze(2)
-    else:
-        both = kv_cache.transpose(1, 2)
+    # The stride of a single head may be anything; 1 would be compiled in.
+    single = kv_cache.shape[1] == 1
+    both = kv_cache.squeeze(1).unsqueeze(2) if single else kv_cache.transpose(1, 2)
     return both[..., :head_dim], both[..., head_dim:]
 
 

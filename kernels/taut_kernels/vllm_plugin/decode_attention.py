@@ -63,9 +63,7 @@ class LayerFacts:
 def _measured(gpu: str, head_dim: int | None = None, element_bytes: int | None = None) -> bool:
     table = _tiles.tables().get(gpu)
     return table is not None and any(
-        kernel == "decode"
-        and head_dim in (None, dim)
-        and element_bytes in (None, size)
+        kernel == "decode" and head_dim in (None, dim) and element_bytes in (None, size)
         for kernel, dim, size, _ in table.tiles
     )
 
@@ -184,6 +182,16 @@ def shared_arrivals(count: int, device: torch.device) -> torch.Tensor:
     return found
 
 
+def card() -> str | None:
+    """Return the name of the card this process serves from, None without CUDA."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return None
+    name: str = current_platform.get_device_name()
+    return name
+
+
 def install() -> None:
     """Register our backend in this process; where another plugin has the name, it keeps it."""
     from vllm.v1.attention.backends import registry
@@ -194,25 +202,25 @@ def install() -> None:
         _logger.warning("attention backend %s belongs to another plugin: not ours", BACKEND)
 
 
-def conclude(model: torch.nn.Module) -> list[dict[str, Any]]:
+def conclude(model: torch.nn.Module, mode: str) -> list[dict[str, Any]]:
     """Count the attention layers of a loaded model by who decodes and why.
 
     Args:
         model: as vLLM loaded it.
+        mode: ``prefer`` or ``require``.
 
     Returns:
         ``owner`` (``taut`` or ``vllm``), ``reason`` (why not ours, or None) and ``layers``, of each
         distinct pair.
     """
     counts: Counter[tuple[str, str | None]] = Counter()
+    unused = why_not_used(card(), mode) or "not asked for (taut worker --decode-attention)"
     for module in model.modules():
         impl = getattr(module, "impl", None)
         if impl is None or not hasattr(module, "attn_backend"):
             continue
-        if not hasattr(impl, "why_not_ours"):
-            reason: str | None = f"not asked for (taut worker --decode-attention): {type(impl).__name__}"
-        else:
-            reason = impl.why_not_ours
+        vllms = f"{unused}; vLLM {type(impl).__name__}"
+        reason = getattr(impl, "why_not_ours", vllms)
         counts["vllm" if reason else "taut", reason] += 1
     return [
         {"owner": owner, "reason": reason, "layers": count}

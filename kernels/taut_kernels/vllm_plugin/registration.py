@@ -50,7 +50,7 @@ def install(mode: str) -> None:
     def conclude(model: torch.nn.Module) -> None:
         choices = list(selection.audit(model, refusal, why_not_chosen, slower_in_places))
         ops = fused_ops.conclude(model, mode)
-        attention = decode_attention.conclude(model)
+        attention = decode_attention.conclude(model, mode)
         parts = (fused_ops.summary(ops), decode_attention.summary(attention))
         _logger.info("taut ops (%s): %s; %s", mode, *parts)
         ops["attention"] = attention
