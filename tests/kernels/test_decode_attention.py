@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from taut_kernels.attention import _decode_reference, _tiles, decode
+from taut_kernels.testing import assert_within_budget
 from taut_kernels.vllm_plugin import compat, decode_attention
 from taut_kernels.vllm_plugin.decode_attention import LayerFacts
 
@@ -309,3 +310,71 @@ def test_the_record_counts_layers(answer: dict[str, Any]) -> None:
     assert (theirs["owner"], theirs["layers"]) == ("vllm", 1)
     reason = "not asked for (taut worker --decode-attention); vLLM FlashAttentionImpl"
     assert theirs["reason"] == reason
+
+
+# --- on a card -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("most", [1024, 131072])
+@pytest.mark.parametrize("sequences", [1, 16, 64])
+@pytest.mark.parametrize("eight_bit", [False, True], ids=["bf16", "fp8"])
+def test_a_graph_follows_lengths_and_pages(
+    eight_bit: bool, sequences: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from taut_kernels.vllm_plugin import attention_backend
+
+    monkeypatch.setenv("TAUT_KERNELS", "require")
+    heads, kv_heads, dim, page, count = 32, 8, 128, 16, 2048
+    impl = attention_backend.TautAttentionImpl(
+        heads, dim, 0.1, kv_heads, None, None, "fp8" if eight_bit else "auto"
+    )
+    impl.prepare(page, torch.bfloat16, sequences, torch.device("cuda"))
+    assert impl.why_not_ours is None
+    generator = torch.Generator("cuda").manual_seed(0)
+    kv = torch.randn(count, page, kv_heads, 2 * dim, device="cuda", generator=generator).bfloat16()
+    kv = kv.to(torch.float8_e4m3fn).view(torch.uint8) if eight_bit else kv
+    scales = (torch.tensor(0.5, device="cuda"), torch.tensor(2.0, device="cuda"))
+    layer = SimpleNamespace(_q_scale=scales[0], _k_scale=scales[0], _v_scale=scales[1])
+    q = torch.randn(sequences, (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
+    q = q[:, : heads * dim].unflatten(1, (heads, dim))
+    out = torch.empty(sequences, heads, dim, dtype=torch.bfloat16, device="cuda")
+    fields = {
+        "num_actual_tokens": sequences,
+        "max_seq_len": most,
+        "seq_lens": torch.ones(sequences, dtype=torch.int32, device="cuda"),
+        "block_table": torch.zeros(sequences, most // page, dtype=torch.int32, device="cuda"),
+    }
+    metadata = _metadata("0.26", **fields)
+
+    def run() -> None:
+        impl.forward(layer, q, None, None, kv.transpose(1, 2), metadata, out)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    both = kv.view(torch.float8_e4m3fn) if eight_bit else kv
+    for seed in range(3):
+        generator.manual_seed(seed)
+        lens = torch.randint(0, 1000, (sequences,), device="cuda", generator=generator)
+        lens[sequences - sequences // 4 :] = 0  # pads the graph
+        fields["seq_lens"].copy_(lens)
+        table = fields["block_table"]
+        table.copy_(torch.randint(0, count, table.shape, device="cuda", generator=generator))
+        out.fill_(float("nan"))
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        assert torch.equal(first, out)
+        settings: Any = (table, fields["seq_lens"], *(scales if eight_bit else (None, None)))
+        operands = (both[..., :dim], both[..., dim:], *settings, None, most, 0, 0.1)
+        reference = _decode_reference.paged_decode_ref(q[:, None], *operands)
+        gold = _decode_reference.paged_decode_ref(q[:, None].double(), *operands)
+        assert_within_budget(out[:, None], gold, reference)
+        assert impl._arrivals is not None
+        assert not impl._arrivals.any()
