@@ -70,6 +70,7 @@ def test_a_table_without_decode_rows_is_no_measurement(monkeypatch: pytest.Monke
         ({"context_parallel": True}, "context parallel"),
         ({"batch_invariant": True}, "VLLM_BATCH_INVARIANT"),
         ({"two_streams": True}, "two halves of a batch"),
+        ({"sleeps": True}, "sleep mode"),
     ],
 )
 def test_layers_are_refused_by_name(changes: dict[str, Any], reason: str | None) -> None:
@@ -184,23 +185,23 @@ def test_counters_are_shared_and_grow_without_those_in_use_going(
     assert larger.dtype == torch.int32
 
 
-def test_a_captured_grid_holds_few_programs_without_keys() -> None:
+def test_a_grid_for_the_longest_context_holds_few_programs_without_keys() -> None:
     for dim, size, load in ((128, 2, "large"), (128, 1, "many"), (64, 2, "many")):
         tile = _tiles.decode(H200, dim, size, load)
         for sequences in (1, 2, 8, 16, 24, 40, 64, 72, 128, 256, 512):
             for most in (64, 1024, 8192, 131072):
                 pairs = 8 * sequences
-                splits = _tiles.captured_splits(tile, pairs, most, 132)
+                splits = _tiles.bounded_splits(tile, pairs, most, 132)
                 rule = _tiles.decode_splits(tile, pairs, most, 132)
                 assert 1 <= splits <= rule
                 assert splits == 1 or pairs * splits <= 4 * tile.per_sm * 132
     # Where all run at once the rule is kept.
     tile = _tiles.decode(H200, 128, 2, "large")
-    assert _tiles.captured_splits(tile, 8, 131072, 132) == 33
+    assert _tiles.bounded_splits(tile, 8, 131072, 132) == 33
     # 40 sequences: 128 parts each by the rule, for the longest context.
     tile = _tiles.decode(H200, 128, 2, "many")
     assert _tiles.decode_splits(tile, 320, 131072, 132) == 128
-    assert _tiles.captured_splits(tile, 320, 131072, 132) == 6
+    assert _tiles.bounded_splits(tile, 320, 131072, 132) == 6
 
 
 # --- the record ----------------------------------------------------------------------------------
@@ -284,6 +285,8 @@ def test_layers_say_why_they_are_not_ours(answer: dict[str, Any]) -> None:
     assert found["soft cap"] == "with a soft cap"
     assert "no decoder" in found["encoder"]
     assert found["int8"] == "KV cache of int8_per_token_head"
+    assert found["asleep"] == "sleep mode"
+    assert "DBO" in found["halves"]
     assert found["pages"] == "pages of 48 keys"
     assert found["other type"] == "torch.bfloat16 queries over a cache of float16"
 

@@ -226,6 +226,16 @@ def refused(backend: Any) -> None:
             out = torch.zeros(2, HEADS, DIM).bfloat16()
             late.forward(layer(), out, out, out, cache(False), batch([9, 9]), out)
             assert CALLS, name
+    plain, config = impl(backend), backend.get_current_vllm_config_or_none
+    for name, part, option in (
+        ("asleep", "model_config", "enable_sleep_mode"),
+        ("halves", "parallel_config", "use_ubatching"),
+    ):
+        asked = SimpleNamespace(**{part: SimpleNamespace(**{option: True})})
+        backend.get_current_vllm_config_or_none = lambda asked=asked: asked
+        facts = backend._facts_of(plain)
+        found[name] = decode_attention.why_not_layer(facts, "NVIDIA H200", "prefer")
+    backend.get_current_vllm_config_or_none = config
     ANSWER["refused"] = found
 
 

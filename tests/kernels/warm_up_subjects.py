@@ -234,7 +234,7 @@ def decode_attention(form: warm_up.DecodeForm) -> tuple[Prepare, list[Call]]:
         settings = decode.Settings(table, lens, scale, scale, arrivals, longest, form.window, 0.1)
         tile, load = decode.tile_of(q, k, settings), decode.load(q, k, settings)
         out = empty(B, 1, form.heads, form.head_dim, dtype=form.dtype)
-        for splits in (None, _tiles.captured_splits(tile, *load)):
+        for splits in (None, _tiles.bounded_splits(tile, *load)):
             decode.launch(tile, q, k, v, settings, splits, out)
 
     contexts = (1, 64, 130, 1024, 8192, 131072)

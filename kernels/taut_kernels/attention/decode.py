@@ -266,7 +266,7 @@ def decode_into(
 ) -> None:
     """Run the op without its checks and into memory of the caller's, who sees to what it allows.
 
-    In a CUDA graph that is being captured the splits are those of :func:`_tiles.captured_splits`.
+    The splits are those of :func:`_tiles.bounded_splits`, in a CUDA graph as outside.
 
     Args:
         out: [B, T, Hq, D] as ``q``.
@@ -279,9 +279,7 @@ def decode_into(
         out.copy_(paged_decode_ref(q, k_cache, v_cache, *settings))
         return
     tile = tile_of(q, k_cache, settings)
-    splits = None
-    if torch.cuda.is_current_stream_capturing():
-        splits = _tiles.captured_splits(tile, *load(q, k_cache, settings))
+    splits = _tiles.bounded_splits(tile, *load(q, k_cache, settings))
     launch(tile, q, k_cache, v_cache, settings, splits, out)
 
 

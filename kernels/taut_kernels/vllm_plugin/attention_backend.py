@@ -229,7 +229,7 @@ def _facts_of(impl: Any) -> decode_attention.LayerFacts:
         "a soft cap": bool(impl.logits_soft_cap),
     }
     config = get_current_vllm_config_or_none()
-    parallel = None if config is None else config.parallel_config
+    parallel, model = (getattr(config, f"{name}_config", None) for name in ("parallel", "model"))
     return decode_attention.LayerFacts(
         heads=impl.num_heads,
         kv_heads=impl.num_kv_heads,
@@ -240,4 +240,5 @@ def _facts_of(impl: Any) -> decode_attention.LayerFacts:
         context_parallel=impl.total_cp_world_size > 1,
         batch_invariant=impl.batch_invariant_enabled,
         two_streams=bool(getattr(parallel, "use_ubatching", False)),
+        sleeps=bool(getattr(model, "enable_sleep_mode", False)),
     )

@@ -47,6 +47,7 @@ class LayerFacts:
         context_parallel: whether ranks share a sequence's keys.
         batch_invariant: whether results must not depend on the batch.
         two_streams: whether two halves of a batch run beside each other.
+        sleeps: whether the worker may give its memory away and get it back.
     """
 
     heads: int
@@ -58,6 +59,7 @@ class LayerFacts:
     context_parallel: bool = False
     batch_invariant: bool = False
     two_streams: bool = False
+    sleeps: bool = False
 
 
 def _measured(gpu: str, head_dim: int | None = None, element_bytes: int | None = None) -> bool:
@@ -135,8 +137,11 @@ def _why_not_semantics(facts: LayerFacts) -> str | None:
         return "context parallel"
     if facts.batch_invariant:
         return "VLLM_BATCH_INVARIANT"
-    # They would count their programs in the same memory.
-    return "two halves of a batch at once (DBO)" if facts.two_streams else None
+    if facts.two_streams:
+        # They would count their programs in the same memory.
+        return "two halves of a batch at once (DBO)"
+    # What comes back with a cache's memory is nobody's: the counters would not be 0.
+    return "sleep mode" if facts.sleeps else None
 
 
 def is_plain_decode(metadata: Any, window: tuple[int, int]) -> bool:
