@@ -203,10 +203,8 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
     ) -> torch.Tensor:
         tokens = attn_metadata.num_actual_tokens
         q, o = query, output
-        if query.shape[0] != tokens:  # slices cost the host more than they look
+        if output.shape[0] != tokens:  # slices cost the host more than they look
             q, o = query[:tokens], output[:tokens]
-        elif output.shape[0] != tokens:
-            o = output[:tokens]
         scales: Any = (None, None)
         if self._eight_bit:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
