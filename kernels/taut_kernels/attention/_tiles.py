@@ -34,6 +34,9 @@ _ROW_FIELDS = {"kernel", "D", "bits", "load", "tile", "us"}
 _FEW_KEYS = 1024
 """Keys of a program where there are more programs than fit at once."""
 _MOST_SPLITS = 512
+_BOUND = 4
+"""Programs of a launch at most, as multiples of those that run at once, where the longest context
+is only a bound (not measured)."""
 _MOST_IMBALANCE = 1.1
 HEADS_FIRST_BYTES = 32 * 2**20
 """Of queries: up to here backward's programs begin in the order of heads, so that none with much
@@ -299,3 +302,20 @@ def decode_splits(tile: DecodeTile, pairs: int, max_context: int, multiprocessor
     if each <= tile.per_sm and math.ceil(each) <= _MOST_IMBALANCE * each:
         return at_once
     return max(at_once, min(-(-max_context // _FEW_KEYS), most))
+
+
+def bounded_splits(tile: DecodeTile, pairs: int, max_context: int, multiprocessors: int) -> int:
+    """Return into how many programs a sequence's keys are divided if most may be far shorter.
+
+    A CUDA graph keeps its grid, laid out for the longest context a model may have, while the
+    sequences it is replayed for are mostly short: programs without keys end at once, but each costs
+    a place for about a microsecond, and memory for its part. So no more than :data:`_BOUND` allows.
+
+    Args:
+        tile: of the call.
+        pairs: programs without splits: sequences × key heads.
+        max_context: keys of the longest sequence there may be.
+        multiprocessors: of the device.
+    """
+    splits = decode_splits(tile, pairs, max_context, multiprocessors)
+    return max(1, min(splits, _BOUND * tile.per_sm * multiprocessors // pairs))

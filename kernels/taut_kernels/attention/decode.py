@@ -160,8 +160,14 @@ def launch_constants(
     }
 
 
-def _load(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> tuple[int, int, int]:
-    """Return programs without splits, the most keys of one, and the device's multiprocessors."""
+def load(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> tuple[int, int, int]:
+    """Return programs without splits, the most keys of one, and the device's multiprocessors.
+
+    Args:
+        q: [B, T, Hq, D].
+        k_cache: keys.
+        settings: of the op.
+    """
     sequences, queries, heads, _ = q.shape
     blocks, _ = row_blocks(queries * heads // k_cache.shape[2])
     seen = settings.max_context
@@ -178,9 +184,9 @@ def tile_of(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> Decod
         k_cache: keys.
         settings: of the op.
     """
-    load = _tiles.load_of(*_load(q, k_cache, settings))
+    kind = _tiles.load_of(*load(q, k_cache, settings))
     gpu, dim = _launch.gpu_name(q.device), padded_dim(q.shape[3])
-    return _tiles.decode(gpu, dim, k_cache.element_size(), load)
+    return _tiles.decode(gpu, dim, k_cache.element_size(), kind)
 
 
 def _workspace(
@@ -201,8 +207,9 @@ def launch(
     v_cache: torch.Tensor,
     settings: Settings,
     splits: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run the kernel with a given tile; what the op does, and what tuning calls.
+    """Run the kernel with a given tile; what the op does, and what tuning and the plugin call.
 
     Args:
         tile: how to cut the work.
@@ -211,11 +218,12 @@ def launch(
         v_cache: values.
         settings: of the op.
         splits: programs a sequence and head; by the tile's rule if None.
+        out: [B, T, Hq, D] to write to, the D elements of a head next to each other; new if None.
 
     Returns:
         [B, T, Hq, D].
     """
-    o = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = _launch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if not q.numel():
         return o
     table, contexts, k_scale, v_scale, arrivals, _, window, scale = settings
@@ -223,7 +231,7 @@ def launch(
     blocks, rows = row_blocks(queries * heads // k_cache.shape[2])
     programs = k_cache.shape[2] * blocks
     if splits is None:
-        splits = _tiles.decode_splits(tile, *_load(q, k_cache, settings))
+        splits = _tiles.decode_splits(tile, *load(q, k_cache, settings))
     workspace: tuple[torch.Tensor | None, ...] = (None, None, None)
     if splits > 1:
         workspace = _workspace(q, sequences * programs * splits, rows, arrivals)
@@ -247,6 +255,32 @@ def launch(
         strides,
     )  # fmt: skip
     return o
+
+
+def decode_into(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    settings: Settings,
+) -> None:
+    """Run the op without its checks and into memory of the caller's, who sees to what it allows.
+
+    The splits are those of :func:`_tiles.bounded_splits`, in a CUDA graph as outside.
+
+    Args:
+        out: [B, T, Hq, D] as ``q``.
+        q: [B, T, Hq, D].
+        k_cache: keys.
+        v_cache: values.
+        settings: of the op.
+    """
+    if not q.is_cuda:
+        out.copy_(paged_decode_ref(q, k_cache, v_cache, *settings))
+        return
+    tile = tile_of(q, k_cache, settings)
+    splits = _tiles.bounded_splits(tile, *load(q, k_cache, settings))
+    launch(tile, q, k_cache, v_cache, settings, splits, out)
 
 
 def _launch_paged_decode(
