@@ -185,23 +185,44 @@ def test_counters_are_shared_and_grow_without_those_in_use_going(
     assert larger.dtype == torch.int32
 
 
-def test_a_grid_for_the_longest_context_holds_few_programs_without_keys() -> None:
-    for dim, size, load in ((128, 2, "large"), (128, 1, "many"), (64, 2, "many")):
-        tile = _tiles.decode(H200, dim, size, load)
-        for sequences in (1, 2, 8, 16, 24, 40, 64, 72, 128, 256, 512):
-            for most in (64, 1024, 8192, 131072):
-                pairs = 8 * sequences
-                splits = _tiles.bounded_splits(tile, pairs, most, 132)
-                rule = _tiles.decode_splits(tile, pairs, most, 132)
-                assert 1 <= splits <= rule
-                assert splits == 1 or pairs * splits <= 4 * tile.per_sm * 132
-    # Where all run at once the rule is kept.
-    tile = _tiles.decode(H200, 128, 2, "large")
-    assert _tiles.bounded_splits(tile, 8, 131072, 132) == 33
-    # 40 sequences: 128 parts each by the rule, for the longest context.
-    tile = _tiles.decode(H200, 128, 2, "many")
-    assert _tiles.decode_splits(tile, 320, 131072, 132) == 128
-    assert _tiles.bounded_splits(tile, 320, 131072, 132) == 6
+@pytest.mark.parametrize(
+    ("size", "sequences", "most", "load", "min_keys", "splits"),
+    [
+        (2, 1, 131072, "large", 64, 33),  # as the op: all run at once
+        (2, 1, 1024, "small", 64, 16),
+        (2, 8, 1024, "small", 512, 2),
+        (2, 8, 131072, "large", 512, 16),
+        (2, 16, 1024, "small", 1024, 1),
+        (2, 16, 131072, "large", 1024, 16),
+        (2, 17, 131072, "many", 1024, 16),  # "large" would leave no places free
+        (2, 32, 1024, "many", 1024, 1),
+        (2, 64, 1024, "many", 1024, 1),
+        (2, 64, 131072, "many", 1024, 8),
+        (2, 128, 131072, "many", 1024, 8),
+        (2, 256, 131072, "many", 1024, 4),
+        (2, 512, 131072, "many", 1024, 2),
+        (1, 16, 1024, "small", 1024, 1),
+        (1, 16, 131072, "large", 1024, 16),
+        (1, 64, 1024, "many", 1024, 1),
+        (1, 64, 131072, "many", 1024, 16),
+    ],
+)
+def test_a_grid_for_the_longest_context_keeps_short_ones_whole(
+    size: int, sequences: int, most: int, load: str, min_keys: int, splits: int
+) -> None:
+    tile, found = _tiles.bounded_decode(H200, 128, size, 8 * sequences, most, 132)
+    assert tile == replace(_tiles.decode(H200, 128, size, load), min_keys=min_keys)
+    assert found == splits
+
+
+def test_a_grid_for_the_longest_context_is_bounded() -> None:
+    for dim, size in ((64, 2), (128, 1), (128, 2), (256, 2)):
+        for pairs in (1, 2, 5, 8, 40, 264, 265, 2048, 65536):
+            for most in (0, 1, 64, 1024, 8192, 131072, 2**20):
+                tile, splits = _tiles.bounded_decode(H200, dim, size, pairs, most, 132)
+                assert 1 <= splits <= max(1, -(-most // tile.min_keys))
+                assert splits == 1 or pairs * splits <= 16 * tile.per_sm * 132
+                assert tile.min_keys >= _tiles.decode(H200, dim, size, "small").min_keys // 2
 
 
 # --- the record ----------------------------------------------------------------------------------
@@ -365,6 +386,7 @@ def test_a_graph_follows_lengths_and_pages(
     for seed in range(3):
         generator.manual_seed(seed)
         lens = torch.randint(0, 1000, (sequences,), device="cuda", generator=generator)
+        lens[0] = min(most, 5000)
         lens[sequences - sequences // 4 :] = 0  # pads the graph
         fields["seq_lens"].copy_(lens)
         table = fields["block_table"]

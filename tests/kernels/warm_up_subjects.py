@@ -26,6 +26,7 @@ from vllm.model_executor.models.llama import LlamaMLP
 
 from taut_kernels import _launch, formats_mma
 from taut_kernels.attention import _tiles, decode
+from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.fused import rms_norm, rope, silu_mul
 from taut_kernels.gemm import w4a16, w4a16_dense
 from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up
@@ -96,7 +97,7 @@ def pretend_cuda() -> None:
     formats_mma.repack_zero_point = lambda packed, N, dtype: repacked_scale(
         empty(N, packed.shape[1], dtype=dtype)
     )
-    w4a16_dense._linear = lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0])
+    w4a16_dense._linear = lambda x, weight, bias, y=None: x.new_empty(x.shape[0], weight.shape[0])
 
 
 def use_card(name: str) -> None:
@@ -233,9 +234,11 @@ def decode_attention(form: warm_up.DecodeForm) -> tuple[Prepare, list[Call]]:
         lens, arrivals = empty(B, dtype=torch.int32), empty(B * form.heads, dtype=torch.int32)
         settings = decode.Settings(table, lens, scale, scale, arrivals, longest, form.window, 0.1)
         tile, load = decode.tile_of(q, k, settings), decode.load(q, k, settings)
+        gpu, dim = _launch.gpu_name(q.device), padded_dim(form.head_dim)
+        bounded = _tiles.bounded_decode(gpu, dim, form.cache_dtype.itemsize, *load)
         out = empty(B, 1, form.heads, form.head_dim, dtype=form.dtype)
-        for splits in (None, _tiles.bounded_splits(tile, *load)):
-            decode.launch(tile, q, k, v, settings, splits, out)
+        for each, splits, last in ((tile, None, False), (*bounded, True)):
+            decode.launch(each, q, k, v, settings, splits, out, last)
 
     contexts = (1, 64, 130, 1024, 8192, 131072)
     return prepare, [
