@@ -66,6 +66,9 @@ _FUSED_FLAGS = dict.fromkeys(
     ("--compilation-config", "-cc", "--ir-op-priority", "--kernel-config"),
     "leave out --fused-ops, or this",
 )
+_ATTENTION_FLAGS = dict.fromkeys(
+    ("--attention-backend", "--attention-config", "-ac"), "leave out --decode-attention, or this"
+)
 # Schemes that taut's own kernels serve at least as fast as vLLM's: such workers refuse to run on
 # anything else.
 _SCHEMES_WITH_KERNELS: dict[Platform, frozenset[str]] = {
@@ -92,6 +95,7 @@ class WorkerSpec:
         kernels: ``require``, ``prefer`` or ``off``; None chooses by scheme.
         fused_ops: run taut's norms and activations, with quantisation in them, inside vLLM's
             compiled graph.
+        decode_attention: run taut's attention where a batch has one new token a sequence.
         kv_cache_gib: CPU only, memory for the KV cache in GiB.
         shutdown_timeout_s: how long SIGTERM lets running requests finish, seconds.
         cache: directory of compiled artefacts (see :mod:`taut_deploy.cache`); None leaves them
@@ -107,6 +111,7 @@ class WorkerSpec:
     kv_cache_dtype: str = "auto"
     kernels: KernelMode | None = None
     fused_ops: bool = False
+    decode_attention: bool = False
     kv_cache_gib: int = 1
     shutdown_timeout_s: int = 30
     cache: Path | None = None
@@ -165,6 +170,7 @@ def build_command(
     cache_key: str,
     environment: Mapping[str, str],
     fused_options: Mapping[str, Any] | None = None,
+    attention_options: Mapping[str, str] | None = None,
 ) -> WorkerCommand:
     """Argv and environment for one worker.
 
@@ -175,12 +181,14 @@ def build_command(
         cache_key: identity of the taut kernels; enters vLLM's compile-cache key.
         environment: the environment the worker inherits.
         fused_options: flags and JSON values of :func:`fused_engine_options`.
+        attention_options: flags and values of :func:`attention_engine_options`.
 
     Raises:
         WorkerError: a KV-cache dtype the platform does not implement, or an extra argument that
             would undo what taut promises (address, name, context, drain).
     """
     guarded = _GUARDED_FLAGS | (_FUSED_FLAGS if fused_options else {})
+    guarded |= _ATTENTION_FLAGS if attention_options else {}
     kv_cache_dtype, extra = _read_extra(spec, guarded)
     allowed = KV_CACHE_DTYPES[platform]
     if kv_cache_dtype not in allowed:
@@ -203,6 +211,8 @@ def build_command(
     argv += ["--additional-config", json.dumps({PLUGIN_NAME: cache_key})]
     for flag, value in (fused_options or {}).items():
         argv += [flag, json.dumps(value)]
+    for flag, name in (attention_options or {}).items():
+        argv += [flag, name]
     added = {
         # vLLM starts child interpreters; none of them may import from the directory taut was
         # started in.
@@ -252,15 +262,43 @@ def fused_engine_options(asked: bool, mode: str) -> dict[str, Any]:
     """
     if not asked:
         return {}
-    import torch
-
     from taut_kernels.vllm_plugin import fused_ops
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    gpu = _gpu()
     reason = fused_ops.why_not_fused_ops(gpu, mode)
     if reason is not None:
         raise WorkerError(f"--fused-ops: {reason}")
     return dict(fused_ops.engine_options(gpu, mode))
+
+
+def attention_engine_options(asked: bool, mode: str) -> dict[str, str]:
+    """What vLLM has to be told so that batches of one new token a sequence attend on taut's kernel.
+
+    Args:
+        asked: whether ``--decode-attention`` was given.
+        mode: value of ``TAUT_KERNELS``.
+
+    Returns:
+        Flags and their values; empty where it was not asked for.
+
+    Raises:
+        WorkerError: it was asked for and cannot run here.
+    """
+    if not asked:
+        return {}
+    from taut_kernels.vllm_plugin import decode_attention
+
+    gpu = _gpu()
+    reason = decode_attention.why_not_used(gpu, mode)
+    if reason is not None:
+        raise WorkerError(f"--decode-attention: {reason}")
+    return decode_attention.engine_options(gpu, mode)
+
+
+def _gpu() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def exec_worker(spec: WorkerSpec) -> NoReturn:
@@ -295,6 +333,7 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
 
     mode = spec.kernels or _kernel_mode(manifest, platform)
     fused_options = fused_engine_options(spec.fused_ops, mode)
+    attention_options = attention_engine_options(spec.decode_attention, mode)
     # The key names the mode it is for, which it reads here.
     os.environ[MODE_VARIABLE] = mode
     return build_command(
@@ -304,6 +343,7 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
         cache_key(),
         os.environ,
         fused_options,
+        attention_options,
     )
 
 

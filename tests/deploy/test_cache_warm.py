@@ -244,6 +244,7 @@ def test_worker_is_started_as_asked(tmp_path):
         tmp_path,
         kernels="off",
         fused_ops=True,
+        decode_attention=True,
         max_model_len=64,
         kv_cache_gib=3,
         kv_cache_dtype="fp8",
@@ -254,6 +255,7 @@ def test_worker_is_started_as_asked(tmp_path):
         *("-m", "taut_deploy", "worker", str(tmp_path), "--name", "warm", "--port", "17"),
         *("--cache", str(tmp_path / "v"), "--shutdown-timeout", "5", "--kv-cache-dtype", "fp8"),
         *("--kv-cache-gib", "3", "--max-model-len", "64", "--kernels", "off", "--fused-ops"),
+        "--decode-attention",
         *("--", "--max-num-seqs", "4"),
     )
 

@@ -125,6 +125,7 @@ def test_json_of_doctor(run):
     assert facts["plugin"] == "live"
     assert facts["checkpoint"]["scheme"] == "W4A16"
     assert facts["fused_ops"].startswith("not used: no CUDA device")
+    assert facts["decode_attention"] == "not used: no CUDA device"
     # As vLLM builds them: q, k and v are one layer, gate and up another.
     assert [(row["shape"], row["layers"]) for row in facts["layers"]] == LAYERS
     assert facts["packages"]["torch"] != "not installed"
@@ -196,6 +197,10 @@ MISTAKES = {
     ),
     "kernels": (("worker", "checkpoint", "--kernels", "some"), "--kernels some: use require"),
     "fused ops": (("worker", "checkpoint", "--fused-ops"), "--fused-ops: no CUDA device"),
+    "decode attention": (
+        ("worker", "checkpoint", "--decode-attention"),
+        "--decode-attention: no CUDA device",
+    ),
     "kv dtype": (
         ("worker", "checkpoint", "--", "--kv-cache-dtype=int8_per_token_head"),
         "--kv-cache-dtype int8_per_token_head: not implemented on cpu",

@@ -231,6 +231,41 @@ def test_fused_ops_that_cannot_run_here_are_refused_with_the_reason(monkeypatch)
         worker.fused_engine_options(True, "off")
 
 
+ATTENTION = {"--attention-backend": "CUSTOM"}
+
+
+def build_attention(*extra):
+    request = WorkerSpec(checkpoint=CHECKPOINT, decode_attention=True, extra=extra)
+    return build_command(request, manifest(), "cuda", "key-1", {}, None, ATTENTION)
+
+
+def test_decode_attention_is_told_to_vllm_by_its_backend_s_name():
+    assert build_attention("-O2").argv[-3:] == ("--attention-backend", "CUSTOM", "-O2")
+
+
+@pytest.mark.parametrize("flag", ["--attention-backend", "--attention_config.backend=X", "-ac"])
+def test_decode_attention_and_flags_that_would_undo_it_do_not_go_together(flag):
+    name = flag.partition("=")[0]
+    with pytest.raises(WorkerError, match=rf"^{name}: .*leave out --decode-attention"):
+        build_attention(flag, "FLASH_ATTN")
+    assert build("cuda", extra=(flag, "{}")).argv[-2:] == (flag, "{}")
+
+
+def test_decode_attention_that_cannot_run_here_is_refused_with_the_reason(monkeypatch):
+    assert worker.attention_engine_options(False, "off") == {}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(WorkerError, match=r"^--decode-attention: no CUDA device"):
+        worker.attention_engine_options(True, "prefer")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
+    assert worker.attention_engine_options(True, "prefer") == ATTENTION
+    with pytest.raises(WorkerError, match=r"^--decode-attention: TAUT_KERNELS=off"):
+        worker.attention_engine_options(True, "off")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "card 9")
+    with pytest.raises(WorkerError, match=r"^--decode-attention: not measured .* card 9"):
+        worker.attention_engine_options(True, "prefer")
+
+
 def test_a_filtered_out_plugin_is_refused_with_the_reason():
     with pytest.raises(WorkerError, match=r"VLLM_PLUGINS='nope' excludes 'taut'.*--kernels off"):
         check_kernels("prefer", {"VLLM_PLUGINS": "nope"})

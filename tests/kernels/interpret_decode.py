@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from taut_kernels import testing
+from taut_kernels import _launch, testing
 from taut_kernels.attention import _decode_merge_jit, _decode_values_jit, decode
 from taut_kernels.attention._tiles import DecodeTile
 from taut_kernels.testing_paged import make_case
@@ -89,6 +89,54 @@ def many_splits():
     for dtype, splits in zip(FORMATS, (19, 23, 37), strict=True):
         case = make_case([600, 31], 4, 1, 64, 16, dtype)
         count += check(case, DecodeTile(16, 1, 2, 4, 1), splits)
+    return count
+
+
+def _parts_left(case, tile, splits, splits_last):
+    """Run the kernel; return o and how many parts of each sequence and head were stored."""
+    arrivals = decode.make_arrivals(len(case.context_lens), case.q.shape[2], case.q.device, 8)
+    allocated, empty = [], _launch.empty
+
+    def remembered(*args, **kwargs):
+        allocated.append(empty(*args, **kwargs).fill_(float("nan")))
+        return allocated[-1]
+
+    _launch.empty = remembered
+    try:
+        found = decode.launch(
+            tile, case.q, case.k_cache, case.v_cache, decode.Settings(*case.settings(arrivals)),
+            splits, splits_last=splits_last,
+        )  # fmt: skip
+    finally:
+        _launch.empty = empty
+    assert not arrivals.any(), "arrivals are left as they were"
+    stats = allocated[2].reshape(len(case.context_lens), -1, splits, allocated[2][0].numel())
+    return found, (~stats.isnan()).all(3).sum(2)
+
+
+def short_among_long():
+    """A grid for far longer sequences: parts of `min_keys` and more, in both orders of the grid.
+
+    A sequence of one part leaves nothing to merge; nor does what has no key.
+    """
+    count = 0
+    tile = DecodeTile(16, 2, 2, 4, 64)  # 32 keys a step
+    for queries, window in ((1, 0), (1, 150), (3, 0), (3, 150)):
+        lens = [queries, 63, 64, 65, 0, 128, 129, 500] if queries == 1 else [3, 64, 65, 0, 311]
+        case = make_case(lens, 4, 2, 64, 16, torch.float16, queries=queries, window=window)
+        gold, reference, outcomes = case.gold(), case.reference(), []
+        for splits_last in (False, True):
+            found, parts = _parts_left(case, tile, 5, splits_last)
+            testing.assert_within_budget(found, gold, reference)
+            outcomes.append(found)
+            for number, context in enumerate(lens):
+                first = max(context - queries + 1 - window, 0) // 32 * 32 if window else 0
+                keys = context - first
+                chunk = -(-max(-(-keys // 5), 64) // 32) * 32
+                used = max(1, -(-keys // chunk))
+                assert (parts[number] == (used if used > 1 else 0)).all(), (context, parts[number])
+            count += 1
+        assert torch.equal(*outcomes)
     return count
 
 

@@ -229,9 +229,22 @@ def test_engine_options_follow_the_mode(monkeypatch: pytest.MonkeyPatch) -> None
     assert fused["compilation_config"].items() >= sizes.items()
     assert "inductor_passes" in fused["compilation_config"]
     assert fused["ir_op_priority"]["rms_norm"] == ["taut"]
+    attention = engine_modes.engine_options("prefer+attention", [1, 16])
+    assert attention == plain | {"attention_backend": "CUSTOM"}
+    both = engine_modes.engine_options("prefer+fused+attention", [1, 16])
+    assert both == fused | {"attention_backend": "CUSTOM"}
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "card 9")
-    with pytest.raises(RuntimeError, match="prefer\\+fused: not measured"):
-        engine_modes.engine_options("prefer+fused", [1])
+    for mode in ("prefer+fused", "prefer+attention"):
+        with pytest.raises(RuntimeError, match=f"{mode.replace('+', '.')}: not measured"):
+            engine_modes.engine_options(mode, [1])
+
+
+def test_every_mode_of_an_engine_is_told_apart_by_its_parts() -> None:
+    assert engine_modes.MODES[0] == "off"
+    assert len(engine_modes.MODES) == len(set(engine_modes.MODES)) == 9
+    assert {"prefer", "require+attention", "require+fused+attention"} <= set(engine_modes.MODES)
+    variables = engine_modes.environment("prefer+fused+attention", Path("report"))
+    assert variables["TAUT_KERNELS"] == "prefer"
 
 
 def run_instead_of_python(worker: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

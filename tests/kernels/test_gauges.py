@@ -75,16 +75,24 @@ def test_a_model_of_many_shapes_has_a_bounded_number_of_series() -> None:
 
 
 def test_ops_are_counted_by_owner() -> None:
-    ops = {
+    ops: dict[str, Any] = {
         "providers": {"rms_norm": "taut"},
         "custom_ops": {"SiluAndMul": {"taut": 30, "vllm": 2}},
         "reason": None,
+        "attention": [
+            {"owner": "taut", "reason": None, "layers": 31},
+            {"owner": "vllm", "reason": "a soft cap", "layers": 1},
+        ],
     }
     assert gauges.op_series(ops) == {
         ("rms_norm", "taut", ""): 1,
         ("SiluAndMul", "taut", ""): 30,
         ("SiluAndMul", "vllm", ""): 2,
+        ("decode_attention", "taut", ""): 31,
+        ("decode_attention", "vllm", "a soft cap"): 1,
     }
+    del ops["attention"]  # as a record of before has it
+    assert len(gauges.op_series(ops)) == 3
 
 
 # --- the record between the processes ------------------------------------------------------------
@@ -288,4 +296,6 @@ def test_a_worker_exports_each_kind_of_layer_with_its_kernel_and_reason(
         _sample("taut_kernel_ops", 1, op=op, owner="native", reason=NO_CUDA)
         for op in ("rms_norm", "fused_add_rms_norm")
     }
+    attention = {"owner": "vllm", "reason": "no CUDA device; vLLM CPUAttentionBackendImpl"}
+    expected.add(_sample("taut_kernel_ops", 2, op="decode_attention", **attention))
     assert samples == expected | {_sample("taut_kernels_mode", 1, mode="prefer")}

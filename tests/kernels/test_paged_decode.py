@@ -65,6 +65,7 @@ def test_a_context_beyond_the_table_is_cut_and_one_below_zero_is_empty() -> None
         ("layouts", 12),
         ("large_values", 2),
         ("many_splits", 3),
+        ("short_among_long", 8),
         ("merges", 9),
     ],
 )
@@ -319,3 +320,31 @@ def test_gpu_conversions_by_assembly_and_by_arithmetic_are_the_same() -> None:
             out = torch.empty(131072, dtype=torch.float16, device="cuda")
             convert[(1,)](words, out, name, asm, num_warps=8)
             assert torch.equal(out[real].view(torch.int16), wanted[real].view(torch.int16))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("sequences", [3, 16, 40])
+def test_gpu_graph_for_a_long_bound_is_right_at_every_length(
+    sequences: int, dtype: torch.dtype
+) -> None:
+    lens = [9000, 1025, 0, 255, 1024, 2049, 1][:sequences] + [192] * (sequences - 7)
+    case = on_gpu(lens, 32, 8, 128, 16, dtype)
+    arrivals = make_arrivals(sequences, 32, case.q.device)
+    settings = decode.Settings(*case.settings(arrivals))._replace(max_context=131072)
+    out, args = torch.empty_like(case.q), (case.q, case.k_cache, case.v_cache, settings)
+    decode.decode_into(out, *args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode.decode_into(out, *args)
+    for shift in (0, 1, 2):
+        case.context_lens.copy_(torch.tensor([max(n - shift, 0) for n in lens]))
+        out.fill_(float("nan"))
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        testing.assert_within_budget(first, case.gold(), case.reference())
+        assert torch.equal(out, first)
+        assert not arrivals.any()

@@ -46,6 +46,15 @@ def test_serving_compiles_nothing_that_loading_did_not(
     assert part["launches"] > 10_000
 
 
+@pytest.mark.parametrize("card", ["NVIDIA H200", "NVIDIA X"])
+def test_decodes_compile_nothing_late(card: str, found: dict[str, Any]) -> None:
+    part = found["survey"][f"attention, {card}, require"]
+    assert part["late"] == [], "\n".join(part["late"][:10])
+    assert part["layers"] == 3 * 32
+    assert part["loaded"] >= 4 * part["layers"]
+    assert part["launches"] > 10_000
+
+
 def test_layers_shared_with_cutlass_compile_nothing_late(found: dict[str, Any]) -> None:
     part = found["survey"]["8 bits, NVIDIA H200, prefer"]
     assert part["late"] == [], "\n".join(part["late"][:10])
@@ -58,6 +67,7 @@ def test_a_warm_up_that_forgets_something_is_noticed(found: dict[str, Any]) -> N
     # model's widths, 15 tiles of the fused ops.
     assert len(found["mutations"]) >= 50
     assert sum(what.startswith("w4a16") for what in found["mutations"]) >= 25
+    assert sum(what.startswith("attention") for what in found["mutations"]) == 4
 
 
 def test_norms_that_only_vllms_flag_brings_in_are_compiled_too(found: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from warm_up_subjects import (
     Prepare,
     activation_calls,
     block,
+    decode_attention,
     fp8_layer,
     int8_layer,
     norm_calls,
@@ -37,6 +38,7 @@ from warm_up_subjects import (
 )
 
 from taut_kernels import tiles_fused, tiles_scaled_mm
+from taut_kernels.attention import _tiles
 from taut_kernels.vllm_plugin import (
     custom_ops,
     fused_ops,
@@ -58,6 +60,8 @@ FEW = sorted(
 SMALL = sorted({*range(1, 301), *FEW})
 EVERY = sorted({*SMALL, *(16 * i + d for i in range(1, 1024) for d in (-1, 0, 1))})
 """Numbers of tokens."""
+FEW_BATCHES = (1, 2, 17, 33, 34, 64, 256)
+"""Sequences of a batch."""
 
 
 def late(
@@ -68,7 +72,7 @@ def late(
     prepare()
     found: list[str] = []
     for M, call in itertools.product(tokens, calls):
-        if tokens is FEW:
+        if tokens in (FEW, FEW_BATCHES):
             compiler.forget_keys()
         before = len(compiler.forms)
         call(M)
@@ -113,6 +117,17 @@ def models(most: Sequence[int]) -> Iterator[Thing]:
         yield f"{name} fused {dtype} {quantised}", loading(model), calls, tokens
 
 
+def attentions(most: Sequence[int]) -> Iterator[Thing]:
+    batches = [*[B for B in most if B <= 300][:: 1 if most is EVERY else 7], 512, 1024]
+    for name, (_, _, heads, kv_heads) in BLOCKS.items():
+        kinds = itertools.product((64, 128), (16, 32), (0, 100), (BF16, FP8), (BF16, FP16))
+        for dim, page, window, cache_dtype, dtype in kinds:
+            cached = FP8 if cache_dtype == FP8 else dtype
+            form = warm_up.DecodeForm(heads, kv_heads, dim, page, window, dtype, cached)
+            few = (name, dim, page, window) != (LLAMA, 128, 16, 0)
+            yield f"{name} {form}", *decode_attention(form), FEW_BATCHES if few else batches
+
+
 def loading(model: torch.nn.Module) -> Prepare:
     return lambda: fused_ops._warm_up(model)
 
@@ -127,6 +142,7 @@ def survey(compiler: Compiler) -> dict[str, Any]:
             ("w4a16", w4a16_layers),
             ("8 bits", scaled_mm_layers),
             ("fused", models),
+            ("attention", attentions),
         ):
             if kind != "8 bits" and mode == "prefer":
                 continue  # the mode chooses layers there, not kernels
@@ -173,6 +189,8 @@ def mutations(compiler: Compiler) -> tuple[list[str], list[str]]:
         prepare, calls = fp8_layer(N, K, BF16, False, True)
         expect_late(f"fp8, M = {left_out}", prepare, calls[:1])
     scaled_mm_op.warm_up_tokens = sizes
+    for what, prepare, calls in attention_mutations():
+        expect_late(what, prepare, calls)
     for what, prepare in fused_mutations():
         calls = norm_calls(LLAMA, BF16, FP8)
         calls += activation_calls(block(LLAMA, BF16, FP8), LLAMA, BF16, FP8)
@@ -187,6 +205,21 @@ def w4a16_forms(compiler: Compiler, N: int, K: int, tokens: tuple[int, ...]) -> 
     prepare, _ = w4a16_layer(N, K, BF16, 128, False)
     prepare()
     return set(compiler.forms)
+
+
+def attention_mutations() -> Iterator[tuple[str, Prepare, list[Call]]]:
+    _, _, heads, kv_heads = BLOCKS[LLAMA]
+    form = warm_up.DecodeForm(heads, kv_heads, 128, 16, 0, BF16, BF16)
+    prepare, calls = decode_attention(form)
+    for load in _tiles.LOADS:
+
+        def without(load: str = load) -> None:
+            loads, _tiles.LOADS = _tiles.LOADS, tuple({*_tiles.LOADS} - {load})
+            prepare()
+            _tiles.LOADS = loads
+
+        yield f"attention, {load}", without, calls
+    yield "attention, window", decode_attention(dataclasses.replace(form, window=9))[0], calls
 
 
 def fused_mutations() -> Iterator[tuple[str, Prepare]]:

@@ -25,9 +25,11 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.models.llama import LlamaMLP
 
 from taut_kernels import _launch, formats_mma
+from taut_kernels.attention import _tiles, decode
+from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.fused import rms_norm, rope, silu_mul
 from taut_kernels.gemm import w4a16, w4a16_dense
-from taut_kernels.vllm_plugin import ir_ops, linear, scaled_mm, scaled_mm_op
+from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 LLAMA, QWEN, SLICE = "Llama-3-8B", "Qwen-2.5-7B", "Llama-3-70B over 8 GPUs"
@@ -209,6 +211,40 @@ def fp8_layer(
 
     kernel.quant_fp8 = quant_fp8
     return lambda: kernel.process_weights_after_loading(layer), called(kernel, layer, K, dtype)
+
+
+def decode_attention(form: warm_up.DecodeForm) -> tuple[Prepare, list[Call]]:
+    """Return as :func:`w4a16_layer`; what a batch's size and longest context ask for."""
+
+    def prepare() -> None:
+        warm_up._compiled.clear()
+        warm_up.compile_decode(form, META)
+
+    def call(B: int, longest: int, heads_first: bool) -> None:
+        width = (form.heads + 2 * form.kv_heads) * form.head_dim
+        q = empty(B, width, dtype=form.dtype)[:, : form.heads * form.head_dim]
+        q = q.unflatten(1, (form.heads, form.head_dim)).unsqueeze(1)
+        heads, keys = (form.kv_heads, form.page_size)
+        shape = (999, heads, keys) if heads_first else (999, keys, heads)
+        kv = empty(*shape, 2 * form.head_dim, dtype=form.cache_dtype)
+        kv = kv if heads_first else kv.transpose(1, 2)
+        k, v = compat.keys_and_values(kv, form.head_dim)
+        scale = empty(dtype=torch.float32) if form.cache_dtype == FP8 else None
+        table = empty(B, -(-longest // form.page_size), dtype=torch.int32)
+        lens, arrivals = empty(B, dtype=torch.int32), empty(B * form.heads, dtype=torch.int32)
+        settings = decode.Settings(table, lens, scale, scale, arrivals, longest, form.window, 0.1)
+        tile, load = decode.tile_of(q, k, settings), decode.load(q, k, settings)
+        gpu, dim = _launch.gpu_name(q.device), padded_dim(form.head_dim)
+        bounded = _tiles.bounded_decode(gpu, dim, form.cache_dtype.itemsize, *load)
+        out = empty(B, 1, form.heads, form.head_dim, dtype=form.dtype)
+        for each, splits, last in ((tile, None, False), (*bounded, True)):
+            decode.launch(each, q, k, v, settings, splits, out, last)
+
+    contexts = (1, 64, 130, 1024, 8192, 131072)
+    return prepare, [
+        lambda B, n=n, heads_first=heads_first: call(B, n, heads_first)
+        for n, heads_first in itertools.product(contexts, (False, True))
+    ]
 
 
 class Attention(torch.nn.Module):

@@ -25,6 +25,7 @@ MaxModelLen = Annotated[int | None, typer.Option(min=16, help="As of the worker.
 KvCacheDtype = Annotated[str, typer.Option(help="As of the worker.")]
 Kernels = Annotated[str | None, typer.Option(help="As of the worker.")]
 FusedOps = Annotated[bool, typer.Option("--fused-ops", help="As of the worker.")]
+DecodeAttention = Annotated[bool, typer.Option("--decode-attention", help="As of the worker.")]
 
 
 @app.command()
@@ -35,12 +36,14 @@ def key(
     kv_cache_dtype: KvCacheDtype = "auto",
     kernels: Kernels = None,
     fused_ops: FusedOps = False,
+    decode_attention: DecodeAttention = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the key of what a worker would compile here; --json says what it is made of."""
     from taut_deploy.cache.warm import key_for
 
-    spec = _spec(checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, fused_ops)
+    parts = (fused_ops, decode_attention)
+    spec = _spec(checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, parts)
     found = key_for(spec)
     if as_json:
         print_json({"key": str(found), "parts": asdict(found)})
@@ -63,6 +66,7 @@ def warm(
     ] = 1,
     kernels: Kernels = None,
     fused_ops: FusedOps = False,
+    decode_attention: DecodeAttention = False,
     timeout: Annotated[
         float, typer.Option(min=1, help="Longest wait for the first correct token, seconds.")
     ] = 1800,
@@ -77,9 +81,8 @@ def warm(
     """
     from taut_deploy.cache.warm import warm as fill
 
-    spec = _spec(
-        checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, fused_ops, kv_cache_gib
-    )
+    parts = (fused_ops, decode_attention)
+    spec = _spec(checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, parts, kv_cache_gib)
     with _terminated_as_interrupted():
         made = fill(spec, cache, timeout, measure, say)
     if as_json:
@@ -98,7 +101,7 @@ def _spec(
     max_model_len: int | None,
     kv_cache_dtype: str,
     kernels: str | None,
-    fused_ops: bool,
+    parts: tuple[bool, bool],
     kv_cache_gib: int = 1,
 ) -> WorkerSpec:
     if kernels not in {None, "require", "prefer", "off"}:
@@ -108,7 +111,8 @@ def _spec(
         max_model_len=max_model_len,
         kv_cache_dtype=kv_cache_dtype,
         kernels=cast("KernelMode | None", kernels),
-        fused_ops=fused_ops,
+        fused_ops=parts[0],
+        decode_attention=parts[1],
         kv_cache_gib=kv_cache_gib,
         extra=tuple(vllm_args or ()),
     )

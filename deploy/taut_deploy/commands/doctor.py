@@ -71,6 +71,7 @@ def diagnose(checkpoint: Path | None) -> dict[str, Any]:
         "home": str(TautHome.from_environment().root),
         "plugin": "live" if reason is None else f"not live: {reason}",
         "fused_ops": _fused_ops(),
+        "decode_attention": _decode_attention(),
     }
     if checkpoint is not None:
         facts |= _explain(checkpoint)
@@ -108,6 +109,17 @@ def _fused_ops() -> str:
     if reason is not None:
         return f"not used: {reason}"
     return "activations: used; norms and quantisation: with taut worker --fused-ops"
+
+
+def _decode_attention() -> str:
+    """Whether a worker here can decode on our attention, and what it waits for."""
+    from taut_kernels.vllm_plugin import requested_mode
+    from taut_kernels.vllm_plugin.decode_attention import why_not_used
+
+    reason = why_not_used(_gpu(), requested_mode())
+    if reason is not None:
+        return f"not used: {reason}"
+    return "with taut worker --decode-attention"
 
 
 def _gpu() -> str | None:

@@ -39,6 +39,13 @@ def worker(
             help="CUDA only: taut's norms and quantising activations in vLLM's graph.",
         ),
     ] = False,
+    decode_attention: Annotated[
+        bool,
+        typer.Option(
+            "--decode-attention",
+            help="CUDA only: taut's attention where a batch has one new token a sequence.",
+        ),
+    ] = False,
     shutdown_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
     ] = 30,
@@ -65,6 +72,7 @@ def worker(
             kv_cache_dtype=kv_cache_dtype,
             kernels=cast("KernelMode | None", kernels),
             fused_ops=fused_ops,
+            decode_attention=decode_attention,
             kv_cache_gib=kv_cache_gib,
             shutdown_timeout_s=shutdown_timeout,
             cache=cache,

@@ -155,6 +155,7 @@ def add_values(acc, acc_odd, weights, decay, v, FORMAT: tl.constexpr, ASM: tl.co
         "min_keys",
         "most_keys",
         "window",
+        "splits_last",
         "stride_table",
         "stride_ks",
         "stride_vs",
@@ -176,6 +177,7 @@ def paged_decode_kernel(
     min_keys,  # of a split
     most_keys,  # a row of the table leads to
     window,
+    splits_last,  # 1: the grid is heads, sequences, splits; 0: heads, splits, sequences
     stride_table,
     stride_ks,  # 1, or 0 for one scale
     stride_vs,
@@ -217,7 +219,9 @@ def paged_decode_kernel(
     WIDTH: tl.constexpr = BLOCK_D if FORMAT == "16 bit" else BLOCK_D // 2
     LENGTH: tl.constexpr = D if FORMAT == "16 bit" else D // 2
     # Neighbouring programs read neighbouring heads of the same pages.
-    head, split, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, second, third = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split = tl.where(splits_last != 0, third, second)
+    batch = tl.where(splits_last != 0, second, third).to(tl.int64)
     head_k = (head // ROW_BLOCKS).to(tl.int64)
     first_row = head % ROW_BLOCKS * ROWS
     rows_end = tl.minimum(first_row + ROWS, QUERIES * GROUP)

@@ -16,7 +16,7 @@ proves that no tile spills on sm_80 and sm_90.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -34,6 +34,12 @@ _ROW_FIELDS = {"kernel", "D", "bits", "load", "tile", "us"}
 _FEW_KEYS = 1024
 """Keys of a program where there are more programs than fit at once."""
 _MOST_SPLITS = 512
+_BOUND = 16
+"""Programs of a launch at most, as multiples of those that run at once, where the longest context
+is only a bound."""
+_FEWER = 8
+"""Likewise, while a sequence has this many splits; at most :data:`_UNEVEN_SPLITS`."""
+_UNEVEN_SPLITS = 16
 _MOST_IMBALANCE = 1.1
 HEADS_FIRST_BYTES = 32 * 2**20
 """Of queries: up to here backward's programs begin in the order of heads, so that none with much
@@ -299,3 +305,37 @@ def decode_splits(tile: DecodeTile, pairs: int, max_context: int, multiprocessor
     if each <= tile.per_sm and math.ceil(each) <= _MOST_IMBALANCE * each:
         return at_once
     return max(at_once, min(-(-max_context // _FEW_KEYS), most))
+
+
+def bounded_decode(
+    gpu: str | None, padded_dim: int, size: int, pairs: int, max_context: int, multiprocessors: int
+) -> tuple[DecodeTile, int]:
+    """Return tile and splits of paged decode where most sequences may be far shorter than the most.
+
+    A CUDA graph keeps its grid, laid out for the longest context a model may have. Many splits let
+    a long sequence among short ones be read by many; ``min_keys`` of the tile is raised so that
+    short ones stay whole, for a merge costs more than it gains where sequences alone occupy the
+    device. Programs without keys end at once and need places that others leave free.
+
+    Args:
+        gpu: the card's name; None for the rule.
+        padded_dim: 64, 128 or 256.
+        size: bytes of a cached element, 1 or 2.
+        pairs: programs without splits: sequences × key heads.
+        max_context: keys of the longest sequence there may be.
+        multiprocessors: of the device.
+    """
+    load = load_of(pairs, max_context, multiprocessors)
+    if 2 * pairs > decode(gpu, padded_dim, size, "large").per_sm * multiprocessors:
+        load = "many"
+    tile = decode(gpu, padded_dim, size, load)
+    tile = _with_longer_parts(tile, _FEW_KEYS // max(1, multiprocessors // pairs))
+    places = tile.per_sm * multiprocessors
+    uneven = min(_UNEVEN_SPLITS, max(_FEWER, _FEWER * places // pairs), _BOUND * places // pairs)
+    most = min(-(-max_context // tile.min_keys), _MOST_SPLITS)
+    return tile, max(1, min(most, max(places // pairs, uneven)))
+
+
+@cache
+def _with_longer_parts(tile: DecodeTile, min_keys: int) -> DecodeTile:
+    return replace(tile, min_keys=max(tile.min_keys, min_keys))

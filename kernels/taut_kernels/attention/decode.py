@@ -18,9 +18,11 @@ Numerics  scores, softmax and all sums in fp32; p rounded to the dtype of the va
           scores and result, never elements. A query without a key: o 0. A context beyond the
           table's width is cut to it. The same bits from run to run.
 Splits    Programs = B · Hk · splits, by sizes the host knows; each sequence is divided on the
-          device by its own length. The last program of a head to finish adds the parts up in
-          order, found by a counter of `arrivals`, which it sets back to 0: no second launch,
-          nothing waits for the device, and a captured graph follows changing lengths and pages.
+          device by its own length, into parts of `min_keys` of the tile at least. The last program
+          of a head to finish adds its parts up in order, found by a counter of `arrivals`, which it
+          sets back to 0: no second launch, nothing waits for the device, and a captured graph
+          follows changing lengths and pages. One part alone is the result; programs without keys
+          end at once.
 CPU       the reference, in plain torch: the specification
 Limits    sm_80 and later; forward only. Calls that run beside each other (two streams) need
           `arrivals` of their own.
@@ -160,8 +162,14 @@ def launch_constants(
     }
 
 
-def _load(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> tuple[int, int, int]:
-    """Return programs without splits, the most keys of one, and the device's multiprocessors."""
+def load(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> tuple[int, int, int]:
+    """Return programs without splits, the most keys of one, and the device's multiprocessors.
+
+    Args:
+        q: [B, T, Hq, D].
+        k_cache: keys.
+        settings: of the op.
+    """
     sequences, queries, heads, _ = q.shape
     blocks, _ = row_blocks(queries * heads // k_cache.shape[2])
     seen = settings.max_context
@@ -178,9 +186,9 @@ def tile_of(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> Decod
         k_cache: keys.
         settings: of the op.
     """
-    load = _tiles.load_of(*_load(q, k_cache, settings))
+    kind = _tiles.load_of(*load(q, k_cache, settings))
     gpu, dim = _launch.gpu_name(q.device), padded_dim(q.shape[3])
-    return _tiles.decode(gpu, dim, k_cache.element_size(), load)
+    return _tiles.decode(gpu, dim, k_cache.element_size(), kind)
 
 
 def _workspace(
@@ -201,8 +209,10 @@ def launch(
     v_cache: torch.Tensor,
     settings: Settings,
     splits: int | None = None,
+    out: torch.Tensor | None = None,
+    splits_last: bool = False,
 ) -> torch.Tensor:
-    """Run the kernel with a given tile; what the op does, and what tuning calls.
+    """Run the kernel with a given tile; what the op does, and what tuning and the plugin call.
 
     Args:
         tile: how to cut the work.
@@ -211,11 +221,14 @@ def launch(
         v_cache: values.
         settings: of the op.
         splits: programs a sequence and head; by the tile's rule if None.
+        out: [B, T, Hq, D] to write to, the D elements of a head next to each other; new if None.
+        splits_last: begin with the first split of every sequence, so that programs without keys
+            come last; else with all splits of the first sequence.
 
     Returns:
         [B, T, Hq, D].
     """
-    o = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = _launch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if not q.numel():
         return o
     table, contexts, k_scale, v_scale, arrivals, _, window, scale = settings
@@ -223,7 +236,7 @@ def launch(
     blocks, rows = row_blocks(queries * heads // k_cache.shape[2])
     programs = k_cache.shape[2] * blocks
     if splits is None:
-        splits = _tiles.decode_splits(tile, *_load(q, k_cache, settings))
+        splits = _tiles.decode_splits(tile, *load(q, k_cache, settings))
     workspace: tuple[torch.Tensor | None, ...] = (None, None, None)
     if splits > 1:
         workspace = _workspace(q, sequences * programs * splits, rows, arrivals)
@@ -236,17 +249,46 @@ def launch(
         "HAS_V_SCALE": v_scale is not None,
     }
     call = (queries, heads, window > 0, splits)
-    numbers = (splits, tile.min_keys, table.shape[1] * k_cache.shape[1], window, table.stride(0))
+    most_keys = table.shape[1] * k_cache.shape[1]
+    numbers = (splits, tile.min_keys, most_keys, window, int(splits_last), table.stride(0))
     _paged_decode(
         (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], splits > 1, *flags.values(),
          tile.keys, tile.num_warps, tile.num_stages),
-        (programs, splits, sequences),
+        (programs, sequences, splits) if splits_last else (programs, splits, sequences),
         (q, keys, values, table, contexts, k_scale, v_scale, o, *workspace),
         (*numbers, *by_head, *strides, scale * _LOG2_E),
         lambda: (launch_constants(tile, k_cache, *call) | flags, tile.options()),
         strides,
     )  # fmt: skip
     return o
+
+
+def decode_into(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    settings: Settings,
+) -> None:
+    """Run the op without its checks and into memory of the caller's, who sees to what it allows.
+
+    Tile and splits are those of :func:`_tiles.bounded_decode`, in a CUDA graph as outside.
+
+    Args:
+        out: [B, T, Hq, D] as ``q``.
+        q: [B, T, Hq, D].
+        k_cache: keys.
+        v_cache: values.
+        settings: of the op.
+    """
+    if not q.is_cuda:
+        out.copy_(paged_decode_ref(q, k_cache, v_cache, *settings))
+        return
+    gpu, dim = _launch.gpu_name(q.device), padded_dim(q.shape[3])
+    tile, splits = _tiles.bounded_decode(
+        gpu, dim, k_cache.element_size(), *load(q, k_cache, settings)
+    )
+    launch(tile, q, k_cache, v_cache, settings, splits, out, splits_last=True)
 
 
 def _launch_paged_decode(

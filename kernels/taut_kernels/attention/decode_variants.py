@@ -56,7 +56,7 @@ def _variant(
         kernel=paged_decode_kernel,
         tile=tile,
         pointers=pointers,
-        integers=("splits", "min_keys", "most_keys", "window", *strides),
+        integers=("splits", "min_keys", "most_keys", "window", "splits_last", *strides),
         divisible_by_16=tuple(name for name in strides if name not in _UNALIGNED),
         constants={**dict.fromkeys(absent), **constants},
         options=tile.options(),

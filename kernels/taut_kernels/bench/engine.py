@@ -54,6 +54,7 @@ def measure(
     batches: Sequence[int],
     repeats: int = 3,
     jit_monitor: str = JIT_MONITOR[0],
+    kv_cache_dtype: str = "auto",
 ) -> list[Row]:
     """Start an engine in this process and measure it.
 
@@ -63,6 +64,7 @@ def measure(
         batches: prompts at once; each is captured as a CUDA graph.
         repeats: the median counts.
         jit_monitor: of :data:`JIT_MONITOR`.
+        kv_cache_dtype: of vLLM's option of that name.
 
     Returns:
         One row a batch size.
@@ -84,6 +86,7 @@ def measure(
         seed=0,
         enable_prefix_caching=False,
         jit_monitor_mode=jit_monitor,
+        kv_cache_dtype=kv_cache_dtype,
         **engine_options(mode, sorted({*batches, *_PREFILL_SIZES})),
     )
     generator = torch.Generator().manual_seed(1)
@@ -112,12 +115,18 @@ def measure(
 
 
 def _in_own_process(
-    checkpoint: Path, mode: str, batches: Sequence[int], directory: Path, jit_monitor: str
+    checkpoint: Path,
+    mode: str,
+    batches: Sequence[int],
+    directory: Path,
+    jit_monitor: str,
+    kv_cache_dtype: str,
 ) -> tuple[list[Row], list[str]]:
     """Measure one mode in a fresh process; its rows, and what there is to note."""
     log = directory / f"engine-{mode}.log"
     command = [sys.executable, "-m", "taut_kernels.bench.engine", "--worker", mode]
     command += ["--checkpoint", str(checkpoint), "--jit-monitor", jit_monitor]
+    command += ["--kv-cache-dtype", kv_cache_dtype]
     command += [argument for batch in batches for argument in ("--batch", str(batch))]
     variables = environment(mode, directory / f"engine-{mode}-kernels.json")
     with tempfile.TemporaryDirectory() as scratch:
@@ -175,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         default=JIT_MONITOR[0],
         help="count compilations after warm-up, or let one end the engine",
     )
+    parser.add_argument("--kv-cache-dtype", default="auto", help="of every mode, as vLLM spells it")
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     return parser
 
@@ -186,6 +196,7 @@ def run(
     facts: str,
     path: Path,
     jit_monitor: str = JIT_MONITOR[0],
+    kv_cache_dtype: str = "auto",
 ) -> int:
     """Measure modes one after another and report them.
 
@@ -196,6 +207,7 @@ def run(
         facts: machine, versions and date.
         path: the CSV; the other files lie beside it.
         jit_monitor: of :data:`JIT_MONITOR`.
+        kv_cache_dtype: of vLLM's option of that name.
 
     Returns:
         The exit status: 1 where a mode was not measured.
@@ -206,7 +218,9 @@ def run(
     notes: list[str] = []
     measured = set()
     for mode in modes:
-        found, said = _in_own_process(checkpoint, mode, batches, path.parent, jit_monitor)
+        found, said = _in_own_process(
+            checkpoint, mode, batches, path.parent, jit_monitor, kv_cache_dtype
+        )
         rows += found
         notes += said
         measured |= {row.mode for row in found}
@@ -233,7 +247,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     batches = arguments.batch or list(BATCHES)
     if arguments.worker:
         rows = measure(
-            arguments.checkpoint, arguments.worker, batches, jit_monitor=arguments.jit_monitor
+            arguments.checkpoint,
+            arguments.worker,
+            batches,
+            jit_monitor=arguments.jit_monitor,
+            kv_cache_dtype=arguments.kv_cache_dtype,
         )
         text = json.dumps([asdict(row) for row in rows])
         arguments.output.write_text(text, encoding="utf-8")
@@ -249,9 +267,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sizes = engine_checkpoint.LLAMA_3_8B | {"num_hidden_layers": arguments.layers}
             engine_checkpoint.write(checkpoint, arguments.scheme, sizes)
             torch.cuda.empty_cache()
-        csv_path = arguments.output / f"engine-{arguments.scheme}.csv"
+        cached = arguments.kv_cache_dtype
+        suffix = "" if cached == "auto" else f"-kv-{cached}"
+        csv_path = arguments.output / f"engine-{arguments.scheme}{suffix}.csv"
         modes = arguments.mode or TIMED_MODES
-        return run(checkpoint, modes, batches, facts, csv_path, arguments.jit_monitor)
+        return run(checkpoint, modes, batches, facts, csv_path, arguments.jit_monitor, cached)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-MODES = ("off", "prefer", "prefer+fused", "require", "require+fused")
-"""``TAUT_KERNELS``, ``off`` is stock; ``+fused``: with what ``taut worker --fused-ops`` adds."""
+MODES = (
+    "off",
+    *(
+        f"{kernels}{parts}"
+        for kernels in ("prefer", "require")
+        for parts in ("", "+fused", "+attention", "+fused+attention")
+    ),
+)
+"""``TAUT_KERNELS``, ``off`` is stock; ``+fused`` and ``+attention``: with what ``taut worker
+--fused-ops`` and ``--decode-attention`` add."""
 
 
 def engine_options(mode: str, batches: Sequence[int]) -> dict[str, Any]:
@@ -19,24 +27,29 @@ def engine_options(mode: str, batches: Sequence[int]) -> dict[str, Any]:
         batches: sequences at once, each captured as a CUDA graph.
 
     Raises:
-        RuntimeError: this card has no fused ops in that mode.
+        RuntimeError: this card has no fused ops, or no decode attention, in that mode.
     """
     import torch
 
-    from taut_kernels.vllm_plugin import cache_key, fused_ops
+    from taut_kernels.vllm_plugin import cache_key, decode_attention, fused_ops
 
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(batches)}
     arguments: dict[str, Any] = {"compilation_config": compilation}
-    kernels, _, fused = mode.partition("+")
+    kernels, *parts = mode.split("+")
     if kernels != "off":
         arguments["additional_config"] = {"taut": cache_key()}
-    if fused:
-        gpu = torch.cuda.get_device_name()
+    gpu = torch.cuda.get_device_name() if parts else None
+    if "fused" in parts:
         if reason := fused_ops.why_not_fused_ops(gpu, kernels):
             raise RuntimeError(f"mode {mode}: {reason}")
         options = fused_ops.engine_options(gpu, kernels)
         compilation |= options["--compilation-config"]
         arguments["ir_op_priority"] = options["--ir-op-priority"]
+    if "attention" in parts:
+        if reason := decode_attention.why_not_used(gpu, kernels):
+            raise RuntimeError(f"mode {mode}: {reason}")
+        backend = decode_attention.engine_options(gpu, kernels)["--attention-backend"]
+        arguments["attention_backend"] = backend
     return arguments
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 _PYTEST = ("-c", "/dev/null", "--rootdir=.", "--import-mode=importlib", "-p", "no:cacheprovider")
 _BIG_MODELS = "qwen2.5-7b,llama3-70b-tp8,qwen2.5-32b,llama3-70b"
 _FEW_TOKENS = "1,4,8,16,32,64,128,256,384,1024,1664,4096"
+_W4A16_MODES = ("off", "prefer", "prefer+attention", "prefer+fused", "prefer+fused+attention")
 _FUSED_MODES = ("--mode", "off", "--mode", "prefer+fused")
 _VLLM_ONLY = ("--kernel", "taut", "--kernel", "Marlin", "--kernel", "Machete")
 _DENSE_TOO = ("--kernel", "cuBLAS", "--kernel", "FP8 CUTLASS (other weights)")
@@ -83,7 +84,13 @@ PARTS: dict[str, tuple[Step, ...]] = {
         _bench("primitives", "primitives", 90),
     ),
     "engine": (
-        _bench("engine-w4a16", "engine", 500, "--scheme", "w4a16"),
+        _bench(
+            "engine-w4a16",
+            "engine",
+            500,
+            *("--scheme", "w4a16"),
+            *(word for mode in _W4A16_MODES for word in ("--mode", mode)),
+        ),
         _bench("attention-backward", "attention", 60, "--part", "backward"),
     ),
     "shapes": (

@@ -176,3 +176,63 @@ def after_engine_start(stat_logger: Any, callback: Callable[[], None]) -> None:
 
     log_engine_initialized._taut_callback = callback  # type: ignore[attr-defined]
     stat_logger.log_engine_initialized = log_engine_initialized
+
+
+def register_attention_backend(registry: ModuleType, name: str, path: str) -> bool:
+    """Register an attention backend under a name that vLLM keeps free, once.
+
+    Args:
+        registry: `vllm.v1.attention.backends.registry`.
+        name: of the backend, a member of `AttentionBackendEnum`.
+        path: of its class.
+
+    Returns:
+        Whether the name is ours; another plugin may have it.
+
+    Raises:
+        IncompatibleVllmError: the registry is not what we know.
+    """
+    try:
+        backend = registry.AttentionBackendEnum[name]
+        if backend.is_overridden():
+            return bool(backend.get_path() == path)
+        registry.register_backend(backend, path)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise IncompatibleVllmError(
+            f"vLLM's attention backends are not where this plugin expects them: {error!r}"
+        ) from error
+    return True
+
+
+def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return FlashAttention's cache as keys and values, [pages, page size, Hk, D].
+
+    Args:
+        kv_cache: [pages, Hk, page size, 2D], any strides: a key and its value are neighbours.
+        head_dim: D.
+
+    Raises:
+        IncompatibleVllmError: it has another shape.
+    """
+    if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * head_dim:
+        raise IncompatibleVllmError(
+            f"vLLM's cache is not [pages, heads, page size, 2 x {head_dim}]: "
+            f"{tuple(kv_cache.shape)}"
+        )
+    # The stride of a single head may be anything; 1 would be compiled in.
+    single = kv_cache.shape[1] == 1
+    both = kv_cache.squeeze(1).unsqueeze(2) if single else kv_cache.transpose(1, 2)
+    return both[..., :head_dim], both[..., head_dim:]
+
+
+def quantised_queries(query: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Quantise queries to fp8 as vLLM's attention layer does before FlashAttention 3.
+
+    Args:
+        query: [tokens, Hq, D].
+        scale: one element.
+    """
+    from vllm import _custom_ops
+
+    quantised: torch.Tensor = _custom_ops.scaled_fp8_quant(query.flatten(1), scale)[0]
+    return quantised.view(query.shape)

@@ -90,7 +90,7 @@ def _ours(layer: dict[str, Any]) -> str:
 
 
 def op_series(ops: dict[str, Any]) -> dict[OpSeries, int]:
-    """Count the norms, activations and rotary embeddings of a record by their owner.
+    """Count a record's norms, activations, rotary embeddings and attention by their owner.
 
     Args:
         ops: of a record.
@@ -102,6 +102,8 @@ def op_series(ops: dict[str, Any]) -> dict[OpSeries, int]:
     found = {OpSeries(op, provider, reason): 1 for op, provider in ops["providers"].items()}
     for op, owners in ops["custom_ops"].items():
         found |= {OpSeries(op, owner, reason): count for owner, count in owners.items()}
+    for row in ops.get("attention", ()):
+        found[OpSeries("decode_attention", row["owner"], row["reason"] or "")] = row["layers"]
     return found
 
 
@@ -118,7 +120,7 @@ def publish(document: dict[str, Any]) -> None:
     )
     ops = _gauge(
         "taut_kernel_ops",
-        "Norms, activations and rotary embeddings by whose implementation runs.",
+        "Norms, activations, rotary embeddings and decode attention by whose implementation runs.",
         OpSeries._fields,
     )
     mode = _gauge("taut_kernels_mode", "What the worker asked for, TAUT_KERNELS.", ("mode",))

@@ -9,7 +9,7 @@ from vllm.model_executor.kernels import linear as kernel_selection
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from taut_kernels.vllm_plugin import compat, fused_ops, gauges, record, selection
+from taut_kernels.vllm_plugin import compat, decode_attention, fused_ops, gauges, record, selection
 from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal, slower_in_places
 from taut_kernels.vllm_plugin.scaled_mm import (
     TautFP8ScaledMMLinearKernel,
@@ -45,11 +45,15 @@ def install(mode: str) -> None:
     compat.insert_scaled_mm_first(TautFP8ScaledMMLinearKernel, kernel_selection, "FP8")
 
     fused_ops.install(mode)
+    decode_attention.install()
 
     def conclude(model: torch.nn.Module) -> None:
         choices = list(selection.audit(model, refusal, why_not_chosen, slower_in_places))
         ops = fused_ops.conclude(model, mode)
-        _logger.info("taut ops (%s): %s", mode, fused_ops.summary(ops))
+        attention = decode_attention.conclude(model, mode)
+        parts = (fused_ops.summary(ops), decode_attention.summary(attention))
+        _logger.info("taut ops (%s): %s; %s", mode, *parts)
+        ops["attention"] = attention
         selection.conclude(choices, mode, ops)
 
     record.make_place()

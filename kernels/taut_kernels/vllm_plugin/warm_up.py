@@ -1,4 +1,4 @@
-"""Compile the fused kernels a loaded model can reach, so that no request waits for the compiler.
+"""Compile the kernels a loaded model can reach, so that no request waits for the compiler.
 
 Each width's every tile runs once on a few rows; what is compiled depends on the tile and not on the
 number of tokens. Holds no arithmetic and imports no vLLM: models are recognised by their parts.
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from taut_kernels import tiles_fused
+from taut_kernels import _launch, tiles_fused
+from taut_kernels.attention import _tiles, decode
+from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
 
 _EPSILON = 1e-6
@@ -230,3 +232,60 @@ def _rotate(rotation: Rotation, device: torch.device, gpu: str | None) -> int:
         views = [part.view(tile.rows, -1, head_dim) for part in (q, k)]
         rope.launch(tile, positions, views[0], views[1], cache, rotation.neox)
     return len(tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeForm:
+    """What compiled forms of paged decode of a layer have in common, beside scales.
+
+    Attributes:
+        heads: query heads.
+        kv_heads: key heads.
+        head_dim: elements of one.
+        page_size: keys of a page.
+        window: keys a query sees, 0 for all; only whether it is 0 counts.
+        dtype: of queries.
+        cache_dtype: of keys and values.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    window: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+
+
+_compiled: set[tuple[DecodeForm, torch.device]] = set()
+
+
+def compile_decode(form: DecodeForm, device: torch.device) -> int:
+    """Run every tile of a layer's decodes once, with and without splits; layers repeat forms.
+
+    Args:
+        form: of the layer.
+        device: where it runs.
+
+    Returns:
+        The number of launches, 0 where another layer had the same form.
+    """
+    if (form, device) in _compiled:
+        return 0
+    _compiled.add((form, device))
+    dim, size = form.head_dim, form.cache_dtype.itemsize
+    gpu = _launch.gpu_name(device)
+    q = torch.zeros(1, 1, form.heads, dim, dtype=form.dtype, device=device)
+    # As vLLM lays them out: a key and its value are neighbours.
+    both = torch.zeros(1, form.page_size, form.kv_heads, 2 * dim, dtype=form.dtype, device=device)
+    both = both.to(form.cache_dtype)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    contexts = torch.ones(1, dtype=torch.int32, device=device)
+    scale = torch.ones((), device=device) if size == 1 else None
+    arrivals = torch.zeros(form.heads, dtype=torch.int32, device=device)
+    settings = decode.Settings(table, contexts, scale, scale, arrivals, 1, form.window, 1.0)
+    tiles = {_tiles.decode(gpu, padded_dim(dim), size, load) for load in _tiles.LOADS}
+    for tile in sorted(tiles, key=str):
+        for splits in (1, 2):
+            decode.launch(tile, q, both[..., :dim], both[..., dim:], settings, splits)
+    return 2 * len(tiles)

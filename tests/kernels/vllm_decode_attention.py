@@ -1,0 +1,291 @@
+"""Run by test_decode_attention.py: our backend in an installed vLLM, without a card, as JSON.
+
+vLLM's FlashAttention is replaced where it would compute, and writes down what it was called with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TAUT_KERNELS"] = "prefer"
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends import flash_attn, registry
+
+from taut_kernels.attention import _decode_reference
+from taut_kernels.vllm_plugin import compat, decode_attention, register
+
+HEADS, KV_HEADS, DIM, PAGE, SCALE = 8, 2, 128, 16, 0.06
+CPU = torch.device("cpu")
+ANSWER: dict[str, Any] = {}
+CALLS: list[dict[str, Any]] = []
+
+
+def registered() -> None:
+    custom = registry.AttentionBackendEnum.CUSTOM
+    ANSWER["before"] = custom.is_overridden()
+    register()
+    register()
+    backend = custom.get_class()
+    ANSWER["class"], ANSWER["name"] = backend.__name__, backend.get_name()
+    # A layer looks its backend up by that name.
+    ANSWER["member"] = registry.AttentionBackendEnum[backend.get_name()] is custom
+    again = compat.register_attention_backend(
+        registry, decode_attention.BACKEND, decode_attention.CLASS_PATH
+    )
+    other = compat.register_attention_backend(registry, decode_attention.BACKEND, "other.Backend")
+    ANSWER["registers"] = [again, other]
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    (flag, value), *rest = decode_attention.engine_options("NVIDIA H200", "prefer").items()
+    parsed = parser.parse_args([flag, value]).attention_backend
+    ANSWER["parsed"] = [getattr(parsed, "name", parsed), len(rest)]
+
+
+def pretend_h200() -> Any:
+    current_platform.is_cuda = lambda: True
+    current_platform.get_device_name = lambda: "NVIDIA H200"
+
+    def forward(self: Any, layer: Any, query: Any, *operands: Any) -> torch.Tensor:
+        CALLS.append(
+            {"dtype": str(query.dtype), "told": self.supports_quant_query_input, "query": query}
+        )
+        if layer.fails:
+            raise RuntimeError("theirs fails")
+        output: torch.Tensor = operands[4]
+        return output.fill_(7)
+
+    flash_attn.FlashAttentionImpl.forward = forward
+    if hasattr(flash_attn, "flash_attn_supports_kv_cache_dtype"):
+        flash_attn.flash_attn_supports_kv_cache_dtype = lambda *_, **__: True
+    compat.quantised_queries = lambda query, scale: (query / scale).to(torch.float8_e4m3fn)
+    from taut_kernels.vllm_plugin import attention_backend
+
+    return attention_backend
+
+
+def impl(backend: Any, kv_cache_dtype: str = "auto", window: int | None = None, **more: Any) -> Any:
+    found = backend.TautAttentionImpl(
+        HEADS, DIM, SCALE, KV_HEADS, None, window, kv_cache_dtype, **more
+    )
+    found.prepare(PAGE, torch.bfloat16, 16, CPU)
+    return found
+
+
+def batch(lens: list[int], window: tuple[int, int] = (-1, -1), **changes: Any) -> Any:
+    """A batch's metadata as this vLLM has it, of contexts `lens`."""
+    count = len(lens)
+    fields = {
+        "num_actual_tokens": count,
+        "max_query_len": 1,
+        "query_start_loc": torch.arange(count + 1, dtype=torch.int32),
+        "max_seq_len": max(lens),
+        "seq_lens": torch.tensor(lens, dtype=torch.int32),
+        "block_table": torch.randperm(4 * count).int().view(count, 4),
+        "use_cascade": False,
+        "sliding_window": window,
+        **changes,
+    }
+    known = {field.name for field in dataclasses.fields(flash_attn.FlashAttentionMetadata)}
+    optional = dict.fromkeys(known - fields.keys())
+    optional |= {"causal": changes.get("causal", True)}
+    given = {name: value for name, value in (optional | fields).items() if name in known}
+    return flash_attn.FlashAttentionMetadata(**given)
+
+
+def layer(fails: bool = False) -> Any:
+    one = torch.tensor
+    return SimpleNamespace(_q_scale=one(0.5), _k_scale=one(0.25), _v_scale=one(3.0), fails=fails)
+
+
+def cache(eight_bit: bool, heads_first: bool = False) -> torch.Tensor:
+    kv = torch.randn(64, PAGE, KV_HEADS, 2 * DIM).bfloat16()
+    if heads_first:
+        kv = kv.transpose(1, 2).contiguous().transpose(1, 2)
+    if eight_bit:
+        kv = kv.to(torch.float8_e4m3fn).view(torch.uint8)
+    return kv.transpose(1, 2)
+
+
+def expected(q: Any, kv: Any, meta: Any, eight_bit: bool, window: int) -> torch.Tensor:
+    both = kv.transpose(1, 2)
+    scales: Any = (None, None)
+    if eight_bit:
+        both, scales = both.view(torch.float8_e4m3fn), (torch.tensor(0.25), torch.tensor(3.0))
+    o = _decode_reference.paged_decode_ref(
+        q[:, None], both[..., :DIM], both[..., DIM:], meta.block_table, meta.seq_lens, *scales,
+        None, 0, window, SCALE,
+    )  # fmt: skip
+    return o[:, 0]
+
+
+def routed(backend: Any) -> None:
+    """Plain decodes: our values in the caller's memory; FlashAttention is not asked."""
+    found = {}
+    for kind, eight_bit, window, heads_first in (
+        ("bf16", False, None, False),
+        ("bf16 HND", False, None, True),
+        ("bf16 window", False, 20, False),
+        ("fp8", True, None, False),
+        ("fp8 HND window", True, 33, True),
+    ):
+        ours = impl(backend, "fp8" if eight_bit else "auto", window)
+        meta = batch([50, 1, 0, 37], ours.sliding_window)
+        kv = cache(eight_bit, heads_first)
+        # Cut out of a projection, as a model's queries are, with two padding rows.
+        q = torch.randn(6, (HEADS + 2) * DIM).bfloat16()[:, : HEADS * DIM].unflatten(1, (-1, DIM))
+        out = torch.full((6, HEADS, DIM), 9.0).bfloat16()
+        CALLS.clear()
+        same = ours.forward(layer(), q, None, None, kv, meta, out) is out
+        right = torch.equal(out[:4], expected(q[:4], kv, meta, eight_bit, window or 0))
+        found[kind] = [same, right, bool((out[4:] == 9).all()), len(CALLS)]
+    ANSWER["routed"] = found
+
+
+def fell_through(backend: Any) -> None:
+    """What is no plain decode: FlashAttention, with what it wants to be handed."""
+    found: dict[str, Any] = {}
+    q, kv = torch.randn(4, HEADS, DIM).bfloat16(), cache(False)
+    uses = "use_cascade" in {f.name for f in dataclasses.fields(flash_attn.FlashAttentionMetadata)}
+    changes: dict[str, dict[str, Any]] = {
+        "prefill": {"max_query_len": 2},
+        "fewer tokens than sequences": {"num_actual_tokens": 3},
+        "not causal": {"causal": False},
+        "causal by sequence": {"causal": torch.ones(4, dtype=torch.int32)},
+        "R-SWA": {"rswa_prefix_lens": torch.ones(4)},
+    }
+    if uses:
+        changes |= {"cascade": {"use_cascade": True}, "other window": {"sliding_window": (9, 0)}}
+    ours = impl(backend)
+    for name, change in changes.items():
+        CALLS.clear()
+        out = torch.zeros(4, HEADS, DIM).bfloat16()
+        ours.forward(layer(), q, q, q, kv, batch([9, 9, 9, 9], **change), out)
+        found[name] = [len(CALLS), bool((out == 7).all())]
+    CALLS.clear()
+    ours.forward(layer(), q, q, q, kv, None, torch.zeros(4, HEADS, DIM).bfloat16())
+    found["profiling"] = [len(CALLS), True]
+    scale = torch.ones(1)
+    ours.forward(layer(), q, q, q, kv, batch([9] * 4), torch.zeros(4, HEADS, DIM).bfloat16(), scale)
+    found["quantised output"] = [len(CALLS) - 1, True]
+    ANSWER["fell_through"] = found
+
+
+def quantised(backend: Any) -> None:
+    """Over an fp8 cache the layer hands 16-bit queries; FlashAttention gets fp8 ones."""
+    ours, q = impl(backend, "fp8"), torch.randn(3, HEADS, DIM).bfloat16()
+    theirs = flash_attn.FlashAttentionImpl(
+        HEADS, DIM, SCALE, KV_HEADS, None, None, "fp8"
+    ).supports_quant_query_input
+    answer: dict[str, Any] = {"stock": theirs, "layer": ours.supports_quant_query_input}
+    mixed, out = batch([9, 9, 9], max_query_len=3), torch.zeros(3, HEADS, DIM).bfloat16()
+    CALLS.clear()
+    ours.forward(layer(), q, q, q, cache(True), mixed, out)
+    answer["dtype"], answer["told"] = CALLS[0]["dtype"], CALLS[0]["told"]
+    values = (q / 0.5).to(torch.float8_e4m3fn)
+    answer["values"] = torch.equal(CALLS[0]["query"].float(), values.float())
+    answer["after"] = ours.supports_quant_query_input
+    try:
+        ours.forward(layer(fails=True), q, q, q, cache(True), mixed, out)
+    except RuntimeError as error:
+        answer["error"] = str(error)
+    answer["after error"] = ours.supports_quant_query_input
+    # A layer that is not ours is vLLM's in everything.
+    capped = impl(backend, "fp8", logits_soft_cap=30.0)
+    CALLS.clear()
+    capped.forward(layer(), q.to(torch.float8_e4m3fn), q, q, cache(True), batch([9] * 3), out)
+    answer["capped"] = [capped.why_not_ours, capped.supports_quant_query_input, len(CALLS)]
+    ANSWER["quantised"] = answer
+
+
+def refused(backend: Any) -> None:
+    """Reasons that layers give, and those found out when the cache is laid out."""
+    found = {
+        "plain": impl(backend).why_not_ours,
+        "soft cap": impl(backend, logits_soft_cap=30.0).why_not_ours,
+        "encoder": impl(backend, attn_type="encoder_only").why_not_ours,
+        "int8": impl(backend, "int8_per_token_head").why_not_ours,
+    }
+    for name, page, dtype, kv_cache_dtype in (
+        ("pages", 48, torch.bfloat16, "auto"),
+        ("other type", 16, torch.bfloat16, "float16"),
+        ("same type", 16, torch.float16, "float16"),
+    ):
+        late = backend.TautAttentionImpl(HEADS, DIM, SCALE, KV_HEADS, None, None, kv_cache_dtype)
+        late.prepare(page, dtype, 4, CPU)
+        found[name] = late.why_not_ours
+        if late.why_not_ours:
+            CALLS.clear()
+            out = torch.zeros(2, HEADS, DIM).bfloat16()
+            late.forward(layer(), out, out, out, cache(False), batch([9, 9]), out)
+            assert CALLS, name
+    plain, config = impl(backend), backend.get_current_vllm_config_or_none
+    for name, part, option in (
+        ("asleep", "model_config", "enable_sleep_mode"),
+        ("halves", "parallel_config", "use_ubatching"),
+    ):
+        asked = SimpleNamespace(**{part: SimpleNamespace(**{option: True})})
+        backend.get_current_vllm_config_or_none = lambda asked=asked: asked
+        facts = backend._facts_of(plain)
+        found[name] = decode_attention.why_not_layer(facts, "NVIDIA H200", "prefer")
+    backend.get_current_vllm_config_or_none = config
+    ANSWER["refused"] = found
+
+
+def built(backend: Any) -> None:
+    """The builder: what graphs it allows, whose layers it prepares, when it makes no schedule."""
+    builder = backend.TautAttentionMetadataBuilder
+    base = flash_attn.FlashAttentionMetadataBuilder
+    support = {}
+    for theirs in AttentionCGSupport:
+        base.get_cudagraph_support = classmethod(lambda cls, config, spec, it=theirs: it)
+        support[theirs.name] = builder.get_cudagraph_support(None, None).name
+    ANSWER["graphs"] = support
+    base.__init__ = lambda self, *arguments: None
+    fast = []
+    base.build = lambda self, prefix, common, fast_build=False: fast.append(fast_build)
+    ours = backend.TautAttentionImpl(HEADS, DIM, SCALE, KV_HEADS, None, None, "auto")
+    theirs = flash_attn.FlashAttentionImpl(HEADS, DIM, SCALE, KV_HEADS, None, None, "auto")
+    layers = {"a": SimpleNamespace(impl=ours), "b": SimpleNamespace(impl=theirs)}
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context=layers, max_cudagraph_capture_size=64
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+    )
+    spec = SimpleNamespace(block_size=PAGE)
+    counters = []
+    for names in (["a"], ["a", "b"]):
+        made = builder(spec, names, config, CPU)
+        for window, length in ((None, 1), ((-1, -1), 1), ((-1, -1), 5)):
+            made.aot_sliding_window = window
+            made.build(0, SimpleNamespace(max_query_len=length))
+        counters.append(ours._arrivals.numel())
+    ANSWER["fast"], ANSWER["counters"] = fast, counters
+    model = torch.nn.ModuleList()
+    for one in (ours, ours, theirs):
+        attention = torch.nn.Module()
+        attention.impl, attention.attn_backend = one, None
+        model.append(attention)
+    ANSWER["concluded"] = decode_attention.conclude(model, "prefer")
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    registered()
+    backend = pretend_h200()
+    for look in (routed, fell_through, quantised, refused, built):
+        look(backend)
+    sys.stdout.write(f"\nANSWER {json.dumps(ANSWER)}\n")
+
+
+if __name__ == "__main__":
+    main()
