@@ -134,6 +134,23 @@ class ScaledMmTable:
     buckets: dict[tuple[str, int, int], tuple[Bucket, ...]]
 
 
+def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
+    """Say why a tile cannot run a product; None where it can.
+
+    Args:
+        tile: how to cut the work.
+        op: one of :data:`OPS`.
+        N: output features.
+    """
+    if op == "fp8_block" and (tile.kernel, tile.block_k) != ("ring", BLOCK_GROUP):
+        return f"fp8_block needs kernel ring and block_k 128, got {tile}"
+    if tile.kernel != "ring" and N % 8:
+        return f"kernel {tile.kernel} needs N % 8 == 0 (16-byte rows), got {N}"
+    if (tile.kernel, tile.block_n, op) == ("turns", 256, "w8a8_gemm"):
+        return "kernel turns has tiles of 256 features for FP8 only"
+    return None
+
+
 def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], Bucket]:
     if set(row) != _ROW_FIELDS or row["op"] not in OPS:
         raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op one of {OPS}")
@@ -142,14 +159,8 @@ def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], B
     tile = ScaledMmTile(**row["tile"])
     if tile.split_k > 1 and (row["max_m"] is None or row["max_m"] > tile.block_m):
         raise ValueError(f"{where}: split_k needs block_m ≥ max_m, got {tile} at {row['max_m']}")
-    if row["op"] == "fp8_block" and (tile.kernel, tile.block_k) != ("ring", BLOCK_GROUP):
-        raise ValueError(f"{where}: fp8_block needs kernel ring and block_k 128, got {tile}")
-    if tile.kernel != "ring" and row["N"] % 8:
-        raise ValueError(
-            f"{where}: kernel {tile.kernel} needs N % 8 == 0 (16-byte rows), got {row['N']}"
-        )
-    if (tile.kernel, tile.block_n, row["op"]) == ("turns", 256, "w8a8_gemm"):
-        raise ValueError(f"{where}: kernel turns has tiles of 256 features for FP8 only")
+    if reason := why_not_for(tile, row["op"], row["N"]):
+        raise ValueError(f"{where}: {reason}")
     faster = all(ours <= theirs for ours, theirs in zip(row["us"], row["vllm_us"], strict=True))
     wins = faster and tile.kernel in SERVED
     return (row["op"], row["N"], row["K"]), Bucket(row["max_m"], tile, wins)

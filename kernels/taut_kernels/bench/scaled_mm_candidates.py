@@ -34,7 +34,8 @@ def ring_bytes(tile: ScaledMmTile) -> int:
     return tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k
 
 
-def _resident(tile: ScaledMmTile) -> int:
+def resident(tile: ScaledMmTile) -> int:
+    """Return how many of a ring's programs a multiprocessor holds at once."""
     return min(SHARED_BYTES // (ring_bytes(tile) + _RESERVED_BYTES), _MOST_PROGRAMS)
 
 
@@ -48,17 +49,17 @@ def _few_tokens(N: int, K: int, block_m: int, early: bool) -> Iterator[ScaledMmT
         for warps in (4, 8) if block_n == 128 else ((8,) if block_n == 256 else (4,)):
             tile = ScaledMmTile("ring", block_m, block_n, block_k, warps, stages, split)
             programs = -(-N // block_n) * split
-            resident = _resident(tile)
+            places = resident(tile)
             steps = K // block_k // split
-            if not resident or steps < 2 or stages > steps + 1:
+            if not places or steps < 2 or stages > steps + 1:
                 continue
-            if not 0.7 * MULTIPROCESSORS <= programs <= resident * MULTIPROCESSORS:
+            if not 0.7 * MULTIPROCESSORS <= programs <= places * MULTIPROCESSORS:
                 continue
             each = min(stages - 1, steps) * block_n * block_k
             if programs / MULTIPROCESSORS * each < _LEAST_IN_FLIGHT:
                 continue
             yield tile
-            if early and resident <= 2:
+            if early and places <= 2:
                 # As many programs of the next call find room as leave: they may start early.
                 yield from early_starts(tile)
 
