@@ -26,9 +26,11 @@ from taut_kernels import _tile_tables
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
 KERNELS = ("ring", "hopper", "turns")
-_FED_BY_TMA = {"hopper": ((128, 128), (128, 256)), "turns": ((128, 128), (64, 256))}
-_TURNS_STAGES = {128: 6, 256: 5}
-"""Most by features of a tile: beside them 226 KB hold a block of results for each group."""
+_MOST_STAGES = {
+    "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
+    "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 7, (64, 192): 6},
+}
+"""By kernel, and tokens and features of a tile: 226 KB hold a block of results a group, too."""
 SERVED = ("ring", "hopper", "turns")
 """Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
 within CUDA graphs, too. A new one is left out until then."""
@@ -47,8 +49,8 @@ class ScaledMmTile:
             of its own for TMA, sm_90 only: ``hopper`` (two groups of warps share a tile) or
             ``turns`` (each has tiles of its own, and they multiply in turn).
         block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128.
-        block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128 or 256. With
-            ``turns`` tiles are 128×128, or 64×256 (FP8 only).
+        block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
+            256. With ``turns`` tiles are 128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only).
         block_k: K indices a step, a power of two ≥ 32.
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
@@ -85,7 +87,9 @@ class ScaledMmTile:
             raise ValueError(f"kernel must be one of {KERNELS}, got {self.kernel!r}")
         for field, least in (("block_m", 16), ("block_n", 16), ("block_k", 32)):
             value = getattr(self, field)
-            if value < least or value & (value - 1):
+            # What TMA feeds has its own list.
+            free = field == "block_n" and self.kernel != "ring"
+            if value < least or (value & (value - 1) and not free):
                 raise ValueError(f"{field} must be a power of two of at least {least}, got {value}")
         if self.num_warps not in (4, 8, 16):
             raise ValueError(f"num_warps must be 4, 8 or 16, got {self.num_warps}")
@@ -103,18 +107,29 @@ class ScaledMmTile:
             raise ValueError("prefetch needs early and block_k of at least 128")
         if self.kernel == "ring":
             return
-        if (self.block_m, self.block_n) not in _FED_BY_TMA[self.kernel]:
-            sizes = " or ".join(f"{m}×{n}" for m, n in _FED_BY_TMA[self.kernel])
+        most = _MOST_STAGES[self.kernel].get((self.block_m, self.block_n))
+        if most is None:
+            sizes = " or ".join(f"{m}×{n}" for m, n in _MOST_STAGES[self.kernel])
             raise ValueError(f"kernel {self.kernel} needs block_m × block_n {sizes}")
         if (self.block_k, self.num_warps, self.split_k) != (128, 4, 1):
             raise ValueError(f"kernel {self.kernel} needs block_k 128, num_warps 4 and split_k 1")
         if self.num_stages < 2:
             raise ValueError(f"kernel {self.kernel} needs num_stages of at least 2, got 1")
-        if self.kernel == "turns" and self.num_stages > (most := _TURNS_STAGES[self.block_n]):
+        if self.num_stages > most:
+            size = f"{self.block_m}×{self.block_n}"
             raise ValueError(
-                f"kernel turns has room for {most} stages of {self.block_m}×{self.block_n}, "
-                f"got {self.num_stages}"
+                f"kernel {self.kernel} has room for {most} stages of {size}, got {self.num_stages}"
             )
+
+
+def tiles_of_parts() -> list[ScaledMmTile]:
+    """Return the tiles whose features are two powers of two: for what leaves a wave half empty."""
+    return [
+        ScaledMmTile(kernel, block_m, block_n, 128, 4, stages, group_m=16)
+        for kernel, sizes in _MOST_STAGES.items()
+        for (block_m, block_n), stages in sizes.items()
+        if block_n & (block_n - 1)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,3 +39,22 @@ def test_a_measured_shapes_own_winner_is_among_them(op: str) -> None:
                 and (tile.group_m == bucket.tile.group_m or blocks <= tile.group_m)
             ]
             assert same, (N, K, M, str(bucket.tile))
+
+
+@pytest.mark.parametrize(
+    ("shape", "M", "tile"),
+    [
+        # 130 tiles where 128 × 128 makes 160, and 260 where it makes 320: a wave less.
+        ("down", 640, "turns 128x160x128/4w/5s/g16"),
+        ("o", 1280, "turns 128x160x128/4w/5s/g16"),
+        ("down", 320, "turns 64x160x128/4w/7s/g16"),
+        ("qkv", 512, "hopper 128x192x128/4w/5s/g16"),
+    ],
+)
+def test_what_promises_a_wave_less_is_tried(shape: str, M: int, tile: str) -> None:
+    for op in ("fp8_gemm", "w8a8_gemm"):
+        assert tile in map(str, known_tiles(op, *PRODUCTS[shape], M))
+
+
+def test_what_promises_nothing_is_not() -> None:
+    assert not [t for t in known_tiles("fp8_gemm", *PRODUCTS["down"], 1024) if t.block_n % 128]

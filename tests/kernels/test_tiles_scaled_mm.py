@@ -97,7 +97,7 @@ def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
         ([_row(tile=TILE | {"num_stages": 0})], "num_stages must lie in 1..16"),
         ([_row(tile=HOPPER | {"block_m": 64})], "hopper needs block_m × block_n 128×128 or 128×"),
         ([_row(tile=HOPPER | {"block_n": 64})], "hopper needs block_m × block_n 128×128 or 128×"),
-        ([_row(tile=TURNS | {"block_m": 128})], "turns needs block_m × block_n 128×128 or 64×256"),
+        ([_row(tile=TURNS | {"block_m": 128})], "turns needs block_m × block_n 128×128 or 64×2"),
         ([_row(tile=TURNS | {"num_stages": 6})], "room for 5 stages of 64×256, got 6"),
         ([_row(tile=TURNS, op="w8a8_gemm")], "tiles of 256 features for FP8 only"),
         ([_row(tile=HOPPER | {"split_k": 2})], "needs block_k 128, num_warps 4 and split_k 1"),

@@ -7,10 +7,10 @@ A full search of one shape tries hundreds of tiles; these are a dozen a number o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench.scaled_mm_candidates import MULTIPROCESSORS, resident
+from taut_kernels.bench.scaled_mm_candidates import MULTIPROCESSORS, resident, waves_us
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 _SPLITS = (1, 2, 4, 8)
@@ -35,6 +35,8 @@ def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
             # Where bytes count, what did best for one kind does for the other.
             if row_op == op or (M <= _SPLIT_TOKENS and row_op in ("fp8_gemm", "w8a8_gemm")):
                 won |= dict.fromkeys(_near(buckets, M))
+    if M > _SPLIT_TOKENS:
+        won |= dict.fromkeys(_promising(N, K, M, won))
     fit = (tile for tile in won if tiles_scaled_mm.why_not_for(tile, op, N) is None)
     found = [cut for tile in fit for cut in _cuts(tile, N, K, M)]
     return _without_equal_orders(found, M)
@@ -53,6 +55,12 @@ def _near(buckets: tuple[tiles_scaled_mm.Bucket, ...], M: int) -> Iterator[Scale
                 tile = dataclasses.replace(tile, block_m=max(16, M))
             yield tile
         first = last + 1
+
+
+def _promising(N: int, K: int, M: int, won: Iterable[ScaledMmTile]) -> list[ScaledMmTile]:
+    """Return the tiles of two parts whose waves promise to be as short as the winners'."""
+    least = min((waves_us(t, N, K, M) for t in won if t.kernel != "ring"), default=0.0)
+    return [t for t in tiles_scaled_mm.tiles_of_parts() if waves_us(t, N, K, M) < least]
 
 
 def _cuts(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:

@@ -299,11 +299,13 @@ def _plan(
         for name in names:
             (N, K), op = shapes.PRODUCTS[name], KINDS[kind]
             for bucket in buckets:
-                M = bucket[1][-1]
+                Ms = bucket[1]
                 if known:
-                    found = known_tiles(op, N, K, M)
+                    # Its lower end may want another tile, but for few tokens.
+                    ends = Ms if Ms[0] > _FEW_TOKENS else Ms[-1:]
+                    found = [tile for M in ends for tile in known_tiles(op, N, K, M)]
                 else:
-                    found = list(candidates(N, K, M, early=early, fp8=op == KINDS["fp8"]))
+                    found = list(candidates(N, K, Ms[-1], early=early, fp8=op == KINDS["fp8"]))
                 plan[kind, name, bucket] = list(dict.fromkeys(found))
     return plan
 
