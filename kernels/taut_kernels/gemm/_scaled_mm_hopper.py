@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -92,6 +94,7 @@ def launch_hopper(
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // tile.block_n)
     rows, (columns, further) = rows_of_block(tile), columns_of_blocks(tile)
     width, layout = result_layout(tile)
+    more: Any = _operand(weight, further) if further else None
     launcher = _turns if tile.kernel == "turns" else _hopper
     launcher(
         (tile, x.dtype, y.dtype, azp_adj is None, azp is None, bias is None),
@@ -100,7 +103,7 @@ def launch_hopper(
         (
             _operand(x, rows),
             _operand(weight, columns),
-            _operand(weight, further) if further else None,
+            more,
             TensorDescriptor(y, [M, N], [N, 1], [rows, width], layout),
             M,
             N,
