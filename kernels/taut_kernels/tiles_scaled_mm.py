@@ -36,8 +36,8 @@ SERVED = ("ring", "hopper", "turns")
 within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
-PROGRAMS_WANTED = 264
-"""Two programs for each of 132 multiprocessors: below, K is split."""
+MULTIPROCESSORS = 132
+"""Of the cards the rule knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,33 +215,106 @@ def tables() -> dict[str, ScaledMmTable]:
     return _tile_tables.load_all("scaled_mm", parse)
 
 
+def waves_us(tile: ScaledMmTile, N: int, K: int, M: int) -> float:
+    """Estimate a call of a kernel that TMA feeds, without its start and its last stores.
+
+    Whole waves of tiles, each as long as its products (128 × 128 × 128 take 0.356 µs on an H200) or
+    its bytes (64 a clock from L2) take, whichever is longer.
+
+    Args:
+        tile: ``kernel`` hopper or turns.
+        N: output features.
+        K: input features.
+        M: tokens.
+    """
+    tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
+    products = 0.356 * tile.block_m * tile.block_n / 128**2
+    loads = (tile.block_m + tile.block_n) * 128 / 112e3
+    return -(-tiles // MULTIPROCESSORS) * -(-K // 128) * max(products, loads)
+
+
 _RULE_TOKENS = (16, 32, 64, 128)
+_TMA_TOKENS = (*_RULE_TOKENS, 256, 512, 1024, 2048)
+_RULE_SHARED_BYTES = 160 * 1024
+"""For a ring: what a multiprocessor of sm_80 has, less what the driver keeps."""
+_FED_BY_TMA = (
+    ScaledMmTile("hopper", 128, 256, 128, 4, 4, group_m=16),
+    ScaledMmTile("hopper", 128, 128, 128, 4, 6, group_m=16),
+    ScaledMmTile("turns", 128, 128, 128, 4, 6, group_m=16),
+    ScaledMmTile("turns", 64, 256, 128, 4, 5, group_m=16),
+)
+_BESIDE_US = 3.0
+"""What each wave but the last costs beside its products where groups do not take turns."""
 
 
-def rule(op: str, N: int, K: int, M: int) -> ScaledMmTile:
-    """Choose a tile for a shape nobody measured.
-
-    The narrowest token tile that holds M, and K split as far as the card has room for programs.
+def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
+    """Choose a tile for a shape nobody measured, as the measured tables suggest.
 
     Args:
         op: one of :data:`OPS`.
         N: output features.
         K: input features.
         M: tokens, ≥ 1.
+        tma: the card runs the kernels that TMA feeds.
 
     Returns:
         The tile.
     """
+    if op == "fp8_block":
+        return _rule_of_blocks(N, K, M)
+    if M <= 64:
+        return _rule_of_few(N, K, M)
+    narrow = -(-N // 64) <= MULTIPROCESSORS
+    if M <= 128 and narrow:
+        if K >= 2 * N and -(-N // 64) * 2 <= MULTIPROCESSORS:
+            return ScaledMmTile("ring", 128, 64, 128, 4, 6, 2)
+        return ScaledMmTile("ring", 64, 64, 128, 4, 6)
+    if M <= 256 and -(-N // 128) * -(-M // 64) <= MULTIPROCESSORS:
+        return ScaledMmTile("ring", 64, 128, 128, 8, 5)
+    if tma and N % 8 == 0:
+        return _rule_of_waves(op, N, K, M)
+    return ScaledMmTile("ring", 128, 128, 128, 8, 4)
+
+
+def _rule_of_blocks(N: int, K: int, M: int) -> ScaledMmTile:
+    """Choose a tile of block-wise FP8: K split while there is room for two programs."""
     block_m = next((tokens for tokens in _RULE_TOKENS if tokens >= M), 128)
-    block_k = BLOCK_GROUP if op == "fp8_block" or block_m > 32 else 256
-    block_n = 64 if block_m <= 64 else 128
+    block_n, num_warps = (128, 8) if block_m == 128 else (64, 4)
     split, most = 1, 8 if block_m <= 64 else 1  # the last program adds its tiles in registers
-    while block_m >= M and split < most and -(-N // block_n) * 2 * split <= PROGRAMS_WANTED:
-        if 4 * block_k * split > K:
+    while block_m >= M and split < most and -(-N // block_n) * split <= MULTIPROCESSORS:
+        if 4 * BLOCK_GROUP * split > K:
             break
         split *= 2
-    num_warps = 8 if block_m == 128 else 4
-    return ScaledMmTile("ring", block_m, block_n, block_k, num_warps, 4, split)
+    return ScaledMmTile("ring", block_m, block_n, BLOCK_GROUP, num_warps, 4, split)
+
+
+def _rule_of_few(N: int, K: int, M: int) -> ScaledMmTile:
+    """Choose a ring for at most 64 tokens: deep where a multiprocessor holds one program.
+
+    K is split as far as every program still has a multiprocessor of its own.
+    """
+    block_m = next(tokens for tokens in _RULE_TOKENS if tokens >= M)
+    if -(-N // 64) > MULTIPROCESSORS:
+        held = -(-N // 128 // MULTIPROCESSORS)
+        stage = (block_m + 128) * 128
+        stages = max(3, min(8 if held == 1 else 4, _RULE_SHARED_BYTES // held // stage))
+        return ScaledMmTile("ring", block_m, 128, 128, 4 if block_m == 16 else 8, stages)
+    block_k, stages = (128, 8) if block_m == 64 else (256, 6)
+    split = 1
+    while 2 * split * -(-N // 64) <= MULTIPROCESSORS and 4 * block_k * split <= K and split < 8:
+        split *= 2
+    return ScaledMmTile("ring", block_m, 64, block_k, 4, stages, split)
+
+
+def _rule_of_waves(op: str, N: int, K: int, M: int) -> ScaledMmTile:
+    """Choose the kernel and tile whose waves promise to be the shortest."""
+
+    def us(tile: ScaledMmTile) -> float:
+        waves = -(-(-(-M // tile.block_m) * -(-N // tile.block_n)) // MULTIPROCESSORS)
+        beside = _BESIDE_US * (waves - 1) if tile.kernel == "hopper" else 0.0
+        return waves_us(tile, N, K, M) + beside
+
+    return min((t for t in _FED_BY_TMA if why_not_for(t, op, N) is None), key=us)
 
 
 @cache
@@ -258,10 +331,14 @@ def buckets(op: str, gpu: str | None, N: int, K: int) -> tuple[Bucket, ...]:
     measured = table.buckets.get((op, N, K)) if table else None
     if measured:
         return measured
-    limits = (*_RULE_TOKENS, None)
-    sizes = (*_RULE_TOKENS, 2 * _RULE_TOKENS[-1])
+    # A card that runs them has them in its table.
+    tma = table is not None and any(
+        bucket.tile.kernel != "ring" for some in table.buckets.values() for bucket in some
+    )
+    bounded = _TMA_TOKENS if tma else _RULE_TOKENS
     return tuple(
-        Bucket(limit, rule(op, N, K, M), wins=False) for limit, M in zip(limits, sizes, strict=True)
+        Bucket(limit, rule(op, N, K, limit or 2 * bounded[-1], tma=tma), wins=False)
+        for limit in (*bounded, None)
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from taut_kernels.tiles_scaled_mm import ScaledMmTile, tiles_of_parts
+from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, tiles_of_parts
 
 BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
     (16, (1, 16)),
@@ -22,7 +22,6 @@ BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
 """Most tokens of a bucket, and the numbers measured in it: near both ends from 257 on, where a tile
 of 128 tokens costs the same for any part of them."""
 
-MULTIPROCESSORS = 132
 SHARED_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024  # a program's share the driver keeps
 _MOST_PROGRAMS = 8  # a multiprocessor: registers and threads end there
@@ -124,24 +123,6 @@ def candidates(
         yield from _middling_tokens(N, K, M, fp8)
     if M > 256:
         yield from _many_tokens(fp8)
-
-
-def waves_us(tile: ScaledMmTile, N: int, K: int, M: int) -> float:
-    """Estimate a call of a kernel that TMA feeds, without its start and its last stores.
-
-    Whole waves of tiles, each as long as its products (128 × 128 × 128 take 0.356 µs on an H200) or
-    its bytes (64 a clock from L2) take, whichever is longer.
-
-    Args:
-        tile: ``kernel`` hopper or turns.
-        N: output features.
-        K: input features.
-        M: tokens.
-    """
-    tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
-    products = 0.356 * tile.block_m * tile.block_n / 128**2
-    loads = (tile.block_m + tile.block_n) * 128 / 112e3
-    return -(-tiles // MULTIPROCESSORS) * -(-K // 128) * max(products, loads)
 
 
 def early_starts(tile: ScaledMmTile) -> list[ScaledMmTile]:

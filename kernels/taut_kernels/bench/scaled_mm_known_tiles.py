@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench.scaled_mm_candidates import MULTIPROCESSORS, resident, waves_us
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.bench.scaled_mm_candidates import resident
+from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, waves_us
 
 _SPLITS = (1, 2, 4, 8)
 _SPLIT_TOKENS = 128

@@ -16,15 +16,15 @@ from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 ELEMENT = {"w8a8_gemm": "i8", "fp8_gemm": "fp8e4nv", "fp8_block": "fp8e4nv"}
-_RULE_SHAPES = ((4096, 4096), (28672, 4096))
-_RULE_TOKENS = (1, 32, 64, 128)
+_RULE_SHAPES = ((4096, 4096), (1280, 8192), (10240, 8192), (28672, 4096), (57344, 8192))
+_RULE_TOKENS = (1, 32, 64, 128, 256, 4096)
 ALL_TARGETS, HOPPER = ("sm_80", "sm_90"), ("sm_90",)
 
 
 def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
     """Yield tile, K and targets: what a card without a table can reach, then every table's."""
     targets = ALL_TARGETS if op == "w8a8_gemm" else HOPPER
-    for N, K in _RULE_SHAPES:
+    for N, K in _RULE_SHAPES:  # what TMA feeds is in a table
         for M in _RULE_TOKENS:
             yield tiles_scaled_mm.rule(op, N, K, M), K, targets
     for table in tiles_scaled_mm.tables().values():
