@@ -28,9 +28,9 @@ OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
 KERNELS = ("ring", "hopper", "turns")
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
-    "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 7, (64, 192): 6},
+    "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
 }
-"""By kernel, and tokens and features of a tile: 226 KB hold a block of results a group, too."""
+"""By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 SERVED = ("ring", "hopper", "turns")
 """Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
 within CUDA graphs, too. A new one is left out until then."""

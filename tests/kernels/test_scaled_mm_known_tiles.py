@@ -47,7 +47,7 @@ def test_a_measured_shapes_own_winner_is_among_them(op: str) -> None:
         # 130 tiles where 128 × 128 makes 160, and 260 where it makes 320: a wave less.
         ("down", 640, "turns 128x160x128/4w/5s/g16"),
         ("o", 1280, "turns 128x160x128/4w/5s/g16"),
-        ("down", 320, "turns 64x160x128/4w/7s/g16"),
+        ("down", 320, "turns 64x160x128/4w/6s/g16"),
         ("qkv", 512, "hopper 128x192x128/4w/5s/g16"),
     ],
 )

@@ -103,7 +103,7 @@ def _multiply_both(
         values = scaled(acc, pointers, found, SUMS).to(y.dtype)
         store(y_desc, y, values, first_m, first_n, 64, COLUMNS, GROUP)
         values = scaled(more, pointers, others, MORE).to(y.dtype)
-        store(y_desc, y, values, first_m, second_n, 64, FURTHER, GROUP)
+        store(y_desc, y, values, first_m, second_n, 64, FURTHER, GROUP, 4)
     tma.store_wait(0)
 
 
@@ -187,10 +187,11 @@ def scaled_mm_hopper_kernel(
 ):
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     PART: gl.constexpr = 32 if FURTHER else 64
+    PLACES: gl.constexpr = 5 if FURTHER == 32 else (3 if FURTHER else 2)
     HALVES: gl.constexpr = gl.NVMMASharedLayout(2 * PART, 16, 2)
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, 128], BYTES)
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], BYTES)
-    y = gl.allocate_shared_memory(y_desc.dtype, [4, 64, PART], HALVES)
+    y = gl.allocate_shared_memory(y_desc.dtype, [2 * PLACES, 64, PART], HALVES)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     # Nobody waits for this one: with it the machine code is that which ran on a card, 2026-11-22.
     # Drop at the next visit to one.

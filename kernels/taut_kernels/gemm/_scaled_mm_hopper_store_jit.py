@@ -74,11 +74,11 @@ def _halves(values, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _store_part(
-    y_desc, y, values, first_m, column, PLACE: gl.constexpr, GROUP: gl.constexpr
+    y_desc, y, values, first_m, column, PART: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Store some columns of a group's rows by one of its places; the parts take turns at them."""
+    """Store the ``PART``-th columns of a group's rows by one of its places in turn."""
     PLACES: gl.constexpr = y.shape[0] // 2
-    room = y.index(GROUP * PLACES + PLACE % PLACES)
+    room = y.index(GROUP * PLACES + PART % PLACES)
     # The place's last block has been read by TMA; all warps have to know.
     tma.store_wait(PLACES - 1)
     barrier()
@@ -94,9 +94,9 @@ def _store_four(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Store both halves of a group's rows, each in two parts."""
-    first, second = _halves(left, ROWS, COLUMNS // 4)
-    third, fourth = _halves(right, ROWS, COLUMNS // 4)
     WIDTH: gl.constexpr = COLUMNS // 4
+    first, second = _halves(left, ROWS, WIDTH)
+    third, fourth = _halves(right, ROWS, WIDTH)
     _store_part(y_desc, y, first, first_m, first_n, 0, GROUP)
     _store_part(y_desc, y, second, first_m, first_n + WIDTH, 1, GROUP)
     _store_part(y_desc, y, third, first_m, first_n + 2 * WIDTH, 2, GROUP)
@@ -106,18 +106,20 @@ def _store_four(
 @gluon.jit
 def store(
     y_desc, y, values, first_m, first_n,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr = 0,
 ):  # fmt: skip
-    """Store a group's rows in one, two or four parts; the last are under way after it."""
+    """Store a group's rows in one, two or four parts; the last are under way after it.
+
+    A tile's parts are counted from FIRST on. A group has as many places as divide them, so that the
+    next tile's parts find theirs in turn.
+    """
     PARTS: gl.constexpr = COLUMNS // y.shape[2]
     if PARTS == 1:
-        # The place of the part before, so that the next tile's first part finds its own free.
-        tma.store_wait(0)
-        _store_part(y_desc, y, values, first_m, first_n, 1, GROUP)
+        _store_part(y_desc, y, values, first_m, first_n, FIRST, GROUP)
     else:
         left, right = _halves(values, ROWS, COLUMNS // 2)
         if PARTS == 2:
-            _store_part(y_desc, y, left, first_m, first_n, 0, GROUP)
-            _store_part(y_desc, y, right, first_m, first_n + COLUMNS // 2, 1, GROUP)
+            _store_part(y_desc, y, left, first_m, first_n, FIRST, GROUP)
+            _store_part(y_desc, y, right, first_m, first_n + COLUMNS // 2, FIRST + 1, GROUP)
         else:
             _store_four(y_desc, y, left, right, first_m, first_n, ROWS, COLUMNS, GROUP)

@@ -123,7 +123,7 @@ def _multiply_both(
         values = scaled(acc, pointers, found, SUMS).to(y.dtype)
         store(y_desc, y, values, first_m, first_n, ROWS, COLUMNS, GROUP)
         values = scaled(more, pointers, others, MORE).to(y.dtype)
-        store(y_desc, y, values, first_m, second_n, ROWS, FURTHER, GROUP)
+        store(y_desc, y, values, first_m, second_n, ROWS, FURTHER, GROUP, 4)
     tma.store_wait(0)
 
 
@@ -202,10 +202,12 @@ def scaled_mm_turns_kernel(
 ):
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     PART: gl.constexpr = 32 if FURTHER else 64
+    # Where all of it is one wave, nobody multiplies while results leave: more room for them.
+    PLACES: gl.constexpr = 1 if ROWS == 128 or FURTHER == 0 else (5 if FURTHER == 32 else 3)
     HALVES: gl.constexpr = gl.NVMMASharedLayout(2 * PART, 16, 2)
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 128], BYTES)
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], BYTES)
-    y = gl.allocate_shared_memory(y_desc.dtype, [2, ROWS, PART], HALVES)
+    y = gl.allocate_shared_memory(y_desc.dtype, [2 * PLACES, ROWS, PART], HALVES)
     full, empty, turns = barriers(STAGES, 1), barriers(STAGES, 1), barriers(2, 1)
     hopper.fence_async_shared()
     pointers = (x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr)
