@@ -242,7 +242,14 @@ _FED_BY_TMA = (
     ScaledMmTile("hopper", 128, 128, 128, 4, 6, group_m=16),
     ScaledMmTile("turns", 128, 128, 128, 4, 6, group_m=16),
     ScaledMmTile("turns", 64, 256, 128, 4, 5, group_m=16),
+    ScaledMmTile("hopper", 128, 160, 128, 4, 5, group_m=16),
+    ScaledMmTile("hopper", 128, 192, 128, 4, 5, group_m=16),
+    ScaledMmTile("turns", 64, 160, 128, 4, 6, group_m=16),
+    ScaledMmTile("turns", 64, 192, 128, 4, 6, group_m=16),
 )
+"""Of equal promise the first. ``turns`` of 128 × 160 loses to ``hopper`` on most shapes."""
+_LONG_K = 8192
+"""From which on tiles fed by TMA beat FP8's rings at 129 to 256 tokens; int8's they always do."""
 _BESIDE_US = 3.0
 """What each wave but the last costs beside its products where groups do not take turns."""
 
@@ -269,9 +276,13 @@ def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
         if K >= 2 * N and -(-N // 64) * 2 <= MULTIPROCESSORS:
             return ScaledMmTile("ring", 128, 64, 128, 4, 6, 2)
         return ScaledMmTile("ring", 64, 64, 128, 4, 6)
-    if M <= 256 and -(-N // 128) * -(-M // 64) <= MULTIPROCESSORS:
+    if M <= 512 and -(-N // 64) * -(-M // 64) <= MULTIPROCESSORS:
+        return ScaledMmTile("ring", 64, 64, 128, 4, 6)
+    fed = tma and N % 8 == 0
+    short = K < _LONG_K and op == "fp8_gemm"
+    if M <= 256 and (short or not fed) and -(-N // 128) * -(-M // 64) <= MULTIPROCESSORS:
         return ScaledMmTile("ring", 64, 128, 128, 8, 5)
-    if tma and N % 8 == 0:
+    if fed:
         return _rule_of_waves(op, N, K, M)
     return ScaledMmTile("ring", 128, 128, 128, 8, 4)
 

@@ -155,7 +155,7 @@ LOW, HIGH = (ScaledMmTile("hopper", 128, n, 128, 4, 4) for n in (128, 256))
     [
         ((1, 16), (1.0, 2.0), (5.0, 1.0), (9.0, 9.0), [(512, LOW, 2)]),
         ((320, 512), (5.0, 9.0), (5.0, 8.0), (9.0, 9.0), [(512, HIGH, 2)]),
-        # Another tile is clearly faster at the lower end.
+        # Another tile is clearly faster at the lower end: its last tile of tokens ends the bucket.
         ((320, 512), (4.0, 9.0), (5.0, 7.0), (9.0, 9.0), [(384, LOW, 1), (512, HIGH, 1)]),
         # One tile, but vLLM's is the faster one at the upper end, or at the lower.
         ((640, 1024), (9.0, 9.0), (5.0, 8.0), (6.0, 7.0), [(640, HIGH, 1), (512, HIGH, 1)]),
@@ -175,6 +175,17 @@ def test_a_bucket_is_cut_where_its_ends_differ(
     ]
     parts = parts_of_bucket(512, finals, "CUTLASS")
     assert [(part.max_m, part.tile, len(part.finals)) for part in parts] == expected
+
+
+def test_a_cut_bucket_ends_with_the_last_tile_of_its_tokens() -> None:
+    """At 321 tokens tiles of 64 are one more: another wave, maybe, that nobody timed."""
+    few = ScaledMmTile("turns", 64, 160, 128, 4, 6)
+    finals = [
+        Final(M, {few: _timing(a), HIGH: _timing(b)}, {"CUTLASS": _timing(9.0)})
+        for M, a, b in ((320, 4.0, 5.0), (512, 8.0, 6.0))
+    ]
+    parts = parts_of_bucket(512, finals, "CUTLASS")
+    assert [(part.max_m, part.tile) for part in parts] == [(320, few), (512, HIGH)]
 
 
 def _timing(us: float) -> timing.Timing:

@@ -75,7 +75,17 @@ def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
         for M in (512, 1024, 2048, 4096):
             assert wins(op, "gate_up", M) == ("turns", True)
         assert wins(op, "down", 1024) == ("hopper", True)
-        assert wins(op, "down", 2048) == ("turns", False)
+        assert wins(op, "down", 2048) == ("hopper", True)
+    assert wins("fp8_gemm", "down", 64) == ("ring", False)
+    assert wins("w8a8_gemm", "o", 4096) == ("turns", False)
+
+
+def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
+    """Such tokens would cost as much as the whole tile, which fits the bucket, too."""
+    for buckets in tiles_scaled_mm.tables()["NVIDIA H200"].buckets.values():
+        for bucket in buckets:
+            if bucket.tile.kernel != "ring" and bucket.max_m and bucket.max_m > 128:
+                assert bucket.max_m % bucket.tile.block_m == 0
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, waves_us
 _SPLITS = (1, 2, 4, 8)
 _SPLIT_TOKENS = 128
 """Most tokens for which splitting K was ever worth its sums."""
+_HOPELESS = 1.2
+"""Times the shortest waves' estimate from which on no tile won; it errs by less."""
 _FEWEST_PROGRAMS = 0.6 * MULTIPROCESSORS
 """Fewer leave too many multiprocessors without work, where K can be split further."""
 
@@ -36,7 +38,7 @@ def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
             if row_op == op or (M <= _SPLIT_TOKENS and row_op in ("fp8_gemm", "w8a8_gemm")):
                 won |= dict.fromkeys(_near(buckets, M))
     if M > _SPLIT_TOKENS:
-        won |= dict.fromkeys(_promising(N, K, M, won))
+        won = dict.fromkeys(_promising(N, K, M, [*won, *tiles_scaled_mm.tiles_of_parts()]))
     fit = (tile for tile in won if tiles_scaled_mm.why_not_for(tile, op, N) is None)
     found = [cut for tile in fit for cut in _cuts(tile, N, K, M)]
     return _without_equal_orders(found, M)
@@ -57,10 +59,11 @@ def _near(buckets: tuple[tiles_scaled_mm.Bucket, ...], M: int) -> Iterator[Scale
         first = last + 1
 
 
-def _promising(N: int, K: int, M: int, won: Iterable[ScaledMmTile]) -> list[ScaledMmTile]:
-    """Return the tiles of two parts whose waves promise to be as short as the winners'."""
-    least = min((waves_us(t, N, K, M) for t in won if t.kernel != "ring"), default=0.0)
-    return [t for t in tiles_scaled_mm.tiles_of_parts() if waves_us(t, N, K, M) < least]
+def _promising(N: int, K: int, M: int, tiles: Iterable[ScaledMmTile]) -> list[ScaledMmTile]:
+    """Drop tiles fed by TMA whose waves promise to take clearly longer than the shortest."""
+    us = {tile: waves_us(tile, N, K, M) for tile in tiles if tile.kernel != "ring"}
+    most = _HOPELESS * min(us.values(), default=0.0)
+    return [tile for tile in dict.fromkeys(tiles) if us.get(tile, 0.0) <= most]
 
 
 def _cuts(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:

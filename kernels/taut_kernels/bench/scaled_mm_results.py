@@ -19,8 +19,6 @@ from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 _CLEARLY = 0.99
 """Ratio of times from which on a tile of its own is worth a bucket of its own."""
-_BLOCK = 128
-"""Tokens of the widest tile from 257 tokens on: any part of them costs as much."""
 _COLUMNS = ("kind", "shape", "N", "K", "M", "kernel", "us", "p20_us", "p80_us")
 
 
@@ -74,7 +72,9 @@ def parts_of_bucket(max_m: int | None, finals: Sequence[Final], vllm: str) -> li
     wins = [_wins(final, whole, vllm) for final in (low, high)]
     if not clearly and wins[0] == wins[1]:
         return [Part(max_m, whole, tuple(finals))]
-    return [Part(-(-low.M // _BLOCK) * _BLOCK, lower, (low,)), Part(max_m, upper, (high,))]
+    # Any part of a tile costs as much as the whole one.
+    last = -(-low.M // lower.block_m) * lower.block_m
+    return [Part(last, lower, (low,)), Part(max_m, upper, (high,))]
 
 
 def _wins(final: Final, tile: ScaledMmTile, vllm: str) -> bool:
