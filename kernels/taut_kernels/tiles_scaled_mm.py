@@ -237,7 +237,7 @@ _RULE_TOKENS = (16, 32, 64, 128)
 _TMA_TOKENS = (*_RULE_TOKENS, 256, 512, 1024, 2048)
 _RULE_SHARED_BYTES = 160 * 1024
 """For a ring: what a multiprocessor of sm_80 has, less what the driver keeps."""
-_FED_BY_TMA = (
+FED_BY_TMA = (
     ScaledMmTile("hopper", 128, 256, 128, 4, 4, group_m=16),
     ScaledMmTile("hopper", 128, 128, 128, 4, 6, group_m=16),
     ScaledMmTile("turns", 128, 128, 128, 4, 6, group_m=16),
@@ -249,7 +249,7 @@ _FED_BY_TMA = (
 )
 """Of equal promise the first. ``turns`` of 128 × 160 loses to ``hopper`` on most shapes."""
 _LONG_K = 8192
-"""From which on tiles fed by TMA beat FP8's rings at 129 to 256 tokens; int8's they always do."""
+"""From which on tiles fed by TMA beat FP8's rings of 64 × 128 up to 256 tokens; int8's always."""
 _BESIDE_US = 3.0
 """What each wave but the last costs beside its products where groups do not take turns."""
 
@@ -325,7 +325,7 @@ def _rule_of_waves(op: str, N: int, K: int, M: int) -> ScaledMmTile:
         beside = _BESIDE_US * (waves - 1) if tile.kernel == "hopper" else 0.0
         return waves_us(tile, N, K, M) + beside
 
-    return min((t for t in _FED_BY_TMA if why_not_for(t, op, N) is None), key=us)
+    return min((t for t in FED_BY_TMA if why_not_for(t, op, N) is None), key=us)
 
 
 @cache

@@ -22,11 +22,14 @@ ALL_TARGETS, HOPPER = ("sm_80", "sm_90"), ("sm_90",)
 
 
 def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
-    """Yield tile, K and targets: what a card without a table can reach, then every table's."""
+    """Yield tile, K and targets: what the rule or a wide search can reach, then every table's."""
     targets = ALL_TARGETS if op == "w8a8_gemm" else HOPPER
-    for N, K in _RULE_SHAPES:  # what TMA feeds is in a table
+    for N, K in _RULE_SHAPES:
         for M in _RULE_TOKENS:
             yield tiles_scaled_mm.rule(op, N, K, M), K, targets
+    for tile in (*tiles_scaled_mm.FED_BY_TMA, *tiles_scaled_mm.tiles_of_parts()):
+        if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
+            yield tile, 4096, HOPPER
     for table in tiles_scaled_mm.tables().values():
         for (row_op, _, K), buckets in table.buckets.items():
             for bucket in buckets if row_op == op else ():
@@ -48,8 +51,6 @@ def kernel_variants() -> Iterator[KernelVariant]:
                     continue
                 seen.add((tile, even_k))
                 yield variant(op, tile, targets, even_k=even_k)
-    for tile in tiles_scaled_mm.tiles_of_parts():
-        yield variant("fp8_gemm", tile, HOPPER, even_k=True)
     yield from _options_of_w8a8()
     for op in tiles_scaled_mm.OPS:
         tile = tiles_scaled_mm.rule(op, 4096, 4096, 1)
