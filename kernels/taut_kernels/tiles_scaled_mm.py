@@ -26,16 +26,18 @@ from taut_kernels import _tile_tables
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
 KERNELS = ("ring", "hopper", "turns")
-_FED_BY_TMA = {"hopper": ((128, 128), (128, 256)), "turns": ((128, 128), (64, 256))}
-_TURNS_STAGES = {128: 6, 256: 5}
-"""Most by features of a tile: beside them 226 KB hold a block of results for each group."""
+_MOST_STAGES = {
+    "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
+    "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
+}
+"""By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 SERVED = ("ring", "hopper", "turns")
 """Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
 within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
-PROGRAMS_WANTED = 264
-"""Two programs for each of 132 multiprocessors: below, K is split."""
+MULTIPROCESSORS = 132
+"""Of the cards the rule knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class ScaledMmTile:
             of its own for TMA, sm_90 only: ``hopper`` (two groups of warps share a tile) or
             ``turns`` (each has tiles of its own, and they multiply in turn).
         block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128.
-        block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128 or 256. With
-            ``turns`` tiles are 128×128, or 64×256 (FP8 only).
+        block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
+            256. With ``turns`` tiles are 128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only).
         block_k: K indices a step, a power of two ≥ 32.
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
@@ -85,7 +87,9 @@ class ScaledMmTile:
             raise ValueError(f"kernel must be one of {KERNELS}, got {self.kernel!r}")
         for field, least in (("block_m", 16), ("block_n", 16), ("block_k", 32)):
             value = getattr(self, field)
-            if value < least or value & (value - 1):
+            # What TMA feeds has its own list.
+            free = field == "block_n" and self.kernel != "ring"
+            if value < least or (value & (value - 1) and not free):
                 raise ValueError(f"{field} must be a power of two of at least {least}, got {value}")
         if self.num_warps not in (4, 8, 16):
             raise ValueError(f"num_warps must be 4, 8 or 16, got {self.num_warps}")
@@ -103,18 +107,29 @@ class ScaledMmTile:
             raise ValueError("prefetch needs early and block_k of at least 128")
         if self.kernel == "ring":
             return
-        if (self.block_m, self.block_n) not in _FED_BY_TMA[self.kernel]:
-            sizes = " or ".join(f"{m}×{n}" for m, n in _FED_BY_TMA[self.kernel])
+        most = _MOST_STAGES[self.kernel].get((self.block_m, self.block_n))
+        if most is None:
+            sizes = " or ".join(f"{m}×{n}" for m, n in _MOST_STAGES[self.kernel])
             raise ValueError(f"kernel {self.kernel} needs block_m × block_n {sizes}")
         if (self.block_k, self.num_warps, self.split_k) != (128, 4, 1):
             raise ValueError(f"kernel {self.kernel} needs block_k 128, num_warps 4 and split_k 1")
         if self.num_stages < 2:
             raise ValueError(f"kernel {self.kernel} needs num_stages of at least 2, got 1")
-        if self.kernel == "turns" and self.num_stages > (most := _TURNS_STAGES[self.block_n]):
+        if self.num_stages > most:
+            size = f"{self.block_m}×{self.block_n}"
             raise ValueError(
-                f"kernel turns has room for {most} stages of {self.block_m}×{self.block_n}, "
-                f"got {self.num_stages}"
+                f"kernel {self.kernel} has room for {most} stages of {size}, got {self.num_stages}"
             )
+
+
+def tiles_of_parts() -> list[ScaledMmTile]:
+    """Return the tiles whose features are two powers of two: for what leaves a wave half empty."""
+    return [
+        ScaledMmTile(kernel, block_m, block_n, 128, 4, stages, group_m=16)
+        for kernel, sizes in _MOST_STAGES.items()
+        for (block_m, block_n), stages in sizes.items()
+        if block_n & (block_n - 1)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +149,23 @@ class ScaledMmTable:
     buckets: dict[tuple[str, int, int], tuple[Bucket, ...]]
 
 
+def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
+    """Say why a tile cannot run a product; None where it can.
+
+    Args:
+        tile: how to cut the work.
+        op: one of :data:`OPS`.
+        N: output features.
+    """
+    if op == "fp8_block" and (tile.kernel, tile.block_k) != ("ring", BLOCK_GROUP):
+        return f"fp8_block needs kernel ring and block_k 128, got {tile}"
+    if tile.kernel != "ring" and N % 8:
+        return f"kernel {tile.kernel} needs N % 8 == 0 (16-byte rows), got {N}"
+    if (tile.kernel, tile.block_n, op) == ("turns", 256, "w8a8_gemm"):
+        return "kernel turns has tiles of 256 features for FP8 only"
+    return None
+
+
 def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], Bucket]:
     if set(row) != _ROW_FIELDS or row["op"] not in OPS:
         raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op one of {OPS}")
@@ -142,14 +174,8 @@ def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], B
     tile = ScaledMmTile(**row["tile"])
     if tile.split_k > 1 and (row["max_m"] is None or row["max_m"] > tile.block_m):
         raise ValueError(f"{where}: split_k needs block_m ≥ max_m, got {tile} at {row['max_m']}")
-    if row["op"] == "fp8_block" and (tile.kernel, tile.block_k) != ("ring", BLOCK_GROUP):
-        raise ValueError(f"{where}: fp8_block needs kernel ring and block_k 128, got {tile}")
-    if tile.kernel != "ring" and row["N"] % 8:
-        raise ValueError(
-            f"{where}: kernel {tile.kernel} needs N % 8 == 0 (16-byte rows), got {row['N']}"
-        )
-    if (tile.kernel, tile.block_n, row["op"]) == ("turns", 256, "w8a8_gemm"):
-        raise ValueError(f"{where}: kernel turns has tiles of 256 features for FP8 only")
+    if reason := why_not_for(tile, row["op"], row["N"]):
+        raise ValueError(f"{where}: {reason}")
     faster = all(ours <= theirs for ours, theirs in zip(row["us"], row["vllm_us"], strict=True))
     wins = faster and tile.kernel in SERVED
     return (row["op"], row["N"], row["K"]), Bucket(row["max_m"], tile, wins)
@@ -189,33 +215,117 @@ def tables() -> dict[str, ScaledMmTable]:
     return _tile_tables.load_all("scaled_mm", parse)
 
 
+def waves_us(tile: ScaledMmTile, N: int, K: int, M: int) -> float:
+    """Estimate a call of a kernel that TMA feeds, without its start and its last stores.
+
+    Whole waves of tiles, each as long as its products (128 × 128 × 128 take 0.356 µs on an H200) or
+    its bytes (64 a clock from L2) take, whichever is longer.
+
+    Args:
+        tile: ``kernel`` hopper or turns.
+        N: output features.
+        K: input features.
+        M: tokens.
+    """
+    tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
+    products = 0.356 * tile.block_m * tile.block_n / 128**2
+    loads = (tile.block_m + tile.block_n) * 128 / 112e3
+    return -(-tiles // MULTIPROCESSORS) * -(-K // 128) * max(products, loads)
+
+
 _RULE_TOKENS = (16, 32, 64, 128)
+_TMA_TOKENS = (*_RULE_TOKENS, 256, 512, 1024, 2048)
+_RULE_SHARED_BYTES = 160 * 1024
+"""For a ring: what a multiprocessor of sm_80 has, less what the driver keeps."""
+FED_BY_TMA = (
+    ScaledMmTile("hopper", 128, 256, 128, 4, 4, group_m=16),
+    ScaledMmTile("hopper", 128, 128, 128, 4, 6, group_m=16),
+    ScaledMmTile("turns", 128, 128, 128, 4, 6, group_m=16),
+    ScaledMmTile("turns", 64, 256, 128, 4, 5, group_m=16),
+    ScaledMmTile("hopper", 128, 160, 128, 4, 5, group_m=16),
+    ScaledMmTile("hopper", 128, 192, 128, 4, 5, group_m=16),
+    ScaledMmTile("turns", 64, 160, 128, 4, 6, group_m=16),
+    ScaledMmTile("turns", 64, 192, 128, 4, 6, group_m=16),
+)
+"""Of equal promise the first. ``turns`` of 128 × 160 loses to ``hopper`` on most shapes."""
+_LONG_K = 8192
+"""From which on tiles fed by TMA beat FP8's rings of 64 × 128 up to 256 tokens; int8's always."""
+_BESIDE_US = 3.0
+"""What each wave but the last costs beside its products where groups do not take turns."""
 
 
-def rule(op: str, N: int, K: int, M: int) -> ScaledMmTile:
-    """Choose a tile for a shape nobody measured.
-
-    The narrowest token tile that holds M, and K split as far as the card has room for programs.
+def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
+    """Choose a tile for a shape nobody measured, as the measured tables suggest.
 
     Args:
         op: one of :data:`OPS`.
         N: output features.
         K: input features.
         M: tokens, ≥ 1.
+        tma: the card runs the kernels that TMA feeds.
 
     Returns:
         The tile.
     """
+    if op == "fp8_block":
+        return _rule_of_blocks(N, K, M)
+    if M <= 64:
+        return _rule_of_few(N, K, M)
+    narrow = -(-N // 64) <= MULTIPROCESSORS
+    if M <= 128 and narrow:
+        if K >= 2 * N and -(-N // 64) * 2 <= MULTIPROCESSORS:
+            return ScaledMmTile("ring", 128, 64, 128, 4, 6, 2)
+        return ScaledMmTile("ring", 64, 64, 128, 4, 6)
+    if M <= 512 and -(-N // 64) * -(-M // 64) <= MULTIPROCESSORS:
+        return ScaledMmTile("ring", 64, 64, 128, 4, 6)
+    fed = tma and N % 8 == 0
+    short = K < _LONG_K and op == "fp8_gemm"
+    if M <= 256 and (short or not fed) and -(-N // 128) * -(-M // 64) <= MULTIPROCESSORS:
+        return ScaledMmTile("ring", 64, 128, 128, 8, 5)
+    if fed:
+        return _rule_of_waves(op, N, K, M)
+    return ScaledMmTile("ring", 128, 128, 128, 8, 4)
+
+
+def _rule_of_blocks(N: int, K: int, M: int) -> ScaledMmTile:
+    """Choose a tile of block-wise FP8: K split while there is room for two programs."""
     block_m = next((tokens for tokens in _RULE_TOKENS if tokens >= M), 128)
-    block_k = BLOCK_GROUP if op == "fp8_block" or block_m > 32 else 256
-    block_n = 64 if block_m <= 64 else 128
+    block_n, num_warps = (128, 8) if block_m == 128 else (64, 4)
     split, most = 1, 8 if block_m <= 64 else 1  # the last program adds its tiles in registers
-    while block_m >= M and split < most and -(-N // block_n) * 2 * split <= PROGRAMS_WANTED:
-        if 4 * block_k * split > K:
+    while block_m >= M and split < most and -(-N // block_n) * split <= MULTIPROCESSORS:
+        if 4 * BLOCK_GROUP * split > K:
             break
         split *= 2
-    num_warps = 8 if block_m == 128 else 4
-    return ScaledMmTile("ring", block_m, block_n, block_k, num_warps, 4, split)
+    return ScaledMmTile("ring", block_m, block_n, BLOCK_GROUP, num_warps, 4, split)
+
+
+def _rule_of_few(N: int, K: int, M: int) -> ScaledMmTile:
+    """Choose a ring for at most 64 tokens: deep where a multiprocessor holds one program.
+
+    K is split as far as every program still has a multiprocessor of its own.
+    """
+    block_m = next(tokens for tokens in _RULE_TOKENS if tokens >= M)
+    if -(-N // 64) > MULTIPROCESSORS:
+        held = -(-N // 128 // MULTIPROCESSORS)
+        stage = (block_m + 128) * 128
+        stages = max(3, min(8 if held == 1 else 4, _RULE_SHARED_BYTES // held // stage))
+        return ScaledMmTile("ring", block_m, 128, 128, 4 if block_m == 16 else 8, stages)
+    block_k, stages = (128, 8) if block_m == 64 else (256, 6)
+    split = 1
+    while 2 * split * -(-N // 64) <= MULTIPROCESSORS and 4 * block_k * split <= K and split < 8:
+        split *= 2
+    return ScaledMmTile("ring", block_m, 64, block_k, 4, stages, split)
+
+
+def _rule_of_waves(op: str, N: int, K: int, M: int) -> ScaledMmTile:
+    """Choose the kernel and tile whose waves promise to be the shortest."""
+
+    def us(tile: ScaledMmTile) -> float:
+        waves = -(-(-(-M // tile.block_m) * -(-N // tile.block_n)) // MULTIPROCESSORS)
+        beside = _BESIDE_US * (waves - 1) if tile.kernel == "hopper" else 0.0
+        return waves_us(tile, N, K, M) + beside
+
+    return min((t for t in FED_BY_TMA if why_not_for(t, op, N) is None), key=us)
 
 
 @cache
@@ -232,10 +342,14 @@ def buckets(op: str, gpu: str | None, N: int, K: int) -> tuple[Bucket, ...]:
     measured = table.buckets.get((op, N, K)) if table else None
     if measured:
         return measured
-    limits = (*_RULE_TOKENS, None)
-    sizes = (*_RULE_TOKENS, 2 * _RULE_TOKENS[-1])
+    # A card that runs them has them in its table.
+    tma = table is not None and any(
+        bucket.tile.kernel != "ring" for some in table.buckets.values() for bucket in some
+    )
+    bounded = _TMA_TOKENS if tma else _RULE_TOKENS
     return tuple(
-        Bucket(limit, rule(op, N, K, M), wins=False) for limit, M in zip(limits, sizes, strict=True)
+        Bucket(limit, rule(op, N, K, limit or 2 * bounded[-1], tma=tma), wins=False)
+        for limit in (*bounded, None)
     )
 
 

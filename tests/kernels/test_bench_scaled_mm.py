@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,11 @@ import torch
 from taut_kernels import tiles_scaled_mm
 from taut_kernels.bench import report, scaled_mm_rivals, timing, tune_scaled_mm
 from taut_kernels.bench.scaled_mm_candidates import BUCKETS
-from taut_kernels.bench.scaled_mm_layer import KINDS, SHAPES, Layer
+from taut_kernels.bench.scaled_mm_layer import KINDS, Layer
+from taut_kernels.bench.scaled_mm_results import Final, parts_of_bucket
+from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.testing_scaled_mm import make_scaled_mm_case
+from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 
 def _layer(op: str, *_: Any) -> Layer:
@@ -63,38 +69,144 @@ def test_what_is_not_installed_or_not_for_the_type_leaves_a_note() -> None:
     assert layer.why_wrong(ready["taut"][0](3)) is None
 
 
-def test_tuning_writes_a_table_the_look_up_reads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(subjects: list[timing.Subject], *_: int) -> list[timing.Timing]:
         return [timing.Timing(10.0 + (s.name == "_int_mm"), 1.0, 1.0) for s in subjects]
 
     def launch(tile: Any, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if tile.kernel == "turns" and tile.block_n == 256:
+            raise RuntimeError("no such kernel here\nand more")
         op = torch.ops.taut.w8a8_gemm if x.dtype is torch.int8 else torch.ops.taut.fp8_gemm
-        return op(x, weight, *(rest if x.dtype is torch.int8 else rest[:2] + rest[4:]))
+        y: torch.Tensor = op(x, weight, *(rest if x.dtype is torch.int8 else rest[:2] + rest[4:]))
+        return y * 1.1 if tile.kernel == "hopper" and tile.block_n == 256 else y
 
     monkeypatch.setattr(timing, "measure", measure)
     monkeypatch.setattr(tune_scaled_mm, "launch", launch)
     monkeypatch.setattr(tune_scaled_mm, "RIVALS", ("_int_mm",))
     monkeypatch.setattr(tune_scaled_mm, "VLLM", "_int_mm")
     monkeypatch.setattr(tune_scaled_mm, "make_layer", _layer)
+    monkeypatch.setattr(tune_scaled_mm, "Compilers", _NoCompilers)
+    monkeypatch.setattr(tune_scaled_mm, "_import_rivals", lambda: None)
     monkeypatch.setattr(report, "environment", lambda: {"GPU": "card 9"})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card 9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    shape = "o"
-    tuning = tune_scaled_mm.Tuning(tmp_path, 1, [shape], BUCKETS)
-    tiles = {
-        cell: [tiles_scaled_mm.rule("fp8_gemm", *SHAPES[shape], cell[1][-1])]
-        for cell in tuning.cells()
-    }
-    for kind in KINDS:
-        tuning.conclude(kind, tuning.time_all(kind, tiles))
+
+
+class _NoCompilers:
+    def __init__(self, processes: int) -> None:
+        assert processes == 15
+
+    def compile(self, jobs: Any) -> None:
+        assert all(op in KINDS.values() for op, _ in jobs)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.usefixtures("without_a_card")
+def test_tuning_writes_a_table_the_look_up_reads(
+    known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape, options = ("qwen2.5-7b/o", ["--known"]) if known else ("o", [])
+    tokens = () if known else ("--tokens", "64,512,4096")
+    assert (
+        tune_scaled_mm.main(["--output", str(tmp_path), "--shape", shape, *options, *tokens]) == 0
+    )
+    tried = [(max_m, Ms) for max_m, Ms in BUCKETS if known or Ms[-1] in (64, 512, 4096)]
     table = tiles_scaled_mm.parse((tmp_path / "table.json").read_text(), "table.json")
     assert table.gpu == "card 9"
-    assert set(table.buckets) == {(op, *SHAPES[shape]) for op in KINDS.values()}
+    assert set(table.buckets) == {(op, *PRODUCTS[shape]) for op in KINDS.values()}
     for (op, _, _), buckets in table.buckets.items():
-        assert [bucket.max_m for bucket in buckets] == [max_m for max_m, _ in BUCKETS]
+        assert [bucket.max_m for bucket in buckets] == [max_m for max_m, _ in tried]
         # Without a rival nothing is won: the plugin keeps vLLM's kernel.
-        has_rival = [op == "w8a8_gemm" and min(Ms) > 16 for _, Ms in BUCKETS]
+        has_rival = [op == "w8a8_gemm" and min(Ms) > 16 for _, Ms in tried]
         assert [bucket.wins for bucket in buckets] == has_rival
-    assert "_int_mm 11.00 (1.100)" in capsys.readouterr().out
+        # Neither what was wrong nor what raised gets into the table.
+        assert not any(b.tile.block_n == 256 and b.tile.kernel != "ring" for b in buckets)
+    out = capsys.readouterr().out
+    assert "_int_mm 11.00 (1.100)" in out
+    assert "turns 64x256x128/4w/5s/g16: no such kernel here\n" in out
+    assert "hopper 128x256x128/4w/4s/g16: error" in out
+    figures = list(csv.DictReader((tmp_path / "finals.csv").open()))
+    assert {row["kernel"] for row in figures if row["M"] == "4096"} > {"_int_mm"}
+
+
+@pytest.mark.usefixtures("without_a_card")
+def test_a_run_that_is_cut_leaves_only_whole_products_in_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--output", str(tmp_path), "--shape", "o", "--known"]
+    assert tune_scaled_mm.main([*arguments, "--tokens", "32"]) == 0
+    assert json.loads((tmp_path / "table.json").read_text())["rows"] == []
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["op"], row["max_m"]) for row in rows] == [("fp8_gemm", 32), ("w8a8_gemm", 32)]
+    assert tune_scaled_mm.main([*arguments, "--seconds", "0.000001"]) == 0
+    assert "fp8 o: not run: the time was over" in capsys.readouterr().out
+
+
+LOW, HIGH = (ScaledMmTile("hopper", 128, n, 128, 4, 4) for n in (128, 256))
+
+
+@pytest.mark.parametrize(
+    ("Ms", "low", "high", "vllm", "expected"),
+    [
+        ((1, 16), (1.0, 2.0), (5.0, 1.0), (9.0, 9.0), [(512, LOW, 2)]),
+        ((320, 512), (5.0, 9.0), (5.0, 8.0), (9.0, 9.0), [(512, HIGH, 2)]),
+        # Another tile is clearly faster at the lower end: its last tile of tokens ends the bucket.
+        ((320, 512), (4.0, 9.0), (5.0, 7.0), (9.0, 9.0), [(384, LOW, 1), (512, HIGH, 1)]),
+        # One tile, but vLLM's is the faster one at the upper end, or at the lower.
+        ((640, 1024), (9.0, 9.0), (5.0, 8.0), (6.0, 7.0), [(640, HIGH, 1), (512, HIGH, 1)]),
+        ((640, 1024), (9.0, 9.0), (5.0, 8.0), (4.0, 9.0), [(640, HIGH, 1), (512, HIGH, 1)]),
+    ],
+)
+def test_a_bucket_is_cut_where_its_ends_differ(
+    Ms: tuple[int, int],
+    low: tuple[float, float],
+    high: tuple[float, float],
+    vllm: tuple[float, float],
+    expected: list[tuple[int, ScaledMmTile, int]],
+) -> None:
+    finals = [
+        Final(M, {LOW: _timing(a), HIGH: _timing(b)}, {"CUTLASS": _timing(theirs)})
+        for M, a, b, theirs in zip(Ms, low, high, vllm, strict=True)
+    ]
+    parts = parts_of_bucket(512, finals, "CUTLASS")
+    assert [(part.max_m, part.tile, len(part.finals)) for part in parts] == expected
+
+
+def test_a_cut_bucket_ends_with_the_last_tile_of_its_tokens() -> None:
+    """At 321 tokens tiles of 64 are one more: another wave, maybe, that nobody timed."""
+    few = ScaledMmTile("turns", 64, 160, 128, 4, 6)
+    finals = [
+        Final(M, {few: _timing(a), HIGH: _timing(b)}, {"CUTLASS": _timing(9.0)})
+        for M, a, b in ((320, 4.0, 5.0), (512, 8.0, 6.0))
+    ]
+    parts = parts_of_bucket(512, finals, "CUTLASS")
+    assert [(part.max_m, part.tile) for part in parts] == [(320, few), (512, HIGH)]
+
+
+def _timing(us: float) -> timing.Timing:
+    return timing.Timing(us, us, us)
+
+
+def test_the_best_of_each_end_are_timed_beside_the_rivals() -> None:
+    found = {LOW: [3.0, 3.0], HIGH: [4.0, 3.0], WIDE: [2.0, 6.0], SQUARE: [9.0, 1.0]}
+    assert tune_scaled_mm.finalists(found) == [LOW, HIGH, WIDE, SQUARE]
+
+
+WIDE, SQUARE = (ScaledMmTile("ring", 64, n, 128, 4, 4) for n in (128, 64))
+
+
+def test_what_fp8_sums_lose_on_a_long_k_is_no_error_but_a_step_left_out_is() -> None:
+    case = make_scaled_mm_case("fp8_gemm", 4, 64, 28672, out_dtype=torch.bfloat16)
+    gold = case.gold()
+    layer = Layer(
+        "fp8_gemm", case.x, case.weight, case.x_scale, case.weight_scale, gold, case.reference()
+    )
+    assert layer.why_wrong((gold * (1 - 2**-6)).to(torch.bfloat16)) is None
+    without = dataclasses.replace(case, x=case.x[:, 128:], weight=case.weight[:, 128:]).gold()
+    assert "RMS error" in str(layer.why_wrong(without.to(torch.bfloat16)))
+    assert "not finite" in str(layer.why_wrong((gold / 0).to(torch.bfloat16)))

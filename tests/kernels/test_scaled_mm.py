@@ -252,7 +252,7 @@ def test_a_remembered_launch_hands_over_the_same_arguments(
     launcher = getattr(_scaled_mm_launch, name)
     recorder = _Recorder(launcher.kernel)
     monkeypatch.setattr(_scaled_mm_launch, name, type(launcher)(recorder))
-    monkeypatch.setattr(_launch, "_submit", lambda it, grid, _, arguments: it[grid](*arguments))
+    monkeypatch.setattr(_launch.Form, "_submit", lambda it, grid, given: it._compiled[grid](*given))
     tile = ScaledMmTile("ring", 16, 64, 128, 4, 3, split_k=2)
     for _ in range(2):
         _launch_case(tile, case)

@@ -35,7 +35,17 @@ TURNS, TURNS_SHALLOW, TURNS_WIDE = (
     ScaledMmTile("turns", block_m, block_n, 128, 4, stages, group_m=group_m)
     for block_m, block_n, stages, group_m in ((128, 128, 6, 2), (128, 128, 2, 3), (64, 256, 5, 3))
 )
-TILES = (WIDE, SQUARE, SHALLOW, TURNS, TURNS_SHALLOW, TURNS_WIDE)
+PARTS = tuple(
+    ScaledMmTile(kernel, block_m, block_n, 128, 4, stages, group_m=2)
+    for kernel, block_m, block_n, stages in (
+        ("hopper", 128, 160, 5),
+        ("hopper", 128, 192, 2),
+        ("turns", 128, 160, 2),
+        ("turns", 64, 160, 6),
+        ("turns", 64, 192, 6),
+    )
+)
+TILES = (WIDE, SQUARE, SHALLOW, TURNS, TURNS_SHALLOW, TURNS_WIDE, *PARTS)
 
 
 def each_tile(*cases: tuple[Any, ...]) -> list[Any]:

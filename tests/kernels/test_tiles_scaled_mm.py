@@ -11,6 +11,7 @@ import pytest
 from taut_kernels import tiles_scaled_mm
 from taut_kernels.bench.scaled_mm_candidates import BUCKETS, SHARED_BYTES, candidates, ring_bytes
 from taut_kernels.bench.scaled_mm_layer import SHAPES
+from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
 from taut_kernels.tiles_scaled_mm import ScaledMmTile, parse, rule
 
@@ -74,7 +75,17 @@ def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
         for M in (512, 1024, 2048, 4096):
             assert wins(op, "gate_up", M) == ("turns", True)
         assert wins(op, "down", 1024) == ("hopper", True)
-        assert wins(op, "down", 2048) == ("turns", False)
+        assert wins(op, "down", 2048) == ("hopper", True)
+    assert wins("fp8_gemm", "down", 64) == ("ring", False)
+    assert wins("w8a8_gemm", "o", 4096) == ("turns", False)
+
+
+def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
+    """Such tokens would cost as much as the whole tile, which fits the bucket, too."""
+    for buckets in tiles_scaled_mm.tables()["NVIDIA H200"].buckets.values():
+        for bucket in buckets:
+            if bucket.tile.kernel != "ring" and bucket.max_m and bucket.max_m > 128:
+                assert bucket.max_m % bucket.tile.block_m == 0
 
 
 @pytest.mark.parametrize(
@@ -96,7 +107,7 @@ def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
         ([_row(tile=TILE | {"num_stages": 0})], "num_stages must lie in 1..16"),
         ([_row(tile=HOPPER | {"block_m": 64})], "hopper needs block_m × block_n 128×128 or 128×"),
         ([_row(tile=HOPPER | {"block_n": 64})], "hopper needs block_m × block_n 128×128 or 128×"),
-        ([_row(tile=TURNS | {"block_m": 128})], "turns needs block_m × block_n 128×128 or 64×256"),
+        ([_row(tile=TURNS | {"block_m": 128})], "turns needs block_m × block_n 128×128 or 64×2"),
         ([_row(tile=TURNS | {"num_stages": 6})], "room for 5 stages of 64×256, got 6"),
         ([_row(tile=TURNS, op="w8a8_gemm")], "tiles of 256 features for FP8 only"),
         ([_row(tile=HOPPER | {"split_k": 2})], "needs block_k 128, num_warps 4 and split_k 1"),
@@ -119,14 +130,48 @@ def test_unknown_keys_are_refused() -> None:
 
 @pytest.mark.parametrize("op", tiles_scaled_mm.OPS)
 @pytest.mark.parametrize("M", [1, 16, 17, 64, 65, 128, 129, 5000])
-@pytest.mark.parametrize(("N", "K"), [(16, 16), (4096, 4096), (4096, 14336), (128256, 4096)])
-def test_the_rule_holds_every_shape(op: str, M: int, N: int, K: int) -> None:
-    tile = rule(op, N, K, M)
+@pytest.mark.parametrize(
+    ("N", "K"), [(16, 16), (20, 512), (4096, 4096), (4096, 14336), (10240, 8192), (128256, 4096)]
+)
+@pytest.mark.parametrize("tma", [False, True])
+def test_the_rule_holds_every_shape(op: str, M: int, N: int, K: int, tma: bool) -> None:
+    tile = rule(op, N, K, M, tma=tma)
+    assert tiles_scaled_mm.why_not_for(tile, op, N) is None
+    if tile.kernel != "ring":
+        assert tma and M > 64
+        return
     assert tile.split_k == 1 or tile.block_m >= M
     assert ring_bytes(tile) <= 163 * 1024, "an sm_80 card runs it"
     assert op != "fp8_block" or tile.block_k == 128
     rows = -(-N // tile.block_n)
     assert tile.split_k == 1 or make_arrivals(N, _cpu()).numel() >= rows
+
+
+@pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])
+def test_the_rule_does_about_what_the_measured_table_says(op: str) -> None:
+    """It takes most winners' kernel and split, and tiles a quarter to four times as large."""
+    same, cells = 0, 0
+    for (its_op, N, K), buckets in tiles_scaled_mm.tables()["NVIDIA H200"].buckets.items():
+        for bucket in buckets if its_op == op else ():
+            tile = rule(op, N, K, bucket.max_m or 4096, tma=True)
+            cells += 1
+            same += (tile.kernel, tile.split_k) == (bucket.tile.kernel, bucket.tile.split_k)
+            area = tile.block_m * tile.block_n / bucket.tile.block_m / bucket.tile.block_n
+            assert 0.25 <= area <= 4
+    assert same >= 0.75 * cells, (same, cells)
+
+
+def test_an_unmeasured_product_gets_what_its_card_runs() -> None:
+    def kernel(gpu: str | None, N: int, M: int) -> str:
+        return tiles_scaled_mm.lookup("w8a8_gemm", gpu, N, 640, M).tile.kernel
+
+    assert kernel("NVIDIA H200", 4096 + 256, 4096) == "turns"
+    assert kernel("NVIDIA H200", 4096 + 260, 4096) == "ring", "rows of 16 bytes for TMA"
+    assert kernel("NVIDIA H200", 4096 + 256, 64) == "ring"
+    assert kernel("NVIDIA A100", 4096 + 256, 4096) == "ring"
+    assert kernel(None, 4096 + 256, 4096) == "ring"
+    buckets = tiles_scaled_mm.buckets("fp8_gemm", "NVIDIA H200", 4096 + 256, 640)
+    assert not any(bucket.wins for bucket in buckets), "nobody measured it"
 
 
 def _cpu() -> Any:
@@ -137,7 +182,7 @@ def _cpu() -> Any:
 
 def test_committed_tables_are_for_shapes_of_the_bench() -> None:
     for table in tiles_scaled_mm.tables().values():
-        assert {(N, K) for _, N, K in table.buckets} <= set(SHAPES.values())
+        assert {(N, K) for _, N, K in table.buckets} <= set(PRODUCTS.values())
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))

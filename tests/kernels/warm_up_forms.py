@@ -52,7 +52,7 @@ from taut_kernels.vllm_plugin import (
 H200, UNKNOWN = "NVIDIA H200", "NVIDIA X"
 MOST = 16384
 EDGES = {1, MOST, *(2**i + d for i in range(1, 14) for d in (-1, 0, 1))}
-MEASURED = {512, 896, 1920}
+MEASURED = {320, 384, 512, 640, 768, 896, 1280, 1920}
 """Ends of buckets in the tables that are no power of two, or may be one no more."""
 FEW = sorted(
     {*EDGES, *MEASURED, *(M + 1 for M in MEASURED), *random.Random(0).sample(range(1, MOST), 9)}

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, tiles_of_parts
 
 BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
     (16, (1, 16)),
@@ -22,7 +22,6 @@ BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
 """Most tokens of a bucket, and the numbers measured in it: near both ends from 257 on, where a tile
 of 128 tokens costs the same for any part of them."""
 
-MULTIPROCESSORS = 132
 SHARED_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024  # a program's share the driver keeps
 _MOST_PROGRAMS = 8  # a multiprocessor: registers and threads end there
@@ -34,7 +33,8 @@ def ring_bytes(tile: ScaledMmTile) -> int:
     return tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k
 
 
-def _resident(tile: ScaledMmTile) -> int:
+def resident(tile: ScaledMmTile) -> int:
+    """Return how many of a ring's programs a multiprocessor holds at once."""
     return min(SHARED_BYTES // (ring_bytes(tile) + _RESERVED_BYTES), _MOST_PROGRAMS)
 
 
@@ -48,17 +48,17 @@ def _few_tokens(N: int, K: int, block_m: int, early: bool) -> Iterator[ScaledMmT
         for warps in (4, 8) if block_n == 128 else ((8,) if block_n == 256 else (4,)):
             tile = ScaledMmTile("ring", block_m, block_n, block_k, warps, stages, split)
             programs = -(-N // block_n) * split
-            resident = _resident(tile)
+            places = resident(tile)
             steps = K // block_k // split
-            if not resident or steps < 2 or stages > steps + 1:
+            if not places or steps < 2 or stages > steps + 1:
                 continue
-            if not 0.7 * MULTIPROCESSORS <= programs <= resident * MULTIPROCESSORS:
+            if not 0.7 * MULTIPROCESSORS <= programs <= places * MULTIPROCESSORS:
                 continue
             each = min(stages - 1, steps) * block_n * block_k
             if programs / MULTIPROCESSORS * each < _LEAST_IN_FLIGHT:
                 continue
             yield tile
-            if early and resident <= 2:
+            if early and places <= 2:
                 # As many programs of the next call find room as leave: they may start early.
                 yield from early_starts(tile)
 
@@ -96,6 +96,7 @@ def _many_tokens(fp8: bool) -> Iterator[ScaledMmTile]:
         yield ScaledMmTile("turns", 128, 128, 128, 4, 6, group_m=group_m)
     if fp8:
         yield ScaledMmTile("turns", 64, 256, 128, 4, 5, group_m=16)
+    yield from tiles_of_parts()
     for block_n, warps in ((128, 8), (128, 4)):
         yield ScaledMmTile("ring", 128, block_n, 128, warps, 3)
 

@@ -16,6 +16,17 @@ KINDS = {"fp8": "fp8_gemm", "int8": "w8a8_gemm"}
 """Name on the command line → op."""
 OUT_DTYPE = torch.bfloat16
 
+_NOTHING_GRANTED = 14336
+"""K up to which FP8 results held the budget without what the tensor cores cut off."""
+
+
+def _rms(values: torch.Tensor) -> float:
+    return values.double().square().mean().sqrt().item()
+
+
+def _rms_error(values: torch.Tensor, gold: torch.Tensor) -> float:
+    return _rms(values.double() - gold)
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -44,10 +55,24 @@ class Layer:
         return self.weight.nbytes + self.weight_scale.nbytes
 
     def why_wrong(self, y: torch.Tensor) -> str | None:
-        """Return why the first rows' result is outside the error budget, None where it is not."""
-        M = y.shape[0]
+        """Return why the first rows' result is outside the error budget, None where it is not.
+
+        What Hopper's FP8 tensor cores cut off a sum (`testing_scaled_mm`) is granted beyond the
+        longest K for which it was never needed; there the RMS error has to be small, too, as one
+        step of K left out would not leave it.
+        """
+        M, K = y.shape[0], self.x.shape[1]
+        gold, reference = self.gold[:M], self.reference[:M]
+        lost = K / 32 * 2.0**-14 if self.op == "fp8_gemm" and K > _NOTHING_GRANTED else 0.0
+        if lost and y.isfinite().all():
+            most = 2 * (_rms_error(reference, gold) + torch.finfo(y.dtype).eps * _rms(gold))
+            most += lost / 2 * _rms(gold)
+            if (error := _rms_error(y, gold)) > most:
+                return f"RMS error {error:.3e} is above {most:.3e}"
+        # In units of fp32's rounding, as the budget takes what cancelled.
+        granted = lost / 2 / torch.finfo(torch.float32).eps * gold.abs().max().item()
         try:
-            testing.assert_within_budget(y, self.gold[:M], self.reference[:M])
+            testing.assert_within_budget(y, gold, reference, granted)
         except AssertionError as error:
             return str(error)
         return None

@@ -1,9 +1,12 @@
 """Find the 8-bit products' tiles on this card: ``python -m taut_kernels.bench.tune_scaled_mm``.
 
 Candidates are compiled first, in parallel (their form does not depend on N and K), then held to the
-error budget and timed at each number of tokens; the winner of each bucket is timed against the
+error budget and timed at each number of tokens; the best of each bucket are timed against the
 rivals in turn, which makes a table for ``taut_kernels/tiles``. At few tokens the second kind tries
 only what did best for the first: both move the same bytes through the same kernel.
+
+Written after every bucket: ``table.json`` (products whose every bucket was timed), ``finals.csv``
+(ours and the rivals in turn) and ``all.json`` (every candidate). What fails is a line of the log.
 """
 
 from __future__ import annotations
@@ -11,43 +14,68 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import json
+import gc
+import importlib
 import multiprocessing
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
 
-from taut_kernels.bench import report, scaled_mm_rivals, timing
+from taut_kernels.bench import scaled_mm_rivals, shapes, timing
+from taut_kernels.bench.refusal import REFUSED, first_line
 from taut_kernels.bench.scaled_mm_candidates import BUCKETS, candidates
+from taut_kernels.bench.scaled_mm_known_tiles import known_tiles
 from taut_kernels.bench.scaled_mm_layer import KINDS, OUT_DTYPE, SHAPES, Layer, make_layer
-from taut_kernels.bench.shapes import PRODUCTS
+from taut_kernels.bench.scaled_mm_results import Final, Results
 from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 VLLM = "CUTLASS"
 """The kernel vLLM itself runs on Hopper."""
 RIVALS = (VLLM, "_scaled_mm rows", "_scaled_mm tensor", "_int_mm")
-_KEPT = 8
-"""Tiles of a cell the second kind tries."""
+KNOWN = "try only tiles that won on a measured shape, with K split otherwise; look less long"
+_FEW_TOKENS = 64
+"""Most for which the second kind tries only what did best for the first."""
+_BYTES_PER_US, _OPERATIONS_PER_US = 4.2e6, 1.5e9
+
+Bucket = tuple[int | None, tuple[int, ...]]
+"""Most tokens of a bucket, and those measured."""
+Job = tuple[str, ScaledMmTile]
+"""Op and tile to compile."""
+Tiles = dict[tuple[str, str, Bucket], list[ScaledMmTile]]
+"""What to try, by kind, shape and bucket."""
+Copies = list[torch.Tensor]
+Times = dict[ScaledMmTile, list[float]]
+"""Microseconds at each number of tokens of a bucket."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
-    """One timed candidate; ``us`` is microseconds a call."""
+class Effort:
+    """How long to look.
 
-    kind: str
-    shape: str
-    M: int
-    us: float
-    tile: ScaledMmTile
+    Attributes:
+        search: replays of a candidate.
+        final: replays beside the rivals; a third of them beyond 256 tokens.
+        graph_us: least length of a graph, about.
+        kept: tiles of a cell the second kind tries at few tokens.
+    """
+
+    search: int
+    final: int
+    graph_us: float
+    kept: int
 
 
-def _compile(job: tuple[str, ScaledMmTile]) -> str | None:
+FULL, QUICK = Effort(12, 30, 1500, 8), Effort(3, 12, 800, 4)
+
+
+def _compile(job: Job) -> str | None:
     """Compile one form into Triton's cache; a line where it does not compile."""
     op, tile = job
     K = 2 * tile.block_k * tile.split_k
@@ -61,7 +89,7 @@ def _compile(job: tuple[str, ScaledMmTile]) -> str | None:
         launch(tile, x, weight, x_scale, w_scale, None, None, None, arrivals, OUT_DTYPE)
         torch.cuda.synchronize()
     except (triton.CompilationError, triton.OutOfResources, RuntimeError) as error:
-        return f"{op} {tile}: {str(error).splitlines()[0]}"
+        return f"{op} {tile}: {first_line(error)}"
     return None
 
 
@@ -72,27 +100,173 @@ class Compilers:
         """Start ``processes`` compilers."""
         context = multiprocessing.get_context("spawn")
         self._pool = concurrent.futures.ProcessPoolExecutor(processes, mp_context=context)
-        self._done: set[tuple[str, ScaledMmTile]] = set()
+        self._done: set[Job] = set()
 
-    def compile(self, jobs: Iterable[tuple[str, ScaledMmTile]]) -> None:
+    def compile(self, jobs: Iterable[Job]) -> None:
         """Compile every new (op, tile); print what does not compile."""
         start = time.monotonic()
         new = [job for job in dict.fromkeys(jobs) if job not in self._done]
+        if not new:
+            return
         self._done |= set(new)
-        for line in self._pool.map(_compile, new):
-            if line:
-                sys.stdout.write(f"does not compile: {line}\n")
-        sys.stdout.write(f"compiled {len(new)} forms in {time.monotonic() - start:.1f} s\n")
-        sys.stdout.flush()
+        try:
+            for line in self._pool.map(_compile, new):
+                if line:
+                    _say(f"does not compile: {line}")
+        except BrokenProcessPool as error:
+            _say(f"a compiler died ({error}): what is missing is compiled when it is timed")
+        _say(f"compiled {len(new)} forms in {time.monotonic() - start:.1f} s")
 
     def close(self) -> None:
         """End the processes."""
         self._pool.shutdown()
 
 
-def _subject(
-    layer: Layer, tile: ScaledMmTile, M: int, copies: list[torch.Tensor]
-) -> timing.Subject:
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+class Tuning:
+    """One run: times what it is given, and writes after every bucket.
+
+    Args:
+        results: where everything goes.
+        effort: how long to look.
+        top: rows printed for each bucket.
+        deadline: of :func:`time.monotonic`; no bucket starts after it.
+    """
+
+    def __init__(self, results: Results, effort: Effort, top: int, deadline: float) -> None:
+        self.results, self.effort, self.top, self.deadline = results, effort, top, deadline
+
+    def product(self, kind: str, shape: str, tiles: Mapping[Bucket, list[ScaledMmTile]]) -> None:
+        """Tune one product, bucket by bucket.
+
+        Args:
+            kind: of :data:`KINDS`.
+            shape: of :data:`taut_kernels.bench.shapes.PRODUCTS`.
+            tiles: candidates, by bucket.
+        """
+        if time.monotonic() > self.deadline:
+            _say(f"{kind} {shape}: not run: the time was over")
+            return
+        try:
+            layer, copies = self._operands(kind, shape, tiles)
+            ready = scaled_mm_rivals.prepare_all(layer, list(RIVALS), copies, self.results.notes)
+        except REFUSED as error:
+            _say(f"{kind} {shape}: not run: {first_line(error)}")
+            return
+        for bucket, some in tiles.items():
+            if time.monotonic() > self.deadline:
+                _say(f"{kind} {shape} from {bucket[1][0]} tokens on: the time was over")
+                return
+            try:
+                self._bucket(kind, shape, bucket, some, layer, copies, ready)
+            except REFUSED as error:
+                _say(f"{kind} {shape} {bucket[1]}: given up: {first_line(error)}")
+            self.results.write()
+
+    def _operands(self, kind: str, shape: str, buckets: Iterable[Bucket]) -> tuple[Layer, Copies]:
+        torch.cuda.empty_cache()
+        most = max(M for _, Ms in buckets for M in Ms)
+        layer = make_layer(KINDS[kind], *shapes.PRODUCTS[shape], most)
+        count = timing.copies_needed(layer.weight_bytes())
+        return layer, [layer.weight.clone() for _ in range(count)]
+
+    def _bucket(
+        self,
+        kind: str,
+        shape: str,
+        bucket: Bucket,
+        tiles: list[ScaledMmTile],
+        layer: Layer,
+        copies: Copies,
+        ready: dict[str, list[scaled_mm_rivals.Call]],
+    ) -> None:
+        max_m, Ms = bucket
+        times = [self._search(f"{kind} {shape}", layer, M, tiles, copies) for M in Ms]
+        found = {
+            tile: [at[tile] for at in times] for tile in tiles if all(tile in at for at in times)
+        }
+        found = dict(sorted(found.items(), key=lambda item: sum(item[1])))
+        self.results.add_candidates(kind, shape, Ms, found)
+        for tile, us in list(found.items())[: self.top]:
+            shown = " ".join(f"{value:8.2f}" for value in us)
+            _say(f"{kind:5}{shape:22} M={Ms} {shown}  {tile}")
+        if not found:
+            return
+        best = finalists(found)
+        finals = [self._final(layer, M, best, copies, ready) for M in Ms]
+        for final in finals:
+            _say(f"{kind:5}{shape:22} {final}")
+        self.results.conclude(kind, shape, max_m, finals)
+
+    def _search(
+        self, where: str, layer: Layer, M: int, tiles: Iterable[ScaledMmTile], copies: Copies
+    ) -> dict[ScaledMmTile, float]:
+        """Time the tiles that are right, one after the other; in turn where power limits."""
+        right: dict[ScaledMmTile, timing.Subject] = {}
+        for tile in tiles:
+            subject = _subject(layer, tile, M, copies)
+            try:
+                y = subject.call(0)
+                assert isinstance(y, torch.Tensor)
+                if reason := layer.why_wrong(y):
+                    _say(f"WRONG {where} M={M} {tile}: {reason}")
+                    continue
+            except REFUSED as error:
+                _say(f"{where} M={M} {tile}: {first_line(error)}")
+                continue
+            right[tile] = subject
+        calls = self._calls(layer, M)
+        if M > 256:
+            timings = timing.measure(list(right.values()), self.effort.search, calls)
+        else:
+            timings = [
+                timing.measure([subject], self.effort.search, calls)[0]
+                for subject in right.values()
+            ]
+        return {tile: time.median for tile, time in zip(right, timings, strict=True)}
+
+    def _final(
+        self,
+        layer: Layer,
+        M: int,
+        tiles: Sequence[ScaledMmTile],
+        copies: Copies,
+        ready: dict[str, list[scaled_mm_rivals.Call]],
+    ) -> Final:
+        """Time some tiles and the rivals in turn."""
+        ours = [_subject(layer, tile, M, copies) for tile in tiles]
+        rivals = scaled_mm_rivals.checked_subjects(layer, ready, M, self.results.notes)
+        replays = self.effort.final if M <= 256 else -(-self.effort.final // 3)
+        times = timing.measure([*ours, *rivals], replays, self._calls(layer, M))
+        return Final(
+            M,
+            dict(zip(tiles, times, strict=False)),
+            {rival.name: t for rival, t in zip(rivals, times[len(ours) :], strict=True)},
+        )
+
+    def _calls(self, layer: Layer, M: int) -> int:
+        """Return the calls of a graph that is long enough."""
+        read, operations = layer.weight_bytes(), 2 * M * layer.weight.numel()
+        us = 2 + max(read / _BYTES_PER_US, operations / _OPERATIONS_PER_US)
+        return max(2, min(64, round(self.effort.graph_us / us)))
+
+
+def finalists(found: Times) -> list[ScaledMmTile]:
+    """Return the best two by the sum over a bucket, and the best at each of its ends.
+
+    Args:
+        found: times at each number of tokens, best sum first.
+    """
+    ends = range(len(next(iter(found.values()))))
+    best = [min(found, key=lambda tile: found[tile][end]) for end in ends]
+    return list(dict.fromkeys([*list(found)[:2], *best]))
+
+
+def _subject(layer: Layer, tile: ScaledMmTile, M: int, copies: Copies) -> timing.Subject:
     arrivals = [make_arrivals(layer.weight.shape[0], layer.x.device) for _ in copies]
 
     def call(i: int) -> torch.Tensor:
@@ -112,225 +286,123 @@ def _subject(
     return timing.Subject(str(tile), call, len(copies))
 
 
-def _time(
-    layer: Layer, M: int, tiles: Iterable[ScaledMmTile], copies: list[torch.Tensor], where: str
-) -> dict[ScaledMmTile, float]:
-    """Time the tiles that are right, one after the other; in turn where the card's power limits."""
-    right: dict[ScaledMmTile, timing.Subject] = {}
-    for tile in tiles:
-        subject = _subject(layer, tile, M, copies)
-        try:
-            y = subject.call(0)
-        except (triton.CompilationError, triton.OutOfResources, RuntimeError) as error:
-            sys.stdout.write(f"{where} {tile}: {str(error).splitlines()[0]}\n")
-            continue
-        assert isinstance(y, torch.Tensor)
-        if reason := layer.why_wrong(y):
-            sys.stdout.write(f"WRONG {where} {tile}: {reason}\n")
-            continue
-        right[tile] = subject
-    if M > 256:
-        timings = timing.measure(list(right.values()), 8, 6)
-    else:
-        timings = [timing.measure([subject], 12, 32)[0] for subject in right.values()]
-    return {tile: time.median for tile, time in zip(right, timings, strict=True)}
+def _plan(
+    kinds: Sequence[str],
+    names: Sequence[str],
+    buckets: Sequence[Bucket],
+    known: bool,
+    early: bool,
+) -> Tiles:
+    """Return every cell's candidates."""
+    plan: Tiles = {}
+    for kind in kinds:
+        for name in names:
+            (N, K), op = shapes.PRODUCTS[name], KINDS[kind]
+            for bucket in buckets:
+                Ms = bucket[1]
+                if known:
+                    # Its lower end may want another tile, but for few tokens.
+                    ends = Ms if Ms[0] > _FEW_TOKENS else Ms[-1:]
+                    found = [tile for M in ends for tile in known_tiles(op, N, K, M)]
+                else:
+                    found = list(candidates(N, K, Ms[-1], early=early, fp8=op == KINDS["fp8"]))
+                plan[kind, name, bucket] = list(dict.fromkeys(found))
+    return plan
 
 
-def _bucket_times(
-    layer: Layer,
-    Ms: Sequence[int],
-    tiles: Sequence[ScaledMmTile],
-    copies: list[torch.Tensor],
-    where: str,
-) -> dict[ScaledMmTile, list[float]]:
-    """Return µs at each M of a bucket for the tiles that ran at all of them, best sum first."""
-    times = [_time(layer, M, tiles, copies, f"{where} M={M}") for M in Ms]
-    complete = {
-        tile: [found[tile] for found in times]
-        for tile in times[0]
-        if all(tile in found for found in times)
-    }
-    return dict(sorted(complete.items(), key=lambda item: sum(item[1])))
-
-
-def _against_rivals(
-    layer: Layer, tile: ScaledMmTile, M: int, copies: list[torch.Tensor], notes: list[str]
-) -> tuple[float, dict[str, float]]:
-    """Return our µs and each rival's, timed in turn."""
-    ready = scaled_mm_rivals.prepare_all(layer, list(RIVALS), copies, notes)
-    rivals = scaled_mm_rivals.checked_subjects(layer, ready, M, notes)
-    replays, calls = (30, 64) if M <= 256 else (10, 8)
-    ours, *theirs = timing.measure([_subject(layer, tile, M, copies), *rivals], replays, calls)
-    return ours.median, {r.name: t.median for r, t in zip(rivals, theirs, strict=True)}
-
-
-Cell = tuple[str, tuple[int, ...]]
-"""Shape, and the numbers of tokens of one bucket."""
-Times = dict[ScaledMmTile, list[float]]
-
-
-class Tuning:
-    """One run: what was found, by cell; writes after every shape.
+def _first_jobs(plan: Tiles, at_once: bool) -> list[Job]:
+    """Return what to compile before anything is timed.
 
     Args:
-        output: directory for the results.
-        top: rows printed for each bucket.
-        shapes: names in :data:`taut_kernels.bench.shapes.PRODUCTS`.
-        buckets: as :data:`BUCKETS`.
-        early: try early starts, too.
+        plan: what to try.
+        at_once: also what the second kind may need at few tokens.
     """
+    first_kind = next(iter(plan))[0]
+    return [
+        (KINDS[kind], tile)
+        for (kind, _, (_, Ms)), tiles in plan.items()
+        if at_once or kind == first_kind or Ms[-1] > _FEW_TOKENS
+        for tile in tiles
+    ]
 
-    def __init__(
-        self,
-        output: Path,
-        top: int,
-        shapes: Sequence[str],
-        buckets: Sequence[tuple[int | None, tuple[int, ...]]],
-        early: bool = False,
-    ) -> None:
-        """Start with nothing found."""
-        self.early = early
-        self.output, self.top = output, top
-        self.shapes, self.buckets = shapes, buckets
-        self.results: list[Result] = []
-        self.rows: list[dict[str, Any]] = []
-        self.notes: list[str] = []
 
-    def cells(self) -> list[Cell]:
-        """Return every shape with every bucket's numbers of tokens."""
-        return [(shape, Ms) for shape in self.shapes for _, Ms in self.buckets]
+def run(tuning: Tuning, compilers: Compilers, plan: Tiles) -> None:
+    """Tune every product of a plan, a shape after the other.
 
-    def time_all(self, kind: str, tiles: dict[Cell, list[ScaledMmTile]]) -> dict[Cell, Times]:
-        """Time each cell's tiles; the best come first."""
-        found: dict[Cell, Times] = {}
-        for shape in self.shapes:
-            layer, copies = self._operands(kind, shape)
-            for _, Ms in self.buckets:
-                where = f"{kind} {shape}"
-                found[shape, Ms] = _bucket_times(layer, Ms, tiles[shape, Ms], copies, where)
-        return found
-
-    def conclude(self, kind: str, found: dict[Cell, Times]) -> None:
-        """Time each cell's best tile against the rivals, and write the table."""
-        for shape in self.shapes:
-            layer, copies = self._operands(kind, shape)
-            for max_m, Ms in self.buckets:
-                self._record(kind, shape, layer, copies, max_m, Ms, found[shape, Ms])
-            self.write()
-
-    def _operands(self, kind: str, shape: str) -> tuple[Layer, list[torch.Tensor]]:
-        torch.cuda.empty_cache()
-        most = max(M for _, Ms in self.buckets for M in Ms)
-        layer = make_layer(KINDS[kind], *PRODUCTS[shape], most)
-        count = timing.copies_needed(layer.weight_bytes())
-        return layer, [layer.weight.clone() for _ in range(count)]
-
-    def _record(
-        self,
-        kind: str,
-        shape: str,
-        layer: Layer,
-        copies: list[torch.Tensor],
-        max_m: int | None,
-        Ms: Sequence[int],
-        found: Times,
-    ) -> None:
-        for tile, times in found.items():
-            self.results += [
-                Result(kind, shape, M, us, tile) for M, us in zip(Ms, times, strict=True)
-            ]
-        for tile, times in list(found.items())[: self.top]:
-            shown = " ".join(f"{us:8.2f}" for us in times)
-            sys.stdout.write(f"{kind:5}{shape:8} M={Ms} {shown}  {dataclasses.astuple(tile)}\n")
-        if not found:
-            return
-        best = next(iter(found))
-        N, K = PRODUCTS[shape]
-        timed = [_against_rivals(layer, best, M, copies, self.notes) for M in Ms]
-        for M, (ours, rivals) in zip(Ms, timed, strict=True):
-            shown = "  ".join(f"{name} {us:.2f} ({us / ours:.3f})" for name, us in rivals.items())
-            sys.stdout.write(f"{kind:5}{shape:8} M={M:<5} ours {ours:8.2f}  {shown}\n")
-        self.rows.append(
-            {
-                "op": KINDS[kind],
-                "N": N,
-                "K": K,
-                "max_m": max_m,
-                "tile": dataclasses.asdict(best),
-                "M": list(Ms),
-                "us": [round(ours, 3) for ours, _ in timed],
-                "vllm_us": [round(rivals.get(VLLM, 0.0), 3) for _, rivals in timed],
-                "rival_us": [round(min(rivals.values(), default=0.0), 3) for _, rivals in timed],
+    Args:
+        tuning: the run.
+        compilers: for candidates that are not compiled yet.
+        plan: what to try.
+    """
+    first_kind = next(iter(plan))[0]
+    for shape in dict.fromkeys(shape for _, shape, _ in plan):
+        for kind in dict.fromkeys(kind for kind, _, _ in plan):
+            tiles = {
+                bucket: some
+                for (its_kind, its_shape, bucket), some in plan.items()
+                if (its_kind, its_shape) == (kind, shape)
             }
-        )
+            if kind != first_kind:
+                # Where bytes count, what did best for one kind does for the other.
+                for bucket in tiles:
+                    best = tuning.results.best(first_kind, shape, bucket[1], tuning.effort.kept)
+                    if best and bucket[1][-1] <= _FEW_TOKENS:
+                        tiles[bucket] = best
+                compilers.compile((KINDS[kind], tile) for some in tiles.values() for tile in some)
+            tuning.product(kind, shape, tiles)
 
-    def write(self) -> None:
-        """Write the table and every result so far."""
-        self.output.mkdir(parents=True, exist_ok=True)
-        source = "python -m taut_kernels.bench.tune_scaled_mm, " + ", ".join(
-            f"{key} {value}" for key, value in report.environment().items()
-        )
-        table = {"gpu": torch.cuda.get_device_name(), "source": source, "rows": self.rows}
-        everything = [dataclasses.asdict(result) for result in self.results]
-        for name, document in (("table.json", table), ("all.json", everything)):
-            text = json.dumps(document, indent=1) + "\n"
-            (self.output / name).write_text(text, encoding="utf-8")
+
+def _import_rivals() -> None:
+    """Import what takes seconds while candidates compile; a failure is noted where it is used."""
+    try:
+        importlib.import_module("vllm._custom_ops")
+    except (*REFUSED, ImportError, AttributeError):
+        return
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.tune_scaled_mm")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--kind", action="append", choices=sorted(KINDS))
-    parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
-    parser.add_argument("--tokens", type=int, action="append", help="only buckets with this M")
+    shapes.add_arguments(parser)
+    parser.add_argument("--known", action="store_true", help=KNOWN)
+    parser.add_argument("--seconds", type=float, help="start nothing new after so long")
     parser.add_argument("--processes", type=int, default=15, help="compilers beside each other")
     parser.add_argument(
         "--early",
         action="store_true",
         help="try early starts: not for a table behind vLLM's kernels",
     )
-    parser.add_argument("--top", type=int, default=4, help="rows printed for each bucket")
+    parser.add_argument("--top", type=int, default=3, help="rows printed for each bucket")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.stderr.write("error: taut_kernels.bench.tune_scaled_mm needs a CUDA device\n")
         return 2
-    buckets = [
-        (max_m, Ms)
-        for max_m, Ms in BUCKETS
-        if not arguments.tokens or set(Ms) & set(arguments.tokens)
-    ]
-    kinds, shapes = arguments.kind or list(KINDS), arguments.shape or list(SHAPES)
-    tuning = Tuning(arguments.output, arguments.top, shapes, buckets, arguments.early)
+    chosen = shapes.chosen(arguments, SHAPES)
+    # Two names may be of one product; a table lists it once.
+    names = list({size: name for name, size in reversed(chosen.items())}.values())[::-1]
+    asked = set(arguments.tokens or ())
+    buckets = [bucket for bucket in BUCKETS if not asked or asked & set(bucket[1])]
+    plan = _plan(arguments.kind or list(KINDS), names, buckets, arguments.known, arguments.early)
+    results = Results(arguments.output, VLLM)
+    deadline = started + (arguments.seconds or float("inf"))
+    tuning = Tuning(results, QUICK if arguments.known else FULL, arguments.top, deadline)
     compilers = Compilers(arguments.processes)
-    kept: dict[Cell, list[ScaledMmTile]] = {}
-    for kind in kinds:
-        found = _search(kind, tuning, compilers, kept)
-        kept = {cell: list(times)[:_KEPT] for cell, times in found.items()}
-        tuning.conclude(kind, found)
+    importing = threading.Thread(target=_import_rivals, daemon=True)
+    importing.start()
+    compilers.compile(_first_jobs(plan, arguments.known))
+    importing.join()
+    # Each capture of a graph may collect garbage: not all that was imported every time.
+    gc.freeze()
+    run(tuning, compilers, plan)
     compilers.close()
-    for note in dict.fromkeys(tuning.notes):
-        sys.stdout.write(note + "\n")
+    results.write()
+    for note in dict.fromkeys(results.notes):
+        _say(note)
+    _say(f"done after {time.monotonic() - started:.0f} s")
     return 0
-
-
-def _search(
-    kind: str, tuning: Tuning, compilers: Compilers, kept: dict[Cell, list[ScaledMmTile]]
-) -> dict[Cell, Times]:
-    """Time the candidates; at few tokens only what did best for the kind before."""
-    op = KINDS[kind]
-    tiles = {
-        (shape, Ms): list(
-            dict.fromkeys(
-                candidates(*PRODUCTS[shape], Ms[-1], early=tuning.early, fp8=op == KINDS["fp8"])
-            )
-        )
-        for shape, Ms in tuning.cells()
-    }
-    # Where bytes count, what did best for one kind does for the other.
-    tiles |= {cell: some for cell, some in kept.items() if cell[1][-1] <= 64}
-    compilers.compile((op, tile) for some in tiles.values() for tile in some)
-    return tuning.time_all(kind, tiles)
 
 
 if __name__ == "__main__":

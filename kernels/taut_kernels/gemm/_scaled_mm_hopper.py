@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -17,6 +19,7 @@ STEP = 128
 """Bytes of K, hence elements, of a block TMA loads."""
 OPERAND_LAYOUT = gl.NVMMASharedLayout(STEP, 8, 2)
 RESULT_LAYOUT = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
+NARROW_RESULT_LAYOUT = gl.NVMMASharedLayout(ROWS, 16, 2)
 """Of blocks in shared memory: what `wgmma` reads and `stmatrix` writes without bank conflicts."""
 
 _hopper = _launch.Launcher(scaled_mm_hopper_kernel)
@@ -28,16 +31,29 @@ def rows_of_block(tile: ScaledMmTile) -> int:
     return tile.block_m if tile.kernel == "turns" else ROWS
 
 
+def columns_of_blocks(tile: ScaledMmTile) -> tuple[int, int]:
+    """Return the features of a tile as blocks of TMA: a power of two, and what is left, or 0."""
+    columns: int = 1 << (tile.block_n.bit_length() - 1)
+    return columns, tile.block_n - columns
+
+
+def result_layout(tile: ScaledMmTile) -> tuple[int, gl.NVMMASharedLayout]:
+    """Return the columns of a block that TMA stores, and its layout."""
+    if columns_of_blocks(tile)[1]:
+        return ROWS // 2, NARROW_RESULT_LAYOUT
+    return ROWS, RESULT_LAYOUT
+
+
 def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
     """Return the constants of the kernel.
 
     Args:
         tile: ``kernel`` hopper or turns.
     """
-    constants = {"COLUMNS": tile.block_n, "STAGES": tile.num_stages, "GROUP_M": tile.group_m}
-    if tile.kernel == "hopper":
-        return constants
-    return constants | {"ROWS": tile.block_m}
+    columns, further = columns_of_blocks(tile)
+    constants = {"COLUMNS": columns, "FURTHER": further}
+    constants |= {"STAGES": tile.num_stages, "GROUP_M": tile.group_m}
+    return constants if tile.kernel == "hopper" else constants | {"ROWS": tile.block_m}
 
 
 def _operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -76,7 +92,9 @@ def launch_hopper(
     """
     (M, K), N = x.shape, weight.shape[0]
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // tile.block_n)
-    rows = rows_of_block(tile)
+    rows, (columns, further) = rows_of_block(tile), columns_of_blocks(tile)
+    width, layout = result_layout(tile)
+    more: Any = _operand(weight, further) if further else None
     launcher = _turns if tile.kernel == "turns" else _hopper
     launcher(
         (tile, x.dtype, y.dtype, azp_adj is None, azp is None, bias is None),
@@ -84,8 +102,9 @@ def launch_hopper(
         (x_scale, weight_scale, azp_adj, azp, bias),
         (
             _operand(x, rows),
-            _operand(weight, tile.block_n),
-            TensorDescriptor(y, [M, N], [N, 1], [rows, ROWS], RESULT_LAYOUT),
+            _operand(weight, columns),
+            more,
+            TensorDescriptor(y, [M, N], [N, 1], [rows, width], layout),
             M,
             N,
             -(-K // STEP),

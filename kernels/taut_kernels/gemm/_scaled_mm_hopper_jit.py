@@ -54,11 +54,65 @@ def _sums(
 
 
 @gluon.jit
+def _two_sums(
+    a, b, c, full, empty, at, steps,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr, MORE: gl.constexpr,
+):  # fmt: skip
+    """Return as :func:`_sums` the sums of a tile's first columns, and those of the others."""
+    ACC: gl.constexpr = gl.int32 if a.dtype == gl.int8 else gl.float32
+    COLUMNS: gl.constexpr = b.shape[1]
+    FURTHER: gl.constexpr = c.shape[1]
+    acc = gl.zeros([64, COLUMNS], ACC, SUMS)
+    more = gl.zeros([64, FURTHER], ACC, MORE)
+    for k in range(steps):
+        slot = (at + k) % STAGES
+        mbarrier.wait(full.index(slot), ((at + k) // STAGES) & 1)
+        rows, columns = a.index(slot * 2 + GROUP), b.index(slot).permute([1, 0])
+        others = c.index(slot).permute([1, 0])
+        acc = hopper.warpgroup_mma(rows, columns, acc, use_acc=k > 0, is_async=True)
+        more = hopper.warpgroup_mma(rows, others, more, use_acc=k > 0, is_async=True)
+        # Two products a step: those of the last step may be under way.
+        acc, more = hopper.warpgroup_mma_wait(2, deps=[acc, more])
+        mbarrier.arrive(empty.index((at + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
+    acc, more = hopper.warpgroup_mma_wait(0, deps=[acc, more])
+    mbarrier.arrive(empty.index((at + steps - 1) % STAGES), count=1)
+    return acc, more
+
+
+@gluon.jit
+def _multiply_both(
+    shared, pointers, strides, sizes, GROUP: gl.constexpr, GROUP_M: gl.constexpr
+):  # fmt: skip
+    """Run a group as :func:`_multiply` does, whose tiles have a second part of columns."""
+    a, b, full, empty, y, y_desc, c = shared
+    M, N, steps, tiles_m, tiles_n = sizes
+    COLUMNS: gl.constexpr = b.shape[1]
+    FURTHER: gl.constexpr = c.shape[1]
+    STAGES: gl.constexpr = b.shape[0]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FURTHER, 32])
+    at = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        first_m, first_n = place(tile, tiles_m, tiles_n, GROUP_M)
+        first_m, first_n = first_m * 128 + 64 * GROUP, first_n * (COLUMNS + FURTHER)
+        second_n = first_n + COLUMNS
+        found = vectors(pointers, strides, first_m, first_n, M, N, 64, COLUMNS, SUMS)
+        others = vectors(pointers, strides, first_m, second_n, M, N, 64, FURTHER, MORE)
+        acc, more = _two_sums(a, b, c, full, empty, at, steps, GROUP, STAGES, SUMS, MORE)
+        at += steps
+        values = scaled(acc, pointers, found, SUMS).to(y.dtype)
+        store(y_desc, y, values, first_m, first_n, 64, COLUMNS, GROUP)
+        values = scaled(more, pointers, others, MORE).to(y.dtype)
+        store(y_desc, y, values, first_m, second_n, 64, FURTHER, GROUP, 4)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _multiply(
     shared, pointers, strides, sizes, GROUP: gl.constexpr, GROUP_M: gl.constexpr
 ):  # fmt: skip
     """Run a group that multiplies: 64 tokens of every tile of the program."""
-    a, b, full, empty, y, y_desc = shared
+    a, b, full, empty, y, y_desc, _ = shared
     M, N, steps, tiles_m, tiles_n = sizes
     COLUMNS: gl.constexpr = b.shape[1]
     STAGES: gl.constexpr = b.shape[0]
@@ -79,11 +133,15 @@ def _multiply(
 
 
 @gluon.jit
-def _ask(x_desc, w_desc, a, b, full, empty, sizes, GROUP_M: gl.constexpr):
+def _ask(
+    x_desc, w_desc, more_desc, shared, sizes, GROUP_M: gl.constexpr, FURTHER: gl.constexpr
+):  # fmt: skip
     """Run the warp that asks for blocks of both operands."""
+    a, b, full, empty, _, _, c = shared
     steps, tiles_m, tiles_n = sizes[2], sizes[3], sizes[4]
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = b.shape[1]
+    WIDTH: gl.constexpr = COLUMNS + FURTHER
     at = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
@@ -91,11 +149,14 @@ def _ask(x_desc, w_desc, a, b, full, empty, sizes, GROUP_M: gl.constexpr):
             slot = at % STAGES
             landed = full.index(slot)
             mbarrier.wait(empty.index(slot), ((at // STAGES) & 1) ^ 1)
-            mbarrier.expect(landed, (128 + COLUMNS) * 128)
+            mbarrier.expect(landed, (128 + WIDTH) * 128)
             for group in gl.static_range(2):
                 first = (pid_m * 2 + group) * 64
                 load_block(x_desc, [first, k * 128], landed, a.index(slot * 2 + group))
-            load_block(w_desc, [pid_n * COLUMNS, k * 128], landed, b.index(slot))
+            load_block(w_desc, [pid_n * WIDTH, k * 128], landed, b.index(slot))
+            if FURTHER:
+                further = pid_n * WIDTH + COLUMNS
+                load_block(more_desc, [further, k * 128], landed, c.index(slot))
             at += 1
 
 
@@ -110,7 +171,8 @@ def scaled_mm_hopper_kernel(
     bias_ptr,  # [N], or None
     x_desc,  # [M, K] int8 or e4m3 in blocks [64, 128]
     w_desc,  # [N, K] as x in blocks [COLUMNS, 128]
-    y_desc,  # [M, N] in blocks [64, 64]
+    more_desc,  # the same in blocks [FURTHER, 128], or None
+    y_desc,  # [M, N] in blocks [64, 64], or [64, 32] with FURTHER
     M,
     N,
     steps,  # blocks of K
@@ -119,14 +181,17 @@ def scaled_mm_hopper_kernel(
     stride_xs,  # 1, or 0 for one scale
     stride_ws,
     COLUMNS: gl.constexpr,  # features of a tile, 128 or 256
+    FURTHER: gl.constexpr,  # and as many more, 0, 32 or 64
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
-    HALVES: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PART: gl.constexpr = 32 if FURTHER else 64
+    PLACES: gl.constexpr = 5 if FURTHER == 32 else (3 if FURTHER else 2)
+    HALVES: gl.constexpr = gl.NVMMASharedLayout(2 * PART, 16, 2)
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, 128], BYTES)
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], BYTES)
-    y = gl.allocate_shared_memory(y_desc.dtype, [4, 64, 64], HALVES)
+    y = gl.allocate_shared_memory(y_desc.dtype, [2 * PLACES, 64, PART], HALVES)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     # Nobody waits for this one: with it the machine code is that which ran on a card, 2026-11-22.
     # Drop at the next visit to one.
@@ -134,14 +199,27 @@ def scaled_mm_hopper_kernel(
     hopper.fence_async_shared()
     pointers = (x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr)
     strides, sizes = (stride_xs, stride_ws), (M, N, steps, tiles_m, tiles_n)
-    shared = (a, b, full, empty, y, y_desc)
     # 2 · 232 + 40 registers for 128 threads each are a multiprocessor's.
-    gl.warp_specialize(
-        [
-            (_multiply, (shared, pointers, strides, sizes, 0, GROUP_M)),
-            (_multiply, (shared, pointers, strides, sizes, 1, GROUP_M)),
-            (_ask, (x_desc, w_desc, a, b, full, empty, sizes, GROUP_M)),
-        ],
-        [4, 1],
-        [232, 40],
-    )
+    if FURTHER:
+        c = gl.allocate_shared_memory(x_desc.dtype, [STAGES, FURTHER, 128], BYTES)
+        shared = (a, b, full, empty, y, y_desc, c)
+        gl.warp_specialize(
+            [
+                (_multiply_both, (shared, pointers, strides, sizes, 0, GROUP_M)),
+                (_multiply_both, (shared, pointers, strides, sizes, 1, GROUP_M)),
+                (_ask, (x_desc, w_desc, more_desc, shared, sizes, GROUP_M, FURTHER)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        shared = (a, b, full, empty, y, y_desc, b)
+        gl.warp_specialize(
+            [
+                (_multiply, (shared, pointers, strides, sizes, 0, GROUP_M)),
+                (_multiply, (shared, pointers, strides, sizes, 1, GROUP_M)),
+                (_ask, (x_desc, w_desc, more_desc, shared, sizes, GROUP_M, FURTHER)),
+            ],
+            [4, 1],
+            [232, 40],
+        )

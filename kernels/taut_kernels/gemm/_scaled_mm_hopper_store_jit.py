@@ -28,7 +28,7 @@ def vectors(
     Those of columns are one or two values a thread; :func:`scaled` spreads them.
     """
     x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr = pointers
-    LINE: gl.constexpr = gl.BlockedLayout([COLUMNS // 128], [32], [4], [0])
+    LINE: gl.constexpr = gl.BlockedLayout([2 if COLUMNS == 256 else 1], [32], [4], [0])
     offs_m = first_m + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
     offs_n = first_n + gl.arange(0, COLUMNS, LINE)
     mask_m, mask_n = offs_m < M, offs_n < N
@@ -74,9 +74,9 @@ def _halves(values, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _store_part(
-    y_desc, y, values, first_m, first_n, PART: gl.constexpr, GROUP: gl.constexpr
+    y_desc, y, values, first_m, column, PART: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Store the ``PART``-th 64 columns of a group's rows by one of its places in turn."""
+    """Store the ``PART``-th columns of a group's rows by one of its places in turn."""
     PLACES: gl.constexpr = y.shape[0] // 2
     room = y.index(GROUP * PLACES + PART % PLACES)
     # The place's last block has been read by TMA; all warps have to know.
@@ -85,23 +85,41 @@ def _store_part(
     room.store(values)
     hopper.fence_async_shared()
     barrier()
-    store_block(y_desc, [first_m, first_n + PART * 64], room)
+    store_block(y_desc, [first_m, column], room)
+
+
+@gluon.jit
+def _store_four(
+    y_desc, y, left, right, first_m, first_n,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Store both halves of a group's rows, each in two parts."""
+    WIDTH: gl.constexpr = COLUMNS // 4
+    first, second = _halves(left, ROWS, WIDTH)
+    third, fourth = _halves(right, ROWS, WIDTH)
+    _store_part(y_desc, y, first, first_m, first_n, 0, GROUP)
+    _store_part(y_desc, y, second, first_m, first_n + WIDTH, 1, GROUP)
+    _store_part(y_desc, y, third, first_m, first_n + 2 * WIDTH, 2, GROUP)
+    _store_part(y_desc, y, fourth, first_m, first_n + 3 * WIDTH, 3, GROUP)
 
 
 @gluon.jit
 def store(
     y_desc, y, values, first_m, first_n,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr = 0,
 ):  # fmt: skip
-    """Store a group's rows of 128 or 256 columns; the last parts are under way after it."""
-    left, right = _halves(values, ROWS, COLUMNS // 2)
-    if COLUMNS == 128:
-        _store_part(y_desc, y, left, first_m, first_n, 0, GROUP)
-        _store_part(y_desc, y, right, first_m, first_n, 1, GROUP)
+    """Store a group's rows in one, two or four parts; the last are under way after it.
+
+    A tile's parts are counted from FIRST on. A group has as many places as divide them, so that the
+    next tile's parts find theirs in turn.
+    """
+    PARTS: gl.constexpr = COLUMNS // y.shape[2]
+    if PARTS == 1:
+        _store_part(y_desc, y, values, first_m, first_n, FIRST, GROUP)
     else:
-        first, second = _halves(left, ROWS, 64)
-        third, fourth = _halves(right, ROWS, 64)
-        _store_part(y_desc, y, first, first_m, first_n, 0, GROUP)
-        _store_part(y_desc, y, second, first_m, first_n, 1, GROUP)
-        _store_part(y_desc, y, third, first_m, first_n, 2, GROUP)
-        _store_part(y_desc, y, fourth, first_m, first_n, 3, GROUP)
+        left, right = _halves(values, ROWS, COLUMNS // 2)
+        if PARTS == 2:
+            _store_part(y_desc, y, left, first_m, first_n, FIRST, GROUP)
+            _store_part(y_desc, y, right, first_m, first_n + COLUMNS // 2, FIRST + 1, GROUP)
+        else:
+            _store_four(y_desc, y, left, right, first_m, first_n, ROWS, COLUMNS, GROUP)

@@ -16,17 +16,20 @@ from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 ELEMENT = {"w8a8_gemm": "i8", "fp8_gemm": "fp8e4nv", "fp8_block": "fp8e4nv"}
-_RULE_SHAPES = ((4096, 4096), (28672, 4096))
-_RULE_TOKENS = (1, 32, 64, 128)
+_RULE_SHAPES = ((4096, 4096), (1280, 8192), (10240, 8192), (28672, 4096), (57344, 8192))
+_RULE_TOKENS = (1, 32, 64, 128, 256, 4096)
 ALL_TARGETS, HOPPER = ("sm_80", "sm_90"), ("sm_90",)
 
 
 def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
-    """Yield tile, K and targets: what a card without a table can reach, then every table's."""
+    """Yield tile, K and targets: what the rule or a wide search can reach, then every table's."""
     targets = ALL_TARGETS if op == "w8a8_gemm" else HOPPER
     for N, K in _RULE_SHAPES:
         for M in _RULE_TOKENS:
             yield tiles_scaled_mm.rule(op, N, K, M), K, targets
+    for tile in (*tiles_scaled_mm.FED_BY_TMA, *tiles_scaled_mm.tiles_of_parts()):
+        if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
+            yield tile, 4096, HOPPER
     for table in tiles_scaled_mm.tables().values():
         for (row_op, _, K), buckets in table.buckets.items():
             for bucket in buckets if row_op == op else ():
@@ -59,7 +62,8 @@ def _options_of_w8a8() -> Iterator[KernelVariant]:
     ring = tiles_scaled_mm.rule("w8a8_gemm", 28672, 4096, 1)
     shared = ScaledMmTile("hopper", 128, 256, 128, 4, 4)
     turns = ScaledMmTile("turns", 128, 128, 128, 4, 6)
-    for tile, targets in ((ring, ALL_TARGETS), (shared, HOPPER), (turns, HOPPER)):
+    parts = [(tile, HOPPER) for tile in tiles_scaled_mm.tiles_of_parts()]
+    for tile, targets in ((ring, ALL_TARGETS), (shared, HOPPER), (turns, HOPPER), *parts):
         for has_azp in (False, True):
             yield variant(
                 "w8a8_gemm", tile, targets, even_k=True, has_azp_adj=True, has_azp=has_azp
@@ -131,11 +135,17 @@ def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: boo
         constants |= {} if present else {name: None}
     element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
     rows = hopper.rows_of_block(tile)
+    columns, further = hopper.columns_of_blocks(tile)
+    width, result = hopper.result_layout(tile)
     descriptors = {
         "x_desc": f"{element}[{rows}, {hopper.STEP}],{layout!r}",
-        "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
-        "y_desc": f"bf16[{rows}, {hopper.ROWS}],{hopper.RESULT_LAYOUT!r}",
+        "w_desc": f"{element}[{columns}, {hopper.STEP}],{layout!r}",
+        "y_desc": f"bf16[{rows}, {width}],{result!r}",
     }
+    if further:
+        descriptors["more_desc"] = f"{element}[{further}, {hopper.STEP}],{layout!r}"
+    else:
+        constants |= {"more_desc": None}
     kernel = scaled_mm_turns_kernel if tile.kernel == "turns" else scaled_mm_hopper_kernel
     known = {*constants, *pointers, *descriptors}
     return KernelVariant(

@@ -1,0 +1,96 @@
+"""The 8-bit products' candidates of a short visit: winners elsewhere, with K split otherwise.
+
+A full search of one shape tries hundreds of tiles; these are a dozen a number of tokens. Used by
+`tune_scaled_mm` with ``--known``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from taut_kernels import tiles_scaled_mm
+from taut_kernels.bench.scaled_mm_candidates import resident
+from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, waves_us
+
+_SPLITS = (1, 2, 4, 8)
+_SPLIT_TOKENS = 128
+"""Most tokens for which splitting K was ever worth its sums."""
+_HOPELESS = 1.2
+"""Times the shortest waves' estimate from which on no tile won; it errs by less."""
+_FEWEST_PROGRAMS = 0.6 * MULTIPROCESSORS
+"""Fewer leave too many multiprocessors without work, where K can be split further."""
+
+
+def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
+    """Return tiles for a shape: winners of either op at half to twice as many tokens.
+
+    Args:
+        op: ``fp8_gemm`` or ``w8a8_gemm``.
+        N: output features.
+        K: input features.
+        M: tokens.
+    """
+    won: dict[ScaledMmTile, None] = {}
+    for table in tiles_scaled_mm.tables().values():
+        for (row_op, _, _), buckets in table.buckets.items():
+            # Where bytes count, what did best for one kind does for the other.
+            if row_op == op or (M <= _SPLIT_TOKENS and row_op in ("fp8_gemm", "w8a8_gemm")):
+                won |= dict.fromkeys(_near(buckets, M))
+    if M > _SPLIT_TOKENS:
+        won = dict.fromkeys(_promising(N, K, M, [*won, *tiles_scaled_mm.tiles_of_parts()]))
+    fit = (tile for tile in won if tiles_scaled_mm.why_not_for(tile, op, N) is None)
+    found = [cut for tile in fit for cut in _cuts(tile, N, K, M)]
+    return _without_equal_orders(found, M)
+
+
+def _near(buckets: tuple[tiles_scaled_mm.Bucket, ...], M: int) -> Iterator[ScaledMmTile]:
+    """Yield the tiles of the buckets that reach into half to twice as many tokens.
+
+    Rings of few tokens come as wide as M asks for.
+    """
+    first = 1
+    for bucket in buckets:
+        tile, last = bucket.tile, bucket.max_m or 2 * M
+        if first <= 2 * M and last >= M / 2:
+            if M <= 64 and tile.kernel == "ring" and tile.block_m <= 64:
+                tile = dataclasses.replace(tile, block_m=max(16, M))
+            yield tile
+        first = last + 1
+
+
+def _promising(N: int, K: int, M: int, tiles: Iterable[ScaledMmTile]) -> list[ScaledMmTile]:
+    """Drop tiles fed by TMA whose waves promise to take clearly longer than the shortest."""
+    us = {tile: waves_us(tile, N, K, M) for tile in tiles if tile.kernel != "ring"}
+    most = _HOPELESS * min(us.values(), default=0.0)
+    return [tile for tile in dict.fromkeys(tiles) if us.get(tile, 0.0) <= most]
+
+
+def _cuts(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
+    """Yield a winner with K split in every way that fits the shape."""
+    if tile.kernel != "ring":
+        if M > 64:
+            yield tile
+        return
+    if M <= 64 and tile.block_m != max(16, M):
+        return  # weights read twice, or half of a tile without a token
+    programs = -(-N // tile.block_n) * -(-M // tile.block_m)
+    if not (places := resident(tile) * MULTIPROCESSORS):
+        return
+    splits = [s for s in _SPLITS if K % (tile.block_k * s) == 0 and K // (tile.block_k * s) >= 2]
+    if tile.block_m < M or M > _SPLIT_TOKENS:
+        splits = [s for s in splits if s == 1]
+    enough = [s for s in splits if programs * s >= _FEWEST_PROGRAMS] or splits[-1:]
+    for split in enough:
+        if split == enough[0] or programs * split <= places:
+            yield dataclasses.replace(tile, split_k=split)
+
+
+def _without_equal_orders(tiles: list[ScaledMmTile], M: int) -> list[ScaledMmTile]:
+    """Drop tiles that differ in ``group_m`` only, where one group holds every token tile."""
+    kept: dict[ScaledMmTile, ScaledMmTile] = {}
+    for tile in tiles:
+        blocks = -(-M // tile.block_m)
+        order = 0 if blocks <= tile.group_m else tile.group_m
+        kept.setdefault(dataclasses.replace(tile, group_m=1 + order), tile)
+    return list(kept.values())

@@ -1,0 +1,60 @@
+"""Candidates of a short visit: few, all of them winners somewhere, all of them launchable."""
+
+from __future__ import annotations
+
+import pytest
+
+from taut_kernels import tiles_scaled_mm
+from taut_kernels.bench.scaled_mm_candidates import BUCKETS, SHARED_BYTES, ring_bytes
+from taut_kernels.bench.scaled_mm_known_tiles import known_tiles
+from taut_kernels.bench.shapes import PRODUCTS
+
+
+@pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])
+@pytest.mark.parametrize("M", [Ms[-1] for _, Ms in BUCKETS])
+def test_every_product_has_some_tiles_that_fit_it(op: str, M: int) -> None:
+    for N, K in sorted(set(PRODUCTS.values())):
+        tiles = known_tiles(op, N, K, M)
+        assert 2 <= len(tiles) <= 24, (N, K)
+        assert len(tiles) == len(set(tiles))
+        for tile in tiles:
+            assert tiles_scaled_mm.why_not_for(tile, op, N) is None
+            assert tile.kernel != "ring" or ring_bytes(tile) <= SHARED_BYTES
+            assert K % (tile.block_k * tile.split_k) == 0
+            if tile.split_k > 1:
+                assert tile.block_m >= M
+
+
+@pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])
+def test_a_measured_shapes_own_winner_is_among_them(op: str) -> None:
+    for (its_op, N, K), buckets in tiles_scaled_mm.tables()["NVIDIA H200"].buckets.items():
+        for bucket in buckets if its_op == op else ():
+            M = bucket.max_m or 4096
+            found = known_tiles(op, N, K, M)
+            blocks = -(-M // bucket.tile.block_m)
+            same = [
+                tile
+                for tile in found
+                if str(tile).split("/g")[0] == str(bucket.tile).split("/g")[0]
+                and (tile.group_m == bucket.tile.group_m or blocks <= tile.group_m)
+            ]
+            assert same, (N, K, M, str(bucket.tile))
+
+
+@pytest.mark.parametrize(
+    ("shape", "M", "tile"),
+    [
+        # 130 tiles where 128 × 128 makes 160, and 260 where it makes 320: a wave less.
+        ("down", 640, "turns 128x160x128/4w/5s/g16"),
+        ("o", 1280, "turns 128x160x128/4w/5s/g16"),
+        ("down", 320, "turns 64x160x128/4w/6s/g16"),
+        ("qkv", 512, "hopper 128x192x128/4w/5s/g16"),
+    ],
+)
+def test_what_promises_a_wave_less_is_tried(shape: str, M: int, tile: str) -> None:
+    for op in ("fp8_gemm", "w8a8_gemm"):
+        assert tile in map(str, known_tiles(op, *PRODUCTS[shape], M))
+
+
+def test_what_promises_nothing_is_not() -> None:
+    assert not [t for t in known_tiles("fp8_gemm", *PRODUCTS["down"], 1024) if t.block_n % 128]
