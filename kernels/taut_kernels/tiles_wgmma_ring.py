@@ -74,8 +74,8 @@ class WgmmaRingTile:
             raise ValueError(f"running must be below parts × chunks_per_step, got {self.running}")
         if self.summed and self.split_k == 1:
             raise ValueError("summed needs split_k > 1")
-        if self.tma and self.reordered:
-            raise ValueError("tma takes activations in their own order")
+        if self.tma and (self.reordered or self.summed):
+            raise ValueError("tma takes neither reordered nor summed")
         if self.registers and not 32 <= self.registers <= 255:
             raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
 
@@ -121,7 +121,8 @@ class WgmmaRingTile:
             ValueError: three stages do not fit.
         """
         size = self.stage_bytes(group_size, has_zeros=has_zeros)
-        fit = (SHARED_BYTES - _RESERVED_BYTES) // size
+        reserved = _RESERVED_BYTES + (512 * self.num_warps if self.tma else 0)
+        fit = (SHARED_BYTES - reserved) // size
         if fit < 3:
             raise ValueError(f"{self}: three stages of {size} bytes do not fit shared memory")
         return min(self.stages, fit)

@@ -118,6 +118,44 @@ def _scale_ptrs(
     return words_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + place
 
 
+@gluon.constexpr_function
+def _power(count):
+    """Return the least power of two that is no less."""
+    return 1 << (count - 1).bit_length()
+
+
+@gluon.jit
+def _prefetch(
+    words_ptr,
+    first_tile,
+    first_chunk,
+    CHUNKS: gl.constexpr,  # of the program
+    K: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    TILES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Bring all scales (or zero points) of a program into L2, a line of 128 bytes a thread.
+
+    A register can be loaded one step ahead only: it is moved on in the next one.
+    """
+    ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4
+    QUADS: gl.constexpr = _power(CHUNKS * 64 // GROUP_SIZE // 4 + 2)
+    LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    line = gl.arange(0, TILES * QUADS, LINES)
+    quad = gl.minimum(first_chunk * 64 // GROUP_SIZE // 4 + line % QUADS, ALL_QUADS - 1)
+    place = ((first_tile + line // QUADS) * ALL_QUADS + quad) * 32
+    ptrs = words_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + place
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        (ptrs.to(gl.int64),),
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @gluon.jit
 def _load_scales(
     scale_ptrs,  # zero points' and scales', or scales' alone
@@ -270,7 +308,7 @@ def _multiply_all(
             a = convert(operands, i % PARTS, PARTS, HAS_ZEROS, ELEMENT, WARPS, OPERAND)
             x = x.slice(i % PARTS * (64 // PARTS), 64 // PARTS, 0)
             sums = _multiply(sums, a, x, i // PARTS % ROW_TILES, RUNNING)
-            if i == RUNNING:
+            if i == RUNNING - 1:
                 # All products of the step before are done: its place may be filled again.
                 before = gl.where(slot == 0, STAGES - 1, slot - 1)
                 mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
@@ -301,7 +339,6 @@ def _product(
     STEPS: gl.constexpr,
     PARTS: gl.constexpr,
     RUNNING: gl.constexpr,
-    SUMMED: gl.constexpr,
 ):
     """Run the warps that multiply and store."""
     BLOCK_M: gl.constexpr = rings[1].shape[1]
@@ -313,6 +350,13 @@ def _product(
     scale_ptrs = (_scale_ptrs(scales_ptr, N, ALL_QUADS, ROW_TILES, WARPS, L),)
     if HAS_ZEROS:
         scale_ptrs = (_scale_ptrs(zeros_ptr, N, ALL_QUADS, ROW_TILES, WARPS, L),) + scale_ptrs
+    if GROUP_SIZE:
+        first_tile = _first_tile(N, ROW_TILES, WARPS)
+        CHUNKS: gl.constexpr = STEPS * (rings[1].shape[0] // rings[0].shape[0])
+        TILES: gl.constexpr = ROW_TILES * WARPS
+        _prefetch(scales_ptr, first_tile, first_chunk, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
+        if HAS_ZEROS:
+            _prefetch(zeros_ptr, first_tile, first_chunk, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
     sums = _multiply_all(
         rings,
         scale_ptrs,
@@ -344,7 +388,7 @@ def _product(
         ROW_TILES,
         WARPS,
         SPLIT_K,
-        SUMMED,
+        False,
         ACC,
         True,
     )
@@ -373,7 +417,6 @@ def w4a16_wgmma_tma_kernel(
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
     RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
-    SUMMED: gl.constexpr,  # a launch of its own adds the splits
 ):
     STEPS: gl.constexpr = _steps(K // 64, CHUNKS_PER_STEP, SPLIT_K)
     early_start(False)
@@ -392,7 +435,7 @@ def w4a16_wgmma_tma_kernel(
                 (
                     rings, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, N,
                     first_chunk, K, GROUP_SIZE, HAS_ZEROS, HAS_BIAS, ROW_TILES, WARPS, SPLIT_K,
-                    STEPS, PARTS, RUNNING, SUMMED,
+                    STEPS, PARTS, RUNNING,
                 ),
             ),
             (_ask, (x_desc, w_desc, rings, first_tile, first_chunk, STEPS)),

@@ -50,7 +50,6 @@ def launch_constants(
         "STAGES": tile.stages_that_fit(group_size, has_zeros=has_zeros),
         "PARTS": tile.parts,
         "RUNNING": tile.running,
-        "SUMMED": tile.summed,
     }
 
 
@@ -67,7 +66,7 @@ def product(
     partial: torch.Tensor | None,
     grid: tuple[int, int, int],
 ) -> None:
-    """Fill ``y``, or ``partial`` where a launch of its own adds the splits.
+    """Fill ``y``.
 
     Args:
         tile: how to cut the work, with ``tma``.
