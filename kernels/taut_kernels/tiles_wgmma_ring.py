@@ -36,6 +36,7 @@ class WgmmaRingTile:
         running: products left running then, 1..3.
         summed: a launch of its own adds the splits, not the program that arrives last.
         tma: TMA copies weights and activations, the latter in their own order.
+        scale_sums: multiply the sums of a group by its scales, not its weights (``tma``).
 
     Raises:
         ValueError: a field is out of its range.
@@ -53,6 +54,7 @@ class WgmmaRingTile:
     running: int = 1
     summed: bool = False
     tma: bool = False
+    scale_sums: bool = False
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
@@ -82,6 +84,7 @@ class WgmmaRingTile:
     def __str__(self) -> str:
         cut = f"{self.block_m}x{self.rows}/{self.warp_groups}x{self.group_tiles}g/k{self.split_k}"
         flags = f"p{self.parts}.{self.running}" + "r" * self.reordered + "s" * self.summed + "t" * self.tma
+        flags += "f" * self.scale_sums
         cap = f"/{self.registers}" if self.registers else ""
         return f"wring/{cut}/{self.chunks_per_step}c/{self.stages}s{flags}{cap}"
 
