@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from taut_kernels import _launch, testing, testing_gluon_wgmma
-from taut_kernels.gemm import w4a16_wgmma_tma
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
+from taut_kernels.gemm import w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(

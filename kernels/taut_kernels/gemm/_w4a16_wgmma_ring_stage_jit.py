@@ -231,7 +231,9 @@ def reduce_and_store(
     pid, split = gl.program_id(0), gl.program_id(1)
     if SPLIT_K == 1:
         for r in gl.static_range(ROW_TILES):
-            _store_tile(y_ptr, bias_ptr, sums[r], r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, WHOLE, ACC)
+            _store_tile(
+                y_ptr, bias_ptr, sums[r], r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, WHOLE, ACC
+            )
     else:
         SIZE: gl.constexpr = 16 * WARPS * BLOCK_M
         tile_of_y = gl.program_id(2) * gl.num_programs(0) + pid
@@ -257,6 +259,17 @@ def reduce_and_store(
                         value += gl.load(cells + (s * ROW_TILES + r) * SIZE, cache_modifier=".cg")
                     value = _by_row(value, WARPS, BLOCK_M, ACC)
                     _store_tile(
-                        y_ptr, bias_ptr, value, r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, WHOLE, ACC
+                        y_ptr,
+                        bias_ptr,
+                        value,
+                        r,
+                        M,
+                        N,
+                        HAS_BIAS,
+                        BLOCK_M,
+                        ROW_TILES,
+                        WARPS,
+                        WHOLE,
+                        ACC,
                     )
                 gl.store(arrivals_ptr + tile_of_y, 0)

@@ -9,7 +9,7 @@ order. Scales come through registers, some steps ahead.
 Triton's interpreter runs neither Gluon nor inline assembly; only a GPU runs this file.
 """
 
-# ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a kernel's
+# ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them; a kernel's
 # branches fall at compile time)
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
 
@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from taut_kernels.attention._hopper_tile_jit import barriers, load_block
 from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis
-from taut_kernels.gemm._w4a16_decode_ring_stage_jit import barrier, early_start
+from taut_kernels.gemm._w4a16_decode_ring_stage_jit import early_start
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import (
     _finished,
     _multiply,
@@ -201,7 +201,7 @@ def _operands(
     ROW_TILES: gl.constexpr,
     KINDS: gl.constexpr,
 ):
-    """Return what `convert` takes: the words, zero points and scales (as there are) of both halves."""
+    """Return what `convert` takes: words, then zero points and scales, as there are, by half."""
     result = (words,)
     for kind in gl.static_range(KINDS):
         for h in gl.static_range(2):

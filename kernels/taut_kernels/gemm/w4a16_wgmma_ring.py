@@ -120,8 +120,8 @@ def product(
         role: of this launch.
 
     Raises:
-        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or its ring does
-            not fit shared memory.
+        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, its ring does
+            not fit shared memory, or it has ``tma`` and a role or more rows than the layer.
     """
     M, K = x.shape
     features = 16 * qweight.shape[0]
@@ -150,6 +150,8 @@ def product(
 
     meeting = arrivals if meet else None
     if tile.tma:
+        if role != "alone":
+            raise ValueError(f"{tile} is no head and no tail")
         w4a16_wgmma_tma.product(
             tile, x, qweight, scales, zeros, bias, meeting, group_size, y, partial, grid
         )
