@@ -1,10 +1,10 @@
 """The Gluon kernel of :mod:`taut_kernels.gemm.w4a16_wgmma_tma`.
 
-The products are those of :mod:`taut_kernels.gemm._w4a16_wgmma_ring_jit`; what feeds them is TMA: one
-thread asks for a step's weights and activations, which land as the tensors have them, 128 bytes a
-row, swizzled. A matrix load (`ldmatrix`) then hands lane (g, t) word t of the four lanes of row g:
-columns 2t and 2t + 1 of every eight, which is what `wgmma` multiplies with activations in their own
-order. Scales come through registers, some steps ahead.
+The products are those of :mod:`taut_kernels.gemm._w4a16_wgmma_ring_jit`; what feeds them is TMA: a
+warp of its own asks for every step's weights and activations, which land as the tensors have them,
+rows of 128 bytes, swizzled. A matrix load (`ldmatrix`) then hands lane (g, t) word t of the four
+lanes of row g: columns 2t and 2t + 1 of every eight, which is what `wgmma` multiplies with
+activations in their own order. Scales come through registers, a step ahead, from L2.
 
 Triton's interpreter runs neither Gluon nor inline assembly; only a GPU runs this file.
 """
