@@ -5,6 +5,7 @@ Layouts, registers and fences are Triton's to compile (test_aot.py) and a GPU's 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -98,3 +99,58 @@ def test_kernel_computes_the_product_on_numpy(
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     assert kernel.grid == grid
     assert not operands[5].any(), "arrivals must be 0 again"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reordered": True}, "tma takes neither reordered nor summed"),
+        ({"summed": True, "split_k": 2}, "tma takes neither reordered nor summed"),
+        ({"tma": False, "scale_sums": True}, "scale_sums needs tma"),
+    ],
+)
+def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TILES["two"], **change)
+
+
+def test_launch_refuses_fewer_features_than_a_tile_has_rows() -> None:
+    operands = make_case(16, 48, 512, 64, torch.bfloat16, False).operands()
+    with pytest.raises(ValueError, match="takes 64 features at least, got 48"):
+        ring.launch(TILES["one"], *operands)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("tile", "M"), [(t, 2 * TILES[t].block_m - 9) for t in TILES])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(("K", "G"), [(1088, 32), (576, 64), (1152, 128), (704, -1), (2048, 128)])
+def test_gpu_every_cut_and_format(
+    tile: str, M: int, K: int, G: int, asymmetric: bool, dtype: torch.dtype
+) -> None:
+    for N in (272, 1040):
+        case = make_case(M, N, K, G, dtype, asymmetric, "cuda")
+        operands = case.operands()
+        with testing.nan_poison():
+            actual = ring.launch(TILES[tile], *operands)
+        testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+        for _ in range(5):
+            again = ring.launch(TILES[tile], *operands)
+            assert torch.equal(again, actual), "bits differ between runs"
+        assert not operands[5].any(), "arrivals must be 0 again"
+
+
+@gpu
+@needs_gpu
+def test_gpu_a_product_of_a_product_waits_for_its_activations() -> None:
+    operands = make_case(60, 1024, 1024, 128, torch.bfloat16, False, "cuda").operands()
+    tile = TILES["split"]
+    expected = ring.launch(tile, ring.launch(tile, *operands), *operands[1:])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [ring.launch(tile, ring.launch(tile, *operands), *operands[1:]) for _ in range(8)]
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(one, expected) for one in found)

@@ -277,31 +277,24 @@ def _multiply_all(
     STAGES: gl.constexpr = words.shape[0]
     CHUNKS: gl.constexpr = tokens.shape[0] // STAGES
     GROUPS: gl.constexpr = _groups(CHUNKS, GROUP_SIZE)
-    # Scales come through registers, two steps ahead; a channel's only one stays.
-    queue = (_load_scales(scale_ptrs, first_chunk, GROUPS, GROUP_SIZE, K, ROW_TILES),)
-    if GROUP_SIZE:
-        queue = queue + (
-            _load_scales(scale_ptrs, first_chunk + CHUNKS, GROUPS, GROUP_SIZE, K, ROW_TILES),
-        )
+    # Scales come through registers, a step ahead; a channel's only one stays.
+    scales = _load_scales(scale_ptrs, first_chunk, GROUPS, GROUP_SIZE, K, ROW_TILES)
     sums = ()
     for _ in gl.static_range(ROW_TILES):
         sums = sums + (gl.full((16 * WARPS, tokens.shape[1]), 0.0, gl.float32, ACC),)
     slot, phase = 0, 0
     for step in range(STEPS):
-        scales = queue[0]
+        now = scales
         if GROUP_SIZE:
-            ahead = first_chunk + (step + 2) * CHUNKS
-            queue = (
-                queue[1],
-                _load_scales(scale_ptrs, ahead, GROUPS, GROUP_SIZE, K, ROW_TILES),
-            )
+            ahead = first_chunk + (step + 1) * CHUNKS
+            scales = _load_scales(scale_ptrs, ahead, GROUPS, GROUP_SIZE, K, ROW_TILES)
         mbarrier.wait(full.index(slot), phase)
         every = _load_words(words.index(slot), ROW_TILES, WARPS, CHUNKS, L)
         for i in gl.static_range(CHUNKS * ROW_TILES * PARTS):
             x = tokens.index(slot * CHUNKS + i // PARTS // ROW_TILES).permute((1, 0))
             operands = _operands(
                 every[i // PARTS],
-                scales,
+                now,
                 i // PARTS // ROW_TILES,
                 i // PARTS % ROW_TILES,
                 GROUPS,
