@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE
+from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE, shifted
 
 _NEGATIVE_ZERO = 0x80008000
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
+def part_ptx(element: str, has_zeros: bool, part: int, parts: int, scaled: bool = True) -> str:
     """Write the PTX of ``(q - zero) * scale`` for some of a lane's four words.
 
     Operands: four results a word; four words; then, with zero points, four copies of the zero word
@@ -27,14 +27,15 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
         has_zeros: with zero points; otherwise 8 is subtracted.
         part: which of the parts, 0..parts-1.
         parts: 1, 2 or 4, of as many words each.
+        scaled: multiply by the scale; otherwise there are no scale words.
 
     Returns:
         The text.
     """
     count = 4 // parts
     halves = 2 if parts == 1 else 1
-    words = 4 * count
-    zeros, scales = words + 4, words + 4 + (4 * halves if has_zeros else 0)
+    first_word = 4 * count
+    zeros, scales = first_word + 4, first_word + 4 + (4 * halves if has_zeros else 0)
     text = ["{", ".reg .b32 shifted, value, one, nothing, offset0, offset1, scale0, scale1;"]
     text += [f"mov.b32 one, {ONE[element]:#x};", f"mov.b32 nothing, {_NEGATIVE_ZERO:#x};"]
     if not has_zeros:
@@ -42,19 +43,21 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
     for step in range(count):
         if step % 2 == 0:
             text += _both_rows("offset", zeros + 2 * step) if has_zeros else []
-            text += _both_rows("scale", scales + 2 * step)
-        word = f"${words + part * count + step}"
+            text += _both_rows("scale", scales + 2 * step) if scaled else []
+        place = part * count + step
         for register in range(4):
-            source = word if register == 0 else "shifted"
-            if register:
-                text += [f"shr.u32 shifted, {word}, {4 * register};"]
+            word = first_word + place % 2 * 2 + register // 2
+            text += shifted(word, place // 2 * 2 + register % 2)
+            result = f"${4 * step + register}"
             text += [
                 # 0xEA is (source & mask) | magic.
-                f"lop3.b32 value, {source}, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
-                f"fma.rn.{element}x2 value, value, one, offset{register % 2};",
-                # Adding -0 keeps the product as it is.
-                f"fma.rn.{element}x2 ${4 * step + register}, value, scale{register % 2}, nothing;",
+                f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
+                f"fma.rn.{element}x2 {'value' if scaled else result}, value, one, "
+                f"offset{register % 2};",
             ]
+            if scaled:
+                # Adding -0 keeps the product as it is.
+                text += [f"fma.rn.{element}x2 {result}, value, scale{register % 2}, nothing;"]
     return "\n".join([*text, "}"])
 
 
@@ -68,7 +71,7 @@ def _both_rows(name: str, operand: int) -> list[str]:
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def part_constraints(has_zeros: bool, parts: int) -> str:
+def part_constraints(has_zeros: bool, parts: int, scaled: bool = True) -> str:
     """Write the constraints of :func:`part_ptx`; outputs are written before inputs end."""
     halves = 2 if parts == 1 else 1
-    return ",".join(["=&r"] * (16 // parts) + ["r"] * (4 + 4 * halves * (2 if has_zeros else 1)))
+    return ",".join(["=&r"] * (16 // parts) + ["r"] * (4 + 4 * halves * (has_zeros + scaled)))
