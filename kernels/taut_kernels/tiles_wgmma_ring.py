@@ -36,7 +36,6 @@ class WgmmaRingTile:
         running: products left running then, 1..3.
         summed: a launch of its own adds the splits, not the program that arrives last.
         tma: TMA copies weights and activations, the latter in their own order.
-        scale_sums: multiply the sums of a group by its scales, not its weights (``tma``).
 
     Raises:
         ValueError: a field is out of its range.
@@ -54,7 +53,6 @@ class WgmmaRingTile:
     running: int = 1
     summed: bool = False
     tma: bool = False
-    scale_sums: bool = False
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
@@ -78,15 +76,13 @@ class WgmmaRingTile:
             raise ValueError("summed needs split_k > 1")
         if self.tma and (self.reordered or self.summed):
             raise ValueError("tma takes neither reordered nor summed")
-        if self.scale_sums and not self.tma:
-            raise ValueError("scale_sums needs tma")
         if self.registers and not 32 <= self.registers <= 255:
             raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
 
     def __str__(self) -> str:
         cut = f"{self.block_m}x{self.rows}/{self.warp_groups}x{self.group_tiles}g/k{self.split_k}"
         flags = f"p{self.parts}.{self.running}" + "r" * self.reordered + "s" * self.summed
-        flags += "t" * self.tma + "f" * self.scale_sums
+        flags += "t" * self.tma
         cap = f"/{self.registers}" if self.registers else ""
         return f"wring/{cut}/{self.chunks_per_step}c/{self.stages}s{flags}{cap}"
 

@@ -29,10 +29,6 @@ TILES = {
     "wide": WgmmaRingTile(64, 1, 2, 2, 1, 3, False, parts=4, running=3, tma=True),
     "split": WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
     "half": WgmmaRingTile(32, 1, 1, 1, 2, 6, False, parts=4, running=1, tma=True),
-    "sums": WgmmaRingTile(16, 2, 1, 4, 2, 4, False, parts=1, running=1, tma=True, scale_sums=True),
-    "sums_one": WgmmaRingTile(
-        32, 1, 1, 2, 1, 4, False, parts=2, running=2, tma=True, scale_sums=True
-    ),
 }
 
 
@@ -73,10 +69,6 @@ class OnNumPy:
         ("split", 33, 144, 1088, 32, torch.bfloat16, True, (2, 3, 2)),
         ("half", 20, 64, 1152, 128, torch.float16, False, (1, 2, 1)),
         ("half", 20, 64, 576, 64, torch.bfloat16, True, (1, 2, 1)),
-        ("sums", 12, 128, 1152, 128, torch.bfloat16, False, (1, 2, 1)),
-        ("sums", 16, 144, 2048, 64, torch.float16, True, (2, 2, 1)),
-        ("sums", 16, 128, 2048, 32, torch.float16, True, (1, 2, 1)),
-        ("sums_one", 20, 64, 1152, 128, torch.float16, True, (1, 1, 1)),
     ],
 )
 def test_kernel_computes_the_product_on_numpy(
@@ -106,7 +98,6 @@ def test_kernel_computes_the_product_on_numpy(
     [
         ({"reordered": True}, "tma takes neither reordered nor summed"),
         ({"summed": True, "split_k": 2}, "tma takes neither reordered nor summed"),
-        ({"tma": False, "scale_sums": True}, "scale_sums needs tma"),
     ],
 )
 def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, Any], message: str) -> None:

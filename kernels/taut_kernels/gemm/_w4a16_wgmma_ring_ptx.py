@@ -15,7 +15,7 @@ _NEGATIVE_ZERO = 0x80008000
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def part_ptx(element: str, has_zeros: bool, part: int, parts: int, scaled: bool = True) -> str:
+def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
     """Write the PTX of ``(q - zero) * scale`` for some of a lane's four words.
 
     Operands: four results a word; four words; then, with zero points, four copies of the zero word
@@ -27,7 +27,6 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int, scaled: bool 
         has_zeros: with zero points; otherwise 8 is subtracted.
         part: which of the parts, 0..parts-1.
         parts: 1, 2 or 4, of as many words each.
-        scaled: multiply by the scale; otherwise there are no scale words.
 
     Returns:
         The text.
@@ -43,21 +42,18 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int, scaled: bool 
     for step in range(count):
         if step % 2 == 0:
             text += _both_rows("offset", zeros + 2 * step) if has_zeros else []
-            text += _both_rows("scale", scales + 2 * step) if scaled else []
+            text += _both_rows("scale", scales + 2 * step)
         place = part * count + step
         for register in range(4):
             word = first_word + place % 2 * 2 + register // 2
             text += shifted(word, place // 2 * 2 + register % 2)
-            result = f"${4 * step + register}"
             text += [
                 # 0xEA is (source & mask) | magic.
                 f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
-                f"fma.rn.{element}x2 {'value' if scaled else result}, value, one, "
-                f"offset{register % 2};",
-            ]
-            if scaled:
+                f"fma.rn.{element}x2 value, value, one, offset{register % 2};",
                 # Adding -0 keeps the product as it is.
-                text += [f"fma.rn.{element}x2 {result}, value, scale{register % 2}, nothing;"]
+                f"fma.rn.{element}x2 ${4 * step + register}, value, scale{register % 2}, nothing;",
+            ]
     return "\n".join([*text, "}"])
 
 
@@ -71,7 +67,7 @@ def _both_rows(name: str, operand: int) -> list[str]:
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def part_constraints(has_zeros: bool, parts: int, scaled: bool = True) -> str:
+def part_constraints(has_zeros: bool, parts: int) -> str:
     """Write the constraints of :func:`part_ptx`; outputs are written before inputs end."""
     halves = 2 if parts == 1 else 1
-    return ",".join(["=&r"] * (16 // parts) + ["r"] * (4 + 4 * halves * (has_zeros + scaled)))
+    return ",".join(["=&r"] * (16 // parts) + ["r"] * (4 + 4 * halves * (2 if has_zeros else 1)))

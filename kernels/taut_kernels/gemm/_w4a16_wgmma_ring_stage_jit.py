@@ -119,18 +119,17 @@ def convert(
     ELEMENT: gl.constexpr,
     WARPS: gl.constexpr,
     OPERAND: gl.constexpr,
-    SCALED: gl.constexpr = True,
 ):
     """Return a part of a chunk of one 16-row tile a warp, [16 · WARPS, 64/PARTS], as operand A."""
-    TEXT: gl.constexpr = part_ptx(ELEMENT, HAS_ZEROS, part, PARTS, SCALED)
-    CONSTRAINTS: gl.constexpr = part_constraints(HAS_ZEROS, PARTS, SCALED)
+    TEXT: gl.constexpr = part_ptx(ELEMENT, HAS_ZEROS, part, PARTS)
+    CONSTRAINTS: gl.constexpr = part_constraints(HAS_ZEROS, PARTS)
     KINDS: gl.constexpr = _outputs(ELEMENT, 8 // PARTS)
     inputs = operands
     if PARTS > 1:
-        # The zero word and the scale word, as there are, of the part's half.
+        # The zero word (if any) and the scale word of the part's half.
         HALF: gl.constexpr = part * 2 // PARTS
         inputs = (operands[0],)
-        for word in gl.static_range((len(operands) - 1) // 2):
+        for word in gl.static_range(2 if HAS_ZEROS else 1):
             inputs = inputs + (operands[1 + 2 * word + HALF],)
     o = gl.inline_asm_elementwise(TEXT, CONSTRAINTS, inputs, KINDS, is_pure=True, pack=4)
     # Each join adds the innermost axis: j, then i, then h; an output's four are (r, b).

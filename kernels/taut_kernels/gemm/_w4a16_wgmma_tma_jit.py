@@ -314,142 +314,6 @@ def _multiply_all(
     return _finished(sums)
 
 
-@gluon.constexpr_function
-def _sums_scaled(wanted, group_size, chunks, products, running):
-    """Say whether scales meet the sums of a group, not its weights.
-
-    Groups are whole in a step, and have as many products at least as are left running.
-    """
-    whole = group_size >= 64 and 64 * chunks % group_size == 0
-    return wanted and whole and group_size // 64 * products >= running
-
-
-@gluon.jit
-def _load_row_scales(
-    scales_ptr, first_tile, first_chunk, GROUPS: gl.constexpr, GROUP_SIZE: gl.constexpr,
-    K: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
-    """Ask for a step's scales, of every group and row tile, a row of the sums each."""
-    ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4
-    row = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, ACC))
-    ptrs = scales_ptr + (first_tile + row // 16 * ROW_TILES) * (ALL_QUADS * 64)
-    ptrs = ptrs + row % 8 * 8 + row // 8 % 2
-    found = ()
-    for k in gl.static_range(GROUPS):
-        group = gl.minimum(first_chunk * 64 // GROUP_SIZE + k, K // GROUP_SIZE - 1)
-        for r in gl.static_range(ROW_TILES):
-            place = r * (ALL_QUADS * 64) + group // 4 * 64 + group % 4 * 2
-            found = found + (gl.load(ptrs + place),)
-    return found
-
-
-@gluon.jit
-def _scale(totals, sums, scales, GROUP: gl.constexpr):
-    """Add a group's sums, scaled."""
-    result = ()
-    for r in gl.static_range(len(totals)):
-        scale = gl.expand_dims(scales[GROUP * len(totals) + r].to(gl.float32), 1)
-        result = result + (totals[r] + sums[r] * scale,)
-    return result
-
-
-@gluon.jit
-def _multiply_groups(
-    rings,
-    scales_ptr,
-    zero_ptrs,  # of _scale_ptrs, or none
-    first_tile,
-    first_chunk,
-    K: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
-    ROW_TILES: gl.constexpr,
-    WARPS: gl.constexpr,
-    STEPS: gl.constexpr,
-    PARTS: gl.constexpr,
-    RUNNING: gl.constexpr,
-    ACC: gl.constexpr,
-    L: gl.constexpr,
-):
-    """Return what _multiply_all does; weights are multiplied as integers, their sums scaled."""
-    words, tokens, full, empty = rings
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    ELEMENT: gl.constexpr = "bf16" if tokens.dtype == gl.bfloat16 else "f16"
-    STAGES: gl.constexpr = words.shape[0]
-    CHUNKS: gl.constexpr = tokens.shape[0] // STAGES
-    GROUPS: gl.constexpr = CHUNKS * 64 // GROUP_SIZE
-    PRODUCTS: gl.constexpr = CHUNKS * ROW_TILES * PARTS // GROUPS
-    scales = _load_row_scales(
-        scales_ptr, first_tile, first_chunk, GROUPS, GROUP_SIZE, K, ROW_TILES, WARPS, ACC
-    )
-    zeros = _load_scales(zero_ptrs, first_chunk, GROUPS, GROUP_SIZE, K, ROW_TILES)
-    totals = ()
-    for _ in gl.static_range(ROW_TILES):
-        totals = totals + (gl.full((16 * WARPS, tokens.shape[1]), 0.0, gl.float32, ACC),)
-    slot, phase = 0, 0
-    for step in range(STEPS):
-        now, now_zeros = scales, zeros
-        ahead = first_chunk + (step + 1) * CHUNKS
-        scales = _load_row_scales(
-            scales_ptr, first_tile, ahead, GROUPS, GROUP_SIZE, K, ROW_TILES, WARPS, ACC
-        )
-        zeros = _load_scales(zero_ptrs, ahead, GROUPS, GROUP_SIZE, K, ROW_TILES)
-        mbarrier.wait(full.index(slot), phase)
-        every = _load_words(words.index(slot), ROW_TILES, WARPS, CHUNKS, L)
-        closed = totals
-        sums = ()
-        for _ in gl.static_range(ROW_TILES):
-            sums = sums + (gl.full((16 * WARPS, tokens.shape[1]), 0.0, gl.float32, ACC),)
-        for i in gl.static_range(CHUNKS * ROW_TILES * PARTS):
-            if i % PRODUCTS == 0 and i > 0:
-                # Another group: sums of its own, while the last one's are being finished.
-                closed, sums = sums, ()
-                for _ in gl.static_range(ROW_TILES):
-                    sums = sums + (gl.full((16 * WARPS, tokens.shape[1]), 0.0, gl.float32, ACC),)
-            x = tokens.index(slot * CHUNKS + i // PARTS // ROW_TILES).permute((1, 0))
-            operands = _operands(
-                every[i // PARTS],
-                now_zeros,
-                i // PARTS // ROW_TILES,
-                i // PARTS % ROW_TILES,
-                GROUPS,
-                GROUP_SIZE,
-                ROW_TILES,
-                1 if HAS_ZEROS else 0,
-            )
-            a = convert(operands, i % PARTS, PARTS, HAS_ZEROS, ELEMENT, WARPS, OPERAND, False)
-            x = x.slice(i % PARTS * (64 // PARTS), 64 // PARTS, 0)
-            if i % PRODUCTS == RUNNING - 1 and i >= PRODUCTS:
-                sums, closed = _multiply_and_wait_for(
-                    sums, closed, a, x, i // PARTS % ROW_TILES, RUNNING
-                )
-                totals = _scale(totals, closed, now, i // PRODUCTS - 1)
-            else:
-                sums = _multiply(sums, a, x, i // PARTS % ROW_TILES, RUNNING)
-        sums = _finished(sums)
-        mbarrier.arrive(empty.index(slot), count=1)
-        totals = _scale(totals, sums, now, GROUPS - 1)
-        phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
-        slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
-    return totals
-
-
-@gluon.jit
-def _multiply_and_wait_for(sums, closed, a, x, r: gl.constexpr, RUNNING: gl.constexpr):
-    """Add a product as _multiply does; the closed sums are done when it returns."""
-    total = warpgroup_mma(a, x, sums[r], is_async=True)
-    if len(sums) == 1:
-        after = warpgroup_mma_wait(RUNNING, deps=[total, closed[0]])
-        result = ((after[0],), (after[1],))
-    elif r == 0:
-        after = warpgroup_mma_wait(RUNNING, deps=[total, sums[1], closed[0], closed[1]])
-        result = ((after[0], after[1]), (after[2], after[3]))
-    else:
-        after = warpgroup_mma_wait(RUNNING, deps=[sums[0], total, closed[0], closed[1]])
-        result = ((after[0], after[1]), (after[2], after[3]))
-    return result
-
-
 @gluon.jit
 def _product(
     rings,
@@ -472,7 +336,6 @@ def _product(
     STEPS: gl.constexpr,
     PARTS: gl.constexpr,
     RUNNING: gl.constexpr,
-    SCALE_SUMS: gl.constexpr,
 ):
     """Run the warps that multiply and store."""
     BLOCK_M: gl.constexpr = rings[1].shape[1]
@@ -491,44 +354,21 @@ def _product(
         _prefetch(scales_ptr, first_tile, first_chunk, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
         if HAS_ZEROS:
             _prefetch(zeros_ptr, first_tile, first_chunk, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
-    STEP: gl.constexpr = rings[1].shape[0] // rings[0].shape[0]
-    if _sums_scaled(SCALE_SUMS, GROUP_SIZE, STEP, ROW_TILES * PARTS, RUNNING):
-        zero_ptrs = ()
-        if HAS_ZEROS:
-            zero_ptrs = (scale_ptrs[0],)
-        sums = _multiply_groups(
-            rings,
-            scales_ptr,
-            zero_ptrs,
-            _first_tile(N, ROW_TILES, WARPS),
-            first_chunk,
-            K,
-            GROUP_SIZE,
-            HAS_ZEROS,
-            ROW_TILES,
-            WARPS,
-            STEPS,
-            PARTS,
-            RUNNING,
-            ACC,
-            L,
-        )
-    else:
-        sums = _multiply_all(
-            rings,
-            scale_ptrs,
-            first_chunk,
-            K,
-            GROUP_SIZE,
-            HAS_ZEROS,
-            ROW_TILES,
-            WARPS,
-            STEPS,
-            PARTS,
-            RUNNING,
-            ACC,
-            L,
-        )
+    sums = _multiply_all(
+        rings,
+        scale_ptrs,
+        first_chunk,
+        K,
+        GROUP_SIZE,
+        HAS_ZEROS,
+        ROW_TILES,
+        WARPS,
+        STEPS,
+        PARTS,
+        RUNNING,
+        ACC,
+        L,
+    )
     # The kernel in front has ended (its results were multiplied), but what these threads write is
     # theirs to order: arrivals, partial sums and y may be what it used.
     early_start(True)
@@ -574,7 +414,6 @@ def w4a16_wgmma_tma_kernel(
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
     RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
-    SCALE_SUMS: gl.constexpr,  # multiply a group's sums by its scales, not its weights
 ):
     STEPS: gl.constexpr = _steps(K // 64, CHUNKS_PER_STEP, SPLIT_K)
     early_start(False)
@@ -593,7 +432,7 @@ def w4a16_wgmma_tma_kernel(
                 (
                     rings, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, N,
                     first_chunk, K, GROUP_SIZE, HAS_ZEROS, HAS_BIAS, ROW_TILES, WARPS, SPLIT_K,
-                    STEPS, PARTS, RUNNING, SCALE_SUMS,
+                    STEPS, PARTS, RUNNING,
                 ),
             ),
             (_ask, (x_desc, w_desc, rings, first_tile, first_chunk, STEPS)),

@@ -43,7 +43,7 @@ def kernel_variants() -> Iterator[KernelVariant]:
             (576, WgmmaRingTile(32, 2, 1, 2, 1, 4, True, parts=4, running=3)),
             (576, WgmmaRingTile(256, 1, 2, 1, 3, 6, True, parts=2, summed=True)),
             (4096, WgmmaRingTile(64, 1, 2, 2, 2, 4, False, 80, parts=2, running=2, tma=True)),
-            (4096, WgmmaRingTile(16, 2, 1, 4, 1, 4, False, 128, tma=True, scale_sums=True)),
+            (4096, WgmmaRingTile(16, 2, 1, 4, 1, 4, False, 128, tma=True, parts=2)),
             (576, WgmmaRingTile(32, 1, 1, 1, 2, 4, False, 128, parts=4, tma=True)),
         ):
             if K == 4096 or group_size in (0, 64):

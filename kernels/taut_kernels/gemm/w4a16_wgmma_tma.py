@@ -50,7 +50,6 @@ def launch_constants(
         "STAGES": tile.stages_that_fit(group_size, has_zeros=has_zeros),
         "PARTS": tile.parts,
         "RUNNING": tile.running,
-        "SCALE_SUMS": tile.scale_sums,
     }
 
 
