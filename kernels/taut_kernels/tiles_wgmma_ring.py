@@ -127,3 +127,20 @@ class WgmmaRingTile:
         if fit < 3:
             raise ValueError(f"{self}: three stages of {size} bytes do not fit shared memory")
         return min(self.stages, fit)
+
+    def why_not(self, N: int, M: int) -> str | None:
+        """Say why the kernel would refuse a layer.
+
+        Args:
+            N: output features.
+            M: most tokens.
+
+        Returns:
+            A reason, or None where it takes the layer.
+        """
+        if self.tma and self.rows > N:
+            return f"{self} takes {self.rows} features at least, got {N}"
+        meetings = -(-N // self.rows) * -(-M // self.block_m)
+        if self.split_k > 1 and not self.summed and meetings > N // 16:
+            return f"split_k: {meetings} tiles meet, arrivals counts {N // 16}"
+        return None

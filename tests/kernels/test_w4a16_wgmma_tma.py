@@ -6,15 +6,22 @@ Layouts, registers and fences are Triton's to compile (test_aot.py) and a GPU's 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 from typing import Any
 
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, testing_gluon_wgmma
+from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
+from taut_kernels.bench import tune_w4a16_wgmma
+from taut_kernels.bench.shapes import PRODUCTS
+from taut_kernels.bench.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
 from taut_kernels.gemm import w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
+from taut_kernels.tiles_decode_ring import SHARED_BYTES
+from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 gpu = pytest.mark.gpu
@@ -111,6 +118,69 @@ def test_launch_refuses_fewer_features_than_a_tile_has_rows() -> None:
         ring.launch(TILES["one"], *operands)
 
 
+def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(OnNumPy()))
+    case = make_case(20, 80, 512, 64, torch.bfloat16, False)
+    x, *others = case.operands()
+    wide = torch.full((20, 768), float("nan"), dtype=x.dtype)
+    wide[:, :512] = x
+    with testing.nan_poison():
+        actual = ring.launch(TILES["one"], wide[:, :512], *others)
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+
+
+def test_table_refuses_a_tile_that_its_own_shape_could_not_launch() -> None:
+    def table(N: int, max_m: int, **change: Any) -> str:
+        tile = dataclasses.asdict(dataclasses.replace(TILES["two"], **change))
+        row = {"N": N, "K": 4096, "max_m": max_m, "tile": tile, "us": 1.5}
+        return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
+
+    assert tiles_wgmma.parse(table(128, 64), "t.json").choices[128, 4096, 2] == TILES["two"]
+    with pytest.raises(ValueError, match=r"t.json: N=112 K=4096 .* takes 128 features"):
+        tiles_wgmma.parse(table(112, 64), "t.json")
+    # 272 rows in 64s at 512 tokens in 64s: 5 · 8 meetings, 17 are counted.
+    change = {"group_tiles": 1, "split_k": 2}
+    with pytest.raises(ValueError, match="split_k: 40 tiles meet, arrivals counts 17"):
+        tiles_wgmma.parse(table(272, 512, **change), "t.json")
+    assert tiles_wgmma.parse(table(272, 128, **change), "t.json")
+
+
+def test_every_choice_of_a_ring_can_be_launched() -> None:
+    """The op's own path: what a table or a rule chooses never raises for want of arrivals."""
+    sizes = {*PRODUCTS.values(), *((N, K) for N in (16, 48, 272, 1040, 4112) for K in (576, 4096))}
+    for gpu, (N, K), bucket in itertools.product(
+        (*tiles_wgmma.tables(), None), sizes, range(len(BUCKETS))
+    ):
+        choice = tiles_wgmma.lookup(gpu, N, K, bucket)
+        if isinstance(choice, WgmmaRingTile):
+            assert choice.why_not(N, BUCKETS[bucket]) is None
+
+
+def test_candidates_fit_the_card_and_the_layer() -> None:
+    for (N, K), M in itertools.product(PRODUCTS.values(), (16, 32, 64, 128, 256, 512)):
+        found = list(tma_candidates(N, K, M))
+        assert bool(found) == (32 <= M <= 256)
+        assert len(found) == len(set(found))
+        for tile in found:
+            assert tile.stages_that_fit(128, has_zeros=True) == tile.stages
+            assert tile.why_not(N, M) is None
+            threads = 32 * tile.num_warps + 128
+            resident = REGISTERS // (tile.registers * threads)
+            assert resident * tile.stages * tile.stage_bytes(0, has_zeros=False) < SHARED_BYTES
+            assert tune_w4a16_wgmma.regime_of(tile) == "tma"
+            places = 132 * resident
+            programs = -(-N // tile.rows) * -(-M // tile.block_m) * tile.split_k
+            assert tile.split_k == 1 or programs <= places
+
+
+def test_fullest_card_comes_first() -> None:
+    # 64 tiles of 64 rows: two splits fill 128 of 132 places, one fills half of that.
+    tile = WgmmaRingTile(64, 1, 1, 4, 1, 5, False, tma=True)
+    assert well_filled(tile, 4096, 4096, 64, 1) == [(2, 8)]
+    splits = [split for split, _ in well_filled(tile, 4096, 4096, 64, 2)]
+    assert splits[0] == 4
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize(("tile", "M"), [(t, 2 * TILES[t].block_m - 9) for t in TILES])
@@ -145,3 +215,15 @@ def test_gpu_a_product_of_a_product_waits_for_its_activations() -> None:
     for _ in range(5):
         graph.replay()
         assert all(torch.equal(one, expected) for one in found)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("M", [1, 17, 64])
+def test_gpu_reads_rows_that_lie_apart(M: int) -> None:
+    case = make_case(M, 1040, 1152, 128, torch.bfloat16, True, "cuda")
+    x, *others = case.operands()
+    wide = torch.full((M, 2048), float("nan"), dtype=x.dtype, device="cuda")
+    wide[:, :1152] = x
+    actual = ring.launch(TILES["two"], wide[:, :1152], *others)
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())

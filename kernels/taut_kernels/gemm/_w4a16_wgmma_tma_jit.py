@@ -20,8 +20,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from taut_kernels.attention._hopper_tile_jit import barriers, load_block
