@@ -103,39 +103,104 @@ def _is_set(hook: Any) -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def _submit(
-    compiled: Any, grid: tuple[int, int, int], device: int, arguments: tuple[Any, ...]
-) -> None:
-    """Launch a compiled kernel on a device's current stream.
+class Form:
+    """One form of a kernel on one device: what types, constants and options determine.
 
-    ``compiled[grid](…)`` does the same and takes about twice as long: it wraps the arguments in a
-    description for profilers that are not there, and its C code asks the driver about each tensor's
-    address, which it believes where it is a number already. A profiler that is there (Proton adds
-    hooks) gets what it would get from Triton.
+    Launches without Triton's look-up of what it already compiled. That look-up (types, alignments
+    and constants of every argument, a string key, a check of globals) is most of what a launch
+    costs the host: README, "Measured facts". Holds no tensor: every call brings its addresses.
+
+    Args:
+        kernel: a `triton.jit` function: pointers first, then numbers, then constants.
+        device: number of the device, negative outside CUDA.
     """
-    runtime = triton.knobs.runtime
-    if _is_set(runtime.launch_enter_hook) or _is_set(runtime.launch_exit_hook):
-        compiled[grid](*arguments)
-        return
-    compiled.run(
-        *grid,
-        _current_stream()(device),
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *arguments,
-    )
+
+    __slots__ = ("_compiled", "_device", "_kernel", "_values")
+
+    def __init__(self, kernel: Any, device: int) -> None:
+        self._kernel, self._device = kernel, device
+        self._compiled: Any = None
+        self._values: tuple[Any, ...] = ()
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        pointers: tuple[torch.Tensor | None, ...],
+        numbers: tuple[float, ...],
+        constants: Callable[[], tuple[Constants, Constants]],
+        strides: tuple[int, ...] = (),
+    ) -> None:
+        """Launch on the device's current stream.
+
+        Args:
+            grid: programs along each axis.
+            pointers: the first arguments.
+            numbers: the arguments between pointers and constants.
+            constants: called where Triton compiles; returns constant arguments and options.
+            strides: numbers the form does not determine: what is compiled is kept for multiples of
+                16 below 2**31 only.
+        """
+        device = self._device
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(grid, pointers, numbers, constants, strides)
+            return
+        bits, addresses = 0, []
+        for pointer in pointers:
+            address = None
+            if pointer is not None:
+                address = pointer.data_ptr()
+                bits |= address
+            addresses.append(address)
+        for stride in strides:
+            bits |= stride | (stride >= _INT32)
+        if self._compiled is None or bits % ALIGNMENT:
+            compiled = self._launch_through_triton(grid, pointers, numbers, constants)
+            if bits % ALIGNMENT == 0:
+                self._compiled = compiled  # None of Triton's interpreter, which compiles nothing
+            return
+        self._submit(grid, (*addresses, *numbers, *self._values))
+
+    def _submit(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
+        """Launch what was compiled.
+
+        ``compiled[grid](…)`` does the same and takes about twice as long: it wraps the arguments in
+        a description for profilers that are not there, and its C code asks the driver about each
+        tensor's address, which it believes where it is a number already. A profiler that is there
+        (Proton adds hooks) gets what it would get from Triton.
+        """
+        compiled, runtime = self._compiled, triton.knobs.runtime
+        if _is_set(runtime.launch_enter_hook) or _is_set(runtime.launch_exit_hook):
+            compiled[grid](*arguments)
+            return
+        compiled.run(
+            *grid,
+            _current_stream()(self._device),
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *arguments,
+        )
+
+    def _launch_through_triton(
+        self,
+        grid: tuple[int, int, int],
+        pointers: tuple[torch.Tensor | None, ...],
+        numbers: tuple[float, ...],
+        constants: Callable[[], tuple[Constants, Constants]],
+    ) -> Any:
+        named, options = constants()
+        names = self._kernel.arg_names[len(pointers) + len(numbers) :]
+        self._values = tuple(named[name] for name in names)
+        return self._kernel[grid](*pointers, *numbers, **named, **options)
 
 
 class Launcher:
-    """A jit kernel that is launched without Triton's look-up of what it already compiled.
+    """A jit kernel and its forms, found by a key of the caller's.
 
-    That look-up (types, alignments and constants of every argument, a string key, a check of
-    globals) is most of what a launch costs the host: README, "Measured facts". A compiled kernel is
-    found by a key of the caller's instead. Thread-safe as far as a dict is: two threads may compile
-    one form twice.
+    Thread-safe as far as a dict is: two threads may compile one form twice.
 
     Args:
         kernel: a `triton.jit` function: pointers first, then numbers, then constants.
@@ -143,7 +208,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self._compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}
+        self._forms: dict[Hashable, Form] = {}
 
     def __call__(
         self,
@@ -163,44 +228,22 @@ class Launcher:
             grid: programs along each axis.
             pointers: the first arguments.
             numbers: the arguments between pointers and constants.
-            constants: called where the key is new; returns constant arguments and options.
-            strides: numbers the key does not determine: what is compiled is kept for multiples of
-                16 below 2**31 only.
+            constants: as of :class:`Form`, as is the next.
+            strides: numbers the key does not determine.
         """
         first = pointers[0]
         assert first is not None
-        device = first.get_device()
-        if first.is_cuda and device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self(key, grid, pointers, numbers, constants, strides)
-            return
-        addresses = tuple([None if one is None else one.data_ptr() for one in pointers])
-        bits = 0
-        for address in addresses:
-            if address is not None:
-                bits |= address
-        for stride in strides:
-            bits |= stride | (stride >= _INT32)
-        if bits % ALIGNMENT:
-            self._launch_through_triton(grid, pointers, numbers, constants)
-            return
-        found = self._compiled.get((device, key))
-        if found is None:
-            found = self._launch_through_triton(grid, pointers, numbers, constants)
-            if found[0] is not None:  # Triton's interpreter compiles nothing
-                self._compiled[device, key] = found
-            return
-        compiled, values = found
-        _submit(compiled, grid, device, (*addresses, *numbers, *values))
+        form = self.form(key, first.get_device())
+        form(grid, pointers, numbers, constants, strides)
 
-    def _launch_through_triton(
-        self,
-        grid: tuple[int, int, int],
-        pointers: tuple[torch.Tensor | None, ...],
-        numbers: tuple[float, ...],
-        constants: Callable[[], tuple[Constants, Constants]],
-    ) -> tuple[Any, tuple[Any, ...]]:
-        named, options = constants()
-        compiled = self.kernel[grid](*pointers, *numbers, **named, **options)
-        names = self.kernel.arg_names[len(pointers) + len(numbers) :]
-        return compiled, tuple(named[name] for name in names)
+    def form(self, key: Hashable, device: int) -> Form:
+        """Return the form of a key on a device, for callers that keep it.
+
+        Args:
+            key: as of a call.
+            device: its number, negative outside CUDA.
+        """
+        found = self._forms.get((device, key))
+        if found is None:
+            found = self._forms[device, key] = Form(self.kernel, device)
+        return found

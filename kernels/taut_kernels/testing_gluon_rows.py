@@ -25,6 +25,7 @@ _POISON = 0x7FC17FC1
 _SECONDS = 60.0
 _KINDS: dict[torch.dtype, Any] = {
     torch.bfloat16: "bf16",
+    torch.float16: np.float16,
     torch.float32: np.float32,
     torch.int64: np.int64,
 }
@@ -188,21 +189,28 @@ class _Copies:
 def _inline_asm(
     text: str, _constraints: str, args: Any, _kind: Any, is_pure: bool, pack: int
 ) -> Any:
-    """Run the row kernels' four instructions."""
+    """Run the row kernels' instructions."""
     first, *others = (np.asarray(_raw(value)) for value in args)
     opcode = text.split()[0]
     if opcode == "ex2.approx.ftz.f32":
         return Value(np.exp2(first.astype(np.float32)))
     if opcode == "lg2.approx.ftz.f32":
         return Value(np.log2(first.astype(np.float32)))
-    if opcode == "cvt.rn.bf16x2.f32":
-        high, low = (rounded(x, "bf16").astype(np.uint32) for x in (first, others[0]))
-        return Value(((high << 16) | low).view(np.int32))
-    assert opcode == "max.bf16x2", text
+    kind = "bf16" if "bf16" in text else "fp16"
+    if "cvt.f32.f16" in text:
+        word = first.view(np.uint32)
+        return tuple(Value(floats((word >> shift) & 0xFFFF, kind)) for shift in (0, 16))
+    if opcode in ("cvt.rn.bf16x2.f32", "cvt.rn.f16x2.f32"):
+        return _pair(rounded(others[0], kind), rounded(first, kind))
+    assert opcode in ("max.bf16x2", "max.f16x2"), text
     words = [x.view(np.uint32) for x in np.broadcast_arrays(first, np.int32(others[0]))]
-    halves = [np.fmax(*(floats((w >> s) & 0xFFFF, "bf16") for w in words)) for s in (0, 16)]
-    bits = [half.view(np.uint32) >> 16 for half in halves]
-    return Value(((bits[1] << 16) | bits[0]).view(np.int32))
+    halves = [np.fmax(*(floats((w >> s) & 0xFFFF, kind) for w in words)) for s in (0, 16)]
+    return _pair(*(rounded(half, kind) for half in halves))
+
+
+def _pair(low: Any, high: Any) -> Value:
+    """Return words of two 16-bit patterns."""
+    return Value(((high.astype(np.uint32) << 16) | low).view(np.int32))
 
 
 def _reduce(value: Any, axis: int, combine: Callable[..., Any]) -> Any:
@@ -247,6 +255,7 @@ def _language(program: int, programs: int) -> Any:
         constexpr=None,
         convert_layout=lambda value, _, assert_trivial: value,
         expand_dims=lambda value, axis: Value(np.expand_dims(value.array, axis)),
+        float16=np.float16,
         float32=np.float32,
         full=lambda shape, value, kind, _: Value(np.full(shape, value, kind)),
         inline_asm_elementwise=_inline_asm,

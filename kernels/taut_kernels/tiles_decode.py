@@ -11,10 +11,12 @@ names takes :func:`rule`. The layout of the weights does not depend on the tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 
 from taut_kernels import _tile_tables
+from taut_kernels.tiles_w4a16_cost import MULTIPROCESSORS, Cost, Cut, estimate, fastest
 
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 UNIT = 512
@@ -123,11 +125,95 @@ def tables() -> dict[str, DecodeTable]:
     return _tile_tables.load_all("w4a16_decode", parse)
 
 
-def rule(N: int, K: int, token_tiles: int) -> DecodeTile:
+CANDIDATES = (
+    (DecodeTile(1, 2, 1, 1, 8, 8, 2, False), ((0.0196, 0.120), (0.0137, 0.129), (0.0278, 0.161))),
+    (DecodeTile(1, 4, 1, 1, 8, 8, 2, False), ((0.0287, 0.143), (0.0315, 0.119), (0.0378, 0.282))),
+    (DecodeTile(1, 2, 2, 1, 8, 8, 2, False), ((0.0483, 0.119), (0.0396, 0.115), (0.0500, 0.219))),
+    (DecodeTile(1, 1, 2, 1, 8, 8, 2, False), ((0.0341, 0.056), (0.0318, 0.070), (0.0223, 0.257))),
+)
+"""Tiles that won for up to 8 tokens on some shape (README, "Other models"), and the figures of
+their cost: with a loop, without one under a cap on registers, and without either."""
+_SPLITS = (1, 2, 3, 4, 5, 6, 7, 8)
+_UNITS_OF_A_LOOP = 3
+"""Fewer units a warp make no loop, only its peeled passes: ptxas then aims at 72 registers and
+sinks loads to their uses, unless a cap lets it take more."""
+_CAPS = (128, 96)
+"""16 and 20 warps a multiprocessor; 112 leaves room for no more than 128 does."""
+_UNCAPPED = {True: 128, False: 72}
+"""What ptxas takes, by whether there is a loop."""
+_LANE_REGISTERS = 512
+"""Of each of the four schedulers of a multiprocessor, a lane."""
+
+
+def rule(N: int, K: int, token_tiles: int, *, hopper: bool) -> DecodeTile:
     """Choose a tile for a shape nobody measured.
 
-    One warp a 16-row tile, then warps along K until the card is full: inside the program as far as
-    K reaches, so that nothing has to meet in memory.
+    Args:
+        N: output features, a multiple of 16.
+        K: input features.
+        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+        hopper: the card is one of those that tiles were measured on (sm_90).
+
+    Returns:
+        The tile.
+    """
+    if not hopper or token_tiles == 2:
+        return plain_rule(N, K, token_tiles)
+    found = fastest(
+        (estimate(cut(tile, N, K, token_tiles), cost), tile)
+        for known, figures in CANDIDATES
+        for tile, cost in splits_of(known, figures, N, K)
+    )
+    return found or plain_rule(N, K, token_tiles)
+
+
+def splits_of(
+    tile: DecodeTile, figures: tuple[tuple[float, float], ...], N: int, K: int
+) -> Iterator[tuple[DecodeTile, Cost]]:
+    """Yield a tile with K whole and split, as long as every warp has some of it, and its cost.
+
+    Args:
+        tile: with K whole.
+        figures: as in :data:`CANDIDATES`.
+        N: output features.
+        K: input features.
+    """
+    units = -(-K // UNIT)
+    for splits in _SPLITS:
+        shares = tile.k_warps * splits
+        if shares > units:
+            return
+        looped = -(-units // shares) >= _UNITS_OF_A_LOOP
+        busiest = -(-(-(-N // tile.rows) * splits) // MULTIPROCESSORS)
+        # As many registers as leave every program a place at once.
+        fit = [cap for cap in _CAPS if busiest <= _resident(tile, cap)]
+        registers = 0 if looped or not fit else fit[0]
+        resident = _resident(tile, registers or _UNCAPPED[looped])
+        kind = 0 if looped else 1 if registers else 2
+        yield replace(tile, split_k=splits, registers=registers), Cost(resident, *figures[kind])
+
+
+def _resident(tile: DecodeTile, registers: int) -> int:
+    return 4 * (_LANE_REGISTERS // registers) // tile.num_warps
+
+
+def cut(tile: DecodeTile, N: int, K: int, token_tiles: int) -> Cut:
+    """Return what a tile makes of a shape.
+
+    Args:
+        tile: how to cut the work.
+        N: output features.
+        K: input features.
+        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+    """
+    units = -(-K // (UNIT * tile.k_warps * tile.split_k))
+    return Cut(-(-N // tile.rows), tile.split_k, 8 * units, 32 * tile.rows * token_tiles)
+
+
+def plain_rule(N: int, K: int, token_tiles: int) -> DecodeTile:
+    """Choose one warp a 16-row tile, then warps along K until the card is full.
+
+    Inside the program as far as K reaches, so that nothing has to meet in memory.
 
     Args:
         N: output features, a multiple of 16.
@@ -146,7 +232,7 @@ def rule(N: int, K: int, token_tiles: int) -> DecodeTile:
 
 
 @cache
-def lookup(gpu: str | None, N: int, K: int, token_tiles: int) -> DecodeTile:
+def lookup(gpu: str | None, N: int, K: int, token_tiles: int, *, hopper: bool) -> DecodeTile:
     """Choose the tile of one shape on one card.
 
     Args:
@@ -154,10 +240,11 @@ def lookup(gpu: str | None, N: int, K: int, token_tiles: int) -> DecodeTile:
         N: output features.
         K: input features.
         token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+        hopper: the card is of sm_90.
 
     Returns:
         The measured tile, or that of :func:`rule`.
     """
     table = tables().get(gpu or "")
     measured = table.tiles.get((N, K, token_tiles)) if table else None
-    return measured or rule(N, K, token_tiles)
+    return measured or rule(N, K, token_tiles, hopper=hopper)

@@ -22,11 +22,25 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from taut_kernels import _tile_tables, tiles_decode_ring, tiles_wgmma_ring
+from taut_kernels import _tile_tables, tiles_decode_ring, tiles_wgmma_ring, tiles_wgmma_rule
 from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_tile import WgmmaTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 
+__all__ = [
+    "BUCKETS",
+    "DECODE_TOKENS",
+    "Choice",
+    "WgmmaTable",
+    "WgmmaTile",
+    "bucket_of",
+    "lookup",
+    "parse",
+    "plain_rule",
+    "rule",
+    "tables",
+]
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """Largest M of each row but the last, which has no limit."""
@@ -34,64 +48,6 @@ DECODE_TOKENS = 16
 """Most tokens the decode kernel takes."""
 PROGRAMS_WANTED = 264
 """Two programs an SM of an H100 or H200: one converts while the other multiplies."""
-
-
-@dataclass(frozen=True, slots=True)
-class WgmmaTile:
-    """One way to cut the work.
-
-    Args:
-        block_m: tokens a program, 16..256, a power of two.
-        row_reps: tiles of 16 output rows a warp, 1 or 2.
-        num_warps: 4 or 8; four make a warp group.
-        chunks_per_step: chunks of 64 K indices a pass of the loop, 1 or 2 (1 where K/64 is odd).
-        split_k: programs along K; more than one adds a last-program reduction.
-        num_stages: depth of the software pipeline, ≥ 2.
-        reordered: bring the activations into fragment order first, in a launch of its own; else
-            each program gathers pairs of columns.
-        early_wait: wait for the products of a step before converting the next one's weights, not
-            right after issuing them.
-        ahead: steps of weights on their way in registers, 0..4; 0 lets them wait in shared memory
-            with the activations.
-
-    Raises:
-        ValueError: a field is out of its range.
-    """
-
-    block_m: int
-    row_reps: int
-    num_warps: int
-    chunks_per_step: int
-    split_k: int
-    num_stages: int
-    reordered: bool
-    early_wait: bool
-    ahead: int = 0
-
-    def __post_init__(self) -> None:
-        allowed: dict[str, tuple[int, ...]] = {
-            "block_m": (16, 32, 64, 128, 256),
-            "row_reps": (1, 2),
-            "num_warps": (4, 8),
-            "chunks_per_step": (1, 2),
-            "split_k": tuple(range(1, 17)),
-            "num_stages": (2, 3, 4, 5, 6),
-            "ahead": (0, 1, 2, 3, 4),
-        }
-        for field, values in allowed.items():
-            if getattr(self, field) not in values:
-                raise ValueError(f"{field} must be one of {values}, got {getattr(self, field)}")
-
-    def __str__(self) -> str:
-        cut = f"{self.block_m}x{self.rows}x{64 * self.chunks_per_step}/{self.num_warps}w"
-        flags = "r" * self.reordered + "e" * self.early_wait
-        return f"{cut}/{self.num_stages}s/a{self.ahead}/k{self.split_k}{flags}"
-
-    @property
-    def rows(self) -> int:
-        """Output rows a program."""
-        return 16 * self.row_reps * self.num_warps
-
 
 Choice = WgmmaTile | RingTile | WgmmaRingTile | WavesTile | Literal["decode", "dense"]
 
@@ -173,13 +129,14 @@ def tables() -> dict[str, WgmmaTable]:
     return _tile_tables.load_all("w4a16_wgmma", parse)
 
 
-def rule(N: int, K: int, bucket: int) -> Choice:
-    """Choose for a shape nobody measured: what won on most measured ones.
+def rule(N: int, K: int, bucket: int, *, hopper: bool) -> Choice:
+    """Choose for a shape nobody measured.
 
     Args:
         N: output features.
         K: input features.
         bucket: index into :data:`BUCKETS`, or its length.
+        hopper: the card has `wgmma`.
 
     Returns:
         The tile or regime.
@@ -187,6 +144,22 @@ def rule(N: int, K: int, bucket: int) -> Choice:
     if bucket == len(BUCKETS):
         return "dense"  # by then dequantising costs one part in ten
     tokens = BUCKETS[bucket]
+    if hopper and K >= tiles_wgmma_rule.LEAST_K:
+        return tiles_wgmma_rule.rule(N, K, tokens)
+    return plain_rule(N, K, tokens)
+
+
+def plain_rule(N: int, K: int, tokens: int) -> Choice:
+    """Choose among the kernels that every card runs: what won on most measured shapes.
+
+    Args:
+        N: output features.
+        K: input features.
+        tokens: the most that the choice is for, one of :data:`BUCKETS`.
+
+    Returns:
+        The tile or regime.
+    """
     if tokens <= DECODE_TOKENS:
         return "decode"
     chunks = 1 if (K // 64) % 2 or tokens > 128 else 2
@@ -204,7 +177,7 @@ def bucket_of(M: int) -> int:
 
 
 @cache
-def lookup(gpu: str | None, N: int, K: int, bucket: int) -> Choice:
+def lookup(gpu: str | None, N: int, K: int, bucket: int, *, hopper: bool) -> Choice:
     """Choose for one shape on one card.
 
     Args:
@@ -212,6 +185,7 @@ def lookup(gpu: str | None, N: int, K: int, bucket: int) -> Choice:
         N: output features.
         K: input features.
         bucket: of :func:`bucket_of`.
+        hopper: the card has `wgmma`.
 
     Returns:
         What was measured to be fastest, or what :func:`rule` says.
@@ -219,4 +193,4 @@ def lookup(gpu: str | None, N: int, K: int, bucket: int) -> Choice:
     table = tables().get(gpu or "")
     if table is not None and (N, K, bucket) in table.choices:
         return table.choices[N, K, bucket]
-    return rule(N, K, bucket)
+    return rule(N, K, bucket, hopper=hopper)

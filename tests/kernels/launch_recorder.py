@@ -50,7 +50,7 @@ class Compiler:
     def __init__(self) -> None:
         self.forms: list[str] = []
         self._used: set[JITFunction[Any]] = set()
-        self._kept: dict[tuple[_launch.Launcher, Any], Compiled] = {}
+        self._kept: dict[_launch.Form, Compiled] = {}
         self._launchers = [
             value
             for module in list(sys.modules.values())
@@ -80,9 +80,12 @@ class Compiler:
         A key of a launcher must stand for one form of Triton's, whatever was launched first.
         """
         for launcher in self._launchers:
-            for key, (compiled, _) in launcher._compiled.items():
-                assert self._kept.setdefault((launcher, key), compiled) is compiled, key
-            launcher._compiled.clear()
+            for key, form in launcher._forms.items():
+                if form._compiled is not None:
+                    kept = self._kept.setdefault(form, form._compiled)
+                    assert kept is form._compiled, key
+                # In place: plans keep forms.
+                form._compiled = None
 
 
 def pretend_hopper() -> Compiler:

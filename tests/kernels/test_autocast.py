@@ -65,8 +65,11 @@ def multiply_w4a16() -> Result:
 
 
 def multiply_dense_weights() -> Result:
-    plain = w4a16_dense._linear(draw(5, 64), draw(32, 64, seed=1), None)
-    return plain, w4a16_dense._linear(draw(5, 64), draw(32, 64, seed=1), draw(32, seed=2))
+    plain, with_bias = torch.empty(5, 32, dtype=TYPE), torch.empty(5, 32, dtype=TYPE)
+    x, weight = draw(5, 64), draw(32, 64, seed=1)
+    w4a16_dense._linear(x, weight, None, plain)
+    w4a16_dense._linear(x, weight, draw(32, seed=2), with_bias)
+    return plain, with_bias
 
 
 def add_products() -> Result:

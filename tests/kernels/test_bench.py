@@ -136,6 +136,24 @@ def test_wgmma_table_takes_the_fastest_choice_and_candidates_fit() -> None:
     ]
 
 
+def test_wgmma_table_weighs_both_ends_of_a_bucket() -> None:
+    tile = next(tune_w4a16_wgmma.candidates(4096, 4096, 64))
+    ends: list[tuple[int, tune_w4a16_wgmma.Choice, float]] = [
+        (384, tile, 20.0),
+        (512, tile, 40.0),
+        (384, "dense", 30.0),
+        (512, "dense", 36.0),  # faster at 512 alone
+        (1664, tile, 5.0),  # no row: its us would not be that of max_m
+    ]
+    results = [tune_w4a16_wgmma.Result("o", 4096, 4096, M, us, tile) for M, tile, us in ends]
+    rows = tune_w4a16_wgmma.table_rows(results)
+    assert [(row["max_m"], row["tile"] == "dense", row["us"]) for row in rows] == [
+        (512, False, 40.0)
+    ]
+    rows = tune_w4a16_wgmma.table_rows([r for r in results if r.M == 512])
+    assert [row["tile"] for row in rows] == ["dense"]
+
+
 TINY = engine_checkpoint.LLAMA_3_8B | {
     "hidden_size": 128,
     "intermediate_size": 256,

@@ -220,11 +220,15 @@ def test_batches_of_sequences_out_of_place() -> None:
     assert_equals_reference(found, rows.reshape(M, V), target[:M], scale[:M])
 
 
-@pytest.mark.parametrize("tile", [WITH_LAG, SHARED])
-def test_softmax_is_the_gradient_without_a_target(tile: RingTile) -> None:
-    x, _, _ = draw(7, 12000)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [ALONE, WITH_LAG, SHARED])
+def test_softmax_is_the_gradient_without_a_target(tile: RingTile, dtype: torch.dtype) -> None:
+    x = draw(7, 12000)[0].to(dtype)
     x[1, :6000] = float("-inf")
     x[2] = float("-inf")
+    # Rows that a mask covers, which fp32 cannot multiply by log2 e, and one large number.
+    largest = torch.finfo(dtype).max
+    x[3], x[5], x[6, 100] = max(-1e9, -largest), -largest, largest
     x[4, 11] = float("inf")
     y = torch.full_like(x, 7.0)
     pointers: dict[str, Any] = {"logits_ptr": x, "grad_ptr": y}
@@ -241,7 +245,9 @@ def test_softmax_is_the_gradient_without_a_target(tile: RingTile) -> None:
     gold = x.double().softmax(1)
     assert y.isnan().all(1).nonzero().flatten().tolist() == [2, 4]
     assert torch.equal(y.isnan(), gold.isnan())
-    assert (y.double() - gold).nan_to_num().abs().max() <= 2**-8 * gold.nan_to_num().max()
+    # Each row by its own largest: masked ones are even, 1/N everywhere.
+    error = (y.double() - gold).nan_to_num().abs().amax(1)
+    assert (error <= 2**-8 * gold.nan_to_num(1.0).amax(1)).all()
 
 
 def test_loop_over_rows_carries_every_row_its_own_target() -> None:
@@ -306,6 +312,30 @@ def test_few_rows_and_endless_ones_are_the_other_kernels(
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
     tile = _cross_entropy_ring.choose(torch.empty(M, V, dtype=torch.bfloat16, device="meta"))
     assert (tile and tile.parts) == parts
+
+
+@pytest.mark.parametrize(
+    ("x", "taken"),
+    [
+        (torch.zeros(24, 65536, dtype=torch.bfloat16), True),
+        (torch.zeros(24, 65536, dtype=torch.float16), True),
+        (torch.zeros(24, 65536), False),
+        (torch.zeros(24, 65552, dtype=torch.float16)[:, 4:65540], False),
+        (torch.zeros(1, 65536, dtype=torch.bfloat16), False),
+        (torch.zeros(24, 16384, dtype=torch.bfloat16), False),
+        (torch.zeros(24, 16384, dtype=torch.float16), False),
+        (torch.zeros(24, 24576, dtype=torch.bfloat16), True),
+        (torch.zeros(24, 32768, dtype=torch.bfloat16), False),
+        (torch.zeros(24, 32768, dtype=torch.float16), True),
+        (torch.zeros(24, 49152, dtype=torch.bfloat16), True),
+    ],
+)
+def test_softmax_takes_long_rows_of_16_bits(
+    x: torch.Tensor, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _cross_entropy_ring.choose_softmax(x) is None
+    monkeypatch.setattr(_launch, "is_hopper", lambda device: True)
+    assert (_cross_entropy_ring.choose_softmax(x) is not None) == taken
 
 
 def test_launch_takes_the_ring_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,15 +450,31 @@ def test_gpu_batches_of_sequences_and_a_captured_graph() -> None:
 @gpu
 @needs_gpu
 @needs_hopper
-@pytest.mark.parametrize(("M", "N"), [(1056, 65536), (600, 131072), (264, 262144)])
-def test_gpu_softmax_of_long_rows(M: int, N: int) -> None:
-    x, _, _ = draw(M, N, "cuda")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("M", "N"), [(1589, 24576), (1056, 49152), (1056, 65536), (600, 131072), (264, 262144)]
+)
+def test_gpu_softmax_of_long_rows(M: int, N: int, dtype: torch.dtype) -> None:
+    x = draw(M, N, "cuda")[0].to(dtype)
     x[3, 9], x[4] = float("inf"), float("-inf")
     assert _cross_entropy_ring.choose_softmax(x) is not None
     y = softmax(x)
     gold, plain = x.double().softmax(1), x.softmax(1)
     assert torch.equal(y.isnan(), gold.isnan())
     clean = [z.double().nan_to_num() for z in (y, gold, plain)]
-    rounding = torch.finfo(torch.bfloat16).eps * clean[1].max().item()
+    rounding = torch.finfo(dtype).eps * clean[1].max().item()
     budget = 2 * (testing.max_error(clean[2], clean[1]) + rounding)
     assert testing.max_error(clean[0], clean[1]) <= budget
+
+
+@gpu
+@needs_gpu
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("M", "N"), [(1584, 24576), (1584, 32768), (1056, 65536), (264, 262144)])
+def test_gpu_softmax_of_masked_rows_is_even(M: int, N: int, dtype: torch.dtype) -> None:
+    x = draw(M, N, "cuda")[0].to(dtype)
+    lowest = torch.finfo(dtype).min
+    x[5], x[6] = lowest, max(-1e9, lowest)
+    even = softmax(x)[5:7].double() * N
+    assert (even - 1).abs().max() <= 2**-8

@@ -63,11 +63,37 @@ def test_parse_refuses_a_shape_named_twice() -> None:
 def test_lookup_prefers_the_measured_tile() -> None:
     card = tiles_decode.tables()["NVIDIA H200"]
     (N, K, token_tiles), measured = next(iter(card.tiles.items()))
-    assert tiles_decode.lookup("NVIDIA H200", N, K, token_tiles) == measured
-    unknown = tiles_decode.lookup("another card", N, K, token_tiles)
-    assert unknown == tiles_decode.rule(N, K, token_tiles)
+    assert tiles_decode.lookup("NVIDIA H200", N, K, token_tiles, hopper=True) == measured
+    for hopper in (False, True):
+        unknown = tiles_decode.lookup("another card", N, K, token_tiles, hopper=hopper)
+        assert unknown == tiles_decode.rule(N, K, token_tiles, hopper=hopper)
 
 
 @pytest.mark.parametrize(("N", "K", "k_warps"), [(65536, 4096, 1), (4096, 4096, 8), (64, 64, 1)])
 def test_rule_adds_warps_along_k_until_the_card_is_full(N: int, K: int, k_warps: int) -> None:
-    assert tiles_decode.rule(N, K, 1).k_warps == k_warps
+    assert tiles_decode.rule(N, K, 1, hopper=False).k_warps == k_warps
+
+
+@pytest.mark.parametrize("N", [16, 80, 1280, 3584, 4112, 10240, 37888, 151936])
+@pytest.mark.parametrize("K", [64, 320, 512, 1088, 3584, 5120, 18944, 28672])
+def test_rule_on_hopper_gives_every_warp_some_of_k(N: int, K: int) -> None:
+    tile = tiles_decode.rule(N, K, 1, hopper=True)
+    units = -(-K // tiles_decode.UNIT)
+    assert tile.k_warps * tile.split_k <= units
+    looped = -(-units // (tile.k_warps * tile.split_k)) >= 3
+    if looped:
+        assert tile.registers == 0, "a cap spills where there is a loop"
+    programs = -(-N // tile.rows) * tile.split_k
+    if tile.registers:  # four schedulers of 512 registers a lane
+        resident = 4 * (512 // tile.registers) // tile.num_warps
+        assert -(-programs // 132) <= resident, "a cap is there to give every program a place"
+    assert tiles_decode.rule(N, K, 2, hopper=True) == tiles_decode.plain_rule(N, K, 2)
+
+
+@pytest.mark.parametrize(
+    ("N", "K"), [(3584, 3584), (4608, 3584), (5120, 5120), (1280, 8192), (8192, 3584)]
+)
+def test_rule_on_hopper_splits_k_of_small_layers(N: int, K: int) -> None:
+    tile = tiles_decode.rule(N, K, 1, hopper=True)
+    # At 700 warps and fewer such layers took up to twice as long (README, "Other models").
+    assert 1200 <= -(-N // tile.rows) * tile.split_k * tile.num_warps <= 3700

@@ -7,14 +7,17 @@ time (test_aot.py) and runs on a GPU (marker `gpu`).
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from taut_kernels import _launch, testing, tiles_decode
+from taut_kernels.gemm import w4a16, w4a16_decode_variants
 from taut_kernels.gemm import w4a16_decode as decode
-from taut_kernels.gemm import w4a16_decode_variants
 from taut_kernels.gemm._w4a16_decode_jit import w4a16_decode_kernel
 from taut_kernels.gemm.w4a16 import w4a16_gemm_ref
 from taut_kernels.tiles_decode import DecodeTile
@@ -47,6 +50,105 @@ def check(case: testing.W4A16Case, tile: DecodeTile) -> torch.Tensor:
     testing.assert_within_budget(actual, case.gold(), w4a16_gemm_ref(*arguments))
     assert not arguments[5].any(), "arrivals must be 0 again"
     return actual
+
+
+class Launched:
+    """Stands in for the compiled kernel; keeps grids and arguments."""
+
+    function, packed_metadata = 77, (4, 1, 0)
+    arg_names = w4a16_decode_kernel.arg_names
+
+    def __init__(self) -> None:
+        self.compiled: list[dict[str, Any]] = []
+        self.calls: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **named: Any) -> Launched:
+            self.compiled.append(named)
+            return self
+
+        return launch
+
+    def run(self, *arguments: Any) -> None:
+        self.calls.append((arguments[:3], arguments[9:]))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    """Run the op's launcher on CPU tensors, as on a card whose kernel does nothing."""
+    found = Launched()
+    monkeypatch.setattr(_launch, "_current_stream", lambda: lambda index: 0)
+    monkeypatch.setattr(decode, "_KERNEL", _launch.Launcher(found))
+    w4a16._decode.cache_clear()
+    yield found
+    w4a16._decode.cache_clear()
+
+
+def operands(M: int, *, N: int = 4096, K: int = 4096, **options: bool) -> tuple[Any, ...]:
+    case = testing.make_w4a16_case(
+        M, N, K, 128, dtype=torch.bfloat16, **{"asymmetric": False, "with_bias": False} | options
+    )
+    return case.operands()
+
+
+def test_a_planned_call_brings_its_own_tensors(launched: Launched) -> None:
+    y = w4a16._launch_w4a16_gemm(*operands(3))
+    for _ in range(3):
+        given = operands(3)
+        y = w4a16._launch_w4a16_gemm(*given)
+        arguments = launched.calls[-1][1]
+        addresses = [None if t is None else t.data_ptr() for t in given[:5]]
+        assert list(arguments[:6]) == [*addresses, y.data_ptr()]
+        assert arguments[8:11] == (3, 4096, 4096)
+        assert y.shape == (3, 4096)
+    assert len(launched.compiled) == 1
+    assert len(launched.calls) == 3
+
+
+def test_plans_keep_no_tensor_alive(launched: Launched) -> None:
+    given = operands(2, asymmetric=True, with_bias=True)
+    y = w4a16._launch_w4a16_gemm(*given)
+    kept = [weakref.ref(tensor) for tensor in (*given[:6], y)]
+    del given, y
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+def test_every_form_has_a_plan_of_its_own(launched: Launched) -> None:
+    forms: list[dict[str, bool]] = [{}, {"asymmetric": True}, {"with_bias": True}]
+    for options in forms * 2:
+        w4a16._launch_w4a16_gemm(*operands(4, **options))
+    marks = [(named["HAS_ZEROS"], named["HAS_BIAS"]) for named in launched.compiled]
+    assert marks == [(False, False), (True, False), (False, True)]
+    assert len(launched.calls) == 3
+    # Tokens of one tile share a form, and have grids and sizes of their own.
+    for M in (1, 8):
+        assert w4a16._launch_w4a16_gemm(*operands(M)).shape == (M, 4096)
+        assert launched.calls[-1][1][8] == M
+    assert len(launched.compiled) == len(forms)
+
+
+def test_rows_that_triton_would_compile_otherwise_are_not_the_plans(launched: Launched) -> None:
+    x, *rest = operands(2)
+    expected = w4a16._launch_w4a16_gemm(x, *rest)
+    wide = torch.zeros(2, 4096 + 8, dtype=x.dtype)[:, :4096]
+    w4a16._launch_w4a16_gemm(wide, *rest)  # rows 16-byte aligned, their stride no multiple of 16
+    assert (len(launched.compiled), len(launched.calls)) == (2, 0)
+    odd = torch.zeros(2 * 4096 + 1, dtype=x.dtype)[1:].view(2, 4096)
+    w4a16._launch_w4a16_gemm(odd, *rest)  # copied to where they are aligned
+    assert (len(launched.compiled), len(launched.calls)) == (2, 1)
+    assert launched.calls[0][1][0] % 16 == 0
+    assert expected.shape == (2, 4096)
+
+
+def test_a_tile_that_is_tried_leaves_the_op_its_own(launched: Launched) -> None:
+    given = operands(2)
+    w4a16._launch_w4a16_gemm(*given)
+    decode.launch(TILES["split"], *given)
+    w4a16._launch_w4a16_gemm(*given)
+    splits = [named["SPLIT_K"] for named in launched.compiled]
+    assert splits == [tiles_decode.lookup(None, 4096, 4096, 1).split_k, 3]
+    assert launched.calls[-1][0][1] == splits[0]
 
 
 @gpu

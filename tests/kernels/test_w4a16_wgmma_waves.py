@@ -249,7 +249,7 @@ def test_the_op_runs_what_the_table_chose(
     choice: Any, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operands = testing.make_w4a16_case(300, 64, 128, 64, dtype=torch.bfloat16).operands()
-    monkeypatch.setattr(tiles_wgmma, "lookup", lambda *_: choice)
+    monkeypatch.setattr(tiles_wgmma, "lookup", lambda *_, **__: choice)
     monkeypatch.setattr(module, "launch", lambda *arguments: arguments)
     launched: Any = w4a16._launch_w4a16_gemm(*operands)
     assert launched[0] == choice

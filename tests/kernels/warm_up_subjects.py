@@ -95,7 +95,7 @@ def pretend_cuda() -> None:
     formats_mma.repack_zero_point = lambda packed, N, dtype: repacked_scale(
         empty(N, packed.shape[1], dtype=dtype)
     )
-    w4a16_dense._linear = lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0])
+    w4a16_dense._linear = lambda x, weight, bias, y: None
 
 
 def use_card(name: str) -> None:

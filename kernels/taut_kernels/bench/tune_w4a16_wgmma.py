@@ -25,6 +25,7 @@ import torch
 import triton
 
 from taut_kernels import formats_mma, tiles_decode, tiles_wgmma
+from taut_kernels._launch import gpu_name, is_hopper
 from taut_kernels.bench import report, timing, w4a16_known_tiles
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, KNOWN, SHAPES
@@ -47,6 +48,8 @@ from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 
 TOKENS = (*BUCKETS, 4096)
+BETWEEN_TOKENS = (384, 1664)
+"""Of a bucket's other end, on request: its winner is often not that of the largest M."""
 """M at which a bucket is decided: its largest, and 4096 for the one without a limit."""
 REPEATS = 12
 _SPLITS = (1, 2, 4, 8)
@@ -206,7 +209,8 @@ def _subject(layer: Layer, M: int, tile: Choice, weights: Weights) -> timing.Sub
     def call(i: int) -> torch.Tensor:
         qweight, scales, arrivals = weights[i]
         if tile == "decode":
-            cut = tiles_decode.lookup(torch.cuda.get_device_name(), layer.N, layer.K, 2)
+            hopper = is_hopper(x.device)
+            cut = tiles_decode.lookup(gpu_name(x.device), layer.N, layer.K, 2, hopper=hopper)
             operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
             return w4a16_decode.launch(cut, *operands)
         if tile == "dense":
@@ -244,7 +248,8 @@ def _time_shape(
     results: list[Result] = []
     for M in Ms:
         other: Choice = "decode" if M <= DECODE_TOKENS else "dense"
-        ships = tiles_wgmma.lookup(torch.cuda.get_device_name(), N, K, tiles_wgmma.bucket_of(M))
+        bucket, device = tiles_wgmma.bucket_of(M), layer.x.device
+        ships = tiles_wgmma.lookup(gpu_name(device), N, K, bucket, hopper=is_hopper(device))
         for tile in dict.fromkeys((other, ships, *tiles[M])):
             subject = _subject(layer, M, tile, weights)
             try:
@@ -276,22 +281,24 @@ def _print_best(results: list[Result], top: int = 6) -> None:
 
 
 def table_rows(results: list[Result]) -> list[dict[str, Any]]:
-    """Put the fastest choice of each shape and M into the rows of a table of ``tiles/``."""
-    best: dict[tuple[int, int, int], Result] = {}
-    for result in results:
-        key = (result.N, result.K, result.M)
-        if key not in best or result.us < best[key].us:
-            best[key] = result
-    return [
-        {
-            "N": N,
-            "K": K,
-            "max_m": M if M in BUCKETS else None,
-            "tile": _as_json(result.tile),
-            "us": round(result.us, 3),
-        }
-        for (N, K, M), result in best.items()
-    ]
+    """Put the fastest choice of each shape and bucket of M into the rows of a table of ``tiles/``.
+
+    Numbers of tokens of one bucket count alike, each by its time a token.
+    """
+    times: dict[tuple[int, int, int], dict[Choice, dict[int, float]]] = {}
+    for r in results:
+        cell = times.setdefault((r.N, r.K, tiles_wgmma.bucket_of(r.M)), {})
+        cell.setdefault(r.tile, {})[r.M] = r.us
+    rows = []
+    for (N, K, bucket), cell in times.items():
+        most = max(len(us) for us in cell.values())
+        some = {tile: us for tile, us in cell.items() if len(us) == most}
+        tile = min(some, key=lambda tile: sum(us / M for M, us in some[tile].items()))
+        max_m = BUCKETS[bucket] if bucket < len(BUCKETS) else None
+        if (us := some[tile].get(max_m or TOKENS[-1])) is not None:
+            tile_json = _as_json(tile)
+            rows.append({"N": N, "K": K, "max_m": max_m, "tile": tile_json, "us": round(us, 3)})
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -299,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.tune_w4a16_wgmma")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
-    parser.add_argument("--tokens", type=int, action="append", choices=TOKENS)
+    parser.add_argument("--tokens", type=int, action="append", choices=(*TOKENS, *BETWEEN_TOKENS))
     parser.add_argument("--regime", action="append", choices=REGIMES)
     parser.add_argument("--known", action="store_true", help=KNOWN)
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")

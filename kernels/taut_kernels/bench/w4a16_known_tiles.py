@@ -7,6 +7,7 @@ A full search of one shape takes a minute or more; these are some dozen a number
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,7 @@ _ONE_BLOCK_TOKENS = 128
 
 
 def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
-    """Return decode tiles for a shape.
+    """Return decode tiles for a shape: what won on it, and what won on several shapes.
 
     Args:
         N: output features.
@@ -40,8 +41,16 @@ def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
     """
     units, found = -(-K // UNIT), []
     for table in tiles_decode.tables().values():
-        won = [tile for key, tile in table.tiles.items() if key[2] == token_tiles]
-        for tile in dict.fromkeys(won):
+        won = {
+            key[:2]: dataclasses.replace(tile, split_k=1)
+            if token_tiles > 1
+            else dataclasses.replace(tile, split_k=1, registers=0)
+            for key, tile in table.tiles.items()
+            if key[2] == token_tiles
+        }
+        for tile, count in Counter(won.values()).items():
+            if count == 1 and token_tiles == 1 and won.get((N, K)) != tile:
+                continue  # many tiles won once
             for split in range(1, 9):
                 programs = -(-N // tile.rows) * split
                 if idle_share(units, tile.k_warps * split) > MOST_IDLE:
@@ -50,7 +59,7 @@ def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
                     continue
                 for cap in _REGISTERS if token_tiles == 1 else (tile.registers,):
                     found.append(dataclasses.replace(tile, split_k=split, registers=cap))
-    found.append(tiles_decode.rule(N, K, token_tiles))
+    found.append(tiles_decode.rule(N, K, token_tiles, hopper=True))
     return list(dict.fromkeys(found))
 
 
@@ -81,6 +90,8 @@ def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRi
     found = [cut for tile in won for cut in _cuts(tile, N, K, M)]
     # Few shapes have tiles with `tma` as yet: the best filled cut of every kind.
     found += tma_candidates(N, K, M, splits=1, forms=((2, 2),))
+    owns = (table.choices.get((N, K, bucket)) for table in tiles_wgmma.tables().values())
+    found += [own for own in owns if isinstance(own, RingTile | WgmmaTile | WgmmaRingTile)]
     return list(dict.fromkeys(found))
 
 

@@ -81,7 +81,7 @@ def rows_to_check(rows: int, device: str) -> torch.Tensor:
     if rows <= _CHECKED_ROWS:
         return first
     others = torch.linspace(_CHECKED_ROWS, rows - 1, _CHECKED_ROWS, device=device).round().long()
-    return torch.cat([first, others.unique()])
+    return torch.cat([first, torch.unique(others)])
 
 
 def make_layer(N: int, K: int, group_size: int, rows: int, dtype: torch.dtype) -> Layer:

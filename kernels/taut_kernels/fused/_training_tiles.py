@@ -110,6 +110,10 @@ def softmax_limit(element_size: int) -> int:
 def softmax(N: int, M: int, element_size: int) -> TrainingTile:
     """Cut the forward softmax.
 
+    8192 bf16 rows, H200, 2026-11-22, a throw-away sweep, µs (tile before; its rings): 16384 columns
+    130.9 (134.1; 141.7), 32768 columns 261.1 (322.4; 286.6): 16 warps hold 64 columns a thread in
+    the 16 bits they came in, and a multiprocessor holds two such programs. fp16 was not timed.
+
     Args:
         N: columns.
         M: rows.
@@ -120,9 +124,12 @@ def softmax(N: int, M: int, element_size: int) -> TrainingTile:
         return _short_rows(width, M, 2048)
     if N <= 4096:
         return TrainingTile(1, 1024, 4)
+    halves = element_size == 2
+    if halves and 8192 < N <= 16384:
+        return TrainingTile(1, 4096, 8)
     if N <= 16384:
         return TrainingTile(1, 2048, 8)
-    if N <= 32768:
+    if N <= 32768 and not halves:
         return TrainingTile(1, 4096, 16)
     if softmax_limit(element_size) >= N:
         return TrainingTile(1, 8192, 16, again=True)
@@ -132,6 +139,9 @@ def softmax(N: int, M: int, element_size: int) -> TrainingTile:
 @lru_cache(maxsize=4096)
 def softmax_backward(N: int, M: int, element_size: int) -> TrainingTile:
     """Cut the backward softmax, which holds two operands.
+
+    8192 bf16 rows of 16384 columns, in the same sweep: 185.6 µs (tile before 194.2). 16 warps
+    are as fast, but two programs a multiprocessor under Triton 3.6 alone: 3.9 takes 82 registers.
 
     Args:
         N: columns.
@@ -145,6 +155,8 @@ def softmax_backward(N: int, M: int, element_size: int) -> TrainingTile:
         return TrainingTile(1, 1024, 4)
     if N <= 8192:
         return TrainingTile(1, 2048, 8)
+    if N <= 16384 and element_size == 2:
+        return TrainingTile(1, 2048, 8, again=True)
     if N <= 16384:
         return TrainingTile(1, 4096, 16)
     if softmax_limit(element_size) >= 2 * N:

@@ -9,9 +9,9 @@ Numerics  fp32, one rounding at the store. The backward pass starts from the rou
           same bits from run to run.
 CPU       the references, in plain torch, also fp64: the specification
 Limits    1 ≤ N ≤ 262144; differentiable once; sm_80 and later. A row is held in registers up to
-          65536 columns (fp32, and backward: 32768; fp32 backward: 16384); a longer one in bf16 in
-          shared memory (forward, compute capability 9.0), else it is read twice, the second time
-          from L2.
+          65536 columns (fp32, and backward: 32768; fp32 backward: 16384); a longer one is read
+          twice, the second time from L2. Forward in 16 bits, compute capability 9.0, it is held in
+          shared memory instead, as are shorter ones where that is faster.
 Source    online softmax: arXiv:1805.02867, alg. 3. Blocks and code are ours.
 """
 

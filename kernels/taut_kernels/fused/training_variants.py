@@ -298,6 +298,7 @@ def kernel_variants() -> Iterator[KernelVariant]:
     for N in (*WIDTHS, *LONG_WIDTHS):
         yield softmax(N, _training_tiles.softmax(N, _ROWS, 2), backward=False)
         yield softmax(N, _training_tiles.softmax_backward(N, _ROWS, 2), backward=True)
+    yield softmax(32768, _training_tiles.softmax(32768, _ROWS, 2), backward=False, element="fp16")
     tile = _training_tiles.softmax(32768, _ROWS, 4)
     yield softmax(32768, tile, backward=False, element="fp32")
     tile = _training_tiles.softmax_backward(16384, _ROWS, 4)

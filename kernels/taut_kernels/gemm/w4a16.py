@@ -26,6 +26,8 @@ Source    Integers with a scale (and zero point) a group: GPTQ, arXiv:2210.17323
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from taut_kernels import _launch, formats, formats_mma, tiles_decode, tiles_wgmma
@@ -86,6 +88,34 @@ def w4a16_gemm_ref(
     return y.to(x.dtype)
 
 
+def _choose(M: int, N: int, K: int, device: torch.device) -> tiles_wgmma.Choice:
+    if M <= _ONE_TOKEN_TILE:
+        return "decode"
+    gpu, hopper = _launch.gpu_name(device), _launch.is_hopper(device)
+    return tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M), hopper=hopper)
+
+
+# Asked in every call: kept by everything the answer follows from.
+@lru_cache(maxsize=4096)
+def _decode(
+    shape: tuple[int, int, int],
+    group_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    symmetric: bool,
+    unbiased: bool,
+) -> w4a16_decode.Plan | None:
+    """Return how to run a call of at most 16 tokens; None where another kernel is the faster."""
+    M, N, K = shape
+    if _choose(M, N, K, device) != "decode":
+        return None
+    gpu, hopper = _launch.gpu_name(device), _launch.is_hopper(device)
+    cut = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2, hopper=hopper)
+    return w4a16_decode.plan(
+        cut, shape, group_size, dtype, device, has_zeros=not symmetric, has_bias=not unbiased
+    )
+
+
 def _launch_w4a16_gemm(
     x: torch.Tensor,
     qweight: torch.Tensor,
@@ -96,17 +126,16 @@ def _launch_w4a16_gemm(
     group_size: int,
 ) -> torch.Tensor:
     M, K = x.shape
-    N = 16 * qweight.shape[0]
+    rows = qweight.shape[0]
     if M == 0:
-        return _launch.empty((M, N), dtype=x.dtype, device=x.device)
+        return _launch.empty((M, 16 * rows), dtype=x.dtype, device=x.device)
     x = _launch.aligned(x)
-    gpu = _launch.gpu_name(x.device)
-    choice: tiles_wgmma.Choice = "decode"
-    if M > _ONE_TOKEN_TILE:
-        choice = tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M))
-    if choice == "decode":
-        cut = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2)
-        return w4a16_decode.launch(cut, x, qweight, scales, zeros, bias, arrivals, group_size)
+    if M <= w4a16_decode.MAX_M:
+        shape = (M, 16 * rows, K)
+        plan = _decode(shape, group_size, x.dtype, x.device, zeros is None, bias is None)
+        if plan is not None:
+            return plan.run(x, qweight, scales, zeros, bias, arrivals)
+    choice = _choose(M, 16 * rows, K, x.device)
     if choice == "dense":
         return w4a16_dense.launch(x, qweight, scales, zeros, bias, group_size)
     operands = (x, qweight, scales, zeros, bias, arrivals, group_size)
@@ -116,6 +145,7 @@ def _launch_w4a16_gemm(
         return w4a16_wgmma_ring.launch(choice, *operands)
     if isinstance(choice, WavesTile):
         return w4a16_wgmma_waves.launch(choice, *operands)
+    assert choice != "decode", "tables say so of at most 16 tokens alone, which have a plan"
     return w4a16_wgmma.launch(choice, *operands)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from taut_kernels import _launch, tiles_wgmma
+from taut_kernels import _launch, tiles_wgmma, tiles_wgmma_rule
 from taut_kernels._variant import KernelVariant
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
 from taut_kernels.gemm.w4a16_decode_ring import launch_constants
@@ -13,12 +13,14 @@ from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma import BUCKETS
 
 _FORMATS = (("bf16", True, 32), ("fp16", False, 64), ("fp16", True, 128), ("bf16", True, 0))
+_LARGEST_FORMAT = _FORMATS[0]
+"""Takes most registers and shared memory."""
 
 
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield what ahead-of-time compilation checks: every measured tile, and every weight format.
 
-    Only tables choose the kernel, and only cards of compute capability 9.0 were measured.
+    Tables and the rule choose the kernel on cards of compute capability 9.0 alone.
     """
     tables = tiles_wgmma.tables().values()
     measured = {
@@ -29,6 +31,8 @@ def kernel_variants() -> Iterator[KernelVariant]:
     }
     for K, tile, token_tiles in measured:
         yield _variant(tile, K, token_tiles, "bf16", False, 128)
+    for tile in tiles_wgmma_rule.every_tile(RingTile):
+        yield _variant(tile, 4096, 2, *_LARGEST_FORMAT)
     for dtype, has_zeros, group_size in _FORMATS:
         # 576 = 9 chunks: no cut of it comes out even, so copies are masked.
         for K, tile in (

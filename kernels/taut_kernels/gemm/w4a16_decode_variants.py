@@ -26,11 +26,20 @@ def kernel_variants() -> Iterator[KernelVariant]:
         yield _variant(tile, K, token_tiles, "bf16", False, 128, "sm_90")
     for target in ("sm_80", "sm_90"):
         yield from _every_format(target)
+    # Without a loop (K = 1024) registers may be capped; the format that takes most of them.
+    of_rule = {
+        (K, tile): None
+        for known, figures in tiles_decode.CANDIDATES
+        for N, K in ((4096, 4096), (4096, 1024), (32768, 1024))
+        for tile, _ in tiles_decode.splits_of(known, figures, N, K)
+    }
+    for K, tile in of_rule:
+        yield _variant(tile, K, 1, "bf16", True, 32, "sm_90")
 
 
 def _every_format(target: str) -> Iterator[KernelVariant]:
     for token_tiles in (1, 2):
-        tile = tiles_decode.rule(4096, 4096, token_tiles)
+        tile = tiles_decode.plain_rule(4096, 4096, token_tiles)
         for dtype, has_zeros, group_size in (
             ("bf16", True, 32),
             ("fp16", False, 64),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from taut_kernels import _launch, tiles_wgmma
+from taut_kernels import _launch, tiles_wgmma, tiles_wgmma_rule
 from taut_kernels._variant import KernelVariant
 from taut_kernels.gemm import w4a16_sum, w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_sum_jit import sum_splits_kernel
@@ -16,6 +16,8 @@ from taut_kernels.gemm.w4a16_wgmma_variants import products_of
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 _FORMATS = (("bf16", True, 32), ("fp16", False, 64), ("fp16", True, 128), ("bf16", True, 0))
+_LARGEST_FORMAT = _FORMATS[0]
+"""Takes most registers and shared memory."""
 _MAX_SPILL_BYTES = 32
 """Under a cap on registers ptxas spills a few addresses outside the loop; measured, it pays."""
 
@@ -23,7 +25,7 @@ _MAX_SPILL_BYTES = 32
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield what ahead-of-time compilation checks: every measured tile, and every weight format.
 
-    Only tables choose the kernel, and only cards of compute capability 9.0 were measured.
+    Tables and the rule choose the kernel on cards of compute capability 9.0 alone.
     """
     measured = {
         (K, tile, role): None
@@ -36,6 +38,8 @@ def kernel_variants() -> Iterator[KernelVariant]:
         yield _any_variant(tile, K, "bf16", False, 128, role)
     for tile in {tile: None for _, tile, _ in measured if tile.summed}:
         yield _sums(tile)
+    for tile in tiles_wgmma_rule.every_tile(WgmmaRingTile):
+        yield _variant(tile, 4096, *_LARGEST_FORMAT)
     for dtype, has_zeros, group_size in _FORMATS:
         # 576 = 9 chunks: no cut of it comes out even, so copies are masked.
         for K, tile in (

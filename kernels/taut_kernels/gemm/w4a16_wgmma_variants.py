@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from taut_kernels import _launch, tiles_wgmma
+from taut_kernels import _launch, tiles_wgmma, tiles_wgmma_rule
 from taut_kernels._variant import KernelVariant
 from taut_kernels.gemm import w4a16_dense
 from taut_kernels.gemm._w4a16_dense_jit import w4a16_dequantize_kernel
@@ -52,13 +52,14 @@ def products_of(choice: Choice) -> Iterator[tuple[WgmmaTile | WgmmaRingTile, Rol
 
 
 def _every_format() -> Iterator[KernelVariant]:
-    """Yield what :func:`taut_kernels.tiles_wgmma.rule` chooses, in every weight format."""
+    """Yield what the rules choose, in every weight format."""
     # 576 = 9 chunks: odd, so a step takes one chunk and no cut of K comes out even.
     chosen = {
-        (K, tiles_wgmma.rule(4096, K, bucket)): None
-        for bucket in range(len(BUCKETS))
+        (K, tiles_wgmma.plain_rule(4096, K, tokens)): None
+        for tokens in BUCKETS
         for K in (4096, 576)
     }
+    chosen |= {(4096, tile): None for tile in tiles_wgmma_rule.every_tile(WgmmaTile)}
     for K, tile in chosen:
         if not isinstance(tile, WgmmaTile):
             continue

@@ -19,8 +19,18 @@ MIN_COLUMNS = 16384
 """Shorter rows fit the registers of the kernel that reads twice."""
 _SHORT_COLUMNS = 32768
 """Up to here most of the other kernel's second reads hit L2."""
-SOFTMAX_COLUMNS = 65536
-"""Shortest softmax the ring takes."""
+SOFTMAX_COLUMNS = {
+    torch.bfloat16: ((16384, 24576), (32768, 262144)),
+    torch.float16: ((16384, 262144),),
+}
+"""Softmax rows beyond the first and up to the last of each pair are the ring's.
+
+A throw-away sweep on an H200, 8192 rows, 2026-11-22, µs of the ring and of the kernel that holds
+rows in registers. bf16: 16384 columns 141.7 and 130.9, 24576 223.3 and 267.7, 32768 286.6 and
+261.1, 49152 424.6 and 440.6. fp16: 32768 columns 287.2 and 317.8. The other kernel's tile of 261.1
+was timed at 32768 alone and in bf16 alone; in fp16 it takes 67 registers, and 64 let a second
+program in.
+"""
 _launcher = _launch.Launcher(cross_entropy_ring_kernel)
 
 
@@ -69,7 +79,9 @@ def choose_softmax(x: torch.Tensor) -> RingTile | None:
     Args:
         x: [M, N].
     """
-    if x.dtype is not torch.bfloat16 or x.shape[1] < SOFTMAX_COLUMNS or _why_not_rows(x, 0):
+    ranges = SOFTMAX_COLUMNS.get(x.dtype, ())
+    taken = any(beyond < x.shape[1] <= last for beyond, last in ranges)
+    if not taken or _why_not_rows(x, 0):
         return None
     return choose(x)
 
@@ -180,10 +192,10 @@ def launch_softmax(tile: RingTile, x: torch.Tensor) -> torch.Tensor:
 
     Args:
         tile: how to cut the work.
-        x: [M, N] bf16, rows contiguous, addresses and stride multiples of 16 elements.
+        x: [M, N] bf16 or fp16, rows contiguous, addresses and stride multiples of 16 elements.
 
     Returns:
-        [M, N] bf16.
+        [M, N] as ``x``.
 
     Raises:
         ValueError: the ring does not hold such a row.
@@ -212,7 +224,7 @@ def _launch_rows(
     outer = (logits.stride(0), T * V) if batched else (0, 0)
     strides = (outer[0], logits.stride(-2), outer[1], V)
     _launcher(
-        (tile, V, batched, softmax, is_long(ignore_index)),
+        (tile, V, batched, softmax, logits.dtype, is_long(ignore_index)),
         (min(_groups(tile, device), M) * tile.parts, 1, 1),
         (*pointers, cells),
         (M, T, *strides, ignore_index, z_loss),

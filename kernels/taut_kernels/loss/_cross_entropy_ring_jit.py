@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from taut_kernels.loss._cross_entropy_ring_step_jit import (
     barrier,
     copy_chunk,
+    decay_of,
     exp2,
     loads_at,
     log2_of,
@@ -78,7 +79,7 @@ def _ask(cells_ptr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _gather(cells, missing, cells_ptr, PARTS: gl.constexpr):
+def _gather(cells, missing, cells_ptr, PARTS: gl.constexpr, RAW: gl.constexpr):
     """Wait for every part of a row, and add them up in their order: all programs get equal bits."""
     while missing != 0:
         cells, missing = _ask(cells_ptr, PARTS)
@@ -88,7 +89,8 @@ def _gather(cells, missing, cells_ptr, PARTS: gl.constexpr):
         part_sum = (cells[part] >> 32).to(gl.int32).to(gl.float32, bitcast=True)
         raised = gl.maximum(maximum, part_maximum)
         shift = _shift_of(raised)
-        sums = sums * exp2(maximum - shift) + part_sum * exp2(part_maximum - shift)
+        sums *= decay_of(maximum, shift, RAW)
+        sums += part_sum * decay_of(part_maximum, shift, RAW)
         maximum = raised
     return maximum, sums
 
@@ -163,12 +165,12 @@ def _fill(fixed, group, AHEAD: gl.constexpr, CHUNKS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "T", "ignore_index"])
 def cross_entropy_ring_kernel(
-    logits_ptr,  # [B, T, V] bf16, rows 16-byte aligned
+    logits_ptr,  # [B, T, V] bf16, of a softmax also fp16; rows 16-byte aligned
     target_ptr,  # [M] int64; M = B · T
     scale_ptr,  # [M] fp32 factors of the rows' gradients
     loss_ptr,  # [M] fp32, written
     lse_ptr,  # [M] fp32, written
-    grad_ptr,  # [B, T, V] bf16, may be logits
+    grad_ptr,  # [B, T, V] as logits, which it may be
     cells_ptr,  # [M, PARTS] int64, 0 before; None with one part
     M,
     T,
@@ -218,7 +220,8 @@ def cross_entropy_ring_kernel(
     old_target = target_of(target_ptr, group)
     old_z, old_scale = gl.to_tensor(0.0), gl.to_tensor(0.0)
     old_maximum, old_sum = gl.to_tensor(0.0), gl.to_tensor(1.0)
-    gradient = (gl.to_tensor(0.0), gl.to_tensor(0), gl.to_tensor(0))
+    RAW: gl.constexpr = target_ptr is None
+    gradient = (gl.to_tensor(0.0), gl.to_tensor(0.0 if RAW else 0), gl.to_tensor(0))
     at_target, column = gl.to_tensor(0.0), gl.to_tensor(-1)
     for i in range(rows + (2 if LAG else 1)):
         row = group + i * groups
@@ -248,11 +251,12 @@ def cross_entropy_ring_kernel(
         if target_ptr is not None:
             _store_target(grads, row - 2 * groups, at_target, column)
         if PARTS > 1:
-            old_maximum, old_sum = _gather(cells, gl.where(lives, missing, 0), parts_ptr, PARTS)
-        lse2 = _shift_of(old_maximum) + gl.log2(old_sum)
-        if target_ptr is None:
-            gradient = (lse2, gl.to_tensor(-1), gl.to_tensor(0))
+            missing = gl.where(lives, missing, 0)
+            old_maximum, old_sum = _gather(cells, missing, parts_ptr, PARTS, RAW)
+        if RAW:
+            gradient = (_shift_of(old_maximum), gl.log2(old_sum), gl.to_tensor(0))
         else:
+            lse2 = _shift_of(old_maximum) + gl.log2(old_sum)
             exponent, keep, sign, at_target, column = _finish_row(
                 (lse2, old_z, old_scale, old_target),
                 (old, lives),
@@ -269,7 +273,7 @@ def cross_entropy_ring_kernel(
             pairs, slots, state, loads, LAG, 0, to + gradient, fixed, AHEAD, CHUNKS, L
         )
         old_maximum = gl.max(state[0], 0)
-        old_sum = gl.sum(state[1] * exp2(state[0] - _shift_of(old_maximum)), 0)
+        old_sum = gl.sum(state[1] * decay_of(state[0], _shift_of(old_maximum), RAW), 0)
         if PARTS > 1:
             _publish(cells_ptr + here * PARTS + part, old_maximum, old_sum, row < M)
         old_z, old_scale, old_target, target = z_target, scale, target, next_target

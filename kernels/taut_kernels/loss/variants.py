@@ -22,6 +22,7 @@ from taut_kernels.loss._vocabulary_block_jit import block_gradient_kernel, block
 from taut_kernels.tiles_loss import LossTile, RingTile, launch_options
 
 VOCABULARIES = (1000, 32000, 50257, 128256, 256000)
+SOFTMAX_COLUMNS = (24576, 131072, 262144)
 BLOCK_COLUMNS = (1024, 2048, 3584, 8192)
 _STATE = ("maximum_ptr", "sums_ptr", "z_target_ptr", "z_sums_ptr")
 
@@ -66,8 +67,15 @@ def _rings(V: int) -> dict[RingTile, None]:
     return dict.fromkeys(tile for tile in (tiles_loss.ring_rule(V), *found) if tile)
 
 
-def _ring(V: int, tile: RingTile, *, batched: bool = False, softmax: bool = False) -> KernelVariant:
-    pointers = {"logits_ptr": "bf16", "grad_ptr": "bf16"}
+def _ring(
+    V: int,
+    tile: RingTile,
+    *,
+    batched: bool = False,
+    softmax: bool = False,
+    element: str = "bf16",
+) -> KernelVariant:
+    pointers = {"logits_ptr": element, "grad_ptr": element}
     constants = _cross_entropy_ring.launch_constants(tile, V, batched=batched)
     optional = {"cells_ptr": None if tile.parts == 1 else "i64"}
     optional |= {"target_ptr": None if softmax else "i64"}
@@ -77,7 +85,7 @@ def _ring(V: int, tile: RingTile, *, batched: bool = False, softmax: bool = Fals
     mark = " batched" if batched else ""
     strides = ("stride_b", "stride_t", "stride_gb", "stride_gt")
     return KernelVariant(
-        label=f"{'softmax' if softmax else 'cross_entropy'}_ring{mark} bf16 V={V}",
+        label=f"{'softmax' if softmax else 'cross_entropy'}_ring{mark} {element} V={V}",
         kernel=cross_entropy_ring_kernel,
         tile=tile,
         pointers=pointers,
@@ -95,7 +103,9 @@ def _every_ring() -> Iterator[KernelVariant]:
     for V in dict.fromkeys((*VOCABULARIES, *measured)):
         if V >= _cross_entropy_ring.MIN_COLUMNS and V % 16 == 0:
             yield from (_ring(V, tile) for tile in _rings(V))
-    yield from (_ring(131072, tile, softmax=True) for tile in _rings(131072))
+    for V in SOFTMAX_COLUMNS:
+        for element in ("bf16", "fp16"):
+            yield from (_ring(V, tile, softmax=True, element=element) for tile in _rings(V))
     yield from (_ring(32000, tile, batched=True) for tile in _rings(32000))
 
 

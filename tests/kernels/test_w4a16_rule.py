@@ -1,0 +1,182 @@
+"""Tiles of shapes nobody measured, on cards with `wgmma`: legal everywhere, sensibly ranked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from taut_kernels import tiles_wgmma, tiles_wgmma_rule
+from taut_kernels.aot import SHARED_MEMORY_BYTES
+from taut_kernels.bench.shapes import PRODUCTS
+from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring
+from taut_kernels.tiles_decode_ring import RingTile, token_tiles
+from taut_kernels.tiles_w4a16_cost import Cost, Cut, dense_estimate, estimate, fastest
+from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_rule import LEAST_K, cut, rule
+from taut_kernels.tiles_wgmma_waves import WavesTile
+
+DRAW = random.Random(0)
+ODD = [(16 * DRAW.randint(1, 4000), 64 * DRAW.randint(8, 480)) for _ in range(60)]
+SIZES = sorted({*PRODUCTS.values(), *ODD, (16, 512), (80, 576), (151936, 896), (128, 53248)})
+FORMATS = [(group, zeros) for group in (32, 64, 128, 0) for zeros in (False, True)]
+H200 = "NVIDIA H200"
+
+
+def parts(choice: object) -> list[object]:
+    return [choice.head, choice.tail] if isinstance(choice, WavesTile) else [choice]
+
+
+@pytest.mark.parametrize("tokens", BUCKETS)
+def test_every_tile_fits_every_shape_and_format(tokens: int) -> None:
+    for N, K in SIZES:
+        choice = rule(N, K, tokens)
+        if isinstance(choice, WavesTile):
+            assert 0 < choice.head_rows(tokens, N) < N, "warm-up would not compile the tail"
+        for tile in parts(choice):
+            for group, zeros in FORMATS:
+                if isinstance(tile, RingTile):
+                    w4a16_decode_ring.launch_constants(
+                        tile, K, token_tiles(tokens), group, has_zeros=zeros, pdl=True
+                    )
+                elif isinstance(tile, WgmmaRingTile):
+                    w4a16_wgmma_ring.launch_constants(tile, K, group, has_zeros=zeros)
+            if isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile) and tile.split_k > 1:
+                blocks = 1 if isinstance(tile, RingTile) else -(-tokens // tile.block_m)
+                meetings = -(-N // tile.rows) * blocks
+                summed = isinstance(tile, WgmmaRingTile) and tile.summed
+                assert summed or meetings <= N // 16, f"{N} x {K}: arrivals counts N/16"
+
+
+def test_a_table_would_take_what_the_rule_chooses() -> None:
+    for tokens in BUCKETS:
+        for N, K in SIZES:
+            for tile in parts(rule(N, K, tokens)):
+                assert not isinstance(tile, RingTile) or tokens <= 64
+                assert not isinstance(tile, WgmmaRingTile) or tokens <= 1024
+
+
+def test_cards_without_wgmma_and_short_rows_keep_the_plain_rule() -> None:
+    for bucket, tokens in enumerate(BUCKETS):
+        for N, K in SIZES:
+            plain = tiles_wgmma.plain_rule(N, K, tokens)
+            assert isinstance(plain, str | WgmmaTile)
+            assert tiles_wgmma.rule(N, K, bucket, hopper=False) == plain
+        short = LEAST_K - 64
+        plain = tiles_wgmma.plain_rule(4096, short, tokens)
+        assert tiles_wgmma.rule(4096, short, bucket, hopper=True) == plain
+    assert tiles_wgmma.rule(4096, 4096, len(BUCKETS), hopper=True) == "dense"
+
+
+def test_lookup_asks_the_rule_where_no_table_knows_the_shape() -> None:
+    for bucket, tokens in enumerate(BUCKETS):
+        found = tiles_wgmma.lookup(H200, 48, 640, bucket, hopper=True)
+        assert found == rule(48, 640, tokens)
+
+
+def test_estimates_are_what_the_table_measured() -> None:
+    """Of every row whose tile the model knows, within a third; half of them within a tenth."""
+    costs = {
+        str(tile): cost
+        for candidates in tiles_wgmma_rule.CANDIDATES.values()
+        for whole, cost in candidates
+        for tile in (whole, *(tiles_wgmma_rule._in_splits(whole, i) for i in range(2, 9)))
+        if tile == whole or not isinstance(tile, WgmmaTile)
+    }
+    ratios = []
+    for N, K, max_m, tile, us in measured_rows():
+        if str(tile) in costs:
+            ratios.append(estimate(cut(tile, N, K, max_m), costs[str(tile)]) / us)
+    assert len(ratios) >= 20
+    assert 0.67 < min(ratios) < max(ratios) < 1.5
+    close = sum(0.9 < ratio < 1.1 for ratio in ratios)
+    assert close >= len(ratios) / 2, sorted(ratios)
+
+
+def measured_rows() -> list[tuple[int, int, int, tiles_wgmma_rule.Fused, float]]:
+    import json
+    from importlib import resources
+
+    path = resources.files("taut_kernels") / "tiles" / "w4a16_wgmma-nvidia-h200.json"
+    found = []
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        tile = tiles_wgmma._choice(row["tile"], row["max_m"], "table")
+        if isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile) and row["max_m"]:
+            found.append((row["N"], row["K"], row["max_m"], tile, row["us"]))
+    return found
+
+
+@pytest.mark.parametrize(("N", "K"), [(1280, 8192), (3584, 3584), (3584, 18944), (5120, 27648)])
+@pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
+def test_few_rows_still_fill_the_card(N: int, K: int, tokens: int) -> None:
+    # One tile of 256 tokens whatever N is made ten programs of N = 1280: 82 us, where 18 do.
+    for tile in parts(rule(N, K, tokens)):
+        assert isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile)
+        work = cut(tile, N, K, tokens)
+        assert work.programs * work.splits >= 56
+
+
+def test_model_counts_rounds_splits_and_launches() -> None:
+    cost = Cost(2, 0.1, 0.3)
+    one = estimate(Cut(264, 1, 64, 0), cost)
+    assert estimate(Cut(265, 1, 64, 0), cost) > 1.3 * one, "a second round"
+    assert estimate(Cut(132, 1, 64, 0), cost) < one, "half the shared work"
+    whole = Cut(33, 1, 64, 4 * 128 * 64)
+    split = Cut(33, 4, 16, 4 * 128 * 64)
+    assert estimate(split, cost) < estimate(whole, cost), "K split where programs are few"
+    tiny = Cut(132, 8, 1, 4 * 256 * 128)
+    assert estimate(tiny, cost) > estimate(Cut(132, 1, 8, 0), cost), "but sums are not free"
+    reordered = Cut(264, 1, 64, 0, reordered=4 * 1024 * 4096)
+    assert estimate(reordered, cost) == pytest.approx(one + 4.4, abs=0.5)
+    assert dense_estimate(4096, 4096, 4096) == pytest.approx(183, rel=0.15)  # measured
+    assert fastest([(2.0, "b"), (1.0, "a"), (1.0, "c")]) == "a"
+    assert fastest([]) is None
+
+
+def test_model_counts_the_busiest_multiprocessor() -> None:
+    memory = Cost(4, 0.1, 0.0)
+    even, uneven = (estimate(Cut(programs, 1, 64, 0), memory) for programs in (264, 265))
+    assert uneven > 1.15 * even, "three programs on one multiprocessor, two on the others"
+    # 37888 x 3584 at 16 tokens: 296 programs took 32.8 us, twice as many with half of K 25.4.
+    choice = rule(37888, 3584, 16)
+    assert isinstance(choice, RingTile)
+    assert choice.split_k > 1
+
+
+@pytest.mark.parametrize(("N", "K"), [(3584, 18944), (5120, 27648)])
+def test_long_rows_take_the_large_tile_at_512_tokens(N: int, K: int) -> None:
+    # 128 x 64 with K in three or four took 156 and 290 us, 256 x 128 in two or three 114 and 221.
+    choice = rule(N, K, 512)
+    assert isinstance(choice, WgmmaRingTile)
+    assert (choice.block_m, choice.rows, choice.summed) == (256, 128, True)
+
+
+def test_two_tiles_may_cut_the_rest_along_k() -> None:
+    choice = rule(5120, 27648, 1024)
+    assert isinstance(choice, WavesTile)
+    assert isinstance(choice.tail, WgmmaRingTile)
+    assert choice.tail.split_k == 2 and choice.tail.summed
+
+
+def test_every_tile_of_the_rule_is_compiled_ahead_of_time() -> None:
+    from taut_kernels.gemm import (
+        w4a16_decode_ring_variants,
+        w4a16_wgmma_ring_variants,
+        w4a16_wgmma_variants,
+    )
+
+    for kind, module in (
+        (RingTile, w4a16_decode_ring_variants),
+        (WgmmaTile, w4a16_wgmma_variants),
+        (WgmmaRingTile, w4a16_wgmma_ring_variants),
+    ):
+        compiled = {
+            (variant.tile, variant.constants["HAS_ZEROS"], variant.constants["GROUP_SIZE"])
+            for variant in module.kernel_variants()
+            if "HAS_ZEROS" in variant.constants and "GROUP_SIZE" in variant.constants
+        }
+        tiles = tiles_wgmma_rule.every_tile(kind)
+        assert tiles
+        assert {(tile, True, 32) for tile in tiles} <= compiled
+    assert SHARED_MEMORY_BYTES["sm_90"] == 227 * 1024
