@@ -5,8 +5,8 @@ Weights lie in the order in which a warp's lanes want them as operand A of `mma.
 warp. ``N`` is output features, ``K``
 input features, ``G`` the group size; N % 16 == 0 and K % 64 == 0.
 
-``qweight``  [N/16, K/64, 32, 4] int32. Word (tile, chunk, lane = 4g + t, w = 2h + i), bits
-             4p..4p+3 with p = 4b + 2j + r, hold the stored nibble of row 16·tile + 8r + g and of
+``qweight``  [N/16, K/64, 32, 4] int32. Word (tile, chunk, lane = 4g + t, w = 2i + j), bits
+             4p..4p+3 with p = 4b + 2h + r, hold the stored nibble of row 16·tile + 8r + g and of
              column 64·chunk + 32h + 8t + 4i + 2j + b. The pair (b = 0, 1) is one register of two
              values; r and j are the four registers of operand A; (h, i) is the instruction. Lane t
              of four thereby reads 16 consecutive bytes of activations for two instructions.
@@ -66,7 +66,7 @@ def repack_weight(weight_packed: torch.Tensor, K: int) -> torch.Tensor:
     nibbles = (formats.unpack_weight(weight_packed, K) + formats.SYMMETRIC_ZERO).to(torch.uint8)
     # Axes: tile, r, g, chunk, h, t, i, j, b.
     axes = nibbles.view(N // 16, 2, 8, K // 64, 2, 4, 2, 2, 2)
-    ordered = axes.permute(0, 3, 2, 5, 4, 6, 8, 7, 1).reshape(-1, 8)
+    ordered = axes.permute(0, 3, 2, 5, 6, 7, 8, 4, 1).reshape(-1, 8)
     words = torch.zeros(ordered.shape[0], dtype=torch.int32, device=nibbles.device)
     for position in range(8):
         # Nibble by nibble: eight int32 a word at once would take 32 times the packed size.
@@ -86,9 +86,9 @@ def unpack_weight(qweight: torch.Tensor) -> torch.Tensor:
     tiles, chunks = qweight.shape[:2]
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=qweight.device)
     nibbles = ((qweight.unsqueeze(-1) >> shifts) & 0xF).to(torch.uint8)
-    # Axes: tile, chunk, g, t, h, i, b, j, r; see repack_weight.
+    # Axes: tile, chunk, g, t, i, j, b, h, r; see repack_weight.
     axes = nibbles.view(tiles, chunks, 8, 4, 2, 2, 2, 2, 2)
-    return axes.permute(0, 8, 2, 1, 4, 3, 5, 7, 6).reshape(tiles * 16, chunks * 64)
+    return axes.permute(0, 8, 2, 1, 7, 3, 4, 5, 6).reshape(tiles * 16, chunks * 64)
 
 
 def _pair_rows(values: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from taut_kernels import testing_gluon
 from taut_kernels.testing_gluon import Layout
-from taut_kernels.testing_gluon_memory import Pointer, Shared, block, floats, rounded
+from taut_kernels.testing_gluon_memory import POISON, Pointer, Shared, block, floats, rounded
 
 PATIENCE = 10.0
 """Seconds a partition waits before the kernel counts as deadlocked."""
@@ -45,9 +45,13 @@ class Descriptor:
         offset = given.base.storage_offset()
         seen = torch.as_strided(given.base, given.shape, given.strides, offset)
         self.shape = tuple(given.block_shape)
+        self.block_shape, self.layout = list(self.shape), given.layout
         self.bytes = int(np.prod(self.shape)) * seen.element_size()
         if seen.dtype in _BYTE_KINDS:
             self.values, self.dtype = seen.float().numpy(), _BYTE_KINDS[seen.dtype]
+            return
+        if seen.dtype == torch.int32:
+            self.values, self.dtype = seen.numpy(), np.int32
             return
         pointer = Pointer.of(seen.contiguous())
         self.memory = pointer.memory.reshape(seen.shape)
@@ -56,7 +60,7 @@ class Descriptor:
 
     def read(self, first: tuple[int, ...]) -> Any:
         """Return the block that begins at ``first``, zero where the tensor has no element."""
-        found = np.zeros(self.shape, np.float32)
+        found = np.zeros(self.shape, self.values.dtype)
         inside, there = self._common(first)
         found[inside] = self.values[there]
         return found
@@ -134,12 +138,16 @@ def _arrive(barrier: Barrier, count: int, pred: Any = True) -> None:
         barrier.arrive(count)
 
 
+def _poison(kind: Any) -> Any:
+    return POISON if kind is np.int32 else np.float32(np.nan)
+
+
 def load_block(descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared) -> None:
     """Stand in for TMA's load of a block."""
     values = descriptor.read(tuple(int(each) for each in at))
     assert place.memory.shape == values.shape
     with _LOCK:
-        place.memory[...] = np.nan
+        place.memory[...] = _poison(place.dtype)
         barrier.blocks.append((place, values, descriptor.bytes))
         _LOCK.notify_all()
 
@@ -245,7 +253,8 @@ def _log2(value: Any) -> Any:
 def _allocate(kind: Any, shape: Any, layout: Any) -> Any:
     if isinstance(layout, BarrierLayout):
         return Barriers(shape[0])
-    return Shared(np.full(tuple(shape), np.nan, np.float32), kind)
+    poison = _poison(kind)
+    return Shared(np.full(tuple(shape), poison), kind)
 
 
 def _language(program: tuple[int, int], programs: int) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from taut_kernels import testing_gluon, testing_gluon_ptx
+from taut_kernels import testing_gluon, testing_gluon_hopper, testing_gluon_ptx
 from taut_kernels.testing_gluon_memory import (
     POISON,
     Pointer,
@@ -103,3 +104,43 @@ def run(kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any]) -> N
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else tuple(deps),
         }
         types.FunctionType(outer.__code__, scope)(**given)
+
+
+def _fed_language(program: tuple[int, int, int], grid: tuple[int, int, int]) -> Any:
+    gl = vars(_language(program, grid))
+    fed = vars(testing_gluon_hopper._language(program[:2], grid[0]))
+    mine = ("warp_specialize", "split", "allocate_shared_memory", "static_assert")
+    more = {name: fed[name] for name in mine if name in fed}
+    return types.SimpleNamespace(**gl | more | {"DistributedLinearLayout": testing_gluon.Layout})
+
+
+def run_fed(kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any]) -> None:
+    """Run every program of a kernel that TMA feeds, its partitions of warps as threads.
+
+    What is asynchronous happens late: :mod:`taut_kernels.testing_gluon_hopper`.
+
+    Args:
+        kernel: a `gluon.jit` function.
+        grid: programs along each axis.
+        arguments: by name; tensors are contiguous and on the CPU, or None; descriptors as the
+            host makes them.
+
+    Raises:
+        RuntimeError: partitions wait for one another.
+    """
+    given = {
+        name: testing_gluon_hopper.Descriptor(value)
+        if isinstance(value, TensorDescriptor)
+        else Pointer.of(value)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in arguments.items()
+    }
+    x, y, z = (range(size) for size in grid)
+    for program in itertools.product(x, y, z):
+        replaced = testing_gluon_hopper._stand_ins() | {
+            "warpgroup_mma": testing_gluon_hopper.multiply,
+            "warpgroup_mma_wait": testing_gluon_hopper.wait_products,
+        }
+        scope = testing_gluon._scope(kernel.fn, _fed_language(program, grid), {}, replaced)
+        types.FunctionType(kernel.fn.__code__, scope)(**given)

@@ -85,6 +85,9 @@ def parse(text: str, where: str) -> WgmmaTable:
         if key in found:
             raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']} is there twice")
         found[key] = _choice(row["tile"], row["max_m"], where)
+        ring = found[key]
+        if isinstance(ring, WgmmaRingTile) and (why := ring.why_not(row["N"], row["max_m"])):
+            raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']}: {why}")
         waves = found[key]
         if isinstance(waves, WavesTile) and waves.head_rows(row["max_m"], row["N"]) == row["N"]:
             # Warm-up, which runs the largest M, would not compile the tail that others need.

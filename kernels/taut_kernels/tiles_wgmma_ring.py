@@ -35,6 +35,7 @@ class WgmmaRingTile:
             converted.
         running: products left running then, 1..3.
         summed: a launch of its own adds the splits, not the program that arrives last.
+        tma: TMA copies weights and activations, the latter in their own order.
 
     Raises:
         ValueError: a field is out of its range.
@@ -51,6 +52,7 @@ class WgmmaRingTile:
     parts: int = 1
     running: int = 1
     summed: bool = False
+    tma: bool = False
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
@@ -72,12 +74,15 @@ class WgmmaRingTile:
             raise ValueError(f"running must be below parts × chunks_per_step, got {self.running}")
         if self.summed and self.split_k == 1:
             raise ValueError("summed needs split_k > 1")
+        if self.tma and (self.reordered or self.summed):
+            raise ValueError("tma takes neither reordered nor summed")
         if self.registers and not 32 <= self.registers <= 255:
             raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
 
     def __str__(self) -> str:
         cut = f"{self.block_m}x{self.rows}/{self.warp_groups}x{self.group_tiles}g/k{self.split_k}"
         flags = f"p{self.parts}.{self.running}" + "r" * self.reordered + "s" * self.summed
+        flags += "t" * self.tma
         cap = f"/{self.registers}" if self.registers else ""
         return f"wring/{cut}/{self.chunks_per_step}c/{self.stages}s{flags}{cap}"
 
@@ -100,6 +105,8 @@ class WgmmaRingTile:
         """
         weights = self.rows * self.chunks_per_step * 32
         activations = self.block_m * self.chunks_per_step * 128
+        if self.tma:
+            return weights + activations
         groups = max(1, 64 * self.chunks_per_step // group_size) if group_size else 0
         quads = groups * self.rows * 8
         return weights + activations + quads * (2 if has_zeros else 1)
@@ -115,7 +122,25 @@ class WgmmaRingTile:
             ValueError: three stages do not fit.
         """
         size = self.stage_bytes(group_size, has_zeros=has_zeros)
-        fit = (SHARED_BYTES - _RESERVED_BYTES) // size
+        reserved = _RESERVED_BYTES + (512 * self.num_warps if self.tma else 0)
+        fit = (SHARED_BYTES - reserved) // size
         if fit < 3:
             raise ValueError(f"{self}: three stages of {size} bytes do not fit shared memory")
         return min(self.stages, fit)
+
+    def why_not(self, N: int, M: int) -> str | None:
+        """Say why the kernel would refuse a layer.
+
+        Args:
+            N: output features.
+            M: most tokens.
+
+        Returns:
+            A reason, or None where it takes the layer.
+        """
+        if self.tma and self.rows > N:
+            return f"{self} takes {self.rows} features at least, got {N}"
+        meetings = -(-N // self.rows) * -(-M // self.block_m)
+        if self.split_k > 1 and not self.summed and meetings > N // 16:
+            return f"split_k: {meetings} tiles meet, arrivals counts {N // 16}"
+        return None

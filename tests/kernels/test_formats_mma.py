@@ -33,7 +33,7 @@ def test_layout_puts_a_nibble_where_its_docstring_says() -> None:
     values[16 + 8 + 3, 64 + 32 + 16 + 0 + 2 + 1] = 5
     packed = formats_mma.repack_weight(formats.pack_weight(values), 128)
     expected = torch.zeros_like(packed)
-    expected[1, 1, 4 * 3 + 2, 2] = (13 << (4 * (4 + 2 + 1))) - 2**32  # int32 wraps
+    expected[1, 1, 4 * 3 + 2, 1] = (13 << (4 * (4 + 2 + 1))) - 2**32  # int32 wraps
     assert torch.equal(packed, expected)
 
 

@@ -41,9 +41,10 @@ _QUEUES = {
     (2, 2): ((4, 4, 2), (4, 4, 4), (2, 2, 2), (4, 2, 2), (6, 2, 2), (4, 1, 1)),
 }
 """(depth, x_depth, batch) to try, by row tiles and token tiles."""
-_REGISTERS = {(1, 1): (0, 96, 112, 128), (1, 2): (0, 96), (2, 2): (128, 168)}
+_REGISTERS = {(1, 1): (0, 96, 112, 128, 136, 144), (1, 2): (0, 96), (2, 2): (128, 168)}
 """Caps to try, by row tiles and token tiles. Without one ptxas aims at some 72 registers a thread,
-and loads the activations two at a time, right before their product."""
+and loads the activations two at a time, right before their product. With 136 or 144 there is room
+for the next weights while a unit is multiplied; up to 128 they are asked for behind it."""
 _ALL_REGISTERS = 132 * 65536
 
 

@@ -1,10 +1,11 @@
 """Find the tiles for more than 8 tokens: ``python -m taut_kernels.bench.tune_w4a16_wgmma``.
 
-Every candidate of the `wgmma`, the `wgmma` ring (to 128 tokens) and the ring kernel (to 64), and
-from 256 to 1024 tokens of two tiles for one product, is compiled first, in parallel, then held to
-the error budget, called again and again for the same bits, then timed, with the dense (to 16
-tokens: the decode) regime and what ships today; the fastest one of each shape and bucket of M goes
-into a table for ``taut_kernels/tiles``. Reordering the activations is inside the time.
+Every candidate of the `wgmma`, the `wgmma` ring (to 128 tokens; fed by TMA from 32 to 256) and the
+ring kernel (to 64), and from 256 to 1024 tokens of two tiles for one product, is compiled first, in
+parallel, then held to the error budget, called again and again for the same bits, then timed, with
+the dense (to 16 tokens: the decode) regime and what ships today; the fastest one of each shape and
+bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the activations is inside the
+time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, KNOWN, SHAPES
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
+from taut_kernels.bench.wgmma_tma_candidates import tma_candidates
 from taut_kernels.bench.wgmma_waves_candidates import waves_candidates
 from taut_kernels.gemm import (
     w4a16_decode,
@@ -65,7 +67,7 @@ _RING_FORMS = {
     (2, 8): ((255, False), (168, True)),
 }
 """Registers a thread to allow, about what ptxas wants, and ``scale_first``; by row, token tiles."""
-REGIMES = ("ring", "wgmma", "wgmma-ring", "waves")
+REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "waves")
 RING_TOKENS = 128
 """Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
 _WAVES = (256, 1024)
@@ -139,9 +141,18 @@ def all_candidates(N: int, K: int, M: int, regimes: Sequence[str]) -> list[Tile]
         found += candidates(N, K, M)
     if "wgmma-ring" in regimes and M <= RING_TOKENS:
         found += wgmma_ring_candidates(N, K, M)
+    if "tma" in regimes:
+        found += tma_candidates(N, K, M)
     if "waves" in regimes and _WAVES[0] <= M <= _WAVES[1]:
         found += waves_candidates(N, K, M)
     return list(dict.fromkeys(found))
+
+
+def regime_of(tile: Tile) -> str:
+    """Name the regime of a tile, one of :data:`REGIMES`."""
+    if isinstance(tile, WgmmaRingTile):
+        return "tma" if tile.tma else "wgmma-ring"
+    return {RingTile: "ring", WgmmaTile: "wgmma", WavesTile: "waves"}[type(tile)]
 
 
 def _launch(
@@ -308,7 +319,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Ms = arguments.tokens or list(TOKENS)
     regimes = arguments.regime or REGIMES
     tiles: dict[tuple[str, int], list[Tile]] = {
-        (name, M): [*w4a16_known_tiles.product_tiles(*PRODUCTS[name], M)]
+        (name, M): [
+            tile
+            for tile in w4a16_known_tiles.product_tiles(*PRODUCTS[name], M)
+            if regime_of(tile) in regimes
+        ]
         if arguments.known
         else all_candidates(*PRODUCTS[name], M, regimes)
         for name in shapes

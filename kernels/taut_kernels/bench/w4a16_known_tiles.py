@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from taut_kernels import tiles_decode, tiles_wgmma
+from taut_kernels.bench.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
 from taut_kernels.tiles_decode import UNIT, DecodeTile
 from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile
 from taut_kernels.tiles_wgmma import WgmmaTile
@@ -87,6 +88,8 @@ def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRi
         near = (tile for key, tile in table.choices.items() if abs(key[2] - bucket) <= reach)
         won |= dict.fromkeys(near)
     found = [cut for tile in won for cut in _cuts(tile, N, K, M)]
+    # Few shapes have tiles with `tma` as yet: the best filled cut of every kind.
+    found += tma_candidates(N, K, M, splits=1, forms=((2, 2),))
     owns = (table.choices.get((N, K, bucket)) for table in tiles_wgmma.tables().values())
     found += [own for own in owns if isinstance(own, RingTile | WgmmaTile | WgmmaRingTile)]
     return list(dict.fromkeys(found))
@@ -97,6 +100,9 @@ def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaTile | 
     if isinstance(tile, RingTile):
         blocks, step, fewest = 1, tile.k_warps * tile.chunks_per_step, 4
         fits = M <= MAX_TOKENS
+    elif isinstance(tile, WgmmaRingTile) and tile.tma:
+        yield from _tma_cuts(tile, N, K, M)
+        return
     elif isinstance(tile, WgmmaTile | WgmmaRingTile):
         blocks, step, fewest = -(-M // tile.block_m), tile.chunks_per_step, 2
         # Half of a block of tokens without a token would be computed for nothing.
@@ -116,6 +122,15 @@ def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaTile | 
             if isinstance(tile, WgmmaRingTile):
                 change["summed"] = tile.summed and split > 1
             yield dataclasses.replace(tile, **change)
+
+
+def _tma_cuts(tile: WgmmaRingTile, N: int, K: int, M: int) -> Iterator[WgmmaRingTile]:
+    """Yield a winner with `tma`, K split in the two ways that fill the card best."""
+    if not M <= 2 * tile.block_m < 4 * M:
+        return
+    resident = max(1, REGISTERS // (tile.registers * (32 * tile.num_warps + 128)))
+    for split, _ in well_filled(tile, N, K, M, resident)[:2]:
+        yield dataclasses.replace(tile, split_k=split)
 
 
 def _enough(programs: int, split: int) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE
+from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE, shifted
 
 _OUTPUTS = 16
 _NEGATIVE_ZERO = 0x80008000
@@ -47,16 +47,13 @@ def convert_ptx(element: str, has_zeros: bool, same_group: bool) -> str:
         if half == 0 or not same_group:
             text += _pick_group(half, index, scales, zeros if has_zeros else None)
         for step in (2 * half, 2 * half + 1):
-            word = f"${words + step}"
             for register in range(4):
                 j, row = register // 2, register % 2
-                source = word if register == 0 else "shifted"
-                if register:
-                    text += [f"shr.u32 shifted, {word}, {4 * register};"]
+                text += shifted(words + step % 2 * 2 + j, 2 * half + row)
                 result = f"${(2 * step + row) * 2 + j}"
                 text += [
                     # 0xEA is (source & mask) | magic.
-                    f"lop3.b32 value, {source}, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
+                    f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
                     f"fma.rn.{element}x2 value, value, one, offset{row};",
                     # Adding -0 keeps the product as it is; sm_80 has no mul.bf16x2.
                     f"fma.rn.{element}x2 {result}, value, scale{row}, nothing;",

@@ -23,6 +23,14 @@ MINUS_MIDDLE = {"bf16": 0xC308C308, "f16": 0xE408E408}
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
+def shifted(operand: int, nibbles: int) -> list[str]:
+    """Write what brings a word, some nibbles lower, into the register ``shifted``."""
+    if nibbles == 0:
+        return [f"mov.b32 shifted, ${operand};"]
+    return [f"shr.u32 shifted, ${operand}, {4 * nibbles};"]
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
 def multiply_ptx(
     element: str, half: int, token_tiles: int, zero_index: int, has_zeros: bool
 ) -> str:
@@ -54,13 +62,10 @@ def multiply_ptx(
     else:
         text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
     for step in (0, 1):
-        word = f"${words + 2 * half + step}"
         for register in range(4):
-            source = word if register == 0 else "shifted"
-            if register:
-                text += [f"shr.u32 shifted, {word}, {4 * register};"]
+            text += shifted(words + 2 * step + register // 2, 2 * half + register % 2)
             # 0xEA is (source & mask) | magic.
-            text += [f"lop3.b32 a{register}, {source}, 0x000f000f, {MAGIC[element]:#x}, 0xEA;"]
+            text += [f"lop3.b32 a{register}, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;"]
             offset = f"offset{register % 2}"
             text += [f"fma.rn.{element}x2 a{register}, a{register}, one, {offset};"]
         for tile in range(token_tiles):

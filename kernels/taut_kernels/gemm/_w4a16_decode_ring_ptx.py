@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE
+from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE, shifted
 
 _OUTPUTS = 16
 _NEGATIVE_ZERO = 0x80008000
@@ -41,14 +41,12 @@ def ring_convert_ptx(element: str, has_zeros: bool, scaled: bool) -> str:
         if step % 2 == 0:
             text += _both_rows("offset", zeros + 2 * step) if has_zeros else []
             text += _both_rows("scale", scales + 2 * step) if scaled else []
-        word = f"${_OUTPUTS + step}"
         for register in range(4):
-            source = word if register == 0 else "shifted"
-            if register:
-                text += [f"shr.u32 shifted, {word}, {4 * register};"]
             result, row = f"${4 * step + register}", register % 2
+            word = _OUTPUTS + step % 2 * 2 + register // 2
+            text += shifted(word, step // 2 * 2 + row)
             # 0xEA is (source & mask) | magic.
-            text += [f"lop3.b32 value, {source}, 0x000f000f, {MAGIC[element]:#x}, 0xEA;"]
+            text += [f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;"]
             text += [
                 f"fma.rn.{element}x2 {'value' if scaled else result}, value, one, offset{row};"
             ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE
+from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE, shifted
 
 _NEGATIVE_ZERO = 0x80008000
 
@@ -33,8 +33,8 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
     """
     count = 4 // parts
     halves = 2 if parts == 1 else 1
-    words = 4 * count
-    zeros, scales = words + 4, words + 4 + (4 * halves if has_zeros else 0)
+    first_word = 4 * count
+    zeros, scales = first_word + 4, first_word + 4 + (4 * halves if has_zeros else 0)
     text = ["{", ".reg .b32 shifted, value, one, nothing, offset0, offset1, scale0, scale1;"]
     text += [f"mov.b32 one, {ONE[element]:#x};", f"mov.b32 nothing, {_NEGATIVE_ZERO:#x};"]
     if not has_zeros:
@@ -43,14 +43,13 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
         if step % 2 == 0:
             text += _both_rows("offset", zeros + 2 * step) if has_zeros else []
             text += _both_rows("scale", scales + 2 * step)
-        word = f"${words + part * count + step}"
+        place = part * count + step
         for register in range(4):
-            source = word if register == 0 else "shifted"
-            if register:
-                text += [f"shr.u32 shifted, {word}, {4 * register};"]
+            word = first_word + place % 2 * 2 + register // 2
+            text += shifted(word, place // 2 * 2 + register % 2)
             text += [
                 # 0xEA is (source & mask) | magic.
-                f"lop3.b32 value, {source}, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
+                f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;",
                 f"fma.rn.{element}x2 value, value, one, offset{register % 2};",
                 # Adding -0 keeps the product as it is.
                 f"fma.rn.{element}x2 ${4 * step + register}, value, scale{register % 2}, nothing;",

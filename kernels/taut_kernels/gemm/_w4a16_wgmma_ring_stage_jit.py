@@ -149,14 +149,21 @@ def convert(
 
 
 @gluon.jit
-def _rows(r, N, LAYOUT: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr):
+def _rows(
+    r, N, LAYOUT: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr, WHOLE: gl.constexpr
+):
     """Return where a program's r-th row tiles lie in y, along axis 0 of a layout.
 
-    A program's spare row tiles repeat the last one: two warps then store equal values.
+    A program's spare row tiles repeat the last one, or (WHOLE) its first ones the program's before:
+    two warps then store equal values.
     """
     row = axis(0, 16 * WARPS, LAYOUT, 2)
-    tile = (gl.program_id(0) * WARPS + row // 16) * ROW_TILES
-    return (gl.minimum(tile, N // 16 - ROW_TILES) + r) * 16 + row % 16
+    first = gl.program_id(0) * (WARPS * ROW_TILES)
+    if WHOLE:
+        tile = gl.minimum(first, N // 16 - WARPS * ROW_TILES) + row // 16 * ROW_TILES
+    else:
+        tile = gl.minimum(first + row // 16 * ROW_TILES, N // 16 - ROW_TILES)
+    return (tile + r) * 16 + row % 16
 
 
 @gluon.jit
@@ -171,14 +178,15 @@ def _store_tile(
     BLOCK_M: gl.constexpr,
     ROW_TILES: gl.constexpr,
     WARPS: gl.constexpr,
+    WHOLE: gl.constexpr,
     ACC: gl.constexpr,
 ):
     # 16 bytes a lane.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [2 * WARPS, 16 // WARPS], [1, WARPS], [0, 1])
     if HAS_BIAS:
-        value += gl.load(bias_ptr + _rows(r, N, ACC, ROW_TILES, WARPS)).to(gl.float32)
+        value += gl.load(bias_ptr + _rows(r, N, ACC, ROW_TILES, WARPS, WHOLE)).to(gl.float32)
     value = gl.convert_layout(value.to(y_ptr.dtype.element_ty), STORED)
-    row = _rows(r, N, STORED, ROW_TILES, WARPS)
+    row = _rows(r, N, STORED, ROW_TILES, WARPS, WHOLE)
     token = gl.program_id(2) * BLOCK_M + axis(1, BLOCK_M, STORED, 2)
     gl.store(y_ptr + (token.to(gl.int64) * N + row), value, mask=token < M)
 
@@ -216,12 +224,15 @@ def reduce_and_store(
     SPLIT_K: gl.constexpr,
     SUMMED: gl.constexpr,
     ACC: gl.constexpr,
+    WHOLE: gl.constexpr = False,
 ):
     """Store, or add the splits' sums in the program that arrives last and store those."""
     pid, split = gl.program_id(0), gl.program_id(1)
     if SPLIT_K == 1:
         for r in gl.static_range(ROW_TILES):
-            _store_tile(y_ptr, bias_ptr, sums[r], r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, ACC)
+            _store_tile(
+                y_ptr, bias_ptr, sums[r], r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, WHOLE, ACC
+            )
     else:
         SIZE: gl.constexpr = 16 * WARPS * BLOCK_M
         tile_of_y = gl.program_id(2) * gl.num_programs(0) + pid
@@ -247,6 +258,17 @@ def reduce_and_store(
                         value += gl.load(cells + (s * ROW_TILES + r) * SIZE, cache_modifier=".cg")
                     value = _by_row(value, WARPS, BLOCK_M, ACC)
                     _store_tile(
-                        y_ptr, bias_ptr, value, r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, ACC
+                        y_ptr,
+                        bias_ptr,
+                        value,
+                        r,
+                        M,
+                        N,
+                        HAS_BIAS,
+                        BLOCK_M,
+                        ROW_TILES,
+                        WARPS,
+                        WHOLE,
+                        ACC,
                     )
                 gl.store(arrivals_ptr + tile_of_y, 0)

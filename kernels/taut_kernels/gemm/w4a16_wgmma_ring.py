@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch
-from taut_kernels.gemm import w4a16_sum
+from taut_kernels.gemm import w4a16_sum, w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
 from taut_kernels.gemm.w4a16_wgmma import ELEMENT, Role, reorder
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
@@ -120,13 +120,13 @@ def product(
         role: of this launch.
 
     Raises:
-        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or its ring does
-            not fit shared memory.
+        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, its ring does
+            not fit shared memory, or it has ``tma`` and a role or more rows than the layer.
     """
     M, K = x.shape
     features = 16 * qweight.shape[0]
     N = y.stride(0)
-    row_tiles = min(tile.group_tiles, features // 16)
+    row_tiles = tile.group_tiles if tile.tma else min(tile.group_tiles, features // 16)
     rows = 64 * row_tiles * tile.warp_groups
     grid = (-(-features // rows), tile.split_k, -(-M // tile.block_m))
     partial, meet = None, tile.split_k > 1 and not tile.summed
@@ -148,14 +148,22 @@ def product(
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | _launch.PDL_OPTIONS[True]
 
-    _KERNEL(
-        (tile, N, K, group_size, x.dtype, zeros is None, bias is None, role, row_tiles),
-        grid,
-        (x, qweight, scales, zeros, bias, y, partial, arrivals if meet else None),
-        (M, N, x.stride(0)),
-        constants,
-        (x.stride(0),),
-    )
+    meeting = arrivals if meet else None
+    if tile.tma:
+        if role != "alone":
+            raise ValueError(f"{tile} is no head and no tail")
+        w4a16_wgmma_tma.product(
+            tile, x, qweight, scales, zeros, bias, meeting, group_size, y, partial, grid
+        )
+    else:
+        _KERNEL(
+            (tile, N, K, group_size, x.dtype, zeros is None, bias is None, role, row_tiles),
+            grid,
+            (x, qweight, scales, zeros, bias, y, partial, meeting),
+            (M, N, x.stride(0)),
+            constants,
+            (x.stride(0),),
+        )
     if partial is not None and tile.summed:
         w4a16_sum.launch(
             partial,

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_wgmma, tiles_wgmma_rule
 from taut_kernels._variant import KernelVariant
-from taut_kernels.gemm import w4a16_sum
+from taut_kernels.gemm import w4a16_sum, w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_sum_jit import sum_splits_kernel
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
+from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
 from taut_kernels.gemm.w4a16_wgmma import Role
 from taut_kernels.gemm.w4a16_wgmma_ring import launch_constants
 from taut_kernels.gemm.w4a16_wgmma_variants import products_of
@@ -34,7 +35,7 @@ def kernel_variants() -> Iterator[KernelVariant]:
         if isinstance(tile, WgmmaRingTile)
     }
     for K, tile, role in measured:
-        yield _variant(tile, K, "bf16", False, 128, role)
+        yield _any_variant(tile, K, "bf16", False, 128, role)
     for tile in {tile: None for _, tile, _ in measured if tile.summed}:
         yield _sums(tile)
     for tile in tiles_wgmma_rule.every_tile(WgmmaRingTile):
@@ -45,9 +46,59 @@ def kernel_variants() -> Iterator[KernelVariant]:
             (4096, WgmmaRingTile(64, 1, 2, 2, 2, 4, False, parts=2, running=2)),
             (576, WgmmaRingTile(32, 2, 1, 2, 1, 4, True, parts=4, running=3)),
             (576, WgmmaRingTile(256, 1, 2, 1, 3, 6, True, parts=2, summed=True)),
+            (4096, WgmmaRingTile(64, 1, 2, 2, 2, 4, False, 80, parts=2, running=2, tma=True)),
+            (4096, WgmmaRingTile(16, 2, 1, 4, 1, 4, False, 128, tma=True, parts=2)),
+            (576, WgmmaRingTile(32, 1, 1, 1, 2, 4, False, 128, parts=4, tma=True)),
         ):
             if K == 4096 or group_size in (0, 64):
-                yield _variant(tile, K, dtype, has_zeros, group_size)
+                yield _any_variant(tile, K, dtype, has_zeros, group_size)
+
+
+def _any_variant(
+    tile: WgmmaRingTile,
+    K: int,
+    dtype: str,
+    has_zeros: bool,
+    group_size: int,
+    role: Role = "alone",
+) -> KernelVariant:
+    if tile.tma:
+        return _fed_variant(tile, K, dtype, has_zeros, group_size)
+    return _variant(tile, K, dtype, has_zeros, group_size, role)
+
+
+def _fed_variant(
+    tile: WgmmaRingTile, K: int, dtype: str, has_zeros: bool, group_size: int
+) -> KernelVariant:
+    pointers = {"scales_ptr": dtype, "bias_ptr": dtype, "y_ptr": dtype}
+    optional = {
+        "zeros_ptr": dtype if has_zeros else None,
+        "partial_ptr": "fp32" if tile.split_k > 1 else None,
+        "arrivals_ptr": "i32" if tile.split_k > 1 else None,
+    }
+    pointers |= {name: element for name, element in optional.items() if element is not None}
+    absent = {name: None for name, element in optional.items() if element is None}
+    words = ", ".join(map(str, w4a16_wgmma_tma.word_block(tile)))
+    scheme = f"{'asym' if has_zeros else 'sym'} group={group_size or 'channel'}"
+    return KernelVariant(
+        label=f"w4a16_wgmma_tma {dtype} {scheme} K={K}",
+        kernel=w4a16_wgmma_tma_kernel,
+        tile=tile,
+        pointers=pointers,
+        integers=("M", "N"),
+        divisible_by_16=("N",),
+        constants=w4a16_wgmma_tma.launch_constants(tile, K, group_size, has_zeros=has_zeros)
+        | absent
+        | {"HAS_BIAS": True},
+        descriptors={
+            "x_desc": f"{dtype}[{tile.block_m}, 64],{w4a16_wgmma_tma.TOKEN_LAYOUT!r}",
+            "w_desc": f"i32[{words}],{w4a16_wgmma_tma.WORD_LAYOUT!r}",
+        },
+        options={"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
+        | _launch.PDL_OPTIONS[True],
+        targets=("sm_90",),
+        allowed_spill_bytes=_MAX_SPILL_BYTES if tile.registers else 0,
+    )
 
 
 def _variant(

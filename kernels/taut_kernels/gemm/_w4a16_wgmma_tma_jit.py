@@ -1,0 +1,440 @@
+"""The Gluon kernel of :mod:`taut_kernels.gemm.w4a16_wgmma_tma`.
+
+The products are those of :mod:`taut_kernels.gemm._w4a16_wgmma_ring_jit`; what feeds them is TMA: a
+warp of its own asks for every step's weights and activations, which land as the tensors have them,
+rows of 128 bytes, swizzled. A matrix load (`ldmatrix`) then hands lane (g, t) word t of the four
+lanes of row g: columns 2t and 2t + 1 of every eight, which is what `wgmma` multiplies with
+activations in their own order. Scales come through registers, a step ahead, from L2.
+
+Triton's interpreter runs neither Gluon nor inline assembly; only a GPU runs this file.
+"""
+
+# ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them; a kernel's
+# branches fall at compile time)
+# mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+)
+
+from taut_kernels.attention._hopper_tile_jit import barriers, load_block
+from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis
+from taut_kernels.gemm._w4a16_decode_ring_stage_jit import early_start
+from taut_kernels.gemm._w4a16_wgmma_ring_jit import (
+    _finished,
+    _multiply,
+    _steps,
+)
+from taut_kernels.gemm._w4a16_wgmma_ring_stage_jit import convert, reduce_and_store
+
+
+@gluon.constexpr_function
+def _bits(count):
+    """Return how many bits count to a power of two."""
+    return count.bit_length() - 1
+
+
+@gluon.constexpr_function
+def word_layout(row_tiles, warps, chunks):
+    """Lay out a step's words [warps · row_tiles, 4 · chunks, 32] as operand A wants them.
+
+    Columns of a row are (g's lowest bit, lane t of memory, word), rows of a chunk g's other bits. A
+    lane (g, t) takes word t of all four lanes of its g: four registers, then those of other chunks,
+    then of other row tiles.
+    """
+    registers = [[0, 0, 4], [0, 0, 8]]
+    registers += [[0, 4 << bit, 0] for bit in range(_bits(chunks))]
+    registers += [[1 << bit, 0, 0] for bit in range(_bits(row_tiles))]
+    lanes = [[0, 0, 1], [0, 0, 2], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
+    of_warps = [[row_tiles << bit, 0, 0] for bit in range(_bits(warps))]
+    shape = [warps * row_tiles, 4 * chunks, 32]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], shape)
+
+
+@gluon.constexpr_function
+def _groups(chunks, group_size):
+    """Count the groups of a step; one that is shorter than a group has its scale all the same."""
+    return max(1, chunks * 64 // group_size) if group_size else 1
+
+
+@gluon.jit
+def _split_words(words, TILES: gl.constexpr, WARPS: gl.constexpr):
+    """Return TILES tensors, one for each place along the last axis."""
+    if TILES == 1:
+        parts = (gl.reshape(words, (1, 1, WARPS, 32, 4)),)
+    elif TILES == 2:
+        parts = gl.split(words)
+    else:
+        halves = gl.split(gl.reshape(words, (1, 1, WARPS, 32, 4, TILES // 2, 2)))
+        even = _split_words(halves[0], TILES // 2, WARPS)
+        odd = _split_words(halves[1], TILES // 2, WARPS)
+        parts = ()
+        for i in gl.static_range(TILES // 2):
+            parts = parts + (even[i], odd[i])
+    return parts
+
+
+@gluon.jit
+def _load_words(
+    slot,
+    ROW_TILES: gl.constexpr,
+    WARPS: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Return the words of every chunk of every row tile of a step, [1, 1, WARPS, 32, 4] each."""
+    TILES: gl.constexpr = CHUNKS * ROW_TILES
+    LAYOUT: gl.constexpr = word_layout(ROW_TILES, WARPS, CHUNKS)
+    value = slot.load(LAYOUT)
+    # warp, r, chunk, g's upper bits, g's lowest, lane of memory, t.
+    value = gl.reshape(value, (WARPS, ROW_TILES, CHUNKS, 4, 2, 4, 4))
+    value = gl.permute(value, (0, 3, 4, 6, 5, 2, 1))
+    value = gl.reshape(value, (1, 1, WARPS, 32, 4, TILES))
+    found = _split_words(value, TILES, WARPS)
+    result = ()
+    for i in gl.static_range(TILES):
+        result = result + (gl.convert_layout(found[i], L, assert_trivial=True),)
+    return result
+
+
+@gluon.jit
+def _first_tile(N, ROW_TILES: gl.constexpr, WARPS: gl.constexpr):
+    """Return a program's first tile of 16 rows; the last program repeats some of the one before."""
+    own = gl.program_id(0) * (WARPS * ROW_TILES)
+    return gl.minimum(own, N // 16 - WARPS * ROW_TILES)
+
+
+@gluon.jit
+def _scale_ptrs(
+    words_ptr, N, ALL_QUADS: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr,
+    L: gl.constexpr,
+):  # fmt: skip
+    """Return pointers to the first group's scale (or zero point) word of each lane's rows."""
+    tile = _first_tile(N, ROW_TILES, WARPS) + axis(2, WARPS, L, 5) * ROW_TILES
+    place = tile * (ALL_QUADS * 32) + (axis(3, 32, L, 5) // 4) * 4
+    return words_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + place
+
+
+@gluon.constexpr_function
+def _power(count):
+    """Return the least power of two that is no less."""
+    return 1 << (count - 1).bit_length()
+
+
+@gluon.jit
+def _prefetch(
+    words_ptr,
+    first_tile,
+    first_chunk,
+    CHUNKS: gl.constexpr,  # of the program
+    K: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    TILES: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Bring all scales (or zero points) of a program into L2, a line of 128 bytes a thread.
+
+    A register can be loaded one step ahead only: it is moved on in the next one.
+    """
+    ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4
+    QUADS: gl.constexpr = _power(CHUNKS * 64 // GROUP_SIZE // 4 + 2)
+    LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    line = gl.arange(0, TILES * QUADS, LINES)
+    quad = gl.minimum(first_chunk * 64 // GROUP_SIZE // 4 + line % QUADS, ALL_QUADS - 1)
+    place = ((first_tile + line // QUADS) * ALL_QUADS + quad) * 32
+    ptrs = words_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + place
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        (ptrs.to(gl.int64),),
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _load_scales(
+    scale_ptrs,  # zero points' and scales', or scales' alone
+    first_chunk,
+    GROUPS: gl.constexpr,  # of the step
+    GROUP_SIZE: gl.constexpr,
+    K: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+):
+    """Ask for a step's words: of every kind, group and row tile."""
+    ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
+    found = ()
+    for kind in gl.static_range(len(scale_ptrs)):
+        for k in gl.static_range(GROUPS):
+            place = 0
+            if GROUP_SIZE:
+                # A group beyond K meets activations that are 0; any finite scale will do.
+                group = gl.minimum(first_chunk * 64 // GROUP_SIZE + k, K // GROUP_SIZE - 1)
+                place = group // 4 * 32 + group % 4
+            for r in gl.static_range(ROW_TILES):
+                found = found + (gl.load(scale_ptrs[kind] + (place + r * (ALL_QUADS * 32))),)
+    return found
+
+
+@gluon.constexpr_function
+def _group(column, group_size):
+    """Say which of a step's groups a column of it is of."""
+    return column // group_size if group_size else 0
+
+
+@gluon.jit
+def _operands(
+    words,  # of one chunk of one row tile
+    scales,  # of _load_scales
+    CHUNK: gl.constexpr,
+    R: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    KINDS: gl.constexpr,
+):
+    """Return what `convert` takes: words, then zero points and scales, as there are, by half."""
+    result = (words,)
+    for kind in gl.static_range(KINDS):
+        for h in gl.static_range(2):
+            result = result + (
+                scales[(kind * GROUPS + _group(64 * CHUNK + 32 * h, GROUP_SIZE)) * ROW_TILES + R],
+            )
+    return result
+
+
+@gluon.jit
+def _ask_weights(w_desc, words, full, slot, stage, first_tile, first_chunk, CHUNKS: gl.constexpr):
+    """Ask for a step's weights."""
+    row = (first_chunk + stage * CHUNKS) * 4
+    load_block(w_desc, [first_tile, row, 0], full.index(slot), words.index(slot))
+
+
+@gluon.jit
+def _ask_tokens(x_desc, tokens, full, slot, stage, first_chunk, CHUNKS: gl.constexpr):
+    """Ask for a step's activations, a chunk at a time."""
+    BLOCK_M: gl.constexpr = tokens.shape[1]
+    for c in gl.static_range(CHUNKS):
+        column = (first_chunk + stage * CHUNKS + c) * 64
+        token = gl.program_id(2) * BLOCK_M
+        load_block(x_desc, [token, column], full.index(slot), tokens.index(slot * CHUNKS + c))
+
+
+@gluon.jit
+def _ask(x_desc, w_desc, rings, first_tile, first_chunk, STEPS: gl.constexpr):
+    """Run the warp that asks for every step's weights and activations."""
+    words, tokens, full, empty = rings
+    STAGES: gl.constexpr = words.shape[0]
+    CHUNKS: gl.constexpr = tokens.shape[0] // STAGES
+    BYTES: gl.constexpr = CHUNKS * (128 * words.shape[1] * 4 + 128 * tokens.shape[1])
+    FIRST: gl.constexpr = STAGES if STAGES < STEPS else STEPS
+    for stage in gl.static_range(FIRST):
+        mbarrier.expect(full.index(stage), BYTES)
+        _ask_weights(w_desc, words, full, stage, stage, first_tile, first_chunk, CHUNKS)
+    # The first weights, which nobody writes while serving, are on their way: now wait for the
+    # kernel that makes the activations.
+    early_start(True)
+    for stage in gl.static_range(FIRST):
+        _ask_tokens(x_desc, tokens, full, stage, stage, first_chunk, CHUNKS)
+    slot, phase = 0, 0
+    for step in range(STAGES, STEPS):
+        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.expect(full.index(slot), BYTES)
+        _ask_weights(w_desc, words, full, slot, step, first_tile, first_chunk, CHUNKS)
+        _ask_tokens(x_desc, tokens, full, slot, step, first_chunk, CHUNKS)
+        phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
+        slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
+
+
+@gluon.jit
+def _multiply_all(
+    rings,
+    scale_ptrs,  # zero points' and scales', or scales' alone
+    first_chunk,
+    K: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    WARPS: gl.constexpr,
+    STEPS: gl.constexpr,
+    PARTS: gl.constexpr,
+    RUNNING: gl.constexpr,
+    ACC: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Return the sums of every row tile over a program's steps."""
+    words, tokens, full, empty = rings
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ELEMENT: gl.constexpr = "bf16" if tokens.dtype == gl.bfloat16 else "f16"
+    STAGES: gl.constexpr = words.shape[0]
+    CHUNKS: gl.constexpr = tokens.shape[0] // STAGES
+    GROUPS: gl.constexpr = _groups(CHUNKS, GROUP_SIZE)
+    # Scales come through registers, a step ahead; a channel's only one stays.
+    scales = _load_scales(scale_ptrs, first_chunk, GROUPS, GROUP_SIZE, K, ROW_TILES)
+    sums = ()
+    for _ in gl.static_range(ROW_TILES):
+        sums = sums + (gl.full((16 * WARPS, tokens.shape[1]), 0.0, gl.float32, ACC),)
+    slot, phase = 0, 0
+    for step in range(STEPS):
+        now = scales
+        if GROUP_SIZE:
+            ahead = first_chunk + (step + 1) * CHUNKS
+            scales = _load_scales(scale_ptrs, ahead, GROUPS, GROUP_SIZE, K, ROW_TILES)
+        mbarrier.wait(full.index(slot), phase)
+        every = _load_words(words.index(slot), ROW_TILES, WARPS, CHUNKS, L)
+        for i in gl.static_range(CHUNKS * ROW_TILES * PARTS):
+            x = tokens.index(slot * CHUNKS + i // PARTS // ROW_TILES).permute((1, 0))
+            operands = _operands(
+                every[i // PARTS],
+                now,
+                i // PARTS // ROW_TILES,
+                i // PARTS % ROW_TILES,
+                GROUPS,
+                GROUP_SIZE,
+                ROW_TILES,
+                2 if HAS_ZEROS else 1,
+            )
+            a = convert(operands, i % PARTS, PARTS, HAS_ZEROS, ELEMENT, WARPS, OPERAND)
+            x = x.slice(i % PARTS * (64 // PARTS), 64 // PARTS, 0)
+            sums = _multiply(sums, a, x, i // PARTS % ROW_TILES, RUNNING)
+            if i == RUNNING - 1:
+                # All products of the step before are done: its place may be filled again.
+                before = gl.where(slot == 0, STAGES - 1, slot - 1)
+                mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+        phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
+        slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
+    return _finished(sums)
+
+
+@gluon.jit
+def _product(
+    rings,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    y_ptr,
+    partial_ptr,
+    arrivals_ptr,
+    M,
+    N,
+    first_chunk,
+    K: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    WARPS: gl.constexpr,
+    SPLIT_K: gl.constexpr,
+    STEPS: gl.constexpr,
+    PARTS: gl.constexpr,
+    RUNNING: gl.constexpr,
+):
+    """Run the warps that multiply and store."""
+    BLOCK_M: gl.constexpr = rings[1].shape[1]
+    L: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, WARPS, 1, 1], [4, 3, 2, 1, 0]
+    )
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
+    scale_ptrs = (_scale_ptrs(scales_ptr, N, ALL_QUADS, ROW_TILES, WARPS, L),)
+    if HAS_ZEROS:
+        scale_ptrs = (_scale_ptrs(zeros_ptr, N, ALL_QUADS, ROW_TILES, WARPS, L),) + scale_ptrs
+    if GROUP_SIZE:
+        first_tile = _first_tile(N, ROW_TILES, WARPS)
+        CHUNKS: gl.constexpr = STEPS * (rings[1].shape[0] // rings[0].shape[0])
+        TILES: gl.constexpr = ROW_TILES * WARPS
+        _prefetch(scales_ptr, first_tile, first_chunk, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
+        if HAS_ZEROS:
+            _prefetch(zeros_ptr, first_tile, first_chunk, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
+    sums = _multiply_all(
+        rings,
+        scale_ptrs,
+        first_chunk,
+        K,
+        GROUP_SIZE,
+        HAS_ZEROS,
+        ROW_TILES,
+        WARPS,
+        STEPS,
+        PARTS,
+        RUNNING,
+        ACC,
+        L,
+    )
+    # The kernel in front has ended (its results were multiplied), but what these threads write is
+    # theirs to order: arrivals, partial sums and y may be what it used.
+    early_start(True)
+    reduce_and_store(
+        sums,
+        y_ptr,
+        bias_ptr,
+        partial_ptr,
+        arrivals_ptr,
+        M,
+        N,
+        HAS_BIAS,
+        BLOCK_M,
+        ROW_TILES,
+        WARPS,
+        SPLIT_K,
+        False,
+        ACC,
+        True,
+    )
+
+
+@gluon.jit(do_not_specialize=["M"])
+def w4a16_wgmma_tma_kernel(
+    scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
+    zeros_ptr,  # as scales; unused without HAS_ZEROS
+    bias_ptr,  # [N]; unused without HAS_BIAS
+    y_ptr,  # [M, N], contiguous
+    partial_ptr,  # [tiles of y, SPLIT_K, ROW_TILES, BLOCK_M/8, 128 · WARPS] fp32
+    arrivals_ptr,  # [tiles of y or more] int32, 0 before and after; both unused with SPLIT_K = 1
+    x_desc,  # [M, K] in blocks [BLOCK_M, 64]
+    w_desc,  # [N/16, K/16, 32] int32 in blocks [WARPS · ROW_TILES, 4 · CHUNKS_PER_STEP, 32]
+    M,
+    N,
+    K: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,  # 32, 64, 128, or 0 for one group a channel
+    HAS_ZEROS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    ROW_TILES: gl.constexpr,  # of 16 rows a warp: sums of their own
+    WARPS: gl.constexpr,  # that multiply; four make a warp group
+    CHUNKS_PER_STEP: gl.constexpr,  # 1, 2 or 4; with 1 a step may be half a group
+    SPLIT_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
+    RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
+):
+    STEPS: gl.constexpr = _steps(K // 64, CHUNKS_PER_STEP, SPLIT_K)
+    early_start(False)
+    words = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
+    tokens = gl.allocate_shared_memory(
+        x_desc.dtype, [STAGES * CHUNKS_PER_STEP] + x_desc.block_shape, x_desc.layout
+    )
+    rings = (words, tokens, barriers(STAGES, 1), barriers(STAGES, 1))
+    hopper.fence_async_shared()
+    first_chunk = gl.program_id(1) * (STEPS * CHUNKS_PER_STEP)
+    first_tile = _first_tile(N, ROW_TILES, WARPS)
+    gl.warp_specialize(
+        [
+            (
+                _product,
+                (
+                    rings, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, N,
+                    first_chunk, K, GROUP_SIZE, HAS_ZEROS, HAS_BIAS, ROW_TILES, WARPS, SPLIT_K,
+                    STEPS, PARTS, RUNNING,
+                ),
+            ),
+            (_ask, (x_desc, w_desc, rings, first_tile, first_chunk, STEPS)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

@@ -1,0 +1,229 @@
+"""The `wgmma` ring kernel whose stages TMA fills: tile, launcher, NumPy, GPU.
+
+Layouts, registers and fences are Triton's to compile (test_aot.py) and a GPU's to run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
+from taut_kernels.bench import tune_w4a16_wgmma
+from taut_kernels.bench.shapes import PRODUCTS
+from taut_kernels.bench.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
+from taut_kernels.gemm import w4a16_wgmma_ring as ring
+from taut_kernels.gemm import w4a16_wgmma_tma
+from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
+from taut_kernels.tiles_decode_ring import SHARED_BYTES
+from taut_kernels.tiles_wgmma import BUCKETS
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no CUDA device of sm_90",
+)
+DTYPES = (torch.float16, torch.bfloat16)
+TILES = {
+    "one": WgmmaRingTile(16, 1, 1, 4, 1, 3, False, parts=2, running=2, tma=True),
+    "two": WgmmaRingTile(64, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True),
+    "wide": WgmmaRingTile(64, 1, 2, 2, 1, 3, False, parts=4, running=3, tma=True),
+    "split": WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
+    "half": WgmmaRingTile(32, 1, 1, 1, 2, 6, False, parts=4, running=1, tma=True),
+}
+
+
+OPTIONS = {"num_warps", "maxnreg", "launch_pdl"}
+
+
+def make_case(
+    M: int, N: int, K: int, G: int, dtype: torch.dtype, asymmetric: bool, device: str = "cpu"
+) -> testing.W4A16Case:
+    return testing.make_w4a16_case(
+        M, N, K, G, dtype=dtype, asymmetric=asymmetric, with_bias=asymmetric, device=device
+    )
+
+
+class OnNumPy:
+    """Stands in for the jit kernel: runs it on NumPy and remembers how it was launched."""
+
+    arg_names = w4a16_wgmma_tma_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.grid = grid
+            named = dict(zip(self.arg_names, arguments, strict=False))
+            named |= {name: v for name, v in constants.items() if name not in OPTIONS}
+            testing_gluon_wgmma.run_fed(w4a16_wgmma_tma_kernel, grid, named)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("tile", "M", "N", "K", "G", "dtype", "asymmetric", "grid"),
+    [
+        ("one", 16, 64, 512, 128, torch.bfloat16, False, (1, 1, 1)),
+        ("one", 5, 80, 1088, 32, torch.float16, True, (2, 1, 1)),
+        ("two", 50, 272, 1088, 64, torch.float16, True, (3, 1, 1)),
+        ("two", 70, 128, 768, -1, torch.bfloat16, True, (1, 1, 2)),
+        ("wide", 64, 144, 640, 128, torch.bfloat16, False, (2, 1, 1)),
+        ("split", 33, 144, 1088, 32, torch.bfloat16, True, (2, 3, 2)),
+        ("half", 20, 64, 1152, 128, torch.float16, False, (1, 2, 1)),
+        ("half", 20, 64, 576, 64, torch.bfloat16, True, (1, 2, 1)),
+    ],
+)
+def test_kernel_computes_the_product_on_numpy(
+    tile: str,
+    M: int,
+    N: int,
+    K: int,
+    G: int,
+    dtype: torch.dtype,
+    asymmetric: bool,
+    grid: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = OnNumPy()
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(kernel))
+    case = make_case(M, N, K, G, dtype, asymmetric)
+    operands = case.operands()
+    with testing.nan_poison():
+        actual = ring.launch(TILES[tile], *operands)
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+    assert kernel.grid == grid
+    assert not operands[5].any(), "arrivals must be 0 again"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reordered": True}, "tma takes neither reordered nor summed"),
+        ({"summed": True, "split_k": 2}, "tma takes neither reordered nor summed"),
+    ],
+)
+def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TILES["two"], **change)
+
+
+def test_launch_refuses_fewer_features_than_a_tile_has_rows() -> None:
+    operands = make_case(16, 48, 512, 64, torch.bfloat16, False).operands()
+    with pytest.raises(ValueError, match="takes 64 features at least, got 48"):
+        ring.launch(TILES["one"], *operands)
+
+
+def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(OnNumPy()))
+    case = make_case(20, 80, 512, 64, torch.bfloat16, False)
+    x, *others = case.operands()
+    wide = torch.full((20, 768), float("nan"), dtype=x.dtype)
+    wide[:, :512] = x
+    with testing.nan_poison():
+        actual = ring.launch(TILES["one"], wide[:, :512], *others)
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+
+
+def test_table_refuses_a_tile_that_its_own_shape_could_not_launch() -> None:
+    def table(N: int, max_m: int, **change: Any) -> str:
+        tile = dataclasses.asdict(dataclasses.replace(TILES["two"], **change))
+        row = {"N": N, "K": 4096, "max_m": max_m, "tile": tile, "us": 1.5}
+        return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
+
+    assert tiles_wgmma.parse(table(128, 64), "t.json").choices[128, 4096, 2] == TILES["two"]
+    with pytest.raises(ValueError, match=r"t.json: N=112 K=4096 .* takes 128 features"):
+        tiles_wgmma.parse(table(112, 64), "t.json")
+    # 272 rows in 64s at 512 tokens in 64s: 5 · 8 meetings, 17 are counted.
+    change = {"group_tiles": 1, "split_k": 2}
+    with pytest.raises(ValueError, match="split_k: 40 tiles meet, arrivals counts 17"):
+        tiles_wgmma.parse(table(272, 512, **change), "t.json")
+    assert tiles_wgmma.parse(table(272, 128, **change), "t.json")
+
+
+def test_every_measured_tile_can_be_launched_at_its_most_tokens() -> None:
+    """The op's own path: no table's choice raises for want of arrivals or features."""
+    fed = 0
+    for table in tiles_wgmma.tables().values():
+        for (N, _, bucket), choice in table.choices.items():
+            if isinstance(choice, WgmmaRingTile):
+                assert choice.why_not(N, BUCKETS[bucket]) is None
+                fed += choice.tma
+    assert fed >= 13
+
+
+def test_candidates_fit_the_card_and_the_layer() -> None:
+    for (N, K), M in itertools.product(PRODUCTS.values(), (16, 32, 64, 128, 256, 512)):
+        found = list(tma_candidates(N, K, M))
+        assert bool(found) == (32 <= M <= 256)
+        assert len(found) == len(set(found))
+        for tile in found:
+            assert tile.stages_that_fit(128, has_zeros=True) == tile.stages
+            assert tile.why_not(N, M) is None
+            threads = 32 * tile.num_warps + 128
+            resident = REGISTERS // (tile.registers * threads)
+            assert resident * tile.stages * tile.stage_bytes(0, has_zeros=False) < SHARED_BYTES
+            assert tune_w4a16_wgmma.regime_of(tile) == "tma"
+            places = 132 * resident
+            programs = -(-N // tile.rows) * -(-M // tile.block_m) * tile.split_k
+            assert tile.split_k == 1 or programs <= places
+
+
+def test_fullest_card_comes_first() -> None:
+    # 64 tiles of 64 rows: two splits fill 128 of 132 places, one fills half of that.
+    tile = WgmmaRingTile(64, 1, 1, 4, 1, 5, False, tma=True)
+    assert well_filled(tile, 4096, 4096, 64, 1) == [(2, 8)]
+    splits = [split for split, _ in well_filled(tile, 4096, 4096, 64, 2)]
+    assert splits[0] == 4
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("tile", "M"), [(t, 2 * TILES[t].block_m - 9) for t in TILES])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(("K", "G"), [(1088, 32), (576, 64), (1152, 128), (704, -1), (2048, 128)])
+def test_gpu_every_cut_and_format(
+    tile: str, M: int, K: int, G: int, asymmetric: bool, dtype: torch.dtype
+) -> None:
+    for N in (272, 1040):
+        case = make_case(M, N, K, G, dtype, asymmetric, "cuda")
+        operands = case.operands()
+        with testing.nan_poison():
+            actual = ring.launch(TILES[tile], *operands)
+        testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+        for _ in range(5):
+            again = ring.launch(TILES[tile], *operands)
+            assert torch.equal(again, actual), "bits differ between runs"
+        assert not operands[5].any(), "arrivals must be 0 again"
+
+
+@gpu
+@needs_gpu
+def test_gpu_a_product_of_a_product_waits_for_its_activations() -> None:
+    operands = make_case(60, 1024, 1024, 128, torch.bfloat16, False, "cuda").operands()
+    tile = TILES["split"]
+    expected = ring.launch(tile, ring.launch(tile, *operands), *operands[1:])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [ring.launch(tile, ring.launch(tile, *operands), *operands[1:]) for _ in range(8)]
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(one, expected) for one in found)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("M", [1, 17, 64])
+def test_gpu_reads_rows_that_lie_apart(M: int) -> None:
+    case = make_case(M, 1040, 1152, 128, torch.bfloat16, True, "cuda")
+    x, *others = case.operands()
+    wide = torch.full((M, 2048), float("nan"), dtype=x.dtype, device="cuda")
+    wide[:, :1152] = x
+    actual = ring.launch(TILES["two"], wide[:, :1152], *others)
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
