@@ -20,6 +20,20 @@ apt_packages() {
     || echo python3-dev
 }
 
+# The images' way (docker/install_locked.sh): PyPI has no CPU build for Linux, and a first `make` should not end there.
+install_torch() {
+  say "installing torch $torch (CPU build)"
+  "${pip[@]}" install --no-deps "torch==$torch+cpu" 2>/dev/null && return
+  if [ -n "${TAUT_TORCH_INDEX:-}" ]; then
+    "${pip[@]}" install --no-deps --index-url "$TAUT_TORCH_INDEX" "torch==$torch+cpu" \
+      || die "no CPU build of torch $torch at TAUT_TORCH_INDEX"
+    return
+  fi
+  say "NO CPU BUILD OF TORCH HERE: taking the index's torch $torch with its CUDA libraries, several GB that a CPU does not use."
+  say "To save them, stop this and set TAUT_TORCH_INDEX to PyTorch's index of CPU wheels (named on PyTorch's 'get started' page)."
+  "${pip[@]}" install "torch==$torch" || die "pip finds no torch $torch at all"
+}
+
 command -v "$python" >/dev/null || die "no $python here; install CPython 3.11 or set PYTHON"
 "$python" -c 'import sys; sys.exit(not ((3, 11) <= sys.version_info < (3, 12)))' \
   || die "$("$python" --version) found; the locked set is for CPython 3.11: set PYTHON to one"
@@ -37,10 +51,7 @@ fi
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 
 if ! "$venv/bin/python" -c "import torch,sys; sys.exit(torch.__version__.split('+')[0] != '$torch' or torch.version.cuda is not None)" 2>/dev/null; then
-  say "installing torch $torch (CPU build)"
-  "${pip[@]}" install --no-deps "torch==$torch+cpu" 2>/dev/null \
-    || { [ -n "${TAUT_TORCH_INDEX:-}" ] && "${pip[@]}" install --no-deps --index-url "$TAUT_TORCH_INDEX" "torch==$torch+cpu"; } \
-    || die "pip finds no CPU build of torch $torch; set TAUT_TORCH_INDEX to PyTorch's CPU wheel index (named on PyTorch's 'get started' page)"
+  install_torch
 fi
 say "installing the locked set"
 "${pip[@]}" install --no-deps -r requirements/cpu.txt -r requirements/dev.txt 2> >(grep -v '^WARNING: Location' >&2)
