@@ -223,11 +223,20 @@ def wait_for(condition, what: str) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_command_stops_its_worker_and_leaves_no_marker(room, number):
+@pytest.mark.parametrize(
+    ("shell", "number"),
+    [
+        pytest.param("", signal.SIGINT, id="SIGINT"),
+        pytest.param("", signal.SIGTERM, id="SIGTERM"),
+        # As a shell without job control starts a background command.
+        pytest.param('trap "" INT; ', signal.SIGTERM, id="SIGTERM-where-SIGINT-is-ignored"),
+    ],
+)
+def test_interrupted_command_stops_its_worker_and_leaves_no_marker(room, shell, number):
     words = [FAKE, room.started, "hangs", room.spec.checkpoint, "--cache", room.volume]
+    command = [sys.executable, "-c", DRIVER, *map(str, words)]
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *map(str, words)], stderr=subprocess.PIPE, text=True
+        ["bash", "-c", f'{shell}exec "$@"', "bash", *command], stderr=subprocess.PIPE, text=True
     )
     wait_for(lambda: room.workers or process.poll() is not None, "no worker was started")
     process.send_signal(number)
