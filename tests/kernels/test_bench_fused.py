@@ -102,3 +102,10 @@ def test_candidates_fit_the_registers() -> None:
                 assert found, name
                 assert len(set(found)) == len(found)
                 assert all(tile.rows <= M or form.op == "rope" for tile in found)
+
+
+def test_long_activations_are_tried_with_32_warps() -> None:
+    found = set(tune_fused.candidates(FORMS["silu_mul_fp8"], 28672, 4096))
+    assert {FusedTile(1, 8192, 32), FusedTile(1, 16384, 32)} <= found
+    # Where two rows of it would be held, 64 registers are too few.
+    assert FusedTile(2, 8192, 32) not in found

@@ -42,7 +42,9 @@ from taut_kernels.tiles_fused import FusedTile
 TIE = 1.02
 """Times this near each other are not told apart."""
 _MOST_ELEMENTS = 64
-"""Columns a thread may hold; more spills, as do more than 16 with the 64 registers of 32 warps."""
+"""Columns a thread may hold with 16 warps or fewer; more spills."""
+_MOST_ELEMENTS_OF_32_WARPS = {"silu_mul_quant": 32}
+"""The same where a thread has 64 registers; other ops: 16. An activation is held as rounded."""
 
 
 def candidates(form: Form, N: int, M: int) -> Iterator[FusedTile]:
@@ -57,11 +59,12 @@ def candidates(form: Form, N: int, M: int) -> Iterator[FusedTile]:
             if 4 <= rows * block // (32 * warps) <= 32 and rows <= M:
                 yield FusedTile(rows, block, warps)
         return
+    tight = _MOST_ELEMENTS_OF_32_WARPS.get(form.op, 16)
     for warps, each, rows in itertools.product((2, 4, 8, 16, 32), (8, 16), (1, 2, 4)):
         block = 32 * warps * each
         columns = -(-N // block) * block
         held = rows * columns // (32 * warps)
-        if rows <= M and block < 2 * N and 4 <= held <= (16 if warps == 32 else _MOST_ELEMENTS):
+        if rows <= M and block < 2 * N and 4 <= held <= (tight if warps == 32 else _MOST_ELEMENTS):
             yield FusedTile(rows, block, warps)
 
 
