@@ -7,8 +7,8 @@ A table is ``tiles/w4a16_wgmma-<card>.json``::
                "tile": {…} | "dense" | "decode", "us": µs per call at max_m (null: 4096)}, …]}
 
 ``tile`` has exactly the fields of :class:`WgmmaTile` or, up to 64 tokens, of
-:class:`taut_kernels.tiles_decode_ring.RingTile` or, up to 1024, of
-:class:`taut_kernels.tiles_wgmma_ring.WgmmaRingTile` or of
+:class:`taut_kernels.tiles_decode_ring.RingTile` or of
+:class:`taut_kernels.tiles_wgmma_ring.WgmmaRingTile`, without ``tma`` up to 1024, or, up to 1024, of
 :class:`taut_kernels.tiles_wgmma_waves.WavesTile`, made of such; ``dense`` stands for dequantising
 the layer and multiplying densely (:mod:`taut_kernels.gemm.w4a16_dense`), ``decode`` (up to 16
 tokens) for :mod:`taut_kernels.gemm.w4a16_decode`. A shape that no table of the card names takes
@@ -86,7 +86,9 @@ def parse(text: str, where: str) -> WgmmaTable:
             raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']} is there twice")
         found[key] = _choice(row["tile"], row["max_m"], where)
         ring = found[key]
-        if isinstance(ring, WgmmaRingTile) and (why := ring.why_not(row["N"], row["max_m"])):
+        # Without a limit K is whole, and as many tokens as may be meet nobody.
+        most = row["max_m"] or BUCKETS[-1]
+        if isinstance(ring, WgmmaRingTile) and (why := ring.why_not(row["N"], most)):
             raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']}: {why}")
         waves = found[key]
         if isinstance(waves, WavesTile) and waves.head_rows(row["max_m"], row["N"]) == row["N"]:
@@ -113,14 +115,15 @@ def _choice(tile: Any, max_m: int | None, where: str) -> Choice:
 
 
 def _product_tile(tile: dict[str, Any], max_m: int | None, where: str) -> WgmmaTile | WgmmaRingTile:
-    if "warp_groups" in tile:
-        if max_m is not None and max_m <= tiles_wgmma_ring.MAX_TOKENS:
-            return WgmmaRingTile(**tile)
-        raise ValueError(f"{where}: tile {tile!r} is no regime for max_m={max_m}")
     if max_m is None and tile.get("split_k", 1) > 1:
         # Warm-up would pass, and a long enough prefill meet more tiles than are counted.
         raise ValueError(f"{where}: split_k needs a max_m, got {tile}")
-    return WgmmaTile(**tile)
+    if "warp_groups" not in tile:
+        return WgmmaTile(**tile)
+    ring = WgmmaRingTile(**tile)
+    if not ring.tma and (max_m is None or max_m > tiles_wgmma_ring.MAX_TOKENS):
+        raise ValueError(f"{where}: tile {tile!r} is no regime for max_m={max_m}")
+    return ring
 
 
 @cache

@@ -1,7 +1,7 @@
 """How the `wgmma` ring kernel is cut up: a tile and the shared memory it takes.
 
 Its measured tiles stand in the tables of :mod:`taut_kernels.tiles_wgmma`, which choose a regime
-for more than 8 tokens. No rule chooses it for a shape nobody measured.
+for more than 8 tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from taut_kernels.tiles_decode_ring import SHARED_BYTES
 
 MAX_TOKENS = 1024
-"""Largest bucket of M that a table may give it."""
+"""Largest bucket of M that a table may give a tile without ``tma``."""
 _RESERVED_BYTES = 1024
 """Left to the compiler."""
 

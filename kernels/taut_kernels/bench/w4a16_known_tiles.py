@@ -27,6 +27,8 @@ MOST_IDLE = 0.1
 """What may be lost where K does not divide: 37 units by 4 are 8 % longer, and nothing else fits."""
 _REGISTERS = (0, 96, 128)
 """Caps for up to 8 tokens (README: loads sunk to their uses)."""
+_MOST_BLOCK = 256
+"""Tokens of the largest tile."""
 _ONE_BLOCK_TOKENS = 128
 """Up to here only winners of the same bucket are tried: the tables have several for each."""
 
@@ -126,7 +128,7 @@ def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaTile | 
 
 def _tma_cuts(tile: WgmmaRingTile, N: int, K: int, M: int) -> Iterator[WgmmaRingTile]:
     """Yield a winner with `tma`, K split in the two ways that fill the card best."""
-    if not M <= 2 * tile.block_m < 4 * M:
+    if not min(M, _MOST_BLOCK) <= 2 * tile.block_m < 4 * M:
         return
     resident = max(1, REGISTERS // (tile.registers * (32 * tile.num_warps + 128)))
     for split, _ in well_filled(tile, N, K, M, resident)[:2]:

@@ -38,16 +38,18 @@ _NEEDED = {
     (1, 256): 200,
 }
 """About how many registers a thread that multiplies wants, by tiles of 64 rows and tokens."""
+_MOST_REGISTERS = 248
+"""Of a thread."""
 _PRODUCER_REGISTERS = 24 * 128
-_TOKENS = (32, 256)
-"""At 16 nothing won; more than 256 were not tried."""
+_FEWEST_TOKENS = 32
+"""At 16 nothing won."""
 _LEAST_FILL = 0.68
 
 
 def tma_candidates(
     N: int, K: int, M: int, *, splits: int = 3, forms: tuple[tuple[int, int], ...] = FORMS
 ) -> Iterator[WgmmaRingTile]:
-    """Yield the tiles with ``tma`` worth compiling for one shape and number of tokens, 32..256.
+    """Yield the tiles with ``tma`` worth compiling for one shape and number of tokens, 32 or more.
 
     Args:
         N: output features.
@@ -56,15 +58,15 @@ def tma_candidates(
         splits: of K to try for each cut, those that leave the fewest places empty.
         forms: parts of a chunk, and how many run.
     """
-    if not _TOKENS[0] <= M <= _TOKENS[1]:
+    if M < _FEWEST_TOKENS:
         return
     for block_m, (tiles, groups, resident), per_step in itertools.product(
         (M,) if M < 256 else (128, 256), _SHAPES, (2, 4)
     ):
         threads = 128 * groups
-        cap = min(248, REGISTERS // (resident * (threads + 128)) // 8 * 8)
+        cap = min(_MOST_REGISTERS, REGISTERS // (resident * (threads + 128)) // 8 * 8)
         registers = (cap * (threads + 128) - _PRODUCER_REGISTERS) // threads
-        if registers < _NEEDED.get((tiles, block_m), 256):
+        if min(registers, _MOST_REGISTERS) < _NEEDED.get((tiles, block_m), 256):
             continue
         tile = WgmmaRingTile(block_m, tiles, groups, per_step, 1, 3, False, registers=cap, tma=True)
         for split, steps in well_filled(tile, N, K, M, resident)[:splits]:

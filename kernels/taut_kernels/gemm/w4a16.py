@@ -10,7 +10,7 @@ Packing   :mod:`taut_kernels.formats_mma`; on disk compressed-tensors ``pack-qua
 Regimes   M ≤ 8, and to 16 where it was measured faster, :mod:`taut_kernels.gemm.w4a16_decode`,
           bound by weight bytes; from there :mod:`taut_kernels.gemm.w4a16_wgmma`; where the measured
           table says so :mod:`taut_kernels.gemm.w4a16_decode_ring` (to 64),
-          :mod:`taut_kernels.gemm.w4a16_wgmma_ring` (to 1024),
+          :mod:`taut_kernels.gemm.w4a16_wgmma_ring`,
           :mod:`taut_kernels.gemm.w4a16_wgmma_waves` or :mod:`taut_kernels.gemm.w4a16_dense`. One
           layout serves them all.
 Numerics  q - z is an integer and exact in either type; products accumulate in fp32, bias is applied
