@@ -3,7 +3,7 @@
 A table is ``tiles/w4a16_wgmma-<card>.json``::
 
     {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"N": …, "K": …, "max_m": 16 | 32 | 64 | 128 | 256 | 512 | 1024 | 2048 | null,
+     "rows": [{"N": …, "K": …, "max_m": one of :data:`BUCKETS` | null,
                "tile": {…} | "dense" | "decode", "us": µs per call at max_m (null: 4096)}, …]}
 
 ``tile`` has exactly the fields of :class:`WgmmaTile` or, up to 64 tokens, of
@@ -42,8 +42,9 @@ __all__ = [
     "tables",
 ]
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
-BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Largest M of each row but the last, which has no limit."""
+BUCKETS = (16, 32, 64, 128, 256, 384, 512, 1024, 1664, 2048)
+"""Largest M of each row but the last, which has no limit. 384 and 1664 are whole tiles of 128
+tokens and not of 256; vLLM's steps of a few prompts are often such."""
 DECODE_TOKENS = 16
 """Most tokens the decode kernel takes."""
 PROGRAMS_WANTED = 264

@@ -96,13 +96,13 @@ CANDIDATES: dict[int, tuple[Candidate, ...]] = {
     1024: (_128X64, _128X128_PLAIN, _256X128_RING, _256X128),
     2048: (_256X128,),
 }
-"""By the largest number of tokens."""
+"""By the largest number of tokens; a bucket of the tables that is not here takes the next one's."""
 _SUMMED = (_128X64[0], _256X128_RING[0])
 """Their splits are added by a launch of their own."""
 _HEADS = (_256X128_RING, _256X128)
 _TAILS = (_128X64[0], replace(_128X64[0], split_k=2, summed=True))
 _WAVES_TOKENS = (256, 1024)
-_TYPICAL = {256: (192, 256), 512: (384, 512), 1024: (768, 1024), 2048: (1664, 2048)}
+_TYPICAL = {256: (192, 256), 1024: (768, 1024)}
 """Numbers of tokens that count as much as each other, where a bucket's largest is not all."""
 
 
@@ -119,7 +119,7 @@ def rule(N: int, K: int, tokens: int) -> Fused | WavesTile | Literal["dense"]:
     """
     Ms = _TYPICAL.get(tokens, (tokens,))
     choices: list[tuple[float, Fused | WavesTile | Literal["dense"]]] = []
-    for candidate in CANDIDATES[tokens]:
+    for candidate in CANDIDATES[next(most for most in CANDIDATES if most >= tokens)]:
         for tile, cost in _split(candidate, N, K, tokens):
             choices.append((sum(_us(tile, cost, N, K, M) / M for M in Ms), tile))
     if _WAVES_TOKENS[0] <= tokens <= _WAVES_TOKENS[1]:

@@ -22,7 +22,7 @@ def test_products_have_some_tiles_that_fit_them(M: int) -> None:
         assert len(tiles) == len(set(tiles))
         fed = [tile for tile in tiles if isinstance(tile, WgmmaRingTile) and tile.tma]
         assert len(fed) <= 25
-        assert bool(fed) == (32 <= M <= 256)
+        assert bool(fed) == (M >= 32)
         for tile in tiles:
             if isinstance(tile, RingTile):
                 w4a16_decode_ring.launch_constants(

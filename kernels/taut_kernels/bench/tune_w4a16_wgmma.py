@@ -48,8 +48,6 @@ from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 
 TOKENS = (*BUCKETS, 4096)
-BETWEEN_TOKENS = (384, 1664)
-"""Of a bucket's other end, on request: its winner is often not that of the largest M."""
 """M at which a bucket is decided: its largest, and 4096 for the one without a limit."""
 REPEATS = 12
 _SPLITS = (1, 2, 4, 8)
@@ -306,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.tune_w4a16_wgmma")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
-    parser.add_argument("--tokens", type=int, action="append", choices=(*TOKENS, *BETWEEN_TOKENS))
+    parser.add_argument("--tokens", type=int, action="append", choices=TOKENS)
     parser.add_argument("--regime", action="append", choices=REGIMES)
     parser.add_argument("--known", action="store_true", help=KNOWN)
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
