@@ -69,13 +69,18 @@ _FUSED_FLAGS = dict.fromkeys(
 _ATTENTION_FLAGS = dict.fromkeys(
     ("--attention-backend", "--attention-config", "-ac"), "leave out --decode-attention, or this"
 )
+# A draft model may attend otherwise, and would get the backend of the model it drafts for.
+_SPECULATIVE_FLAGS = ("--speculative-config", "-sc", "--spec-method", "--spec-model")
 # Schemes that taut's own kernels serve at least as fast as vLLM's: such workers refuse to run on
 # anything else.
 _SCHEMES_WITH_KERNELS: dict[Platform, frozenset[str]] = {
     "cpu": frozenset({"W4A16"}),
     "cuda": frozenset(),
 }
-
+PLAIN_ATTENTION = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""``model_type`` of models whose every layer attends causally, at most in a window, with heads that
+vLLM's FlashAttention takes. A backend that is named replaces vLLM's choice for the whole model, and
+what others need (latent attention, sinks, mixed layers) is for vLLM to choose."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -95,7 +100,9 @@ class WorkerSpec:
         kernels: ``require``, ``prefer`` or ``off``; None chooses by scheme.
         fused_ops: run taut's norms and activations, with quantisation in them, inside vLLM's
             compiled graph.
-        decode_attention: run taut's attention where a batch has one new token a sequence.
+        decode_attention: run taut's attention where a batch has one new token a sequence; None: if
+            the card was measured, the architecture is one of :data:`PLAIN_ATTENTION`, and ``extra``
+            names no backend.
         kv_cache_gib: CPU only, memory for the KV cache in GiB.
         shutdown_timeout_s: how long SIGTERM lets running requests finish, seconds.
         cache: directory of compiled artefacts (see :mod:`taut_deploy.cache`); None leaves them
@@ -111,7 +118,7 @@ class WorkerSpec:
     kv_cache_dtype: str = "auto"
     kernels: KernelMode | None = None
     fused_ops: bool = False
-    decode_attention: bool = False
+    decode_attention: bool | None = None
     kv_cache_gib: int = 1
     shutdown_timeout_s: int = 30
     cache: Path | None = None
@@ -271,28 +278,54 @@ def fused_engine_options(asked: bool, mode: str) -> dict[str, Any]:
     return dict(fused_ops.engine_options(gpu, mode))
 
 
-def attention_engine_options(asked: bool, mode: str) -> dict[str, str]:
+def attention_engine_options(asked: bool | None, mode: str, *, suited: bool) -> dict[str, str]:
     """What vLLM has to be told so that batches of one new token a sequence attend on taut's kernel.
 
     Args:
-        asked: whether ``--decode-attention`` was given.
+        asked: whether ``--decode-attention`` was given, False for ``--no-decode-attention``, None
+            for neither.
         mode: value of ``TAUT_KERNELS``.
+        suited: whether to use it unasked where it can run.
 
     Returns:
-        Flags and their values; empty where it was not asked for.
+        Flags and their values; empty where it is not used.
 
     Raises:
         WorkerError: it was asked for and cannot run here.
     """
-    if not asked:
+    if asked is False or not (asked or suited):
         return {}
     from taut_kernels.vllm_plugin import decode_attention
 
     gpu = _gpu()
     reason = decode_attention.why_not_used(gpu, mode)
-    if reason is not None:
+    if reason is not None and asked:
         raise WorkerError(f"--decode-attention: {reason}")
     return decode_attention.engine_options(gpu, mode)
+
+
+def suits_decode_attention(spec: WorkerSpec) -> bool:
+    """Say whether a worker's attention is of the plain kind, and nobody chose a backend for it.
+
+    Args:
+        spec: the worker.
+    """
+    from taut_kernels.vllm_plugin.decode_attention import ELEMENT_BYTES
+
+    written = {
+        argument.partition("=")[0].split(".")[0].replace("_", "-") for argument in spec.extra
+    }
+    if any(_is_written_as(flag, taken) for flag in written for taken in _ATTENTION_FLAGS):
+        return False
+    # What runs beside the model may attend otherwise and would get the same backend.
+    if any(_is_written_as(flag, "--speculative-config") for flag in written):
+        return False
+    try:
+        config = json.loads((spec.checkpoint / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    return kind in PLAIN_ATTENTION and spec.kv_cache_dtype in ELEMENT_BYTES
 
 
 def _gpu() -> str | None:
@@ -333,7 +366,9 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
 
     mode = spec.kernels or _kernel_mode(manifest, platform)
     fused_options = fused_engine_options(spec.fused_ops, mode)
-    attention_options = attention_engine_options(spec.decode_attention, mode)
+    attention_options = attention_engine_options(
+        spec.decode_attention, mode, suited=suits_decode_attention(spec)
+    )
     # The key names the mode it is for, which it reads here.
     os.environ[MODE_VARIABLE] = mode
     return build_command(

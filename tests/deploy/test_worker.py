@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -251,19 +252,71 @@ def test_decode_attention_and_flags_that_would_undo_it_do_not_go_together(flag):
     assert build("cuda", extra=(flag, "{}")).argv[-2:] == (flag, "{}")
 
 
+def on_card(monkeypatch, name):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: name is not None)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+
+
 def test_decode_attention_that_cannot_run_here_is_refused_with_the_reason(monkeypatch):
-    assert worker.attention_engine_options(False, "off") == {}
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    options = partial(worker.attention_engine_options, suited=False)
+    assert options(False, "off") == {}
+    on_card(monkeypatch, None)
     with pytest.raises(WorkerError, match=r"^--decode-attention: no CUDA device"):
-        worker.attention_engine_options(True, "prefer")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
-    assert worker.attention_engine_options(True, "prefer") == ATTENTION
+        options(True, "prefer")
+    on_card(monkeypatch, "NVIDIA H200")
+    assert options(True, "prefer") == ATTENTION
     with pytest.raises(WorkerError, match=r"^--decode-attention: TAUT_KERNELS=off"):
-        worker.attention_engine_options(True, "off")
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "card 9")
+        options(True, "off")
+    on_card(monkeypatch, "card 9")
     with pytest.raises(WorkerError, match=r"^--decode-attention: not measured .* card 9"):
-        worker.attention_engine_options(True, "prefer")
+        options(True, "prefer")
+
+
+@pytest.mark.parametrize(
+    ("card", "mode", "asked", "suited", "used"),
+    [
+        ("NVIDIA H200", "prefer", None, True, True),
+        ("NVIDIA H200", "prefer", None, False, False),
+        ("NVIDIA H200", "prefer", False, True, False),
+        ("NVIDIA H200", "prefer", True, False, True),
+        ("NVIDIA H200", "off", None, True, False),
+        ("card 9", "prefer", None, True, False),
+        (None, "require", None, True, False),
+    ],
+)
+def test_decode_attention_is_used_unasked_where_it_was_measured(
+    monkeypatch, card, mode, asked, suited, used
+):
+    on_card(monkeypatch, card)
+    found = worker.attention_engine_options(asked, mode, suited=suited)
+    assert found == (ATTENTION if used else {})
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "suits"),
+    [
+        ('{"model_type": "llama"}', {}, True),
+        ('{"model_type": "qwen3"}', {"extra": ("--max-num-seqs", "4")}, True),
+        ('{"model_type": "llama"}', {"kv_cache_dtype": "fp8"}, True),
+        ('{"model_type": "llama"}', {"kv_cache_dtype": "fp8_e5m2"}, False),
+        ('{"model_type": "llama"}', {"extra": ("--attention-backend", "FLASH_ATTN")}, False),
+        ('{"model_type": "llama"}', {"extra": ("--attention_config.backend=X",)}, False),
+        ('{"model_type": "llama"}', {"extra": ("-ac", "{}")}, False),
+        ('{"model_type": "llama"}', {"extra": ("--speculative-config", "{}")}, False),
+        ('{"model_type": "llama"}', {"extra": ("--spec-model=m",)}, False),
+        ('{"model_type": "deepseek_v3"}', {}, False),
+        ('{"model_type": "gpt_oss"}', {}, False),
+        ("[]", {}, False),
+        ("no JSON", {}, False),
+        (None, {}, False),
+    ],
+)
+def test_unasked_for_plain_attention_of_which_nobody_chose_the_backend(
+    tmp_path, config, change, suits
+):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert worker.suits_decode_attention(WorkerSpec(tmp_path, **change)) is suits
 
 
 def test_a_filtered_out_plugin_is_refused_with_the_reason():

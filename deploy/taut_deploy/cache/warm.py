@@ -192,8 +192,8 @@ def _command(spec: WorkerSpec, root: Path, port: int) -> tuple[str, ...]:
         argv += ["--kernels", spec.kernels]
     if spec.fused_ops:
         argv.append("--fused-ops")
-    if spec.decode_attention:
-        argv.append("--decode-attention")
+    if spec.decode_attention is not None:
+        argv.append(f"--{'' if spec.decode_attention else 'no-'}decode-attention")
     return (*argv, "--", *spec.extra) if spec.extra else tuple(argv)
 
 

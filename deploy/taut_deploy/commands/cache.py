@@ -25,7 +25,12 @@ MaxModelLen = Annotated[int | None, typer.Option(min=16, help="As of the worker.
 KvCacheDtype = Annotated[str, typer.Option(help="As of the worker.")]
 Kernels = Annotated[str | None, typer.Option(help="As of the worker.")]
 FusedOps = Annotated[bool, typer.Option("--fused-ops", help="As of the worker.")]
-DecodeAttention = Annotated[bool, typer.Option("--decode-attention", help="As of the worker.")]
+DecodeAttention = Annotated[
+    bool | None,
+    typer.Option(
+        "--decode-attention/--no-decode-attention", help="As of the worker.", show_default=False
+    ),
+]
 
 
 @app.command()
@@ -36,7 +41,7 @@ def key(
     kv_cache_dtype: KvCacheDtype = "auto",
     kernels: Kernels = None,
     fused_ops: FusedOps = False,
-    decode_attention: DecodeAttention = False,
+    decode_attention: DecodeAttention = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the key of what a worker would compile here; --json says what it is made of."""
@@ -66,7 +71,7 @@ def warm(
     ] = 1,
     kernels: Kernels = None,
     fused_ops: FusedOps = False,
-    decode_attention: DecodeAttention = False,
+    decode_attention: DecodeAttention = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Longest wait for the first correct token, seconds.")
     ] = 1800,
@@ -101,7 +106,7 @@ def _spec(
     max_model_len: int | None,
     kv_cache_dtype: str,
     kernels: str | None,
-    parts: tuple[bool, bool],
+    parts: tuple[bool, bool | None],
     kv_cache_gib: int = 1,
 ) -> WorkerSpec:
     if kernels not in {None, "require", "prefer", "off"}:

@@ -119,7 +119,7 @@ def _decode_attention() -> str:
     reason = why_not_used(_gpu(), requested_mode())
     if reason is not None:
         return f"not used: {reason}"
-    return "with taut worker --decode-attention"
+    return "for Llama, Mistral and Qwen; for others with taut worker --decode-attention"
 
 
 def _gpu() -> str | None:
