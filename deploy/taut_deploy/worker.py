@@ -312,13 +312,9 @@ def suits_decode_attention(spec: WorkerSpec) -> bool:
     """
     from taut_kernels.vllm_plugin.decode_attention import ELEMENT_BYTES
 
-    written = {
-        argument.partition("=")[0].split(".")[0].replace("_", "-") for argument in spec.extra
-    }
-    if any(_is_written_as(flag, taken) for flag in written for taken in _ATTENTION_FLAGS):
-        return False
-    # What runs beside the model may attend otherwise and would get the same backend.
-    if any(_is_written_as(flag, "--speculative-config") for flag in written):
+    written = {word.partition("=")[0].split(".")[0].replace("_", "-") for word in spec.extra}
+    telling = (*_ATTENTION_FLAGS, *_SPECULATIVE_FLAGS)
+    if any(_is_written_as(flag, taken) for flag in written for taken in telling):
         return False
     try:
         config = json.loads((spec.checkpoint / "config.json").read_text(encoding="utf-8"))
