@@ -41,6 +41,13 @@ _FEWER = 8
 """Likewise, while a sequence has this many splits; at most :data:`_UNEVEN_SPLITS`."""
 _UNEVEN_SPLITS = 16
 _MOST_IMBALANCE = 1.1
+MOST_SHARED = 1024
+"""Sequences of a batch at most whose parts are laid out on the device."""
+_SHARES = 1
+"""Shares of a batch's keys, as multiples of the programs that run at once."""
+_SHARED_KEYS = 1024
+"""Keys of a share at least, where sequences alone occupy the device."""
+_MOST_SHARES = 2**14
 HEADS_FIRST_BYTES = 32 * 2**20
 """Of queries: up to here backward's programs begin in the order of heads, so that none with much
 work is the last to run. Beyond, reading the blocks of all heads at once costs more than it gains
@@ -334,6 +341,41 @@ def bounded_decode(
     uneven = min(_UNEVEN_SPLITS, max(_FEWER, _FEWER * places // pairs), _BOUND * places // pairs)
     most = min(-(-max_context // tile.min_keys), _MOST_SPLITS)
     return tile, max(1, min(most, max(places // pairs, uneven)))
+
+
+def shared_decode(
+    gpu: str | None,
+    padded_dim: int,
+    size: int,
+    pairs: int,
+    max_context: int,
+    multiprocessors: int,
+    sequences: int,
+) -> tuple[DecodeTile, int]:
+    """Return tile and shares of paged decode whose parts are laid out on the device.
+
+    Args:
+        gpu: the card's name; None for the rule.
+        padded_dim: 64, 128 or 256.
+        size: bytes of a cached element, 1 or 2.
+        pairs: programs without splits: sequences × key heads.
+        max_context: keys of the longest sequence there may be.
+        multiprocessors: of the device.
+        sequences: of the batch.
+
+    Returns:
+        The tile, its `min_keys` raised, and the shares; 1 where no sequence is worth dividing.
+    """
+    load = load_of(pairs, max_context, multiprocessors)
+    if 2 * pairs > decode(gpu, padded_dim, size, "large").per_sm * multiprocessors:
+        load = "many"
+    tile = decode(gpu, padded_dim, size, load)
+    tile = _with_longer_parts(tile, _SHARED_KEYS // max(1, multiprocessors // pairs))
+    most = sequences * -(-max_context // tile.min_keys)
+    if most == sequences:
+        return tile, 1
+    shares = _SHARES * tile.per_sm * multiprocessors * sequences // pairs
+    return tile, max(2, min(shares, most, _MOST_SHARES))
 
 
 @cache

@@ -56,6 +56,9 @@ registers that its loop needs no more."""
 _MOST_MERGED = 32
 """Parts at once at most: instructions are written out for each."""
 
+_LENGTHS = (64, 256, _tiles.MOST_SHARED)
+"""Blocks of lengths, each a form of the kernel."""
+
 
 def make_arrivals(
     sequences: int, heads: int, device: torch.device, queries: int = 1
@@ -126,7 +129,13 @@ def has_conversion(cache: torch.Tensor) -> bool:
 
 
 def launch_constants(
-    tile: DecodeTile, cache: torch.Tensor, queries: int, heads: int, window: bool, splits: int
+    tile: DecodeTile,
+    cache: torch.Tensor,
+    queries: int,
+    heads: int,
+    window: bool,
+    splits: int,
+    block_b: int = 0,
 ) -> dict[str, Any]:
     """Return the kernel's constants but for those of scales and strides.
 
@@ -137,6 +146,7 @@ def launch_constants(
         heads: query heads.
         window: whether keys are limited to one.
         splits: programs a sequence and head.
+        block_b: of :func:`lengths_read`, where programs find their part themselves, or 0.
     """
     dim, group = cache.shape[3], heads // cache.shape[2]
     padded = padded_dim(dim)
@@ -152,7 +162,8 @@ def launch_constants(
         "BLOCK_D": padded,
         "PAGE": cache.shape[1],
         "WINDOW": window,
-        "SPLIT": splits > 1,
+        "SPLIT": splits > 1 or block_b > 0,
+        "BLOCK_B": block_b,
         "ROWS": rows,
         "BLOCK_M": _BLOCK_M,
         "BLOCK_R": block_r,
@@ -191,6 +202,15 @@ def tile_of(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> Decod
     return _tiles.decode(gpu, dim, k_cache.element_size(), kind)
 
 
+def lengths_read(sequences: int) -> int:
+    """Return the block of lengths that each program of a shared launch reads: few forms.
+
+    Args:
+        sequences: of the batch, at most :data:`_tiles.MOST_SHARED`.
+    """
+    return next(block for block in _LENGTHS if block >= sequences)
+
+
 def _workspace(
     q: torch.Tensor, parts: int, rows: int, arrivals: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -211,6 +231,7 @@ def launch(
     splits: int | None = None,
     out: torch.Tensor | None = None,
     splits_last: bool = False,
+    shared: bool = False,
 ) -> torch.Tensor:
     """Run the kernel with a given tile; what the op does, and what tuning and the plugin call.
 
@@ -224,6 +245,7 @@ def launch(
         out: [B, T, Hq, D] to write to, the D elements of a head next to each other; new if None.
         splits_last: begin with the first split of every sequence, so that programs without keys
             come last; else with all splits of the first sequence.
+        shared: ``splits`` are shares of the whole batch, laid out on the device by the lengths.
 
     Returns:
         [B, T, Hq, D].
@@ -237,9 +259,15 @@ def launch(
     programs = k_cache.shape[2] * blocks
     if splits is None:
         splits = _tiles.decode_splits(tile, *load(q, k_cache, settings))
+    grid = (programs, splits, sequences)
+    if splits_last:
+        grid = (programs, sequences, splits)
+    if shared:
+        grid = (programs, splits + sequences, 1)
+    block_b = lengths_read(sequences) if shared else 0
     workspace: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if splits > 1:
-        workspace = _workspace(q, sequences * programs * splits, rows, arrivals)
+    if splits > 1 or shared:
+        workspace = _workspace(q, math.prod(grid), rows, arrivals)
     keys, values = _words(k_cache, "k_cache"), _words(v_cache, "v_cache")
     strides = (*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *o.stride()[:3])
     by_head = tuple(int(each is not None and each.numel() > 1) for each in (k_scale, v_scale))
@@ -248,13 +276,13 @@ def launch(
         "HAS_K_SCALE": k_scale is not None,
         "HAS_V_SCALE": v_scale is not None,
     }
-    call = (queries, heads, window > 0, splits)
+    call = (queries, heads, window > 0, splits, block_b)
     most_keys = table.shape[1] * k_cache.shape[1]
     numbers = (splits, tile.min_keys, most_keys, window, int(splits_last), table.stride(0))
     _paged_decode(
-        (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], splits > 1, *flags.values(),
+        (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], splits > 1, block_b, *flags.values(),
          tile.keys, tile.num_warps, tile.num_stages),
-        (programs, sequences, splits) if splits_last else (programs, splits, sequences),
+        grid,
         (q, keys, values, table, contexts, k_scale, v_scale, o, *workspace),
         (*numbers, *by_head, *strides, scale * _LOG2_E),
         lambda: (launch_constants(tile, k_cache, *call) | flags, tile.options()),
@@ -285,10 +313,12 @@ def decode_into(
         out.copy_(paged_decode_ref(q, k_cache, v_cache, *settings))
         return
     gpu, dim = _launch.gpu_name(q.device), padded_dim(q.shape[3])
-    tile, splits = _tiles.bounded_decode(
-        gpu, dim, k_cache.element_size(), *load(q, k_cache, settings)
-    )
-    launch(tile, q, k_cache, v_cache, settings, splits, out, splits_last=True)
+    kind = (gpu, dim, k_cache.element_size(), *load(q, k_cache, settings))
+    if q.shape[0] <= _tiles.MOST_SHARED:
+        tile, shares = _tiles.shared_decode(*kind, q.shape[0])
+        launch(tile, q, k_cache, v_cache, settings, shares, out, shared=shares > 1)
+    else:
+        launch(*(_tiles.bounded_decode(*kind)[:1]), q, k_cache, v_cache, settings, None, out)
 
 
 def _launch_paged_decode(

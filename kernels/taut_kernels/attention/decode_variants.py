@@ -30,11 +30,12 @@ def _variant(
     page: int,
     window: bool,
     splits: int,
+    block_b: int,
     target: str,
 ) -> KernelVariant:
     names = paged_decode_kernel.arg_names
     cache = torch.empty(1, page, _HEADS_K, dim, dtype=dtype, device="meta")
-    constants = launch_constants(tile, cache, queries, group * _HEADS_K, window, splits)
+    constants = launch_constants(tile, cache, queries, group * _HEADS_K, window, splits, block_b)
     eight_bit = dtype in EIGHT_BIT
     # sm_80 has no conversion from e4m3.
     constants["ASM"] = eight_bit and (dtype == torch.int8 or target != "sm_80")
@@ -50,9 +51,11 @@ def _variant(
     for name in absent:
         del pointers[name]
     strides = tuple(name for name in names if name.startswith("stride_"))
-    form = f"{EIGHT_BIT.get(dtype, 'bf16')} D={dim} g{group} T={queries} page {page}"
+    form = f" shared {block_b}" if block_b else "" if splits > 1 else " whole"
+    form = f"{' window' if window else ''}{form}"
+    form = f"{EIGHT_BIT.get(dtype, 'bf16')} D={dim} g{group} T={queries} page {page}{form}"
     return KernelVariant(
-        label=f"paged_decode {form}{' window' if window else ''}{'' if splits > 1 else ' whole'}",
+        label=f"paged_decode {form}",
         kernel=paged_decode_kernel,
         tile=tile,
         pointers=pointers,
@@ -68,22 +71,24 @@ def _variant(
     )
 
 
-_Form = tuple[torch.dtype, int, int, int, int, bool, int]
-"""dtype, D, query heads a key head, queries, page size, window, splits"""
+_Form = tuple[torch.dtype, int, int, int, int, bool, int, int]
+"""dtype, D, query heads a key head, queries, page size, window, splits, lengths a program reads"""
 
 
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield the forms, with the rules' tiles and those of every card's table."""
     plain: list[_Form] = [
-        (dtype, dim, 4, 1, 16, False, 8)
+        (dtype, dim, 4, 1, 16, False, 8, block_b)
         for dim, dtype in itertools.product(HEAD_DIMS, (torch.bfloat16, *EIGHT_BIT))
+        # Lengths need registers before the loop only: the most of them show it.
+        for block_b in (0, _tiles.MOST_SHARED)
     ]
     # Every mask and address at once, on the widest form of each way to the operands.
     others: list[_Form] = [
-        (torch.bfloat16, 128, 4, 8, 128, True, 8),
-        (torch.float8_e4m3fn, 128, 4, 8, 128, True, 8),
-        (torch.int8, 256, 4, 8, 128, True, 8),
-        (torch.bfloat16, 128, 1, 1, 64, False, 1),
+        (torch.bfloat16, 128, 4, 8, 128, True, 8, 0),
+        (torch.float8_e4m3fn, 128, 4, 8, 128, True, 8, 0),
+        (torch.int8, 256, 4, 8, 128, True, 8, 0),
+        (torch.bfloat16, 128, 1, 1, 64, False, 1, 0),
     ]
     for form in (*plain, *others):
         padded, size = padded_dim(form[1]), form[0].itemsize
