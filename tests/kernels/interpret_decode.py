@@ -241,7 +241,7 @@ def layouts_of_shares():
         place = tl.program_id(0)
         batch, split, active, context, first, last = _decode_shares_jit.find_part(
             contexts_ptr, tl.num_programs(0) - shares, shares, min_keys, most_keys, window, place,
-            QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B,
+            QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B, 2,
         )  # fmt: skip
         tl.store(o_ptr + place * 6 + 0, batch)
         tl.store(o_ptr + place * 6 + 1, split)

@@ -69,6 +69,7 @@ def find_part(
     WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_B: tl.constexpr,  # at least sequences, a power of two
+    WARPS: tl.constexpr,
 ):
     """Find the part of a sequence that stands at `place`; return sequence (-1: none), part, parts,
     context, first key (a multiple of BLOCK_KEYS) and the key to stop at.
@@ -81,20 +82,23 @@ def find_part(
     Sequences of half a part or more come first, in their order, then the short ones, one place
     each, so that what starts last is soon done; then places without work.
     """
-    offs_b = tl.arange(0, BLOCK_B)
+    # Every warp does it all, for as many lengths as fit: shuffles, and no barrier but the last.
+    offs_b = tl.arange(0, BLOCK_B)[None, :] + tl.zeros((WARPS, 1), tl.int32)
+    real = offs_b < sequences
     context = load_contexts(contexts_ptr, offs_b, sequences, most_keys)
     steps = steps_of(context, window, QUERIES, WINDOW, BLOCK_KEYS)
     least = (min_keys + BLOCK_KEYS - 1) // BLOCK_KEYS
-    part = tl.maximum((tl.sum(steps, 0) + shares - 1) // shares, least)
-    parts = parts_of(steps, part)
-    long = steps + part // 2 >= part
+    part = tl.maximum((tl.sum(steps, 1) + shares - 1) // shares, least)
+    parts = parts_of(steps, part[:, None])
+    long = steps + part[:, None] // 2 >= part[:, None]
     # Two counts in one number: parts of long sequences in its high half, short ones in its low.
-    counts = tl.where(offs_b < sequences, tl.where(long, parts << 16, 1), 0)
-    ends = tl.cumsum(counts, 0)
-    of_long = tl.sum(counts, 0) >> 16
+    counts = tl.where(real, tl.where(long, parts << 16, 1), 0)
+    ends = tl.cumsum(counts, 1)
+    of_long = tl.sum(counts, 1)[:, None] >> 16
     begin = tl.where(long, (ends >> 16) - parts, of_long + (ends & 0xFFFF) - 1)
-    mine = (offs_b < sequences) & (begin <= place) & (place < begin + parts)
-    found = tl.max(tl.where(mine, (place - begin) * BLOCK_B + offs_b, -1), 0)
+    mine = real & (begin <= place) & (place < begin + parts)
+    found = tl.max(tl.max(tl.where(mine, (place - begin) * BLOCK_B + offs_b, -1), 1), 0)
+    part = tl.max(part, 0)
     batch = tl.where(found < 0, -1, found % BLOCK_B)
     split = found // BLOCK_B
     # Again for the one sequence: a load from L1 instead of reductions.
