@@ -343,7 +343,7 @@ def bounded_decode(
     return tile, max(1, min(most, max(places // pairs, uneven)))
 
 
-def shared_decode(
+def graph_decode(
     gpu: str | None,
     padded_dim: int,
     size: int,
@@ -372,7 +372,7 @@ def shared_decode(
     tile = decode(gpu, padded_dim, size, load)
     tile = _with_longer_parts(tile, _SHARED_KEYS // max(1, multiprocessors // pairs))
     most = sequences * -(-max_context // tile.min_keys)
-    if most == sequences:
+    if most <= sequences or sequences > MOST_SHARED:
         return tile, 1
     shares = _SHARES * tile.per_sm * multiprocessors * sequences // pairs
     return tile, max(2, min(shares, most, _MOST_SHARES))

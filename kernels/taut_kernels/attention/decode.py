@@ -300,7 +300,7 @@ def decode_into(
 ) -> None:
     """Run the op without its checks and into memory of the caller's, who sees to what it allows.
 
-    Tile and splits are those of :func:`_tiles.bounded_decode`, in a CUDA graph as outside.
+    Tile and splits are those of :func:`_tiles.graph_decode`, in a CUDA graph as outside.
 
     Args:
         out: [B, T, Hq, D] as ``q``.
@@ -313,12 +313,10 @@ def decode_into(
         out.copy_(paged_decode_ref(q, k_cache, v_cache, *settings))
         return
     gpu, dim = _launch.gpu_name(q.device), padded_dim(q.shape[3])
-    kind = (gpu, dim, k_cache.element_size(), *load(q, k_cache, settings))
-    if q.shape[0] <= _tiles.MOST_SHARED:
-        tile, shares = _tiles.shared_decode(*kind, q.shape[0])
-        launch(tile, q, k_cache, v_cache, settings, shares, out, shared=shares > 1)
-    else:
-        launch(*(_tiles.bounded_decode(*kind)[:1]), q, k_cache, v_cache, settings, None, out)
+    tile, shares = _tiles.graph_decode(
+        gpu, dim, k_cache.element_size(), *load(q, k_cache, settings), q.shape[0]
+    )
+    launch(tile, q, k_cache, v_cache, settings, shares, out, shared=shares > 1)
 
 
 def _launch_paged_decode(
