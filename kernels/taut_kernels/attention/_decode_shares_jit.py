@@ -82,8 +82,9 @@ def find_part(
     Sequences of half a part or more come first, in their order, then the short ones, one place
     each, so that what starts last is soon done; then places without work.
     """
-    # Every warp does it all, for as many lengths as fit: shuffles, and no barrier but the last.
-    offs_b = tl.arange(0, BLOCK_B)[None, :] + tl.zeros((WARPS, 1), tl.int32)
+    # Where a warp has room for all lengths, each does it all: shuffles, no barrier but the last.
+    REPEATED: tl.constexpr = WARPS if BLOCK_B <= 128 else 1
+    offs_b = tl.arange(0, BLOCK_B)[None, :] + tl.zeros((REPEATED, 1), tl.int32)
     real = offs_b < sequences
     context = load_contexts(contexts_ptr, offs_b, sequences, most_keys)
     steps = steps_of(context, window, QUERIES, WINDOW, BLOCK_KEYS)
