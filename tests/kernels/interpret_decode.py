@@ -93,8 +93,8 @@ def many_splits():
     return count
 
 
-def _parts_left(case, tile, splits, splits_last):
-    """Run the kernel; return o and how many parts of each sequence and head were stored."""
+def _left(case, tile, **launch):
+    """Run the kernel; return o, and which parts were stored, [programs a split, splits]."""
     arrivals = decode.make_arrivals(len(case.context_lens), case.q.shape[2], case.q.device, 8)
     allocated, empty = [], _launch.empty
 
@@ -104,19 +104,16 @@ def _parts_left(case, tile, splits, splits_last):
 
     _launch.empty = remembered
     try:
-        found = decode.launch(
-            tile, case.q, case.k_cache, case.v_cache, decode.Settings(*case.settings(arrivals)),
-            splits, splits_last=splits_last,
-        )  # fmt: skip
+        settings = decode.Settings(*case.settings(arrivals))
+        found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, **launch)
     finally:
         _launch.empty = empty
     assert not arrivals.any(), "arrivals are left as they were"
-    stats = allocated[2].reshape(len(case.context_lens), -1, splits, allocated[2][0].numel())
-    return found, (~stats.isnan()).all(3).sum(2)
+    return found, (~allocated[2].isnan()).flatten(1).all(1)
 
 
 def short_among_long():
-    """A grid for far longer sequences: parts of `min_keys` and more, in both orders of the grid.
+    """A grid for far longer sequences: parts of `min_keys` and more.
 
     A sequence of one part leaves nothing to merge; nor does what has no key.
     """
@@ -125,24 +122,21 @@ def short_among_long():
     for queries, window in ((1, 0), (1, 150), (3, 0), (3, 150)):
         lens = [queries, 63, 64, 65, 0, 128, 129, 500] if queries == 1 else [3, 64, 65, 0, 311]
         case = make_case(lens, 4, 2, 64, 16, torch.float16, queries=queries, window=window)
-        gold, reference, outcomes = case.gold(), case.reference(), []
-        for splits_last in (False, True):
-            found, parts = _parts_left(case, tile, 5, splits_last)
-            testing.assert_within_budget(found, gold, reference)
-            outcomes.append(found)
-            for number, context in enumerate(lens):
-                first = max(context - queries + 1 - window, 0) // 32 * 32 if window else 0
-                keys = context - first
-                chunk = -(-max(-(-keys // 5), 64) // 32) * 32
-                used = max(1, -(-keys // chunk))
-                assert (parts[number] == (used if used > 1 else 0)).all(), (context, parts[number])
-            count += 1
-        assert torch.equal(*outcomes)
+        found, stored = _left(case, tile, splits=5)
+        parts = stored.view(len(lens), -1, 5).sum(2)
+        testing.assert_within_budget(found, case.gold(), case.reference())
+        for number, context in enumerate(lens):
+            first = max(context - queries + 1 - window, 0) // 32 * 32 if window else 0
+            keys = context - first
+            chunk = -(-max(-(-keys // 5), 64) // 32) * 32
+            used = max(1, -(-keys // chunk))
+            assert (parts[number] == (used if used > 1 else 0)).all(), (context, parts[number])
+        count += 1
     return count
 
 
 def _laid_out(lens, tile, shares, most, queries, window):
-    """Return part length in steps, and parts of each sequence, as the kernel must lay them out."""
+    """Return how many parts each sequence has, as the kernel must lay them out."""
     block = tile.keys * tile.num_warps
     steps = []
     for context in lens:
@@ -150,44 +144,22 @@ def _laid_out(lens, tile, shares, most, queries, window):
         first = max(context - queries + 1 - window, 0) // block * block if window else 0
         steps.append(-(-(context - first) // block))
     part = max(-(-sum(steps) // shares), -(-tile.min_keys // block))
-    return part, [max(1, (count + part // 2) // part) for count in steps]
+    return [max(1, (count + part // 2) // part) for count in steps]
 
 
-def _check_shares(case, tile, shares, lens=None):
-    """Run a shared launch; every part is stored once, at the place the contract gives it."""
-    sequences, queries, heads, _ = case.q.shape
-    arrivals = decode.make_arrivals(sequences, heads, case.q.device, queries)
-    allocated, empty = [], _launch.empty
-
-    def remembered(*args, **kwargs):
-        allocated.append(empty(*args, **kwargs).fill_(float("nan")))
-        return allocated[-1]
-
-    outcomes = []
-    for _ in range(2):
-        allocated.clear()
-        _launch.empty = remembered
-        try:
-            outcomes.append(
-                decode.launch(
-                    tile, case.q, case.k_cache, case.v_cache,
-                    decode.Settings(*case.settings(arrivals)), shares, shared=True,
-                )
-            )  # fmt: skip
-        finally:
-            _launch.empty = empty
-        assert not arrivals.any(), "arrivals are left as they were"
-    testing.assert_within_budget(outcomes[0], case.gold(), case.reference())
-    assert torch.equal(*outcomes)
+def check_shares(case, tile, shares):
+    """Run a launch in shares twice; the parts of divided sequences are stored, and no others."""
+    sequences, queries, _, _ = case.q.shape
+    found, stored = _left(case, tile, shares=shares)
+    testing.assert_within_budget(found, case.gold(), case.reference())
+    assert torch.equal(found, _left(case, tile, shares=shares)[0])
     most = case.block_table.shape[1] * case.k_cache.shape[1]
-    lens = case.context_lens.tolist() if lens is None else lens
-    part, parts = _laid_out(lens, tile, shares, most, queries, case.window)
+    lens = case.context_lens.tolist()
+    parts = _laid_out(lens, tile, shares, most, queries, case.window)
     assert sum(parts) <= shares + sequences
-    block = tile.keys * tile.num_warps
-    places = shares + sequences
-    stored = (~allocated[2].isnan()).flatten(1).all(1).view(-1, places)
     divided = sum(count for count in parts if count > 1)
-    assert (stored.sum(1) == divided).all(), (lens, part * block, parts, stored.sum(1))
+    stored = stored.view(-1, shares + sequences)
+    assert (stored.sum(1) == divided).all(), (lens, parts, stored.sum(1))
     return 1
 
 
@@ -209,11 +181,11 @@ def shares():
     for number, (lens, many) in enumerate(itertools.product(vectors, (2, 5, 13))):
         tile, dtype = tiles[number % 3], FORMATS[number % 3 if number % 2 else 0]
         case = make_case(lens, 4, 2, 64, 16, dtype)
-        count += _check_shares(case, tile, many)
+        count += check_shares(case, tile, many)
     for queries, window in ((1, 100), (3, 0), (3, 50), (8, 33)):
         lens = [queries, 400, 64, 65, 120, queries, 311]
         case = make_case(lens, 4, 1, 64, 16, torch.float16, queries=queries, window=window)
-        count += _check_shares(case, tiles[count % 3], 6)
+        count += check_shares(case, tiles[count % 3], 6)
     return count
 
 
@@ -222,12 +194,12 @@ def shares_of_many():
     generator = torch.Generator().manual_seed(3)
     lens = (torch.rand(70, generator=generator) ** 6 * 600).int().tolist()
     case = make_case(lens, 1, 1, 64, 16, torch.float16)
-    count = _check_shares(case, DecodeTile(16, 1, 2, 4, 32), 20)
+    count = check_shares(case, DecodeTile(16, 1, 2, 4, 32), 20)
     case = make_case([320, 40, 160, 16], 2, 1, 64, 16, torch.float16)
     table = case.block_table[:, :20].contiguous()
     case = dataclasses.replace(case, block_table=table)
     case.context_lens.copy_(torch.tensor([2**31 - 1, -(2**31), 160, 0]))
-    return count + _check_shares(case, DecodeTile(16, 2, 2, 4, 32), 7)
+    return count + check_shares(case, DecodeTile(16, 2, 2, 4, 32), 7)
 
 
 def layouts_of_shares():
@@ -274,9 +246,8 @@ def layouts_of_shares():
             lay_out[(shares + sequences,)](
                 contexts, out, shares, least, most, window, queries, window > 0, 32, block_b
             )
-            _, parts = _laid_out(
-                lens, DecodeTile(16, 2, 1, 1, least), shares, most, queries, window
-            )
+            tile = DecodeTile(16, 2, 1, 1, least)
+            parts = _laid_out(lens, tile, shares, most, queries, window)
             working = [row for row in out.tolist() if row[0] >= 0]
             assert len(working) == sum(parts)
             assert working == out.tolist()[: len(working)], "places without work come last"

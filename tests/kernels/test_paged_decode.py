@@ -65,7 +65,10 @@ def test_a_context_beyond_the_table_is_cut_and_one_below_zero_is_empty() -> None
         ("layouts", 12),
         ("large_values", 2),
         ("many_splits", 3),
-        ("short_among_long", 8),
+        ("short_among_long", 4),
+        ("shares", 31),
+        ("shares_of_many", 2),
+        ("layouts_of_shares", 36),
         ("merges", 9),
     ],
 )

@@ -142,7 +142,6 @@ def add_values(acc, acc_odd, weights, decay, v, FORMAT: tl.constexpr, ASM: tl.co
         "min_keys",
         "most_keys",
         "window",
-        "splits_last",
         "stride_table",
         "stride_ks",
         "stride_vs",
@@ -157,15 +156,15 @@ def paged_decode_kernel(
     k_scale_ptr,  # [Hk] or [1] fp32; unused without HAS_K_SCALE
     v_scale_ptr,
     o_ptr,  # [B, T, Hq, D]
-    partial_ptr,  # [B, Hk · row blocks, splits, ROWS, D] fp32, or with BLOCK_B
-    # [Hk · row blocks, places, ROWS, D]; unused with one split
-    stats_ptr,  # [.., 2, ROWS] fp32, likewise: maximum and sum
+    # fp32, unused with one split: [B, Hk · row blocks, splits, ..], or with BLOCK_B
+    # [Hk · row blocks, places, ..]
+    partial_ptr,  # [.., ROWS, D]
+    stats_ptr,  # [.., 2, ROWS]: maximum and sum
     arrivals_ptr,  # [B · Hk · row blocks] int32, 0 before and after
-    splits,  # of a sequence, or with BLOCK_B the shares of the whole batch
-    min_keys,  # of a split
+    splits,  # of a sequence, or with BLOCK_B the shares of all keys
+    min_keys,  # of a split or share
     most_keys,  # a row of the table leads to
     window,
-    splits_last,  # 1: the grid is heads, sequences, splits; 0: heads, splits, sequences
     stride_table,
     stride_ks,  # 1, or 0 for one scale
     stride_vs,
@@ -194,7 +193,7 @@ def paged_decode_kernel(
     SAME_STRIDES: tl.constexpr,  # of keys and values
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,  # more than one split
-    BLOCK_B: tl.constexpr,  # 0: the grid says which part; else that many lengths are read for it
+    BLOCK_B: tl.constexpr,  # 0: the grid says which part; else of B lengths, read to find it
     ROWS: tl.constexpr,  # of a program, at most BLOCK_M
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,  # ROWS up to a power of two
@@ -228,9 +227,7 @@ def paged_decode_kernel(
         q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
         part_of = head.to(tl.int64) * tl.num_programs(1) + place - split
     else:
-        second, third = tl.program_id(1), tl.program_id(2)
-        split = tl.where(splits_last != 0, third, second)
-        batch = tl.where(splits_last != 0, second, third).to(tl.int64)
+        split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
         context = tl.load(contexts_ptr + batch, volatile=True)
         q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)

@@ -34,20 +34,16 @@ _ROW_FIELDS = {"kernel", "D", "bits", "load", "tile", "us"}
 _FEW_KEYS = 1024
 """Keys of a program where there are more programs than fit at once."""
 _MOST_SPLITS = 512
-_BOUND = 16
-"""Programs of a launch at most, as multiples of those that run at once, where the longest context
-is only a bound."""
-_FEWER = 8
-"""Likewise, while a sequence has this many splits; at most :data:`_UNEVEN_SPLITS`."""
-_UNEVEN_SPLITS = 16
 _MOST_IMBALANCE = 1.1
-MOST_SHARED = 1024
-"""Sequences of a batch at most whose parts are laid out on the device."""
+MOST_LENGTHS = 1024
+"""Sequences of a batch at most whose parts are laid out on the device: each program reads all
+lengths."""
 _SHARES = 1
 """Shares of a batch's keys, as multiples of the programs that run at once."""
-_SHARED_KEYS = 1024
+_SHARE_KEYS = 1024
 """Keys of a share at least, where sequences alone occupy the device."""
 _MOST_SHARES = 2**14
+"""With a place for every sequence: counts of 15 bits, and less than a grid may have."""
 HEADS_FIRST_BYTES = 32 * 2**20
 """Of queries: up to here backward's programs begin in the order of heads, so that none with much
 work is the last to run. Beyond, reading the blocks of all heads at once costs more than it gains
@@ -315,35 +311,6 @@ def decode_splits(tile: DecodeTile, pairs: int, max_context: int, multiprocessor
 
 
 def bounded_decode(
-    gpu: str | None, padded_dim: int, size: int, pairs: int, max_context: int, multiprocessors: int
-) -> tuple[DecodeTile, int]:
-    """Return tile and splits of paged decode where most sequences may be far shorter than the most.
-
-    A CUDA graph keeps its grid, laid out for the longest context a model may have. Many splits let
-    a long sequence among short ones be read by many; ``min_keys`` of the tile is raised so that
-    short ones stay whole, for a merge costs more than it gains where sequences alone occupy the
-    device. Programs without keys end at once and need places that others leave free.
-
-    Args:
-        gpu: the card's name; None for the rule.
-        padded_dim: 64, 128 or 256.
-        size: bytes of a cached element, 1 or 2.
-        pairs: programs without splits: sequences × key heads.
-        max_context: keys of the longest sequence there may be.
-        multiprocessors: of the device.
-    """
-    load = load_of(pairs, max_context, multiprocessors)
-    if 2 * pairs > decode(gpu, padded_dim, size, "large").per_sm * multiprocessors:
-        load = "many"
-    tile = decode(gpu, padded_dim, size, load)
-    tile = _with_longer_parts(tile, _FEW_KEYS // max(1, multiprocessors // pairs))
-    places = tile.per_sm * multiprocessors
-    uneven = min(_UNEVEN_SPLITS, max(_FEWER, _FEWER * places // pairs), _BOUND * places // pairs)
-    most = min(-(-max_context // tile.min_keys), _MOST_SPLITS)
-    return tile, max(1, min(most, max(places // pairs, uneven)))
-
-
-def graph_decode(
     gpu: str | None,
     padded_dim: int,
     size: int,
@@ -352,7 +319,12 @@ def graph_decode(
     multiprocessors: int,
     sequences: int,
 ) -> tuple[DecodeTile, int]:
-    """Return tile and shares of paged decode whose parts are laid out on the device.
+    """Return tile and shares of paged decode where most sequences may be far shorter than the most.
+
+    A CUDA graph keeps its grid, laid out for the longest context a model may have: the parts are
+    laid out on the device, by the lengths. ``min_keys`` of the tile is raised so that short
+    sequences stay whole, for a merge costs more than it gains where sequences alone occupy the
+    device.
 
     Args:
         gpu: the card's name; None for the rule.
@@ -364,18 +336,19 @@ def graph_decode(
         sequences: of the batch.
 
     Returns:
-        The tile, its `min_keys` raised, and the shares; 1 where no sequence is worth dividing.
+        The tile, and shares as of :func:`taut_kernels.attention.decode.launch`; 0 where no sequence
+        is to be divided.
     """
     load = load_of(pairs, max_context, multiprocessors)
     if 2 * pairs > decode(gpu, padded_dim, size, "large").per_sm * multiprocessors:
         load = "many"
     tile = decode(gpu, padded_dim, size, load)
-    tile = _with_longer_parts(tile, _SHARED_KEYS // max(1, multiprocessors // pairs))
+    tile = _with_longer_parts(tile, _SHARE_KEYS // max(1, multiprocessors // pairs))
+    if max_context <= tile.min_keys or sequences > MOST_LENGTHS:
+        return tile, 0
+    places = _SHARES * tile.per_sm * multiprocessors
     most = sequences * -(-max_context // tile.min_keys)
-    if most <= sequences or sequences > MOST_SHARED:
-        return tile, 1
-    shares = _SHARES * tile.per_sm * multiprocessors * sequences // pairs
-    return tile, max(2, min(shares, most, _MOST_SHARES))
+    return tile, max(1, min(places * sequences // pairs, most, _MOST_SHARES))
 
 
 @cache

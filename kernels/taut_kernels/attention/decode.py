@@ -23,6 +23,10 @@ Splits    Programs = B · Hk · splits, by sizes the host knows; each sequence i
           sets back to 0: no second launch, nothing waits for the device, and a captured graph
           follows changing lengths and pages. One part alone is the result; programs without keys
           end at once.
+Shares    In a graph, where the host knows no lengths (:func:`decode_into`): each program reads the
+          lengths of all sequences and finds its own part, so that the keys of the whole batch, not
+          of each sequence, are divided evenly. A sequence's parts, and by roundings its result,
+          then depend on the lengths of the others; the same lengths give the same bits.
 CPU       the reference, in plain torch: the specification
 Limits    sm_80 and later; forward only. Calls that run beside each other (two streams) need
           `arrivals` of their own.
@@ -56,8 +60,8 @@ registers that its loop needs no more."""
 _MOST_MERGED = 32
 """Parts at once at most: instructions are written out for each."""
 
-_LENGTHS = (64, 256, _tiles.MOST_SHARED)
-"""Blocks of lengths, each a form of the kernel."""
+_LENGTHS = (64, 256, _tiles.MOST_LENGTHS)
+"""What a batch's size is rounded up to where programs read all lengths: each a form."""
 
 
 def make_arrivals(
@@ -146,7 +150,7 @@ def launch_constants(
         heads: query heads.
         window: whether keys are limited to one.
         splits: programs a sequence and head.
-        block_b: of :func:`lengths_read`, where programs find their part themselves, or 0.
+        block_b: of :func:`lengths_read` in a launch in shares, else 0.
     """
     dim, group = cache.shape[3], heads // cache.shape[2]
     padded = padded_dim(dim)
@@ -203,10 +207,10 @@ def tile_of(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> Decod
 
 
 def lengths_read(sequences: int) -> int:
-    """Return the block of lengths that each program of a shared launch reads: few forms.
+    """Return for how many lengths the form of a launch in shares has room.
 
     Args:
-        sequences: of the batch, at most :data:`_tiles.MOST_SHARED`.
+        sequences: of the batch, at most :data:`_tiles.MOST_LENGTHS`.
     """
     return next(block for block in _LENGTHS if block >= sequences)
 
@@ -230,8 +234,7 @@ def launch(
     settings: Settings,
     splits: int | None = None,
     out: torch.Tensor | None = None,
-    splits_last: bool = False,
-    shared: bool = False,
+    shares: int = 0,
 ) -> torch.Tensor:
     """Run the kernel with a given tile; what the op does, and what tuning and the plugin call.
 
@@ -243,9 +246,8 @@ def launch(
         settings: of the op.
         splits: programs a sequence and head; by the tile's rule if None.
         out: [B, T, Hq, D] to write to, the D elements of a head next to each other; new if None.
-        splits_last: begin with the first split of every sequence, so that programs without keys
-            come last; else with all splits of the first sequence.
-        shared: ``splits`` are shares of the whole batch, laid out on the device by the lengths.
+        shares: if not 0, into how many shares to divide the keys of the whole batch, each program
+            finding its own on the device; at most `MOST_LENGTHS` sequences. Then no ``splits``.
 
     Returns:
         [B, T, Hq, D].
@@ -257,16 +259,16 @@ def launch(
     sequences, queries, heads, _ = q.shape
     blocks, rows = row_blocks(queries * heads // k_cache.shape[2])
     programs = k_cache.shape[2] * blocks
-    if splits is None:
-        splits = _tiles.decode_splits(tile, *load(q, k_cache, settings))
-    grid = (programs, splits, sequences)
-    if splits_last:
-        grid = (programs, sequences, splits)
-    if shared:
-        grid = (programs, splits + sequences, 1)
-    block_b = lengths_read(sequences) if shared else 0
+    block_b = lengths_read(sequences) if shares else 0
+    if shares:
+        splits, grid = shares, (programs, shares + sequences, 1)
+    else:
+        if splits is None:
+            splits = _tiles.decode_splits(tile, *load(q, k_cache, settings))
+        grid = (programs, splits, sequences)
+    divided = splits > 1 or shares > 0
     workspace: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if splits > 1 or shared:
+    if divided:
         workspace = _workspace(q, math.prod(grid), rows, arrivals)
     keys, values = _words(k_cache, "k_cache"), _words(v_cache, "v_cache")
     strides = (*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *o.stride()[:3])
@@ -278,9 +280,9 @@ def launch(
     }
     call = (queries, heads, window > 0, splits, block_b)
     most_keys = table.shape[1] * k_cache.shape[1]
-    numbers = (splits, tile.min_keys, most_keys, window, int(splits_last), table.stride(0))
+    numbers = (splits, tile.min_keys, most_keys, window, table.stride(0))
     _paged_decode(
-        (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], splits > 1, block_b, *flags.values(),
+        (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], divided, block_b, *flags.values(),
          tile.keys, tile.num_warps, tile.num_stages),
         grid,
         (q, keys, values, table, contexts, k_scale, v_scale, o, *workspace),
@@ -300,7 +302,7 @@ def decode_into(
 ) -> None:
     """Run the op without its checks and into memory of the caller's, who sees to what it allows.
 
-    Tile and splits are those of :func:`_tiles.graph_decode`, in a CUDA graph as outside.
+    Tile and shares are those of :func:`_tiles.bounded_decode`, in a CUDA graph as outside.
 
     Args:
         out: [B, T, Hq, D] as ``q``.
@@ -313,10 +315,10 @@ def decode_into(
         out.copy_(paged_decode_ref(q, k_cache, v_cache, *settings))
         return
     gpu, dim = _launch.gpu_name(q.device), padded_dim(q.shape[3])
-    tile, shares = _tiles.graph_decode(
+    tile, shares = _tiles.bounded_decode(
         gpu, dim, k_cache.element_size(), *load(q, k_cache, settings), q.shape[0]
     )
-    launch(tile, q, k_cache, v_cache, settings, shares, out, shared=shares > 1)
+    launch(tile, q, k_cache, v_cache, settings, 1, out, shares)
 
 
 def _launch_paged_decode(

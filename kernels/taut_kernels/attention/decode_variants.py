@@ -51,7 +51,7 @@ def _variant(
     for name in absent:
         del pointers[name]
     strides = tuple(name for name in names if name.startswith("stride_"))
-    form = f" shared {block_b}" if block_b else "" if splits > 1 else " whole"
+    form = f" of {block_b}" if block_b else "" if splits > 1 else " whole"
     form = f"{' window' if window else ''}{form}"
     form = f"{EIGHT_BIT.get(dtype, 'bf16')} D={dim} g{group} T={queries} page {page}{form}"
     return KernelVariant(
@@ -59,7 +59,7 @@ def _variant(
         kernel=paged_decode_kernel,
         tile=tile,
         pointers=pointers,
-        integers=("splits", "min_keys", "most_keys", "window", "splits_last", *strides),
+        integers=("splits", "min_keys", "most_keys", "window", *strides),
         divisible_by_16=tuple(name for name in strides if name not in _UNALIGNED),
         constants={**dict.fromkeys(absent), **constants},
         options=tile.options(),
@@ -81,7 +81,7 @@ def kernel_variants() -> Iterator[KernelVariant]:
         (dtype, dim, 4, 1, 16, False, 8, block_b)
         for dim, dtype in itertools.product(HEAD_DIMS, (torch.bfloat16, *EIGHT_BIT))
         # Lengths need registers before the loop only: the most of them show it.
-        for block_b in (0, _tiles.MOST_SHARED)
+        for block_b in (0, _tiles.MOST_LENGTHS)
     ]
     # Every mask and address at once, on the widest form of each way to the operands.
     others: list[_Form] = [

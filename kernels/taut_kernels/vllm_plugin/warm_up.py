@@ -14,8 +14,8 @@ import torch
 
 from taut_kernels import _launch, tiles_fused
 from taut_kernels.attention import _tiles, decode
-from taut_kernels.attention._tiles import DecodeTile
 from taut_kernels.attention._arguments import padded_dim
+from taut_kernels.attention._tiles import DecodeTile
 from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
 
 _EPSILON = 1e-6
@@ -277,8 +277,8 @@ def _bounded_launches(
         pairs = count * form.kv_heads * blocks
         small = _tiles.SMALL_LOAD * units // pairs
         for longest in (1, small, small + 1, 2**20):
-            tile, shares = _tiles.graph_decode(*kind, pairs, longest, units, count)
-            block = decode.lengths_read(count) if shares > 1 else 0
+            tile, shares = _tiles.bounded_decode(*kind, pairs, longest, units, count)
+            block = decode.lengths_read(count) if shares else 0
             key = (tile.keys, tile.num_warps, tile.num_stages, block)
             found.setdefault(key, (tile, shares, count))
     return found
@@ -311,5 +311,5 @@ def compile_decode(form: DecodeForm, sequences: int, device: torch.device) -> in
         arrivals = torch.zeros(count * form.heads, dtype=torch.int32, device=device)
         settings = decode.Settings(table, contexts, scale, scale, arrivals, 1, form.window, 1.0)
         caches = (both[..., :dim], both[..., dim:])
-        decode.launch(tile, q, *caches, settings, shares, shared=shares > 1)
+        decode.launch(tile, q, *caches, settings, 1, shares=shares)
     return len(launches)
