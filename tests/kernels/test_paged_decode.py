@@ -367,12 +367,8 @@ def test_gpu_shares_of_uneven_lengths(dtype: torch.dtype, queries: int, window: 
         settings = decode.Settings(*case.settings(arrivals))
         for shares, load in ((1, "small"), (2, "large"), (33, "large"), (300, "many")):
             tile = _tiles.decode(torch.cuda.get_device_name(), 128, dtype.itemsize, load)
-            found = decode.launch(
-                tile, case.q, case.k_cache, case.v_cache, settings, shares=shares
-            )
-            again = decode.launch(
-                tile, case.q, case.k_cache, case.v_cache, settings, shares=shares
-            )
+            found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, shares=shares)
+            again = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, shares=shares)
             testing.assert_within_budget(found, gold, reference)
             assert torch.equal(found, again)
             assert not arrivals.any()

@@ -214,7 +214,7 @@ def fp8_layer(
 
 
 def decode_attention(form: warm_up.DecodeForm, most: int) -> tuple[Prepare, list[Call]]:
-    """Return as :func:`w4a16_layer`; what a batch of up to `most` and its longest context ask for."""
+    """Return as :func:`w4a16_layer`; what batches of up to `most` and their contexts ask for."""
 
     def prepare() -> None:
         warm_up._compiled.clear()

@@ -225,7 +225,7 @@ def paged_decode_kernel(
         batch = batch.to(tl.int64)
         q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
         q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
-        part_of = head.to(tl.int64) * tl.num_programs(1) + place - split
+        part_of = head * tl.num_programs(1) + place - split
     else:
         split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
         q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
@@ -288,8 +288,9 @@ def paged_decode_kernel(
         WARPS, KEPT, BLOCK_D,
     )  # fmt: skip
     if SPLIT and active > 1:
-        partial_ptr += part_of * (ROWS * D)
-        stats_ptr += part_of * (2 * ROWS)
+        first_part = part_of.to(tl.int64)
+        partial_ptr += first_part * (ROWS * D)
+        stats_ptr += first_part * (2 * ROWS)
         finished = leave_part(
             part, highest, total, partial_ptr + split * (ROWS * D), stats_ptr + split * (2 * ROWS),
             arrivals_ptr + batch * tl.num_programs(0) + head, active, D, BLOCK_D, ROWS, KEPT,

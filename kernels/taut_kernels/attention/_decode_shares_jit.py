@@ -1,4 +1,4 @@
-"""Jit functions of :mod:`taut_kernels.attention.decode`: which keys of which sequence a program reads.
+"""Jit functions of :mod:`taut_kernels.attention.decode`: which keys a program reads.
 
 Either the grid says which sequence and which of its parts (:func:`key_span`), or every program
 reads the lengths of all sequences and finds its own part among theirs (:func:`find_part`): then the
@@ -71,8 +71,10 @@ def find_part(
     BLOCK_B: tl.constexpr,  # at least sequences, a power of two
     WARPS: tl.constexpr,
 ):
-    """Find the part of a sequence that stands at `place`; return sequence (-1: none), part, parts,
-    context, first key (a multiple of BLOCK_KEYS) and the key to stop at.
+    """Find the part of a sequence that stands at `place`.
+
+    Return sequence (-1: none), number of the part, parts of the sequence, its context, first key (a
+    multiple of BLOCK_KEYS) and the key to stop at.
 
     All keys of the batch, in steps, make up `total`; a part is total / shares, rounded up, or
     min_keys. A sequence of s steps has n = max(1, ⌊s / part + ½⌋) parts, equal to a step. There is

@@ -78,10 +78,12 @@ _Form = tuple[torch.dtype, int, int, int, int, bool, int, int]
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield the forms, with the rules' tiles and those of every card's table."""
     plain: list[_Form] = [
-        (dtype, dim, 4, 1, 16, False, 8, block_b)
+        (dtype, dim, 4, 1, 16, False, 8, 0)
         for dim, dtype in itertools.product(HEAD_DIMS, (torch.bfloat16, *EIGHT_BIT))
-        # Lengths need registers before the loop only: the most of them show it.
-        for block_b in (0, _tiles.MOST_LENGTHS)
+    ]
+    # Parts laid out on the device: a few registers more, and many before the loop.
+    plain += [
+        (dtype, 128, 4, 1, 16, False, 8, 64) for dtype in (torch.bfloat16, torch.float8_e4m3fn)
     ]
     # Every mask and address at once, on the widest form of each way to the operands.
     others: list[_Form] = [
@@ -89,6 +91,9 @@ def kernel_variants() -> Iterator[KernelVariant]:
         (torch.float8_e4m3fn, 128, 4, 8, 128, True, 8, 0),
         (torch.int8, 256, 4, 8, 128, True, 8, 0),
         (torch.bfloat16, 128, 1, 1, 64, False, 1, 0),
+        (torch.bfloat16, 128, 4, 8, 128, True, 8, 256),
+        (torch.bfloat16, 128, 4, 1, 16, False, 8, _tiles.MOST_LENGTHS),
+        (torch.bfloat16, 256, 4, 1, 16, False, 8, _tiles.MOST_LENGTHS),
     ]
     for form in (*plain, *others):
         padded, size = padded_dim(form[1]), form[0].itemsize
