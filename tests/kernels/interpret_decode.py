@@ -144,7 +144,7 @@ def _laid_out(lens, tile, shares, most, queries, window):
         first = max(context - queries + 1 - window, 0) // block * block if window else 0
         steps.append(-(-(context - first) // block))
     part = max(-(-sum(steps) // shares), -(-tile.min_keys // block))
-    return [max(1, (count + part // 2) // part) for count in steps]
+    return [max(1, -(-count // part)) for count in steps]
 
 
 def check_shares(case, tile, shares):
@@ -213,7 +213,7 @@ def layouts_of_shares():
         place = tl.program_id(0)
         batch, split, active, context, first, last = _decode_shares_jit.find_part(
             contexts_ptr, tl.num_programs(0) - shares, shares, min_keys, most_keys, window, place,
-            QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B, 2,
+            QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B,
         )  # fmt: skip
         tl.store(o_ptr + place * 6 + 0, batch)
         tl.store(o_ptr + place * 6 + 1, split)

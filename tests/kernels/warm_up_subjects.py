@@ -235,9 +235,9 @@ def decode_attention(form: warm_up.DecodeForm, most: int) -> tuple[Prepare, list
         settings = decode.Settings(table, lens, scale, scale, arrivals, longest, form.window, 0.1)
         gpu, dim = _launch.gpu_name(q.device), padded_dim(form.head_dim)
         load = decode.load(q, k, settings)
-        tile, shares = _tiles.bounded_decode(gpu, dim, form.cache_dtype.itemsize, *load, B)
+        tile, splits, shares = _tiles.bounded_decode(gpu, dim, form.cache_dtype.itemsize, *load, B)
         out = empty(B, 1, form.heads, form.head_dim, dtype=form.dtype)
-        decode.launch(tile, q, k, v, settings, 1, out, shares)
+        decode.launch(tile, q, k, v, settings, splits, out, shares)
 
     contexts = (1, 64, 130, 1024, 8192, 131072)
     return prepare, [

@@ -218,7 +218,7 @@ def paged_decode_kernel(
         place = tl.program_id(1)
         batch, split, active, context, first, last = find_part(
             contexts_ptr, tl.num_programs(1) - splits, splits, min_keys, most_keys, window, place,
-            QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B, WARPS,
+            QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B,
         )  # fmt: skip
         if batch < 0:
             return

@@ -52,8 +52,8 @@ def steps_of(context, window, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
 
 @triton.jit
 def parts_of(steps, part):
-    """Return how many parts of about `part` steps to make: the nearest whole number, at least 1."""
-    return tl.maximum((steps + part // 2) // part, 1)
+    """Return how many parts of at most `part` steps there must be, at least 1."""
+    return tl.maximum((steps + part - 1) // part, 1)
 
 
 @triton.jit
@@ -69,7 +69,6 @@ def find_part(
     WINDOW: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_B: tl.constexpr,  # at least sequences, a power of two
-    WARPS: tl.constexpr,
 ):
     """Find the part of a sequence that stands at `place`.
 
@@ -77,31 +76,28 @@ def find_part(
     multiple of BLOCK_KEYS) and the key to stop at.
 
     All keys of the batch, in steps, make up `total`; a part is total / shares, rounded up, or
-    min_keys. A sequence of s steps has n = max(1, ⌊s / part + ½⌋) parts, equal to a step. There is
-    a place for all: n ≤ s / part + 1, the sum of the first terms is total / part ≤ shares, that of
+    min_keys. A sequence of s steps has n = max(1, ⌈s / part⌉) parts, equal to a step. There is a
+    place for all: n ≤ s / part + 1, the sum of the first terms is total / part ≤ shares, that of
     the second is the number of sequences, and the grid has shares + sequences places.
 
     Sequences of half a part or more come first, in their order, then the short ones, one place
     each, so that what starts last is soon done; then places without work.
     """
-    # Where a warp has room for all lengths, each does it all: shuffles, no barrier but the last.
-    REPEATED: tl.constexpr = WARPS if BLOCK_B <= 128 else 1
-    offs_b = tl.arange(0, BLOCK_B)[None, :] + tl.zeros((REPEATED, 1), tl.int32)
+    offs_b = tl.arange(0, BLOCK_B)
     real = offs_b < sequences
     context = load_contexts(contexts_ptr, offs_b, sequences, most_keys)
     steps = steps_of(context, window, QUERIES, WINDOW, BLOCK_KEYS)
     least = (min_keys + BLOCK_KEYS - 1) // BLOCK_KEYS
-    part = tl.maximum((tl.sum(steps, 1) + shares - 1) // shares, least)
-    parts = parts_of(steps, part[:, None])
-    long = steps + part[:, None] // 2 >= part[:, None]
+    part = tl.maximum((tl.sum(steps, 0) + shares - 1) // shares, least)
+    parts = parts_of(steps, part)
+    long = 2 * steps >= part
     # Two counts in one number: parts of long sequences in its high half, short ones in its low.
     counts = tl.where(real, tl.where(long, parts << 16, 1), 0)
-    ends = tl.cumsum(counts, 1)
-    of_long = tl.sum(counts, 1)[:, None] >> 16
+    ends = tl.cumsum(counts, 0)
+    of_long = tl.sum(counts, 0) >> 16
     begin = tl.where(long, (ends >> 16) - parts, of_long + (ends & 0xFFFF) - 1)
     mine = real & (begin <= place) & (place < begin + parts)
-    found = tl.max(tl.max(tl.where(mine, (place - begin) * BLOCK_B + offs_b, -1), 1), 0)
-    part = tl.max(part, 0)
+    found = tl.max(tl.where(mine, (place - begin) * BLOCK_B + offs_b, -1), 0)
     batch = tl.where(found < 0, -1, found % BLOCK_B)
     split = found // BLOCK_B
     # Again for the one sequence: a load from L1 instead of reductions.

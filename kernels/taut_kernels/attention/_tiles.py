@@ -38,8 +38,6 @@ _MOST_IMBALANCE = 1.1
 MOST_LENGTHS = 1024
 """Sequences of a batch at most whose parts are laid out on the device: each program reads all
 lengths."""
-_SHARES = 1
-"""Shares of a batch's keys, as multiples of the programs that run at once."""
 _SHARE_KEYS = 1024
 """Keys of a share at least, where sequences alone occupy the device."""
 _MOST_SHARES = 2**14
@@ -318,13 +316,14 @@ def bounded_decode(
     max_context: int,
     multiprocessors: int,
     sequences: int,
-) -> tuple[DecodeTile, int]:
-    """Return tile and shares of paged decode where most sequences may be far shorter than the most.
+) -> tuple[DecodeTile, int, int]:
+    """Return how paged decode runs where most sequences may be far shorter than the most.
 
-    A CUDA graph keeps its grid, laid out for the longest context a model may have: the parts are
-    laid out on the device, by the lengths. ``min_keys`` of the tile is raised so that short
-    sequences stay whole, for a merge costs more than it gains where sequences alone occupy the
-    device.
+    A CUDA graph keeps its grid, laid out for the longest context a model may have: the parts of
+    several sequences are laid out on the device, by the lengths, in as many shares as programs run
+    at once. One sequence alone is divided evenly by splits, too, and needs no such layout.
+    ``min_keys`` of the tile is raised so that short sequences stay whole, for a merge costs more
+    than it gains where sequences alone occupy the device.
 
     Args:
         gpu: the card's name; None for the rule.
@@ -336,19 +335,23 @@ def bounded_decode(
         sequences: of the batch.
 
     Returns:
-        The tile, and shares as of :func:`taut_kernels.attention.decode.launch`; 0 where no sequence
-        is to be divided.
+        Tile, splits and shares as :func:`taut_kernels.attention.decode.launch` wants them.
     """
     load = load_of(pairs, max_context, multiprocessors)
     if 2 * pairs > decode(gpu, padded_dim, size, "large").per_sm * multiprocessors:
         load = "many"
-    tile = decode(gpu, padded_dim, size, load)
-    tile = _with_longer_parts(tile, _SHARE_KEYS // max(1, multiprocessors // pairs))
+    least = _SHARE_KEYS // max(1, multiprocessors // pairs)
+    tile = _with_longer_parts(decode(gpu, padded_dim, size, load), least)
     if max_context <= tile.min_keys or sequences > MOST_LENGTHS:
-        return tile, 0
-    places = _SHARES * tile.per_sm * multiprocessors
+        return tile, 1, 0
+    if load == "many" and size == 1:
+        # Evenly divided, many are as few. In 16 bits the smaller tile gains with short sequences.
+        tile = _with_longer_parts(decode(gpu, padded_dim, size, "large"), least)
+    at_once = max(1, tile.per_sm * multiprocessors * sequences // pairs)
     most = sequences * -(-max_context // tile.min_keys)
-    return tile, max(1, min(places * sequences // pairs, most, _MOST_SHARES))
+    if sequences == 1:
+        return tile, min(at_once, most, _MOST_SPLITS), 0
+    return tile, 1, min(at_once, most, _MOST_SHARES)
 
 
 @cache

@@ -302,7 +302,7 @@ def decode_into(
 ) -> None:
     """Run the op without its checks and into memory of the caller's, who sees to what it allows.
 
-    Tile and shares are those of :func:`_tiles.bounded_decode`, in a CUDA graph as outside.
+    Tile, splits and shares are of :func:`_tiles.bounded_decode`, in a CUDA graph as outside.
 
     Args:
         out: [B, T, Hq, D] as ``q``.
@@ -315,10 +315,10 @@ def decode_into(
         out.copy_(paged_decode_ref(q, k_cache, v_cache, *settings))
         return
     gpu, dim = _launch.gpu_name(q.device), padded_dim(q.shape[3])
-    tile, shares = _tiles.bounded_decode(
+    tile, splits, shares = _tiles.bounded_decode(
         gpu, dim, k_cache.element_size(), *load(q, k_cache, settings), q.shape[0]
     )
-    launch(tile, q, k_cache, v_cache, settings, 1, out, shares)
+    launch(tile, q, k_cache, v_cache, settings, splits, out, shares)
 
 
 def _launch_paged_decode(

@@ -263,8 +263,8 @@ _compiled: set[tuple[DecodeForm, int, torch.device]] = set()
 
 def _bounded_launches(
     form: DecodeForm, sequences: int, device: torch.device
-) -> dict[tuple[Any, ...], tuple[DecodeTile, int, int]]:
-    """Return tile, shares and sequences of a launch of each form that decodes may need.
+) -> dict[tuple[Any, ...], tuple[DecodeTile, int, int, int]]:
+    """Return tile, splits, shares and sequences of a launch of each form that decodes may need.
 
     Which tile a batch takes changes where its keys, at the longest context, pass a bound; whether
     it is divided, where that context does.
@@ -272,15 +272,16 @@ def _bounded_launches(
     kind = (_launch.gpu_name(device), padded_dim(form.head_dim), form.cache_dtype.itemsize)
     blocks, _ = decode.row_blocks(form.heads // form.kv_heads)
     units = _launch.multiprocessors(device)
-    found: dict[tuple[Any, ...], tuple[DecodeTile, int, int]] = {}
+    found: dict[tuple[Any, ...], tuple[DecodeTile, int, int, int]] = {}
     for count in range(1, sequences + 1):
         pairs = count * form.kv_heads * blocks
         small = _tiles.SMALL_LOAD * units // pairs
         for longest in (1, small, small + 1, 2**20):
-            tile, shares = _tiles.bounded_decode(*kind, pairs, longest, units, count)
+            cut = _tiles.bounded_decode(*kind, pairs, longest, units, count)
+            tile, splits, shares = cut
             block = decode.lengths_read(count) if shares else 0
-            key = (tile.keys, tile.num_warps, tile.num_stages, block)
-            found.setdefault(key, (tile, shares, count))
+            key = (tile.keys, tile.num_warps, tile.num_stages, splits > 1, block)
+            found.setdefault(key, (*cut, count))
     return found
 
 
@@ -304,12 +305,12 @@ def compile_decode(form: DecodeForm, sequences: int, device: torch.device) -> in
     both = both.to(form.cache_dtype)
     scale = torch.ones((), device=device) if size == 1 else None
     launches = _bounded_launches(form, sequences, device).values()
-    for tile, shares, count in launches:
+    for tile, splits, shares, count in launches:
         q = torch.zeros(count, 1, form.heads, dim, dtype=form.dtype, device=device)
         table = torch.zeros(count, 1, dtype=torch.int32, device=device)
         contexts = torch.ones(count, dtype=torch.int32, device=device)
         arrivals = torch.zeros(count * form.heads, dtype=torch.int32, device=device)
         settings = decode.Settings(table, contexts, scale, scale, arrivals, 1, form.window, 1.0)
         caches = (both[..., :dim], both[..., dim:])
-        decode.launch(tile, q, *caches, settings, 1, shares=shares)
+        decode.launch(tile, q, *caches, settings, splits, shares=shares)
     return len(launches)
