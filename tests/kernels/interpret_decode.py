@@ -3,13 +3,14 @@
 In its own process, since Triton reads the variable when it is imported.
 """
 
+import dataclasses
 import itertools
 import sys
 
 import torch
 
 from taut_kernels import _launch, testing
-from taut_kernels.attention import _decode_merge_jit, _decode_values_jit, decode
+from taut_kernels.attention import _decode_merge_jit, _decode_shares_jit, _decode_values_jit, decode
 from taut_kernels.attention._tiles import DecodeTile
 from taut_kernels.testing_paged import make_case
 
@@ -92,8 +93,8 @@ def many_splits():
     return count
 
 
-def _parts_left(case, tile, splits, splits_last):
-    """Run the kernel; return o and how many parts of each sequence and head were stored."""
+def _left(case, tile, **launch):
+    """Run the kernel; return o, and which parts were stored, [programs a split, splits]."""
     arrivals = decode.make_arrivals(len(case.context_lens), case.q.shape[2], case.q.device, 8)
     allocated, empty = [], _launch.empty
 
@@ -103,19 +104,16 @@ def _parts_left(case, tile, splits, splits_last):
 
     _launch.empty = remembered
     try:
-        found = decode.launch(
-            tile, case.q, case.k_cache, case.v_cache, decode.Settings(*case.settings(arrivals)),
-            splits, splits_last=splits_last,
-        )  # fmt: skip
+        settings = decode.Settings(*case.settings(arrivals))
+        found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, **launch)
     finally:
         _launch.empty = empty
     assert not arrivals.any(), "arrivals are left as they were"
-    stats = allocated[2].reshape(len(case.context_lens), -1, splits, allocated[2][0].numel())
-    return found, (~stats.isnan()).all(3).sum(2)
+    return found, (~allocated[2].isnan()).flatten(1).all(1)
 
 
 def short_among_long():
-    """A grid for far longer sequences: parts of `min_keys` and more, in both orders of the grid.
+    """A grid for far longer sequences: parts of `min_keys` and more.
 
     A sequence of one part leaves nothing to merge; nor does what has no key.
     """
@@ -124,19 +122,150 @@ def short_among_long():
     for queries, window in ((1, 0), (1, 150), (3, 0), (3, 150)):
         lens = [queries, 63, 64, 65, 0, 128, 129, 500] if queries == 1 else [3, 64, 65, 0, 311]
         case = make_case(lens, 4, 2, 64, 16, torch.float16, queries=queries, window=window)
-        gold, reference, outcomes = case.gold(), case.reference(), []
-        for splits_last in (False, True):
-            found, parts = _parts_left(case, tile, 5, splits_last)
-            testing.assert_within_budget(found, gold, reference)
-            outcomes.append(found)
+        found, stored = _left(case, tile, splits=5)
+        parts = stored.view(len(lens), -1, 5).sum(2)
+        testing.assert_within_budget(found, case.gold(), case.reference())
+        for number, context in enumerate(lens):
+            first = max(context - queries + 1 - window, 0) // 32 * 32 if window else 0
+            keys = context - first
+            chunk = -(-max(-(-keys // 5), 64) // 32) * 32
+            used = max(1, -(-keys // chunk))
+            assert (parts[number] == (used if used > 1 else 0)).all(), (context, parts[number])
+        count += 1
+    return count
+
+
+def _laid_out(lens, tile, shares, most, queries, window):
+    """Return how many parts each sequence has, as the kernel must lay them out."""
+    block = tile.keys * tile.num_warps
+    steps = []
+    for context in lens:
+        context = min(max(context, 0), most)
+        first = max(context - queries + 1 - window, 0) // block * block if window else 0
+        steps.append(-(-(context - first) // block))
+    part = max(-(-sum(steps) // shares), -(-tile.min_keys // block))
+    return [max(1, -(-count // part)) for count in steps]
+
+
+def check_shares(case, tile, shares):
+    """Run a launch in shares twice; the parts of divided sequences are stored, and no others."""
+    sequences, queries, _, _ = case.q.shape
+    found, stored = _left(case, tile, shares=shares)
+    testing.assert_within_budget(found, case.gold(), case.reference())
+    assert torch.equal(found, _left(case, tile, shares=shares)[0])
+    most = case.block_table.shape[1] * case.k_cache.shape[1]
+    lens = case.context_lens.tolist()
+    parts = _laid_out(lens, tile, shares, most, queries, case.window)
+    assert sum(parts) <= shares + sequences
+    divided = sum(count for count in parts if count > 1)
+    stored = stored.view(-1, shares + sequences)
+    assert (stored.sum(1) == divided).all(), (lens, parts, stored.sum(1))
+    return 1
+
+
+def shares():
+    """Parts laid out by the lengths: uneven, equal, none, all 1, one huge; windows, speculation."""
+    count = 0
+    tiles = (DecodeTile(16, 2, 2, 4, 1), DecodeTile(16, 1, 2, 4, 48), DecodeTile(16, 4, 2, 4, 100))
+    vectors = (
+        [0],
+        [700],
+        [1] * 9,
+        [0, 0, 0, 900],
+        [900, 0, 0, 0, 5],
+        [16, 17, 31, 32, 33, 64, 65, 0, 1],
+        [300, 300, 300],
+        [40, 500, 3, 250, 0, 130, 64],
+        [129] * 7 + [0] * 4,
+    )
+    for number, (lens, many) in enumerate(itertools.product(vectors, (2, 5, 13))):
+        tile, dtype = tiles[number % 3], FORMATS[number % 3 if number % 2 else 0]
+        case = make_case(lens, 4, 2, 64, 16, dtype)
+        count += check_shares(case, tile, many)
+    for queries, window in ((1, 100), (3, 0), (3, 50), (8, 33)):
+        lens = [queries, 400, 64, 65, 120, queries, 311]
+        case = make_case(lens, 4, 1, 64, 16, torch.float16, queries=queries, window=window)
+        count += check_shares(case, tiles[count % 3], 6)
+    return count
+
+
+def shares_of_many():
+    """More sequences than the least block of lengths; lengths beyond the table, and below 0."""
+    generator = torch.Generator().manual_seed(3)
+    lens = (torch.rand(70, generator=generator) ** 6 * 600).int().tolist()
+    case = make_case(lens, 1, 1, 64, 16, torch.float16)
+    count = check_shares(case, DecodeTile(16, 1, 2, 4, 32), 20)
+    case = make_case([320, 40, 160, 16], 2, 1, 64, 16, torch.float16)
+    table = case.block_table[:, :20].contiguous()
+    case = dataclasses.replace(case, block_table=table)
+    case.context_lens.copy_(torch.tensor([2**31 - 1, -(2**31), 160, 0]))
+    return count + check_shares(case, DecodeTile(16, 2, 2, 4, 32), 7)
+
+
+def layouts_of_shares():
+    """The schedule alone over thousands of batches: each step of each sequence in one part."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def lay_out(contexts_ptr, o_ptr, shares, min_keys, most_keys, window, QUERIES: tl.constexpr,
+                WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_B: tl.constexpr):  # fmt: skip
+        place = tl.program_id(0)
+        batch, split, active, context, first, last = _decode_shares_jit.find_part(
+            contexts_ptr, tl.num_programs(0) - shares, shares, min_keys, most_keys, window, place,
+            QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B,
+        )  # fmt: skip
+        tl.store(o_ptr + place * 6 + 0, batch)
+        tl.store(o_ptr + place * 6 + 1, split)
+        tl.store(o_ptr + place * 6 + 2, active)
+        tl.store(o_ptr + place * 6 + 3, context)
+        tl.store(o_ptr + place * 6 + 4, first)
+        tl.store(o_ptr + place * 6 + 5, last)
+
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator).tolist()
+
+    count = 0
+    for sequences, block_b in ((1, 64), (2, 64), (7, 64), (63, 64), (64, 64), (65, 256)):
+        for kind in range(6):
+            most = 131072
+            lens = {
+                0: [0] * sequences,
+                1: [1] * sequences,
+                2: [most] * sequences,
+                3: [2**31 - 1, *[-1] * (sequences - 1)],
+                4: draw(0, 2000, sequences),
+                5: [(x + 1) ** 2 // 97 for x in draw(0, 3500, sequences)],
+            }[kind]
+            (shares,), (least,) = draw(2, 40, 1), draw(1, 1500, 1)
+            queries, window = ((1, 0), (4, 0), (4, 300))[count % 3]
+            contexts = torch.tensor(lens, dtype=torch.int32)
+            out = torch.full((shares + sequences, 6), -7, dtype=torch.int32)
+            lay_out[(shares + sequences,)](
+                contexts, out, shares, least, most, window, queries, window > 0, 32, block_b
+            )
+            tile = DecodeTile(16, 2, 1, 1, least)
+            parts = _laid_out(lens, tile, shares, most, queries, window)
+            working = [row for row in out.tolist() if row[0] >= 0]
+            assert len(working) == sum(parts)
+            assert working == out.tolist()[: len(working)], "places without work come last"
             for number, context in enumerate(lens):
+                mine = [row for row in working if row[0] == number]
+                context = min(max(context, 0), most)
                 first = max(context - queries + 1 - window, 0) // 32 * 32 if window else 0
-                keys = context - first
-                chunk = -(-max(-(-keys // 5), 64) // 32) * 32
-                used = max(1, -(-keys // chunk))
-                assert (parts[number] == (used if used > 1 else 0)).all(), (context, parts[number])
+                assert [row[1:4] for row in mine] == [
+                    [part, parts[number], context] for part in range(parts[number])
+                ]
+                assert mine[0][4] == first
+                assert mine[-1][5] == context
+                assert all(a[5] == b[4] for a, b in itertools.pairwise(mine))
+                assert all(row[4] % 32 == 0 for row in mine)
+                sizes = [row[5] - row[4] for row in mine]
+                assert max(sizes) - min(sizes) < 64
+                assert len(sizes) == 1 or min(sizes) > 0
             count += 1
-        assert torch.equal(*outcomes)
     return count
 
 

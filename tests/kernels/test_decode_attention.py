@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -186,43 +187,59 @@ def test_counters_are_shared_and_grow_without_those_in_use_going(
 
 
 @pytest.mark.parametrize(
-    ("size", "sequences", "most", "load", "min_keys", "splits"),
+    ("size", "sequences", "most", "load", "min_keys", "splits", "shares"),
     [
-        (2, 1, 131072, "large", 64, 33),  # as the op: all run at once
-        (2, 1, 1024, "small", 64, 16),
-        (2, 8, 1024, "small", 512, 2),
-        (2, 8, 131072, "large", 512, 16),
-        (2, 16, 1024, "small", 1024, 1),
-        (2, 16, 131072, "large", 1024, 16),
-        (2, 17, 131072, "many", 1024, 16),  # "large" would leave no places free
-        (2, 32, 1024, "many", 1024, 1),
-        (2, 64, 1024, "many", 1024, 1),
-        (2, 64, 131072, "many", 1024, 8),
-        (2, 128, 131072, "many", 1024, 8),
-        (2, 256, 131072, "many", 1024, 4),
-        (2, 512, 131072, "many", 1024, 2),
-        (1, 16, 1024, "small", 1024, 1),
-        (1, 16, 131072, "large", 1024, 16),
-        (1, 64, 1024, "many", 1024, 1),
-        (1, 64, 131072, "many", 1024, 16),
+        (2, 1, 131072, "large", 64, 33, 0),  # one sequence, as the op: all run at once
+        (2, 1, 1024, "small", 64, 16, 0),
+        (2, 1, 64, "small", 64, 1, 0),
+        (2, 2, 131072, "large", 128, 1, 33),
+        (2, 8, 1024, "small", 512, 1, 16),
+        (2, 8, 131072, "large", 512, 1, 33),
+        (2, 16, 1024, "small", 1024, 1, 0),
+        (2, 16, 131072, "large", 1024, 1, 33),
+        (2, 17, 131072, "many", 1024, 1, 66),  # "large" would leave no places free
+        (2, 32, 1024, "many", 1024, 1, 0),
+        (2, 64, 1024, "many", 1024, 1, 0),
+        (2, 64, 1025, "many", 1024, 1, 66),
+        (2, 64, 131072, "many", 1024, 1, 66),
+        (2, 1024, 131072, "many", 1024, 1, 66),
+        (2, 1025, 131072, "many", 1024, 1, 0),  # more lengths than a program reads
+        (1, 16, 1024, "small", 1024, 1, 0),
+        (1, 16, 131072, "large", 1024, 1, 49),
+        (1, 64, 1024, "many", 1024, 1, 0),
+        (1, 64, 131072, "large", 1024, 1, 49),
+        (1, 256, 131072, "large", 1024, 1, 49),
     ],
 )
 def test_a_grid_for_the_longest_context_keeps_short_ones_whole(
-    size: int, sequences: int, most: int, load: str, min_keys: int, splits: int
+    size: int, sequences: int, most: int, load: str, min_keys: int, splits: int, shares: int
 ) -> None:
-    tile, found = _tiles.bounded_decode(H200, 128, size, 8 * sequences, most, 132)
+    tile, *found = _tiles.bounded_decode(H200, 128, size, 8 * sequences, most, 132, sequences)
     assert tile == replace(_tiles.decode(H200, 128, size, load), min_keys=min_keys)
-    assert found == splits
+    assert found == [splits, shares]
 
 
 def test_a_grid_for_the_longest_context_is_bounded() -> None:
     for dim, size in ((64, 2), (128, 1), (128, 2), (256, 2)):
-        for pairs in (1, 2, 5, 8, 40, 264, 265, 2048, 65536):
+        for heads, sequences in itertools.product((1, 2, 5, 8, 64), (1, 5, 33, 256, 1024, 8192)):
             for most in (0, 1, 64, 1024, 8192, 131072, 2**20):
-                tile, splits = _tiles.bounded_decode(H200, dim, size, pairs, most, 132)
-                assert 1 <= splits <= max(1, -(-most // tile.min_keys))
-                assert splits == 1 or pairs * splits <= 16 * tile.per_sm * 132
+                kind = (H200, dim, size, heads * sequences, most, 132, sequences)
+                tile, splits, shares = _tiles.bounded_decode(*kind)
                 assert tile.min_keys >= _tiles.decode(H200, dim, size, "small").min_keys // 2
+                assert 1 <= splits <= max(1, -(-most // tile.min_keys))
+                # The kernel counts places in 15 bits.
+                assert 0 <= shares < 2**15 - _tiles.MOST_LENGTHS
+                divided = most > tile.min_keys and sequences <= _tiles.MOST_LENGTHS
+                assert (shares > 0) == (divided and sequences > 1)
+                assert splits == 1 or sequences == 1
+
+
+def test_blocks_of_lengths_are_few_and_fit() -> None:
+    blocks = [decode.lengths_read(count) for count in range(1, _tiles.MOST_LENGTHS + 1)]
+    assert all(block >= count for count, block in enumerate(blocks, 1))
+    assert blocks == sorted(blocks)
+    assert len({*blocks}) <= 3
+    assert all(block & (block - 1) == 0 for block in blocks)
 
 
 # --- the record ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,10 @@ def test_a_context_beyond_the_table_is_cut_and_one_below_zero_is_empty() -> None
         ("layouts", 12),
         ("large_values", 2),
         ("many_splits", 3),
-        ("short_among_long", 8),
+        ("short_among_long", 4),
+        ("shares", 31),
+        ("shares_of_many", 2),
+        ("layouts_of_shares", 36),
         ("merges", 9),
     ],
 )
@@ -325,7 +329,7 @@ def test_gpu_conversions_by_assembly_and_by_arithmetic_are_the_same() -> None:
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
-@pytest.mark.parametrize("sequences", [3, 16, 40])
+@pytest.mark.parametrize("sequences", [3, 16, 40, 100, 300])
 def test_gpu_graph_for_a_long_bound_is_right_at_every_length(
     sequences: int, dtype: torch.dtype
 ) -> None:
@@ -348,3 +352,36 @@ def test_gpu_graph_for_a_long_bound_is_right_at_every_length(
         testing.assert_within_budget(first, case.gold(), case.reference())
         assert torch.equal(out, first)
         assert not arrivals.any()
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
+@pytest.mark.parametrize(("queries", "window"), [(1, 0), (1, 300), (4, 100), (8, 0)])
+def test_gpu_shares_of_uneven_lengths(dtype: torch.dtype, queries: int, window: int) -> None:
+    options = {"queries": queries, "window": window}
+    for lens in ([queries, 5000, 700, 64, 65, 1023, queries], [queries] * 9 + [3000]):
+        case = on_gpu(lens, 8, 2, 128, 16, dtype, **options)
+        gold, reference = case.gold(), case.reference()
+        arrivals = make_arrivals(len(lens), 8, case.q.device, queries)
+        settings = decode.Settings(*case.settings(arrivals))
+        for shares, load in ((1, "small"), (2, "large"), (33, "large"), (300, "many")):
+            tile = _tiles.decode(torch.cuda.get_device_name(), 128, dtype.itemsize, load)
+            found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, shares=shares)
+            again = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, shares=shares)
+            testing.assert_within_budget(found, gold, reference)
+            assert torch.equal(found, again)
+            assert not arrivals.any()
+
+
+@gpu
+@needs_gpu
+def test_gpu_shares_with_lengths_beyond_the_table() -> None:
+    case = on_gpu([320, 40, 160, 16], 8, 2, 64, 16, torch.bfloat16)
+    case = dataclasses.replace(case, block_table=case.block_table[:, :20].contiguous())
+    case.context_lens.copy_(torch.tensor([2**31 - 1, -(2**31), 160, 0]))
+    settings = decode.Settings(*case.settings())
+    for load in _tiles.LOADS:
+        tile = _tiles.decode(None, 64, 2, load)
+        found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, shares=40)
+        testing.assert_within_budget(found, case.gold(), case.reference())

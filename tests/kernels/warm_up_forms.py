@@ -38,7 +38,7 @@ from warm_up_subjects import (
 )
 
 from taut_kernels import tiles_fused, tiles_scaled_mm
-from taut_kernels.attention import _tiles
+from taut_kernels.attention._tiles import MOST_LENGTHS
 from taut_kernels.vllm_plugin import (
     custom_ops,
     fused_ops,
@@ -125,7 +125,8 @@ def attentions(most: Sequence[int]) -> Iterator[Thing]:
             cached = FP8 if cache_dtype == FP8 else dtype
             form = warm_up.DecodeForm(heads, kv_heads, dim, page, window, dtype, cached)
             few = (name, dim, page, window) != (LLAMA, 128, 16, 0)
-            yield f"{name} {form}", *decode_attention(form), FEW_BATCHES if few else batches
+            counts = FEW_BATCHES if few else batches
+            yield f"{name} {form}", *decode_attention(form, max(counts)), counts
 
 
 def loading(model: torch.nn.Module) -> Prepare:
@@ -210,16 +211,21 @@ def w4a16_forms(compiler: Compiler, N: int, K: int, tokens: tuple[int, ...]) -> 
 def attention_mutations() -> Iterator[tuple[str, Prepare, list[Call]]]:
     _, _, heads, kv_heads = BLOCKS[LLAMA]
     form = warm_up.DecodeForm(heads, kv_heads, 128, 16, 0, BF16, BF16)
-    prepare, calls = decode_attention(form)
-    for load in _tiles.LOADS:
+    prepare, calls = decode_attention(form, MOST_LENGTHS)
+    launches = warm_up._bounded_launches
+    for left_out in launches(form, MOST_LENGTHS, META):
 
-        def without(load: str = load) -> None:
-            loads, _tiles.LOADS = _tiles.LOADS, tuple({*_tiles.LOADS} - {load})
+        def without(left_out: Any = left_out) -> None:
+            def rest(*args: Any) -> dict[Any, Any]:
+                return {key: each for key, each in launches(*args).items() if key != left_out}
+
+            warm_up._bounded_launches = rest
             prepare()
-            _tiles.LOADS = loads
+            warm_up._bounded_launches = launches
 
-        yield f"attention, {load}", without, calls
-    yield "attention, window", decode_attention(dataclasses.replace(form, window=9))[0], calls
+        yield f"attention, {left_out}", without, calls
+    narrow = dataclasses.replace(form, window=9)
+    yield "attention, window", decode_attention(narrow, MOST_LENGTHS)[0], calls
 
 
 def fused_mutations() -> Iterator[tuple[str, Prepare]]:

@@ -213,12 +213,12 @@ def fp8_layer(
     return lambda: kernel.process_weights_after_loading(layer), called(kernel, layer, K, dtype)
 
 
-def decode_attention(form: warm_up.DecodeForm) -> tuple[Prepare, list[Call]]:
-    """Return as :func:`w4a16_layer`; what a batch's size and longest context ask for."""
+def decode_attention(form: warm_up.DecodeForm, most: int) -> tuple[Prepare, list[Call]]:
+    """Return as :func:`w4a16_layer`; what batches of up to `most` and their contexts ask for."""
 
     def prepare() -> None:
         warm_up._compiled.clear()
-        warm_up.compile_decode(form, META)
+        warm_up.compile_decode(form, most, META)
 
     def call(B: int, longest: int, heads_first: bool) -> None:
         width = (form.heads + 2 * form.kv_heads) * form.head_dim
@@ -233,12 +233,11 @@ def decode_attention(form: warm_up.DecodeForm) -> tuple[Prepare, list[Call]]:
         table = empty(B, -(-longest // form.page_size), dtype=torch.int32)
         lens, arrivals = empty(B, dtype=torch.int32), empty(B * form.heads, dtype=torch.int32)
         settings = decode.Settings(table, lens, scale, scale, arrivals, longest, form.window, 0.1)
-        tile, load = decode.tile_of(q, k, settings), decode.load(q, k, settings)
         gpu, dim = _launch.gpu_name(q.device), padded_dim(form.head_dim)
-        bounded = _tiles.bounded_decode(gpu, dim, form.cache_dtype.itemsize, *load)
+        load = decode.load(q, k, settings)
+        tile, splits, shares = _tiles.bounded_decode(gpu, dim, form.cache_dtype.itemsize, *load, B)
         out = empty(B, 1, form.heads, form.head_dim, dtype=form.dtype)
-        for each, splits, last in ((tile, None, False), (*bounded, True)):
-            decode.launch(each, q, k, v, settings, splits, out, last)
+        decode.launch(tile, q, k, v, settings, splits, out, shares)
 
     contexts = (1, 64, 130, 1024, 8192, 131072)
     return prepare, [

@@ -19,21 +19,8 @@ from taut_kernels.attention._decode_merge_jit import (
     merged_warps,
     store_rows,
 )
+from taut_kernels.attention._decode_shares_jit import find_part, key_span
 from taut_kernels.attention._decode_values_jit import halves
-
-
-@triton.jit
-def key_span(context, window, splits, min_keys, QUERIES: tl.constexpr, WINDOW: tl.constexpr,
-             BLOCK_KEYS: tl.constexpr):  # fmt: skip
-    """Return first key (a multiple of BLOCK_KEYS), keys a split, and splits that have any."""
-    first = context * 0
-    if WINDOW:
-        first = tl.maximum(context - QUERIES + 1 - window, 0) // BLOCK_KEYS * BLOCK_KEYS
-    keys = context - first
-    chunk = tl.maximum((keys + splits - 1) // splits, min_keys)
-    chunk = (chunk + BLOCK_KEYS - 1) // BLOCK_KEYS * BLOCK_KEYS
-    # One program writes zeros where there is no key.
-    return first, chunk, tl.maximum((keys + chunk - 1) // chunk, 1)
 
 
 @triton.jit
@@ -155,7 +142,6 @@ def add_values(acc, acc_odd, weights, decay, v, FORMAT: tl.constexpr, ASM: tl.co
         "min_keys",
         "most_keys",
         "window",
-        "splits_last",
         "stride_table",
         "stride_ks",
         "stride_vs",
@@ -170,14 +156,15 @@ def paged_decode_kernel(
     k_scale_ptr,  # [Hk] or [1] fp32; unused without HAS_K_SCALE
     v_scale_ptr,
     o_ptr,  # [B, T, Hq, D]
-    partial_ptr,  # [B, Hk · row blocks, splits, ROWS, D] fp32; unused with one split
-    stats_ptr,  # [B, Hk · row blocks, splits, 2, ROWS] fp32: maximum and sum
+    # fp32, unused with one split: [B, Hk · row blocks, splits, ..], or with BLOCK_B
+    # [Hk · row blocks, places, ..]
+    partial_ptr,  # [.., ROWS, D]
+    stats_ptr,  # [.., 2, ROWS]: maximum and sum
     arrivals_ptr,  # [B · Hk · row blocks] int32, 0 before and after
-    splits,
-    min_keys,  # of a split
+    splits,  # of a sequence, or with BLOCK_B the shares of all keys
+    min_keys,  # of a split or share
     most_keys,  # a row of the table leads to
     window,
-    splits_last,  # 1: the grid is heads, sequences, splits; 0: heads, splits, sequences
     stride_table,
     stride_ks,  # 1, or 0 for one scale
     stride_vs,
@@ -206,6 +193,7 @@ def paged_decode_kernel(
     SAME_STRIDES: tl.constexpr,  # of keys and values
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,  # more than one split
+    BLOCK_B: tl.constexpr,  # 0: the grid says which part; else of B lengths, read to find it
     ROWS: tl.constexpr,  # of a program, at most BLOCK_M
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,  # ROWS up to a power of two
@@ -219,24 +207,40 @@ def paged_decode_kernel(
     WIDTH: tl.constexpr = BLOCK_D if FORMAT == "16 bit" else BLOCK_D // 2
     LENGTH: tl.constexpr = D if FORMAT == "16 bit" else D // 2
     # Neighbouring programs read neighbouring heads of the same pages.
-    head, second, third = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    split = tl.where(splits_last != 0, third, second)
-    batch = tl.where(splits_last != 0, second, third).to(tl.int64)
+    head = tl.program_id(0)
     head_k = (head // ROW_BLOCKS).to(tl.int64)
     first_row = head % ROW_BLOCKS * ROWS
     rows_end = tl.minimum(first_row + ROWS, QUERIES * GROUP)
     offs_row = first_row + tl.arange(0, BLOCK_M)
-    q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
     # All that does not depend on the context is asked for beside it, not behind it.
-    context = tl.load(contexts_ptr + batch, volatile=True)
-    q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
-    k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if HAS_K_SCALE else 1.0
-    context = tl.minimum(tl.maximum(context, 0), most_keys)
-    first, chunk, active = key_span(context, window, splits, min_keys, QUERIES, WINDOW, BLOCK_KEYS)
-    if split >= active:
-        return
-    first += split * chunk
-    last = tl.minimum(first + chunk, context)
+    if BLOCK_B:
+        k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if HAS_K_SCALE else 1.0
+        place = tl.program_id(1)
+        batch, split, active, context, first, last = find_part(
+            contexts_ptr, tl.num_programs(1) - splits, splits, min_keys, most_keys, window, place,
+            QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B,
+        )  # fmt: skip
+        if batch < 0:
+            return
+        batch = batch.to(tl.int64)
+        q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
+        q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
+        part_of = head * tl.num_programs(1) + place - split
+    else:
+        split, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+        q_ptr += batch * stride_qb + head_k * GROUP * stride_qh
+        context = tl.load(contexts_ptr + batch, volatile=True)
+        q = load_queries(q_ptr, offs_row, rows_end, stride_qt, stride_qh, D, BLOCK_D, GROUP, WARPS)
+        k_scale = tl.load(k_scale_ptr + head_k * stride_ks) if HAS_K_SCALE else 1.0
+        context = tl.minimum(tl.maximum(context, 0), most_keys)
+        first, chunk, active = key_span(
+            context, window, splits, min_keys, QUERIES, WINDOW, BLOCK_KEYS
+        )
+        if split >= active:
+            return
+        first += split * chunk
+        last = tl.minimum(first + chunk, context)
+        part_of = (batch * tl.num_programs(0) + head) * splits
     table_ptr += batch * stride_table
     # And the first pages before the queries are made ready.
     pages = load_pages(table_ptr, first, last, KEYS, PAGE, WARPS)
@@ -284,13 +288,12 @@ def paged_decode_kernel(
         WARPS, KEPT, BLOCK_D,
     )  # fmt: skip
     if SPLIT and active > 1:
-        program = batch * tl.num_programs(0) + head
-        partial_ptr += program * splits * (ROWS * D)
-        stats_ptr += program * splits * (2 * ROWS)
+        first_part = part_of.to(tl.int64)
+        partial_ptr += first_part * (ROWS * D)
+        stats_ptr += first_part * (2 * ROWS)
         finished = leave_part(
-            part, highest, total, partial_ptr + split * (ROWS * D),
-            stats_ptr + split * (2 * ROWS), arrivals_ptr + program, active,
-            D, BLOCK_D, ROWS, KEPT,
+            part, highest, total, partial_ptr + split * (ROWS * D), stats_ptr + split * (2 * ROWS),
+            arrivals_ptr + batch * tl.num_programs(0) + head, active, D, BLOCK_D, ROWS, KEPT,
         )  # fmt: skip
         if finished:
             out, weight = merged_splits(

@@ -34,13 +34,14 @@ _ROW_FIELDS = {"kernel", "D", "bits", "load", "tile", "us"}
 _FEW_KEYS = 1024
 """Keys of a program where there are more programs than fit at once."""
 _MOST_SPLITS = 512
-_BOUND = 16
-"""Programs of a launch at most, as multiples of those that run at once, where the longest context
-is only a bound."""
-_FEWER = 8
-"""Likewise, while a sequence has this many splits; at most :data:`_UNEVEN_SPLITS`."""
-_UNEVEN_SPLITS = 16
 _MOST_IMBALANCE = 1.1
+MOST_LENGTHS = 1024
+"""Sequences of a batch at most whose parts are laid out on the device: each program reads all
+lengths."""
+_SHARE_KEYS = 1024
+"""Keys of a share at least, where sequences alone occupy the device."""
+_MOST_SHARES = 2**14
+"""With a place for every sequence: counts of 15 bits, and less than a grid may have."""
 HEADS_FIRST_BYTES = 32 * 2**20
 """Of queries: up to here backward's programs begin in the order of heads, so that none with much
 work is the last to run. Beyond, reading the blocks of all heads at once costs more than it gains
@@ -308,14 +309,21 @@ def decode_splits(tile: DecodeTile, pairs: int, max_context: int, multiprocessor
 
 
 def bounded_decode(
-    gpu: str | None, padded_dim: int, size: int, pairs: int, max_context: int, multiprocessors: int
-) -> tuple[DecodeTile, int]:
-    """Return tile and splits of paged decode where most sequences may be far shorter than the most.
+    gpu: str | None,
+    padded_dim: int,
+    size: int,
+    pairs: int,
+    max_context: int,
+    multiprocessors: int,
+    sequences: int,
+) -> tuple[DecodeTile, int, int]:
+    """Return how paged decode runs where most sequences may be far shorter than the most.
 
-    A CUDA graph keeps its grid, laid out for the longest context a model may have. Many splits let
-    a long sequence among short ones be read by many; ``min_keys`` of the tile is raised so that
-    short ones stay whole, for a merge costs more than it gains where sequences alone occupy the
-    device. Programs without keys end at once and need places that others leave free.
+    A CUDA graph keeps its grid, laid out for the longest context a model may have: the parts of
+    several sequences are laid out on the device, by the lengths, in as many shares as programs run
+    at once. One sequence alone is divided evenly by splits, too, and needs no such layout.
+    ``min_keys`` of the tile is raised so that short sequences stay whole, for a merge costs more
+    than it gains where sequences alone occupy the device.
 
     Args:
         gpu: the card's name; None for the rule.
@@ -324,16 +332,26 @@ def bounded_decode(
         pairs: programs without splits: sequences × key heads.
         max_context: keys of the longest sequence there may be.
         multiprocessors: of the device.
+        sequences: of the batch.
+
+    Returns:
+        Tile, splits and shares as :func:`taut_kernels.attention.decode.launch` wants them.
     """
     load = load_of(pairs, max_context, multiprocessors)
     if 2 * pairs > decode(gpu, padded_dim, size, "large").per_sm * multiprocessors:
         load = "many"
-    tile = decode(gpu, padded_dim, size, load)
-    tile = _with_longer_parts(tile, _FEW_KEYS // max(1, multiprocessors // pairs))
-    places = tile.per_sm * multiprocessors
-    uneven = min(_UNEVEN_SPLITS, max(_FEWER, _FEWER * places // pairs), _BOUND * places // pairs)
-    most = min(-(-max_context // tile.min_keys), _MOST_SPLITS)
-    return tile, max(1, min(most, max(places // pairs, uneven)))
+    least = _SHARE_KEYS // max(1, multiprocessors // pairs)
+    tile = _with_longer_parts(decode(gpu, padded_dim, size, load), least)
+    if max_context <= tile.min_keys or sequences > MOST_LENGTHS:
+        return tile, 1, 0
+    if load == "many" and size == 1:
+        # Evenly divided, many are as few. In 16 bits the smaller tile gains with short sequences.
+        tile = _with_longer_parts(decode(gpu, padded_dim, size, "large"), least)
+    at_once = max(1, tile.per_sm * multiprocessors * sequences // pairs)
+    most = sequences * -(-max_context // tile.min_keys)
+    if sequences == 1:
+        return tile, min(at_once, most, _MOST_SPLITS), 0
+    return tile, 1, min(at_once, most, _MOST_SHARES)
 
 
 @cache

@@ -23,6 +23,10 @@ Splits    Programs = B · Hk · splits, by sizes the host knows; each sequence i
           sets back to 0: no second launch, nothing waits for the device, and a captured graph
           follows changing lengths and pages. One part alone is the result; programs without keys
           end at once.
+Shares    In a graph, where the host knows no lengths (:func:`decode_into`): each program reads the
+          lengths of all sequences and finds its own part, so that the keys of the whole batch, not
+          of each sequence, are divided evenly. A sequence's parts, and by roundings its result,
+          then depend on the lengths of the others; the same lengths give the same bits.
 CPU       the reference, in plain torch: the specification
 Limits    sm_80 and later; forward only. Calls that run beside each other (two streams) need
           `arrivals` of their own.
@@ -55,6 +59,9 @@ _MERGED_ELEMENTS = 2048
 registers that its loop needs no more."""
 _MOST_MERGED = 32
 """Parts at once at most: instructions are written out for each."""
+
+_LENGTHS = (64, 256, _tiles.MOST_LENGTHS)
+"""What a batch's size is rounded up to where programs read all lengths: each a form."""
 
 
 def make_arrivals(
@@ -126,7 +133,13 @@ def has_conversion(cache: torch.Tensor) -> bool:
 
 
 def launch_constants(
-    tile: DecodeTile, cache: torch.Tensor, queries: int, heads: int, window: bool, splits: int
+    tile: DecodeTile,
+    cache: torch.Tensor,
+    queries: int,
+    heads: int,
+    window: bool,
+    splits: int,
+    block_b: int = 0,
 ) -> dict[str, Any]:
     """Return the kernel's constants but for those of scales and strides.
 
@@ -137,6 +150,7 @@ def launch_constants(
         heads: query heads.
         window: whether keys are limited to one.
         splits: programs a sequence and head.
+        block_b: of :func:`lengths_read` in a launch in shares, else 0.
     """
     dim, group = cache.shape[3], heads // cache.shape[2]
     padded = padded_dim(dim)
@@ -152,7 +166,8 @@ def launch_constants(
         "BLOCK_D": padded,
         "PAGE": cache.shape[1],
         "WINDOW": window,
-        "SPLIT": splits > 1,
+        "SPLIT": splits > 1 or block_b > 0,
+        "BLOCK_B": block_b,
         "ROWS": rows,
         "BLOCK_M": _BLOCK_M,
         "BLOCK_R": block_r,
@@ -191,6 +206,15 @@ def tile_of(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> Decod
     return _tiles.decode(gpu, dim, k_cache.element_size(), kind)
 
 
+def lengths_read(sequences: int) -> int:
+    """Return for how many lengths the form of a launch in shares has room.
+
+    Args:
+        sequences: of the batch, at most :data:`_tiles.MOST_LENGTHS`.
+    """
+    return next(block for block in _LENGTHS if block >= sequences)
+
+
 def _workspace(
     q: torch.Tensor, parts: int, rows: int, arrivals: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -210,7 +234,7 @@ def launch(
     settings: Settings,
     splits: int | None = None,
     out: torch.Tensor | None = None,
-    splits_last: bool = False,
+    shares: int = 0,
 ) -> torch.Tensor:
     """Run the kernel with a given tile; what the op does, and what tuning and the plugin call.
 
@@ -222,8 +246,8 @@ def launch(
         settings: of the op.
         splits: programs a sequence and head; by the tile's rule if None.
         out: [B, T, Hq, D] to write to, the D elements of a head next to each other; new if None.
-        splits_last: begin with the first split of every sequence, so that programs without keys
-            come last; else with all splits of the first sequence.
+        shares: if not 0, into how many shares to divide the keys of the whole batch, each program
+            finding its own on the device; at most `MOST_LENGTHS` sequences. Then no ``splits``.
 
     Returns:
         [B, T, Hq, D].
@@ -235,11 +259,17 @@ def launch(
     sequences, queries, heads, _ = q.shape
     blocks, rows = row_blocks(queries * heads // k_cache.shape[2])
     programs = k_cache.shape[2] * blocks
-    if splits is None:
-        splits = _tiles.decode_splits(tile, *load(q, k_cache, settings))
+    block_b = lengths_read(sequences) if shares else 0
+    if shares:
+        splits, grid = shares, (programs, shares + sequences, 1)
+    else:
+        if splits is None:
+            splits = _tiles.decode_splits(tile, *load(q, k_cache, settings))
+        grid = (programs, splits, sequences)
+    divided = splits > 1 or shares > 0
     workspace: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if splits > 1:
-        workspace = _workspace(q, sequences * programs * splits, rows, arrivals)
+    if divided:
+        workspace = _workspace(q, math.prod(grid), rows, arrivals)
     keys, values = _words(k_cache, "k_cache"), _words(v_cache, "v_cache")
     strides = (*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *o.stride()[:3])
     by_head = tuple(int(each is not None and each.numel() > 1) for each in (k_scale, v_scale))
@@ -248,13 +278,13 @@ def launch(
         "HAS_K_SCALE": k_scale is not None,
         "HAS_V_SCALE": v_scale is not None,
     }
-    call = (queries, heads, window > 0, splits)
+    call = (queries, heads, window > 0, splits, block_b)
     most_keys = table.shape[1] * k_cache.shape[1]
-    numbers = (splits, tile.min_keys, most_keys, window, int(splits_last), table.stride(0))
+    numbers = (splits, tile.min_keys, most_keys, window, table.stride(0))
     _paged_decode(
-        (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], splits > 1, *flags.values(),
+        (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], divided, block_b, *flags.values(),
          tile.keys, tile.num_warps, tile.num_stages),
-        (programs, sequences, splits) if splits_last else (programs, splits, sequences),
+        grid,
         (q, keys, values, table, contexts, k_scale, v_scale, o, *workspace),
         (*numbers, *by_head, *strides, scale * _LOG2_E),
         lambda: (launch_constants(tile, k_cache, *call) | flags, tile.options()),
@@ -272,7 +302,7 @@ def decode_into(
 ) -> None:
     """Run the op without its checks and into memory of the caller's, who sees to what it allows.
 
-    Tile and splits are those of :func:`_tiles.bounded_decode`, in a CUDA graph as outside.
+    Tile, splits and shares are of :func:`_tiles.bounded_decode`, in a CUDA graph as outside.
 
     Args:
         out: [B, T, Hq, D] as ``q``.
@@ -285,10 +315,10 @@ def decode_into(
         out.copy_(paged_decode_ref(q, k_cache, v_cache, *settings))
         return
     gpu, dim = _launch.gpu_name(q.device), padded_dim(q.shape[3])
-    tile, splits = _tiles.bounded_decode(
-        gpu, dim, k_cache.element_size(), *load(q, k_cache, settings)
+    tile, splits, shares = _tiles.bounded_decode(
+        gpu, dim, k_cache.element_size(), *load(q, k_cache, settings), q.shape[0]
     )
-    launch(tile, q, k_cache, v_cache, settings, splits, out, splits_last=True)
+    launch(tile, q, k_cache, v_cache, settings, splits, out, shares)
 
 
 def _launch_paged_decode(

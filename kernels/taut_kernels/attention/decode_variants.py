@@ -30,11 +30,12 @@ def _variant(
     page: int,
     window: bool,
     splits: int,
+    block_b: int,
     target: str,
 ) -> KernelVariant:
     names = paged_decode_kernel.arg_names
     cache = torch.empty(1, page, _HEADS_K, dim, dtype=dtype, device="meta")
-    constants = launch_constants(tile, cache, queries, group * _HEADS_K, window, splits)
+    constants = launch_constants(tile, cache, queries, group * _HEADS_K, window, splits, block_b)
     eight_bit = dtype in EIGHT_BIT
     # sm_80 has no conversion from e4m3.
     constants["ASM"] = eight_bit and (dtype == torch.int8 or target != "sm_80")
@@ -50,13 +51,15 @@ def _variant(
     for name in absent:
         del pointers[name]
     strides = tuple(name for name in names if name.startswith("stride_"))
-    form = f"{EIGHT_BIT.get(dtype, 'bf16')} D={dim} g{group} T={queries} page {page}"
+    form = f" of {block_b}" if block_b else "" if splits > 1 else " whole"
+    form = f"{' window' if window else ''}{form}"
+    form = f"{EIGHT_BIT.get(dtype, 'bf16')} D={dim} g{group} T={queries} page {page}{form}"
     return KernelVariant(
-        label=f"paged_decode {form}{' window' if window else ''}{'' if splits > 1 else ' whole'}",
+        label=f"paged_decode {form}",
         kernel=paged_decode_kernel,
         tile=tile,
         pointers=pointers,
-        integers=("splits", "min_keys", "most_keys", "window", "splits_last", *strides),
+        integers=("splits", "min_keys", "most_keys", "window", *strides),
         divisible_by_16=tuple(name for name in strides if name not in _UNALIGNED),
         constants={**dict.fromkeys(absent), **constants},
         options=tile.options(),
@@ -68,22 +71,29 @@ def _variant(
     )
 
 
-_Form = tuple[torch.dtype, int, int, int, int, bool, int]
-"""dtype, D, query heads a key head, queries, page size, window, splits"""
+_Form = tuple[torch.dtype, int, int, int, int, bool, int, int]
+"""dtype, D, query heads a key head, queries, page size, window, splits, lengths a program reads"""
 
 
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield the forms, with the rules' tiles and those of every card's table."""
     plain: list[_Form] = [
-        (dtype, dim, 4, 1, 16, False, 8)
+        (dtype, dim, 4, 1, 16, False, 8, 0)
         for dim, dtype in itertools.product(HEAD_DIMS, (torch.bfloat16, *EIGHT_BIT))
+    ]
+    # Parts laid out on the device: a few registers more, and many before the loop.
+    plain += [
+        (dtype, 128, 4, 1, 16, False, 8, 64) for dtype in (torch.bfloat16, torch.float8_e4m3fn)
     ]
     # Every mask and address at once, on the widest form of each way to the operands.
     others: list[_Form] = [
-        (torch.bfloat16, 128, 4, 8, 128, True, 8),
-        (torch.float8_e4m3fn, 128, 4, 8, 128, True, 8),
-        (torch.int8, 256, 4, 8, 128, True, 8),
-        (torch.bfloat16, 128, 1, 1, 64, False, 1),
+        (torch.bfloat16, 128, 4, 8, 128, True, 8, 0),
+        (torch.float8_e4m3fn, 128, 4, 8, 128, True, 8, 0),
+        (torch.int8, 256, 4, 8, 128, True, 8, 0),
+        (torch.bfloat16, 128, 1, 1, 64, False, 1, 0),
+        (torch.bfloat16, 128, 4, 8, 128, True, 8, 256),
+        (torch.bfloat16, 128, 4, 1, 16, False, 8, _tiles.MOST_LENGTHS),
+        (torch.bfloat16, 256, 4, 1, 16, False, 8, _tiles.MOST_LENGTHS),
     ]
     for form in (*plain, *others):
         padded, size = padded_dim(form[1]), form[0].itemsize

@@ -136,7 +136,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             torch.float8_e4m3fn if self._eight_bit else dtype,
         )  # fmt: skip
         start = time.perf_counter()
-        if count := warm_up.compile_decode(form, device):
+        if count := warm_up.compile_decode(form, sequences, device):
             seconds = time.perf_counter() - start
             _logger.info("decode attention: %d forms ready in %.1f s", count, seconds)
 

@@ -15,6 +15,7 @@ import torch
 from taut_kernels import _launch, tiles_fused
 from taut_kernels.attention import _tiles, decode
 from taut_kernels.attention._arguments import padded_dim
+from taut_kernels.attention._tiles import DecodeTile
 from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
 
 _EPSILON = 1e-6
@@ -257,35 +258,59 @@ class DecodeForm:
     cache_dtype: torch.dtype
 
 
-_compiled: set[tuple[DecodeForm, torch.device]] = set()
+_compiled: set[tuple[DecodeForm, int, torch.device]] = set()
 
 
-def compile_decode(form: DecodeForm, device: torch.device) -> int:
-    """Run every tile of a layer's decodes once, with and without splits; layers repeat forms.
+def _bounded_launches(
+    form: DecodeForm, sequences: int, device: torch.device
+) -> dict[tuple[Any, ...], tuple[DecodeTile, int, int, int]]:
+    """Return tile, splits, shares and sequences of a launch of each form that decodes may need.
+
+    Which tile a batch takes changes where its keys, at the longest context, pass a bound; whether
+    it is divided, where that context does.
+    """
+    kind = (_launch.gpu_name(device), padded_dim(form.head_dim), form.cache_dtype.itemsize)
+    blocks, _ = decode.row_blocks(form.heads // form.kv_heads)
+    units = _launch.multiprocessors(device)
+    found: dict[tuple[Any, ...], tuple[DecodeTile, int, int, int]] = {}
+    for count in range(1, sequences + 1):
+        pairs = count * form.kv_heads * blocks
+        small = _tiles.SMALL_LOAD * units // pairs
+        for longest in (1, small, small + 1, 2**20):
+            cut = _tiles.bounded_decode(*kind, pairs, longest, units, count)
+            tile, splits, shares = cut
+            block = decode.lengths_read(count) if shares else 0
+            key = (tile.keys, tile.num_warps, tile.num_stages, splits > 1, block)
+            found.setdefault(key, (*cut, count))
+    return found
+
+
+def compile_decode(form: DecodeForm, sequences: int, device: torch.device) -> int:
+    """Run every form of a layer's decodes once, up to so many sequences; layers repeat forms.
 
     Args:
         form: of the layer.
+        sequences: most of a batch.
         device: where it runs.
 
     Returns:
         The number of launches, 0 where another layer had the same form.
     """
-    if (form, device) in _compiled:
+    if (form, sequences, device) in _compiled:
         return 0
-    _compiled.add((form, device))
+    _compiled.add((form, sequences, device))
     dim, size = form.head_dim, form.cache_dtype.itemsize
-    gpu = _launch.gpu_name(device)
-    q = torch.zeros(1, 1, form.heads, dim, dtype=form.dtype, device=device)
     # As vLLM lays them out: a key and its value are neighbours.
     both = torch.zeros(1, form.page_size, form.kv_heads, 2 * dim, dtype=form.dtype, device=device)
     both = both.to(form.cache_dtype)
-    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    contexts = torch.ones(1, dtype=torch.int32, device=device)
     scale = torch.ones((), device=device) if size == 1 else None
-    arrivals = torch.zeros(form.heads, dtype=torch.int32, device=device)
-    settings = decode.Settings(table, contexts, scale, scale, arrivals, 1, form.window, 1.0)
-    tiles = {_tiles.decode(gpu, padded_dim(dim), size, load) for load in _tiles.LOADS}
-    for tile in sorted(tiles, key=str):
-        for splits in (1, 2):
-            decode.launch(tile, q, both[..., :dim], both[..., dim:], settings, splits)
-    return 2 * len(tiles)
+    launches = _bounded_launches(form, sequences, device).values()
+    for tile, splits, shares, count in launches:
+        q = torch.zeros(count, 1, form.heads, dim, dtype=form.dtype, device=device)
+        table = torch.zeros(count, 1, dtype=torch.int32, device=device)
+        contexts = torch.ones(count, dtype=torch.int32, device=device)
+        arrivals = torch.zeros(count * form.heads, dtype=torch.int32, device=device)
+        settings = decode.Settings(table, contexts, scale, scale, arrivals, 1, form.window, 1.0)
+        caches = (both[..., :dim], both[..., dim:])
+        decode.launch(tile, q, *caches, settings, splits, shares=shares)
+    return len(launches)
