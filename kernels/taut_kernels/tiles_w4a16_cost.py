@@ -9,9 +9,9 @@ and comes again with every round of programs::
 
 where the load, programs a multiprocessor, lies between the average and the busiest one's.
 
-The figures, in microseconds, were fitted to some 3,000 runs on 20 shapes on one H200 (README,
-"Other models"). They need to rank tiles, not to be right: other cards with `wgmma` are taken to
-rank them alike.
+The figures, in microseconds, were fitted to some 3,000 runs on 20 shapes on one H200; those of
+tiles fed by TMA to 550 later ones, the others held fixed (README, "Other models"). They need to
+rank tiles, not to be right: other cards with `wgmma` are taken to rank them alike.
 """
 
 from __future__ import annotations

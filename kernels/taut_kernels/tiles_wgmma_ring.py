@@ -1,7 +1,7 @@
 """How the `wgmma` ring kernel is cut up: a tile and the shared memory it takes.
 
 Its measured tiles stand in the tables of :mod:`taut_kernels.tiles_wgmma`, which choose a regime
-for more than 8 tokens.
+for more than 8 tokens; :mod:`taut_kernels.tiles_wgmma_rule` chooses for a shape nobody measured.
 """
 
 from __future__ import annotations

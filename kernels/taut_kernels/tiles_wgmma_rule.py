@@ -1,8 +1,8 @@
 """Tiles for more than 8 tokens on a shape nobody measured, on cards with `wgmma`.
 
-Candidates are tiles that won on measured shapes, with K split in several ways, and two of them for
-one product where one alone would leave a wave of programs half empty; the model of
-:mod:`taut_kernels.tiles_w4a16_cost` picks the fastest, dense products included.
+Candidates are tiles that won on measured shapes, from 32 tokens on mostly fed by TMA, with K split
+in several ways, and two of them for one product where one alone would leave a wave of programs half
+empty; the model of :mod:`taut_kernels.tiles_w4a16_cost` picks the fastest, dense products included.
 """
 
 from __future__ import annotations
@@ -30,10 +30,30 @@ Candidate = tuple[Fused, Cost]
 Kind = TypeVar("Kind", RingTile, WgmmaTile, WgmmaRingTile)
 LEAST_K = 512
 """Shorter rows than a ring is deep are left to the plain rule."""
-_SPLITS = (1, 2, 3, 4, 5, 6, 7, 8)
+_SPLITS = 8
+"""Most programs along K."""
 _DENSE_TOKENS = 1024
 """From so many on, dequantising may pay."""
 _FEWEST_STEPS = 4
+
+
+def _fed(
+    block_m: int, group_tiles: int, warp_groups: int, per_step: int, stages: int, registers: int
+) -> WgmmaRingTile:
+    return WgmmaRingTile(
+        block_m,
+        group_tiles,
+        warp_groups,
+        per_step,
+        1,
+        stages,
+        False,
+        registers,
+        parts=2,
+        running=2,
+        tma=True,
+    )
+
 
 _RINGS: tuple[Candidate, ...] = (
     (RingTile(2, 4, 1, 2, 1, 4, registers=128), Cost(4, 0.087, 0.246)),
@@ -43,65 +63,69 @@ _RINGS: tuple[Candidate, ...] = (
     (RingTile(1, 4, 1, 4, 1, 4, registers=96), Cost(3, 0.035, 0.149)),
 )
 _32_TOKENS: tuple[Candidate, ...] = (
+    (_fed(32, 1, 1, 2, 5, 80), Cost(3, 0.077, 0.063)),
+    (_fed(32, 1, 1, 4, 4, 128), Cost(2, 0.071, 0.059)),
+    (_fed(32, 1, 1, 4, 7, 248), Cost(1, 0.108, 0.032)),
+    (_fed(32, 2, 1, 4, 3, 128), Cost(2, 0.131, 0.115)),
     (WgmmaRingTile(32, 1, 1, 4, 1, 4, False), Cost(2, 0.025, 0.195)),
-    (WgmmaRingTile(32, 1, 1, 2, 1, 5, False, 168, parts=2, running=2), Cost(3, 0.047, 0.211)),
-    (WgmmaRingTile(32, 2, 1, 4, 1, 3, False, parts=4), Cost(2, 0.064, 0.283)),
-    (WgmmaRingTile(32, 2, 1, 2, 1, 4, False, 168, parts=2, running=2), Cost(3, 0.095, 0.295)),
-    (WgmmaRingTile(32, 1, 2, 4, 1, 3, False, 128), Cost(2, 0.105, 0.206)),
 )
+_64_TOKENS: tuple[Candidate, ...] = (
+    (_fed(64, 1, 1, 2, 3, 80), Cost(3, 0.088, 0.099)),
+    (_fed(64, 1, 1, 2, 5, 128), Cost(2, 0.052, 0.147)),
+    (_fed(64, 1, 1, 4, 5, 248), Cost(1, 0.136, 0.022)),
+    (_fed(64, 1, 2, 2, 4, 80), Cost(2, 0.149, 0.173)),
+)
+_128X64_FED = (_fed(128, 1, 1, 2, 3, 128), Cost(2, 0.083, 0.200))
+_128X64_FED_ALONE = (_fed(128, 1, 1, 4, 3, 248), Cost(1, 0.192, 0.010))
+_128X128_FED = (_fed(128, 1, 2, 2, 5, 168), Cost(1, 0.346, 0.023))
+_128X256_FED = (_fed(128, 2, 2, 2, 4, 168), Cost(1, 0.629, 0.105))
+_256X128_FED = (_fed(256, 1, 2, 2, 3, 168), Cost(1, 0.611, 0.091))
 _64X64_LONG = (
     WgmmaRingTile(64, 1, 1, 4, 1, 5, True, parts=4, running=3),
     Cost(1, 0.072, 0.094),
-)
-_64X64 = (WgmmaRingTile(64, 1, 1, 2, 1, 5, True), Cost(2, 0.053, 0.178))
-_64X128 = (
-    WgmmaRingTile(64, 1, 2, 2, 1, 4, True, 128, parts=2, running=2),
-    Cost(2, 0.139, 0.213),
-)
-_64X128_LONG = (
-    WgmmaRingTile(64, 1, 2, 4, 1, 4, True, parts=2, running=2),
-    Cost(1, 0.117, 0.156),
 )
 _128X64 = (
     WgmmaRingTile(128, 1, 1, 2, 1, 3, True, parts=2, running=2),
     Cost(2, 0.092, 0.255),
 )
-_128X128 = (
-    WgmmaRingTile(128, 1, 2, 2, 1, 5, True, parts=2, running=2),
-    Cost(1, 0.272, 0.144),
-)
-_128X256 = (
-    WgmmaRingTile(128, 2, 2, 2, 1, 4, True, parts=2, running=2),
-    Cost(1, 0.596, 0.230),
+_256X128: tuple[WgmmaTile, Cost] = (
+    WgmmaTile(256, 1, 8, 1, 1, 3, reordered=True, early_wait=True),
+    Cost(1, 0.506, 0.229),
 )
 _256X128_RING = (
     WgmmaRingTile(256, 1, 2, 1, 1, 6, True, parts=4, running=3),
     Cost(1, 0.581, 0.162),
 )
-_128X128_PLAIN = (
-    WgmmaTile(128, 1, 8, 2, 1, 3, reordered=True, early_wait=True),
-    Cost(1, 0.305, 0.132),
-)
-_256X128 = (
-    WgmmaTile(256, 1, 8, 1, 1, 3, reordered=True, early_wait=True),
-    Cost(1, 0.506, 0.229),
-)
+_128_FED = (_128X64_FED, _128X64_FED_ALONE, _128X128_FED, _128X256_FED)
+_BEYOND = (_128X128_FED, _128X256_FED, _256X128_FED, _256X128)
 CANDIDATES: dict[int, tuple[Candidate, ...]] = {
     16: _RINGS,
     32: _32_TOKENS,
-    64: (_64X64_LONG, _64X128, _64X128_LONG),
-    128: (_64X64_LONG, _64X64, _64X128, _128X128, _128X256),
-    256: (_64X64, _128X64, _128X128, _256X128_RING, _256X128),
-    512: (_128X64, _128X128_PLAIN, _256X128_RING, _256X128),
-    1024: (_128X64, _128X128_PLAIN, _256X128_RING, _256X128),
-    2048: (_256X128,),
+    64: (*_64_TOKENS, _64X64_LONG),
+    128: (*_128_FED, _64X64_LONG),
+    256: (*_128_FED, _256X128_FED, _128X64),
+    384: (*_128_FED, _128X64),
+    512: (_128X64_FED, _128X64_FED_ALONE, _128X128_FED, _256X128_FED, _256X128_RING, _128X64),
+    1024: (_256X128_FED, _128X64),
+    1664: _BEYOND,
+    2048: _BEYOND,
 }
-"""By the largest number of tokens; a bucket of the tables that is not here takes the next one's."""
+"""By the tables' buckets; the last of each takes layers narrower than a TMA block.
+
+256 tokens x 64 features, fed, won cells of 256 and 512 tokens, but took up to 2.6 times as long at
+384, where its last block is half full, as at 512.
+"""
 _SUMMED = (_128X64[0], _256X128_RING[0])
 """Their splits are added by a launch of their own."""
-_HEADS = (_256X128_RING, _256X128)
+_FEWER_SPLITS = {
+    _128X64_FED_ALONE[0]: 6,
+    _128X128_FED[0]: 6,
+    _128X256_FED[0]: 5,
+    _256X128_FED[0]: 2,
+}
+"""With more, adding them spills more than 32 bytes a thread under Triton 3.6 or 3.9."""
 _TAILS = (_128X64[0], replace(_128X64[0], split_k=2, summed=True))
-_WAVES_TOKENS = (256, 1024)
+_WAVES_TOKENS = 1024
 _TYPICAL = {256: (192, 256), 1024: (768, 1024)}
 """Numbers of tokens that count as much as each other, where a bucket's largest is not all."""
 
@@ -119,10 +143,10 @@ def rule(N: int, K: int, tokens: int) -> Fused | WavesTile | Literal["dense"]:
     """
     Ms = _TYPICAL.get(tokens, (tokens,))
     choices: list[tuple[float, Fused | WavesTile | Literal["dense"]]] = []
-    for candidate in CANDIDATES[next(most for most in CANDIDATES if most >= tokens)]:
-        for tile, cost in _split(candidate, N, K, tokens):
+    for candidate in CANDIDATES[tokens]:
+        for tile, cost in _cuts(candidate, N, K, tokens):
             choices.append((sum(_us(tile, cost, N, K, M) / M for M in Ms), tile))
-    if _WAVES_TOKENS[0] <= tokens <= _WAVES_TOKENS[1]:
+    if tokens == _WAVES_TOKENS:
         for waves, us in _two_tiles(N, K, tokens, Ms):
             choices.append((us, waves))
     if tokens >= _DENSE_TOKENS:
@@ -133,10 +157,16 @@ def rule(N: int, K: int, tokens: int) -> Fused | WavesTile | Literal["dense"]:
 
 
 def every_tile(kind: type[Kind]) -> list[Kind]:
-    """Return the tiles of one kind that the rule may choose, K whole and in two."""
+    """Return the tiles of one kind that the rule may choose, K whole, in two and in most parts."""
     tiles = [tile for some in CANDIDATES.values() for tile, _ in some]
-    tiles += [_in_splits(tile, 2) for tile in tiles if not isinstance(tile, WgmmaTile)]
+    split = [tile for tile in tiles if not isinstance(tile, WgmmaTile)]
+    tiles += [_in_splits(tile, 2) for tile in split]
+    tiles += [_in_splits(tile, _most_splits(tile)) for tile in split if _fed_by_tma(tile)]
     return list(dict.fromkeys(tile for tile in tiles if isinstance(tile, kind)))
+
+
+def _most_splits(tile: Fused) -> int:
+    return _FEWER_SPLITS.get(tile, _SPLITS) if isinstance(tile, WgmmaRingTile) else _SPLITS
 
 
 def _in_splits(tile: Fused, splits: int) -> Fused:
@@ -145,9 +175,11 @@ def _in_splits(tile: Fused, splits: int) -> Fused:
     return replace(tile, split_k=splits)
 
 
-def _split(candidate: Candidate, N: int, K: int, tokens: int) -> Iterator[Candidate]:
-    """Yield a candidate with K whole and split in every way that fits."""
+def _cuts(candidate: Candidate, N: int, K: int, tokens: int) -> Iterator[Candidate]:
+    """Yield a candidate with K whole and split in every way that fits, if the shape fits it."""
     tile, cost = candidate
+    if isinstance(tile, WgmmaRingTile) and tile.why_not(N, tokens):
+        return
     yield tile, cost
     if isinstance(tile, WgmmaTile):
         return  # a split takes it registers, and one of two programs with them
@@ -156,25 +188,32 @@ def _split(candidate: Candidate, N: int, K: int, tokens: int) -> Iterator[Candid
         step *= tile.k_warps
     else:
         blocks = -(-tokens // tile.block_m)
-    if tile not in _SUMMED and -(-N // tile.rows) * blocks > N // 16:
+    programs = -(-N // tile.rows) * blocks
+    if tile not in _SUMMED and programs > N // 16:
         return  # more meeting places than a layer counts
-    for splits in _SPLITS[1:]:
+    for splits in range(2, _most_splits(tile) + 1):
         if K // 64 // (step * splits) < _FEWEST_STEPS:
             return
+        if _fed_by_tma(tile) and programs * splits > MULTIPROCESSORS * cost.resident:
+            return  # no run has timed a split of these in more than one round
         yield _in_splits(tile, splits), cost
+
+
+def _fed_by_tma(tile: Fused) -> bool:
+    return isinstance(tile, WgmmaRingTile) and tile.tma
 
 
 def _two_tiles(
     N: int, K: int, tokens: int, Ms: tuple[int, ...]
 ) -> Iterator[tuple[WavesTile, float]]:
     """Yield pairs of tiles with their time a token."""
-    for head, cost in _HEADS:
-        for tail in _TAILS:
-            if K // 64 // (tail.chunks_per_step * tail.split_k) < _FEWEST_STEPS:
-                continue
-            waves = WavesTile(head, tail, MULTIPROCESSORS)
-            if waves.head_rows(tokens, N) < N:  # else warm-up would not compile the tail
-                yield waves, sum(_us_of_two(waves, cost, N, K, M) / M for M in Ms)
+    head, cost = _256X128
+    for tail in _TAILS:
+        if K // 64 // (tail.chunks_per_step * tail.split_k) < _FEWEST_STEPS:
+            continue
+        waves = WavesTile(head, tail, MULTIPROCESSORS)
+        if waves.head_rows(tokens, N) < N:  # else warm-up would not compile the tail
+            yield waves, sum(_us_of_two(waves, cost, N, K, M) / M for M in Ms)
 
 
 def _us_of_two(waves: WavesTile, cost: Cost, N: int, K: int, M: int) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from taut_kernels import tiles_wgmma, tiles_wgmma_rule
 from taut_kernels.aot import SHARED_MEMORY_BYTES
 from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring
+from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring, w4a16_wgmma_tma
 from taut_kernels.tiles_decode_ring import RingTile, token_tiles
 from taut_kernels.tiles_w4a16_cost import Cost, Cut, dense_estimate, estimate, fastest
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
@@ -19,7 +20,8 @@ from taut_kernels.tiles_wgmma_waves import WavesTile
 
 DRAW = random.Random(0)
 ODD = [(16 * DRAW.randint(1, 4000), 64 * DRAW.randint(8, 480)) for _ in range(60)]
-SIZES = sorted({*PRODUCTS.values(), *ODD, (16, 512), (80, 576), (151936, 896), (128, 53248)})
+NARROW = [(N, K) for N in (16, 48, 64, 112, 128, 144, 272) for K in (512, 576, 4160, 29568)]
+SIZES = sorted({*PRODUCTS.values(), *ODD, *NARROW, (80, 576), (151936, 896), (128, 53248)})
 FORMATS = [(group, zeros) for group in (32, 64, 128, 0) for zeros in (False, True)]
 H200 = "NVIDIA H200"
 
@@ -41,12 +43,31 @@ def test_every_tile_fits_every_shape_and_format(tokens: int) -> None:
                         tile, K, token_tiles(tokens), group, has_zeros=zeros, pdl=True
                     )
                 elif isinstance(tile, WgmmaRingTile):
-                    w4a16_wgmma_ring.launch_constants(tile, K, group, has_zeros=zeros)
+                    kernel = w4a16_wgmma_tma if tile.tma else w4a16_wgmma_ring
+                    kernel.launch_constants(tile, K, group, has_zeros=zeros)
+            if isinstance(tile, WgmmaRingTile):
+                assert tile.why_not(N, tokens) is None
+                assert not (tile.tma and isinstance(choice, WavesTile)), "no head and no tail"
             if isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile) and tile.split_k > 1:
                 blocks = 1 if isinstance(tile, RingTile) else -(-tokens // tile.block_m)
                 meetings = -(-N // tile.rows) * blocks
                 summed = isinstance(tile, WgmmaRingTile) and tile.summed
                 assert summed or meetings <= N // 16, f"{N} x {K}: arrivals counts N/16"
+
+
+@pytest.mark.parametrize("tokens", BUCKETS)
+def test_every_bucket_has_a_candidate_for_the_narrowest_layer(tokens: int) -> None:
+    for tile, _ in tiles_wgmma_rule.CANDIDATES[tokens][-1:]:
+        assert not (isinstance(tile, WgmmaRingTile) and tile.why_not(16, tokens))
+
+
+@pytest.mark.parametrize("tokens", [32, 64, 128, 256, 384])
+def test_tma_feeds_a_layer_as_wide_as_its_tile_and_none_narrower(tokens: int) -> None:
+    for N, K in PRODUCTS.values():
+        choice = rule(N, K, tokens)
+        assert isinstance(choice, WgmmaRingTile) and choice.tma
+    narrow = rule(48, 4096, tokens)
+    assert not (isinstance(narrow, WgmmaRingTile) and narrow.tma)
 
 
 def test_a_table_would_take_what_the_rule_chooses() -> None:
@@ -144,16 +165,26 @@ def test_model_counts_the_busiest_multiprocessor() -> None:
     assert choice.split_k > 1
 
 
-@pytest.mark.parametrize(("N", "K"), [(3584, 18944), (5120, 27648)])
-def test_long_rows_take_the_large_tile_at_512_tokens(N: int, K: int) -> None:
-    # 128 x 64 with K in three or four took 156 and 290 us, 256 x 128 in two or three 114 and 221.
-    choice = rule(N, K, 512)
+def test_few_features_split_k_at_256_tokens() -> None:
+    # 128 x 64 with K whole has 40 programs; in three it took 12.5 us, the best without TMA 18.0.
+    choice = rule(1280, 8192, 256)
     assert isinstance(choice, WgmmaRingTile)
-    assert (choice.block_m, choice.rows, choice.summed) == (256, 128, True)
+    assert (choice.tma, choice.block_m, choice.rows, choice.split_k) == (True, 128, 64, 3)
+
+
+def test_tma_tiles_are_split_only_where_all_programs_run_at_once() -> None:
+    for tokens in BUCKETS:
+        resident = {str(tile): cost.resident for tile, cost in tiles_wgmma_rule.CANDIDATES[tokens]}
+        for N, K in SIZES:
+            choice = rule(N, K, tokens)
+            if isinstance(choice, WgmmaRingTile) and choice.tma and choice.split_k > 1:
+                work = cut(choice, N, K, tokens)
+                places = 132 * resident[str(replace(choice, split_k=1))]
+                assert work.programs * work.splits <= places, f"{N} x {K}: {choice}"
 
 
 def test_two_tiles_may_cut_the_rest_along_k() -> None:
-    choice = rule(5120, 27648, 1024)
+    choice = rule(6144, 4096, 1024)
     assert isinstance(choice, WavesTile)
     assert isinstance(choice.tail, WgmmaRingTile)
     assert choice.tail.split_k == 2 and choice.tail.summed

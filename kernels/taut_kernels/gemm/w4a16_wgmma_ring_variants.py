@@ -39,14 +39,14 @@ def kernel_variants() -> Iterator[KernelVariant]:
     for tile in {tile: None for _, tile, _ in measured if tile.summed}:
         yield _sums(tile)
     for tile in tiles_wgmma_rule.every_tile(WgmmaRingTile):
-        yield _variant(tile, 4096, *_LARGEST_FORMAT)
+        yield _any_variant(tile, 4096, *_LARGEST_FORMAT)
     for dtype, has_zeros, group_size in _FORMATS:
         # 576 = 9 chunks: no cut of it comes out even, so copies are masked.
         for K, tile in (
             (4096, WgmmaRingTile(64, 1, 2, 2, 2, 4, False, parts=2, running=2)),
             (576, WgmmaRingTile(32, 2, 1, 2, 1, 4, True, parts=4, running=3)),
             (576, WgmmaRingTile(256, 1, 2, 1, 3, 6, True, parts=2, summed=True)),
-            (4096, WgmmaRingTile(64, 1, 2, 2, 2, 4, False, 80, parts=2, running=2, tma=True)),
+            (4096, WgmmaRingTile(64, 1, 2, 2, 3, 4, False, 80, parts=2, running=2, tma=True)),
             (4096, WgmmaRingTile(16, 2, 1, 4, 1, 4, False, 128, tma=True, parts=2)),
             (576, WgmmaRingTile(32, 1, 1, 1, 2, 4, False, 128, parts=4, tma=True)),
         ):
