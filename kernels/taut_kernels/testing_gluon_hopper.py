@@ -284,6 +284,11 @@ def _language(program: tuple[int, int], programs: int) -> Any:
     return types.SimpleNamespace(**base | mine)
 
 
+def _seen_as(place: Shared, dtype: Any, shape: Any, _layout: Any) -> Shared:
+    assert dtype == place.dtype
+    return place.reshape(shape)
+
+
 def _stand_ins() -> dict[str, Any]:
     hopper = types.SimpleNamespace(
         fence_async_shared=lambda: None,
@@ -302,6 +307,7 @@ def _stand_ins() -> dict[str, Any]:
         "hopper": hopper,
         "load_block": load_block,
         "mbarrier": mbarrier,
+        "seen_as": _seen_as,
         "store_block": store_block,
         "tma": types.SimpleNamespace(store_wait=wait_stores),
     }

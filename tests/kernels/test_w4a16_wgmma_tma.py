@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
+from taut_kernels import (
+    _launch,
+    testing,
+    testing_gluon_hopper,
+    testing_gluon_wgmma,
+    tiles_wgmma,
+)
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
@@ -129,6 +135,27 @@ def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> No
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
 
 
+@pytest.mark.parametrize("M", [33, 40, 63, 64, 65, 96, 127, 128, 130])
+def test_no_row_beyond_the_tokens_is_asked_for(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TMA fills such rows with zeros, which takes it longer than to load rows."""
+    asked = set()
+    read = testing_gluon_hopper.Descriptor.read
+
+    def watched(self: testing_gluon_hopper.Descriptor, first: tuple[int, ...]) -> Any:
+        if len(first) == 2:
+            asked.update(range(first[0], first[0] + self.block_shape[0]))
+        return read(self, first)
+
+    monkeypatch.setattr(testing_gluon_hopper.Descriptor, "read", watched)
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(OnNumPy()))
+    case = make_case(M, 64, 512, 128, torch.bfloat16, False)
+    tile = dataclasses.replace(TILES["two"], group_tiles=1)
+    with testing.nan_poison():
+        actual = ring.launch(tile, *case.operands())
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+    assert asked == set(range(M))
+
+
 def test_table_refuses_a_tile_that_its_own_shape_could_not_launch() -> None:
     def table(N: int, max_m: int, **change: Any) -> str:
         tile = dataclasses.asdict(dataclasses.replace(TILES["two"], **change))
@@ -183,7 +210,10 @@ def test_fullest_card_comes_first() -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("tile", "M"), [(t, 2 * TILES[t].block_m - 9) for t in TILES])
+@pytest.mark.parametrize(
+    ("tile", "M"),
+    [(t, blocks * TILES[t].block_m - less) for t in TILES for blocks, less in ((2, 9), (1, 5))],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize(("K", "G"), [(1088, 32), (576, 64), (1152, 128), (704, -1), (2048, 128)])

@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 # Triton 3.9 has the first name of each, 3.6 only the second.
 load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+_MEMORY = gl.shared_memory_descriptor
+seen_as = getattr(_MEMORY, "reinterpret", None) or _MEMORY._reinterpret
 
 
 @gluon.jit

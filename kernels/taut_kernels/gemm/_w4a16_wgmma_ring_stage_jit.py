@@ -180,6 +180,7 @@ def _store_tile(
     WARPS: gl.constexpr,
     WHOLE: gl.constexpr,
     ACC: gl.constexpr,
+    first_tokens,  # of the block's two halves, or None: the block's place
 ):
     # 16 bytes a lane.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [2 * WARPS, 16 // WARPS], [1, WARPS], [0, 1])
@@ -187,7 +188,12 @@ def _store_tile(
         value += gl.load(bias_ptr + _rows(r, N, ACC, ROW_TILES, WARPS, WHOLE)).to(gl.float32)
     value = gl.convert_layout(value.to(y_ptr.dtype.element_ty), STORED)
     row = _rows(r, N, STORED, ROW_TILES, WARPS, WHOLE)
-    token = gl.program_id(2) * BLOCK_M + axis(1, BLOCK_M, STORED, 2)
+    token = axis(1, BLOCK_M, STORED, 2)
+    if first_tokens is None:
+        token += gl.program_id(2) * BLOCK_M
+    else:
+        HALF: gl.constexpr = BLOCK_M // 2
+        token += gl.where(token < HALF, first_tokens[0], first_tokens[1] - HALF)
     gl.store(y_ptr + (token.to(gl.int64) * N + row), value, mask=token < M)
 
 
@@ -225,13 +231,26 @@ def reduce_and_store(
     SUMMED: gl.constexpr,
     ACC: gl.constexpr,
     WHOLE: gl.constexpr = False,
+    first_tokens=None,
 ):
     """Store, or add the splits' sums in the program that arrives last and store those."""
     pid, split = gl.program_id(0), gl.program_id(1)
     if SPLIT_K == 1:
         for r in gl.static_range(ROW_TILES):
             _store_tile(
-                y_ptr, bias_ptr, sums[r], r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, WHOLE, ACC
+                y_ptr,
+                bias_ptr,
+                sums[r],
+                r,
+                M,
+                N,
+                HAS_BIAS,
+                BLOCK_M,
+                ROW_TILES,
+                WARPS,
+                WHOLE,
+                ACC,
+                first_tokens,
             )
     else:
         SIZE: gl.constexpr = 16 * WARPS * BLOCK_M
@@ -270,5 +289,6 @@ def reduce_and_store(
                         WARPS,
                         WHOLE,
                         ACC,
+                        first_tokens,
                     )
                 gl.store(arrivals_ptr + tile_of_y, 0)

@@ -6,6 +6,11 @@ rows of 128 bytes, swizzled. A matrix load (`ldmatrix`) then hands lane (g, t) w
 lanes of row g: columns 2t and 2t + 1 of every eight, which is what `wgmma` multiplies with
 activations in their own order. Scales come through registers, a step ahead, from L2.
 
+Rows of activations beyond M would come as zeros, and TMA takes several times as long to fill a row
+with zeros as to load one (README). So a program's tokens are two halves of a block, each of tokens
+that exist: the second half begins earlier where M ends within it, and so does the last of several
+blocks. Tokens that two halves have in common are computed twice, to the same bits.
+
 Triton's interpreter runs neither Gluon nor inline assembly; only a GPU runs this file.
 """
 
@@ -22,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from taut_kernels.attention._hopper_tile_jit import barriers, load_block
+from taut_kernels.attention._hopper_tile_jit import barriers, load_block, seen_as
 from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis
 from taut_kernels.gemm._w4a16_decode_ring_stage_jit import early_start
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import (
@@ -217,22 +222,35 @@ def _ask_weights(w_desc, words, full, slot, stage, first_tile, first_chunk, CHUN
 
 
 @gluon.jit
-def _ask_tokens(x_desc, tokens, full, slot, stage, first_chunk, CHUNKS: gl.constexpr):
-    """Ask for a step's activations, a chunk at a time."""
-    BLOCK_M: gl.constexpr = tokens.shape[1]
-    for c in gl.static_range(CHUNKS):
-        column = (first_chunk + stage * CHUNKS + c) * 64
-        token = gl.program_id(2) * BLOCK_M
-        load_block(x_desc, [token, column], full.index(slot), tokens.index(slot * CHUNKS + c))
+def _first_tokens(M, BLOCK_M: gl.constexpr):
+    """Return where the two halves of a program's block of tokens begin.
+
+    With M at most half a block the second one begins beyond M and is zeros.
+    """
+    HALF: gl.constexpr = BLOCK_M // 2
+    first = gl.minimum(gl.program_id(2) * BLOCK_M, gl.where(M > BLOCK_M, M - BLOCK_M, 0))
+    apart = gl.where(M > HALF, gl.minimum(M - HALF, HALF), HALF)
+    return first, first + apart
 
 
 @gluon.jit
-def _ask(x_desc, w_desc, rings, first_tile, first_chunk, STEPS: gl.constexpr):
+def _ask_tokens(x_desc, halves, full, slot, stage, first_tokens, first_chunk, CHUNKS: gl.constexpr):
+    """Ask for a step's activations, half a block of a chunk at a time."""
+    for c in gl.static_range(CHUNKS):
+        column = (first_chunk + stage * CHUNKS + c) * 64
+        for h in gl.static_range(2):
+            place = halves.index((slot * CHUNKS + c) * 2 + h)
+            load_block(x_desc, [first_tokens[h], column], full.index(slot), place)
+
+
+@gluon.jit
+def _ask(x_desc, w_desc, rings, halves, M, first_tile, first_chunk, STEPS: gl.constexpr):
     """Run the warp that asks for every step's weights and activations."""
     words, tokens, full, empty = rings
     STAGES: gl.constexpr = words.shape[0]
     CHUNKS: gl.constexpr = tokens.shape[0] // STAGES
     BYTES: gl.constexpr = CHUNKS * (128 * words.shape[1] * 4 + 128 * tokens.shape[1])
+    first_tokens = _first_tokens(M, tokens.shape[1])
     FIRST: gl.constexpr = STAGES if STAGES < STEPS else STEPS
     for stage in gl.static_range(FIRST):
         mbarrier.expect(full.index(stage), BYTES)
@@ -241,13 +259,13 @@ def _ask(x_desc, w_desc, rings, first_tile, first_chunk, STEPS: gl.constexpr):
     # kernel that makes the activations.
     early_start(True)
     for stage in gl.static_range(FIRST):
-        _ask_tokens(x_desc, tokens, full, stage, stage, first_chunk, CHUNKS)
+        _ask_tokens(x_desc, halves, full, stage, stage, first_tokens, first_chunk, CHUNKS)
     slot, phase = 0, 0
     for step in range(STAGES, STEPS):
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(full.index(slot), BYTES)
         _ask_weights(w_desc, words, full, slot, step, first_tile, first_chunk, CHUNKS)
-        _ask_tokens(x_desc, tokens, full, slot, step, first_chunk, CHUNKS)
+        _ask_tokens(x_desc, halves, full, slot, step, first_tokens, first_chunk, CHUNKS)
         phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
 
@@ -386,6 +404,7 @@ def _product(
         False,
         ACC,
         True,
+        _first_tokens(M, BLOCK_M),
     )
 
 
@@ -397,7 +416,7 @@ def w4a16_wgmma_tma_kernel(
     y_ptr,  # [M, N], contiguous
     partial_ptr,  # [tiles of y, SPLIT_K, ROW_TILES, BLOCK_M/8, 128 · WARPS] fp32
     arrivals_ptr,  # [tiles of y or more] int32, 0 before and after; both unused with SPLIT_K = 1
-    x_desc,  # [M, K] in blocks [BLOCK_M, 64]
+    x_desc,  # [M, K] in blocks [BLOCK_M / 2, 64]
     w_desc,  # [N/16, K/16, 32] int32 in blocks [WARPS · ROW_TILES, 4 · CHUNKS_PER_STEP, 32]
     M,
     N,
@@ -416,9 +435,11 @@ def w4a16_wgmma_tma_kernel(
     STEPS: gl.constexpr = _steps(K // 64, CHUNKS_PER_STEP, SPLIT_K)
     early_start(False)
     words = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
-    tokens = gl.allocate_shared_memory(
-        x_desc.dtype, [STAGES * CHUNKS_PER_STEP] + x_desc.block_shape, x_desc.layout
-    )
+    CHUNKS: gl.constexpr = STAGES * CHUNKS_PER_STEP
+    HALF: gl.constexpr = x_desc.block_shape[0]
+    halves = gl.allocate_shared_memory(x_desc.dtype, [2 * CHUNKS, HALF, 64], x_desc.layout)
+    # Rows of 128 bytes: two halves behind each other are a block.
+    tokens = seen_as(halves, x_desc.dtype, [CHUNKS, 2 * HALF, 64], x_desc.layout)
     rings = (words, tokens, barriers(STAGES, 1), barriers(STAGES, 1))
     hopper.fence_async_shared()
     first_chunk = gl.program_id(1) * (STEPS * CHUNKS_PER_STEP)
@@ -433,7 +454,7 @@ def w4a16_wgmma_tma_kernel(
                     STEPS, PARTS, RUNNING,
                 ),
             ),
-            (_ask, (x_desc, w_desc, rings, first_tile, first_chunk, STEPS)),
+            (_ask, (x_desc, w_desc, rings, halves, M, first_tile, first_chunk, STEPS)),
         ],
         [1],
         [24],

@@ -91,7 +91,7 @@ def _fed_variant(
         | absent
         | {"HAS_BIAS": True},
         descriptors={
-            "x_desc": f"{dtype}[{tile.block_m}, 64],{w4a16_wgmma_tma.TOKEN_LAYOUT!r}",
+            "x_desc": f"{dtype}[{tile.block_m // 2}, 64],{w4a16_wgmma_tma.TOKEN_LAYOUT!r}",
             "w_desc": f"i32[{words}],{w4a16_wgmma_tma.WORD_LAYOUT!r}",
         },
         options={"num_warps": tile.num_warps, "maxnreg": tile.registers or None}

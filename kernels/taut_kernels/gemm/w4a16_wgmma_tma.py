@@ -103,7 +103,7 @@ def product(
         grid,
         (scales, zeros, bias, y, partial, arrivals),
         (
-            TensorDescriptor(x, [M, K], [step, 1], [tile.block_m, 64], TOKEN_LAYOUT),
+            TensorDescriptor(x, [M, K], [step, 1], [tile.block_m // 2, 64], TOKEN_LAYOUT),
             TensorDescriptor(
                 qweight, [N // 16, K // 16, 32], [2 * K, 32, 1], word_block(tile), WORD_LAYOUT
             ),
