@@ -210,4 +210,8 @@ def test_every_tile_of_the_rule_is_compiled_ahead_of_time() -> None:
         tiles = tiles_wgmma_rule.every_tile(kind)
         assert tiles
         assert {(tile, True, 32) for tile in tiles} <= compiled
+        chosen = {part for N, K in SIZES for M in BUCKETS for part in parts(rule(N, K, M))}
+        # Of more splits the most stand for the others.
+        few = {part for part in chosen if isinstance(part, kind) and part.split_k <= 2}
+        assert {(tile, True, 32) for tile in few} <= compiled
     assert SHARED_MEMORY_BYTES["sm_90"] == 227 * 1024
