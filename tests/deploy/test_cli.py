@@ -137,6 +137,8 @@ def test_doctor_judges_layers_as_vllm_fuses_them(monkeypatch):
         "a.k_proj": (1024, 4096),
         "a.v_proj": (1024, 4096),
         "a.o_proj": (4096, 4096),
+        "a.gate_proj": (14336, 4096),
+        "a.up_proj": (14336, 4096),
         "b.gate_proj": (16, 4096),
         "b.up_proj": (16, 4096),
     }
@@ -146,11 +148,12 @@ def test_doctor_judges_layers_as_vllm_fuses_them(monkeypatch):
     monkeypatch.setattr(doctor, "_layer_shapes", lambda _: shapes)
     monkeypatch.delenv("TAUT_KERNELS", raising=False)
     choices = {(n, k): rest for n, k, *rest in doctor._kernel_choices(Path("c"), manifest)}
-    assert set(choices) == {(6144, 4096), (4096, 4096), (32, 4096)}
-    kernel, remark = choices[6144, 4096]
+    assert set(choices) == {(6144, 4096), (4096, 4096), (28672, 4096), (32, 4096)}
+    assert choices[6144, 4096] == ["taut::w4a16_gemm", ""]
+    kernel, remark = choices[28672, 4096]
     assert kernel == "taut::w4a16_gemm"
-    assert remark == measured_w4a16.slower_in_places("NVIDIA H200", 6144, 4096)
-    assert remark.startswith("slower than vLLM's at 256, ")
+    assert remark == measured_w4a16.slower_in_places("NVIDIA H200", 28672, 4096)
+    assert remark.startswith("slower than vLLM's at 512, ")
     kernel, remark = choices[32, 4096]
     assert kernel == "vLLM's own"
     assert "32×4096 not measured against vLLM's kernels on NVIDIA H200" in remark
