@@ -77,9 +77,9 @@ def _bench(name: str, module: str, limit_s: float, *arguments: str) -> Step:
 PARTS: dict[str, tuple[Step, ...]] = {
     "tests": (
         _tests(),
-        _bench("attention", "attention", 120),
-        _bench("w4a16", "w4a16", 200, *_VLLM_ONLY, *_DENSE_TOO, "--tokens", _FEW_TOKENS),
-        _bench("w4a16-between", "w4a16", 100, *_VLLM_ONLY, "--tokens", _BETWEEN_TOKENS),
+        _bench("attention", "attention", 100),
+        _bench("w4a16", "w4a16", 160, *_VLLM_ONLY, *_DENSE_TOO, "--tokens", _FEW_TOKENS),
+        _bench("w4a16-between", "w4a16", 80, *_VLLM_ONLY, "--tokens", _BETWEEN_TOKENS),
     ),
     "library": (
         _bench("loss", "loss", 180),
