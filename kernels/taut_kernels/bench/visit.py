@@ -79,7 +79,7 @@ PARTS: dict[str, tuple[Step, ...]] = {
         _tests(),
         _bench("attention", "attention", 100),
         _bench("w4a16", "w4a16", 160, *_VLLM_ONLY, *_DENSE_TOO, "--tokens", _FEW_TOKENS),
-        _bench("w4a16-between", "w4a16", 80, *_VLLM_ONLY, "--tokens", _BETWEEN_TOKENS),
+        _bench("w4a16-between", "w4a16", 70, *_VLLM_ONLY, "--tokens", _BETWEEN_TOKENS),
     ),
     "library": (
         _bench("loss", "loss", 180),
