@@ -278,6 +278,23 @@ def fused_engine_options(asked: bool, mode: str) -> dict[str, Any]:
     return dict(fused_ops.engine_options(gpu, mode))
 
 
+def decode_attention_asked(asked: bool, refused: bool) -> bool | None:
+    """Return what ``decode_attention`` of a :class:`WorkerSpec` is to be.
+
+    Two flags, not one with two names: their column would cut other options' names in ``--help``.
+
+    Args:
+        asked: whether ``--decode-attention`` was given.
+        refused: whether ``--no-decode-attention`` was given.
+
+    Raises:
+        WorkerError: both were.
+    """
+    if asked and refused:
+        raise WorkerError("--decode-attention and --no-decode-attention: give one of them")
+    return True if asked else False if refused else None
+
+
 def attention_engine_options(asked: bool | None, mode: str, *, suited: bool) -> dict[str, str]:
     """What vLLM has to be told so that batches of one new token a sequence attend on taut's kernel.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -323,3 +324,12 @@ def test_a_bug_of_ours_keeps_its_traceback(run, monkeypatch):
     monkeypatch.setattr(cli, "app", fail)
     with pytest.raises(RuntimeError, match="ours"):
         run("anything")
+
+
+@pytest.mark.parametrize("command", [("worker",), ("cache", "warm"), ("cache", "key")])
+def test_help_names_every_option_in_full_on_a_narrow_terminal(room, command):
+    """Where there is no terminal, as in a container, 80 columns are all there are."""
+    said = taut(room, *command, "--help", COLUMNS="80").stdout
+    named = set(re.findall(r"^│ [* ]*(--\S+)", said, re.MULTILINE))
+    assert {"--kv-cache-dtype", "--decode-attention", "--no-decode-attention"} <= named
+    assert not [name for name in named if name.endswith("…")]

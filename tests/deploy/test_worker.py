@@ -272,6 +272,14 @@ def test_decode_attention_that_cannot_run_here_is_refused_with_the_reason(monkey
         options(True, "prefer")
 
 
+def test_decode_attention_is_asked_for_refused_or_left_open():
+    assert worker.decode_attention_asked(True, False) is True
+    assert worker.decode_attention_asked(False, True) is False
+    assert worker.decode_attention_asked(False, False) is None
+    with pytest.raises(WorkerError, match="--no-decode-attention: give one of them"):
+        worker.decode_attention_asked(True, True)
+
+
 @pytest.mark.parametrize(
     ("card", "mode", "asked", "suited", "used"),
     [

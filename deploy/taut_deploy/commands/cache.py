@@ -11,7 +11,7 @@ import typer
 
 from taut_deploy.commands.output import JsonFlag, megabytes, print_json, say
 from taut_deploy.errors import WorkerError
-from taut_deploy.worker import KernelMode, WorkerSpec
+from taut_deploy.worker import KernelMode, WorkerSpec, decode_attention_asked
 
 app = typer.Typer(help="Compiled artefacts of workers: their key, and a worker's start in advance.")
 
@@ -25,12 +25,8 @@ MaxModelLen = Annotated[int | None, typer.Option(min=16, help="As of the worker.
 KvCacheDtype = Annotated[str, typer.Option(help="As of the worker.")]
 Kernels = Annotated[str | None, typer.Option(help="As of the worker.")]
 FusedOps = Annotated[bool, typer.Option("--fused-ops", help="As of the worker.")]
-DecodeAttention = Annotated[
-    bool | None,
-    typer.Option(
-        "--decode-attention/--no-decode-attention", help="As of the worker.", show_default=False
-    ),
-]
+DecodeAttention = Annotated[bool, typer.Option("--decode-attention", help="As of the worker.")]
+NoDecodeAttention = Annotated[bool, typer.Option("--no-decode-attention", help="As of the worker.")]
 
 
 @app.command()
@@ -41,13 +37,14 @@ def key(
     kv_cache_dtype: KvCacheDtype = "auto",
     kernels: Kernels = None,
     fused_ops: FusedOps = False,
-    decode_attention: DecodeAttention = None,
+    decode_attention: DecodeAttention = False,
+    no_decode_attention: NoDecodeAttention = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the key of what a worker would compile here; --json says what it is made of."""
     from taut_deploy.cache.warm import key_for
 
-    parts = (fused_ops, decode_attention)
+    parts = (fused_ops, decode_attention_asked(decode_attention, no_decode_attention))
     spec = _spec(checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, parts)
     found = key_for(spec)
     if as_json:
@@ -71,7 +68,8 @@ def warm(
     ] = 1,
     kernels: Kernels = None,
     fused_ops: FusedOps = False,
-    decode_attention: DecodeAttention = None,
+    decode_attention: DecodeAttention = False,
+    no_decode_attention: NoDecodeAttention = False,
     timeout: Annotated[
         float, typer.Option(min=1, help="Longest wait for the first correct token, seconds.")
     ] = 1800,
@@ -86,7 +84,7 @@ def warm(
     """
     from taut_deploy.cache.warm import warm as fill
 
-    parts = (fused_ops, decode_attention)
+    parts = (fused_ops, decode_attention_asked(decode_attention, no_decode_attention))
     spec = _spec(checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, parts, kv_cache_gib)
     with _terminated_as_interrupted():
         made = fill(spec, cache, timeout, measure, say)

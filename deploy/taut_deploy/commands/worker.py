@@ -7,7 +7,13 @@ from typing import Annotated, cast
 import typer
 
 from taut_deploy.errors import WorkerError
-from taut_deploy.worker import LOOPBACK, KernelMode, WorkerSpec, exec_worker
+from taut_deploy.worker import (
+    LOOPBACK,
+    KernelMode,
+    WorkerSpec,
+    decode_attention_asked,
+    exec_worker,
+)
 
 
 def worker(
@@ -40,14 +46,16 @@ def worker(
         ),
     ] = False,
     decode_attention: Annotated[
-        bool | None,
+        bool,
         typer.Option(
-            "--decode-attention/--no-decode-attention",
-            help="CUDA only: taut's attention where a batch has one new token a sequence; by"
-            " default for Llama, Mistral and Qwen on cards it was measured on.",
-            show_default=False,
+            "--decode-attention",
+            help="CUDA only: taut's attention where a batch has one new token a sequence; unasked"
+            " for Llama, Mistral and Qwen on cards it was measured on.",
         ),
-    ] = None,
+    ] = False,
+    no_decode_attention: Annotated[
+        bool, typer.Option("--no-decode-attention", help="Leave all attention to vLLM.")
+    ] = False,
     shutdown_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
     ] = 30,
@@ -74,7 +82,7 @@ def worker(
             kv_cache_dtype=kv_cache_dtype,
             kernels=cast("KernelMode | None", kernels),
             fused_ops=fused_ops,
-            decode_attention=decode_attention,
+            decode_attention=decode_attention_asked(decode_attention, no_decode_attention),
             kv_cache_gib=kv_cache_gib,
             shutdown_timeout_s=shutdown_timeout,
             cache=cache,
