@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from taut_kernels import tiles_wgmma
 from taut_kernels.bench import (
     engine,
     engine_checkpoint,
@@ -136,22 +137,24 @@ def test_wgmma_table_takes_the_fastest_choice_and_candidates_fit() -> None:
     ]
 
 
-def test_wgmma_table_weighs_both_ends_of_a_bucket() -> None:
+def test_wgmma_table_has_the_fastest_of_each_number_of_tokens() -> None:
     tile = next(tune_w4a16_wgmma.candidates(4096, 4096, 64))
-    ends: list[tuple[int, tune_w4a16_wgmma.Choice, float]] = [
+    timed: list[tuple[int, tune_w4a16_wgmma.Choice, float]] = [
         (384, tile, 20.0),
-        (512, tile, 40.0),
         (384, "dense", 30.0),
-        (512, "dense", 36.0),  # faster at 512 alone
-        (1664, tile, 5.0),  # no row: its us would not be that of max_m
+        (512, tile, 40.0),
+        (512, "dense", 36.0),
+        (4096, "dense", 5.0),
     ]
-    results = [tune_w4a16_wgmma.Result("o", 4096, 4096, M, us, tile) for M, tile, us in ends]
+    results = [tune_w4a16_wgmma.Result("o", 4096, 4096, M, us, tile) for M, tile, us in timed]
     rows = tune_w4a16_wgmma.table_rows(results)
     assert [(row["max_m"], row["tile"] == "dense", row["us"]) for row in rows] == [
-        (512, False, 40.0)
+        (384, False, 20.0),
+        (512, True, 36.0),
+        (None, True, 5.0),
     ]
-    rows = tune_w4a16_wgmma.table_rows([r for r in results if r.M == 512])
-    assert [row["tile"] for row in rows] == ["dense"]
+    table = {"gpu": "card", "source": "test", "rows": rows}
+    assert len(tiles_wgmma.parse(json.dumps(table), "t.json").choices) == 3
 
 
 TINY = engine_checkpoint.LLAMA_3_8B | {

@@ -279,23 +279,17 @@ def _print_best(results: list[Result], top: int = 6) -> None:
 
 
 def table_rows(results: list[Result]) -> list[dict[str, Any]]:
-    """Put the fastest choice of each shape and bucket of M into the rows of a table of ``tiles/``.
-
-    Numbers of tokens of one bucket count alike, each by its time a token.
-    """
-    times: dict[tuple[int, int, int], dict[Choice, dict[int, float]]] = {}
+    """Put the fastest choice of each shape and number of tokens into rows of a ``tiles/`` table."""
+    fastest: dict[tuple[int, int, int], Result] = {}
     for r in results:
-        cell = times.setdefault((r.N, r.K, tiles_wgmma.bucket_of(r.M)), {})
-        cell.setdefault(r.tile, {})[r.M] = r.us
+        best = fastest.get((r.N, r.K, r.M))
+        if best is None or r.us < best.us:
+            fastest[r.N, r.K, r.M] = r
     rows = []
-    for (N, K, bucket), cell in times.items():
-        most = max(len(us) for us in cell.values())
-        some = {tile: us for tile, us in cell.items() if len(us) == most}
-        tile = min(some, key=lambda tile: sum(us / M for M, us in some[tile].items()))
-        max_m = BUCKETS[bucket] if bucket < len(BUCKETS) else None
-        if (us := some[tile].get(max_m or TOKENS[-1])) is not None:
-            tile_json = _as_json(tile)
-            rows.append({"N": N, "K": K, "max_m": max_m, "tile": tile_json, "us": round(us, 3)})
+    for (N, K, M), r in fastest.items():
+        max_m = M if M in BUCKETS else None
+        tile = _as_json(r.tile)
+        rows.append({"N": N, "K": K, "max_m": max_m, "tile": tile, "us": round(r.us, 3)})
     return rows
 
 
