@@ -329,16 +329,16 @@ def suits_decode_attention(spec: WorkerSpec) -> bool:
     """
     from taut_kernels.vllm_plugin.decode_attention import ELEMENT_BYTES
 
-    written = {word.partition("=")[0].split(".")[0].replace("_", "-") for word in spec.extra}
+    kv_cache_dtype, rest = _read_extra(spec, {})
     telling = (*_ATTENTION_FLAGS, *_SPECULATIVE_FLAGS)
-    if any(_is_written_as(flag, taken) for flag in written for taken in telling):
+    if any(_is_written_as(_flag_of(word), taken) for word in rest for taken in telling):
         return False
     try:
         config = json.loads((spec.checkpoint / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     kind = config.get("model_type") if isinstance(config, dict) else None
-    return kind in PLAIN_ATTENTION and spec.kv_cache_dtype in ELEMENT_BYTES
+    return kind in PLAIN_ATTENTION and kv_cache_dtype in ELEMENT_BYTES
 
 
 def _gpu() -> str | None:
@@ -379,9 +379,9 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
 
     mode = spec.kernels or _kernel_mode(manifest, platform)
     fused_options = fused_engine_options(spec.fused_ops, mode)
-    attention_options = attention_engine_options(
-        spec.decode_attention, mode, suited=suits_decode_attention(spec)
-    )
+    # Asked last: it imports torch, which a CPU's launcher does without.
+    suited = platform == "cuda" and spec.decode_attention is None and suits_decode_attention(spec)
+    attention_options = attention_engine_options(spec.decode_attention, mode, suited=suited)
     # The key names the mode it is for, which it reads here.
     os.environ[MODE_VARIABLE] = mode
     return build_command(
@@ -411,7 +411,7 @@ def _read_extra(spec: WorkerSpec, guarded_flags: Mapping[str, str]) -> tuple[str
     arguments = iter(spec.extra)
     for argument in arguments:
         written, separator, value = argument.partition("=")
-        flag = written.split(".")[0].replace("_", "-")
+        flag = _flag_of(argument)
         if flag == _KV_CACHE_FLAG:
             dtype = value if separator else next(arguments, "")
             continue
@@ -420,6 +420,11 @@ def _read_extra(spec: WorkerSpec, guarded_flags: Mapping[str, str]) -> tuple[str
                 raise WorkerError(f"{written}: not passed on to vLLM; {instead}")
         rest.append(argument)
     return dtype, rest
+
+
+def _flag_of(argument: str) -> str:
+    """The flag of an argument, without its value and what follows a dot, written with ``-``."""
+    return argument.partition("=")[0].split(".")[0].replace("_", "-")
 
 
 def _is_written_as(flag: str, guarded: str) -> bool:

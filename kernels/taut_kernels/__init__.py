@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 def fuse_for_vllm(graph: fx.Graph) -> None:
     """Fuse norms and activations with the quantisation behind them in a graph vLLM compiles.
 
+    Quantisations with nothing to fuse become an op of ours.
+
     It stands here because vLLM looks for a pass named in its configuration in the top package only;
     :func:`taut_kernels.vllm_plugin.fusion.fuse` does the work.
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import triton
 
+from taut_kernels import _early_start
+
 PDL_OPTIONS: tuple[dict[str, bool], dict[str, bool]] = ({}, {"launch_pdl": True})
 """Launch options without and with programmatic dependent launch: a kernel may start before the one
 in front of it has ended, and waits for it inside."""
@@ -61,6 +63,16 @@ def capability(device: torch.device) -> tuple[int, int]:
 def is_hopper(device: torch.device) -> bool:
     """Say whether a device has warp-group products and programmatic dependent launch (sm_90)."""
     return capability(device) == (9, 0)
+
+
+def starts_early(tokens: int, device: torch.device) -> bool:
+    """Say whether a call between products starts early (:data:`_early_start.EARLY_TOKENS`).
+
+    Args:
+        tokens: of the call.
+        device: where it runs.
+    """
+    return tokens <= _early_start.EARLY_TOKENS and is_hopper(device)
 
 
 @cache

@@ -115,6 +115,38 @@ def run(
         types.FunctionType(outer.__code__, scope)(**given)
 
 
+_OPTIONS = frozenset({"num_warps", "maxnreg", "launch_pdl"})
+"""Of the compiler, which a launcher names beside a kernel's constants."""
+
+
+class OnNumPy:
+    """Stands in for a jit kernel in a launcher: runs on NumPy, remembers how it was launched last.
+
+    Args:
+        kernel: a `gluon.jit` function.
+        run: :func:`run` or one like it; takes the kernel, the grid and the arguments by name.
+
+    Attributes:
+        grid: programs along each axis.
+        constants: constants and compiler options, by name.
+    """
+
+    def __init__(self, kernel: Any, run: Callable[[Any, Any, dict[str, Any]], None]) -> None:
+        self._kernel, self._run = kernel, run
+        self.arg_names = kernel.arg_names
+        self.grid: tuple[int, int, int] = (0, 0, 0)
+        self.constants: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.grid, self.constants = grid, constants
+            named = dict(zip(self.arg_names, arguments, strict=False))
+            named |= {name: value for name, value in constants.items() if name not in _OPTIONS}
+            self._run(self._kernel, grid, named)
+
+        return launch
+
+
 def _scope(
     function: Any,
     gl: Any,

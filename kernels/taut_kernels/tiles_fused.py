@@ -8,15 +8,16 @@ A table is ``tiles/fused-<card>.json``::
 ``op`` is a key of :data:`OPS`, ``N`` what that op's launcher looks up (columns of the output; for
 ``rope`` heads of q and k together), ``max_m`` the most tokens the row is for (null: any number),
 ``tile`` has the fields of :class:`FusedTile`, of which the last two may be left out. A shape that
-no table of the card names takes :func:`rule`.
+no table of the card names takes :func:`rule`. On Hopper calls of few rows start early
+(:data:`taut_kernels._early_start.EARLY_TOKENS`), whatever the table says.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from taut_kernels import _tile_tables
+from taut_kernels import _early_start, _tile_tables
 
 _ROW_FIELDS = {"op", "N", "max_m", "tile", "us"}
 OPS = (
@@ -26,10 +27,13 @@ OPS = (
     "add_rms_norm_quant",
     "silu_mul",
     "silu_mul_quant",
+    "row_quant",
     "rope",
 )
 RESIDENT_LIMIT = 32768
 """Columns of the longest row a program keeps in registers (64 a thread with 16 warps)."""
+_FEW_ROWS = 264
+"""Rows with a program each that run at once, two a multiprocessor of the largest Hopper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,9 @@ def rule(op: str, N: int, M: int) -> FusedTile:
         return FusedTile(1, min(16, 1 << (N - 1).bit_length()), 2 if M >= 64 else 1)
     if op == "silu_mul":
         return FusedTile(1, min(1024, max(32, 1 << (N - 1).bit_length())), 4)
+    if op == "row_quant" and M <= _FEW_ROWS and 16384 < N <= RESIDENT_LIMIT:
+        # Half the chain of a thread's columns again; of 16 bits, they fit its 64 registers.
+        return FusedTile(1, 8192, 32)
     return _row_rule(N, M)
 
 
@@ -139,14 +146,14 @@ def _row_rule(N: int, M: int) -> FusedTile:
         rows = max(1, min(2048 // width, 16, 1 << max(0, (M // 264).bit_length() - 1)))
         return FusedTile(rows, width, 4 if rows * width >= 1024 else 1)
     warps = 4 if width <= 4096 else 8 if width <= 16384 else 16
-    if M <= 264:
+    if M <= _FEW_ROWS:
         # Fewer programs than the card holds: shorter chains of loads in each.
         warps = min(16, warps * 2)
     return FusedTile(1, min(width, 256 * warps), warps)
 
 
 @lru_cache(maxsize=65536)
-def lookup(gpu: str | None, op: str, N: int, M: int) -> FusedTile:
+def lookup(gpu: str | None, op: str, N: int, M: int, hopper: bool = False) -> FusedTile:
     """Choose the tile of one call.
 
     Args:
@@ -154,10 +161,16 @@ def lookup(gpu: str | None, op: str, N: int, M: int) -> FusedTile:
         op: a key of `OPS`.
         N: columns of the output; for ``rope`` heads of q and k.
         M: rows (tokens).
+        hopper: whether the card can start kernels early (sm_90).
 
     Returns:
-        The measured tile, or that of :func:`rule`.
+        The measured tile, or that of :func:`rule`; with ``pdl`` where the call starts early.
     """
+    tile = _cut(gpu, op, N, M)
+    return replace(tile, pdl=True) if hopper and M <= _early_start.EARLY_TOKENS else tile
+
+
+def _cut(gpu: str | None, op: str, N: int, M: int) -> FusedTile:
     table = tables().get(gpu or "")
     for limit, tile in table.tiles.get((op, N), ()) if table else ():
         if limit is None or limit >= M:
@@ -165,16 +178,19 @@ def lookup(gpu: str | None, op: str, N: int, M: int) -> FusedTile:
     return rule(op, N, M)
 
 
-def every_tile(gpu: str | None, op: str, N: int) -> tuple[FusedTile, ...]:
+def every_tile(gpu: str | None, op: str, N: int, hopper: bool = False) -> tuple[FusedTile, ...]:
     """Return the distinct tiles a width can be given, for compiling them before serving starts.
 
     Args:
         gpu: as for :func:`lookup`.
         op: likewise.
         N: likewise.
+        hopper: likewise.
     """
     table = tables().get(gpu or "")
     limits = [limit for limit, _ in (table.tiles.get((op, N), ()) if table else ())]
     tokens = {1, *(2**i for i in range(17)), *(2**i + 1 for i in range(17))}
     tokens |= {limit for limit in limits if limit is not None}
-    return tuple(dict.fromkeys(lookup(gpu, op, N, M) for M in sorted(tokens)))
+    # Where early starts end, tiles have two forms: the last M with one and the first without.
+    tokens |= {max(1, _early_start.EARLY_TOKENS), _early_start.EARLY_TOKENS + 1}
+    return tuple(dict.fromkeys(lookup(gpu, op, N, M, hopper) for M in sorted(tokens)))

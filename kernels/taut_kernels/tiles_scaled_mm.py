@@ -11,19 +11,26 @@ A table is ``tiles/scaled_mm-<card>.json``::
 Rows of one product are buckets of M: ``max_m`` is inclusive and rises, null in the last one.
 ``tile`` holds exactly the fields of :class:`ScaledMmTile`. A product no table of the card names
 takes :func:`rule`. The rivals' figures are of the same run, 0 where none ran. Where ours is slower
-than vLLM's in a bucket, or its kernel was not tried on a card yet (:data:`SERVED`), the
-plugin leaves that bucket to vLLM (:func:`why_not_preferred`).
+than vLLM's in a bucket, or its kernel was not tried on a card yet (:data:`SERVED`), the plugin
+leaves that bucket to vLLM (:func:`why_not_preferred`).
+
+A row may also have ``"layer": {"prefetch": lines or null, "M": […], "us": […], "vllm_us": […]}``:
+µs of a whole decoder layer's step with ours and with vLLM's in this product, where all other
+kernels are ours and start early (:mod:`taut_kernels.bench.decode_chain`), and how ours does
+(null: late). It decides in such a layer alone (``in_layer``): behind others' kernels an early start
+can lose. There rings of other products start early by the same pattern (:func:`early_in_layer`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from taut_kernels import _tile_tables
+from taut_kernels import _early_start, _tile_tables
 
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
+_LAYER_FIELDS = {"prefetch", "M", "us", "vllm_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
 KERNELS = ("ring", "hopper", "turns")
 _MOST_STAGES = {
@@ -38,6 +45,8 @@ BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
 MULTIPROCESSORS = 132
 """Of the cards the rule knows."""
+_PREFETCH = 2
+"""Lines of 128 bytes of each row, in every early start that won in a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +152,17 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ScaledMmTable:
-    """The measured buckets of one card, by (op, N, K)."""
+    """The measured buckets of one card, by (op, N, K).
+
+    Attributes:
+        gpu: the card's name.
+        buckets: behind anybody's kernels.
+        in_layer: of the same limits, between kernels of ours that start early.
+    """
 
     gpu: str
     buckets: dict[tuple[str, int, int], tuple[Bucket, ...]]
+    in_layer: dict[tuple[str, int, int], tuple[Bucket, ...]]
 
 
 def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
@@ -166,8 +182,50 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
     return None
 
 
-def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], Bucket]:
-    if set(row) != _ROW_FIELDS or row["op"] not in OPS:
+def _is_faster(figures: dict[str, Any]) -> bool:
+    times = zip(figures["us"], figures["vllm_us"], strict=True)
+    return all(ours <= theirs for ours, theirs in times)
+
+
+def early_in_layer(tile: ScaledMmTile, op: str, N: int, max_m: int | None) -> ScaledMmTile:
+    """Return what becomes of a tile between kernels that start early, where nobody timed it there.
+
+    As for Llama-3-8B's four products on an H200: early up to 64 tokens, but where few tokens meet
+    more programs than multiprocessors.
+
+    Args:
+        tile: as timed alone.
+        op: one of :data:`OPS`.
+        N: output features.
+        max_m: most tokens of its bucket.
+    """
+    if op == "fp8_block" or tile.kernel != "ring" or tile.block_k % 128:
+        return tile
+    programs = -(-N // tile.block_n) * tile.split_k
+    if (
+        max_m is None
+        or max_m > _early_start.EARLY_TOKENS
+        or (max_m <= 16 and programs > MULTIPROCESSORS)
+    ):
+        return tile
+    return replace(tile, early=True, prefetch=_PREFETCH)
+
+
+def _bucket_in_layer(row: dict[str, Any], tile: ScaledMmTile, where: str) -> Bucket:
+    if "layer" not in row:
+        early = early_in_layer(tile, row["op"], row["N"], row["max_m"])
+        return Bucket(row["max_m"], early, _is_faster(row) and tile.kernel in SERVED)
+    layer = row["layer"]
+    lengths = {len(layer.get(key, ())) for key in ("M", "us", "vllm_us")}
+    if set(layer) != _LAYER_FIELDS or len(lengths) > 1 or 0 in lengths:
+        raise ValueError(f"{where}: layer needs {sorted(_LAYER_FIELDS)}, of one length, at least 1")
+    if layer["prefetch"] is not None:
+        tile = replace(tile, early=True, prefetch=layer["prefetch"])
+    return Bucket(row["max_m"], tile, _is_faster(layer) and tile.kernel in SERVED)
+
+
+def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], Bucket, Bucket]:
+    if set(row) - {"layer"} != _ROW_FIELDS or row["op"] not in OPS:
         raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op one of {OPS}")
     if not row["M"] or len({len(row[key]) for key in ("M", "us", "vllm_us", "rival_us")}) > 1:
         raise ValueError(f"{where}: M and the figures must be of one length, at least 1")
@@ -176,9 +234,8 @@ def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], B
         raise ValueError(f"{where}: split_k needs block_m ≥ max_m, got {tile} at {row['max_m']}")
     if reason := why_not_for(tile, row["op"], row["N"]):
         raise ValueError(f"{where}: {reason}")
-    faster = all(ours <= theirs for ours, theirs in zip(row["us"], row["vllm_us"], strict=True))
-    wins = faster and tile.kernel in SERVED
-    return (row["op"], row["N"], row["K"]), Bucket(row["max_m"], tile, wins)
+    bucket = Bucket(row["max_m"], tile, _is_faster(row) and tile.kernel in SERVED)
+    return (row["op"], row["N"], row["K"]), bucket, _bucket_in_layer(row, tile, where)
 
 
 def parse(text: str, where: str) -> ScaledMmTable:
@@ -196,9 +253,11 @@ def parse(text: str, where: str) -> ScaledMmTable:
     """
     gpu, listed = _tile_tables.rows_of(text, where)
     found: dict[tuple[str, int, int], list[Bucket]] = {}
+    layers: dict[tuple[str, int, int], list[Bucket]] = {}
     for row in listed:
-        key, bucket = _parse_row(row, where)
+        key, bucket, in_layer = _parse_row(row, where)
         found.setdefault(key, []).append(bucket)
+        layers.setdefault(key, []).append(in_layer)
     for (op, N, K), buckets in found.items():
         limits = [bucket.max_m for bucket in buckets]
         bounded = [limit for limit in limits[:-1] if limit is not None]
@@ -206,7 +265,8 @@ def parse(text: str, where: str) -> ScaledMmTable:
             raise ValueError(f"{where}: {op} N={N} K={K}: only the last bucket has max_m null")
         if sorted(set(bounded)) != bounded:
             raise ValueError(f"{where}: {op} N={N} K={K}: max_m must rise from bucket to bucket")
-    return ScaledMmTable(gpu, {key: tuple(buckets) for key, buckets in found.items()})
+    alone, within = ({key: tuple(rows) for key, rows in some.items()} for some in (found, layers))
+    return ScaledMmTable(gpu, alone, within)
 
 
 @cache
@@ -329,7 +389,9 @@ def _rule_of_waves(op: str, N: int, K: int, M: int) -> ScaledMmTile:
 
 
 @cache
-def buckets(op: str, gpu: str | None, N: int, K: int) -> tuple[Bucket, ...]:
+def buckets(
+    op: str, gpu: str | None, N: int, K: int, *, in_layer: bool = False
+) -> tuple[Bucket, ...]:
     """Return the buckets of one product on one card; those of :func:`rule` where none is measured.
 
     Args:
@@ -337,9 +399,12 @@ def buckets(op: str, gpu: str | None, N: int, K: int) -> tuple[Bucket, ...]:
         gpu: card name, None outside CUDA.
         N: output features.
         K: input features.
+        in_layer: between kernels of ours that start early.
     """
     table = tables().get(gpu or "")
-    measured = table.buckets.get((op, N, K)) if table else None
+    measured = None
+    if table is not None:
+        measured = (table.in_layer if in_layer else table.buckets).get((op, N, K))
     if measured:
         return measured
     # A card that runs them has them in its table.
@@ -353,15 +418,17 @@ def buckets(op: str, gpu: str | None, N: int, K: int) -> tuple[Bucket, ...]:
     )
 
 
-def lookup(op: str, gpu: str | None, N: int, K: int, M: int) -> Bucket:
+def lookup(op: str, gpu: str | None, N: int, K: int, M: int, *, in_layer: bool = False) -> Bucket:
     """Choose the bucket of one call: the first that holds ``M`` tokens."""
-    for bucket in buckets(op, gpu, N, K):
+    for bucket in buckets(op, gpu, N, K, in_layer=in_layer):
         if bucket.max_m is None or bucket.max_m >= M:
             return bucket
     raise AssertionError("unreachable: parse() demands an unbounded last bucket")
 
 
-def why_not_preferred(op: str, gpu: str | None, N: int, K: int) -> str | None:
+def why_not_preferred(
+    op: str, gpu: str | None, N: int, K: int, *, in_layer: bool = False
+) -> str | None:
     """Say in which regimes the plugin leaves a layer to vLLM.
 
     Args:
@@ -369,6 +436,7 @@ def why_not_preferred(op: str, gpu: str | None, N: int, K: int) -> str | None:
         gpu: card name.
         N: output features of the layer's shard.
         K: input features of the layer's shard.
+        in_layer: between kernels of ours that start early.
 
     Returns:
         A reason, or None where ours is the faster kernel for every number of tokens.
@@ -380,8 +448,9 @@ def why_not_preferred(op: str, gpu: str | None, N: int, K: int) -> str | None:
         return f"{N}×{K} not measured on {gpu}"
     losing: list[list[int | None]] = []
     previous: int | None = 0
-    tried = all(bucket.tile.kernel in SERVED for bucket in table.buckets[op, N, K])
-    for bucket in table.buckets[op, N, K]:
+    measured = (table.in_layer if in_layer else table.buckets)[op, N, K]
+    tried = all(bucket.tile.kernel in SERVED for bucket in measured)
+    for bucket in measured:
         if not bucket.wins and losing and losing[-1][1] == previous:
             losing[-1][1] = bucket.max_m
         elif not bucket.wins:

@@ -10,7 +10,7 @@ and comes again with every round of programs::
 where the load, programs a multiprocessor, lies between the average and the busiest one's.
 
 The figures, in microseconds, were fitted to some 3,000 runs on 20 shapes on one H200; those of
-tiles fed by TMA to 550 later ones, the others held fixed (README, "Other models"). They need to
+tiles fed by TMA to 620 later ones, the others held fixed (README, "Other models"). They need to
 rank tiles, not to be right: other cards with `wgmma` are taken to rank them alike.
 """
 
@@ -89,11 +89,6 @@ def estimate(cut: Cut, cost: Cost) -> float:
     if cut.summed:
         return us + _SUM[0] + programs * cut.sums / _SUM[1]
     return us + _MEET[0] + cut.sums * (cut.splits / _MEET[1] + busiest / _MEET[2])
-
-
-def tail_estimate(head: float, tail: float) -> float:
-    """Return how long two launches take of which the second goes on where the first ends."""
-    return head + tail - _START
 
 
 def dense_estimate(N: int, K: int, M: int) -> float:

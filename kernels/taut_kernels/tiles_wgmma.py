@@ -42,9 +42,9 @@ __all__ = [
     "tables",
 ]
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
-BUCKETS = (16, 32, 64, 128, 256, 384, 512, 1024, 1664, 2048)
+BUCKETS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1664, 2048)
 """Largest M of each row but the last, which has no limit. 384 and 1664 are whole tiles of 128
-tokens and not of 256; vLLM's steps of a few prompts are often such."""
+tokens and not of 256; vLLM's steps of a few prompts are often such. 768 are three tiles of 256."""
 DECODE_TOKENS = 16
 """Most tokens the decode kernel takes."""
 PROGRAMS_WANTED = 264

@@ -1,8 +1,8 @@
 """Tiles for more than 8 tokens on a shape nobody measured, on cards with `wgmma`.
 
 Candidates are tiles that won on measured shapes, from 32 tokens on mostly fed by TMA, with K split
-in several ways, and two of them for one product where one alone would leave a wave of programs half
-empty; the model of :mod:`taut_kernels.tiles_w4a16_cost` picks the fastest, dense products included.
+in several ways; the model of :mod:`taut_kernels.tiles_w4a16_cost` picks the fastest, dense products
+included.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from taut_kernels.tiles_w4a16_cost import (
     dense_estimate,
     estimate,
     fastest,
-    tail_estimate,
 )
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_tile import WgmmaTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
 
 Fused = RingTile | WgmmaTile | WgmmaRingTile
 Candidate = tuple[Fused, Cost]
@@ -79,6 +77,7 @@ _128X64_FED = (_fed(128, 1, 1, 2, 3, 128), Cost(2, 0.083, 0.200))
 _128X64_FED_ALONE = (_fed(128, 1, 1, 4, 3, 248), Cost(1, 0.192, 0.010))
 _128X128_FED = (_fed(128, 1, 2, 2, 5, 168), Cost(1, 0.346, 0.023))
 _128X256_FED = (_fed(128, 2, 2, 2, 4, 168), Cost(1, 0.629, 0.105))
+_256X64_FED = (_fed(256, 1, 1, 2, 3, 248), Cost(1, 0.340, 0.021))
 _256X128_FED = (_fed(256, 1, 2, 2, 3, 168), Cost(1, 0.611, 0.091))
 _64X64_LONG = (
     WgmmaRingTile(64, 1, 1, 4, 1, 5, True, parts=4, running=3),
@@ -96,24 +95,23 @@ _256X128_RING = (
     WgmmaRingTile(256, 1, 2, 1, 1, 6, True, parts=4, running=3),
     Cost(1, 0.581, 0.162),
 )
-_128_FED = (_128X64_FED, _128X64_FED_ALONE, _128X128_FED, _128X256_FED)
-_BEYOND = (_128X128_FED, _128X256_FED, _256X128_FED, _256X128)
 CANDIDATES: dict[int, tuple[Candidate, ...]] = {
     16: _RINGS,
     32: _32_TOKENS,
     64: (*_64_TOKENS, _64X64_LONG),
-    128: (*_128_FED, _64X64_LONG),
-    256: (*_128_FED, _256X128_FED, _128X64),
-    384: (*_128_FED, _128X64),
-    512: (_128X64_FED, _128X64_FED_ALONE, _128X128_FED, _256X128_FED, _256X128_RING, _128X64),
-    1024: (_256X128_FED, _128X64),
-    1664: _BEYOND,
-    2048: _BEYOND,
+    128: (_128X64_FED, _128X64_FED_ALONE, _128X128_FED, _128X256_FED, _64X64_LONG),
+    256: (_128X64_FED_ALONE, _128X256_FED, _256X64_FED, _256X128_FED, _128X64),
+    384: (_128X64_FED, _128X64_FED_ALONE, _128X128_FED, _128X256_FED, _128X64),
+    512: (_128X64_FED_ALONE, _256X64_FED, _256X128_FED, _256X128_RING, _128X64),
+    768: (_128X64_FED_ALONE, _256X64_FED, _256X128_FED, _128X64),
+    1024: (_256X64_FED, _256X128_FED, _128X64),
+    1664: (_128X128_FED, _128X256_FED, _256X128_FED, _256X128),
+    2048: (_256X64_FED, _256X128_FED, _256X128),
 }
 """By the tables' buckets; the last of each takes layers narrower than a TMA block.
 
-256 tokens x 64 features, fed, won cells of 256 and 512 tokens, but took up to 2.6 times as long at
-384, where its last block is half full, as at 512.
+256 tokens x 64 features, fed, is left out at 384 and 1664, which are no whole blocks of 256: there
+it was timed only while partly full blocks took up to 2.6 times as long (README, "Fed by TMA").
 """
 _SUMMED = (_128X64[0], _256X128_RING[0])
 """Their splits are added by a launch of their own."""
@@ -121,16 +119,16 @@ _FEWER_SPLITS = {
     _128X64_FED_ALONE[0]: 6,
     _128X128_FED[0]: 6,
     _128X256_FED[0]: 5,
+    _256X64_FED[0]: 3,
     _256X128_FED[0]: 2,
 }
 """With more, adding them spills more than 32 bytes a thread under Triton 3.6 or 3.9."""
-_TAILS = (_128X64[0], replace(_128X64[0], split_k=2, summed=True))
-_WAVES_TOKENS = 1024
-_TYPICAL = {256: (192, 256), 1024: (768, 1024)}
-"""Numbers of tokens that count as much as each other, where a bucket's largest is not all."""
+_TYPICAL = {768: (640, 768), 1024: (896, 1024)}
+"""Numbers of tokens that count as much as each other, where a bucket's largest is not all: between
+two buckets lie one number of blocks of 256 tokens but two of blocks of 128."""
 
 
-def rule(N: int, K: int, tokens: int) -> Fused | WavesTile | Literal["dense"]:
+def rule(N: int, K: int, tokens: int) -> Fused | Literal["dense"]:
     """Choose for a shape nobody measured.
 
     Args:
@@ -142,13 +140,10 @@ def rule(N: int, K: int, tokens: int) -> Fused | WavesTile | Literal["dense"]:
         The tile, or the word.
     """
     Ms = _TYPICAL.get(tokens, (tokens,))
-    choices: list[tuple[float, Fused | WavesTile | Literal["dense"]]] = []
+    choices: list[tuple[float, Fused | Literal["dense"]]] = []
     for candidate in CANDIDATES[tokens]:
         for tile, cost in _cuts(candidate, N, K, tokens):
             choices.append((sum(_us(tile, cost, N, K, M) / M for M in Ms), tile))
-    if tokens == _WAVES_TOKENS:
-        for waves, us in _two_tiles(N, K, tokens, Ms):
-            choices.append((us, waves))
     if tokens >= _DENSE_TOKENS:
         choices.append((sum(dense_estimate(N, K, M) / M for M in Ms), "dense"))
     found = fastest(choices)
@@ -201,28 +196,6 @@ def _cuts(candidate: Candidate, N: int, K: int, tokens: int) -> Iterator[Candida
 
 def _fed_by_tma(tile: Fused) -> bool:
     return isinstance(tile, WgmmaRingTile) and tile.tma
-
-
-def _two_tiles(
-    N: int, K: int, tokens: int, Ms: tuple[int, ...]
-) -> Iterator[tuple[WavesTile, float]]:
-    """Yield pairs of tiles with their time a token."""
-    head, cost = _256X128
-    for tail in _TAILS:
-        if K // 64 // (tail.chunks_per_step * tail.split_k) < _FEWEST_STEPS:
-            continue
-        waves = WavesTile(head, tail, MULTIPROCESSORS)
-        if waves.head_rows(tokens, N) < N:  # else warm-up would not compile the tail
-            yield waves, sum(_us_of_two(waves, cost, N, K, M) / M for M in Ms)
-
-
-def _us_of_two(waves: WavesTile, cost: Cost, N: int, K: int, M: int) -> float:
-    rows = waves.head_rows(M, N)
-    us = _us(waves.head, cost, rows, K, M)
-    if rows == N:
-        return us
-    tail = replace(cut(waves.tail, N - rows, K, M), reordered=0)  # the head's launch did
-    return tail_estimate(us, estimate(tail, _128X64[1]))
 
 
 def _us(tile: Fused, cost: Cost, N: int, K: int, M: int) -> float:

@@ -1,7 +1,6 @@
 """Two tiles for one product: one for the programs that fill the card, one for what is left.
 
-Its measured tiles stand in the tables of :mod:`taut_kernels.tiles_wgmma`;
-:mod:`taut_kernels.tiles_wgmma_rule` chooses it for a shape nobody measured.
+Its measured tiles stand in the tables of :mod:`taut_kernels.tiles_wgmma`; no rule chooses it.
 """
 
 from __future__ import annotations

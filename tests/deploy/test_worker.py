@@ -307,6 +307,8 @@ def test_decode_attention_is_used_unasked_where_it_was_measured(
         ('{"model_type": "qwen3"}', {"extra": ("--max-num-seqs", "4")}, True),
         ('{"model_type": "llama"}', {"kv_cache_dtype": "fp8"}, True),
         ('{"model_type": "llama"}', {"kv_cache_dtype": "fp8_e5m2"}, False),
+        ('{"model_type": "llama"}', {"extra": ("--kv-cache-dtype", "fp8_e5m2")}, False),
+        ('{"model_type": "llama"}', {"extra": ("--kv_cache_dtype=fp8",)}, True),
         ('{"model_type": "llama"}', {"extra": ("--attention-backend", "FLASH_ATTN")}, False),
         ('{"model_type": "llama"}', {"extra": ("--attention_config.backend=X",)}, False),
         ('{"model_type": "llama"}', {"extra": ("-ac", "{}")}, False),
@@ -325,6 +327,14 @@ def test_unasked_for_plain_attention_of_which_nobody_chose_the_backend(
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     assert worker.suits_decode_attention(WorkerSpec(tmp_path, **change)) is suits
+
+
+def test_a_cpu_s_launcher_does_not_ask_whether_a_gpu_s_attention_suits(monkeypatch):
+    """The question imports torch."""
+    monkeypatch.setenv("TAUT_KERNELS", "off")
+    monkeypatch.setattr(worker, "suits_decode_attention", lambda _: pytest.fail("was asked"))
+    found = worker.command_for(WorkerSpec(CHECKPOINT, kernels="off"), manifest(), "cpu")
+    assert "--attention-backend" not in found.argv
 
 
 def test_a_filtered_out_plugin_is_refused_with_the_reason():

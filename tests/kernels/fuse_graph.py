@@ -1,7 +1,7 @@
 """Run by test_fusion.py: the pass on graphs of AOTAutograd, with stand-ins for vLLM's ops on CPU.
 
 In its own process, since vLLM's real ops of these names would clash. Each check compiles a layer
-twice, with and without the pass, and compares the results; it prints how many pairs were fused.
+twice, with and without the pass, and compares the results; it prints how many layers those were.
 """
 
 import operator
@@ -24,8 +24,8 @@ def define(name, schema, implementation, fake):
 
 
 def quantise_int8(result, input, scale, azp):
-    q, s = row_quant.quantize_rows_ref(input, torch.int8)
-    result.copy_(q)
+    q, s = row_quant.quantize_rows_ref(input.flatten(0, -2), torch.int8)
+    result.copy_(q.view(input.shape))
     scale.copy_(s)
 
 
@@ -48,10 +48,15 @@ def add_norm(x, x_residual, weight, epsilon, variance_size=None):
     return rms_norm.rms_norm_ref(x, weight, residual, epsilon), residual
 
 
+def attention(q, output):
+    output.copy_(q * 0.5)
+
+
 def nothing(*_):
     return None
 
 
+define("vllm_test::attention", "(Tensor q, Tensor(a!) output) -> ()", attention, nothing)
 define(
     "_C::dynamic_scaled_int8_quant",
     "(Tensor(a!) result, Tensor input, Tensor(b!) scale, Tensor(c!)? azp) -> ()",
@@ -131,15 +136,16 @@ def run(layer, *inputs):
     return (*results, names)
 
 
-def check(layer, *inputs, fused):
-    before = sum(fusion.fused_so_far().values())
+def check(layer, *inputs, left=(), **fused):
+    """Expect these counts of what is fused, and these ops of vLLM in the graph then."""
+    before = fusion.fused_so_far()
     plain, ours, names = run(layer, *inputs)
     for expected, found in zip(plain, ours, strict=True):
         assert torch.equal(expected, found), (expected - found).abs().max()
-    count = sum(fusion.fused_so_far().values()) - before
-    assert count == fused, (count, names)
-    left = [name for name in names if name.startswith(("_C.", "vllm_ir."))]
-    assert bool(left) == (fused == 0), names
+    counts = {name: n - before[name] for name, n in fusion.fused_so_far().items()}
+    assert {name: n for name, n in counts.items() if n} == fused, (counts, names)
+    found = [name.removesuffix(".default") for name in names if name.startswith(("_C.", "vllm_ir"))]
+    assert found == list(left), names
     return 1
 
 
@@ -155,14 +161,14 @@ def fuses_norms():
         def layer(x, weight, kind=kind):
             return (quantised(IR.rms_norm(x * 2, weight, EPSILON), kind),)
 
-        count += check(layer, X, WEIGHT, fused=1)
+        count += check(layer, X, WEIGHT, norms=1)
 
         def add_layer(x, residual, weight, kind=kind):
             y, residual = IR.fused_add_rms_norm(x * 2, residual, weight, EPSILON)
             z = quantised(y, kind)
             return z, residual + z.to(residual.dtype)
 
-        count += check(add_layer, X, RESIDUAL, WEIGHT, fused=1)
+        count += check(add_layer, X, RESIDUAL, WEIGHT, norms=1)
     return count
 
 
@@ -172,7 +178,7 @@ def fuses_a_static_scale():
         C.static_scaled_fp8_quant(q, IR.rms_norm(x, weight, EPSILON), scale, None)
         return (q.float(),)
 
-    return check(layer, X, WEIGHT, torch.tensor([0.03]), fused=1)
+    return check(layer, X, WEIGHT, torch.tensor([0.03]), norms=1)
 
 
 def fuses_activations():
@@ -183,7 +189,7 @@ def fuses_activations():
             y = torch.ops.taut.silu_mul(x * 2, 1.0, 0.0, None, False)
             return (quantised(y, kind),)
 
-        count += check(layer, X, fused=1)
+        count += check(layer, X, activations=1)
     return count
 
 
@@ -194,22 +200,111 @@ def keeps_the_callers_residual():
         y, summed = IR.fused_add_rms_norm(x, residual, weight, EPSILON)
         return quantised(y, "int8"), summed * 2, residual * 3
 
-    return check(layer, X, RESIDUAL, WEIGHT, fused=1)
+    return check(layer, X, RESIDUAL, WEIGHT, norms=1)
+
+
+def replaces_quantisations_with_nothing_to_fuse():
+    """Of a graph's input, of what a mutating op wrote, of cut rows; in fp8 and int8."""
+    count = 0
+    for kind in ("int8", "fp8"):
+
+        def plain(x, kind=kind):
+            return (quantised(x, kind),)
+
+        count += check(plain, X, quantisations=1)
+        count += check(plain, X.half(), quantisations=1)
+        count += check(plain, X.float(), quantisations=1)
+
+        def behind_attention(q, kind=kind):
+            output = torch.empty(q.shape[0], 8, 8, dtype=q.dtype)
+            torch.ops.vllm_test.attention(q.view(-1, 8, 8), output)
+            return quantised(output.view(-1, 64), kind), output * 2
+
+        count += check(behind_attention, X, quantisations=1)
+
+        def cut(x, kind=kind):
+            return (quantised(x[:, 16:48], kind),)
+
+        count += check(cut, X, quantisations=1)
+
+        def two(x, kind=kind):
+            return quantised(x, kind) + quantised(x * 2, kind), quantised(x, kind)
+
+        count += check(two, X, quantisations=3)
+    return count
+
+
+def replaces_for_every_number_of_tokens():
+    """With a symbolic number of rows, as vLLM compiles."""
+
+    def layer(x):
+        return (quantised(x + 1, "fp8"),)
+
+    torch._dynamo.mark_dynamic(x := X.clone(), 0)
+    seen = []
+
+    def compile_graph(module, _):
+        fuse_for_vllm(module.graph)
+        module.graph.lint()
+        module.recompile()
+        for node in module.graph.nodes:
+            if node.target is torch.ops.taut.row_quant.default:
+                assert [value.dtype for value in node.meta["val"]] == [row_quant.FP8, torch.float32]
+                seen.append(node.meta["val"][0].shape[0])
+        return module
+
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(enable_auto_functionalized_v2=False), torch.no_grad():
+        compiled = torch.compile(layer, backend=aot_autograd(fw_compiler=compile_graph))
+        for rows in (x, X.repeat(3, 1)):
+            assert torch.equal(compiled(rows)[0], layer(rows)[0])
+    assert len(seen) == 1
+    assert isinstance(seen[0], torch.SymInt)
+    return 1
 
 
 def leaves_a_norm_that_is_read_twice():
+    """It stays vLLM's; its quantisation alone is ours."""
+
     def layer(x, weight):
         y = IR.rms_norm(x, weight, EPSILON)
         return quantised(y, "int8"), y + 1
 
-    return check(layer, X, WEIGHT, fused=0)
+    return check(layer, X, WEIGHT, quantisations=1, left=["vllm_ir.rms_norm"])
+
+
+def leaves_quantisations_that_ours_cannot_do():
+    def static(x):
+        return (quantised(x, "static"),)
+
+    def by_columns(x):
+        return (quantised(x.t(), "int8"),)
+
+    def in_three_dimensions(x):
+        q = torch.empty(x.shape, dtype=torch.int8)
+        C.dynamic_scaled_int8_quant(q, x, scales := torch.empty(40, 1), None)
+        return q.float(), scales
+
+    def bounded(x):
+        q, scales = torch.empty(x.shape, dtype=row_quant.FP8), torch.empty(5, 1)
+        C.dynamic_per_token_scaled_fp8_quant(q, x, scales, torch.full((), 1e3))
+        return (q.float() * scales,)
+
+    int8, fp8 = "_C.dynamic_scaled_int8_quant", "_C.dynamic_per_token_scaled_fp8_quant"
+    count = check(static, X, left=["_C.static_scaled_fp8_quant"])
+    count += check(by_columns, X, left=[int8])
+    count += check(in_three_dimensions, X.view(5, 8, 8), left=[int8])
+    count += check(lambda x: (quantised(x, "fp8"),), X.double(), left=[fp8])
+    wide = X[:, :1].expand(5, 262145).contiguous()
+    count += check(lambda x: (quantised(x, "fp8"),), wide, left=[fp8])
+    return count + check(bounded, X, left=[fp8])
 
 
 def leaves_a_partial_variance():
     def layer(x, weight):
         return (quantised(IR.rms_norm(x, weight, EPSILON, 32), "int8"),)
 
-    return check(layer, X, WEIGHT, fused=0)
+    return check(layer, X, WEIGHT, quantisations=1, left=["vllm_ir.rms_norm"])
 
 
 def leaves_an_asymmetric_quantisation():
@@ -220,7 +315,8 @@ def leaves_an_asymmetric_quantisation():
         C.dynamic_scaled_int8_quant(q, y, scales, azp)
         return q.float() * scales, azp
 
-    return check(layer, X, WEIGHT, fused=0)
+    left = ["vllm_ir.rms_norm", "_C.dynamic_scaled_int8_quant"]
+    return check(layer, X, WEIGHT, left=left)
 
 
 def inductor_compiles_the_fused_graph():
@@ -236,7 +332,8 @@ def inductor_compiles_the_fused_graph():
 
     def layer(x, residual, weight):
         y, summed = IR.fused_add_rms_norm(x * 2, residual, weight, EPSILON)
-        return quantised(y, "int8"), summed * 2, residual * 3
+        alone = quantised(summed * 2, "fp8")
+        return quantised(y, "int8"), summed * 2, residual * 3, alone
 
     settings = {"enable_auto_functionalized_v2": False, "fx_graph_cache": False}
     patch = torch._inductor.config.patch(post_grad_custom_post_pass=Pass(), **settings)
@@ -244,7 +341,7 @@ def inductor_compiles_the_fused_graph():
         residual = RESIDUAL.clone()
         found = torch.compile(layer, fullgraph=True)(X, residual, WEIGHT)
         expected = layer(X, RESIDUAL.clone(), WEIGHT)
-    assert fusion.fused_so_far()["norms"] == 1
+    assert fusion.fused_so_far() == {"norms": 1, "activations": 0, "quantisations": 1}
     assert torch.equal(residual, RESIDUAL)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -258,6 +355,9 @@ CHECKS = {
         fuses_a_static_scale,
         fuses_activations,
         keeps_the_callers_residual,
+        replaces_quantisations_with_nothing_to_fuse,
+        replaces_for_every_number_of_tokens,
+        leaves_quantisations_that_ours_cannot_do,
         leaves_a_norm_that_is_read_twice,
         leaves_a_partial_variance,
         leaves_an_asymmetric_quantisation,

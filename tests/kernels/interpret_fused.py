@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from taut_kernels import _launch, testing
-from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
+from taut_kernels.fused import quantize, rms_norm, rope, row_quant, silu_mul
 from taut_kernels.tiles_fused import FusedTile
 
 DTYPES = (torch.float16, torch.float32)
@@ -33,6 +33,15 @@ ACTIVATIONS = [
     (5, 1000, FusedTile(2, 256, 4)),
     (2, 40000, FusedTile(1, 8192, 16)),
 ]
+QUANTISATIONS = [
+    (3, 100, FusedTile(4, 128, 1)),
+    (9, 1, FusedTile(4, 8, 1)),
+    (5, 1000, FusedTile(1, 256, 4)),
+    (6, 5120, FusedTile(2, 1024, 4)),
+    (1, 4096, FusedTile(1, 4096, 8)),
+    (2, 28672, FusedTile(1, 8192, 32)),
+    (2, 40000, FusedTile(1, 8192, 16)),
+]
 FORMS = [(1.0, 0.0, None), (1.702, 1.0, 7.0), (1.5, 0.5, None)]
 # T, Hq, Hk, D, R, tile
 ROTATIONS = [
@@ -40,6 +49,7 @@ ROTATIONS = [
     (5, 7, 1, 96, 40, FusedTile(2, 4, 2)),
     (9, 8, 0, 128, 128, FusedTile(4, 16, 1)),
     (1, 32, 8, 128, 64, FusedTile(2, 8, 2)),
+    (7, 5, 0, 40, 36, FusedTile(4, 4, 1)),
 ]
 
 
@@ -204,6 +214,63 @@ def activation_adversarial_values():
     return len(edits)
 
 
+def check_rotation_apart(tile, positions, before, after, cache, neox):
+    """Poisoned new tensors get every column; what is turned stays as it was."""
+    copies = [None if x is None else x.clone() for x in before]
+    new = [
+        testing._empty_nan((0,) if x is None else x.shape, dtype=before[0].dtype, device="cpu")
+        for x in before
+    ]
+    rope.launch(tile, positions, *before, cache, neox, tuple(new))
+    for found, wanted, old, copy in zip(new, after, before, copies, strict=True):
+        assert wanted is None or torch.equal(found, wanted)
+        assert wanted is None or torch.equal(old, copy)
+    with mock.patch.object(_launch, "empty", empty):
+        found = rope._launch_rope_apart(positions, *before, cache, neox)
+    reference = rope.rope_apart_ref(positions, *before, cache, neox)
+    assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+
+
+def check_quantisation(x, tile, dtype):
+    """Nothing is computed before the quantisation: equal scales and values."""
+    q = empty(x.shape, dtype=dtype, device=x.device)
+    scales = empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    quantize.launch(tile, row_quant.OUT[dtype], x, q, scales)
+    reference, reference_scales = row_quant.quantize_rows_ref(x, dtype)
+    assert torch.equal(scales, reference_scales), (scales, reference_scales)
+    assert torch.equal(q.to(dtype).float(), reference.float())
+
+
+def quantisations():
+    count = 0
+    generator = torch.Generator().manual_seed(2)
+    for dtype in DTYPES:
+        for M, N, tile in QUANTISATIONS:
+            x = (torch.randn(M, N + 7, generator=generator) * 4).to(dtype)[:, :N]
+            for quantised in (row_quant.FP8, row_quant.INT8):
+                check_quantisation(x, tile, quantised)
+                count += 1
+    return count
+
+
+def quantisation_adversarial_values():
+    tiny = torch.finfo(torch.float16).smallest_normal
+    edits = (
+        lambda x: x.zero_(),
+        lambda x: x.fill_(-0.0),
+        lambda x: x.fill_(tiny / 4),
+        lambda x: x.fill_(65504.0),
+        lambda x: x[1].fill_(-65504.0),
+        lambda x: x[:, ::2].fill_(tiny),
+    )
+    for edit in edits:
+        edit(x := torch.randn(3, 256, generator=torch.Generator().manual_seed(3)).half())
+        for quantised in (row_quant.FP8, row_quant.INT8):
+            for tile in (FusedTile(1, 128, 4), FusedTile(4, 256, 4)):
+                check_quantisation(x, tile, quantised)
+    return len(edits)
+
+
 def rotations():
     count = 0
     for dtype in DTYPES:
@@ -222,6 +289,7 @@ def rotations():
                     return q.unflatten(1, (-1, D)), k.unflatten(1, (-1, D)) if Hk else None
 
                 rope.rope_ref(positions, *heads(expected), cache, neox)
+                check_rotation_apart(tile, positions, heads(qkv), heads(expected), cache, neox)
                 rope.launch(tile, positions, *heads(qkv), cache, neox)
                 # fp32 in the order of the formula on both sides, one rounding: equal bits, and
                 # nothing beside the rotated columns is touched.
@@ -234,9 +302,12 @@ def empty_batch():
     for x in (torch.zeros(0, 64, dtype=torch.float16),):
         assert rms_norm._launch_rms_norm(x, None, None, EPSILON).shape == (0, 64)
         assert silu_mul._launch_silu_mul(x, *FORMS[0], False).shape == (0, 32)
-        q, scales = rms_norm._launch_rms_norm_quant(x, None, None, EPSILON, torch.int8)
-        assert q.shape == (0, 64)
-        assert scales.shape == (0, 1)
+        for q, scales in (
+            rms_norm._launch_rms_norm_quant(x, None, None, EPSILON, torch.int8),
+            quantize._launch_row_quant(x, torch.int8),
+        ):
+            assert q.shape == (0, 64)
+            assert scales.shape == (0, 1)
         rope.launch(
             FusedTile(1, 4, 1),
             torch.zeros(0, dtype=torch.int64),
@@ -262,6 +333,10 @@ def launchers_write_every_element():
                 found = silu_mul._launch_silu_mul_quant(x[:, : N // 2 * 2], *FORMS[0], False, dtype)
                 wanted = silu_mul.silu_mul_quant_ref(x[:, : N // 2 * 2], *FORMS[0], False, dtype)
                 check_quantised(*found, *wanted)
+                q, scales = quantize._launch_row_quant(x, dtype)
+                wanted, wanted_scales = row_quant.quantize_rows_ref(x, dtype)
+                assert torch.equal(scales, wanted_scales)
+                assert torch.equal(q.to(dtype).float(), wanted.float())
             count += 1
     return count
 
@@ -275,6 +350,8 @@ CHECKS = {
         norm_keeps_other_rows_from_an_infinity,
         activation_shapes,
         activation_adversarial_values,
+        quantisations,
+        quantisation_adversarial_values,
         rotations,
         empty_batch,
         launchers_write_every_element,

@@ -86,6 +86,18 @@ def test_decode_is_counted_by_hand(sizes: dict[str, int], expected: Work) -> Non
     assert counted.compulsory.written == expected.written
 
 
+def test_a_cache_write_is_counted_by_hand() -> None:
+    """3 tokens of one head of 64, keys and values: 2 bytes read, 2 or 1 written; slots 24."""
+    sizes = {"M": 3, "Hk": 1, "D": 64, "page": 4}
+    plain = count(from_op("cache_write", sizes, CPU)).dispatched
+    assert plain == Work(0, 2 * 192 * 2 + 24, 2 * 192 * 2)
+    # A division an element, and two scales of 4 bytes.
+    subject = from_op("cache_write", sizes | {"fp8": 1}, CPU)
+    assert count(subject).dispatched == Work(2 * 192, 2 * 192 * 2 + 24 + 8, 2 * 192)
+    subject.args[4][0] = -1  # not written, and its key not read
+    assert count(subject).dispatched == Work(2 * 128, 2 * 128 * 2 + 24 + 8, 2 * 128)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from taut_kernels import tiles_fused
-from taut_kernels.bench import fused, fused_report, report, timing, tune_fused
-from taut_kernels.bench.fused_cases import FORMS, bytes_moved
+from taut_kernels.bench import (
+    fused,
+    fused_cases,
+    fused_report,
+    fused_rivals,
+    report,
+    timing,
+    tune_fused,
+)
+from taut_kernels.bench.fused_cases import FORMS, Call, Form, Operands, bytes_moved
 from taut_kernels.tiles_fused import FusedTile
 
 
@@ -29,6 +40,7 @@ def test_bytes_are_what_a_call_cannot_avoid() -> None:
     assert bytes_moved(FORMS["add_rms_norm_int8"], N, M) == M * N * (2 + 4 + 1) + 2 * N
     assert bytes_moved(FORMS["silu_mul"], N, M) == M * N * 6
     assert bytes_moved(FORMS["silu_mul_fp8"], N, M) == M * N * 5
+    assert bytes_moved(FORMS["quant_fp8"], N, M) == M * N * 3
     assert bytes_moved(FORMS["rope"], 40, M) == 4 * M * 40 * 128 + 8 * M
 
 
@@ -39,6 +51,7 @@ def test_every_form_is_of_an_op_with_tiles() -> None:
 def test_widths_are_the_models_or_those_asked_for() -> None:
     assert fused.widths_of("silu_mul", None, ["8b"]) == [14336]
     assert fused.widths_of("rope", None, ["8b", "70b"]) == [40, 72]
+    assert fused.widths_of("quant_int8", None, ["8b", "llama3-70b-tp8"]) == [4096, 1024]
     assert fused.widths_of("rope", [7], ["8b"]) == [7]
 
 
@@ -109,3 +122,44 @@ def test_long_activations_are_tried_with_32_warps() -> None:
     assert {FusedTile(1, 8192, 32), FusedTile(1, 16384, 32)} <= found
     # Where two rows of it would be held, 64 registers are too few.
     assert FusedTile(2, 8192, 32) not in found
+
+
+@pytest.mark.parametrize("name", ["quant_fp8", "quant_int8"])
+def test_quantisation_alone_is_held_to_the_budget_of_its_format(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = FORMS[name]
+    draw = torch.randn(333, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    monkeypatch.setattr(fused_cases, "make_operands", lambda *_: fused_cases.Operands(draw))
+    assert fused_cases.why_wrong(form, 256, fused_cases.taut) is None
+    assert fused_cases.why_wrong(form, 256, fused_rivals.torch_compile) is None
+
+    def halved(form: Form, copies: Sequence[Operands]) -> Call:
+        values, scales = torch.ops.taut.row_quant(copies[0].x, fused_cases.quantised_dtype(form))
+        return lambda i: (values, scales / 2)
+
+    assert "above the budget" in str(fused_cases.why_wrong(form, 256, halved))
+
+
+@pytest.mark.parametrize("name", ["quant_fp8", "quant_int8"])
+def test_vllms_quantisation_alone_is_one_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, seen = FORMS[name], []
+
+    def op(kind: str) -> Any:
+        return lambda y, x, scales, rest: seen.append((kind, y.dtype, x, scales.shape, rest))
+
+    ops = SimpleNamespace(
+        dynamic_per_token_scaled_fp8_quant=op("fp8"), dynamic_scaled_int8_quant=op("int8")
+    )
+    monkeypatch.setattr(fused_rivals, "_module", lambda name: None)
+    monkeypatch.setattr(torch.ops, "_C", ops, raising=False)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    copies = [Operands(empty(3, 64, dtype=torch.bfloat16)) for _ in range(2)]
+    values, _ = fused_rivals.vllm(form, copies)(1)
+    ((kind, dtype, x, scales, rest),) = seen
+    assert (kind, dtype, rest) == (form.out, fused_cases.quantised_dtype(form), None)
+    assert x is copies[1].x
+    assert (values.shape, scales) == ((3, 64), (3, 1))
+    with pytest.raises(fused_rivals.UnavailableError):
+        fused_rivals.liger(form, copies)

@@ -316,6 +316,18 @@ def test_what_falls_through_over_an_fp8_cache_has_fp8_queries(answer: dict[str, 
 
 
 @pytest.mark.vllm
+def test_layers_of_ours_write_their_cache_and_others_have_it_written(
+    answer: dict[str, Any],
+) -> None:
+    found = dict(answer["written"])
+    for kind in ("auto", "auto HND", "fp8", "fp8_e4m3 HND"):
+        assert found.pop(kind) == [True, 0], kind
+    assert len(found) == 8
+    for name, one in found.items():
+        assert one == [1, True, True], name
+
+
+@pytest.mark.vllm
 def test_layers_say_why_they_are_not_ours(answer: dict[str, Any]) -> None:
     found = answer["refused"]
     assert found["plain"] is None

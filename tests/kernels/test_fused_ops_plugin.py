@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from taut_kernels import tiles_fused
-from taut_kernels.fused import rms_norm, silu_mul
+from taut_kernels.fused import quantize, rms_norm, silu_mul
 from taut_kernels.vllm_plugin import fused_ops, warm_up
 
 SCRIPT = Path(__file__).with_name("vllm_fused_ops.py")
@@ -81,13 +81,29 @@ def test_vllm_takes_our_providers_and_classes(run_python: Any) -> None:
     # Replaced by force: the classes compute what vLLM's compute.
     assert {"SiluAndMul", "SwigluOAIAndMul", "RotaryEmbedding"} <= set(answer["replaced_by_force"])
     assert "Llama3RotaryEmbedding" in answer["replaced_by_force"]
-    assert "MRotaryEmbedding" not in answer["replaced_by_force"]
+    assert "YaRNScalingRotaryEmbedding" in answer["replaced_by_force"]
+    # A forward of their own, of which Fourier's has the native one only.
+    for other in ("MRotaryEmbedding", "XDRotaryEmbedding", "FourierRotaryEmbedding"):
+        assert other not in answer["replaced_by_force"]
     assert answer["class"] == "TautSiluAndMul"
     assert answer["enabled"] is True
     for error in ("norm_error", "add_norm_error", "silu_error", "rope_error"):
         assert answer[error] <= 1e-5
-    # Under Inductor, the default, the rotary embedding stays vLLM's.
-    assert answer["live"] == {"SiluAndMul": {"taut": 1}, "RotaryEmbedding": {"vllm": 1}}
+    assert answer["live"] == {"SiluAndMul": {"taut": 1}, "RotaryEmbedding": {"taut": 1}}
+    # In place without Inductor; into new tensors, in the shapes of the old, with it.
+    shapes = {"shapes": [[3, 256], [3, 128]], "off": True}
+    assert answer["in_graph"] == [False, False, True, False]
+    eager, compiled = (answer["rotated"][mode] for mode in ("NONE", "VLLM_COMPILE"))
+    assert max(eager.pop("error"), compiled.pop("error")) <= 1e-5
+    assert eager == shapes | {"in_place": True, "untouched": False}
+    assert compiled == shapes | {
+        "in_place": False,
+        "untouched": True,
+        "traced": True,
+        "alone": True,
+        "fallbacks": [0, 0],
+        "taken": 1,
+    }
 
 
 class RMSNorm(torch.nn.Module):
@@ -113,6 +129,53 @@ def test_warm_up_reads_the_widths_off_the_model() -> None:
     assert found.norms == {(64, torch.bfloat16), (128, torch.bfloat16)}
     assert found.activations == {(96, torch.float16)}
     assert found.quantised == {torch.int8}
+
+
+class Linear(torch.nn.Module):
+    """A linear layer after loading, as vLLM's classes name its sizes."""
+
+    def __init__(self, weight: torch.dtype, scale: torch.Tensor | None = None, **sizes: int):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=weight), requires_grad=False)
+        self.input_scale, self.params_dtype = scale, torch.bfloat16
+        self.__dict__.update(sizes)
+
+
+def test_warm_up_finds_what_is_quantised_row_by_row() -> None:
+    int8, fp8, bf16 = torch.int8, torch.float8_e4m3fn, torch.bfloat16
+    layers = [
+        Linear(fp8, input_size=4096, input_size_per_partition=1024),
+        Linear(fp8, input_size=4096, input_size_per_partition=1024),
+        Linear(int8, input_size=96),
+        Linear(fp8, torch.ones(()), input_size=64),  # a given scale
+        Linear(bf16, input_size=32),
+        Linear(int8),
+    ]
+    found = warm_up.widths_of(torch.nn.ModuleList(layers))
+    assert found.inputs == {(1024, bf16, fp8), (96, bf16, int8)}
+
+
+def test_warm_up_runs_every_tile_of_quantisation_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int, torch.dtype, tiles_fused.FusedTile]] = []
+
+    def launch(tile: Any, out: str, x: Any, y: Any, scales: Any) -> None:
+        seen.append((out, x.shape[1], x.dtype, tile))
+        assert x.shape == y.shape == (tile.rows, x.shape[1])
+        assert scales.shape == (tile.rows, 1)
+
+    monkeypatch.setattr(quantize, "launch", launch)
+    none: frozenset[Any] = frozenset()
+    bf16, fp16 = torch.bfloat16, torch.float16
+    inputs = frozenset({(4096, bf16, torch.int8), (128, fp16, torch.float8_e4m3fn)})
+    widths = warm_up.Widths(none, none, none, inputs=inputs)
+    assert warm_up.compile_all(widths, torch.device("cpu"), None) == len(seen) == len(set(seen))
+    for M in (1, 7, 300, 5000):
+        assert ("int8", 4096, bf16, tiles_fused.lookup(None, "row_quant", 4096, M)) in seen
+        assert ("fp8", 128, fp16, tiles_fused.lookup(None, "row_quant", 128, M)) in seen
+    seen.clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert warm_up._quantise(128, fp16, torch.float8_e4m3fn, torch.device("cuda"), None) == 0
+    assert seen == []
 
 
 def test_warm_up_runs_every_tile_of_every_form(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The graph pass that puts a quantisation into the norm or activation in front of it."""
+"""The graph pass that puts a quantisation into what is in front of it, or replaces it alone."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ SCRIPT = Path(__file__).with_name("fuse_graph.py")
         ("fuses_a_static_scale", 1),
         ("fuses_activations", 2),
         ("keeps_the_callers_residual", 1),
+        ("replaces_quantisations_with_nothing_to_fuse", 12),
+        ("replaces_for_every_number_of_tokens", 1),
+        ("leaves_quantisations_that_ours_cannot_do", 6),
         ("leaves_a_norm_that_is_read_twice", 1),
         ("leaves_a_partial_variance", 1),
         ("leaves_an_asymmetric_quantisation", 1),

@@ -164,7 +164,12 @@ def test_every_op_runs_at_small_sizes(op: str) -> None:
 @pytest.mark.parametrize(
     ("op", "sizes", "dtype", "message"),
     [
-        ("nothing", {}, None, "nothing: no such op; known are attention, avg_pool2d, conv2d"),
+        (
+            "nothing",
+            {},
+            None,
+            "nothing: no such op; known are attention, avg_pool2d, cache_write, conv2d",
+        ),
         ("rms_norm", {"K": 3}, None, "--shape K=3: rms_norm has M=1024,N=4096,residual=0"),
         ("rms_norm", {"M": 0}, None, "--shape M=0: must be positive"),
         ("w4a16_gemm", {"K": 100}, None, "must be a multiple of 64"),

@@ -175,6 +175,37 @@ def test_an_8_bit_cache_at_an_odd_address_is_refused() -> None:
         decode.launch(tile, GOOD.q, torch.zeros_like(odd), odd, settings, 1)
 
 
+def test_few_sequences_start_early_and_many_let_the_next_kernel_on_hopper_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(_launch, "capability", lambda device: (9, 0))
+    starts = [decode.early_starts(sequences, 1024, cpu) for sequences in (1, 8, 9, 16, 17)]
+    assert starts == [(False, True), (False, True), (True, True), (True, True), (True, False)]
+    many = [decode.early_starts(sequences, 1024, cpu) for sequences in (64, 65)]
+    assert many == [(True, False), (False, False)]
+    assert decode.early_starts(1, decode.EARLY_KEYS + 1, cpu) == (False, False)
+    assert decode.early_starts(2, decode.EARLY_KEYS + 1, cpu) == (False, True)
+    for capability in ((8, 0), (10, 0), (0, 0)):
+        monkeypatch.setattr(_launch, "capability", lambda device, it=capability: it)
+        assert decode.early_starts(9, 1, cpu) == (False, False)
+
+
+def test_a_launch_hands_its_starts_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(decode, "early_starts", lambda sequences, keys, device: (keys > 9, True))
+    monkeypatch.setattr(decode, "_paged_decode", lambda *call: calls.append((call[0], call[-2]())))
+    tile = _tiles.decode(None, 64, 2, "small")
+    for keys in (9, 10):
+        settings = decode.Settings(*GOOD.settings())._replace(max_context=keys)
+        decode.launch(tile, GOOD.q, GOOD.k_cache, GOOD.v_cache, settings, 1)
+    (few_key, (few, options)), (many_key, (many, _)) = calls
+    assert options["launch_pdl"]
+    assert (few["STARTS_NEXT"], few["EARLY"]) == (False, True)
+    assert (many["STARTS_NEXT"], many["EARLY"]) == (True, True)
+    assert few_key != many_key
+
+
 def test_no_sequences() -> None:
     q = torch.zeros(0, 4, 64, dtype=torch.float16)
     lens = torch.zeros(0, dtype=torch.int32)
@@ -190,6 +221,8 @@ def test_variants_cover_every_dimension_and_format() -> None:
         for dim in (64, 96, 128, 256) if target == "sm_90" else (128, 256):
             for name in ("bf16", "fp8", "int8"):
                 assert any(f"{name} D={dim} " in label for label in labels)
+        for start in ("STARTS_NEXT", "EARLY"):
+            assert {v.constants[start] for v in found if target in v.targets} == {target == "sm_90"}
 
 
 def on_gpu(contexts: list[int], *shape: Any, **options: Any) -> PagedCase:

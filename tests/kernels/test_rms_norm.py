@@ -219,7 +219,13 @@ def test_variants_cover_every_form() -> None:
     found = list(variants.kernel_variants())
     assert len(found) == len({(v.label, v.tile) for v in found})
     labels = " ".join(v.label for v in found)
-    for form in ("add_rms_norm same", "rms_norm_quant int8", "silu_mul gpt-oss", "rope neox"):
+    for form in (
+        "add_rms_norm same",
+        "rms_norm_quant int8",
+        "silu_mul gpt-oss",
+        "row_quant int8",
+        "rope neox",
+    ):
         assert form in labels
     assert all(v.targets == ("sm_90",) for v in found if "fp8" in v.label)
 

@@ -1,4 +1,4 @@
-"""`taut::rope`: specification, interpreter, op contract, GPU."""
+"""`taut::rope` and `rope_apart`: specification, interpreter, op contract, compiler, GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import triton
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
 
 from taut_kernels import testing
 from taut_kernels.fused import rope as rp
-from taut_kernels.fused.rope import rope
+from taut_kernels.fused.rope import rope, rope_apart
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
 gpu = pytest.mark.gpu
@@ -62,6 +64,30 @@ def test_reference_turns_pairs(dtype: torch.dtype, neox: bool) -> None:
     assert torch.equal(qkv[:, 4 * 64 :], untouched)
 
 
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize("with_k", [False, True])
+@pytest.mark.parametrize("rotated", [0, 20, 32])
+def test_apart_has_the_bits_of_in_place_and_leaves_its_operands(
+    rotated: int, with_k: bool, neox: bool
+) -> None:
+    positions, qkv, cache = make(5, 3, 2, 32, rotated, torch.bfloat16)
+    before = qkv.clone()
+    q, k = split(qkv, 3, 2, 32)
+    found = rope_apart(positions, q, k if with_k else None, cache, head_dim=32, neox=neox)
+    assert torch.equal(qkv, before)
+    rope(positions, q, k if with_k else None, cache, head_dim=32, neox=neox)
+    assert torch.equal(found[0], q)
+    assert found[0].is_contiguous()
+    if with_k:
+        assert found[1] is not None
+        assert torch.equal(found[1], k)
+        assert found[1].is_contiguous()
+    else:
+        assert found[1] is None
+    folded = rope_apart(positions, before[:, :96].unflatten(1, (3, 32)), None, cache, head_dim=32)
+    assert folded[0].shape == (5, 3, 32)
+
+
 @pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -69,7 +95,7 @@ def test_reference_turns_pairs(dtype: torch.dtype, neox: bool) -> None:
 def test_interpreted_kernel(run_python: Any) -> None:
     process = run_python(str(INTERPRET), "rotations", env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
-    assert process.stdout.split() == ["rotations", "16"]
+    assert process.stdout.split() == ["rotations", "20"]
 
 
 @pytest.mark.parametrize("with_k", [False, True])
@@ -78,6 +104,44 @@ def test_op_contract(with_k: bool) -> None:
     q, k = (x.unflatten(1, (-1, 32)).contiguous() for x in split(qkv, 4, 2, 32))
     arguments = (positions, q, k if with_k else None, cache, True)
     torch.library.opcheck(torch.ops.taut.rope.default, arguments)
+
+
+@pytest.mark.parametrize("with_k", [False, True])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_op_contract_apart(contiguous: bool, with_k: bool) -> None:
+    positions, qkv, cache = make(3, 4, 2, 32, 20, torch.bfloat16)
+    q, k = (x.unflatten(1, (-1, 32)) for x in split(qkv, 4, 2, 32))
+    if contiguous:
+        q, k = q.contiguous(), k.contiguous()
+    arguments = (positions, q, k if with_k else None, cache, True)
+    torch.library.opcheck(torch.ops.taut.rope_apart.default, arguments)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_inductor_copies_nothing_around_the_op_apart(apart: bool) -> None:
+    _, _, cache = make(1, 4, 2, 32, 32, torch.bfloat16)
+
+    def layer(positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        norm = torch.ops.taut.rms_norm.plain  # calls, in the place of products and a cache write
+        q, k, v = norm(x, None, 1e-5).split([128, 64, 64], dim=-1)
+        if apart:
+            q, k = rope_apart(positions, q, k, cache, head_dim=32)
+        else:
+            rope(positions, q, k, cache, head_dim=32)
+        return norm(q, None, 1e-5), norm(k, None, 1e-5), v
+
+    positions, x, _ = make(5, 4, 2, 32, 32, torch.bfloat16)
+    torch._dynamo.reset()
+    # As vLLM sets it.
+    with torch.no_grad(), inductor_config.patch(enable_auto_functionalized_v2=False):
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+        found, codes = run_and_get_code(compiled, positions, x)
+        wanted = layer(positions, x)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    calls = codes[0][codes[0].index("def call") :]
+    assert calls.count("torch.ops.taut.rope") > 0
+    # Inductor's own kernels, which could only copy here: none, and some around the op in place.
+    assert ("cpp_fused" in calls or ".copy_(" in calls) == (not apart)
 
 
 def test_compiles_without_graph_breaks_on_views_of_one_tensor() -> None:
@@ -134,8 +198,9 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
     q, k = split(qkv, 4, 2, 32)
     arguments = {"positions": positions, "q": q, "k": k, "cos_sin_cache": cache, "head_dim": 32}
     rope(**arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=message):
-        rope(**arguments | change)  # type: ignore[arg-type]
+    for op in (rope, rope_apart):
+        with pytest.raises(ValueError, match=message):
+            op(**arguments | change)  # type: ignore[arg-type]
 
 
 def test_rejects_a_tensor_that_wants_a_gradient() -> None:
@@ -169,6 +234,40 @@ def test_gpu_kernel_matches_reference(
     for found, reference, wanted in pairs:
         testing.assert_within_budget(found, wanted, reference)
     assert torch.equal(qkv[:, (Hq + Hk) * D :], expected[:, (Hq + Hk) * D :])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize("with_k", [False, True])
+@pytest.mark.parametrize(
+    ("T", "Hq", "Hk", "D", "R"),
+    [
+        (1, 32, 8, 128, 128),
+        (256, 28, 4, 128, 128),
+        (257, 28, 4, 128, 64),
+        (70, 9, 3, 64, 16),
+        (17, 16, 16, 96, 40),
+        (3, 2, 1, 64, 0),
+    ],
+)
+def test_gpu_apart_has_the_bits_of_in_place_and_leaves_its_operands(
+    T: int, Hq: int, Hk: int, D: int, R: int, with_k: bool, neox: bool, dtype: torch.dtype
+) -> None:
+    positions, qkv, cache = make(T, Hq, Hk, D, R, dtype, "cuda")
+    for shift in (0, 3):  # the second: addresses that are no multiple of 16
+        slices = torch.nn.functional.pad(qkv, (shift, 5))[:, shift:]
+        before = slices.clone()
+        q, k = split(slices, Hq, Hk, D)
+        with testing.nan_poison():
+            found = rope_apart(positions, q, k if with_k else None, cache, head_dim=D, neox=neox)
+        assert torch.equal(slices, before)
+        rope(positions, q, k if with_k else None, cache, head_dim=D, neox=neox)
+        assert torch.equal(found[0], q)
+        if with_k:
+            assert found[1] is not None
+            assert torch.equal(found[1], k)
 
 
 @gpu

@@ -304,9 +304,12 @@ def test_kernel_variants_cover_every_tile_of_the_tables() -> None:
     keys = {(v.label, v.tile) for v in variants}
     assert len(variants) == len(keys)
     for table in tiles_scaled_mm.tables().values():
-        for (op, _, _), buckets in table.buckets.items():
-            for bucket in buckets:
-                assert any(label.startswith(op) and tile == bucket.tile for label, tile in keys)
+        for some in (table.buckets, table.in_layer):
+            for (op, _, _), buckets in some.items():
+                for bucket in buckets:
+                    assert any(label.startswith(op) and tile == bucket.tile for label, tile in keys)
+    early = {v.label.split()[0] for v in variants if v.tile.early}
+    assert early == {"w8a8_gemm", "fp8_gemm", "fp8_block"}
     assert all(v.targets == ("sm_90",) for v in variants if v.label.startswith("fp8"))
 
 

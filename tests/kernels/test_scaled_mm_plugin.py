@@ -31,11 +31,21 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fp8_gemm", 64, 128): MIXED,
         ("w8a8_gemm", 48, 128): LOST,
     }
-    table = ScaledMmTable(GPU, buckets)
+    table = ScaledMmTable(GPU, buckets, in_layer=buckets | {("w8a8_gemm", 48, 128): MIXED})
     monkeypatch.setattr(tiles_scaled_mm, "tables", lambda: {GPU: table})
     tiles_scaled_mm.buckets.cache_clear()
     yield
     tiles_scaled_mm.buckets.cache_clear()
+
+
+def test_in_a_layer_of_ours_its_figures_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (torch.int8, GPU, 48, 128, "prefer")
+    assert scaled_mm_op.why_not_at_all(*asked) == scaled_mm_op.why_partly(*asked) is not None
+    monkeypatch.setattr(scaled_mm_op.SURROUNDINGS, "in_layer", True)
+    assert scaled_mm_op.why_not_at_all(*asked) is None
+    assert scaled_mm_op.why_partly(*asked) == scaled_mm_op.why_partly(
+        torch.int8, GPU, 64, 128, "prefer"
+    )
 
 
 def _operands(case: ScaledMmCase, always: bool) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import tiles_fused
+from taut_kernels import _early_start, tiles_fused
 from taut_kernels.fused._tile_options import launch_options
 from taut_kernels.tiles_fused import FusedTile
 
@@ -48,6 +48,35 @@ def test_beyond_a_bounded_table_and_on_other_cards_the_rule_decides(
 
 
 @pytest.mark.parametrize("op", tiles_fused.OPS)
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H200"])
+def test_few_rows_start_early_on_hopper_only(gpu: str | None, op: str) -> None:
+    for N in (40, 4096, 14336):
+        for M in (1, 64, 65, 256, 4096):
+            alone = tiles_fused.lookup(gpu, op, N, M)
+            early = tiles_fused.lookup(gpu, op, N, M, True)
+            assert alone.pdl is False
+            assert early.pdl is (M <= _early_start.EARLY_TOKENS == 64)
+            assert dataclasses.replace(early, pdl=False) == alone
+
+
+@pytest.mark.parametrize("most", [0, 1, 100, 256, 300])
+def test_every_tile_has_the_forms_of_every_number_of_rows(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_early_start, "EARLY_TOKENS", most)
+    tiles_fused.lookup.cache_clear()
+    for gpu in (None, "NVIDIA H200"):
+        for op in tiles_fused.OPS:
+            for N in (40, 128, 4096, 14336):
+                listed = tiles_fused.every_tile(gpu, op, N, True)
+                assert {tile.pdl for tile in listed} == ({False, True} if most else {False})
+                used = {tiles_fused.lookup(gpu, op, N, M, True) for M in range(1, 1100)}
+                assert used <= set(listed)
+                assert not any(tile.pdl for tile in tiles_fused.every_tile(gpu, op, N))
+    tiles_fused.lookup.cache_clear()
+
+
+@pytest.mark.parametrize("op", tiles_fused.OPS)
 def test_rule_keeps_rows_within_the_registers(op: str) -> None:
     for N in (1, 2, 40, 128, 1000, 4096, 5120, 14336, 28672, 32768, 32769, 262144):
         for M in (1, 3, 64, 264, 265, 4096, 10**6):
@@ -58,6 +87,15 @@ def test_rule_keeps_rows_within_the_registers(op: str) -> None:
             held = tile.rows * -(-N // tile.block) * tile.block // (32 * tile.num_warps)
             assert held <= 64 or N > tiles_fused.RESIDENT_LIMIT
             assert tile.rows == 1 or N <= 1024
+            if tile.num_warps == 32:  # 64 registers a thread
+                assert held <= 32
+
+
+def test_few_long_rows_are_quantised_by_32_warps() -> None:
+    for N, warps in ((4096, 8), (16384, 16), (16385, 32), (28672, 32), (32769, 8)):
+        assert tiles_fused.rule("row_quant", N, 1).num_warps == warps
+        assert tiles_fused.rule("row_quant", N, 264).num_warps == warps
+        assert tiles_fused.rule("row_quant", N, 265).num_warps <= 16
 
 
 def test_shipped_tables_parse() -> None:

@@ -66,9 +66,57 @@ def test_a_faster_kernel_that_never_served_is_left_to_vllm(monkeypatch: pytest.M
     )
 
 
+def test_what_a_decoder_layer_took_decides_in_it_alone() -> None:
+    def wins(**change: Any) -> tuple[bool, bool]:
+        table, key = parse(_text(_row(**change)), "here"), ("fp8_gemm", 64, 128)
+        return table.buckets[key][0].wins, table.in_layer[key][0].wins
+
+    slower, faster = (
+        {"prefetch": None, "M": [1, 8], "us": [7.0, us], "vllm_us": [8.0, 8.0]} for us in (8.1, 8.0)
+    )
+    assert wins() == (True, True)
+    assert wins(layer=slower) == (True, False)
+    assert wins(us=[4.0]) == (False, False)
+    assert wins(us=[4.0], layer=faster) == (False, True)
+
+
+def test_a_tile_starts_early_in_a_layer_alone() -> None:
+    layer = {"M": [1], "us": [7.0], "vllm_us": [8.0]}
+    early = _row(max_m=16, tile=TILE | {"block_k": 128}, layer=layer | {"prefetch": 2})
+    table = parse(_text(early, _row(layer=layer | {"prefetch": None})), "here")
+    alone, within = (some["fp8_gemm", 64, 128] for some in (table.buckets, table.in_layer))
+    assert [bucket.tile.early for bucket in alone] == [False, False]
+    assert [(bucket.tile.early, bucket.tile.prefetch) for bucket in within] == [
+        (True, 2),
+        (False, 0),
+    ]
+
+
+def test_what_no_layer_timed_starts_early_as_what_was_does() -> None:
+    table = tiles_scaled_mm.tables()["NVIDIA H200"]
+    for (op, N, K), buckets in table.in_layer.items():
+        for alone, within in zip(table.buckets[op, N, K], buckets, strict=True):
+            guess = tiles_scaled_mm.early_in_layer(alone.tile, op, N, alone.max_m)
+            timed = (N, K) in SHAPES.values() and alone.max_m in (16, 32, 64)
+            if (op, N, alone.max_m) == ("w8a8_gemm", 28672, 64):
+                assert guess.early > within.tile.early  # by 0.1 of 100 us
+            else:
+                assert within.tile == guess
+            assert within.wins >= alone.wins if timed else within.wins == alone.wins
+            assert not (within.tile.early and alone.max_m and alone.max_m > 64)
+    few = ScaledMmTile("ring", 16, 64, 256, 4, 6)
+    early = tiles_scaled_mm.early_in_layer
+    assert early(few, "fp8_gemm", 64 * 132, 16).early
+    assert not early(few, "fp8_gemm", 64 * 132 + 16, 16).early
+    assert early(few, "fp8_gemm", 64 * 132 + 16, 32).early
+    assert not early(few, "fp8_gemm", 64, None).early
+    assert not early(few, "fp8_block", 64, 16).early
+
+
 def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
-    def wins(op: str, shape: str, M: int) -> tuple[str, bool]:
-        bucket = tiles_scaled_mm.lookup(op, "NVIDIA H200", *SHAPES[shape], M)
+    def wins(op: str, shape: str, M: int, *, in_layer: bool = False) -> tuple[str, bool]:
+        size = SHAPES[shape]
+        bucket = tiles_scaled_mm.lookup(op, "NVIDIA H200", *size, M, in_layer=in_layer)
         return bucket.tile.kernel, bucket.wins
 
     for op in ("fp8_gemm", "w8a8_gemm"):
@@ -77,6 +125,7 @@ def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
         assert wins(op, "down", 1024) == ("hopper", True)
         assert wins(op, "down", 2048) == ("hopper", True)
     assert wins("fp8_gemm", "down", 64) == ("ring", False)
+    assert wins("fp8_gemm", "down", 64, in_layer=True) == ("ring", True)
     assert wins("w8a8_gemm", "o", 4096) == ("turns", False)
 
 
@@ -94,6 +143,10 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
         ([_row(extra=1)], "a row needs exactly"),
         ([_row(op="w4a16")], "a row needs exactly"),
         ([_row(us=[1.0, 2.0])], "of one length"),
+        ([_row(layer={"M": [1], "us": [1.0], "vllm_us": [1.0]})], "layer needs"),
+        ([_row(layer={"prefetch": 2, "M": [1], "us": [1.0], "vllm_us": []})], "layer needs"),
+        ([_row(layer={"prefetch": 2, "M": [], "us": [], "vllm_us": []})], "layer needs"),
+        ([_row(layer={"prefetch": 3, "M": [1], "us": [1.0], "vllm_us": [1.0]})], "prefetch"),
         ([_row(max_m=16)], "only the last bucket has max_m null"),
         ([_row(), _row()], "only the last bucket has max_m null"),
         ([_row(max_m=64), _row(max_m=16), _row()], "max_m must rise"),

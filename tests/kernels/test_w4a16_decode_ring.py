@@ -31,7 +31,6 @@ TILES = {
     "scaled": RingTile(2, 4, 1, 2, 2, 4, scale_first=True),
     "wide": RingTile(2, 8, 2, 2, 2, 4, registers=128),
 }
-OPTIONS = {"num_warps", "maxnreg", "launch_pdl"}
 
 
 def reference(case: testing.W4A16Case, tile: RingTile) -> torch.Tensor:
@@ -108,21 +107,6 @@ def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
             tiles_wgmma.parse(table(max_m=max_m), "t.json")
 
 
-class OnNumPy:
-    """Stands in for the jit kernel: runs it on NumPy and remembers how it was launched."""
-
-    arg_names = w4a16_decode_ring_kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            self.grid, self.constants = grid, constants
-            named = dict(zip(self.arg_names, arguments, strict=False))
-            named |= {name: v for name, v in constants.items() if name not in OPTIONS}
-            testing_gluon.run(w4a16_decode_ring_kernel, grid[:2], named)
-
-        return launch
-
-
 @pytest.mark.parametrize(
     ("tile", "M", "N", "K", "G", "dtype", "asymmetric", "grid"),
     [
@@ -150,7 +134,9 @@ def test_kernel_computes_the_product_on_numpy(
     grid: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel = OnNumPy()
+    kernel = testing_gluon.OnNumPy(
+        w4a16_decode_ring_kernel, lambda body, grid, named: testing_gluon.run(body, grid[:2], named)
+    )
     monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()

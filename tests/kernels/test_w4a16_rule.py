@@ -16,7 +16,6 @@ from taut_kernels.tiles_w4a16_cost import Cost, Cut, dense_estimate, estimate, f
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_rule import LEAST_K, cut, rule
-from taut_kernels.tiles_wgmma_waves import WavesTile
 
 DRAW = random.Random(0)
 ODD = [(16 * DRAW.randint(1, 4000), 64 * DRAW.randint(8, 480)) for _ in range(60)]
@@ -26,33 +25,25 @@ FORMATS = [(group, zeros) for group in (32, 64, 128, 0) for zeros in (False, Tru
 H200 = "NVIDIA H200"
 
 
-def parts(choice: object) -> list[object]:
-    return [choice.head, choice.tail] if isinstance(choice, WavesTile) else [choice]
-
-
 @pytest.mark.parametrize("tokens", BUCKETS)
 def test_every_tile_fits_every_shape_and_format(tokens: int) -> None:
     for N, K in SIZES:
-        choice = rule(N, K, tokens)
-        if isinstance(choice, WavesTile):
-            assert 0 < choice.head_rows(tokens, N) < N, "warm-up would not compile the tail"
-        for tile in parts(choice):
-            for group, zeros in FORMATS:
-                if isinstance(tile, RingTile):
-                    w4a16_decode_ring.launch_constants(
-                        tile, K, token_tiles(tokens), group, has_zeros=zeros, pdl=True
-                    )
-                elif isinstance(tile, WgmmaRingTile):
-                    kernel = w4a16_wgmma_tma if tile.tma else w4a16_wgmma_ring
-                    kernel.launch_constants(tile, K, group, has_zeros=zeros)
-            if isinstance(tile, WgmmaRingTile):
-                assert tile.why_not(N, tokens) is None
-                assert not (tile.tma and isinstance(choice, WavesTile)), "no head and no tail"
-            if isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile) and tile.split_k > 1:
-                blocks = 1 if isinstance(tile, RingTile) else -(-tokens // tile.block_m)
-                meetings = -(-N // tile.rows) * blocks
-                summed = isinstance(tile, WgmmaRingTile) and tile.summed
-                assert summed or meetings <= N // 16, f"{N} x {K}: arrivals counts N/16"
+        tile = rule(N, K, tokens)
+        for group, zeros in FORMATS:
+            if isinstance(tile, RingTile):
+                w4a16_decode_ring.launch_constants(
+                    tile, K, token_tiles(tokens), group, has_zeros=zeros, pdl=True
+                )
+            elif isinstance(tile, WgmmaRingTile):
+                kernel = w4a16_wgmma_tma if tile.tma else w4a16_wgmma_ring
+                kernel.launch_constants(tile, K, group, has_zeros=zeros)
+        if isinstance(tile, WgmmaRingTile):
+            assert tile.why_not(N, tokens) is None
+        if isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile) and tile.split_k > 1:
+            blocks = 1 if isinstance(tile, RingTile) else -(-tokens // tile.block_m)
+            meetings = -(-N // tile.rows) * blocks
+            summed = isinstance(tile, WgmmaRingTile) and tile.summed
+            assert summed or meetings <= N // 16, f"{N} x {K}: arrivals counts N/16"
 
 
 @pytest.mark.parametrize("tokens", BUCKETS)
@@ -73,9 +64,9 @@ def test_tma_feeds_a_layer_as_wide_as_its_tile_and_none_narrower(tokens: int) ->
 def test_a_table_would_take_what_the_rule_chooses() -> None:
     for tokens in BUCKETS:
         for N, K in SIZES:
-            for tile in parts(rule(N, K, tokens)):
-                assert not isinstance(tile, RingTile) or tokens <= 64
-                assert not isinstance(tile, WgmmaRingTile) or tile.tma or tokens <= 1024
+            tile = rule(N, K, tokens)
+            assert not isinstance(tile, RingTile) or tokens <= 64
+            assert not isinstance(tile, WgmmaRingTile) or tile.tma or tokens <= 1024
 
 
 def test_cards_without_wgmma_and_short_rows_keep_the_plain_rule() -> None:
@@ -132,10 +123,10 @@ def measured_rows() -> list[tuple[int, int, int, tiles_wgmma_rule.Fused, float]]
 @pytest.mark.parametrize("tokens", [16, 32, 64, 128, 256])
 def test_few_rows_still_fill_the_card(N: int, K: int, tokens: int) -> None:
     # One tile of 256 tokens whatever N is made ten programs of N = 1280: 82 us, where 18 do.
-    for tile in parts(rule(N, K, tokens)):
-        assert isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile)
-        work = cut(tile, N, K, tokens)
-        assert work.programs * work.splits >= 56
+    tile = rule(N, K, tokens)
+    assert isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile)
+    work = cut(tile, N, K, tokens)
+    assert work.programs * work.splits >= 56
 
 
 def test_model_counts_rounds_splits_and_launches() -> None:
@@ -183,11 +174,27 @@ def test_tma_tiles_are_split_only_where_all_programs_run_at_once() -> None:
                 assert work.programs * work.splits <= places, f"{N} x {K}: {choice}"
 
 
-def test_two_tiles_may_cut_the_rest_along_k() -> None:
-    choice = rule(6144, 4096, 1024)
-    assert isinstance(choice, WavesTile)
-    assert isinstance(choice.tail, WgmmaRingTile)
-    assert choice.tail.split_k == 2 and choice.tail.summed
+def test_typical_numbers_of_tokens_lie_in_their_bucket() -> None:
+    for largest, Ms in tiles_wgmma_rule._TYPICAL.items():
+        assert Ms[-1] == largest
+        assert {tiles_wgmma.bucket_of(M) for M in Ms} == {BUCKETS.index(largest)}
+        fewer, most = (-(-M // 128) for M in Ms)
+        assert fewer == most - 1, "five and six blocks of 128 tokens, seven and eight"
+        assert len({-(-M // 256) for M in Ms}) == 1, "as many of 256"
+
+
+def test_rule_at_768_tokens_finds_what_won_there() -> None:
+    """The row of 1024, which served these before, won on three of the fourteen that timed it."""
+    rows = [row for row in measured_rows() if row[2] == 768]
+    assert len(rows) == len(set(PRODUCTS.values()))
+    found = sum(rule(N, K, 768) == tile for N, K, _, tile, _ in rows)
+    assert found >= 16, found
+
+
+def test_rule_at_1024_tokens_leaves_dense_to_few_features() -> None:
+    assert rule(1280, 8192, 1024) == "dense"
+    choice = rule(8192, 8192, 1024)
+    assert isinstance(choice, WgmmaRingTile) and choice.tma
 
 
 def test_every_tile_of_the_rule_is_compiled_ahead_of_time() -> None:
@@ -210,8 +217,8 @@ def test_every_tile_of_the_rule_is_compiled_ahead_of_time() -> None:
         tiles = tiles_wgmma_rule.every_tile(kind)
         assert tiles
         assert {(tile, True, 32) for tile in tiles} <= compiled
-        chosen = {part for N, K in SIZES for M in BUCKETS for part in parts(rule(N, K, M))}
+        chosen = {rule(N, K, M) for N, K in SIZES for M in BUCKETS}
         # Of more splits the most stand for the others.
-        few = {part for part in chosen if isinstance(part, kind) and part.split_k <= 2}
+        few = {tile for tile in chosen if isinstance(tile, kind) and tile.split_k <= 2}
         assert {(tile, True, 32) for tile in few} <= compiled
     assert SHARED_MEMORY_BYTES["sm_90"] == 227 * 1024

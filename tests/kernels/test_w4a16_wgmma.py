@@ -90,9 +90,9 @@ def test_table_refuses_what_it_does_not_know(text: str, message: str) -> None:
 
 
 def test_bucket_of_every_number_of_tokens() -> None:
-    Ms = (9, 16, 17, 32, 33, 256, 257, 384, 385, 512, 513, 1024, 1025, 1664, 1665, 2048, 2049)
-    found = [tiles_wgmma.bucket_of(M) for M in (*Ms, 10**6)]
-    assert found == [0, 0, 1, 1, 2, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10]
+    Ms = (9, 16, 17, 32, 33, 256, 257, 384, 385, 512, 513, 768, 769, 1024, 1025, 1664, 1665)
+    found = [tiles_wgmma.bucket_of(M) for M in (*Ms, 2048, 2049, 10**6)]
+    assert found == [0, 0, 1, 1, 2, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 11, 11]
 
 
 @pytest.mark.parametrize(("N", "K"), [(28672, 4096), (576, 576), (64, 128), (192, 1536)])

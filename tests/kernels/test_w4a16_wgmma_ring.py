@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
+from taut_kernels import _launch, testing, testing_gluon, testing_gluon_wgmma, tiles_wgmma
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
@@ -40,7 +40,6 @@ TILES = {
     "short_split": WgmmaRingTile(128, 1, 2, 1, 3, 5, True, parts=2, running=1),
     "summed": WgmmaRingTile(64, 2, 1, 2, 3, 4, True, parts=2, running=2, summed=True),
 }
-OPTIONS = {"num_warps", "maxnreg", "launch_pdl"}
 
 
 def make_case(
@@ -125,21 +124,6 @@ def fragment_order(x: torch.Tensor) -> torch.Tensor:
     return x.view(M, K // 64, 2, 4, 2, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).reshape(M, K).contiguous()
 
 
-class OnNumPy:
-    """Stands in for the jit kernel: runs it on NumPy and remembers how it was launched."""
-
-    arg_names = w4a16_wgmma_ring_kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            self.grid, self.constants = grid, constants
-            named = dict(zip(self.arg_names, arguments, strict=False))
-            named |= {name: v for name, v in constants.items() if name not in OPTIONS}
-            testing_gluon_wgmma.run(w4a16_wgmma_ring_kernel, grid, named)
-
-        return launch
-
-
 def add_splits(
     partial: torch.Tensor,
     bias: torch.Tensor | None,
@@ -194,7 +178,7 @@ def test_kernel_computes_the_product_on_numpy(
     grid: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel = OnNumPy()
+    kernel = testing_gluon.OnNumPy(w4a16_wgmma_ring_kernel, testing_gluon_wgmma.run)
     monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
     monkeypatch.setattr(ring, "reorder", fragment_order)
     monkeypatch.setattr(w4a16_sum, "launch", add_splits)

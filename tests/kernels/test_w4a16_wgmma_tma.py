@@ -16,6 +16,7 @@ import torch
 from taut_kernels import (
     _launch,
     testing,
+    testing_gluon,
     testing_gluon_hopper,
     testing_gluon_wgmma,
     tiles_wgmma,
@@ -45,9 +46,6 @@ TILES = {
 }
 
 
-OPTIONS = {"num_warps", "maxnreg", "launch_pdl"}
-
-
 def make_case(
     M: int, N: int, K: int, G: int, dtype: torch.dtype, asymmetric: bool, device: str = "cpu"
 ) -> testing.W4A16Case:
@@ -56,19 +54,8 @@ def make_case(
     )
 
 
-class OnNumPy:
-    """Stands in for the jit kernel: runs it on NumPy and remembers how it was launched."""
-
-    arg_names = w4a16_wgmma_tma_kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            self.grid = grid
-            named = dict(zip(self.arg_names, arguments, strict=False))
-            named |= {name: v for name, v in constants.items() if name not in OPTIONS}
-            testing_gluon_wgmma.run_fed(w4a16_wgmma_tma_kernel, grid, named)
-
-        return launch
+def on_numpy() -> testing_gluon.OnNumPy:
+    return testing_gluon.OnNumPy(w4a16_wgmma_tma_kernel, testing_gluon_wgmma.run_fed)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +82,7 @@ def test_kernel_computes_the_product_on_numpy(
     grid: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel = OnNumPy()
+    kernel = on_numpy()
     monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(kernel))
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
@@ -125,7 +112,7 @@ def test_launch_refuses_fewer_features_than_a_tile_has_rows() -> None:
 
 
 def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(OnNumPy()))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(on_numpy()))
     case = make_case(20, 80, 512, 64, torch.bfloat16, False)
     x, *others = case.operands()
     wide = torch.full((20, 768), float("nan"), dtype=x.dtype)
@@ -147,7 +134,7 @@ def test_no_row_beyond_the_tokens_is_asked_for(M: int, monkeypatch: pytest.Monke
         return read(self, first)
 
     monkeypatch.setattr(testing_gluon_hopper.Descriptor, "read", watched)
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(OnNumPy()))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(on_numpy()))
     case = make_case(M, 64, 512, 128, torch.bfloat16, False)
     tile = dataclasses.replace(TILES["two"], group_tiles=1)
     with testing.nan_poison():

@@ -63,11 +63,11 @@ def test_layers_shared_with_cutlass_compile_nothing_late(found: dict[str, Any]) 
 
 def test_a_warm_up_that_forgets_something_is_noticed(found: dict[str, Any]) -> None:
     assert found["unnoticed"] == []
-    # 31 sizes of W4A16 layers that compile what no other size does, 6 of fp8, 7 fields of a
-    # model's widths, 15 tiles of the fused ops.
-    assert len(found["mutations"]) >= 50
+    # 31 sizes of W4A16 layers that compile what no other size does, 6 of fp8, 8 fields of a
+    # model's widths, 17 tiles of the fused ops.
+    assert len(found["mutations"]) >= 53
     assert sum(what.startswith("w4a16") for what in found["mutations"]) >= 25
-    assert sum(what.startswith("attention") for what in found["mutations"]) == 10
+    assert sum(what.startswith("attention") for what in found["mutations"]) == 16
 
 
 def test_norms_that_only_vllms_flag_brings_in_are_compiled_too(found: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ HEADS, KV_HEADS, DIM, PAGE, SCALE = 8, 2, 128, 16, 0.06
 CPU = torch.device("cpu")
 ANSWER: dict[str, Any] = {}
 CALLS: list[dict[str, Any]] = []
+UPDATES: list[tuple[Any, ...]] = []
 
 
 def registered() -> None:
@@ -63,6 +64,7 @@ def pretend_h200() -> Any:
         return output.fill_(7)
 
     flash_attn.FlashAttentionImpl.forward = forward
+    flash_attn.FlashAttentionImpl.do_kv_cache_update = lambda self, *a: UPDATES.append(a)
     if hasattr(flash_attn, "flash_attn_supports_kv_cache_dtype"):
         flash_attn.flash_attn_supports_kv_cache_dtype = lambda *_, **__: True
     compat.quantised_queries = lambda query, scale: (query / scale).to(torch.float8_e4m3fn)
@@ -205,6 +207,53 @@ def quantised(backend: Any) -> None:
     ANSWER["quantised"] = answer
 
 
+def new_tokens(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """Keys and values as a model cuts them out of its projection."""
+    rows = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * DIM).to(dtype)
+    return rows[:, HEADS * DIM :].unflatten(1, (2, KV_HEADS, DIM)).unbind(1)
+
+
+def written(backend: Any) -> None:
+    """New keys and values: ours where the layer is, of decodes and prefills; else vLLM's."""
+    found: dict[str, Any] = {}
+    slots = torch.tensor([5, 16 * 63 + 15, -1, 700, 0, -1])
+    for kind, heads_first in (("auto", False), ("auto", True), ("fp8", False), ("fp8_e4m3", True)):
+        ours, kv = impl(backend, kind), cache(kind != "auto", heads_first)
+        key, value = new_tokens(9)
+        wanted = kv.clone()
+        for token, slot in enumerate(slots.tolist()):
+            if slot < 0:
+                continue
+            row = torch.cat([key[token], value[token]], dim=1)
+            if kind != "auto":
+                scales = torch.tensor([0.25, 3.0]).repeat_interleave(DIM)
+                row = (row.float() / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+                row = row.view(torch.uint8)
+            wanted[slot // PAGE, :, slot % PAGE] = row
+        UPDATES.clear()
+        ours.do_kv_cache_update(layer(), key, value, kv, slots)
+        right = torch.equal(kv.view(torch.uint8), wanted.view(torch.uint8))
+        found[f"{kind}{' HND' if heads_first else ''}"] = [right, len(UPDATES)]
+    key, value = new_tokens(9)
+    unprepared = backend.TautAttentionImpl(HEADS, DIM, SCALE, KV_HEADS, None, None, "auto")
+    for name, it, operands in (
+        ("soft cap", impl(backend, logits_soft_cap=30.0), (key, value, cache(False), slots)),
+        ("encoder", impl(backend, attn_type="encoder_only"), (key, value, cache(False), slots)),
+        ("unprepared", unprepared, (key, value, cache(False), slots)),
+        ("other keys", impl(backend), (*new_tokens(9, torch.float16), cache(False), slots)),
+        ("other values", impl(backend), (key, value.half(), cache(False), slots)),
+        ("other cache", impl(backend), (key, value, cache(False).half(), slots)),
+        ("short slots", impl(backend), (key, value, cache(False), slots.int())),
+        ("columns apart", impl(backend), (key, value.mT.contiguous().mT, cache(False), slots)),
+    ):
+        UPDATES.clear()
+        before, one = operands[2].clone(), layer()
+        it.do_kv_cache_update(one, *operands)
+        handed = all(a is b for a, b in zip(UPDATES[0], (one, *operands), strict=True))
+        found[name] = [len(UPDATES), handed, torch.equal(operands[2], before)]
+    ANSWER["written"] = found
+
+
 def refused(backend: Any) -> None:
     """Reasons that layers give, and those found out when the cache is laid out."""
     found = {
@@ -282,7 +331,7 @@ def main() -> None:
     torch.manual_seed(0)
     registered()
     backend = pretend_h200()
-    for look in (routed, fell_through, quantised, refused, built):
+    for look in (routed, fell_through, quantised, written, refused, built):
         look(backend)
     sys.stdout.write(f"\nANSWER {json.dumps(ANSWER)}\n")
 

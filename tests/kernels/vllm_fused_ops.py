@@ -24,6 +24,82 @@ def parsed_options() -> dict[str, object]:
     }
 
 
+def in_graph() -> list[bool]:
+    """Whether the plugin sees that the launcher's options were given: not, compiled, eager."""
+    from vllm.config import (
+        CompilationConfig,
+        CompilationMode,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+
+    from taut_kernels.vllm_plugin import fused_ops
+
+    told = fused_ops.engine_options("card", "require")["--compilation-config"]["inductor_passes"]
+    found = [fused_ops.in_graph()]
+    for passes, mode in (({}, "VLLM_COMPILE"), (told, "VLLM_COMPILE"), (told, "NONE")):
+        config = CompilationConfig(mode=CompilationMode[mode], inductor_passes=dict(passes))
+        with set_current_vllm_config(VllmConfig(compilation_config=config)):
+            found.append(fused_ops.in_graph())
+    return found
+
+
+def rotated(mode: str) -> dict[str, object]:
+    """What a rotary embedding does where vLLM compiles (mode VLLM_COMPILE) or not (NONE)."""
+    from unittest import mock
+
+    import torch
+    from vllm.config import (
+        CompilationConfig,
+        CompilationMode,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    config = CompilationConfig(mode=CompilationMode[mode])
+    with set_current_vllm_config(VllmConfig(compilation_config=config)):
+        sizes = (64, 48, 32, 10000.0, True, torch.float32)
+        rotary = op_registry_oot["RotaryEmbedding"](*sizes)
+        off = CompilationConfig(mode=CompilationMode[mode], custom_ops=["none", "-RotaryEmbedding"])
+    with set_current_vllm_config(VllmConfig(compilation_config=off)):
+        answer: dict[str, object] = {"off": not type(rotary).enabled()}
+    # From here on outside vLLM's configuration, as where a graph is traced.
+    positions, qkv = torch.arange(3), torch.randn(3, 512)
+    before = qkv.clone()
+    q, k, _ = qkv.split([256, 128, 128], dim=1)
+    natives = [rotary.forward_native(positions, before[:, :256], x) for x in (k.clone(), None)]
+    if mode != "NONE":
+        with torch.no_grad():
+            graph = torch.compile(rotary.forward_cuda, fullgraph=True, backend="aot_eager")
+            traced = graph(positions, q, k)
+        answer["traced"] = all(torch.equal(a, b) for a, b in zip(traced, natives[0], strict=True))
+        alone = rotary.forward_cuda(positions, q)
+        answer["alone"] = torch.equal(alone[0], natives[1][0]) and alone[1] is None
+    found = rotary.forward_cuda(positions, q, k)
+    if mode != "NONE":
+        with mock.patch.object(type(rotary), "_rotate_apart") as ours:
+            rotary.forward_cuda(positions, q, k)
+        answer["taken"] = ours.call_count
+    answer["error"] = max((a - b).abs().max() for a, b in zip(found, natives[0], strict=True))
+    answer["shapes"] = [list(x.shape) for x in found]
+    answer["in_place"] = found[0] is q and found[1] is k
+    answer["untouched"] = torch.equal(qkv, before)
+    if mode == "NONE":
+        return answer
+    # What ours does not take is native, never vLLM's op in place.
+    with (
+        mock.patch.object(type(rotary), "_rotate_apart") as ours,
+        mock.patch("vllm._custom_ops.rotary_embedding") as theirs,
+    ):
+        rotary.forward_cuda(positions.view(1, 3), q, k)
+        rotary.forward_cuda(positions, q.unflatten(1, (4, 64)), k.unflatten(1, (2, 64)))
+        rotary.forward_cuda(positions, q.double(), k.double())
+        rotary.forward_cuda(positions, q.half(), k.half())  # the table is not in fp16
+        answer["fallbacks"] = [ours.call_count, theirs.call_count]
+    return answer
+
+
 def main() -> None:
     import torch
     from vllm import ir
@@ -77,8 +153,10 @@ def main() -> None:
         answer["rope_error"] = max((q - native_q).abs().max(), (k - native_k).abs().max())
         module = torch.nn.ModuleList([activation, rotary])
         answer["live"] = custom_ops.live_ops(module)
+    answer["rotated"] = {mode: rotated(mode) for mode in ("NONE", "VLLM_COMPILE")}
     answer["live_providers"] = ir_ops.live_providers()
     answer["parsed"] = parsed_options()
+    answer["in_graph"] = in_graph()
     text = json.dumps(answer, default=lambda value: value.item())
     sys.stdout.write(f"\nANSWER {text}\n")
 

@@ -30,6 +30,7 @@ from warm_up_subjects import (
     block,
     decode_attention,
     fp8_layer,
+    input_calls,
     int8_layer,
     norm_calls,
     pretend_cuda,
@@ -52,7 +53,7 @@ from taut_kernels.vllm_plugin import (
 H200, UNKNOWN = "NVIDIA H200", "NVIDIA X"
 MOST = 16384
 EDGES = {1, MOST, *(2**i + d for i in range(1, 14) for d in (-1, 0, 1))}
-MEASURED = {320, 384, 512, 640, 768, 896, 1280, 1920}
+MEASURED = {320, 384, 512, 640, 768, 896, 1280, 1664, 1920}
 """Ends of buckets in the tables that are no power of two, or may be one no more."""
 FEW = sorted(
     {*EDGES, *MEASURED, *(M + 1 for M in MEASURED), *random.Random(0).sample(range(1, MOST), 9)}
@@ -60,7 +61,7 @@ FEW = sorted(
 SMALL = sorted({*range(1, 301), *FEW})
 EVERY = sorted({*SMALL, *(16 * i + d for i in range(1, 1024) for d in (-1, 0, 1))})
 """Numbers of tokens."""
-FEW_BATCHES = (1, 2, 17, 33, 34, 64, 256)
+FEW_BATCHES = (1, 2, 9, 16, 17, 33, 34, 64, 65, 256)
 """Sequences of a batch."""
 
 
@@ -113,6 +114,7 @@ def models(most: Sequence[int]) -> Iterator[Thing]:
         model = block(name, dtype, quantised)
         calls = norm_calls(name, dtype, quantised)
         calls += activation_calls(model, name, dtype, quantised)
+        calls += input_calls(name, dtype, quantised)
         tokens = SMALL if most is EVERY and (name, quantised) == (LLAMA, FP8) else FEW
         yield f"{name} fused {dtype} {quantised}", loading(model), calls, tokens
 
@@ -195,6 +197,7 @@ def mutations(compiler: Compiler) -> tuple[list[str], list[str]]:
     for what, prepare in fused_mutations():
         calls = norm_calls(LLAMA, BF16, FP8)
         calls += activation_calls(block(LLAMA, BF16, FP8), LLAMA, BF16, FP8)
+        calls += input_calls(LLAMA, BF16, FP8)
         expect_late(what, prepare, calls)
     return done, unnoticed
 
@@ -224,6 +227,14 @@ def attention_mutations() -> Iterator[tuple[str, Prepare, list[Call]]]:
             warm_up._bounded_launches = launches
 
         yield f"attention, {left_out}", without, calls
+    write = warm_up._write_nowhere
+
+    def without_write() -> None:
+        warm_up._write_nowhere = lambda *_: 0
+        prepare()
+        warm_up._write_nowhere = write
+
+    yield "attention, cache write", without_write, calls
     narrow = dataclasses.replace(form, window=9)
     yield "attention, window", decode_attention(narrow, MOST_LENGTHS)[0], calls
 
@@ -233,9 +244,16 @@ def fused_mutations() -> Iterator[tuple[str, Prepare]]:
     for field in dataclasses.fields(widths):
         less = dataclasses.replace(widths, **{field.name: type(getattr(widths, field.name))()})
         yield f"fused, {field.name}", lambda less=less: warm_up.compile_all(less, META, H200)
+    for apart in (False, True):
+        rest = frozenset(each for each in widths.rotations if each.apart != apart)
+        less = dataclasses.replace(widths, rotations=rest)
+        yield f"fused, apart {apart}", lambda less=less: warm_up.compile_all(less, META, H200)
     every_tile = tiles_fused.every_tile
-    for op, N in sorted(tiles_fused.tables()[H200].tiles):
-        for tile in every_tile(H200, op, N):
+    hidden, intermediate, heads, kv_heads = BLOCKS[LLAMA]
+    for op, N in sorted({*tiles_fused.tables()[H200].tiles, ("row_quant", 4096)}):
+        if N not in (hidden, intermediate, heads + kv_heads):
+            continue  # another model's
+        for tile in every_tile(H200, op, N, True):
 
             def without(gpu: str, asked: str, *rest: Any, tile: Any = tile, op: str = op) -> Any:
                 return [t for t in every_tile(gpu, asked, *rest) if (asked, t) != (op, tile)]

@@ -25,9 +25,9 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.models.llama import LlamaMLP
 
 from taut_kernels import _launch, formats_mma
-from taut_kernels.attention import _tiles, decode
+from taut_kernels.attention import _tiles, cache_write, decode
 from taut_kernels.attention._arguments import padded_dim
-from taut_kernels.fused import rms_norm, rope, silu_mul
+from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
 from taut_kernels.gemm import w4a16, w4a16_dense
 from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up
 
@@ -66,7 +66,9 @@ def cuda_ops() -> dict[str, Any]:
         "silu_mul": silu_mul._launch_silu_mul,
         "silu_mul_quant": silu_mul._launch_silu_mul_quant,
         "silu_mul_static_quant": silu_mul._launch_silu_mul_static_quant,
+        "row_quant": quantize._launch_row_quant,
         "rope": rope._launch_rope,
+        "rope_apart": rope._launch_rope_apart,
         "rms_norm": norm(rms_norm._launch_rms_norm),
         "rms_norm_quant": rms_norm._launch_rms_norm_quant,
         "rms_norm_static_quant": norm(rms_norm._launch_rms_norm_static_quant),
@@ -239,21 +241,44 @@ def decode_attention(form: warm_up.DecodeForm, most: int) -> tuple[Prepare, list
         out = empty(B, 1, form.heads, form.head_dim, dtype=form.dtype)
         decode.launch(tile, q, k, v, settings, splits, out, shares)
 
-    contexts = (1, 64, 130, 1024, 8192, 131072)
+    def update(B: int, heads_first: bool, turned: bool) -> None:
+        """Write as many tokens, cut out of a projection or (a turned key) not, and padding."""
+        dim, kv_heads = form.head_dim, form.kv_heads
+        wide = empty(B + 3, (form.heads + 2 * kv_heads) * dim, dtype=form.dtype)
+        new = [
+            wide[:, at * dim : (at + kv_heads) * dim].unflatten(1, (kv_heads, dim))
+            for at in (form.heads, form.heads + kv_heads)
+        ]
+        if turned:
+            new[0] = empty(B + 3, kv_heads, dim, dtype=form.dtype)
+        shape = (999, kv_heads, form.page_size) if heads_first else (999, form.page_size, kv_heads)
+        kv = empty(*shape, 2 * dim, dtype=form.cache_dtype)
+        caches = compat.keys_and_values(kv if heads_first else kv.transpose(1, 2), dim)
+        scale = empty(dtype=torch.float32) if form.cache_dtype == FP8 else None
+        cache_write.launch(*new, *caches, empty(B, dtype=torch.int64), scale, scale)
+        # One token alone: torch may give its only row any stride.
+        single = [x.as_strided((1, kv_heads, dim), (1, dim, 1)) for x in new]
+        cache_write.launch(*single, *caches, empty(1, dtype=torch.int64), scale, scale)
+
+    contexts = (1, 64, 130, 1024, 1500, 8192, 131072)
     return prepare, [
         lambda B, n=n, heads_first=heads_first: call(B, n, heads_first)
         for n, heads_first in itertools.product(contexts, (False, True))
+    ] + [
+        lambda B, heads_first=heads_first, turned=turned: update(B, heads_first, turned)
+        for heads_first, turned in itertools.product((False, True), repeat=2)
     ]
 
 
 class Attention(torch.nn.Module):
     """What an attention of vLLM has for its rotary embedding."""
 
-    def __init__(self, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, heads: int, kv_heads: int, dtype: torch.dtype, apart: bool) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, 128
         rotary = op_registry_oot["RotaryEmbedding"]
         self.rotary_emb = rotary(128, 128, 8192, 1e4, True, dtype)
+        self.rotary_emb.apart = apart  # as where vLLM compiles
 
 
 class ClampedMlp(torch.nn.Module):
@@ -279,14 +304,18 @@ def block(name: str, dtype: torch.dtype, quantised: torch.dtype | None) -> torch
                 "gemma": GemmaRMSNorm(hidden),
                 "wide": RMSNorm(hidden, dtype=torch.float32),
                 "weightless": RMSNorm(hidden, has_weight=False),
-                "attention": Attention(heads, kv_heads, dtype),
+                "attention": Attention(heads, kv_heads, dtype, apart=False),
+                "compiled": Attention(heads, kv_heads, dtype, apart=True),
                 "mlp": LlamaMLP(hidden, intermediate, "silu"),
                 "clamped": ClampedMlp(intermediate, dtype),
+                "o_proj": vllm_linear.RowParallelLinear(heads * 128, hidden, bias=False),
+                "replicated": vllm_linear.ReplicatedLinear(hidden, 64, bias=False),
             }
         )
     torch.set_default_dtype(before)
     if quantised is not None:
-        parts["norm"].register_parameter("quantised", frozen(1, dtype=quantised))
+        for layer in ("o_proj", "replicated"):
+            parts[layer].weight = frozen(1, 1, dtype=quantised)
     if quantised is FP8:
         parts["mlp"].input_scale = frozen(1, dtype=torch.float32)
     return parts
@@ -315,10 +344,21 @@ def norm_calls(name: str, dtype: torch.dtype, quantised: torch.dtype | None) -> 
     return [plain] if quantised is None else [plain, quantising]
 
 
+def input_calls(name: str, dtype: torch.dtype, quantised: torch.dtype | None) -> list[Call]:
+    """Return the calls of quantisation alone: of attention's output, of a norm with two readers."""
+    hidden, _, heads, _ = BLOCKS[name]
+
+    def quantising(M: int) -> None:
+        torch.ops.taut.row_quant(empty(M, heads * 128, dtype=dtype), quantised)
+        torch.ops.taut.row_quant(empty(M, hidden, dtype=dtype), quantised)
+
+    return [] if quantised is None else [quantising]
+
+
 def activation_calls(
     model: Any, name: str, dtype: torch.dtype, quantised: torch.dtype | None
 ) -> list[Call]:
-    """Return the calls of activations and of the rotary embedding."""
+    """Return the calls of activations and of the rotary embeddings."""
     _, columns, heads, kv_heads = BLOCKS[name]
     ops, scale = torch.ops.taut, empty(1, dtype=torch.float32)
 
@@ -338,6 +378,7 @@ def activation_calls(
         qkv = empty(M, (heads + 2 * kv_heads) * 128, dtype=dtype)
         q, k, _ = qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=1)
         positions = empty(M, dtype=torch.int64)
-        model["attention"].rotary_emb.forward_cuda(positions, q, k)
+        for attention in ("attention", "compiled"):
+            model[attention].rotary_emb.forward_cuda(positions, q, k)
 
     return [plain, rotating] if quantised is None else [plain, rotating, quantising]

@@ -44,8 +44,10 @@ def key(
     """Print the key of what a worker would compile here; --json says what it is made of."""
     from taut_deploy.cache.warm import key_for
 
-    parts = (fused_ops, decode_attention_asked(decode_attention, no_decode_attention))
-    spec = _spec(checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, parts)
+    attention = decode_attention_asked(decode_attention, no_decode_attention)
+    spec = _spec(
+        checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, fused_ops, attention
+    )
     found = key_for(spec)
     if as_json:
         print_json({"key": str(found), "parts": asdict(found)})
@@ -84,8 +86,17 @@ def warm(
     """
     from taut_deploy.cache.warm import warm as fill
 
-    parts = (fused_ops, decode_attention_asked(decode_attention, no_decode_attention))
-    spec = _spec(checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, parts, kv_cache_gib)
+    attention = decode_attention_asked(decode_attention, no_decode_attention)
+    spec = _spec(
+        checkpoint,
+        vllm_args,
+        max_model_len,
+        kv_cache_dtype,
+        kernels,
+        fused_ops,
+        attention,
+        kv_cache_gib,
+    )
     with _terminated_as_interrupted():
         made = fill(spec, cache, timeout, measure, say)
     if as_json:
@@ -104,7 +115,8 @@ def _spec(
     max_model_len: int | None,
     kv_cache_dtype: str,
     kernels: str | None,
-    parts: tuple[bool, bool | None],
+    fused_ops: bool,
+    decode_attention: bool | None,
     kv_cache_gib: int = 1,
 ) -> WorkerSpec:
     if kernels not in {None, "require", "prefer", "off"}:
@@ -114,8 +126,8 @@ def _spec(
         max_model_len=max_model_len,
         kv_cache_dtype=kv_cache_dtype,
         kernels=cast("KernelMode | None", kernels),
-        fused_ops=parts[0],
-        decode_attention=parts[1],
+        fused_ops=fused_ops,
+        decode_attention=decode_attention,
         kv_cache_gib=kv_cache_gib,
         extra=tuple(vllm_args or ()),
     )

@@ -5,12 +5,14 @@ batched over the warps (rank 3), so that the softmax needs no other warp; they a
 the end. Query heads that share a key head are the rows of the products.
 """
 
+# ruff: noqa: C901 (a kernel is one function: its branches fall at compile time)
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,var-annotated"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from taut_kernels.attention._decode_merge_jit import (
     first_rows,
@@ -200,7 +202,13 @@ def paged_decode_kernel(
     UNROLL: tl.constexpr,  # splits merged at once
     KEYS: tl.constexpr,  # a warp and step
     WARPS: tl.constexpr,
+    STARTS_NEXT: tl.constexpr,  # let the kernel behind start, which waits for this one inside
+    EARLY: tl.constexpr,  # start before the kernel in front has ended, and wait for it here
 ):
+    if STARTS_NEXT:
+        gdc_launch_dependents()
+    if EARLY:
+        gdc_wait()
     BLOCK_KEYS: tl.constexpr = KEYS * WARPS
     ROW_BLOCKS: tl.constexpr = (QUERIES * GROUP + ROWS - 1) // ROWS
     # Words of two elements where they have 8 bits.

@@ -60,6 +60,15 @@ registers that its loop needs no more."""
 _MOST_MERGED = 32
 """Parts at once at most: instructions are written out for each."""
 
+STARTS_NEXT_FROM = 9
+"""Fewest sequences of a launch, of those that start early at all, that lets the kernel behind start
+while its last programs run (sm_90): only one launched to do so and to wait inside does. With fewer
+the next product's programs would take their places unevenly, between those of this kernel."""
+EARLY_SEQUENCES = 16
+EARLY_KEYS = 4096
+"""Most sequences of a launch that starts before the kernel in front has ended, and most keys of one
+that is alone: with more its own programs would take their places unevenly."""
+
 _LENGTHS = (64, 256, _tiles.MOST_LENGTHS)
 """What a batch's size is rounded up to where programs read all lengths: each a form."""
 
@@ -132,6 +141,20 @@ def has_conversion(cache: torch.Tensor) -> bool:
     return cache.dtype == torch.int8 or _launch.capability(cache.device) >= (8, 9)
 
 
+def early_starts(sequences: int, keys: int, device: torch.device) -> tuple[bool, bool]:
+    """Say whether a launch lets the kernel behind it start early, and whether it does so itself.
+
+    Args:
+        sequences: of the batch.
+        keys: the most that a sequence's queries see, as far as the host knows.
+        device: of the launch.
+    """
+    if not _launch.starts_early(sequences, device):
+        return False, False
+    early = sequences <= EARLY_SEQUENCES and (sequences > 1 or keys <= EARLY_KEYS)
+    return sequences >= STARTS_NEXT_FROM, early
+
+
 def launch_constants(
     tile: DecodeTile,
     cache: torch.Tensor,
@@ -140,6 +163,7 @@ def launch_constants(
     window: bool,
     splits: int,
     block_b: int = 0,
+    starts: tuple[bool, bool] = (False, False),
 ) -> dict[str, Any]:
     """Return the kernel's constants but for those of scales and strides.
 
@@ -151,6 +175,7 @@ def launch_constants(
         window: whether keys are limited to one.
         splits: programs a sequence and head.
         block_b: of :func:`lengths_read` in a launch in shares, else 0.
+        starts: of :func:`early_starts`.
     """
     dim, group = cache.shape[3], heads // cache.shape[2]
     padded = padded_dim(dim)
@@ -174,6 +199,8 @@ def launch_constants(
         "UNROLL": max(1, min(_MOST_MERGED, merged)),
         "KEYS": tile.keys,
         "WARPS": tile.num_warps,
+        "STARTS_NEXT": starts[0],
+        "EARLY": starts[1],
     }
 
 
@@ -258,13 +285,13 @@ def launch(
     table, contexts, k_scale, v_scale, arrivals, _, window, scale = settings
     sequences, queries, heads, _ = q.shape
     blocks, rows = row_blocks(queries * heads // k_cache.shape[2])
-    programs = k_cache.shape[2] * blocks
+    programs, loaded = k_cache.shape[2] * blocks, load(q, k_cache, settings)
     block_b = lengths_read(sequences) if shares else 0
     if shares:
         splits, grid = shares, (programs, shares + sequences, 1)
     else:
         if splits is None:
-            splits = _tiles.decode_splits(tile, *load(q, k_cache, settings))
+            splits = _tiles.decode_splits(tile, *loaded)
         grid = (programs, splits, sequences)
     divided = splits > 1 or shares > 0
     workspace: tuple[torch.Tensor | None, ...] = (None, None, None)
@@ -278,16 +305,20 @@ def launch(
         "HAS_K_SCALE": k_scale is not None,
         "HAS_V_SCALE": v_scale is not None,
     }
-    call = (queries, heads, window > 0, splits, block_b)
+    starts = early_starts(sequences, loaded[1], q.device)
+    call = (queries, heads, window > 0, splits, block_b, starts)
     most_keys = table.shape[1] * k_cache.shape[1]
     numbers = (splits, tile.min_keys, most_keys, window, table.stride(0))
     _paged_decode(
         (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], divided, block_b, *flags.values(),
-         tile.keys, tile.num_warps, tile.num_stages),
+         tile.keys, tile.num_warps, tile.num_stages, starts),
         grid,
         (q, keys, values, table, contexts, k_scale, v_scale, o, *workspace),
         (*numbers, *by_head, *strides, scale * _LOG2_E),
-        lambda: (launch_constants(tile, k_cache, *call) | flags, tile.options()),
+        lambda: (
+            launch_constants(tile, k_cache, *call) | flags,
+            tile.options() | _launch.PDL_OPTIONS[starts[1]],
+        ),
         strides,
     )  # fmt: skip
     return o

@@ -39,6 +39,7 @@ def _variant(
     eight_bit = dtype in EIGHT_BIT
     # sm_80 has no conversion from e4m3.
     constants["ASM"] = eight_bit and (dtype == torch.int8 or target != "sm_80")
+    constants |= dict.fromkeys(("STARTS_NEXT", "EARLY"), target == "sm_90")
     # More addresses to keep than where the strides are the same.
     constants["SAME_STRIDES"] = not window
     constants |= {"HAS_K_SCALE": eight_bit, "HAS_V_SCALE": eight_bit}

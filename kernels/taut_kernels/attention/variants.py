@@ -8,7 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from taut_kernels._variant import KernelVariant
-from taut_kernels.attention import _backward_hopper, _tiles, decode_variants
+from taut_kernels.attention import (
+    _backward_hopper,
+    _tiles,
+    cache_write_variants,
+    decode_variants,
+)
 from taut_kernels.attention._arguments import HEAD_DIMS, padded_dim
 from taut_kernels.attention._backward_hopper_keys_jit import key_gradients_hopper_kernel
 from taut_kernels.attention._backward_hopper_queries_jit import query_gradients_hopper_kernel
@@ -89,6 +94,7 @@ def kernel_variants() -> Iterator[KernelVariant]:
     yield from _hopper()
     yield from _measured()
     yield from decode_variants.kernel_variants()
+    yield from cache_write_variants.kernel_variants()
 
 
 def _hopper() -> Iterator[KernelVariant]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from taut_kernels.bench.shapes import MODELS, Model
-from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
+from taut_kernels.fused import quantize, rms_norm, rope, row_quant, silu_mul
+
+_REGISTERING = (quantize,)  # importing an op's module registers it
 
 EPSILON = 1e-5
 HEAD_DIM = 128
@@ -31,6 +33,8 @@ class Form:
         """Return N of a model's layer on one rank: columns of the output, or heads of q and k."""
         if self.op.startswith("silu"):
             return model.intermediate // model.ranks
+        if self.op == "row_quant":  # of what attention writes
+            return model.heads * model.head_dim // model.ranks
         if self.op == "rope":
             return (model.heads + model.kv_heads) // model.ranks
         return model.hidden
@@ -45,6 +49,8 @@ FORMS = {
     "silu_mul": Form("silu_mul", "same"),
     "silu_mul_fp8": Form("silu_mul_quant", "fp8"),
     "silu_mul_int8": Form("silu_mul_quant", "int8"),
+    "quant_fp8": Form("row_quant", "fp8"),
+    "quant_int8": Form("row_quant", "int8"),
     "rope": Form("rope", "same"),
 }
 _KV_HEADS = {FORMS["rope"].width(model): model.kv_heads // model.ranks for model in MODELS.values()}
@@ -108,6 +114,8 @@ def make_operands(form: Form, N: int, M: int, seed: int = 0) -> Operands:
         cache = torch.cat((angles.cos(), angles.sin()), dim=1).to(torch.bfloat16)
         positions = torch.randint(0, _POSITIONS, (M,), generator=generator, device="cuda")
         return Operands(draw(M, N * HEAD_DIM), positions=positions, cache=cache)
+    if form.op == "row_quant":
+        return Operands(draw(M, N))
     residual = draw(M, N) if form.op.startswith("add_") else None
     return Operands(draw(M, N), weight=draw(N) * 0.1 + 1, residual=residual)
 
@@ -119,6 +127,8 @@ def bytes_moved(form: Form, N: int, M: int) -> int:
     written = 2 if form.out == "same" else 1
     if form.op.startswith("silu"):
         return M * N * (4 + written)
+    if form.op == "row_quant":
+        return M * N * (2 + written)
     residual = 4 if form.op.startswith("add_") else 0
     return M * N * (2 + written + residual) + 2 * N
 
@@ -166,6 +176,8 @@ def _taut(form: Form, operands: Operands) -> Result:
             result = ops.silu_mul(x, *plain)
         else:
             result = ops.silu_mul_quant(x, *plain, quantised_dtype(form))
+    elif form.op == "row_quant":
+        result = ops.row_quant(x, quantised_dtype(form))
     elif form.out == "same":
         result = ops.rms_norm(x, operands.weight, operands.residual, EPSILON)
     else:
@@ -195,6 +207,8 @@ def reference(form: Form, operands: Operands, *, gold: bool) -> torch.Tensor:
         return x.double()
     if form.op.startswith("silu"):
         y = silu_mul.silu_mul_ref(x, 1.0, 0.0, None, False)
+    elif form.op == "row_quant":
+        y = x
     else:
         weight = None if operands.weight is None else operands.weight.to(wide)
         residual = None if operands.residual is None else operands.residual.to(wide, copy=True)

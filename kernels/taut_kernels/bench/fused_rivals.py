@@ -20,7 +20,7 @@ from taut_kernels.bench.fused_cases import (
     quantised_dtype,
     taut,
 )
-from taut_kernels.fused import rms_norm, rope, silu_mul
+from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
 
 
 class UnavailableError(RuntimeError):
@@ -55,6 +55,8 @@ def vllm(form: Form, copies: Sequence[Operands]) -> Call:
         return _vllm_plain(form, copies, buffers)
     if form.op == "silu_mul_quant":
         return _vllm_silu_quant(form, copies, buffers)
+    if form.op == "row_quant":
+        return _vllm_row_quant(form, copies, buffers)
 
     def call(i: int) -> Result:
         (y, scales), o = buffers[i], copies[i]
@@ -90,15 +92,37 @@ def _vllm_silu_quant(
     form: Form, copies: Sequence[Operands], buffers: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> Call:
     ops = torch.ops._C
+    quantise = _vllm_quantisation(form)
     middles = [torch.empty(y.shape, dtype=torch.bfloat16, device="cuda") for y, _ in buffers]
 
     def call(i: int) -> Result:
         (y, scales), o = buffers[i], copies[i]
         ops.silu_and_mul(middles[i], o.x)
-        if form.out == "fp8":
-            ops.dynamic_per_token_scaled_fp8_quant(y, middles[i], scales, None)
-        else:
-            ops.dynamic_scaled_int8_quant(y, middles[i], scales, None)
+        quantise(y, middles[i], scales, None)
+        return y, scales
+
+    return call
+
+
+def _vllm_quantisation(form: Form) -> Callable[..., None]:
+    """Return vLLM's op of (values, input, scales, None) for a form's 8-bit type."""
+    ops = torch.ops._C
+    found: Callable[..., None] = (
+        ops.dynamic_per_token_scaled_fp8_quant
+        if form.out == "fp8"
+        else ops.dynamic_scaled_int8_quant
+    )
+    return found
+
+
+def _vllm_row_quant(
+    form: Form, copies: Sequence[Operands], buffers: list[tuple[torch.Tensor, torch.Tensor]]
+) -> Call:
+    quantise = _vllm_quantisation(form)
+
+    def call(i: int) -> Result:
+        y, scales = buffers[i]
+        quantise(y, copies[i].x, scales, None)
         return y, scales
 
     return call
@@ -137,6 +161,7 @@ def _compiled(name: str) -> Callable[..., Any]:
         "rms_norm_quant": rms_norm.rms_norm_quant_ref,
         "silu_mul": silu_mul.silu_mul_ref,
         "silu_mul_quant": silu_mul.silu_mul_quant_ref,
+        "row_quant": row_quant.quantize_rows_ref,
         "rope": rope.rope_ref,
     }
     return torch.compile(functions[name], dynamic=False)
@@ -155,6 +180,8 @@ def torch_compile(form: Form, copies: Sequence[Operands]) -> Call:
             result = o.x
         elif form.op.startswith("silu"):
             result = function(o.x, 1.0, 0.0, None, False, *dtype)
+        elif form.op == "row_quant":
+            result = function(o.x, *dtype)
         else:
             result = function(o.x, o.weight, o.residual, EPSILON, *dtype)
         return result

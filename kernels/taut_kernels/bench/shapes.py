@@ -69,7 +69,7 @@ LLAMA3_8B_PRODUCTS = of_model(LLAMA3_8B)
 PRODUCTS = {name: size for model in MODELS for name, size in of_model(model).items()} | SQUARE
 """Every product: name → (N, K)."""
 MOST_TOKENS = 8192
-TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 384, 512, 1024, 1664, 2048, 4096, MOST_TOKENS)
+TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 384, 512, 768, 1024, 1664, 2048, 4096, MOST_TOKENS)
 """What ``--tokens all`` stands for."""
 
 

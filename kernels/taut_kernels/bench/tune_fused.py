@@ -36,15 +36,15 @@ from taut_kernels.bench.fused_cases import (
     quantised_dtype,
     why_wrong,
 )
-from taut_kernels.fused import rms_norm, rope, silu_mul
+from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
 from taut_kernels.tiles_fused import FusedTile
 
 TIE = 1.02
 """Times this near each other are not told apart."""
 _MOST_ELEMENTS = 64
 """Columns a thread may hold with 16 warps or fewer; more spills."""
-_MOST_ELEMENTS_OF_32_WARPS = {"silu_mul_quant": 32}
-"""The same where a thread has 64 registers; other ops: 16. An activation is held as rounded."""
+_MOST_ELEMENTS_OF_32_WARPS = {"silu_mul_quant": 32, "row_quant": 32}
+"""The same where a thread has 64 registers; other ops: 16. These two hold 16 bits of an element."""
 
 
 def candidates(form: Form, N: int, M: int) -> Iterator[FusedTile]:
@@ -83,6 +83,9 @@ def _call(form: Form, tile: FusedTile, copies: Sequence[Operands]) -> Call:
         y, scales = result if isinstance(result, tuple) else (result, None)
         if form.op.startswith("silu"):
             silu_mul.launch(tile, form.out, operands.x, 1.0, 0.0, None, False, y, scales)
+        elif form.op == "row_quant":
+            assert scales is not None
+            quantize.launch(tile, form.out, operands.x, y, scales)
         else:
             weight, residual = operands.weight, operands.residual
             rms_norm.launch(tile, form.out, operands.x, weight, residual, EPSILON, y, scales)

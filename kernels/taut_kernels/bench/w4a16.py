@@ -18,7 +18,7 @@ from taut_kernels.bench.refusal import REFUSED, first_line
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, SHAPES
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 
-DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 384, 1024, 1664, 4096)
+DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 384, 768, 1024, 1664, 4096)
 """Some that fill no tile: a prefill has any number of tokens."""
 
 

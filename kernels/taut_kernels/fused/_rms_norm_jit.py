@@ -28,6 +28,26 @@ def load_weight(weight_ptr, offs, START: tl.constexpr, BLOCK: tl.constexpr, N: t
 
 
 @triton.jit
+def prefetch_weight(weight_ptr, N: tl.constexpr):
+    """Ask for the weights to be brought into L2, before it is known that they are final.
+
+    No value is read: a weight may itself come from a kernel that still runs, as that of vLLM's
+    Gemma norm does, and is then read as it is behind the wait.
+    """
+    LINE: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = triton.next_power_of_2((N + LINE - 1) // LINE)
+    offs = tl.minimum(tl.arange(0, LINES) * LINE, N - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2::evict_last [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [(weight_ptr + offs).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def scaled(x, rsqrt, weight, y_type: tl.constexpr):
     """Return x · rsqrt · weight as fp32, rounded where the unfused op rounds."""
     y = x * rsqrt
@@ -54,7 +74,10 @@ def rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
+        # Behind the wait lies every read and every store, of the residual too.
         gdc_launch_dependents()
+        if weight_ptr is not None:
+            prefetch_weight(weight_ptr, N)
         gdc_wait()
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     HAS_WEIGHT: tl.constexpr = weight_ptr is not None

@@ -1,9 +1,12 @@
-"""What the fused kernels' launchers share: compiler options of a tile, constants by name."""
+"""What the fused kernels' launchers share: a call's tile, compiler options, constants by name."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from taut_kernels import _launch, tiles_fused
 from taut_kernels.tiles_fused import FusedTile
 
 
@@ -13,6 +16,18 @@ def next_power_of_2(number: int) -> int:
     Triton's function of that name and its `cdiv` take 2 µs a call: they are made for kernels.
     """
     return 1 << (number - 1).bit_length()
+
+
+def tile_of(op: str, N: int, M: int, device: torch.device) -> FusedTile:
+    """Return the tile of a call, early where the card can start kernels early.
+
+    Args:
+        op: a key of `tiles_fused.OPS`.
+        N: as of `tiles_fused.lookup`.
+        M: rows (tokens).
+        device: where it runs.
+    """
+    return tiles_fused.lookup(_launch.gpu_name(device), op, N, M, _launch.is_hopper(device))
 
 
 def launch_options(tile: FusedTile) -> dict[str, Any]:
@@ -26,9 +41,7 @@ def launch_options(tile: FusedTile) -> dict[str, Any]:
     options: dict[str, Any] = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.registers:
         options["maxnreg"] = tile.registers
-    if tile.pdl:
-        options["launch_pdl"] = True
-    return options
+    return options | _launch.PDL_OPTIONS[tile.pdl]
 
 
 def last_arguments(kernel: Any, values: tuple[Any, ...]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from taut_kernels.fused._tile_options import (
     last_arguments,
     launch_options,
     next_power_of_2,
+    tile_of,
 )
 from taut_kernels.tiles_fused import FusedTile
 
@@ -136,7 +137,7 @@ def launch(
 
 def _tile(op: str, x: torch.Tensor, residual: torch.Tensor | None) -> FusedTile:
     name = op if residual is None else f"add_{op}"
-    return tiles_fused.lookup(_launch.gpu_name(x.device), name, x.shape[1], x.shape[0])
+    return tile_of(name, x.shape[1], x.shape[0], x.device)
 
 
 def _launch_rms_norm(

@@ -1,13 +1,15 @@
-"""Rotary position embedding of queries and keys, in place, one launch for both.
+"""Rotary position embedding of queries and keys, in place or apart, one launch for both.
 
 Maths     pairs (a, b) of a head's first R columns turn by the angle of their position p:
           a' = a·cos - b·sin, b' = b·cos + a·sin; neox: a = column i, b = column R/2 + i;
           interleaved (GPT-J): a = column 2i, b = column 2i + 1. Columns from R on stay.
-Ops       `taut::rope`, mutates q and k
+Ops       `taut::rope`, mutates q and k; `taut::rope_apart` → q', k' (no elements for k None), which
+          leaves its operands alone: for compiled graphs, where a mutated slice costs copies
 Shapes    positions [T] int64   q [T, Hq, D], k [T, Hk, D] bf16|fp16|fp32, any strides with columns
           next to each other, or k None   cos_sin_cache [P, R] as q or fp32: cosines of R/2
-          frequencies, then sines, as vLLM lays it out
-Numerics  fp32, one rounding at the store; the same bits from run to run
+          frequencies, then sines, as vLLM lays it out   → q' [T, Hq, D], k' [T, Hk, D] contiguous
+Numerics  fp32, one rounding at the store; both ops have the same bits, from run to run too;
+          columns from R on are copied
 CPU       the reference, in plain torch: the specification
 Limits    R even, R ≤ D; positions must lie in 0..P-1 (not checked on a GPU: that would wait for
           it); forward only; sm_80 and later
@@ -18,16 +20,18 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels import _launch, tiles_fused
+from taut_kernels import _launch
 from taut_kernels.fused._rope_jit import rope_kernel
 from taut_kernels.fused._tile_options import (
     last_arguments,
     launch_options,
     next_power_of_2,
+    tile_of,
 )
 from taut_kernels.tiles_fused import FusedTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Pair = tuple[torch.Tensor, torch.Tensor]
 _rope = _launch.Launcher(rope_kernel)
 
 
@@ -66,6 +70,31 @@ def rope_ref(
             _rotate_ref(x, cos, sin, neox)
 
 
+def rope_apart_ref(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    neox: bool,
+) -> Pair:
+    """Rotate into new tensors in plain torch: specification and CPU implementation.
+
+    Args:
+        positions: [T] int64.
+        q: [T, Hq, D] floating point; fp64 is computed in fp64.
+        k: [T, Hk, D] or None.
+        cos_sin_cache: [P, R].
+        neox: as in :func:`rope_ref`.
+
+    Returns:
+        The rotated q and k, contiguous; for k None no elements.
+    """
+    new_q = q.clone(memory_format=torch.contiguous_format)
+    new_k = None if k is None else k.clone(memory_format=torch.contiguous_format)
+    rope_ref(positions, new_q, new_k, cos_sin_cache, neox)
+    return new_q, q.new_empty((0,)) if new_k is None else new_k
+
+
 def launch(
     tile: FusedTile,
     positions: torch.Tensor,
@@ -73,34 +102,49 @@ def launch(
     k: torch.Tensor | None,
     cos_sin_cache: torch.Tensor,
     neox: bool,
+    apart: Pair | None = None,
 ) -> None:
-    """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
+    """Run the kernel with a given tile; what the ops do after the look-up, and what tuning calls.
 
     Args:
         tile: tokens (``rows``) and heads (``block``) a program.
         positions: [T] int64.
         q: [T, Hq, D].
         k: [T, Hk, D] or None.
-        cos_sin_cache: [P, R].
+        cos_sin_cache: [P, R]; with ``apart`` R is not 0.
         neox: as in :func:`rope_ref`.
+        apart: where the results go, contiguous, the second not looked at for k None; None: in
+            place.
     """
-    T, num_heads = q.shape[0], q.shape[1]
+    T, num_heads, dim = q.shape
     num_kv_heads = 0 if k is None else k.shape[1]
     half = cos_sin_cache.shape[1] // 2
     if T == 0 or half == 0 or num_heads + num_kv_heads == 0:
         return
     blocks = -(-num_heads // tile.block) + -(-num_kv_heads // tile.block)
-    width = next_power_of_2(half)
-    constants = (num_heads, num_kv_heads, half, width, neox, tile.rows, tile.block, tile.pdl)
     strides = (*q.stride()[:2], *((0, 0) if k is None else k.stride()[:2]))
+    if apart is None:
+        new_q = new_k = None
+        columns, new_strides = (0, half, next_power_of_2(half), 0), (0, 0)
+    else:
+        new_q, new_k = apart[0], None if k is None else apart[1]
+        rest = next_power_of_2(dim - 2 * half) if dim > 2 * half else 0
+        columns = (dim, half, next_power_of_2(half), rest)
+        new_strides = (num_heads * dim, num_kv_heads * dim)
+    constants = (num_heads, num_kv_heads, *columns, neox, tile.rows, tile.block, tile.pdl)
     _rope(
         (q.dtype, cos_sin_cache.dtype, positions.dtype, constants, tile.num_warps, tile.registers),
         (-(-T // tile.rows) * blocks, 1, 1),
-        (q, k, cos_sin_cache, positions),
-        (T, *strides),
+        (q, k, cos_sin_cache, positions, new_q, new_k),
+        (T, *strides, *new_strides),
         lambda: (last_arguments(rope_kernel, constants), launch_options(tile)),
         strides,
     )
+
+
+def _tile(q: torch.Tensor, k: torch.Tensor | None) -> FusedTile:
+    heads = q.shape[1] + (0 if k is None else k.shape[1])
+    return tile_of("rope", heads, q.shape[0], q.device)
 
 
 def _launch_rope(
@@ -110,9 +154,23 @@ def _launch_rope(
     cos_sin_cache: torch.Tensor,
     neox: bool,
 ) -> None:
-    heads = q.shape[1] + (0 if k is None else k.shape[1])
-    tile = tiles_fused.lookup(_launch.gpu_name(q.device), "rope", heads, q.shape[0])
-    launch(tile, positions, q, k, cos_sin_cache, neox)
+    launch(_tile(q, k), positions, q, k, cos_sin_cache, neox)
+
+
+def _launch_rope_apart(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    neox: bool,
+) -> Pair:
+    if cos_sin_cache.shape[1] == 0:
+        return rope_apart_ref(positions, q, k, cos_sin_cache, neox)  # nothing turns: copies
+    new_q = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
+    shape = (0,) if k is None else k.shape
+    new_k = _launch.empty(shape, dtype=q.dtype, device=q.device)
+    launch(_tile(q, k), positions, q, k, cos_sin_cache, neox, (new_q, new_k))
+    return new_q, new_k
 
 
 def _fake_rope(
@@ -125,6 +183,16 @@ def _fake_rope(
     return None
 
 
+def _fake_rope_apart(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    neox: bool,
+) -> Pair:
+    return q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)
+
+
 torch.library.define(
     "taut::rope",
     "(Tensor positions, Tensor(a!) q, Tensor(b!)? k, Tensor cos_sin_cache, bool neox) -> ()",
@@ -132,6 +200,16 @@ torch.library.define(
 torch.library.impl("taut::rope", "CPU", rope_ref)
 torch.library.impl("taut::rope", "CUDA", _launch_rope)
 torch.library.register_fake("taut::rope", _fake_rope)
+
+# Without a layout tag: Inductor hands operands over at the strides they have in the graph, slices
+# of one tensor as views. (`flexible_layout` would let it choose strides of its own.)
+torch.library.define(
+    "taut::rope_apart",
+    "(Tensor positions, Tensor q, Tensor? k, Tensor cos_sin_cache, bool neox) -> (Tensor, Tensor)",
+)
+torch.library.impl("taut::rope_apart", "CPU", rope_apart_ref)
+torch.library.impl("taut::rope_apart", "CUDA", _launch_rope_apart)
+torch.library.register_fake("taut::rope_apart", _fake_rope_apart)
 
 
 def rope(
@@ -161,6 +239,38 @@ def rope(
     q_heads = _as_heads("q", q, positions, q, head_dim)
     k_heads = None if k is None else _as_heads("k", k, positions, q, head_dim)
     torch.ops.taut.rope(positions, q_heads, k_heads, cos_sin_cache, neox)
+
+
+def rope_apart(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    *,
+    head_dim: int,
+    neox: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate queries and keys into new tensors.
+
+    Args:
+        positions: as for :func:`rope`.
+        q: likewise, but left as it is.
+        k: likewise, or None.
+        cos_sin_cache: likewise.
+        head_dim: likewise.
+        neox: likewise.
+
+    Returns:
+        The rotated q and k, contiguous, in the shapes of q and k; None for k None.
+
+    Raises:
+        ValueError: as :func:`rope`.
+    """
+    _check_table(positions, q, cos_sin_cache, head_dim)
+    q_heads = _as_heads("q", q, positions, q, head_dim)
+    k_heads = None if k is None else _as_heads("k", k, positions, q, head_dim)
+    found = torch.ops.taut.rope_apart(positions, q_heads, k_heads, cos_sin_cache, neox)
+    return found[0].view(q.shape), None if k is None else found[1].view(k.shape)
 
 
 def _check_table(

@@ -33,6 +33,7 @@ from taut_kernels.fused._tile_options import (
     last_arguments,
     launch_options,
     next_power_of_2,
+    tile_of,
 )
 from taut_kernels.tiles_fused import FusedTile
 
@@ -140,7 +141,7 @@ def launch(
 
 
 def _tile(op: str, x: torch.Tensor) -> FusedTile:
-    return tiles_fused.lookup(_launch.gpu_name(x.device), op, x.shape[1] // 2, x.shape[0])
+    return tile_of(op, x.shape[1] // 2, x.shape[0], x.device)
 
 
 def _launch_silu_mul(

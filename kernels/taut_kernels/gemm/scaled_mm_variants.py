@@ -31,9 +31,12 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
         if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
     for table in tiles_scaled_mm.tables().values():
-        for (row_op, _, K), buckets in table.buckets.items():
-            for bucket in buckets if row_op == op else ():
-                yield bucket.tile, K, HOPPER
+        for some in (table.buckets, table.in_layer):
+            for (row_op, _, K), buckets in some.items():
+                for bucket in buckets if row_op == op else ():
+                    yield bucket.tile, K, HOPPER
+    tile = tiles_scaled_mm.rule(op, 4096, 4096, 1)
+    yield dataclasses.replace(tile, early=True, prefetch=2), 4096, HOPPER
 
 
 def kernel_variants() -> Iterator[KernelVariant]:
@@ -52,10 +55,6 @@ def kernel_variants() -> Iterator[KernelVariant]:
                 seen.add((tile, even_k))
                 yield variant(op, tile, targets, even_k=even_k)
     yield from _options_of_w8a8()
-    for op in tiles_scaled_mm.OPS:
-        tile = tiles_scaled_mm.rule(op, 4096, 4096, 1)
-        early = dataclasses.replace(tile, early=True, prefetch=2)
-        yield variant(op, early, HOPPER, even_k=True)
 
 
 def _options_of_w8a8() -> Iterator[KernelVariant]:

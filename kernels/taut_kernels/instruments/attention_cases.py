@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from taut_kernels.attention import decode, prefill
+from taut_kernels.attention import cache_write, decode, prefill
 from taut_kernels.instruments.errors import InstrumentError
 
 Sizes = Mapping[str, int]
@@ -70,6 +70,24 @@ def paged(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, 
     return (*on_device, *scales, arrivals, *settings)
 
 
+def new_tokens(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """Draw keys and values of M tokens, empty pages for them, and slots in no order."""
+    generator = torch.Generator().manual_seed(sizes["M"])
+    page, stored = sizes["page"], cache_write.FP8 if sizes["fp8"] else dtype
+    pages = -(-sizes["M"] // page)
+    k, v = (
+        torch.randn(sizes["M"], sizes["Hk"], sizes["D"], generator=generator).to(device, dtype)
+        for _ in range(2)
+    )
+    caches = (
+        torch.empty(pages, page, sizes["Hk"], sizes["D"], dtype=stored, device=device)
+        for _ in range(2)
+    )
+    slots = torch.randperm(pages * page, generator=generator)[: sizes["M"]].to(device)
+    scales = (torch.full((1,), 0.5, device=device) if sizes["fp8"] else None for _ in range(2))
+    return (k, v, *caches, slots, *scales)
+
+
 CASES: dict[
     str,
     tuple[dict[str, int], Callable[[Sizes, torch.dtype, torch.device], tuple[Any, ...]]],
@@ -79,6 +97,7 @@ CASES: dict[
         {"B": 8, "M": 4096, "T": 1, **_HEADS, "page": 16, "fp8": 0, "int8": 0, "window": 0},
         paged,
     ),
+    "cache_write": ({"M": 1024, "Hk": 8, "D": 128, "page": 16, "fp8": 0}, new_tokens),
 }
 """Name → sizes with their defaults, and what draws the inputs."""
 CALLS: dict[str, Callable[..., Any]] = {"attention": attention}

@@ -158,10 +158,30 @@ def _paged_decode(
     return Work(pairs * heads * (4 * dim + _FORWARD), read, nbytes(q))
 
 
+def _cache_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> Work:
+    """Count tokens that are written; a division an element where there is a scale."""
+    del v, v_cache
+    places = _values(slots)
+    tokens = slots.shape[0] if places is None else sum(place >= 0 for place in places)
+    elements = tokens * k.shape[1] * k.shape[2]
+    flops = elements * sum(scale is not None for scale in (k_scale, v_scale))
+    read = 2 * elements * k.element_size() + nbytes(slots, k_scale, v_scale)
+    return Work(flops, read, 2 * elements * k_cache.element_size())
+
+
 ATTENTION_WORK: dict[str, Callable[..., Work]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
     "paged_decode": _paged_decode,
+    "cache_write": _cache_write,
 }
 """Name in `torch.ops.taut` → its work from the op's arguments."""
 
@@ -186,3 +206,8 @@ def paged_decode_tables(
         lengths = [max_context] * q.shape[0]
     looked_up = _looked_up(lengths, q.shape[1], window, k_cache, block_table)
     return dict(enumerate(looked_up, start=1))
+
+
+def cache_write_tables(*_: object) -> dict[int, int]:
+    """Return that of both caches nothing is read."""
+    return {2: 0, 3: 0}

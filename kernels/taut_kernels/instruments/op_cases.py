@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from taut_kernels import formats, testing, testing_scaled_mm
-from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
+from taut_kernels.fused import quantize, rms_norm, rope, row_quant, silu_mul
 from taut_kernels.gemm import fp8, w4a16, w4a16_cpu, w8a8
 from taut_kernels.instruments import attention_cases, loss_cases, primitive_cases, training_cases
 from taut_kernels.instruments.errors import InstrumentError
 from taut_kernels.instruments.subject import Subject
 
 # Importing an op's module registers it.
-_REGISTERING = (fp8, rms_norm, rope, silu_mul, w4a16, w4a16_cpu, w8a8)
+_REGISTERING = (fp8, quantize, rms_norm, rope, silu_mul, w4a16, w4a16_cpu, w8a8)
 
 Sizes = Mapping[str, int]
 _EPSILON = 1e-5
@@ -127,6 +127,10 @@ def _quantised_dtype(sizes: Sizes, device: torch.device) -> tuple[Any, ...]:
     return (dtype,)
 
 
+def _rows(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    return (_draw((sizes["M"], sizes["N"]), dtype, device), *_quantised_dtype(sizes, device))
+
+
 def _given_scale(sizes: Sizes, device: torch.device) -> tuple[Any, ...]:
     if reason := row_quant.why_not_supported(row_quant.FP8, device):
         raise InstrumentError(reason)
@@ -158,6 +162,7 @@ _PRODUCT = {"M": 16, "N": 4096, "K": 4096, "bias": 0}
 _W4A16 = {**_PRODUCT, "G": 128, "zeros": 0}
 _NORM = {"M": 1024, "N": 4096, "residual": 0}
 _SILU = {"M": 1024, "N": 14336, "gpt_oss": 0}
+_HEADS = {"M": 1024, "Hq": 32, "Hk": 8, "D": 128}
 _IMAGE = {"B": 32, "C": 64, "side": 56}
 _LOGITS = {"M": 1024, "V": 32000}
 _PROJECTION = {"M": 1024, "H": 2048, "V": 32000}
@@ -174,7 +179,9 @@ OP_CASES: dict[str, OpCase] = {
     "silu_mul": OpCase(_SILU, _FLOATS, _silu(_nothing)),
     "silu_mul_quant": OpCase(_SILU | {"int8": 0}, _FLOATS, _silu(_quantised_dtype)),
     "silu_mul_static_quant": OpCase(_SILU, _FLOATS, _silu(_given_scale)),
-    "rope": OpCase({"M": 1024, "Hq": 32, "Hk": 8, "D": 128}, _FLOATS, _rope),
+    "row_quant": OpCase({"M": 1024, "N": 4096, "int8": 0}, _FLOATS, _rows),
+    "rope": OpCase(_HEADS, _FLOATS, _rope),
+    "rope_apart": OpCase(_HEADS, _FLOATS, _rope),
     "cross_entropy": _loss("cross_entropy", _LOGITS, loss_cases.logits_and_target),
     "linear_cross_entropy": _loss(
         "linear_cross_entropy", _PROJECTION, loss_cases.projection_and_target

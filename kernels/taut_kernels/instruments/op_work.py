@@ -17,7 +17,11 @@ from typing import Any
 
 import torch
 
-from taut_kernels.instruments.attention_work import ATTENTION_WORK, paged_decode_tables
+from taut_kernels.instruments.attention_work import (
+    ATTENTION_WORK,
+    cache_write_tables,
+    paged_decode_tables,
+)
 from taut_kernels.instruments.loss_work import LOSS_WORK
 from taut_kernels.instruments.primitive_work import PRIMITIVE_WORK
 from taut_kernels.instruments.training_work import TRAINING_WORK, rope_train_table
@@ -167,6 +171,10 @@ def _silu_mul_static_quant(
     return _activation(x, alpha, beta, limit) + _static_quant(x.numel() // 2, scale)
 
 
+def _row_quant_alone(x: torch.Tensor, dtype: torch.dtype) -> Work:
+    return Work(read=nbytes(x)) + _row_quant(x.shape[0], x.shape[1], dtype)
+
+
 def _rope(
     positions: torch.Tensor,
     q: torch.Tensor,
@@ -183,6 +191,19 @@ def _rope(
     return Work(3 * elements, turned + angles + nbytes(positions), turned)
 
 
+def _rope_apart(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    neox: bool,
+) -> Work:
+    turned = _rope(positions, q, k, cos_sin_cache, neox)
+    angles = positions.shape[0] * cos_sin_cache.shape[1] * cos_sin_cache.element_size()
+    heads = nbytes(q, k)  # the columns that stay are copied
+    return Work(turned.flops, heads + angles + nbytes(positions), heads)
+
+
 OP_WORK: dict[str, Callable[..., Work]] = {
     "w4a16_gemm": _w4a16_gemm,
     "w4a16_gemm_cpu": _w4a16_gemm_cpu,
@@ -194,7 +215,9 @@ OP_WORK: dict[str, Callable[..., Work]] = {
     "silu_mul": _silu_mul,
     "silu_mul_quant": _silu_mul_quant,
     "silu_mul_static_quant": _silu_mul_static_quant,
+    "row_quant": _row_quant_alone,
     "rope": _rope,
+    "rope_apart": _rope_apart,
     **ATTENTION_WORK,
     **LOSS_WORK,
     **PRIMITIVE_WORK,
@@ -216,8 +239,10 @@ def _rope_table(
 
 
 OP_TABLES: dict[str, Callable[..., dict[int, int]]] = {
+    "cache_write": cache_write_tables,
     "paged_decode": paged_decode_tables,
     "rope": _rope_table,
+    "rope_apart": _rope_table,
     "rope_train": rope_train_table,
 }
 """Ops that look rows up → which of their tensors are tables, and the bytes of each they read."""

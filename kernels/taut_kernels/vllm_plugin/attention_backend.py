@@ -3,7 +3,8 @@
 The subclasses change who computes and nothing of what is computed: same cache, same metadata, same
 output tensor. A batch in which every sequence has one new token runs on ours, in CUDA graphs too;
 prefills, mixed batches, several tokens a sequence, and layers that ours does not cover
-(:mod:`taut_kernels.vllm_plugin.decode_attention`) run on vLLM's own code. Imports vLLM.
+(:mod:`taut_kernels.vllm_plugin.decode_attention`) run on vLLM's own code. A layer of ours also
+writes its new keys and values by `taut::cache_write`, of all batches. Imports vLLM.
 
 Queries over an fp8 cache: FlashAttention 3 wants them in fp8, too, and has the layer quantise them;
 ours takes them as they are. So a layer of ours leaves them in 16 bits, and what falls through is
@@ -25,7 +26,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from taut_kernels.attention import decode
+from taut_kernels.attention import cache_write, decode
 from taut_kernels.vllm_plugin import compat, decode_attention, requested_mode, warm_up
 
 _logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         facts, gpu = _facts_of(self), decode_attention.card()
         self.why_not_ours = decode_attention.why_not_layer(facts, gpu, requested_mode())
         self._arrivals: torch.Tensor | None = None
+        self._dtype: torch.dtype | None = None
         self._eight_bit = decode_attention.ELEMENT_BYTES.get(facts.kv_cache_dtype) == 1
         # What vLLM would let the layer do, and here is done for what falls through.
         self._quantises_queries = False
@@ -128,6 +130,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             self.why_not_ours = f"pages of {page_size} keys"
         if self.why_not_ours is not None:
             return
+        self._dtype = dtype
         self._arrivals = decode_attention.shared_arrivals(sequences * self.num_heads, device)
         if device.type == "cpu":
             return
@@ -144,6 +147,52 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         """Return how many keys a query sees, 0 for all."""
         before: int = self.sliding_window[0]
         return before + 1 if before >= 0 else 0
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write new keys and values into the cache; vLLM asks no layer that shares another's.
+
+        Args:
+            layer: of vLLM; has the scales of an fp8 cache.
+            key: [tokens, Hk, D], as many as slots or more.
+            value: likewise.
+            kv_cache: [pages, Hk, page size, 2D], any strides.
+            slot_mapping: [tokens] int64, below 0 where nothing is to be written.
+        """
+        if not self._writes(key, value, kv_cache, slot_mapping):
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        scales: Any = (None, None)
+        if self._eight_bit:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+            scales = (layer._k_scale, layer._v_scale)
+        caches = compat.keys_and_values(kv_cache, self.head_size)
+        cache_write.write(key, value, *caches, slot_mapping, *scales)
+
+    def _writes(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> bool:
+        """Say whether new keys and values are as a layer of ours was prepared for."""
+        ours = self._arrivals is not None  # prepared, and of ours
+        return (
+            ours
+            and key.dtype is value.dtype
+            and key.dtype is self._dtype
+            and (self._eight_bit or kv_cache.dtype is key.dtype)
+            and slot_mapping.dtype is torch.int64
+            and key.stride(-1) == 1
+            and value.stride(-1) == 1
+        )
 
     def forward(
         self,

@@ -2,9 +2,10 @@
 
 vLLM builds the out-of-tree class wherever a model asks for the original. Ours say themselves
 whether they are on: vLLM's switch ``custom_ops`` is "none" under Inductor, and it knows a replaced
-class only by its class name (``-SiluAndMul`` turns ours off too). The rotary embedding is on only
-without Inductor: in a compiled graph an in-place op on slices of one tensor costs copies that vLLM
-removes for its own op alone. This module imports vLLM and holds no arithmetic.
+class only by its class name (``-SiluAndMul`` turns ours off too). The rotary embedding is in place
+where nothing is compiled. In a compiled graph, where an in-place op on slices of one tensor costs
+copies that vLLM removes for its own op alone, it returns new tensors. This module imports vLLM and
+holds no arithmetic.
 """
 
 from __future__ import annotations
@@ -65,42 +66,77 @@ class TautSwigluOAIAndMul(SwigluOAIAndMul):  # type: ignore[misc]
         return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
+Rotated = tuple[torch.Tensor, torch.Tensor | None]
+
+
 class _TautRotary:
     """What our rotary embeddings add to vLLM's classes."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Asked once: a graph that is traced cannot ask for vLLM's configuration.
+        self.apart = get_cached_compilation_config().mode != CompilationMode.NONE
+
     @classmethod
     def enabled(cls) -> bool:
-        """Say whether the forward is ours: without Inductor, unless turned off by name."""
-        return get_cached_compilation_config().mode == CompilationMode.NONE and not _turned_off(cls)
+        """Say whether the forward is ours: unless turned off by name (``-RotaryEmbedding``)."""
+        return not _turned_off(cls)
 
     def forward_cuda(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rotate query [T, Hq · D] and key in place."""
+    ) -> Rotated:
+        """Rotate query [T, Hq · D] and key: in place, or into new tensors where vLLM compiles.
+
+        What ours does not take (positions of several dimensions, heads not side by side) runs as
+        it would without us: vLLM's op, or in a compiled graph its native code.
+        """
         base: Any = self
         flat = all(t is None or (t.dim() == 2 and t.stride(1) == 1) for t in (query, key))
-        if query.dtype not in rope.DTYPES or positions.dim() != 1 or not flat:
-            fallback: tuple[torch.Tensor, torch.Tensor | None]
+        taken = query.dtype in rope.DTYPES and positions.dim() == 1 and flat
+        if self.apart:
+            # The table as it is: converting it would be a kernel over all of it in every step.
+            cache = base.cos_sin_cache
+            if taken and cache.dtype is query.dtype and cache.device == query.device:
+                return self._rotate_apart(positions, query, key)
+            native: Rotated = base.forward_native(positions, query, key)
+            return native
+        if not taken:
+            fallback: Rotated
             fallback = super().forward_cuda(positions, query, key)  # type: ignore[misc]
             return fallback
         cache = base._match_cos_sin_cache_dtype(query)
-        heads = [
-            None if t is None else t.view(t.shape[0], t.shape[1] // base.head_size, base.head_size)
-            for t in (query, key)
-        ]
+        heads = [None if t is None else self._as_heads(t) for t in (query, key)]
         torch.ops.taut.rope(positions, heads[0], heads[1], cache, base.is_neox_style)
         return query, key
 
+    def _rotate_apart(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None
+    ) -> Rotated:
+        base: Any = self
+        table, neox = base.cos_sin_cache, base.is_neox_style
+        k = None if key is None else self._as_heads(key)
+        found = torch.ops.taut.rope_apart(positions, self._as_heads(query), k, table, neox)
+        return found[0].view(query.shape), None if key is None else found[1].view(key.shape)
+
+    def _as_heads(self, x: torch.Tensor) -> torch.Tensor:
+        base: Any = self
+        return x.view(x.shape[0], x.shape[1] // base.head_size, base.head_size)
+
 
 def _rotary_classes() -> list[Any]:
-    """Return vLLM's rotary embeddings that rotate as `RotaryEmbedding` does."""
+    """Return vLLM's rotary embeddings that rotate as `RotaryEmbedding` does.
+
+    Both ways: Fourier's (`FourierRotaryEmbedding`) has only a native forward of its own.
+    """
     found: list[Any] = [
         value for value in vars(rotary_embedding).values() if isinstance(value, type)
     ]
     return [
         cls
         for cls in found
-        if issubclass(cls, RotaryEmbedding) and cls.forward_cuda is RotaryEmbedding.forward_cuda
+        if issubclass(cls, RotaryEmbedding)
+        and cls.forward_cuda is RotaryEmbedding.forward_cuda
+        and cls.forward_native is RotaryEmbedding.forward_native
     ]
 
 

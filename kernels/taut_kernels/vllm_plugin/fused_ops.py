@@ -63,6 +63,17 @@ def engine_options(gpu: str | None, mode: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def in_graph() -> bool:
+    """Say whether this process's engine was told what :func:`engine_options` returns."""
+    from vllm.config import CompilationMode, get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is None or config.compilation_config.mode == CompilationMode.NONE:
+        return False
+    passes: dict[str, str] = config.compilation_config.inductor_passes
+    return passes.get("post_grad_custom_post_pass") == PASS
+
+
 def _gpu() -> str | None:
     from vllm.platforms import current_platform
 

@@ -1,6 +1,9 @@
-"""A pass over vLLM's compiled graph: norm or activation and the quantisation behind it → one op.
+"""A pass over vLLM's compiled graph: its quantisations become ours, fused where that is possible.
 
-vLLM fuses per-token quantisation with a norm for fp8 only, and with an activation not at all. Its
+A norm or activation and the quantisation behind it become one op. vLLM fuses per-token
+quantisation with a norm for fp8 only, and with an activation not at all. What is left (the input of
+the o projection, which attention writes; a norm that something else reads too) becomes
+`taut::row_quant`, which may start before the kernel in front has ended; vLLM's op cannot. vLLM's
 configuration takes a pass by name: ``--compilation-config '{"inductor_passes":
 {"post_grad_custom_post_pass": "taut_kernels.fuse_for_vllm"}}'``. It runs before vLLM lowers its IR
 ops and never touches a norm or activation that something else reads too. Holds no arithmetic.
@@ -17,11 +20,11 @@ import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from taut_kernels.fused import rms_norm, row_quant, silu_mul
+from taut_kernels.fused import quantize, rms_norm, row_quant, silu_mul
 
 _logger = logging.getLogger(__name__)
-_FUSED = {"norms": 0, "activations": 0}
-"""What this process has fused so far, for the worker's record."""
+_FUSED = {"norms": 0, "activations": 0, "quantisations": 0}
+"""What this process has fused or replaced so far, for the worker's record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,18 @@ def _fuse_activation(graph: fx.Graph, quantisation: Quantisation) -> bool:
     return True
 
 
+def _replace(graph: fx.Graph, quantisation: Quantisation) -> bool:
+    """Replace a quantisation by each row's own scale that nothing was fused with."""
+    source = quantisation.input
+    if quantisation.scale is not None or not _is_rows(source, quantize.DTYPES):
+        return False
+    if source.meta["val"].shape[1] > quantize.MAX_N:
+        return False
+    with graph.inserting_before(quantisation.node):
+        _fused_call(graph, quantisation, "row", (source,))
+    return True
+
+
 def _producer(node: fx.Node) -> Any:
     """Return what computes a node: an op, for a first result the op it is taken from."""
     if node.target is operator.getitem and node.args[1] == 0:
@@ -176,29 +191,49 @@ def _producer(node: fx.Node) -> Any:
     return node.target
 
 
+def _fuse_with_producer(graph: fx.Graph, quantisation: Quantisation) -> str | None:
+    """Fuse with what computes the input, where nothing else reads it; return what that was."""
+    if len(quantisation.input.users) != 1:
+        return None
+    ir, producer = torch.ops.vllm_ir, _producer(quantisation.input)
+    if producer is ir.rms_norm.default:
+        return "norms" if _fuse_norm(graph, quantisation) else None
+    if producer is ir.fused_add_rms_norm.default:
+        return "norms" if _fuse_add_norm(graph, quantisation) else None
+    if producer is torch.ops.taut.silu_mul.default:
+        return "activations" if _fuse_activation(graph, quantisation) else None
+    return None
+
+
 def fuse(graph: fx.Graph) -> None:
     """Replace norm or activation + quantisation by our fused op wherever one reads the other alone.
+
+    Other quantisations, by each row's own scale, become `taut::row_quant`.
 
     Args:
         graph: vLLM's functional post-grad graph, before IR lowering; changed in place.
     """
-    ir, before = torch.ops.vllm_ir, fused_so_far()
+    before = fused_so_far()
     for node in list(graph.nodes):
         quantisation = _quantisation(node)
-        if quantisation is None or len(quantisation.input.users) != 1:
+        if quantisation is None:
             continue
-        producer = _producer(quantisation.input)
-        if producer is ir.rms_norm.default:
-            _FUSED["norms"] += _fuse_norm(graph, quantisation)
-        elif producer is ir.fused_add_rms_norm.default:
-            _FUSED["norms"] += _fuse_add_norm(graph, quantisation)
-        elif producer is torch.ops.taut.silu_mul.default:
-            _FUSED["activations"] += _fuse_activation(graph, quantisation)
+        if kind := _fuse_with_producer(graph, quantisation):
+            _FUSED[kind] += 1
+        else:
+            _FUSED["quantisations"] += _replace(graph, quantisation)
     new = {name: count - before[name] for name, count in _FUSED.items()}
     if any(new.values()):
-        _logger.info("taut fused with a quantisation: %(norms)d norms, %(activations)d acts", new)
+        _logger.info(
+            "taut fused with a quantisation: %(norms)d norms, %(activations)d acts; "
+            "alone: %(quantisations)d quantisations",
+            new,
+        )
 
 
 def fused_so_far() -> dict[str, int]:
-    """Return how many norms and activations this process has fused with a quantisation."""
+    """Return how many norms and activations this process has fused with a quantisation.
+
+    Under ``quantisations`` those that it has replaced alone.
+    """
     return dict(_FUSED)

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from taut_kernels import tiles_scaled_mm
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.vllm_plugin import requested_mode, scaled_mm_op
+from taut_kernels.vllm_plugin import fused_ops, requested_mode, scaled_mm_op
 
 ARRIVALS = "taut_arrivals"
 _OUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -61,6 +61,7 @@ class _Regimes:
         """Decide on a layer whose weights are [K, N]; put its arrival counters on it."""
         (K, N), dtype, mode = weight_t.shape, weight_t.dtype, requested_mode()
         gpu = current_platform.get_device_name()
+        scaled_mm_op.SURROUNDINGS.in_layer = fused_ops.in_graph()
         self.always = mode == "require"
         self.partly: str | None = None
         self.fall_through = scaled_mm_op.why_not_at_all(dtype, gpu, N, K, mode)

@@ -7,6 +7,8 @@ not silent: :func:`why_partly` says it at loading, for the log, the record and `
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from taut_kernels import _launch, tiles_scaled_mm
@@ -15,6 +17,21 @@ from taut_kernels.gemm import fp8, w8a8
 from taut_kernels.gemm._scaled_mm_launch import launch
 
 OP = "scaled_mm_by_regime"
+
+
+@dataclass(slots=True)
+class Surroundings:
+    """What stands between this process's products; said before its layers are loaded.
+
+    Attributes:
+        in_layer: norms, activations and quantisation are ours, in vLLM's graph, and start early
+            (`tiles_scaled_mm`).
+    """
+
+    in_layer: bool = False
+
+
+SURROUNDINGS = Surroundings()
 
 
 def table_op(dtype: torch.dtype) -> str:
@@ -76,7 +93,7 @@ def _dispatch(
 ) -> torch.Tensor:
     (M, K), N = x.shape, weight_t.shape[1]
     gpu = _launch.gpu_name(x.device)
-    bucket = tiles_scaled_mm.lookup(table_op(x.dtype), gpu, N, K, M)
+    bucket = tiles_scaled_mm.lookup(table_op(x.dtype), gpu, N, K, M, in_layer=SURROUNDINGS.in_layer)
     if always or bucket.wins:
         return launch(
             bucket.tile,
@@ -153,10 +170,12 @@ def why_not_at_all(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: st
         reason = f"output features must be a multiple of 16, got {N}"
     if reason or mode == "require":
         return reason
-    buckets = tiles_scaled_mm.buckets(table_op(dtype), gpu, N, K)
+    buckets = tiles_scaled_mm.buckets(table_op(dtype), gpu, N, K, in_layer=SURROUNDINGS.in_layer)
     if any(bucket.wins for bucket in buckets):
         return None
-    return tiles_scaled_mm.why_not_preferred(table_op(dtype), gpu, N, K)
+    return tiles_scaled_mm.why_not_preferred(
+        table_op(dtype), gpu, N, K, in_layer=SURROUNDINGS.in_layer
+    )
 
 
 def why_partly(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: str) -> str | None:
@@ -171,4 +190,6 @@ def why_partly(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: str) -
     """
     if mode == "require":
         return None
-    return tiles_scaled_mm.why_not_preferred(table_op(dtype), gpu, N, K)
+    return tiles_scaled_mm.why_not_preferred(
+        table_op(dtype), gpu, N, K, in_layer=SURROUNDINGS.in_layer
+    )

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from taut_kernels import _launch, tiles_fused
-from taut_kernels.attention import _tiles, decode
+from taut_kernels import _early_start, _launch, tiles_fused
+from taut_kernels.attention import _tiles, cache_write, decode
 from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.attention._tiles import DecodeTile
-from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
+from taut_kernels.fused import quantize, rms_norm, rope, row_quant, silu_mul
 
 _EPSILON = 1e-6
 _PLAIN: tuple[float, float, float | None, bool] = (1.0, 0.0, None, False)
@@ -27,7 +27,11 @@ of the numbers."""
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What a rotary embedding of ours turns: heads, columns of one, how many of them turn."""
+    """What a rotary embedding of ours turns: heads, columns of one, how many of them turn.
+
+    Attributes:
+        apart: into new tensors, as in compiled graphs.
+    """
 
     heads: int
     kv_heads: int
@@ -35,6 +39,7 @@ class Rotation:
     rotated: int
     neox: bool
     dtype: torch.dtype
+    apart: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class Widths:
         clamped: as ``activations``, of gpt-oss's form.
         static_scale: whether some layer's activations are quantised to fp8 by a given scale.
         rotations: of its rotary embeddings that run on ours.
+        inputs: (columns, dtype, 8-bit type) of inputs that its linear layers quantise row by row,
+            whatever writes them: attention, or what is not fused with them.
     """
 
     norms: frozenset[tuple[int, torch.dtype]]
@@ -58,6 +65,7 @@ class Widths:
     clamped: frozenset[tuple[int, torch.dtype]] = frozenset()
     static_scale: bool = False
     rotations: frozenset[Rotation] = frozenset()
+    inputs: frozenset[tuple[int, torch.dtype, torch.dtype]] = frozenset()
 
 
 def widths_of(model: torch.nn.Module) -> Widths:
@@ -66,11 +74,12 @@ def widths_of(model: torch.nn.Module) -> Widths:
     Args:
         model: as vLLM loaded it: norms are `RMSNorm` or `GemmaRMSNorm` modules; an MLP has a merged
             ``gate_up_proj`` beside ``act_fn``, or two equal ``output_sizes`` beside a `SiluAndMul`
-            or `SwigluOAIAndMul`; an attention has its ``rotary_emb`` and its numbers of heads.
+            or `SwigluOAIAndMul`; an attention has its ``rotary_emb`` and its numbers of heads; a
+            linear layer has its weight in 8 bits, and no ``input_scale`` where rows get their own.
     """
     norms, other_norms = set(), set()
     activations: dict[bool, set[tuple[int, torch.dtype]]] = {False: set(), True: set()}
-    rotations, static_scale = set(), False
+    rotations, inputs, static_scale = set(), set(), False
     dtypes = {parameter.dtype for parameter in model.parameters()}
     params_dtype = next((found for m in model.modules() if (found := _params_dtype(m))), None)
     for module in model.modules():
@@ -86,6 +95,7 @@ def widths_of(model: torch.nn.Module) -> Widths:
             activations[_has(module, "SwigluOAIAndMul")].add((columns, dtype))
         static_scale |= isinstance(getattr(module, "input_scale", None), torch.Tensor)
         rotations |= set(_rotations(module))
+        inputs |= set(_inputs(module))
     return Widths(
         frozenset(norms),
         frozenset(activations[False]),
@@ -94,6 +104,7 @@ def widths_of(model: torch.nn.Module) -> Widths:
         frozenset(activations[True]),
         static_scale,
         frozenset(rotations),
+        frozenset(inputs),
     )
 
 
@@ -148,7 +159,20 @@ def _rotations(module: torch.nn.Module) -> Iterator[Rotation]:
     heads, kv_heads = getattr(module, "num_heads", None), getattr(module, "num_kv_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int):
         rotated, neox = rotary.cos_sin_cache.shape[1], rotary.is_neox_style
-        yield Rotation(heads, kv_heads, rotary.head_size, rotated, neox, rotary.dtype)
+        shape = (heads, kv_heads, rotary.head_size, rotated)
+        yield Rotation(*shape, neox, rotary.dtype, rotary.apart)
+
+
+def _inputs(layer: torch.nn.Module) -> Iterator[tuple[int, torch.dtype, torch.dtype]]:
+    weight, dtype = getattr(layer, "weight", None), _params_dtype(layer)
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in row_quant.OUT or dtype is None:
+        return
+    if isinstance(getattr(layer, "input_scale", None), torch.Tensor):
+        return
+    # A replicated layer has no partition.
+    columns = getattr(layer, "input_size_per_partition", getattr(layer, "input_size", None))
+    if isinstance(columns, int):
+        yield columns, dtype, weight.dtype
 
 
 def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
@@ -162,7 +186,7 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
     Returns:
         The number of launches.
     """
-    launches = 0
+    launches, hopper = 0, _launch.is_hopper(device)
     norms = {(N, dtype, dtype) for N, dtype in widths.norms} | widths.other_norms
     activations = [(width, _PLAIN) for width in sorted(widths.activations, key=str)]
     activations += [(width, _CLAMPED) for width in sorted(widths.clamped, key=str)]
@@ -173,7 +197,7 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
                 weight = torch.zeros(N, dtype=weight_dtype, device=device)
             suffix = "" if stored is None else "_quant"
             for prefix in ("", "add_"):
-                for tile in tiles_fused.every_tile(gpu, f"{prefix}rms_norm{suffix}", N):
+                for tile in tiles_fused.every_tile(gpu, f"{prefix}rms_norm{suffix}", N, hopper):
                     x = torch.zeros(tile.rows, N, dtype=dtype, device=device)
                     residual = torch.zeros_like(x) if prefix else None
                     results = _results(tile.rows, N, dtype, out, stored, device)
@@ -182,11 +206,12 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
         # A given scale needs no look at the whole row: its tiles are those of the plain form.
         op = "silu_mul" if out in ("same", "static_fp8") else "silu_mul_quant"
         for (N, dtype), form in activations:
-            for tile in tiles_fused.every_tile(gpu, op, N):
+            for tile in tiles_fused.every_tile(gpu, op, N, hopper):
                 x = torch.zeros(tile.rows, 2 * N, dtype=dtype, device=device)
                 results = _results(tile.rows, N, dtype, out, stored, device)
                 silu_mul.launch(tile, out, x, *form, *results)
                 launches += 1
+    launches += sum(_quantise(*width, device, gpu) for width in sorted(widths.inputs, key=str))
     return launches + sum(_rotate(rotation, device, gpu) for rotation in widths.rotations)
 
 
@@ -219,19 +244,38 @@ def _results(
     return y, torch.ones(shape, device=device, dtype=torch.float32)
 
 
+def _quantise(
+    N: int, dtype: torch.dtype, stored: torch.dtype, device: torch.device, gpu: str | None
+) -> int:
+    """Run every tile of quantisation alone once; return how many there are."""
+    if row_quant.why_not_supported(stored, device) is not None:
+        return 0
+    tiles = tiles_fused.every_tile(gpu, "row_quant", N, _launch.is_hopper(device))
+    for tile in tiles:
+        x = torch.zeros(tile.rows, N, dtype=dtype, device=device)
+        q = torch.empty(tile.rows, N, dtype=stored, device=device)
+        scales = torch.empty(tile.rows, 1, dtype=torch.float32, device=device)
+        quantize.launch(tile, row_quant.OUT[stored], x, q, scales)
+    return len(tiles)
+
+
 def _rotate(rotation: Rotation, device: torch.device, gpu: str | None) -> int:
     """Run every tile of a rotary embedding once; return how many there are."""
     heads, kv_heads, head_dim = rotation.heads, rotation.kv_heads, rotation.head_dim
     cache = torch.zeros(1, rotation.rotated, dtype=rotation.dtype, device=device)
-    tiles = tiles_fused.every_tile(gpu, "rope", heads + kv_heads)
+    tiles = tiles_fused.every_tile(gpu, "rope", heads + kv_heads, _launch.is_hopper(device))
     for tile in tiles:
         positions = torch.zeros(tile.rows, dtype=torch.int64, device=device)
+        of_heads: Any = {"dtype": rotation.dtype, "device": device}
         # As an attention cuts them from its projection: the stride is compiled in.
         width = (heads + 2 * kv_heads) * head_dim
-        qkv = torch.zeros(tile.rows, width, dtype=rotation.dtype, device=device)
+        qkv = torch.zeros(tile.rows, width, **of_heads)
         q, k = qkv[:, : heads * head_dim], qkv[:, heads * head_dim : -kv_heads * head_dim]
-        views = [part.view(tile.rows, -1, head_dim) for part in (q, k)]
-        rope.launch(tile, positions, views[0], views[1], cache, rotation.neox)
+        q, k = (part.view(tile.rows, -1, head_dim) for part in (q, k))
+        apart = None
+        if rotation.apart:
+            apart = (torch.empty(q.shape, **of_heads), torch.empty(k.shape, **of_heads))
+        rope.launch(tile, positions, q, k, cache, rotation.neox, apart)
     return len(tiles)
 
 
@@ -263,30 +307,34 @@ _compiled: set[tuple[DecodeForm, int, torch.device]] = set()
 
 def _bounded_launches(
     form: DecodeForm, sequences: int, device: torch.device
-) -> dict[tuple[Any, ...], tuple[DecodeTile, int, int, int]]:
-    """Return tile, splits, shares and sequences of a launch of each form that decodes may need.
+) -> dict[tuple[Any, ...], tuple[DecodeTile, int, int, int, int]]:
+    """Return a launch of each form that decodes may need.
+
+    Tile, splits, shares, sequences and longest context.
 
     Which tile a batch takes changes where its keys, at the longest context, pass a bound; whether
-    it is divided, where that context does.
+    it is divided, and whether one sequence starts early, where that context does.
     """
     kind = (_launch.gpu_name(device), padded_dim(form.head_dim), form.cache_dtype.itemsize)
     blocks, _ = decode.row_blocks(form.heads // form.kv_heads)
     units = _launch.multiprocessors(device)
-    found: dict[tuple[Any, ...], tuple[DecodeTile, int, int, int]] = {}
+    found: dict[tuple[Any, ...], tuple[DecodeTile, int, int, int, int]] = {}
     for count in range(1, sequences + 1):
         pairs = count * form.kv_heads * blocks
         small = _tiles.SMALL_LOAD * units // pairs
-        for longest in (1, small, small + 1, 2**20):
+        ends = (small, decode.EARLY_KEYS)
+        for longest in (1, *ends, *(end + 1 for end in ends), 2**20):
             cut = _tiles.bounded_decode(*kind, pairs, longest, units, count)
             tile, splits, shares = cut
             block = decode.lengths_read(count) if shares else 0
-            key = (tile.keys, tile.num_warps, tile.num_stages, splits > 1, block)
-            found.setdefault(key, (*cut, count))
+            starts = decode.early_starts(count, longest, device)
+            key = (tile.keys, tile.num_warps, tile.num_stages, splits > 1, block, starts)
+            found.setdefault(key, (*cut, count, longest))
     return found
 
 
 def compile_decode(form: DecodeForm, sequences: int, device: torch.device) -> int:
-    """Run every form of a layer's decodes once, up to so many sequences; layers repeat forms.
+    """Run every form of a layer's decodes and cache writes once; layers repeat forms.
 
     Args:
         form: of the layer.
@@ -305,12 +353,26 @@ def compile_decode(form: DecodeForm, sequences: int, device: torch.device) -> in
     both = both.to(form.cache_dtype)
     scale = torch.ones((), device=device) if size == 1 else None
     launches = _bounded_launches(form, sequences, device).values()
-    for tile, splits, shares, count in launches:
+    for tile, splits, shares, count, longest in launches:
         q = torch.zeros(count, 1, form.heads, dim, dtype=form.dtype, device=device)
         table = torch.zeros(count, 1, dtype=torch.int32, device=device)
         contexts = torch.ones(count, dtype=torch.int32, device=device)
         arrivals = torch.zeros(count * form.heads, dtype=torch.int32, device=device)
-        settings = decode.Settings(table, contexts, scale, scale, arrivals, 1, form.window, 1.0)
+        settings = decode.Settings(
+            table, contexts, scale, scale, arrivals, longest, form.window, 1.0
+        )
         caches = (both[..., :dim], both[..., dim:])
         decode.launch(tile, q, *caches, settings, splits, shares=shares)
-    return len(launches)
+    return len(launches) + _write_nowhere(form, both, scale)
+
+
+def _write_nowhere(form: DecodeForm, both: torch.Tensor, scale: torch.Tensor | None) -> int:
+    """Run the cache write of few tokens and of many; return how many forms."""
+    dim, device = form.head_dim, both.device
+    caches = (both[..., :dim], both[..., dim:])
+    counts = (1, _early_start.EARLY_TOKENS + 1)  # that start early, and that do not
+    for count in counts:
+        tokens = torch.zeros(count, form.kv_heads, dim, dtype=form.dtype, device=device)
+        nowhere = torch.full((count,), -1, dtype=torch.int64, device=device)
+        cache_write.launch(tokens, tokens, *caches, nowhere, scale, scale)
+    return len(counts)

@@ -1,0 +1,109 @@
+"""Symmetric 8-bit quantisation of rows (tokens) alone, where nothing of ours is in front of it.
+
+Maths     q, s with x ≈ q · s, one s a row, as :mod:`taut_kernels.fused.row_quant` defines them
+Op        `taut::row_quant` → q, scales
+Shapes    x [M, N] bf16|fp16|fp32, rows at any stride, columns next to each other
+          → q [M, N] float8_e4m3fn|int8 and scales [M, 1] fp32; both contiguous
+Numerics  fp32. The bits that `taut::rms_norm_quant` and `taut::silu_mul_quant` give for an equal
+          y, with every tile and from run to run: a maximum has no order
+vLLM      fp8: the scales and values of `dynamic_per_token_scaled_fp8_quant`, zeros up to their
+          sign. int8: `dynamic_scaled_int8_quant` has no least scale: a row of zeros has scale 0
+          there and 2**-23 here, and is zeros times it either way; a row with no |x| of 127 · 2**-23
+          or more has steps of 2**-23 here and finer ones there. It multiplies by 127 / max|x|, here
+          by 1 / s, one rounding apart: a value next to the middle between two steps may take the
+          other one. All other scales are equal.
+CPU       the reference, in plain torch: the specification
+Limits    N ≤ 262144; forward only; sm_80 and later, fp8 sm_89 and later
+"""
+
+from __future__ import annotations
+
+import torch
+
+from taut_kernels import _launch, tiles_fused
+from taut_kernels.fused import row_quant as definition
+from taut_kernels.fused._quantize_jit import row_quant_kernel, row_quant_long_kernel
+from taut_kernels.fused._rows import as_rows
+from taut_kernels.fused._tile_options import (
+    last_arguments,
+    launch_options,
+    next_power_of_2,
+    tile_of,
+)
+from taut_kernels.tiles_fused import FusedTile
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_N = 262144
+_resident = _launch.Launcher(row_quant_kernel)
+_long = _launch.Launcher(row_quant_long_kernel)
+
+
+def launch(
+    tile: FusedTile, out: str, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
+
+    Args:
+        tile: how to cut the work.
+        out: ``fp8`` or ``int8``.
+        x: [M, N].
+        y: [M, N], written.
+        scales: [M, 1], written.
+    """
+    M, N = y.shape
+    if M == 0 or N == 0:
+        return
+    launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
+    block = min(tile.block, max(8, next_power_of_2(N)))
+    constants = (N, out, tile.rows, block, tile.pdl)
+    launcher(
+        (x.dtype, y.dtype, constants, tile.num_warps, tile.registers),
+        (-(-M // tile.rows), 1, 1),
+        (x, y, scales),
+        (M, x.stride(0)),
+        lambda: (last_arguments(launcher.kernel, constants), launch_options(tile)),
+        (x.stride(0),),
+    )
+
+
+def _launch_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    M, N = x.shape
+    q = _launch.empty((M, N), dtype=dtype, device=x.device)
+    scales = _launch.empty((M, 1), dtype=torch.float32, device=x.device)
+    tile = tile_of("row_quant", N, M, x.device)
+    launch(tile, definition.OUT[dtype], x, q, scales)
+    return q, scales
+
+
+def _fake_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scales
+
+
+torch.library.define("taut::row_quant", "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)")
+torch.library.impl("taut::row_quant", "CPU", definition.quantize_rows_ref)
+torch.library.impl("taut::row_quant", "CUDA", _launch_row_quant)
+torch.library.register_fake("taut::row_quant", _fake_row_quant)
+
+
+def row_quant(
+    x: torch.Tensor, *, dtype: torch.dtype = definition.FP8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows by their largest magnitudes.
+
+    Args:
+        x: [..., N] bf16, fp16 or fp32; rows at one stride, columns next to each other.
+        dtype: `torch.float8_e4m3fn` or `torch.int8`.
+
+    Returns:
+        Values [..., N] of ``dtype`` and scales [..., 1] fp32; x ≈ values · scales.
+
+    Raises:
+        ValueError: a shape, dtype or layout the contract does not allow, or a format the device
+            does not have; names the argument.
+    """
+    rows = as_rows("x", x, DTYPES, MAX_N)
+    if reason := definition.why_not_supported(dtype, x.device):
+        raise ValueError(reason)
+    q, scales = torch.ops.taut.row_quant(rows, dtype)
+    return q.view(x.shape), scales.view(*x.shape[:-1], 1)

@@ -1,0 +1,97 @@
+"""The clock of a decoder layer, as far as it runs without a card."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from taut_kernels import _early_start, tiles_fused
+from taut_kernels.bench import decode_chain, report
+from taut_kernels.bench.decoder_layer import FORMS, PRODUCTS, Step, _in_form
+from taut_kernels.bench.timing import Timing
+from taut_kernels.tiles_scaled_mm import ScaledMmTile
+
+STEP = Step("fp8", 16, 192, 1024)
+
+
+def test_it_needs_a_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert decode_chain.main(["--output", str(tmp_path)]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--tokens", "0"], ["--scheme", "w8"], ["--contexts", "many"]])
+def test_a_wrong_number_is_refused(wrong: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        decode_chain.main(["--output", str(tmp_path), *wrong])
+
+
+def test_late_starts_hold_inside_alone() -> None:
+    def early() -> bool:
+        return tiles_fused.lookup("NVIDIA H200", "rms_norm", 4096, 1, True).pdl
+
+    assert early()
+    with decode_chain.late_starts():
+        assert _early_start.EARLY_TOKENS == 0
+        assert not early()
+    assert early()
+
+
+def test_a_form_changes_rings_alone() -> None:
+    ring = ScaledMmTile("ring", 16, 64, 256, 4, 6, early=True, prefetch=4)
+    forms = {form: _in_form(ring, form) for form in FORMS[:-1]}
+    assert forms["table"] == ring
+    assert (forms["late"].early, forms["late"].prefetch) == (False, 0)
+    assert (forms["early"].early, forms["early"].prefetch) == (True, 0)
+    assert (forms["early+prefetch"].early, forms["early+prefetch"].prefetch) == (True, 2)
+    fed = ScaledMmTile("hopper", 128, 128, 128, 4, 6)
+    assert all(_in_form(fed, form) == fed for form in FORMS)
+
+
+def test_a_step_has_pages_for_all_it_may_have() -> None:
+    assert Step("w4a16", 1, 10, 1024).pages == 64
+    assert Step("w4a16", 1, 10, 1025).pages == 65
+
+
+def test_each_product_is_tried_beside_the_best_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs = {"table": 5.0, "late": 4.0, "early": 2.0, "early+prefetch": 3.0, "CUTLASS": 6.0}
+
+    def subject(name: str, forms: dict[str, str]) -> Any:
+        return SimpleNamespace(name=name, us=sum(costs[form] for form in forms.values()))
+
+    def measure(subjects: list[Any]) -> list[Timing]:
+        return [Timing(s.us, s.us, s.us) for s in subjects]
+
+    monkeypatch.setattr(decode_chain, "_measure", measure)
+    chain: Any = SimpleNamespace(step=STEP, subject=subject)
+    rows = decode_chain._forms(chain)
+    assert len(rows) == len(FORMS) * len(PRODUCTS)
+    best = min(rows, key=lambda row: row.timing.median)
+    assert best.timing.median == 4 * costs["early"]
+    assert best.kernels.startswith("qkv early (o early, gate_up early, down early)")
+    cutlass = [row.timing.median for row in rows if " CUTLASS (" in row.kernels]
+    assert cutlass == [3 * costs["early"] + costs["CUTLASS"]] * len(PRODUCTS)
+
+
+def test_what_was_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "environment", lambda: {"GPU": "a card"})
+    rows = [decode_chain.Row(STEP, "as shipped", Timing(75.03, 75.0, 75.1))]
+    decode_chain._write(rows, 4e12, tmp_path)
+    with (tmp_path / "decode_chain.csv").open(encoding="utf-8") as file:
+        found = list(csv.DictReader(file))
+    assert found == [
+        {"scheme": "fp8", "tokens": "16", "context": "192", "bound": "1024"}
+        | {"kernels": "as shipped", "us": "75.030", "p20_us": "75.000", "p80_us": "75.100"}
+    ]
+    text = (tmp_path / "decode_chain.md").read_text(encoding="utf-8")
+    assert "GPU a card" in text
+    assert "| fp8 | 16 | 192 (1024) | as shipped | 75.03 [75.00, 75.10] |" in text
