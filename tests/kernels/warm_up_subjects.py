@@ -29,7 +29,7 @@ from taut_kernels.attention import _tiles, cache_write, decode
 from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
 from taut_kernels.gemm import w4a16, w4a16_dense
-from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up
+from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up_decode
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 LLAMA, QWEN, SLICE = "Llama-3-8B", "Qwen-2.5-7B", "Llama-3-70B over 8 GPUs"
@@ -215,12 +215,12 @@ def fp8_layer(
     return lambda: kernel.process_weights_after_loading(layer), called(kernel, layer, K, dtype)
 
 
-def decode_attention(form: warm_up.DecodeForm, most: int) -> tuple[Prepare, list[Call]]:
+def decode_attention(form: warm_up_decode.DecodeForm, most: int) -> tuple[Prepare, list[Call]]:
     """Return as :func:`w4a16_layer`; what batches of up to `most` and their contexts ask for."""
 
     def prepare() -> None:
-        warm_up._compiled.clear()
-        warm_up.compile_decode(form, most, META)
+        warm_up_decode._compiled.clear()
+        warm_up_decode.compile_decode(form, most, META)
 
     def call(B: int, longest: int, heads_first: bool) -> None:
         width = (form.heads + 2 * form.kv_heads) * form.head_dim

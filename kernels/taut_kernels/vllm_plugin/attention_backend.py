@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from taut_kernels.attention import cache_write, decode
-from taut_kernels.vllm_plugin import compat, decode_attention, requested_mode, warm_up
+from taut_kernels.vllm_plugin import compat, decode_attention, requested_mode, warm_up_decode
 
 _logger = logging.getLogger(__name__)
 
@@ -134,12 +134,12 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         self._arrivals = decode_attention.shared_arrivals(sequences * self.num_heads, device)
         if device.type == "cpu":
             return
-        form = warm_up.DecodeForm(
+        form = warm_up_decode.DecodeForm(
             self.num_heads, self.num_kv_heads, self.head_size, page_size, self._window(), dtype,
             torch.float8_e4m3fn if self._eight_bit else dtype,
         )  # fmt: skip
         start = time.perf_counter()
-        if count := warm_up.compile_decode(form, sequences, device):
+        if count := warm_up_decode.compile_decode(form, sequences, device):
             seconds = time.perf_counter() - start
             _logger.info("decode attention: %d forms ready in %.1f s", count, seconds)
 
