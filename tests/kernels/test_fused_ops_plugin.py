@@ -57,13 +57,19 @@ def test_summary_is_one_line() -> None:
     assert fused_ops.summary(found | {"reason": "why"}).endswith("; not ours: why")
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_vllm_takes_our_providers_and_classes(run_python: Any) -> None:
+@pytest.fixture(scope="module")
+def answer(run_python: Any) -> dict[str, Any]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
     process = run_python(str(SCRIPT))
     assert process.returncode == 0, process.stderr[-3000:]
     line = next(line for line in process.stdout.splitlines() if line.startswith("ANSWER "))
-    answer = json.loads(line.removeprefix("ANSWER "))
+    found: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
+    return found
+
+
+@pytest.mark.vllm
+def test_vllm_takes_our_providers_and_classes(answer: dict[str, Any]) -> None:
     assert {"taut", "native", "vllm_c"} <= set(answer["providers"])
     assert answer["inplace"] is True
     taken = {"rows": True, "variance": False, "fp64": False, "heads": False, "columns": False}
@@ -104,6 +110,30 @@ def test_vllm_takes_our_providers_and_classes(run_python: Any) -> None:
         "fallbacks": [0, 0],
         "taken": 1,
     }
+
+
+ANGLES = "RotaryEmbedding not ours: angles in another type than the queries, in a compiled graph"
+LOGGED = {
+    "ours": [],
+    "queries alone": [],
+    "angles": [],  # said when they were loaded
+    "heads": ["RotaryEmbedding not ours: heads not side by side in a row"],
+    "positions": ["RotaryEmbedding not ours: positions of several dimensions"],
+    "gaps": ["SiluAndMul not ours: activations with gaps, or in another type than ours takes"],
+}
+
+
+@pytest.mark.vllm
+def test_rotations_are_counted_as_they_will_run_and_others_logged_once(
+    answer: dict[str, Any],
+) -> None:
+    eager, compiled = (answer["not_ours"][mode] for mode in ("NONE", "VLLM_COMPILE"))
+    # Without a graph vLLM converts the table once, and ours takes it.
+    assert eager.pop("live") == {"RotaryEmbedding": {"taut": 3}}
+    assert eager.pop("loaded") == []
+    assert compiled.pop("live") == {"RotaryEmbedding": {"taut": 1, "vllm": 2}}
+    assert compiled.pop("loaded") == [ANGLES]
+    assert eager == compiled == LOGGED
 
 
 class RMSNorm(torch.nn.Module):
