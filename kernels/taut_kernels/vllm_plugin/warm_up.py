@@ -28,6 +28,8 @@ class Rotation:
     """What a rotary embedding of ours turns: heads, columns of one, how many of them turn.
 
     Attributes:
+        kv_heads: 0 where queries are turned alone.
+        dtype: of queries, keys and, in the end, angles: vLLM converts a table in place.
         apart: into new tensors, as in compiled graphs.
     """
 
@@ -72,8 +74,9 @@ def widths_of(model: torch.nn.Module) -> Widths:
     Args:
         model: as vLLM loaded it: norms are `RMSNorm` or `GemmaRMSNorm` modules; an MLP has a merged
             ``gate_up_proj`` beside ``act_fn``, or two equal ``output_sizes`` beside a `SiluAndMul`
-            or `SwigluOAIAndMul`; an attention has its ``rotary_emb`` and its numbers of heads; a
-            linear layer has its weight in 8 bits, and no ``input_scale`` where rows get their own.
+            or `SwigluOAIAndMul`; an attention has its ``rotary_emb``, and the numbers of heads
+            are there or in vLLM's `Attention` inside; a linear layer has its weight in 8 bits, and
+            no ``input_scale`` where rows get their own.
     """
     norms, other_norms = set(), set()
     activations: dict[bool, set[tuple[int, torch.dtype]]] = {False: set(), True: set()}
@@ -154,11 +157,26 @@ def _rotations(module: torch.nn.Module) -> Iterator[Rotation]:
     rotary: Any = getattr(module, "rotary_emb", None)
     if not type(rotary).__name__.startswith("Taut") or not type(rotary).enabled():
         return
-    heads, kv_heads = getattr(module, "num_heads", None), getattr(module, "num_kv_heads", None)
-    if isinstance(heads, int) and isinstance(kv_heads, int):
-        rotated, neox = rotary.cos_sin_cache.shape[1], rotary.is_neox_style
+    if rotary.why_native() is not None:
+        return
+    rotated, neox = rotary.cos_sin_cache.shape[1], rotary.is_neox_style
+    for heads, kv_heads in _heads(module):
         shape = (heads, kv_heads, rotary.head_size, rotated)
-        yield Rotation(*shape, neox, rotary.dtype, rotary.apart)
+        yield Rotation(*shape, neox, rotary.query_dtype, rotary.apart)
+
+
+def _heads(module: torch.nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield a rank's heads of queries and keys, by the names of a model's module or of vLLM's own.
+
+    Models call them as they like (gpt-oss ``num_local_attention_heads``, StableLM
+    ``num_key_value_heads``); vLLM's `Attention` in them has one pair of names.
+    """
+    for part in (module, *module.children()):
+        heads, kv_heads = getattr(part, "num_heads", None), getattr(part, "num_kv_heads", None)
+        if isinstance(heads, int) and isinstance(kv_heads, int):
+            yield heads, kv_heads
+            if getattr(part, "kv_sharing_target_layer_name", None) is not None:
+                yield heads, 0  # another layer's keys, turned there (Gemma 3n and 4)
 
 
 def _inputs(layer: torch.nn.Module) -> Iterator[tuple[int, torch.dtype, torch.dtype]]:
@@ -266,12 +284,10 @@ def _rotate(rotation: Rotation, device: torch.device, gpu: str | None) -> int:
         positions = torch.zeros(tile.rows, dtype=torch.int64, device=device)
         of_heads: Any = {"dtype": rotation.dtype, "device": device}
         # As an attention cuts them from its projection: the stride is compiled in.
-        width = (heads + 2 * kv_heads) * head_dim
-        qkv = torch.zeros(tile.rows, width, **of_heads)
-        q, k = qkv[:, : heads * head_dim], qkv[:, heads * head_dim : -kv_heads * head_dim]
-        q, k = (part.view(tile.rows, -1, head_dim) for part in (q, k))
+        qkv = torch.zeros(tile.rows, heads + 2 * kv_heads, head_dim, **of_heads)
+        q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
         apart = None
         if rotation.apart:
             apart = (torch.empty(q.shape, **of_heads), torch.empty(k.shape, **of_heads))
-        rope.launch(tile, positions, q, k, cache, rotation.neox, apart)
+        rope.launch(tile, positions, q, k if kv_heads else None, cache, rotation.neox, apart)
     return len(tiles)
