@@ -28,7 +28,7 @@ _OTHER_TABLE = "angles in another type than the queries, in a compiled graph"
 _said: set[tuple[str, str]] = set()
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _say_not_ours(name: str, reason: str) -> bool:
     """Log once why calls of a class of ours run on vLLM's code.
 
