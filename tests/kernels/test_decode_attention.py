@@ -322,9 +322,47 @@ def test_layers_of_ours_write_their_cache_and_others_have_it_written(
     found = dict(answer["written"])
     for kind in ("auto", "auto HND", "fp8", "fp8_e4m3 HND"):
         assert found.pop(kind) == [True, 0], kind
-    assert len(found) == 8
-    for name, one in found.items():
-        assert one == [1, True, True], name
+    reasons = {
+        "soft cap": None,  # refused at loading
+        "encoder": None,
+        "unprepared": None,
+        "other keys": "keys of torch.float16 and values of torch.float16 where the model has",
+        "other values": "keys of torch.bfloat16 and values of torch.float16 where the model has",
+        "other cache": "keys of torch.bfloat16 for a cache of torch.float16",
+        "short slots": "slots of torch.int32",
+        "columns apart": "elements of a key or value that are not next to each other",
+    }
+    assert found.keys() == reasons.keys()
+    for name, (*handed, reason) in found.items():
+        assert handed == [1, True, True], name
+        assert (reason is None) == (reasons[name] is None)
+        assert (reasons[name] or "") in (reason or "")
+
+
+@pytest.mark.vllm
+def test_what_turns_out_after_loading_is_recorded_and_logged_once(answer: dict[str, Any]) -> None:
+    found, slots, pages = answer["recorded"], "slots of torch.int32", "pages of 48 keys"
+    counts = []
+    for stage in found["stages"]:
+        assert stage["reason"] is None  # the record's other parts stay
+        for row in (*stage["attention"], *stage["cache_writes"]):
+            assert row["owner"] == ("taut" if row["reason"] is None else "vllm")
+        parts = (stage["attention"], stage["cache_writes"])
+        counts.append([{row["reason"]: row["layers"] for row in part} for part in parts])
+    # Three layers, of which one reads another's cache.
+    assert counts == [
+        [{None: 3}, {None: 2}],
+        [{None: 3}, {None: 2}],
+        [{None: 3}, {None: 1, slots: 1}],
+        [{None: 3}, {None: 1, slots: 1}],
+        [{None: 3}, {slots: 2}],
+        [{None: 2, pages: 1}, {slots: 1, pages: 1}],
+    ]
+    assert found["lines"][0] == f"cache writes not ours: {slots}"
+    assert "not JSON" in found["lines"][1]
+    assert len(found["lines"]) == 2
+    # A cache laid out anew is not served from what an earlier one was prepared for.
+    assert found["theirs"] == 1
 
 
 @pytest.mark.vllm
@@ -358,7 +396,8 @@ def test_graphs_of_mixed_batches_are_refused_and_schedules_left_out(
 
 @pytest.mark.vllm
 def test_the_record_counts_layers(answer: dict[str, Any]) -> None:
-    ours, theirs = answer["concluded"]
+    assert answer["concluded"]["cache_writes"] == answer["concluded"]["attention"]
+    ours, theirs = answer["concluded"]["attention"]
     assert ours == {"owner": "taut", "reason": None, "layers": 2}
     assert (theirs["owner"], theirs["layers"]) == ("vllm", 1)
     reason = "not asked for (taut worker --decode-attention); vLLM FlashAttentionImpl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from taut_kernels import tiles_fused
-from taut_kernels.fused import quantize, rms_norm, silu_mul
+from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
 from taut_kernels.vllm_plugin import fused_ops, warm_up
 
 SCRIPT = Path(__file__).with_name("vllm_fused_ops.py")
@@ -57,13 +58,19 @@ def test_summary_is_one_line() -> None:
     assert fused_ops.summary(found | {"reason": "why"}).endswith("; not ours: why")
 
 
-@pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_vllm_takes_our_providers_and_classes(run_python: Any) -> None:
+@pytest.fixture(scope="module")
+def answer(run_python: Any) -> dict[str, Any]:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
     process = run_python(str(SCRIPT))
     assert process.returncode == 0, process.stderr[-3000:]
     line = next(line for line in process.stdout.splitlines() if line.startswith("ANSWER "))
-    answer = json.loads(line.removeprefix("ANSWER "))
+    found: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))
+    return found
+
+
+@pytest.mark.vllm
+def test_vllm_takes_our_providers_and_classes(answer: dict[str, Any]) -> None:
     assert {"taut", "native", "vllm_c"} <= set(answer["providers"])
     assert answer["inplace"] is True
     taken = {"rows": True, "variance": False, "fp64": False, "heads": False, "columns": False}
@@ -104,6 +111,30 @@ def test_vllm_takes_our_providers_and_classes(run_python: Any) -> None:
         "fallbacks": [0, 0],
         "taken": 1,
     }
+
+
+ANGLES = "RotaryEmbedding not ours: angles in another type than the queries, in a compiled graph"
+LOGGED = {
+    "ours": [],
+    "queries alone": [],
+    "angles": [],  # said when they were loaded
+    "heads": ["RotaryEmbedding not ours: heads not side by side in a row"],
+    "positions": ["RotaryEmbedding not ours: positions of several dimensions"],
+    "gaps": ["SiluAndMul not ours: activations with gaps, or in another type than ours takes"],
+}
+
+
+@pytest.mark.vllm
+def test_rotations_are_counted_as_they_will_run_and_others_logged_once(
+    answer: dict[str, Any],
+) -> None:
+    eager, compiled = (answer["not_ours"][mode] for mode in ("NONE", "VLLM_COMPILE"))
+    # Without a graph vLLM converts the table once, and ours takes it.
+    assert eager.pop("live") == {"RotaryEmbedding": {"taut": 3}}
+    assert eager.pop("loaded") == []
+    assert compiled.pop("live") == {"RotaryEmbedding": {"taut": 1, "vllm": 2}}
+    assert compiled.pop("loaded") == [ANGLES]
+    assert eager == compiled == LOGGED
 
 
 class RMSNorm(torch.nn.Module):
@@ -153,6 +184,81 @@ def test_warm_up_finds_what_is_quantised_row_by_row() -> None:
     ]
     found = warm_up.widths_of(torch.nn.ModuleList(layers))
     assert found.inputs == {(1024, bf16, fp8), (96, bf16, int8)}
+
+
+class TautRotary:
+    """A rotary embedding of ours, as the plugin's classes name what they have."""
+
+    head_size, is_neox_style, apart = 64, True, True
+
+    def __init__(self, native: str | None = None) -> None:
+        self.cos_sin_cache = torch.zeros(8, 48)
+        self.query_dtype, self.native = torch.float16, native
+
+    @classmethod
+    def enabled(cls) -> bool:
+        return True
+
+    def why_native(self) -> str | None:
+        return self.native
+
+
+def attention(inside: dict[str, Any], **names: Any) -> torch.nn.Module:
+    """An attention of a model, with names of its own, and vLLM's inside."""
+    module = torch.nn.Module()
+    module.__dict__.update({"rotary_emb": TautRotary()} | names)
+    module.attn = torch.nn.Module()
+    module.attn.__dict__.update({"kv_sharing_target_layer_name": None} | inside)
+    return module
+
+
+def test_warm_up_finds_heads_whatever_a_model_calls_them() -> None:
+    """Names: Llama, Mistral, Qwen, Gemma; gpt-oss (totals, too); StableLM; GPT-J; Gemma 3n."""
+    llama = {"num_heads": 8, "num_kv_heads": 2}
+    oss = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    oss |= {"num_local_attention_heads": 32, "num_local_key_value_heads": 4}
+    shared = {"num_heads": 6, "num_kv_heads": 3, "kv_sharing_target_layer_name": "layers.3.attn"}
+    cases: list[tuple[torch.nn.Module, set[tuple[int, int]]]] = [
+        (attention({}, **llama), {(8, 2)}),
+        (attention(llama, **llama), {(8, 2)}),
+        (attention({"num_heads": 32, "num_kv_heads": 4}, **oss), {(32, 4)}),
+        (attention(llama, num_heads=8, num_key_value_heads=2), {(8, 2)}),
+        (attention({"num_heads": 16, "num_kv_heads": 16}, num_heads=16), {(16, 16)}),
+        (attention(shared, num_heads=6, num_kv_heads=3), {(6, 3), (6, 0)}),
+        (attention(llama, rotary_emb=TautRotary("angles in another type")), set()),
+        (attention(llama, rotary_emb=None), set()),
+        (attention({}), set()),
+    ]
+    for module, heads in cases:
+        found = warm_up.widths_of(torch.nn.ModuleList([module])).rotations
+        wanted = {(*of, 64, 48, True, torch.float16, True) for of in heads}
+        assert {dataclasses.astuple(each) for each in found} == wanted
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 0])
+def test_warm_up_runs_every_tile_of_a_rotation(
+    kv_heads: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tiles_fused.FusedTile] = []
+
+    def launch(tile: Any, positions: Any, q: Any, k: Any, cache: Any, neox: Any, new: Any) -> None:
+        seen.append(tile)
+        assert (k is None) == (kv_heads == 0)
+        assert (new is None) == (not apart)
+        for part, heads in ((q, 4), (k, 2)):
+            if part is not None:
+                assert part.shape == (tile.rows, heads, 64)
+                assert (part.dtype, part.stride(2)) == (torch.float16, 1)
+        assert (positions.shape, cache.shape, neox) == ((tile.rows,), (1, 48), True)
+
+    monkeypatch.setattr(rope, "launch", launch)
+    none: frozenset[Any] = frozenset()
+    rotation = warm_up.Rotation(4, kv_heads, 64, 48, True, torch.float16, apart)
+    widths = warm_up.Widths(none, none, none, rotations=frozenset({rotation}))
+    assert warm_up.compile_all(widths, torch.device("cpu"), None) == len(seen) == len(set(seen))
+    for M in (1, 7, 300, 5000):
+        assert tiles_fused.lookup(None, "rope", 4 + kv_heads, M) in seen
 
 
 def test_warm_up_runs_every_tile_of_quantisation_alone(monkeypatch: pytest.MonkeyPatch) -> None:

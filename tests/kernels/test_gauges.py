@@ -83,6 +83,7 @@ def test_ops_are_counted_by_owner() -> None:
             {"owner": "taut", "reason": None, "layers": 31},
             {"owner": "vllm", "reason": "a soft cap", "layers": 1},
         ],
+        "cache_writes": [{"owner": "vllm", "reason": "slots of torch.int32", "layers": 32}],
     }
     assert gauges.op_series(ops) == {
         ("rms_norm", "taut", ""): 1,
@@ -90,8 +91,9 @@ def test_ops_are_counted_by_owner() -> None:
         ("SiluAndMul", "vllm", ""): 2,
         ("decode_attention", "taut", ""): 31,
         ("decode_attention", "vllm", "a soft cap"): 1,
+        ("cache_write", "vllm", "slots of torch.int32"): 32,
     }
-    del ops["attention"]  # as a record of before has it
+    del ops["attention"], ops["cache_writes"]  # as a record of before has it
     assert len(gauges.op_series(ops)) == 3
 
 
@@ -113,6 +115,20 @@ def test_a_record_reads_as_it_was_written(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match=r"record\.json: not JSON"):
         record.read(path)
+
+
+def test_parts_of_a_record_are_replaced_and_the_rest_stays(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    ops = {"reason": None, "attention": [1], "cache_writes": [2]}
+    record.write([_layer("a")], "prefer", path, ops)
+    before = record.read(path)
+    record.amend(path, {"attention": [], "cache_writes": [3]})
+    assert record.read(path) == before | {
+        "ops": {"reason": None, "attention": [], "cache_writes": [3]}
+    }
+    assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
+    with pytest.raises(OSError, match="none"):
+        record.amend(tmp_path / "none.json", {})
 
 
 PLACE = """

@@ -66,6 +66,8 @@ def test_a_warm_up_that_forgets_something_is_noticed(found: dict[str, Any]) -> N
     # 31 sizes of W4A16 layers that compile what no other size does, 6 of fp8, 8 fields of a
     # model's widths, 17 tiles of the fused ops.
     assert len(found["mutations"]) >= 53
+    # In place and apart; queries alone; gpt-oss, whose module has other names.
+    assert sum("Rotation(" in what for what in found["mutations"]) == 4
     assert sum(what.startswith("w4a16") for what in found["mutations"]) >= 25
     assert sum(what.startswith("attention") for what in found["mutations"]) == 16
 

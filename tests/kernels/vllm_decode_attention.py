@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +24,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn, registry
 
 from taut_kernels.attention import _decode_reference
-from taut_kernels.vllm_plugin import compat, decode_attention, register
+from taut_kernels.vllm_plugin import compat, decode_attention, record, register
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 8, 2, 128, 16, 0.06
 CPU = torch.device("cpu")
@@ -250,8 +253,61 @@ def written(backend: Any) -> None:
         before, one = operands[2].clone(), layer()
         it.do_kv_cache_update(one, *operands)
         handed = all(a is b for a, b in zip(UPDATES[0], (one, *operands), strict=True))
-        found[name] = [len(UPDATES), handed, torch.equal(operands[2], before)]
+        found[name] = [len(UPDATES), handed, torch.equal(operands[2], before), it.why_not_written]
     ANSWER["written"] = found
+
+
+def recorded(backend: Any) -> None:
+    """What turns out after loading reaches the record and, once, the log."""
+    lines: list[str] = []
+    heard = logging.Handler()
+    heard.emit = lambda line: lines.append(line.getMessage())
+    decode_attention._logger.addHandler(heard)
+    decode_attention._said.clear()
+    model = torch.nn.ModuleList()
+    for shared in (None, None, "layers.0.attn"):
+        attention = torch.nn.Module()
+        attention.impl, attention.attn_backend = impl(backend), None
+        attention.kv_sharing_target_layer_name = shared
+        model.append(attention)
+    slots, kv = torch.tensor([5, 9]), cache(False)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "record.json"
+        os.environ[record.REPORT_VARIABLE] = str(path)
+        ops = {"reason": None, **decode_attention.conclude(model, "prefer")}
+        record.write([], "prefer", path, ops)
+        stages = [record.read(path)["ops"]]
+        for layer_of, operands in (
+            (model[0], (*new_tokens(2), kv, slots)),
+            (model[0], (*new_tokens(2), kv, slots.int())),
+            (model[0], (*new_tokens(2, torch.float16), kv, slots)),  # one reason is enough
+            (model[1], (*new_tokens(2), kv, slots.int())),
+        ):
+            layer_of.impl.do_kv_cache_update(layer(), *operands)
+            stages.append(record.read(path)["ops"])
+        # The builder finds out what pages the cache has.
+        config = SimpleNamespace(
+            compilation_config=SimpleNamespace(
+                static_forward_context={"a": model[1]}, max_cudagraph_capture_size=64
+            ),
+            scheduler_config=SimpleNamespace(max_num_seqs=8),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+        )
+        theirs = flash_attn.FlashAttentionMetadataBuilder.__init__
+        flash_attn.FlashAttentionMetadataBuilder.__init__ = lambda self, *arguments: None
+        backend.TautAttentionMetadataBuilder(SimpleNamespace(block_size=48), ["a"], config, CPU)
+        flash_attn.FlashAttentionMetadataBuilder.__init__ = theirs
+        stages.append(record.read(path)["ops"])
+        path.unlink()
+        decode_attention.correct_record()
+        path.write_text("{")
+        decode_attention.correct_record()
+        del os.environ[record.REPORT_VARIABLE]
+    CALLS.clear()
+    out = torch.zeros(2, HEADS, DIM).bfloat16()
+    model[1].impl.forward(layer(), out, out, out, kv, batch([9, 9]), out)
+    ANSWER["recorded"] = {"stages": stages, "lines": lines, "theirs": len(CALLS)}
+    decode_attention._logger.removeHandler(heard)
 
 
 def refused(backend: Any) -> None:
@@ -331,7 +387,7 @@ def main() -> None:
     torch.manual_seed(0)
     registered()
     backend = pretend_h200()
-    for look in (routed, fell_through, quantised, written, refused, built):
+    for look in (routed, fell_through, quantised, written, recorded, refused, built):
         look(backend)
     sys.stdout.write(f"\nANSWER {json.dumps(ANSWER)}\n")
 

@@ -100,6 +100,69 @@ def rotated(mode: str) -> dict[str, object]:
     return answer
 
 
+def not_ours(mode: str) -> dict[str, object]:
+    """What is counted and logged of modules and calls that ours does not take, in a bf16 model.
+
+    Angles in fp32 are gpt-oss's; heads in a dimension of their own those of latent attention.
+    """
+    import logging
+    from unittest import mock
+
+    import torch
+    from vllm.config import (
+        CompilationConfig,
+        CompilationMode,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    from taut_kernels.vllm_plugin import custom_ops
+
+    lines: list[str] = []
+    heard = logging.Handler()
+    heard.emit = lambda record: lines.append(record.getMessage())
+    custom_ops._logger.addHandler(heard)
+    custom_ops._logger.setLevel(logging.INFO)
+    custom_ops._said.clear()
+    bf16, config = torch.bfloat16, CompilationConfig(mode=CompilationMode[mode])
+    torch.set_default_dtype(bf16)
+    with set_current_vllm_config(VllmConfig(compilation_config=config)):
+        rotary = op_registry_oot["RotaryEmbedding"]
+        plain, wide = (rotary(64, 64, 32, 1e4, True, dtype) for dtype in (bf16, torch.float32))
+        another = rotary(64, 64, 32, 1e4, True, torch.float32)
+        activation = op_registry_oot["SiluAndMul"]()
+        live = custom_ops.live_ops(torch.nn.ModuleList([plain, wide, another]))
+    torch.set_default_dtype(torch.float32)
+    answer: dict[str, object] = {"live": live, "loaded": lines.copy()}
+    positions, x = torch.arange(3), torch.randn(3, 384).to(bf16)
+    q, k = x.split([256, 128], dim=1)
+    with (
+        torch.no_grad(),
+        mock.patch("vllm._custom_ops.rotary_embedding"),
+        mock.patch.object(SiluAndMul, "forward_cuda", lambda self, x: self.forward_native(x)),
+    ):
+        for name, module, operands in (
+            ("ours", plain, (positions, q, k)),
+            ("queries alone", plain, (positions, q)),
+            ("angles", another, (positions, q, k)),
+            ("heads", plain, (positions, q.unflatten(1, (-1, 64)), k.unflatten(1, (-1, 64)))),
+            ("positions", plain, (positions[None], q, k)),
+            ("gaps", activation, (x[:, :128],)),
+        ):
+            lines.clear()
+            for backend in ("aot_eager", "eager"):  # traced anew
+                forward = module.forward_cuda
+                if mode != "NONE":  # as vLLM does: the whole model is one graph
+                    forward = torch.compile(forward, fullgraph=True, backend=backend)
+                forward(*operands)
+                torch._dynamo.reset()
+            answer[name] = lines.copy()
+    custom_ops._logger.removeHandler(heard)
+    return answer
+
+
 def main() -> None:
     import torch
     from vllm import ir
@@ -154,6 +217,7 @@ def main() -> None:
         module = torch.nn.ModuleList([activation, rotary])
         answer["live"] = custom_ops.live_ops(module)
     answer["rotated"] = {mode: rotated(mode) for mode in ("NONE", "VLLM_COMPILE")}
+    answer["not_ours"] = {mode: not_ours(mode) for mode in ("NONE", "VLLM_COMPILE")}
     answer["live_providers"] = ir_ops.live_providers()
     answer["parsed"] = parsed_options()
     answer["in_graph"] = in_graph()

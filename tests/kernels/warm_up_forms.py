@@ -48,6 +48,7 @@ from taut_kernels.vllm_plugin import (
     scaled_mm,
     scaled_mm_op,
     warm_up,
+    warm_up_decode,
 )
 
 H200, UNKNOWN = "NVIDIA H200", "NVIDIA X"
@@ -125,7 +126,7 @@ def attentions(most: Sequence[int]) -> Iterator[Thing]:
         kinds = itertools.product((64, 128), (16, 32), (0, 100), (BF16, FP8), (BF16, FP16))
         for dim, page, window, cache_dtype, dtype in kinds:
             cached = FP8 if cache_dtype == FP8 else dtype
-            form = warm_up.DecodeForm(heads, kv_heads, dim, page, window, dtype, cached)
+            form = warm_up_decode.DecodeForm(heads, kv_heads, dim, page, window, dtype, cached)
             few = (name, dim, page, window) != (LLAMA, 128, 16, 0)
             counts = FEW_BATCHES if few else batches
             yield f"{name} {form}", *decode_attention(form, max(counts)), counts
@@ -213,26 +214,26 @@ def w4a16_forms(compiler: Compiler, N: int, K: int, tokens: tuple[int, ...]) -> 
 
 def attention_mutations() -> Iterator[tuple[str, Prepare, list[Call]]]:
     _, _, heads, kv_heads = BLOCKS[LLAMA]
-    form = warm_up.DecodeForm(heads, kv_heads, 128, 16, 0, BF16, BF16)
+    form = warm_up_decode.DecodeForm(heads, kv_heads, 128, 16, 0, BF16, BF16)
     prepare, calls = decode_attention(form, MOST_LENGTHS)
-    launches = warm_up._bounded_launches
+    launches = warm_up_decode._bounded_launches
     for left_out in launches(form, MOST_LENGTHS, META):
 
         def without(left_out: Any = left_out) -> None:
             def rest(*args: Any) -> dict[Any, Any]:
                 return {key: each for key, each in launches(*args).items() if key != left_out}
 
-            warm_up._bounded_launches = rest
+            warm_up_decode._bounded_launches = rest
             prepare()
-            warm_up._bounded_launches = launches
+            warm_up_decode._bounded_launches = launches
 
         yield f"attention, {left_out}", without, calls
-    write = warm_up._write_nowhere
+    write = warm_up_decode._write_nowhere
 
     def without_write() -> None:
-        warm_up._write_nowhere = lambda *_: 0
+        warm_up_decode._write_nowhere = lambda *_: 0
         prepare()
-        warm_up._write_nowhere = write
+        warm_up_decode._write_nowhere = write
 
     yield "attention, cache write", without_write, calls
     narrow = dataclasses.replace(form, window=9)
@@ -244,10 +245,9 @@ def fused_mutations() -> Iterator[tuple[str, Prepare]]:
     for field in dataclasses.fields(widths):
         less = dataclasses.replace(widths, **{field.name: type(getattr(widths, field.name))()})
         yield f"fused, {field.name}", lambda less=less: warm_up.compile_all(less, META, H200)
-    for apart in (False, True):
-        rest = frozenset(each for each in widths.rotations if each.apart != apart)
-        less = dataclasses.replace(widths, rotations=rest)
-        yield f"fused, apart {apart}", lambda less=less: warm_up.compile_all(less, META, H200)
+    for rotation in sorted(widths.rotations, key=str):
+        less = dataclasses.replace(widths, rotations=widths.rotations - {rotation})
+        yield f"fused, {rotation}", lambda less=less: warm_up.compile_all(less, META, H200)
     every_tile = tiles_fused.every_tile
     hidden, intermediate, heads, kv_heads = BLOCKS[LLAMA]
     for op, N in sorted({*tiles_fused.tables()[H200].tiles, ("row_quant", 4096)}):

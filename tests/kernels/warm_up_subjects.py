@@ -19,9 +19,11 @@ from vllm.model_executor.kernels.linear import (
     Int8ScaledMMLinearLayerConfig,
 )
 from vllm.model_executor.layers import linear as vllm_linear
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.llama import LlamaMLP
 
 from taut_kernels import _launch, formats_mma
@@ -29,7 +31,7 @@ from taut_kernels.attention import _tiles, cache_write, decode
 from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
 from taut_kernels.gemm import w4a16, w4a16_dense
-from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up
+from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up_decode
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 LLAMA, QWEN, SLICE = "Llama-3-8B", "Qwen-2.5-7B", "Llama-3-70B over 8 GPUs"
@@ -215,12 +217,12 @@ def fp8_layer(
     return lambda: kernel.process_weights_after_loading(layer), called(kernel, layer, K, dtype)
 
 
-def decode_attention(form: warm_up.DecodeForm, most: int) -> tuple[Prepare, list[Call]]:
+def decode_attention(form: warm_up_decode.DecodeForm, most: int) -> tuple[Prepare, list[Call]]:
     """Return as :func:`w4a16_layer`; what batches of up to `most` and their contexts ask for."""
 
     def prepare() -> None:
-        warm_up._compiled.clear()
-        warm_up.compile_decode(form, most, META)
+        warm_up_decode._compiled.clear()
+        warm_up_decode.compile_decode(form, most, META)
 
     def call(B: int, longest: int, heads_first: bool) -> None:
         width = (form.heads + 2 * form.kv_heads) * form.head_dim
@@ -270,15 +272,42 @@ def decode_attention(form: warm_up.DecodeForm, most: int) -> tuple[Prepare, list
     ]
 
 
-class Attention(torch.nn.Module):
-    """What an attention of vLLM has for its rotary embedding."""
+class InnerAttention(torch.nn.Module):
+    """What vLLM's `Attention` has for the warm-up."""
 
-    def __init__(self, heads: int, kv_heads: int, dtype: torch.dtype, apart: bool) -> None:
+    def __init__(self, heads: int, *_: Any, num_kv_heads: int, **more: Any) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = heads, num_kv_heads
+        self.kv_sharing_target_layer_name = more.get("kv_sharing_target_layer_name")
+
+
+class Attention(torch.nn.Module):
+    """What an attention of vLLM's models has for its rotary embedding."""
+
+    def __init__(
+        self, heads: int, kv_heads: int, dtype: torch.dtype, apart: bool, shares: str | None = None
+    ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, 128
         rotary = op_registry_oot["RotaryEmbedding"]
         self.rotary_emb = rotary(128, 128, 8192, 1e4, True, dtype)
         self.rotary_emb.apart = apart  # as where vLLM compiles
+        names = {"num_kv_heads": kv_heads, "kv_sharing_target_layer_name": shares}
+        self.attn = InnerAttention(heads, **names)
+
+
+def gpt_oss_attention(heads: int, kv_heads: int) -> torch.nn.Module:
+    """Build vLLM's own: other names of heads, angles in fp32."""
+    scaling = {"factor": 32.0, "original_max_position_embeddings": 4096}
+    scaling |= {"rope_theta": 1.5e5, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    config = SimpleNamespace(
+        head_dim=64, num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=128,
+        max_position_embeddings=8192, rope_parameters=scaling, sliding_window=128,
+    )  # fmt: skip
+    gpt_oss.Attention = InnerAttention
+    gpt_oss.get_tensor_model_parallel_world_size = lambda: 1
+    rotary_embedding._ROPE_DICT.clear()  # one of another model's type has the same key
+    return gpt_oss.OAIAttention(config, prefix="layers.0.attn")
 
 
 class ClampedMlp(torch.nn.Module):
@@ -306,6 +335,8 @@ def block(name: str, dtype: torch.dtype, quantised: torch.dtype | None) -> torch
                 "weightless": RMSNorm(hidden, has_weight=False),
                 "attention": Attention(heads, kv_heads, dtype, apart=False),
                 "compiled": Attention(heads, kv_heads, dtype, apart=True),
+                "shared": Attention(heads, kv_heads, dtype, apart=True, shares="layers.0.attn"),
+                "oss": gpt_oss_attention(heads, kv_heads),
                 "mlp": LlamaMLP(hidden, intermediate, "silu"),
                 "clamped": ClampedMlp(intermediate, dtype),
                 "o_proj": vllm_linear.RowParallelLinear(heads * 128, hidden, bias=False),
@@ -380,5 +411,9 @@ def activation_calls(
         positions = empty(M, dtype=torch.int64)
         for attention in ("attention", "compiled"):
             model[attention].rotary_emb.forward_cuda(positions, q, k)
+        model["shared"].rotary_emb.forward_cuda(positions, q.contiguous(), None)
+        narrow = empty(M, (heads + 2 * kv_heads) * 64, dtype=dtype)
+        q, k, _ = narrow.split([heads * 64, kv_heads * 64, kv_heads * 64], dim=1)
+        model["oss"].rotary_emb.forward_cuda(positions, q, k)
 
     return [plain, rotating] if quantised is None else [plain, rotating, quantising]

@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from taut_kernels.attention import cache_write, decode
-from taut_kernels.vllm_plugin import compat, decode_attention, requested_mode, warm_up
+from taut_kernels.vllm_plugin import compat, decode_attention, requested_mode, warm_up_decode
 
 _logger = logging.getLogger(__name__)
 
@@ -72,14 +72,18 @@ class TautAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: igno
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = vllm_config.compilation_config.static_forward_context
         impls = [getattr(layers.get(name), "impl", None) for name in layer_names]
+        loaded = [getattr(impl, "why_not_ours", None) for impl in impls]
         captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         sequences = max(vllm_config.scheduler_config.max_num_seqs, captured)
         page_size, dtype = kv_cache_spec.block_size, vllm_config.model_config.dtype
         for impl in impls:
             if isinstance(impl, TautAttentionImpl):
                 impl.prepare(page_size, dtype, sequences, device)
-        for reason in {getattr(impl, "why_not_ours", None) for impl in impls} - {None}:
+        found = [getattr(impl, "why_not_ours", None) for impl in impls]
+        for reason in sorted({reason for reason in found if reason is not None}):
             _logger.info("decode attention not ours: %s", reason)
+        if found != loaded:
+            decode_attention.correct_record()
         self._all_ours = all(getattr(impl, "why_not_ours", "") is None for impl in impls)
 
     def build(
@@ -97,12 +101,14 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
 
     Attributes:
         why_not_ours: why its decodes run on vLLM's kernel, None where they run on ours.
+        why_not_written: why vLLM writes its cache all the same, known from the first such call on.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         facts, gpu = _facts_of(self), decode_attention.card()
         self.why_not_ours = decode_attention.why_not_layer(facts, gpu, requested_mode())
+        self.why_not_written: str | None = None
         self._arrivals: torch.Tensor | None = None
         self._dtype: torch.dtype | None = None
         self._eight_bit = decode_attention.ELEMENT_BYTES.get(facts.kv_cache_dtype) == 1
@@ -128,18 +134,19 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             self.why_not_ours = f"{dtype} queries over a cache of {self.kv_cache_dtype}"
         if page_size < 16 or page_size & (page_size - 1):
             self.why_not_ours = f"pages of {page_size} keys"
+        self._arrivals = None  # of a cache that was laid out before, for profiling
         if self.why_not_ours is not None:
             return
         self._dtype = dtype
         self._arrivals = decode_attention.shared_arrivals(sequences * self.num_heads, device)
         if device.type == "cpu":
             return
-        form = warm_up.DecodeForm(
+        form = warm_up_decode.DecodeForm(
             self.num_heads, self.num_kv_heads, self.head_size, page_size, self._window(), dtype,
             torch.float8_e4m3fn if self._eight_bit else dtype,
         )  # fmt: skip
         start = time.perf_counter()
-        if count := warm_up.compile_decode(form, sequences, device):
+        if count := warm_up_decode.compile_decode(form, sequences, device):
             seconds = time.perf_counter() - start
             _logger.info("decode attention: %d forms ready in %.1f s", count, seconds)
 
@@ -166,6 +173,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             slot_mapping: [tokens] int64, below 0 where nothing is to be written.
         """
         if not self._writes(key, value, kv_cache, slot_mapping):
+            self._say_not_written(key, value, kv_cache, slot_mapping)
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         scales: Any = (None, None)
@@ -193,6 +201,20 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             and key.stride(-1) == 1
             and value.stride(-1) == 1
         )
+
+    def _say_not_written(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        # Of layers that are not ours the record says it already.
+        if self._arrivals is not None and self.why_not_written is None:
+            operands = (key, value, kv_cache, slot_mapping)
+            reason = decode_attention.why_not_written(*operands, self._dtype)
+            self.why_not_written = reason
+            decode_attention.say_not_written(reason)
 
     def forward(
         self,

@@ -4,12 +4,13 @@ vLLM builds the out-of-tree class wherever a model asks for the original. Ours s
 whether they are on: vLLM's switch ``custom_ops`` is "none" under Inductor, and it knows a replaced
 class only by its class name (``-SiluAndMul`` turns ours off too). The rotary embedding is in place
 where nothing is compiled. In a compiled graph, where an in-place op on slices of one tensor costs
-copies that vLLM removes for its own op alone, it returns new tensors. This module imports vLLM and
-holds no arithmetic.
+copies that vLLM removes for its own op alone, it returns new tensors. Calls that ours does not take
+run on vLLM's code, and the log says so once. This module imports vLLM and holds no arithmetic.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -20,6 +21,32 @@ from vllm.model_executor.layers.activation import SiluAndMul, SwigluOAIAndMul
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from taut_kernels.fused import rope, silu_mul
+
+_logger = logging.getLogger(__name__)
+_OTHER_ACTIVATIONS = "activations with gaps, or in another type than ours takes"
+_OTHER_TABLE = "angles in another type than the queries, in a compiled graph"
+_said: set[tuple[str, str]] = set()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say_not_ours(name: str, reason: str) -> bool:
+    """Log once why calls of a class of ours run on vLLM's code.
+
+    Dynamo runs this where it traces a call and keeps nothing of it; a graph that vLLM has from its
+    cache is not traced, and says nothing.
+
+    Args:
+        name: of our class.
+        reason: in words that do not change from call to call.
+
+    Returns:
+        Whether it was logged now.
+    """
+    new = (name, reason) not in _said
+    if new:
+        _said.add((name, reason))
+        _logger.info("%s not ours: %s", name.removeprefix("Taut"), reason)
+    return new
 
 
 def _turned_off(cls: type) -> bool:
@@ -41,6 +68,7 @@ class TautSiluAndMul(SiluAndMul):  # type: ignore[misc]
     def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
         """Activate [..., 2N] to [..., N]."""
         if not _fits(x):
+            _say_not_ours(type(self).__name__, _OTHER_ACTIVATIONS)
             fallback: torch.Tensor = super().forward_cuda(x)
             return fallback
         rows = x.view(-1, x.shape[-1])
@@ -59,6 +87,7 @@ class TautSwigluOAIAndMul(SwigluOAIAndMul):  # type: ignore[misc]
     def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
         """Activate interleaved [..., 2N] to [..., N]."""
         if not _fits(x):
+            _say_not_ours(type(self).__name__, _OTHER_ACTIVATIONS)
             fallback: torch.Tensor = super().forward_cuda(x)
             return fallback
         rows = x.view(-1, x.shape[-1])
@@ -70,12 +99,25 @@ Rotated = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class _TautRotary:
-    """What our rotary embeddings add to vLLM's classes."""
+    """What our rotary embeddings add to vLLM's classes.
+
+    Attributes:
+        apart: whether it returns new tensors, as where vLLM compiles.
+        query_dtype: of the queries and keys it will be called with, the model's.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Asked once: a graph that is traced cannot ask for vLLM's configuration.
         self.apart = get_cached_compilation_config().mode != CompilationMode.NONE
+        # vLLM makes a model's modules under the model's type.
+        self.query_dtype = torch.get_default_dtype()
+
+    def why_native(self) -> str | None:
+        """Say why no call will be ours as far as that is known before the first, else None."""
+        base: Any = self
+        other = base.cos_sin_cache.dtype is not self.query_dtype
+        return _OTHER_TABLE if self.apart and other else None
 
     @classmethod
     def enabled(cls) -> bool:
@@ -91,23 +133,33 @@ class _TautRotary:
         it would without us: vLLM's op, or in a compiled graph its native code.
         """
         base: Any = self
-        flat = all(t is None or (t.dim() == 2 and t.stride(1) == 1) for t in (query, key))
-        taken = query.dtype in rope.DTYPES and positions.dim() == 1 and flat
-        if self.apart:
-            # The table as it is: converting it would be a kernel over all of it in every step.
-            cache = base.cos_sin_cache
-            if taken and cache.dtype is query.dtype and cache.device == query.device:
-                return self._rotate_apart(positions, query, key)
-            native: Rotated = base.forward_native(positions, query, key)
-            return native
-        if not taken:
-            fallback: Rotated
-            fallback = super().forward_cuda(positions, query, key)  # type: ignore[misc]
+        reason = self._why_not_taken(positions, query, key)
+        if reason is not None:
+            _say_not_ours(type(self).__name__, reason)
+            theirs = base.forward_native if self.apart else super().forward_cuda  # type: ignore[misc]
+            fallback: Rotated = theirs(positions, query, key)
             return fallback
+        if self.apart:
+            return self._rotate_apart(positions, query, key)
         cache = base._match_cos_sin_cache_dtype(query)
         heads = [None if t is None else self._as_heads(t) for t in (query, key)]
         torch.ops.taut.rope(positions, heads[0], heads[1], cache, base.is_neox_style)
         return query, key
+
+    def _why_not_taken(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None
+    ) -> str | None:
+        if query.dtype not in rope.DTYPES:
+            return "queries in another type than ours takes"
+        if positions.dim() != 1:
+            return "positions of several dimensions"
+        if any(t is not None and (t.dim() != 2 or t.stride(1) != 1) for t in (query, key)):
+            return "heads not side by side in a row"
+        # The table as it is: converting it would be a kernel over all of it in every step.
+        table = self.cos_sin_cache  # type: ignore[attr-defined]
+        if self.apart and table.dtype is not query.dtype:
+            return _OTHER_TABLE
+        return "angles on another device" if self.apart and table.device != query.device else None
 
     def _rotate_apart(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None
@@ -158,6 +210,8 @@ def install() -> None:
 def live_ops(model: torch.nn.Module) -> dict[str, dict[str, int]]:
     """Count, by vLLM's class name, the replaceable ops of a model that run on ours or not.
 
+    As far as it is known after loading; the log says once why a class of ours is not used.
+
     Args:
         model: as vLLM loaded it.
 
@@ -171,6 +225,9 @@ def live_ops(model: torch.nn.Module) -> dict[str, dict[str, int]]:
         if name not in names or not isinstance(module, CustomOp):
             continue
         ours = type(module).__name__.startswith("Taut") and type(module).enabled()
+        if ours and isinstance(module, _TautRotary) and (reason := module.why_native()):
+            _say_not_ours(type(module).__name__, reason)
+            ours = False
         owner = "taut" if ours else "vllm"
         counts.setdefault(name, {}).setdefault(owner, 0)
         counts[name][owner] += 1

@@ -13,6 +13,7 @@ card, ``require`` whatever the op allows. The backend itself, which imports vLLM
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 
 from taut_kernels.attention import _tiles
 from taut_kernels.attention._arguments import HEAD_DIMS, padded_dim
+from taut_kernels.vllm_plugin import record, requested_mode
 
 BACKEND = "CUSTOM"
 """The name that vLLM keeps free for backends of others."""
@@ -208,29 +210,96 @@ def install() -> None:
         _logger.warning("attention backend %s belongs to another plugin: not ours", BACKEND)
 
 
-def conclude(model: torch.nn.Module, mode: str) -> list[dict[str, Any]]:
-    """Count the attention layers of a loaded model by who decodes and why.
+def why_not_written(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    dtype: torch.dtype | None,
+) -> str:
+    """Say what a layer of ours finds in new keys and values that it was not prepared for.
+
+    Args:
+        key: [tokens, Hk, D].
+        value: likewise.
+        kv_cache: of the layer.
+        slots: [tokens].
+        dtype: that it was prepared for.
+    """
+    if key.dtype is not dtype or value.dtype is not dtype:
+        return f"keys of {key.dtype} and values of {value.dtype} where the model has {dtype}"
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        return "elements of a key or value that are not next to each other"
+    if slots.dtype is not torch.int64:
+        return f"slots of {slots.dtype}"
+    return f"keys of {key.dtype} for a cache of {kv_cache.dtype}"
+
+
+def say_not_written(reason: str) -> None:
+    """Log once why layers whose decodes are ours have their cache written by vLLM, and record it.
+
+    Args:
+        reason: of one of them, which has it as ``why_not_written`` already.
+    """
+    if reason not in _said:
+        _said.add(reason)
+        _logger.warning("cache writes not ours: %s", reason)
+    correct_record()
+
+
+_said: set[str] = set()
+_layers: list[weakref.ref[torch.nn.Module]] = []
+"""Attention layers of the model loaded last: that is whose record there is."""
+
+
+def conclude(model: torch.nn.Module, mode: str) -> dict[str, list[dict[str, Any]]]:
+    """Count the attention layers of a loaded model by who decodes, and who writes the cache.
 
     Args:
         model: as vLLM loaded it.
         mode: ``prefer`` or ``require``.
 
     Returns:
-        ``owner`` (``taut`` or ``vllm``), ``reason`` (why not ours, or None) and ``layers``, of each
-        distinct pair.
+        ``attention`` and ``cache_writes``, each a list of ``owner`` (``taut`` or ``vllm``),
+        ``reason`` (why not ours, or None) and ``layers``, of each distinct pair.
     """
-    counts: Counter[tuple[str, str | None]] = Counter()
+    _layers[:] = [
+        weakref.ref(module)
+        for module in model.modules()
+        if getattr(module, "impl", None) is not None and hasattr(module, "attn_backend")
+    ]
+    return _counted(mode)
+
+
+def correct_record() -> None:
+    """Count again and write that to the record: a layer turned out otherwise than at loading."""
+    path = record.place()
+    if path is None or not path.exists():
+        return
+    try:
+        record.amend(path, _counted(requested_mode()))
+    except (OSError, ValueError) as error:
+        _logger.warning("the record says of attention what it did at loading: %s", error)
+
+
+def _counted(mode: str) -> dict[str, list[dict[str, Any]]]:
     unused = why_not_used(card(), mode) or "not asked for (taut worker --decode-attention)"
-    for module in model.modules():
-        impl = getattr(module, "impl", None)
-        if impl is None or not hasattr(module, "attn_backend"):
-            continue
-        vllms = f"{unused}; vLLM {type(impl).__name__}"
-        reason = getattr(impl, "why_not_ours", vllms)
-        counts["vllm" if reason else "taut", reason] += 1
+    decodes: Counter[str | None] = Counter()
+    writes: Counter[str | None] = Counter()
+    for layer in filter(None, (found() for found in _layers)):
+        impl = layer.impl
+        reason = getattr(impl, "why_not_ours", f"{unused}; vLLM {type(impl).__name__}")
+        decodes[reason] += 1
+        # One that shares another layer's cache writes nothing.
+        if getattr(layer, "kv_sharing_target_layer_name", None) is None:
+            writes[reason or getattr(impl, "why_not_written", None)] += 1
+    return {"attention": _rows(decodes), "cache_writes": _rows(writes)}
+
+
+def _rows(counts: Counter[str | None]) -> list[dict[str, Any]]:
     return [
-        {"owner": owner, "reason": reason, "layers": count}
-        for (owner, reason), count in counts.items()
+        {"owner": "vllm" if reason else "taut", "reason": reason, "layers": count}
+        for reason, count in counts.items()
     ]
 
 
@@ -238,7 +307,7 @@ def summary(found: list[dict[str, Any]]) -> str:
     """Put a record in one line.
 
     Args:
-        found: what :func:`conclude` returned.
+        found: ``attention`` of what :func:`conclude` returned.
     """
     parts = []
     for row in found:

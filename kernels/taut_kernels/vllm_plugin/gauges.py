@@ -102,8 +102,9 @@ def op_series(ops: dict[str, Any]) -> dict[OpSeries, int]:
     found = {OpSeries(op, provider, reason): 1 for op, provider in ops["providers"].items()}
     for op, owners in ops["custom_ops"].items():
         found |= {OpSeries(op, owner, reason): count for owner, count in owners.items()}
-    for row in ops.get("attention", ()):
-        found[OpSeries("decode_attention", row["owner"], row["reason"] or "")] = row["layers"]
+    for op, part in (("decode_attention", "attention"), ("cache_write", "cache_writes")):
+        for row in ops.get(part, ()):
+            found[OpSeries(op, row["owner"], row["reason"] or "")] = row["layers"]
     return found
 
 
@@ -120,7 +121,7 @@ def publish(document: dict[str, Any]) -> None:
     )
     ops = _gauge(
         "taut_kernel_ops",
-        "Norms, activations, rotary embeddings and decode attention by whose implementation runs.",
+        "Norms, activations, rotary embeddings, decode attention and cache writes by their owner.",
         OpSeries._fields,
     )
     mode = _gauge("taut_kernels_mode", "What the worker asked for, TAUT_KERNELS.", ("mode",))

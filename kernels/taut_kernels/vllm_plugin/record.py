@@ -63,6 +63,26 @@ def write(
     document: dict[str, Any] = {"format": FORMAT, "mode": mode, "layers": layers}
     if ops is not None:
         document["ops"] = ops
+    _replace(path, document)
+
+
+def amend(path: Path, ops: dict[str, Any]) -> None:
+    """Replace parts of a record's ``ops``, for what turns out after loading.
+
+    Args:
+        path: of the record.
+        ops: the parts, whole: tensor-parallel workers write the same ones over each other's.
+
+    Raises:
+        OSError: it cannot be read or written.
+        ValueError: as :func:`read`.
+    """
+    document = read(path)
+    document["ops"] = document.get("ops", {}) | ops
+    _replace(path, document)
+
+
+def _replace(path: Path, document: dict[str, Any]) -> None:
     # Tensor-parallel workers write the same record at the same time; each has its own temporary
     # file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -51,9 +51,9 @@ def install(mode: str) -> None:
         choices = list(selection.audit(model, refusal, why_not_chosen, slower_in_places))
         ops = fused_ops.conclude(model, mode)
         attention = decode_attention.conclude(model, mode)
-        parts = (fused_ops.summary(ops), decode_attention.summary(attention))
+        parts = (fused_ops.summary(ops), decode_attention.summary(attention["attention"]))
         _logger.info("taut ops (%s): %s; %s", mode, *parts)
-        ops["attention"] = attention
+        ops |= attention
         selection.conclude(choices, mode, ops)
 
     record.make_place()

@@ -2,6 +2,7 @@
 
 Each width's every tile runs once on a few rows; what is compiled depends on the tile and not on the
 number of tokens. Holds no arithmetic and imports no vLLM: models are recognised by their parts.
+Attention has a warm-up of its own: :mod:`taut_kernels.vllm_plugin.warm_up_decode`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ from typing import Any
 
 import torch
 
-from taut_kernels import _early_start, _launch, tiles_fused
-from taut_kernels.attention import _tiles, cache_write, decode
-from taut_kernels.attention._arguments import padded_dim
-from taut_kernels.attention._tiles import DecodeTile
+from taut_kernels import _launch, tiles_fused
 from taut_kernels.fused import quantize, rms_norm, rope, row_quant, silu_mul
 
 _EPSILON = 1e-6
@@ -30,6 +28,8 @@ class Rotation:
     """What a rotary embedding of ours turns: heads, columns of one, how many of them turn.
 
     Attributes:
+        kv_heads: 0 where queries are turned alone.
+        dtype: of queries, keys and, in the end, angles: vLLM converts a table in place.
         apart: into new tensors, as in compiled graphs.
     """
 
@@ -74,8 +74,9 @@ def widths_of(model: torch.nn.Module) -> Widths:
     Args:
         model: as vLLM loaded it: norms are `RMSNorm` or `GemmaRMSNorm` modules; an MLP has a merged
             ``gate_up_proj`` beside ``act_fn``, or two equal ``output_sizes`` beside a `SiluAndMul`
-            or `SwigluOAIAndMul`; an attention has its ``rotary_emb`` and its numbers of heads; a
-            linear layer has its weight in 8 bits, and no ``input_scale`` where rows get their own.
+            or `SwigluOAIAndMul`; an attention has its ``rotary_emb``, and the numbers of heads
+            are there or in vLLM's `Attention` inside; a linear layer has its weight in 8 bits, and
+            no ``input_scale`` where rows get their own.
     """
     norms, other_norms = set(), set()
     activations: dict[bool, set[tuple[int, torch.dtype]]] = {False: set(), True: set()}
@@ -156,11 +157,26 @@ def _rotations(module: torch.nn.Module) -> Iterator[Rotation]:
     rotary: Any = getattr(module, "rotary_emb", None)
     if not type(rotary).__name__.startswith("Taut") or not type(rotary).enabled():
         return
-    heads, kv_heads = getattr(module, "num_heads", None), getattr(module, "num_kv_heads", None)
-    if isinstance(heads, int) and isinstance(kv_heads, int):
-        rotated, neox = rotary.cos_sin_cache.shape[1], rotary.is_neox_style
+    if rotary.why_native() is not None:
+        return
+    rotated, neox = rotary.cos_sin_cache.shape[1], rotary.is_neox_style
+    for heads, kv_heads in _heads(module):
         shape = (heads, kv_heads, rotary.head_size, rotated)
-        yield Rotation(*shape, neox, rotary.dtype, rotary.apart)
+        yield Rotation(*shape, neox, rotary.query_dtype, rotary.apart)
+
+
+def _heads(module: torch.nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield a rank's heads of queries and keys, by the names of a model's module or of vLLM's own.
+
+    Models call them as they like (gpt-oss ``num_local_attention_heads``, StableLM
+    ``num_key_value_heads``); vLLM's `Attention` in them has one pair of names.
+    """
+    for part in (module, *module.children()):
+        heads, kv_heads = getattr(part, "num_heads", None), getattr(part, "num_kv_heads", None)
+        if isinstance(heads, int) and isinstance(kv_heads, int):
+            yield heads, kv_heads
+            if getattr(part, "kv_sharing_target_layer_name", None) is not None:
+                yield heads, 0  # another layer's keys, turned there (Gemma 3n and 4)
 
 
 def _inputs(layer: torch.nn.Module) -> Iterator[tuple[int, torch.dtype, torch.dtype]]:
@@ -268,111 +284,10 @@ def _rotate(rotation: Rotation, device: torch.device, gpu: str | None) -> int:
         positions = torch.zeros(tile.rows, dtype=torch.int64, device=device)
         of_heads: Any = {"dtype": rotation.dtype, "device": device}
         # As an attention cuts them from its projection: the stride is compiled in.
-        width = (heads + 2 * kv_heads) * head_dim
-        qkv = torch.zeros(tile.rows, width, **of_heads)
-        q, k = qkv[:, : heads * head_dim], qkv[:, heads * head_dim : -kv_heads * head_dim]
-        q, k = (part.view(tile.rows, -1, head_dim) for part in (q, k))
+        qkv = torch.zeros(tile.rows, heads + 2 * kv_heads, head_dim, **of_heads)
+        q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
         apart = None
         if rotation.apart:
             apart = (torch.empty(q.shape, **of_heads), torch.empty(k.shape, **of_heads))
-        rope.launch(tile, positions, q, k, cache, rotation.neox, apart)
+        rope.launch(tile, positions, q, k if kv_heads else None, cache, rotation.neox, apart)
     return len(tiles)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeForm:
-    """What compiled forms of paged decode of a layer have in common, beside scales.
-
-    Attributes:
-        heads: query heads.
-        kv_heads: key heads.
-        head_dim: elements of one.
-        page_size: keys of a page.
-        window: keys a query sees, 0 for all; only whether it is 0 counts.
-        dtype: of queries.
-        cache_dtype: of keys and values.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    window: int
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-
-
-_compiled: set[tuple[DecodeForm, int, torch.device]] = set()
-
-
-def _bounded_launches(
-    form: DecodeForm, sequences: int, device: torch.device
-) -> dict[tuple[Any, ...], tuple[DecodeTile, int, int, int, int]]:
-    """Return a launch of each form that decodes may need.
-
-    Tile, splits, shares, sequences and longest context.
-
-    Which tile a batch takes changes where its keys, at the longest context, pass a bound; whether
-    it is divided, and whether one sequence starts early, where that context does.
-    """
-    kind = (_launch.gpu_name(device), padded_dim(form.head_dim), form.cache_dtype.itemsize)
-    blocks, _ = decode.row_blocks(form.heads // form.kv_heads)
-    units = _launch.multiprocessors(device)
-    found: dict[tuple[Any, ...], tuple[DecodeTile, int, int, int, int]] = {}
-    for count in range(1, sequences + 1):
-        pairs = count * form.kv_heads * blocks
-        small = _tiles.SMALL_LOAD * units // pairs
-        ends = (small, decode.EARLY_KEYS)
-        for longest in (1, *ends, *(end + 1 for end in ends), 2**20):
-            cut = _tiles.bounded_decode(*kind, pairs, longest, units, count)
-            tile, splits, shares = cut
-            block = decode.lengths_read(count) if shares else 0
-            starts = decode.early_starts(count, longest, device)
-            key = (tile.keys, tile.num_warps, tile.num_stages, splits > 1, block, starts)
-            found.setdefault(key, (*cut, count, longest))
-    return found
-
-
-def compile_decode(form: DecodeForm, sequences: int, device: torch.device) -> int:
-    """Run every form of a layer's decodes and cache writes once; layers repeat forms.
-
-    Args:
-        form: of the layer.
-        sequences: most of a batch.
-        device: where it runs.
-
-    Returns:
-        The number of launches, 0 where another layer had the same form.
-    """
-    if (form, sequences, device) in _compiled:
-        return 0
-    _compiled.add((form, sequences, device))
-    dim, size = form.head_dim, form.cache_dtype.itemsize
-    # As vLLM lays them out: a key and its value are neighbours.
-    both = torch.zeros(1, form.page_size, form.kv_heads, 2 * dim, dtype=form.dtype, device=device)
-    both = both.to(form.cache_dtype)
-    scale = torch.ones((), device=device) if size == 1 else None
-    launches = _bounded_launches(form, sequences, device).values()
-    for tile, splits, shares, count, longest in launches:
-        q = torch.zeros(count, 1, form.heads, dim, dtype=form.dtype, device=device)
-        table = torch.zeros(count, 1, dtype=torch.int32, device=device)
-        contexts = torch.ones(count, dtype=torch.int32, device=device)
-        arrivals = torch.zeros(count * form.heads, dtype=torch.int32, device=device)
-        settings = decode.Settings(
-            table, contexts, scale, scale, arrivals, longest, form.window, 1.0
-        )
-        caches = (both[..., :dim], both[..., dim:])
-        decode.launch(tile, q, *caches, settings, splits, shares=shares)
-    return len(launches) + _write_nowhere(form, both, scale)
-
-
-def _write_nowhere(form: DecodeForm, both: torch.Tensor, scale: torch.Tensor | None) -> int:
-    """Run the cache write of few tokens and of many; return how many forms."""
-    dim, device = form.head_dim, both.device
-    caches = (both[..., :dim], both[..., dim:])
-    counts = (1, _early_start.EARLY_TOKENS + 1)  # that start early, and that do not
-    for count in counts:
-        tokens = torch.zeros(count, form.kv_heads, dim, dtype=form.dtype, device=device)
-        nowhere = torch.full((count,), -1, dtype=torch.int64, device=device)
-        cache_write.launch(tokens, tokens, *caches, nowhere, scale, scale)
-    return len(counts)
