@@ -2,8 +2,10 @@
 
 Layers of Llama-3-8B's shapes in one CUDA graph, each with its own weights, so that none comes from
 L2. Timed in turn: the kernels as they ship, and without early starts (programmatic dependent
-launch). ``--forms`` also tries each 8-bit product in every form (`decoder_layer.FORMS`), vLLM's
-CUTLASS kernel among them, the others in their best. Writes ``decode_chain.csv`` and ``.md``.
+launch) but those of W4A16's products, which always start early. 8-bit products are ours throughout,
+also with more tokens, where the plugin leaves some to CUTLASS. ``--forms`` also tries each of them
+in every form (`decoder_layer.FORMS`), vLLM's CUTLASS kernel among them, the others in their best.
+Writes ``decode_chain.csv`` and ``.md``.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class Chain:
         Args:
             name: of the subject.
             forms: of 8-bit products.
-            late: without early starts.
+            late: without early starts of what stands between products.
         """
         residual, last = self.residual.clone(), [self.x]
 
