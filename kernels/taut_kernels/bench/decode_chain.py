@@ -11,7 +11,6 @@ Writes ``decode_chain.csv`` and ``.md``.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,14 +122,9 @@ def _forms(chain: Chain) -> list[Row]:
 
 
 def _write(rows: Sequence[Row], ceiling: float, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "decode_chain.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(_COLUMNS)
-        writer.writerows(row.cells() for row in rows)
-    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
+    report.write_csv(directory / "decode_chain.csv", _COLUMNS, (row.cells() for row in rows))
     lines = [
-        f"Measured with {facts}; copy ceiling {ceiling / 1e12:.2f} TB/s.",
+        report.measured_with(f"copy ceiling {ceiling / 1e12:.2f} TB/s"),
         "",
         "µs of a decoder layer, median [p20, p80].",
         "",
