@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,11 @@ from taut_kernels.bench.timing import Timing
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 STEP = Step("fp8", 16, 192, 1024)
+gpu = pytest.mark.gpu
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no Hopper card",
+)
 
 
 def test_it_needs_a_card(
@@ -95,3 +101,49 @@ def test_what_was_measured_is_written(tmp_path: Path, monkeypatch: pytest.Monkey
     text = (tmp_path / "decode_chain.md").read_text(encoding="utf-8")
     assert "GPU a card" in text
     assert "| fp8 | 16 | 192 (1024) | as shipped | 75.03 [75.00, 75.10] |" in text
+
+
+def captured(
+    chain: decode_chain.Chain, *, late: bool
+) -> tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, torch.Tensor]]:
+    """Record a chain from its first input on; return the graph, its result and the residual."""
+    residual = torch.empty_like(chain.residual)
+    forms = dict.fromkeys(PRODUCTS, "late") if late else {}
+
+    def run() -> torch.Tensor:
+        residual.copy_(chain.residual)
+        x = chain.x
+        with decode_chain.late_starts() if late else nullcontext():
+            for layer in chain.layers:
+                x = layer(x, residual, forms)
+        return x
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x = run()
+    return graph, (x, residual)
+
+
+@gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    ("scheme", "tokens"),
+    [("w4a16", 1), ("w4a16", 16), ("w4a16", 64), ("fp8", 1), ("fp8", 64), ("int8", 16)],
+)
+def test_gpu_layers_that_start_early_have_the_bits_of_those_that_do_not(
+    scheme: str, tokens: int
+) -> None:
+    chain = decode_chain.Chain(Step(scheme, tokens, 192, 1024))
+    graphs = [captured(chain, late=late) for late in (False, True)]
+    for _ in range(20):
+        for tensor in (chain.x, chain.residual):
+            tensor.copy_(torch.randn_like(tensor))
+        for graph, _ in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+        (_, early), (_, alone) = graphs
+        assert all(tensor.isfinite().all() for tensor in early)
+        for found, wanted in zip(early, alone, strict=True):
+            assert torch.equal(found, wanted)

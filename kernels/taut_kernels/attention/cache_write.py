@@ -164,28 +164,15 @@ def launch(
     )
 
 
-def write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
+def write(k: torch.Tensor, *others: Any) -> None:
     """Run the op without its checks and torch's dispatcher, for a caller that sees to both.
 
     Args:
-        k: as of :func:`cache_write_ref`, as are the others.
-        v: likewise.
-        k_cache: likewise.
-        v_cache: likewise.
-        slots: likewise.
-        k_scale: likewise.
-        v_scale: likewise.
+        k: as of :func:`cache_write_ref`.
+        others: likewise, all of them.
     """
     run = launch if k.is_cuda else cache_write_ref
-    run(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    run(k, *others)
 
 
 def _fake_cache_write(*_: Any) -> None:

@@ -12,7 +12,6 @@ Writes ``attention.csv`` and ``attention.md`` after each shape.
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -234,14 +233,9 @@ def write(rows: Sequence[Row], notes: Sequence[str], rates: Rates, directory: Pa
     Raises:
         OSError: they cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "attention.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(_COLUMNS)
-        writer.writerows(row.cells() for row in rows)
-    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
+    report.write_csv(directory / "attention.csv", _COLUMNS, (row.cells() for row in rows))
     lines = [
-        f"Measured with {facts}; {rates}.",
+        report.measured_with(str(rates)),
         "",
         "32 query heads, 8 key heads, 128 elements, causal. µs, median [p20, p80] / TFLOP/s, or "
         "TB/s of keys and values (share of the card's rate); ratio = best rival ÷ ours (> 1: ours "

@@ -2,14 +2,15 @@
 
 Layers of Llama-3-8B's shapes in one CUDA graph, each with its own weights, so that none comes from
 L2. Timed in turn: the kernels as they ship, and without early starts (programmatic dependent
-launch). ``--forms`` also tries each 8-bit product in every form (`decoder_layer.FORMS`), vLLM's
-CUTLASS kernel among them, the others in their best. Writes ``decode_chain.csv`` and ``.md``.
+launch) but those of W4A16's products, which always start early. 8-bit products are ours throughout,
+also with more tokens, where the plugin leaves some to CUTLASS. ``--forms`` also tries each of them
+in every form (`decoder_layer.FORMS`), vLLM's CUTLASS kernel among them, the others in their best.
+Writes ``decode_chain.csv`` and ``.md``.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ class Chain:
         Args:
             name: of the subject.
             forms: of 8-bit products.
-            late: without early starts.
+            late: without early starts of what stands between products.
         """
         residual, last = self.residual.clone(), [self.x]
 
@@ -121,14 +122,9 @@ def _forms(chain: Chain) -> list[Row]:
 
 
 def _write(rows: Sequence[Row], ceiling: float, directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "decode_chain.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(_COLUMNS)
-        writer.writerows(row.cells() for row in rows)
-    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
+    report.write_csv(directory / "decode_chain.csv", _COLUMNS, (row.cells() for row in rows))
     lines = [
-        f"Measured with {facts}; copy ceiling {ceiling / 1e12:.2f} TB/s.",
+        report.measured_with(f"copy ceiling {ceiling / 1e12:.2f} TB/s"),
         "",
         "µs of a decoder layer, median [p20, p80].",
         "",

@@ -77,10 +77,9 @@ def write(
 
 
 def _markdown(rows: Sequence[Row], notes: Sequence[str], ceiling: float) -> str:
-    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
     kernels = list(dict.fromkeys(row.kernel for row in rows))
     lines = [
-        f"Measured with {facts}; copy ceiling {ceiling / 1e12:.2f} TB/s over 1 GiB.",
+        report.measured_with(f"copy ceiling {ceiling / 1e12:.2f} TB/s over 1 GiB"),
         "",
         "µs per call, median [p20, p80]; ratio = best rival ÷ ours (> 1: ours is faster); share = "
         "unavoidable bytes of ours over the copy ceiling; copy = a copy kernel of as many bytes.",

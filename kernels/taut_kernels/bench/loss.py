@@ -12,7 +12,6 @@ measured in the same run. Writes ``loss.csv`` and ``loss.md``.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import sys
 from collections.abc import Sequence
@@ -164,14 +163,9 @@ def write(rows: Sequence[Row], notes: Sequence[str], ceilings: str, directory: P
     Raises:
         OSError: they cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "loss.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(_COLUMNS)
-        writer.writerows(row.cells() for row in rows)
-    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
+    report.write_csv(directory / "loss.csv", _COLUMNS, (row.cells() for row in rows))
     lines = [
-        f"Measured with {facts}; {ceilings}.",
+        report.measured_with(ceilings),
         "",
         "Forward and backward, ms, median [p20, p80] / peak GiB, gradients included; ratio = best "
         "rival ÷ our default (> 1: ours is faster).",

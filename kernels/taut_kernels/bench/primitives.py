@@ -11,7 +11,6 @@ a copy kernel of as many. Writes ``primitives.csv`` and ``primitives.md`` after 
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -148,14 +147,9 @@ def write(rows: Sequence[Row], notes: Sequence[str], ceiling: float, directory: 
     Raises:
         OSError: they cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "primitives.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(_COLUMNS)
-        writer.writerows(row.cells() for row in rows)
-    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
+    report.write_csv(directory / "primitives.csv", _COLUMNS, (row.cells() for row in rows))
     lines = [
-        f"Measured with {facts}; copy ceiling {ceiling / 1e12:.2f} TB/s.",
+        report.measured_with(f"copy ceiling {ceiling / 1e12:.2f} TB/s"),
         "",
         "µs per call, median [p20, p80], and the rate; then our best over the best rival (> 1: "
         "ours is faster) and over a copy kernel of as many bytes.",

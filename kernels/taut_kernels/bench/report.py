@@ -7,7 +7,7 @@ import datetime
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +76,34 @@ def environment() -> dict[str, str]:
     } | versions
 
 
+def measured_with(rates: str) -> str:
+    """Return the sentence a report begins with.
+
+    Args:
+        rates: of the card, in words.
+    """
+    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
+    return f"Measured with {facts}; {rates}."
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a table.
+
+    Args:
+        path: of the file; its directory is made if missing.
+        columns: their names.
+        rows: cells.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
 def write(
     rows: Sequence[Row], notes: Sequence[str], ceiling: float, directory: Path, name: str
 ) -> None:
@@ -106,10 +134,9 @@ def write(
 
 
 def _markdown(rows: Sequence[Row], notes: Sequence[str], ceiling: float) -> str:
-    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
     kernels = list(dict.fromkeys(row.kernel for row in rows))
     lines = [
-        f"Measured with {facts}; copy ceiling {ceiling / 1e12:.2f} TB/s.",
+        measured_with(f"copy ceiling {ceiling / 1e12:.2f} TB/s"),
         "",
         "µs per call, median [p20, p80]; ratio = best rival ÷ ours (> 1: ours is faster); share = "
         "bytes of quantised weights and scales over the copy ceiling, for our best.",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from taut_kernels.fused.row_quant import quantize, row_scale
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_chunk(row_ptrs, offs, mask_m, START: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -42,3 +44,27 @@ def store_chunk(  # type: ignore[no-untyped-def]
         tl.store(ptrs, value, mask=mask_m[:, None])
     else:
         tl.store(ptrs, value)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_quantized(  # type: ignore[no-untyped-def]
+    ys,  # CHUNKS steps of rows
+    largest,  # magnitudes, [ROWS, BLOCK] fp32
+    y_rows,
+    scale_ptr,
+    offs_m,
+    mask_m,
+    offs,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    OUT: tl.constexpr,
+):
+    """Quantise rows, each by its own scale, and store both."""
+    scale = row_scale(tl.max(largest, axis=1), OUT)
+    tl.store(scale_ptr + offs_m, scale, mask=mask_m)
+    reciprocal = tl.div_rn(1.0, scale)
+    for chunk in tl.static_range(CHUNKS):
+        y = ys[chunk].to(tl.float32)
+        q = quantize(y, scale[:, None], reciprocal[:, None], OUT)
+        store_chunk(y_rows, q, offs, mask_m, chunk * BLOCK, BLOCK, N)

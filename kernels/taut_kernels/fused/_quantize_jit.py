@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from taut_kernels.fused._chunk_jit import load_chunk, store_chunk
+from taut_kernels.fused._chunk_jit import load_chunk, store_quantized
 from taut_kernels.fused.row_quant import quantize, row_scale
 
 
@@ -42,13 +42,7 @@ def row_quant_kernel(
     largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for chunk in tl.static_range(CHUNKS):
         largest = tl.maximum(largest, tl.abs(xs[chunk].to(tl.float32)))
-    scale = row_scale(tl.max(largest, axis=1), OUT)
-    tl.store(scale_ptr + offs_m, scale, mask=mask_m)
-    reciprocal = tl.div_rn(1.0, scale)
-    for chunk in tl.static_range(CHUNKS):
-        x = xs[chunk].to(tl.float32)
-        q = quantize(x, scale[:, None], reciprocal[:, None], OUT)
-        store_chunk(y_rows, q, offs, mask_m, chunk * BLOCK, BLOCK, N)
+    store_quantized(xs, largest, y_rows, scale_ptr, offs_m, mask_m, offs, CHUNKS, BLOCK, N, OUT)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -20,7 +20,8 @@ CPU       `taut::w4a16_gemm` on CPU tensors runs :func:`w4a16_gemm_ref`, the spe
           worker uses :mod:`taut_kernels.gemm.w4a16_cpu` instead.
 Limits    G in {32, 64, 128} or K (one group a channel), K % G == 0, N % 16 == 0 (rows of an MMA),
           K % 64 == 0 (a lane's 16-byte load); forward only; sm_80 and later. ``arrivals`` belongs
-          to the layer: two calls on one layer must not overlap in time on two streams.
+          to the layer: two calls on one layer must not overlap in time on two streams. On sm_90
+          weights are read before the kernel in front has ended: it must not be what writes them.
 Source    Integers with a scale (and zero point) a group: GPTQ, arXiv:2210.17323. The rest is ours.
 """
 

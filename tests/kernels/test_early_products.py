@@ -1,0 +1,113 @@
+"""Products, cache write and decode attention that start early: what they touch before they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+
+from taut_kernels import aot, testing_ptx_paths
+from taut_kernels._variant import KernelVariant
+from taut_kernels.attention import variants as attention_variants
+from taut_kernels.gemm import (
+    scaled_mm_variants,
+    w4a16_decode_ring_variants,
+    w4a16_decode_variants,
+    w4a16_wgmma_ring_variants,
+    w4a16_wgmma_variants,
+)
+
+WEIGHTS = {"qweight_ptr", "scales_ptr", "zeros_ptr", "w_desc"}
+READS = ("ld.", "cp.async.")
+Touched = set[tuple[str, frozenset[str]]]
+
+
+def _variants() -> Iterator[KernelVariant]:
+    for module in (
+        w4a16_decode_variants,
+        w4a16_decode_ring_variants,
+        w4a16_wgmma_variants,
+        w4a16_wgmma_ring_variants,
+        scaled_mm_variants,
+        attention_variants,
+    ):
+        yield from module.kernel_variants()
+
+
+def _name(variant: KernelVariant) -> str:
+    name: str = variant.kernel._fn_name.rpartition(".")[2]
+    return name
+
+
+def _early_forms() -> list[KernelVariant]:
+    """Return one form of each kernel that starts early, of each role, with zeros where it may."""
+    found: dict[tuple[Any, ...], KernelVariant] = {}
+    for variant in _variants():
+        constants = variant.constants
+        early = variant.options.get("launch_pdl") or constants.get("EARLY")
+        if not early or "sm_90" not in variant.targets:
+            continue
+        split = constants.get("SPLIT_K", 1) > 1 or constants.get("SPLIT", False)
+        cut = constants.get("HAS_ZEROS", False), split, bool(constants.get("AHEAD", 0))
+        role = constants.get("ROLE"), constants.get("SUMMED", False), constants.get("BLOCK_B", 0)
+        found.setdefault((_name(variant), *role, *cut), variant)
+    every: dict[tuple[Any, ...], KernelVariant] = {}
+    for (kernel, role, *_), variant in sorted(found.items(), key=lambda item: str(item[0])):
+        every[kernel, role] = variant  # the last: as many operands as it may have
+    return list(every.values())
+
+
+EARLY_FORMS = _early_forms()
+
+
+def _touched(variant: KernelVariant) -> tuple[Touched, bool]:
+    """Return instructions with the arguments their addresses come from, and whether one may end."""
+    target = GPUTarget("cuda", 90, 32)
+    compiled: Any = triton.compile(aot._source(variant), target=target, options=variant.options)
+    early = testing_ptx_paths.before_the_wait(compiled.asm["ptx"])
+    names: list[str] = []
+    for name in variant.kernel.arg_names:
+        if name in variant.descriptors:
+            # A descriptor comes with a size and a stride of each axis.
+            rank = variant.descriptors[name].partition("]")[0].count(",") + 1
+            names += [name, *[""] * (2 * rank)]
+        elif name not in variant.constants:
+            names.append(name)
+    memory = ("_ptr", "_desc")
+    return {
+        (op, frozenset(names[i] for i in of if i < len(names) and names[i].endswith(memory)))
+        for op, of in early.touched
+    }, early.ends
+
+
+def test_every_kernel_that_starts_early_is_looked_at() -> None:
+    kernels = {_name(variant) for variant in EARLY_FORMS}
+    w4a16 = {"w4a16_decode_kernel", "w4a16_decode_ring_kernel", "reorder_kernel"}
+    wgmma = {"w4a16_wgmma_kernel", "w4a16_wgmma_ring_kernel", "w4a16_wgmma_tma_kernel"}
+    others = {"scaled_mm_kernel", "fp8_block_kernel", "cache_write_kernel", "paged_decode_kernel"}
+    assert kernels == {*w4a16, *wgmma, "sum_splits_kernel", *others}
+
+
+@pytest.mark.parametrize("variant", EARLY_FORMS, ids=lambda variant: variant.label)
+def test_before_the_wait_weights_alone_are_read(variant: KernelVariant) -> None:
+    touched, ends = _touched(variant)
+    role = variant.constants.get("ROLE")
+    if role == "tail":
+        # Its head waited for all it reads and writes; but its end has to mean the head's, too.
+        assert not ends
+        assert any(op.startswith("st.") for op, _ in touched)
+        return
+    if _name(variant) != "w4a16_wgmma_tma_kernel":  # of which some warps do nothing, and end
+        assert not ends
+    for op, of in touched:
+        if op.startswith("prefetch."):
+            assert of <= WEIGHTS | {"w_ptr"}  # into L2 alone: no value is read
+        else:
+            assert op.startswith(READS)
+            assert of, f"{op} of what?"
+            assert of <= WEIGHTS
+    if "qweight_ptr" in variant.pointers or "w_desc" in variant.descriptors:
+        assert touched
