@@ -49,8 +49,9 @@ def kernels(
 ) -> None:
     """Kernels against the published ones, in one process; needs a CUDA device.
 
-    The first argument names the group, w4a16 where it is left out: w4a16 (Marlin, Machete, gemlite,
-    cuBLAS), scaled-mm (8-bit products: CUTLASS, cuBLAS), fused (norm, activation, RoPE: vLLM,
+    The first argument names the group, w4a16 where it is left out: w4a16 (Marlin, Machete, vLLM's
+    Triton kernel, gemlite, cuBLAS), scaled-mm (8-bit products: CUTLASS, vLLM's Triton kernel,
+    cuBLAS), fused (norm, activation, RoPE: vLLM,
     Liger, torch.compile), fused-backward (softmax and the same with gradients: Liger), loss (Liger,
     Cut Cross-Entropy, torch), attention (FlashAttention 3, vLLM's Triton kernels) or primitives
     (GEMM, transpose, convolution, pooling, reduction: cuBLAS, cuDNN, torch). The rest are the
