@@ -1,10 +1,10 @@
 """Plots of the benchmarks' CSV files: ``python -m taut_kernels.bench.plots FILE.csv …``.
 
 One PNG beside each file: a panel a product, form or figure, a line a kernel, tokens (or requests)
-along x, both axes logarithmic, p20 to p80 as a band where the file has them. Dozens of tiles of ours
-are one line, of the fastest at each number of tokens. Every benchmark draws its own file when it
-ends; where matplotlib is not installed, as on a bare GPU machine, it says so and the plot is drawn
-later from the CSV, by this command, which needs no GPU.
+along x, both axes logarithmic, p20 to p80 as a band where the file has them. Dozens of tiles are
+one line, of the fastest at each number of tokens. Every benchmark draws its own file when it ends;
+where matplotlib is not installed, as on a bare GPU machine, it says so and the plot is drawn later
+from the CSV, by this command, which needs no GPU.
 """
 
 from __future__ import annotations
