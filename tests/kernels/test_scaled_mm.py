@@ -68,6 +68,7 @@ def test_reference_matches_the_formula(
         ("zero_points", 4),
         ("blocks", 16),
         ("saturated", 3),
+        ("fp8_adversarial_values", 6),
         ("strided_and_offset_inputs", 3),
         ("empty_batch", 2),
     ],
