@@ -26,7 +26,7 @@ from taut_deploy import cli
 from taut_deploy.commands import doctor
 from taut_deploy.compress import driver
 from taut_deploy.errors import TautError
-from taut_kernels import measured_w4a16
+from taut_kernels import measured_w4a16, tiles_scaled_mm
 
 TAUT = str(Path(sys.executable).with_name("taut"))
 
@@ -158,6 +158,58 @@ def test_doctor_judges_layers_as_vllm_fuses_them(monkeypatch):
     kernel, remark = choices[32, 4096]
     assert kernel == "vLLM's own"
     assert "32×4096 not measured against vLLM's kernels on NVIDIA H200" in remark
+
+
+def _choices(monkeypatch, scheme, shapes, gpu, mode=None, capability=(9, 0)):
+    """What doctor says of layers on a card: N × K → kernel and remark."""
+    layers = [{"name": name, "group_size": 128 if scheme == "W4A16" else None} for name in shapes]
+    monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
+    monkeypatch.setattr(doctor, "_layer_shapes", lambda _: shapes)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    monkeypatch.setenv("TAUT_KERNELS", mode or "")
+    manifest = SimpleNamespace(scheme=scheme, layers=layers)
+    return {(n, k): rest for n, k, *rest in doctor._kernel_choices(Path("c"), manifest)}
+
+
+def test_doctor_says_which_calls_of_an_int8_layer_are_ours(monkeypatch):
+    shapes = {
+        "a.qkv_proj": (6144, 4096),
+        "a.o_proj": (4096, 4096),
+        "a.down_proj": (4096, 14336),
+        "b.down_proj": (64, 128),
+    }
+    found = _choices(monkeypatch, "W8A8", shapes, "NVIDIA H200")
+    assert set(found) == set(shapes.values())
+    for n, k in ((6144, 4096), (4096, 4096)):
+        kernel, remark = found[n, k]
+        assert kernel == "taut::w8a8_gemm + vLLM's own"
+        alone, within = (
+            tiles_scaled_mm.why_not_preferred("w8a8_gemm", "NVIDIA H200", n, k, in_layer=in_layer)
+            for in_layer in (False, True)
+        )
+        assert alone is not None
+        expected = f"; with --fused-ops: {within or 'ours at every number of tokens'}"
+        assert remark == alone + (expected if alone != within else "")
+    assert found[64, 128] == ["vLLM's own", "64×128 not measured on NVIDIA H200"]
+
+    required = _choices(monkeypatch, "W8A8", shapes, "NVIDIA H200", "require")
+    assert list(required.values()) == [["taut::w8a8_gemm", ""]] * 4
+    older = _choices(monkeypatch, "W8A8", shapes, "NVIDIA A100", capability=(8, 0))
+    assert {remark for _, remark in older.values()} == {
+        "taut's 8-bit kernels are for compute capability 90, got 80"
+    }
+    assert _choices(monkeypatch, "W8A8", shapes, None)[64, 128] == [
+        "vLLM's own",
+        "no taut kernel for W8A8 on cpu yet",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "gpu"), [("W4A16", "NVIDIA H200"), ("W4A16", None), ("W8A8", "NVIDIA H200")]
+)
+def test_doctor_knows_that_our_kernels_are_off(scheme, gpu, monkeypatch):
+    found = _choices(monkeypatch, scheme, {"a.o_proj": (4096, 4096)}, gpu, "off")
+    assert found == {(4096, 4096): ["vLLM's own", "TAUT_KERNELS=off"]}
 
 
 def test_text_for_people(run):

@@ -7,6 +7,7 @@ interpreter of Triton 3.9 bf16 arithmetic is silently garbage. e4m3 is trusted h
 
 import itertools
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -103,6 +104,36 @@ def saturated() -> int:
     return len(cases)
 
 
+def fp8_adversarial_values() -> int:
+    """Zeros of either sign, the largest and least magnitudes, an outlier, scales at the ends."""
+    largest, least = 448.0, 2.0**-9
+
+    def filled(value: float) -> Callable[[ScaledMmCase], object]:
+        return lambda case: (case.x.fill_(value), case.weight.fill_(-value))
+
+    def outlier(case: ScaledMmCase) -> None:
+        case.x[:, 5] = largest
+        case.weight[::2, 5] = -largest
+
+    edits: tuple[tuple[Callable[[ScaledMmCase], object], float], ...] = (
+        (filled(0.0), 1.0),
+        (filled(-0.0), 1.0),
+        (filled(largest), 2.0**-16),
+        (filled(least), 2.0**8),
+        (outlier, 2.0**-6),
+        # Products of scales below fp32's normal range would be lost; one of them may be subnormal.
+        (lambda case: case.x_scale.fill_(2.0**-130), 2.0**120),
+    )
+    for edit, scale in edits:
+        for scaling, tile in (("row", RING), ("row", SPLIT), ("tensor", RING), ("block", BLOCK)):
+            case = make_scaled_mm_case("fp8_gemm", 5, 72, 272, scaling=scaling)
+            case.x_scale.fill_(1.0)
+            edit(case)
+            case.weight_scale.fill_(scale)
+            check(case, tile)
+    return len(edits)
+
+
 def strided_and_offset_inputs() -> int:
     case = make_scaled_mm_case("w8a8_gemm", 5, 48, 160)
     wide = torch.full((11, 203), 99, dtype=torch.int8)
@@ -139,6 +170,7 @@ CHECKS = {
         zero_points,
         blocks,
         saturated,
+        fp8_adversarial_values,
         strided_and_offset_inputs,
         empty_batch,
     )

@@ -141,6 +141,53 @@ def test_quantisation_alone_is_held_to_the_budget_of_its_format(
     assert "above the budget" in str(fused_cases.why_wrong(form, 256, halved))
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "gpt_oss_fp8", "gpt_oss_int8", "silu_mul"])
+def test_activations_are_held_to_their_own_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = FORMS[name]
+    draw = 3 * torch.randn(333, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    monkeypatch.setattr(fused_cases, "make_operands", lambda *_: fused_cases.Operands(draw))
+    assert fused_cases.why_wrong(form, 128, fused_cases.taut) is None
+    assert fused_cases.why_wrong(form, 128, fused_rivals.torch_compile) is None
+    other = Form(form.op, form.out, gpt_oss=not form.gpt_oss)
+    wrong = fused_cases.why_wrong(form, 128, lambda _, copies: fused_cases.taut(other, copies))
+    assert "above the budget" in str(wrong)
+
+
+def test_vllms_and_ligers_activations_are_of_the_form_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[object, ...]] = []
+    ops = SimpleNamespace(
+        silu_and_mul=lambda y, x: seen.append(("silu", y.shape)),
+        swigluoai_and_mul=lambda y, x, alpha, limit: seen.append(("oai", y.shape, alpha, limit)),
+        dynamic_scaled_int8_quant=lambda *_: seen.append(("int8",)),
+    )
+    monkeypatch.setattr(fused_rivals, "_module", lambda name: None)
+    monkeypatch.setattr(torch.ops, "_C", ops, raising=False)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, dtype, device: empty(*shape, dtype=dtype))
+    copies = [Operands(empty(3, 64, dtype=torch.bfloat16))]
+    for name in ("silu_mul", "gpt_oss", "gpt_oss_int8"):
+        fused_rivals.vllm(FORMS[name], copies)(0)
+    oai = ("oai", (3, 32), 1.702, 7.0)
+    assert seen == [("silu", (3, 32)), oai, oai, ("int8",)]
+    with pytest.raises(fused_rivals.UnavailableError):
+        fused_rivals.liger(FORMS["gpt_oss"], copies)
+
+
+def test_gpt_oss_takes_the_tiles_of_silu_mul(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tuned: list[set[str]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune_fused, "run", lambda widths, *_: tuned.append(set(widths)) or 0)
+    for more in ([], ["--form", "gpt_oss"]):
+        assert fused.main(["--output", str(tmp_path), "--tune", *more]) == 0
+    everything, asked = tuned
+    assert asked == {"gpt_oss"}
+    assert everything == {name for name in FORMS if "gpt_oss" not in name}
+
+
 @pytest.mark.parametrize("name", ["quant_fp8", "quant_int8"])
 def test_vllms_quantisation_alone_is_one_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, seen = FORMS[name], []

@@ -46,6 +46,39 @@ def test_points_carry_the_range_of_the_replays(tmp_path: Path) -> None:
     assert plots.read(path)[0] == [plots.Point("o 64×128, µs", "taut", 16.0, 2.5, 2.0, 3.0)]
 
 
+def test_kinds_have_panels_of_their_own_and_many_tiles_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    lines = ["kind,shape,N,K,M,kernel,us,p20_us,p80_us"]
+    for kind, first in (("fp8", 20), ("int8", 30)):
+        lines += [f"{kind},o,64,128,16,taut tile {i},{first - i},1,40" for i in range(9)]
+        lines += [f"{kind},o,64,128,{M},CUTLASS,25,24,26" for M in (16, 32)]
+        lines += [f"{kind},o,64,128,32,taut tile 3,{first},1,40"]
+    path.write_text("\n".join(lines) + "\n")
+    points, _, ours = plots.read(path)
+    found = {(p.panel, p.line, p.x): p.y for p in points}
+    assert len(found) == len(points) == 8
+    assert ours == "taut"
+    for kind, first in (("fp8", 20), ("int8", 30)):
+        panel = f"{kind} o 64×128, µs"
+        assert found[panel, "taut, fastest tile", 16] == first - 8
+        assert found[panel, "taut, fastest tile", 32] == first
+        assert found[panel, "CUTLASS", 16] == 25
+
+    # A ladder's few rungs stay apart.
+    path.write_text("\n".join(line for line in lines if "tile 8" not in line) + "\n")
+    assert len({p.line for p in plots.read(path)[0]}) == 9
+
+
+def test_every_rival_stands_in_the_legend() -> None:
+    from matplotlib.figure import Figure
+
+    axis = Figure().subplots()
+    lines = ["taut", "CUTLASS", "_scaled_mm rows"]
+    points = [plots.Point("o", line, x, 1.0, 1.0, 1.0) for line in lines for x in (1.0, 2.0)]
+    plots.draw_panel(axis, points, lines, "taut")
+    assert axis.get_legend_handles_labels()[1] == ["taut", "CUTLASS", "torch._scaled_mm rows"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

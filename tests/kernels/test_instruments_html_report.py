@@ -128,6 +128,17 @@ def test_whole_engine_is_drawn_without_ratios() -> None:
     assert (len(found.plots), found.ratios, found.no_plot) == (2, (), None)
 
 
+@pytest.mark.filterwarnings("error")
+def test_dozens_of_tiles_leave_room_for_the_plot(tmp_path: Path) -> None:
+    rows = [f"o,{M},taut tile {i},{i + 1}" for M in (1, 16) for i in range(60)]
+    (tmp_path / "x.csv").write_text("\n".join(["shape,M,kernel,us", *rows, "o,1,CUTLASS,9", ""]))
+    found = html_report.section(tmp_path / "x.csv")
+    assert found.ratios[0].cells[0] == "9.00 (CUTLASS)"
+    (svg,) = found.plots
+    assert "taut, fastest tile" in svg
+    assert "taut tile 7" not in svg
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -390,3 +390,59 @@ def test_linear_kernel_refuses_what_it_must_and_takes_gptq_layout(run_python: An
     process = run_python("-c", KERNEL)
     assert process.returncode == 0, process.stderr[-2000:]
     assert "RESULT ok" in process.stdout
+
+
+AWQ = """
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor import parameter
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.plugins import load_general_plugins
+from taut_kernels import formats, testing
+load_general_plugins()
+
+case = testing.make_w4a16_case(3, 64, 128, 32, dtype=torch.bfloat16, asymmetric=True)
+ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AWQ's place i of a word holds column ORDER[i]
+
+def words(nibbles):
+    # [rows, columns] 0..15 -> [rows, columns / 8] int32, along columns, in AWQ's order
+    eights = nibbles.to(torch.int32).view(len(nibbles), -1, 8)[:, :, ORDER]
+    return (eights << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+
+on_disk = {
+    "qweight": words((case.values + 8).t()),
+    "qzeros": words((case.zeros + 8).t()),
+    "scales": case.weight_scale.t().contiguous(),
+}
+parameter.get_tensor_model_parallel_rank = lambda: 0
+parameter.get_tensor_model_parallel_world_size = lambda: 1
+asked = {"bits": 4, "group_size": 32, "zero_point": True, "version": "gemm", "lm_head": False}
+with set_current_vllm_config(VllmConfig()):
+    config = get_quantization_config("awq_marlin").from_config(asked | {"quant_method": "awq"})
+    from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMarlinLinearMethod
+    method = AutoAWQMarlinLinearMethod(config)
+    layer = torch.nn.Module()
+    method.create_weights(
+        layer, 128, [64], 128, 64, torch.bfloat16, weight_loader=lambda *arguments: None)
+    for name, tensor in on_disk.items():
+        held = getattr(layer, name)
+        assert held.shape == tensor.shape and held.dtype == tensor.dtype, name
+        held.data.copy_(tensor)
+    assert type(method.kernel).__name__ == "TautW4A16LinearKernel"
+    method.process_weights_after_loading(layer)
+y = method.apply(layer, case.x)
+layout = formats.repack_for_cpu(
+    case.weight_packed, case.weight_scale, case.weight_zero_point, 128)
+assert torch.equal(y, torch.ops.taut.w4a16_gemm_cpu(case.x, *layout, None, 32))
+error = testing.max_error(y, case.gold()) / case.gold().abs().max().item()
+assert error < 0.02, error
+print("RESULT ok")
+"""
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_an_awq_layer_as_vllm_loads_it_is_ours_and_right(run_python: Any) -> None:
+    process = run_python("-c", AWQ)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "RESULT ok" in process.stdout

@@ -68,6 +68,7 @@ def test_reference_matches_the_formula(
         ("zero_points", 4),
         ("blocks", 16),
         ("saturated", 3),
+        ("fp8_adversarial_values", 6),
         ("strided_and_offset_inputs", 3),
         ("empty_batch", 2),
     ],
@@ -196,11 +197,14 @@ def test_rejects_weights_it_cannot_read_in_rows(op: str) -> None:
     wide = torch.zeros(48, 72, dtype=torch.int8).view(case.weight.dtype)
     with pytest.raises(ValueError, match="contiguous rows aligned to 16 bytes"):
         _public(case, weight=wide[:, :64])
-    with pytest.raises(ValueError, match="multiple of 16"):
+    with pytest.raises(ValueError, match=r"^weight: input features must be .* multiple of 16"):
         _public(case, x=case.x[:, :40], weight=case.weight[:, :40])
 
 
 def test_rejects_sums_that_may_overflow() -> None:
+    case = make_scaled_mm_case("w8a8_gemm", 1, 16, 65536)
+    with pytest.raises(ValueError, match=r"^weight: input features must be at most 65535"):
+        _public(case)
     assert w8a8.why_not_supported(65520) is None
     assert "at most 65535" in str(w8a8.why_not_supported(65536))
     assert fp8.why_not_supported(65536) is None

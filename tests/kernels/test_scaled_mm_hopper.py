@@ -122,6 +122,34 @@ def test_body_on_numpy_is_the_reference(
     check(tile, case)
 
 
+EXTREMES = {
+    "zeros": ("fp8_gemm", 0.0, 0.0, 1.0),
+    "minus zeros": ("fp8_gemm", -0.0, 1.0, 1.0),
+    "largest e4m3": ("fp8_gemm", 448.0, -448.0, 2.0**-16),
+    "least e4m3": ("fp8_gemm", 2.0**-9, 2.0**-9, 2.0**10),
+    "saturated int8": ("w8a8_gemm", -128, 127, 2.0**-16),
+}
+
+
+def extreme_case(name: str, N: int, K: int, device: str = "cpu") -> ScaledMmCase:
+    """Everything one value, but for a column of outliers in every second feature."""
+    op, x, weight, scale = EXTREMES[name]
+    case = make_scaled_mm_case(op, 70, N, K, device=device)
+    case.x.fill_(x)
+    case.weight.fill_(weight)
+    case.weight[::2, 5] = 100
+    case.x_scale.fill_(1.0)
+    case.weight_scale.fill_(scale)
+    return case
+
+
+@pytest.mark.usefixtures("on_numpy")
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("tile", [WIDE, TURNS, PARTS[0]], ids=str)
+def test_extreme_values_on_numpy(tile: ScaledMmTile, extreme: str) -> None:
+    check(tile, extreme_case(extreme, 264, 400))
+
+
 @pytest.mark.usefixtures("on_numpy")
 @pytest.mark.parametrize("tiles", range(1, 7))
 def test_groups_in_turns_end_at_any_number_of_tiles(tiles: int) -> None:
@@ -192,3 +220,13 @@ def test_gpu_matches_the_reference(
         assert case.why_wrong(actual) is None
         # Exact sums; the bias may be fused into a multiplication.
         assert op == "fp8_gemm" or M == 333 or torch.equal(actual, case.reference())
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
+    if (tile.kernel, tile.block_n, EXTREMES[extreme][0]) == ("turns", 256, "w8a8_gemm"):
+        pytest.skip("Triton has no int8 product of 256 columns")
+    check(tile, extreme_case(extreme, 1104, 2064, "cuda"))

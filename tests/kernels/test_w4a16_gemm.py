@@ -80,9 +80,21 @@ def bad(**change: Any) -> dict[str, Any]:
     ("change", "message"),
     [
         (bad(x=torch.tensor(1.0)), "x must have at least one dimension"),
-        (bad(x=torch.zeros(2, 128)), "float16 or bfloat16"),
-        (bad(x=torch.zeros(2, 96, dtype=torch.float16)), "multiple of 64, a lane's 16-byte load"),
-        (bad(group_size=48), "32, 64, 128"),
+        (bad(x=torch.zeros(2, 128)), "^x: activations must be float16 or bfloat16, got float32"),
+        (
+            bad(x=torch.zeros(2, 96, dtype=torch.float16)),
+            "^x and qweight: .* multiple of 64, a lane's 16-byte load",
+        ),
+        (bad(group_size=48), "^group_size: group size must be 32, 64, 128"),
+        (
+            bad(x=torch.zeros(2, 192, dtype=torch.float16), group_size=128),
+            "^group_size: group size 128 does not divide the 192 input features",
+        ),
+        (bad(x=torch.zeros(2, 128, dtype=torch.float16, device="meta")), "qweight must be on meta"),
+        (
+            bad(qweight=torch.zeros(3, 2, 4, 32, dtype=torch.int32).transpose(2, 3)),
+            "qweight must be contiguous",
+        ),
         (
             bad(qweight=torch.zeros(3, 2, 32, dtype=torch.int32)),
             "qweight must have four dimensions",

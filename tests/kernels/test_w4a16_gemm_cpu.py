@@ -90,6 +90,19 @@ def test_compiles_without_graph_breaks() -> None:
         ({"scales_and_zeros": torch.zeros(2, 40, 2, dtype=BF16)}, "multiple of 16, got 40"),
         ({"qweight_cpu": torch.zeros(32, 64, dtype=torch.uint8)}, r"uint8 \(32, 32\)"),
         ({"bias": torch.zeros(31, dtype=BF16)}, r"bias must be bfloat16 \(32,\)"),
+        (
+            {"qweight_cpu": torch.zeros(32, 32, dtype=torch.uint8, device="meta")},
+            "qweight_cpu must be on cpu, got meta",
+        ),
+        ({"bias": torch.zeros(32, dtype=BF16, device="meta")}, "bias must be on cpu, got meta"),
+        (
+            {"qweight_cpu": torch.zeros(32, 32, dtype=torch.uint8).t()},
+            "qweight_cpu must be contiguous",
+        ),
+        (
+            {"scales_and_zeros": torch.zeros(2, 2, 32, dtype=BF16).transpose(1, 2)},
+            "scales_and_zeros must be contiguous",
+        ),
     ],
 )
 def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:

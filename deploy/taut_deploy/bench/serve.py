@@ -1,7 +1,7 @@
 """Tokens per second of OpenAI-compatible servers, interleaved in one run.
 
 The same requests go to every target in turn (A B A B …), so that a drift of the machine hits all
-of them; the median over rounds is reported with its range. Output length is fixed
+of them; the median over rounds is reported with its range and fifths. Output length is fixed
 (``ignore_eos``), so tokens are comparable.
 """
 
@@ -37,7 +37,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Result for one target: generated tokens per second, median and range over rounds."""
+    """Result for one target: generated tokens per second over rounds, and how they spread."""
 
     label: str
     concurrency: int
@@ -45,6 +45,9 @@ class Throughput:
     median: float
     lowest: float
     highest: float
+    p20: float
+    p80: float
+    rounds: int
 
 
 def measure(targets: list[Target], load: Load, api_key: str | None = None) -> list[Throughput]:
@@ -66,12 +69,15 @@ async def _measure(targets: list[Target], load: Load, api_key: str | None) -> li
         for _ in range(load.rounds):
             for target in targets:
                 rates[target.label].append(await _round(client, target, load))
-    return [
-        Throughput(
-            label, load.concurrency, load.tokens, statistics.median(found), min(found), max(found)
-        )
-        for label, found in rates.items()
-    ]
+    return [_summary(label, load, found) for label, found in rates.items()]
+
+
+def _summary(label: str, load: Load, found: list[float]) -> Throughput:
+    median, lowest, highest = statistics.median(found), min(found), max(found)
+    # One round has no fifths.
+    fifths = statistics.quantiles(found, n=5, method="inclusive") if len(found) > 1 else found * 4
+    spread = (lowest, highest, fifths[0], fifths[3])
+    return Throughput(label, load.concurrency, load.tokens, median, *spread, len(found))
 
 
 async def _round(client: httpx.AsyncClient, target: Target, load: Load) -> float:

@@ -1,9 +1,7 @@
 """``taut bench``."""
 
 import os
-import platform
 import sys
-import time
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -49,8 +47,9 @@ def kernels(
 ) -> None:
     """Kernels against the published ones, in one process; needs a CUDA device.
 
-    The first argument names the group, w4a16 where it is left out: w4a16 (Marlin, Machete, gemlite,
-    cuBLAS), scaled-mm (8-bit products: CUTLASS, cuBLAS), fused (norm, activation, RoPE: vLLM,
+    The first argument names the group, w4a16 where it is left out: w4a16 (Marlin, Machete, vLLM's
+    Triton kernel, gemlite, cuBLAS), scaled-mm (8-bit products: CUTLASS, vLLM's Triton kernel,
+    cuBLAS), fused (norm, activation, RoPE: vLLM,
     Liger, torch.compile), fused-backward (softmax and the same with gradients: Liger), loss (Liger,
     Cut Cross-Entropy, torch), attention (FlashAttention 3, vLLM's Triton kernels) or primitives
     (GEMM, transpose, convolution, pooling, reduction: cuBLAS, cuDNN, torch). The rest are the
@@ -122,30 +121,45 @@ def serve(
     concurrency: Annotated[list[int], typer.Option(min=1, help="Requests at once.")] = [1, 16],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="Rounds per server.")] = 5,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 64,
+    output: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder for CSV, Markdown and a plot.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Tokens per second of running servers, e.g. a worker with and without the gateway."""
+    from taut_deploy.bench import serve_report
     from taut_deploy.bench.serve import Load, Target, measure
 
-    targets = []
+    targets: list[Target] = []
     for entry in target:
         parts = entry.split("=")
         if len(parts) != 3:
             raise WorkerError(f"--target {entry}: expected LABEL=URL=MODEL")
+        if any(parts[0] == other.label for other in targets):
+            raise WorkerError(f"--target {entry}: another one has this label")
         targets.append(Target(parts[0], parts[1].rstrip("/"), parts[2]))
+    if output is not None:
+        _make_folder(output)
     key = os.environ.get("TAUT_API_KEY")
     found = [
         row for count in concurrency for row in measure(targets, Load(count, rounds, tokens), key)
     ]
+    facts = serve_report.describe_host()
+    files = serve_report.write(found, facts, output) if output is not None else []
     if as_json:
         print_json([asdict(row) for row in found])
         return
-    host = f"{os.cpu_count()} x {platform.machine()}"
-    typer.echo(f"{host}, {time.strftime('%Y-%m-%d')}, {tokens} tokens an answer, {rounds} rounds\n")
-    typer.echo("| server | at once | tokens/s, median (range) |\n|---|---|---|")
-    for row in found:
-        spread = f"{row.lowest:.1f} to {row.highest:.1f}"
-        typer.echo(f"| {row.label} | {row.concurrency} | {row.median:.1f} ({spread}) |")
+    typer.echo(serve_report.markdown(found, facts))
+    for file in files:
+        say(f"wrote {file}")
+
+
+def _make_folder(output: Path) -> None:
+    """Make the folder of the results before anything is measured."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise OutputError(f"--output {output}: {problem.strerror}") from None
 
 
 @app.command()
@@ -170,10 +184,7 @@ def gateway(
 
     systems, chosen, absent = choose(rivals, cases)
     output = output.resolve()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise OutputError(f"--output {output}: {problem.strerror}") from None
+    _make_folder(output)
     place = cache.resolve() if cache else output.parent / f"{output.name}-rivals"
     plan = Plan(systems, chosen, rounds, seconds, output, place)
     found = measure(plan, absent, (lambda _: None) if as_json else say)

@@ -33,7 +33,13 @@ _PACKAGES = (
 
 
 # On a CPU our op is a contract of ours around the int4 product of torch itself; say so.
-_OUR_KERNEL = {"cpu": "taut::w4a16_gemm_cpu (ATen int4)", "cuda": "taut::w4a16_gemm"}
+_OUR_KERNEL = {
+    ("W4A16", "cpu"): "taut::w4a16_gemm_cpu (ATen int4)",
+    ("W4A16", "cuda"): "taut::w4a16_gemm",
+    ("W8A8", "cuda"): "taut::w8a8_gemm",
+}
+_THEIR_KERNEL = "vLLM's own"
+_EIGHT_BIT_CAPABILITY = (9, 0)
 
 # What vLLM makes one layer of, its output features one after another.
 _MERGED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
@@ -153,27 +159,63 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
 
     Asked of the layers as vLLM builds them on one device; tensor parallelism cuts other shapes.
     """
+    choices: Counter[tuple[int, int, str, str]] = Counter()
+    for (n, k, group), count in _fused_layers(checkpoint, manifest).items():
+        choices[n, k, *_choose(manifest.scheme, n, k, group)] += count
+    return choices
+
+
+def _choose(scheme: str, n: int, k: int, group: int) -> tuple[str, str]:
+    """Which kernel a layer [N, K] of a scheme runs on, and what is against ours there."""
+    from taut_kernels.vllm_plugin import requested_mode
+
+    gpu, mode = _gpu(), requested_mode()
+    device = "cuda" if gpu else "cpu"
+    ours = _OUR_KERNEL.get((scheme, device))
+    if ours is None:
+        return _THEIR_KERNEL, f"no taut kernel for {scheme} on {device} yet"
+    if mode == "off":
+        return _THEIR_KERNEL, "TAUT_KERNELS=off"
+    if scheme == "W8A8":
+        return _choose_eight_bit(ours, gpu, mode, n, k)
+    return _choose_four_bit(ours, gpu, mode, (n, k, group))
+
+
+def _choose_four_bit(
+    ours: str, gpu: str | None, mode: str, layer: tuple[int, int, int]
+) -> tuple[str, str]:
+    """Likewise of W4A16, where a layer is ours at every number of tokens or at none."""
     import torch
 
     from taut_kernels.measured_w4a16 import slower_in_places
-    from taut_kernels.vllm_plugin import requested_mode
     from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
-    gpu = _gpu()
-    device = "cuda" if gpu else "cpu"
-    choices: Counter[tuple[int, int, str, str]] = Counter()
-    for (n, k, group), count in _fused_layers(checkpoint, manifest).items():
-        if manifest.scheme != "W4A16":
-            reason = _other_scheme(manifest.scheme, device)
-        else:
-            reason = (
-                why_not_ours(n, k, group, dtype=torch.bfloat16, device=device)
-                or why_not_preferred(gpu, requested_mode(), n, k)
-                or ""
-            )
-        kernel = "vLLM's own" if reason else _OUR_KERNEL[device]
-        choices[n, k, kernel, reason or slower_in_places(gpu, n, k) or ""] += count
-    return choices
+    n, k, group = layer
+    reason = why_not_ours(n, k, group, dtype=torch.bfloat16, device="cuda" if gpu else "cpu")
+    if reason := reason or why_not_preferred(gpu, mode, n, k):
+        return _THEIR_KERNEL, reason
+    return ours, slower_in_places(gpu, n, k) or ""
+
+
+def _choose_eight_bit(ours: str, gpu: str | None, mode: str, n: int, k: int) -> tuple[str, str]:
+    """Likewise of int8, where each call chooses by its number of tokens."""
+    import torch
+
+    from taut_kernels.vllm_plugin import scaled_mm_op
+
+    capability = torch.cuda.get_device_capability()
+    if capability != _EIGHT_BIT_CAPABILITY:
+        got = "".join(map(str, capability))
+        return _THEIR_KERNEL, f"taut's 8-bit kernels are for compute capability 90, got {got}"
+    asked = (torch.int8, gpu, n, k, mode)
+    alone = scaled_mm_op.why_partly(*asked, in_layer=False)
+    within = scaled_mm_op.why_partly(*asked, in_layer=True)
+    kernel, remark = ours if alone is None else f"{ours} + {_THEIR_KERNEL}", alone or ""
+    if reason := scaled_mm_op.why_not_at_all(*asked):
+        kernel, remark = _THEIR_KERNEL, reason
+    if alone != within:
+        remark += f"; with --fused-ops: {within or 'ours at every number of tokens'}"
+    return kernel, remark
 
 
 def _fused_layers(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, int, int]]:
@@ -188,13 +230,6 @@ def _fused_layers(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, 
         before = fused[merged][0] if merged in fused else 0
         fused[merged] = (before + n, k, layer["group_size"] or -1)
     return Counter(fused.values())
-
-
-def _other_scheme(scheme: str, device: str) -> str:
-    """Why the answer for a scheme other than W4A16 is vLLM's kernel, or not known here."""
-    if device == "cuda" and scheme == "W8A8":
-        return "decided for each fused layer and number of tokens at loading: the worker's record"
-    return f"no taut kernel for {scheme} on {device} yet"
 
 
 def _layer_shapes(checkpoint: Path) -> dict[str, tuple[int, int]]:

@@ -24,10 +24,17 @@ class Form:
     Attributes:
         op: its name in :mod:`taut_kernels.tiles_fused`.
         out: ``same``, ``fp8`` or ``int8``.
+        gpt_oss: an activation of gpt-oss's form, not SiLU·mul.
     """
 
     op: str
     out: str
+    gpt_oss: bool = False
+
+    @property
+    def activation(self) -> tuple[float, float, float | None, bool]:
+        """Alpha, shift, limit and whether gate and up alternate, of ``silu_mul``."""
+        return (1.702, 1.0, 7.0, True) if self.gpt_oss else (1.0, 0.0, None, False)
 
     def width(self, model: Model) -> int:
         """Return N of a model's layer on one rank: columns of the output, or heads of q and k."""
@@ -52,6 +59,10 @@ FORMS = {
     "quant_fp8": Form("row_quant", "fp8"),
     "quant_int8": Form("row_quant", "int8"),
     "rope": Form("rope", "same"),
+    "rms_norm_int8": Form("rms_norm_quant", "int8"),
+    "gpt_oss": Form("silu_mul", "same", gpt_oss=True),
+    "gpt_oss_fp8": Form("silu_mul_quant", "fp8", gpt_oss=True),
+    "gpt_oss_int8": Form("silu_mul_quant", "int8", gpt_oss=True),
 }
 _KV_HEADS = {FORMS["rope"].width(model): model.kv_heads // model.ranks for model in MODELS.values()}
 """Heads of q and k together → heads of k; 8 for a number of heads no model has."""
@@ -171,11 +182,10 @@ def _taut(form: Form, operands: Operands) -> Result:
         ops.rope(operands.positions, q, k, operands.cache, True)
         result = x
     elif form.op.startswith("silu"):
-        plain = (1.0, 0.0, None, False)
         if form.out == "same":
-            result = ops.silu_mul(x, *plain)
+            result = ops.silu_mul(x, *form.activation)
         else:
-            result = ops.silu_mul_quant(x, *plain, quantised_dtype(form))
+            result = ops.silu_mul_quant(x, *form.activation, quantised_dtype(form))
     elif form.op == "row_quant":
         result = ops.row_quant(x, quantised_dtype(form))
     elif form.out == "same":
@@ -206,7 +216,7 @@ def reference(form: Form, operands: Operands, *, gold: bool) -> torch.Tensor:
         rope.rope_ref(operands.positions, heads, None, operands.cache, True)
         return x.double()
     if form.op.startswith("silu"):
-        y = silu_mul.silu_mul_ref(x, 1.0, 0.0, None, False)
+        y = silu_mul.silu_mul_ref(x, *form.activation)
     elif form.op == "row_quant":
         y = x
     else:

@@ -77,7 +77,7 @@ def _vllm_plain(
             ops.rotary_embedding(o.positions, o.q, o.k, HEAD_DIM, o.cache, True)
             return o.x
         if form.op == "silu_mul":
-            ops.silu_and_mul(y, o.x)
+            _vllm_activation(form, y, o.x)
         elif form.op == "rms_norm":
             ops.rms_norm(y, o.x, o.weight, EPSILON)
         else:
@@ -88,16 +88,23 @@ def _vllm_plain(
     return call
 
 
+def _vllm_activation(form: Form, y: torch.Tensor, x: torch.Tensor) -> None:
+    alpha, _, limit, _ = form.activation
+    if form.gpt_oss:
+        torch.ops._C.swigluoai_and_mul(y, x, alpha, limit)
+    else:
+        torch.ops._C.silu_and_mul(y, x)
+
+
 def _vllm_silu_quant(
     form: Form, copies: Sequence[Operands], buffers: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> Call:
-    ops = torch.ops._C
     quantise = _vllm_quantisation(form)
     middles = [torch.empty(y.shape, dtype=torch.bfloat16, device="cuda") for y, _ in buffers]
 
     def call(i: int) -> Result:
         (y, scales), o = buffers[i], copies[i]
-        ops.silu_and_mul(middles[i], o.x)
+        _vllm_activation(form, middles[i], o.x)
         quantise(y, middles[i], scales, None)
         return y, scales
 
@@ -142,7 +149,7 @@ def _keeping(call: Callable[[Operands], Result], copies: Sequence[Operands]) -> 
 
 def liger(form: Form, copies: Sequence[Operands]) -> Call:
     """Prepare Liger's forward; it has no quantised forms, and its rope has its own layout."""
-    if form.out != "same" or form.op == "rope":
+    if form.out != "same" or form.op == "rope" or form.gpt_oss:
         raise UnavailableError("Liger has no such op")
     if form.op == "silu_mul":
         forward = _module("liger_kernel.ops.swiglu").swiglu_fused_gate_up_forward
@@ -179,7 +186,7 @@ def torch_compile(form: Form, copies: Sequence[Operands]) -> Call:
             function(o.positions, q, k, o.cache, True)
             result = o.x
         elif form.op.startswith("silu"):
-            result = function(o.x, 1.0, 0.0, None, False, *dtype)
+            result = function(o.x, *form.activation, *dtype)
         elif form.op == "row_quant":
             result = function(o.x, *dtype)
         else:

@@ -257,8 +257,8 @@ def _ratios(cells: Sequence[Cell], sizes: Sequence[float]) -> tuple[str, ...]:
 def _plots(file: Path, header: Sequence[str], cells: Sequence[Cell]) -> tuple[str, ...]:
     """Draw a CSV's panels as SVG; none where neither this module nor `plots` knows its form."""
     if cells:
-        points = [_point(cell) for cell in cells]
         x_label, ours = _size_column(header), "taut"
+        points = plots.join_ours([_point(cell) for cell in cells], ours)
     else:
         try:
             points, x_label, ours = plots.read(file)

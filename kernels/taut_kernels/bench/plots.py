@@ -1,9 +1,10 @@
 """Plots of the benchmarks' CSV files: ``python -m taut_kernels.bench.plots FILE.csv …``.
 
 One PNG beside each file: a panel a product, form or figure, a line a kernel, tokens (or requests)
-along x, both axes logarithmic, p20 to p80 as a band where the file has them. Every benchmark draws
-its own file when it ends; where matplotlib is not installed, as on a bare GPU machine, it says so
-and the plot is drawn later from the CSV, by this command, which needs no GPU.
+along x, both axes logarithmic, p20 to p80 as a band where the file has them. Dozens of tiles are
+one line, of the fastest at each number of tokens. Every benchmark draws its own file when it ends;
+where matplotlib is not installed, as on a bare GPU machine, it says so and the plot is drawn later
+from the CSV, by this command, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import csv
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _COLUMNS = 4
 _DPI = 110
+_MOST_OF_OURS = 8
+"""Lines of ours that a reader can tell apart; more are tiles in turn, of which the best counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ _TIMES = {"M", "kernel", "us", "p20_us", "p80_us"}
 _KINDS = (
     _Kind(
         frozenset(_TIMES | {"shape", "N", "K"}),
-        _timed(lambda row: f"{row['shape']} {row['N']}×{row['K']}"),
+        _timed(lambda row: f"{row.get('kind', '')} {row['shape']} {row['N']}×{row['K']}".strip()),
         "tokens",
         "taut",
     ),
@@ -128,7 +131,28 @@ def read(path: Path) -> tuple[list[Point], str, str]:
     points = [point for point in points if point.y > 0]
     if not points:
         raise ValueError(f"{path}: no figure to draw")
-    return points, kind.x, kind.ours
+    return join_ours(points, kind.ours), kind.x, kind.ours
+
+
+def join_ours(points: Sequence[Point], ours: str) -> list[Point]:
+    """Make one line of ours out of many, of the least figure at each place along x.
+
+    Args:
+        points: of a file.
+        ours: how the names of our lines begin.
+
+    Returns:
+        The points, as they were where our lines are few.
+    """
+    mine = [point for point in points if point.line.startswith(ours)]
+    if len({point.line for point in mine}) <= _MOST_OF_OURS:
+        return list(points)
+    best: dict[tuple[str, float], Point] = {}
+    for point in mine:
+        place = (point.panel, point.x)
+        if place not in best or point.y < best[place].y:
+            best[place] = replace(point, line=f"{ours}, fastest tile")
+    return [*best.values(), *(point for point in points if not point.line.startswith(ours))]
 
 
 def draw(path: Path) -> Path:
@@ -188,7 +212,9 @@ def draw_panel(axis: Axes, points: Sequence[Point], lines: Sequence[str], ours: 
         strong = line.startswith(ours)
         x, y = [point.x for point in found], [point.y for point in found]
         style: dict[str, Any] = {"color": "black" if strong else f"C{number}"}
-        axis.plot(x, y, marker=".", linewidth=2.2 if strong else 1.1, label=line, **style)
+        # What begins with an underscore (`torch._scaled_mm`) matplotlib leaves out of a legend.
+        name = f"torch.{line}" if line.startswith("_") else line
+        axis.plot(x, y, marker=".", linewidth=2.2 if strong else 1.1, label=name, **style)
         low, high = [point.low for point in found], [point.high for point in found]
         axis.fill_between(x, low, high, alpha=0.15, linewidth=0, **style)
     axis.set_xscale("log", base=2)

@@ -82,7 +82,7 @@ def _call(form: Form, tile: FusedTile, copies: Sequence[Operands]) -> Call:
             return operands.x
         y, scales = result if isinstance(result, tuple) else (result, None)
         if form.op.startswith("silu"):
-            silu_mul.launch(tile, form.out, operands.x, 1.0, 0.0, None, False, y, scales)
+            silu_mul.launch(tile, form.out, operands.x, *form.activation, y, scales)
         elif form.op == "row_quant":
             assert scales is not None
             quantize.launch(tile, form.out, operands.x, y, scales)

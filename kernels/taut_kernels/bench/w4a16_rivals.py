@@ -1,4 +1,4 @@
-"""The published W4A16 kernels, each fed the same disk layer: Marlin, Machete, gemlite, cuBLAS.
+"""The published W4A16 kernels, each fed the same disk layer: vLLM's three, gemlite, cuBLAS.
 
 Marlin and Machete are vLLM's operators, with weights prepared as its kernel classes prepare them
 (the classes themselves want a tensor-parallel group). Whatever is not installed raises
@@ -111,6 +111,22 @@ def machete(layer: Layer) -> Call:
     return call
 
 
+def vllm_triton(layer: Layer) -> Call:
+    """Run vLLM's Triton kernel: tuned for AMD's cards, its last but one choice on NVIDIA's."""
+    (module,) = _vllm("model_executor.kernels.linear.mixed_precision.triton_w4a16")
+    # [K, N/8] words, the nibbles of one next to each other along N.
+    weight = formats.pack_weight(formats.unpack_weight(layer.weight_packed, layer.K).t())
+    scale = layer.weight_scale.t().contiguous()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = module.triton_w4a16_gemm(
+            x, weight, scale, None, layer.group_size, formats.SYMMETRIC_ZERO
+        )
+        return y
+
+    return call
+
+
 def gemlite(layer: Layer) -> Call:
     """Run gemlite's Triton kernels with the configurations it ships for the card."""
     try:
@@ -164,6 +180,7 @@ PREPARE: dict[str, Prepare] = {
     "taut": taut,
     "Marlin": marlin,
     "Machete": machete,
+    "vLLM Triton": vllm_triton,
     "gemlite": gemlite,
     "cuBLAS": cublas,
     OTHER_PRECISION: fp8_cutlass,

@@ -49,7 +49,7 @@ def check_matrices(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) ->
             f"{weight.stride()}"
         )
     if reason := why_no_layout(K):
-        raise ValueError(reason)
+        raise ValueError(f"weight: {reason}")
     return N, K
 
 

@@ -173,7 +173,7 @@ def fp8_gemm(
     """
     N, K = operands.check_matrices(x, weight, DTYPE)
     if reason := why_not_supported(K):
-        raise ValueError(reason)
+        raise ValueError(f"weight: {reason}")
     operands.check_out_dtype(out_dtype)
     rows = x.reshape(-1, K)
     _check_scales(x_scale, weight, weight_scale, rows.shape[0])

@@ -244,8 +244,10 @@ def w4a16_gemm(
     if qweight.dim() != 4:
         raise ValueError(f"qweight must have four dimensions, got {qweight.dim()}")
     K, N = x.shape[-1], 16 * qweight.shape[0]
-    if reason := why_not_supported(N, K, group_size, x.dtype):
-        raise ValueError(reason)
+    if reason := why_no_scheme(K, group_size, x.dtype):
+        raise ValueError(f"{'group_size' if x.dtype in DTYPES else 'x'}: {reason}")
+    if reason := formats_mma.why_no_layout(N, K):
+        raise ValueError(f"x and qweight: {reason}")
     group = K if group_size == -1 else group_size
     _check_operands(x, N, K, group, qweight, scales, zeros, bias, arrivals)
     y: torch.Tensor = torch.ops.taut.w4a16_gemm(

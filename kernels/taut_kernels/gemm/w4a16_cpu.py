@@ -121,6 +121,12 @@ def w4a16_gemm_cpu(
         )
     if bias is not None and (tuple(bias.shape) != (N,) or bias.dtype is not x.dtype):
         raise ValueError(f"bias must be bfloat16 {(N,)}, got {bias.dtype} {tuple(bias.shape)}")
+    operands = {"qweight_cpu": qweight_cpu, "scales_and_zeros": scales_and_zeros, "bias": bias}
+    for name, tensor in operands.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} must be on cpu, got {tensor.device}")
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
     y: torch.Tensor = torch.ops.taut.w4a16_gemm_cpu(
         x.reshape(-1, K), qweight_cpu, scales_and_zeros, bias, group_size
     )

@@ -156,7 +156,7 @@ def w8a8_gemm(
     """
     N, K = operands.check_matrices(x, weight, torch.int8)
     if reason := why_not_supported(K):
-        raise ValueError(reason)
+        raise ValueError(f"weight: {reason}")
     operands.check_out_dtype(out_dtype)
     rows = x.reshape(-1, K)
     M = rows.shape[0]

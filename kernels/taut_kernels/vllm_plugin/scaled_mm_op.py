@@ -178,7 +178,9 @@ def why_not_at_all(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: st
     )
 
 
-def why_partly(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: str) -> str | None:
+def why_partly(
+    dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: str, *, in_layer: bool | None = None
+) -> str | None:
     """Say at which numbers of tokens CUTLASS runs in a layer of ours; None where it never does.
 
     Args:
@@ -187,9 +189,9 @@ def why_partly(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: str) -
         N: output features of the layer's shard.
         K: input features of the layer's shard.
         mode: value of ``TAUT_KERNELS``.
+        in_layer: as in :class:`Surroundings`; None for this process's.
     """
     if mode == "require":
         return None
-    return tiles_scaled_mm.why_not_preferred(
-        table_op(dtype), gpu, N, K, in_layer=SURROUNDINGS.in_layer
-    )
+    within = SURROUNDINGS.in_layer if in_layer is None else in_layer
+    return tiles_scaled_mm.why_not_preferred(table_op(dtype), gpu, N, K, in_layer=within)

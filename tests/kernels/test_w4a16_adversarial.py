@@ -1,0 +1,122 @@
+"""`taut::w4a16_gemm` on awkward values: zeros, outliers, extreme weights, subnormal scales.
+
+The kernels in Gluon run on NumPy, every kernel behind the op on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from taut_kernels import (
+    _launch,
+    formats,
+    testing,
+    testing_gluon,
+    testing_gluon_wgmma,
+)
+from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring, w4a16_wgmma_tma
+from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
+from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
+from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
+from taut_kernels.tiles_decode_ring import RingTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+
+Edit = Callable[[testing.W4A16Case], testing.W4A16Case]
+
+
+def _activations(change: Callable[[torch.Tensor], object]) -> Edit:
+    def edit(case: testing.W4A16Case) -> testing.W4A16Case:
+        change(case.x)
+        return case
+
+    return edit
+
+
+def _extreme_weights(case: testing.W4A16Case) -> testing.W4A16Case:
+    """Weights furthest from their zero points, in both directions: 15 steps."""
+    values, zeros = torch.full_like(case.values, -8), None
+    values[1::2] = 7
+    if case.zeros is not None:
+        zeros = torch.full_like(case.zeros, 7)
+        zeros[1::2] = -8
+    return dataclasses.replace(
+        case,
+        values=values,
+        zeros=zeros,
+        weight_packed=formats.pack_weight(values),
+        weight_zero_point=None if zeros is None else formats.pack_zero_point(zeros),
+    )
+
+
+def _subnormal_scales(case: testing.W4A16Case) -> testing.W4A16Case:
+    case.weight_scale.fill_(torch.finfo(torch.float16).smallest_normal / 4)
+    return case
+
+
+ZEROS = {
+    "zeros": _activations(lambda x: x.zero_()),
+    "minus zeros": _activations(lambda x: x.fill_(-0.0)),
+}
+EDITS = ZEROS | {
+    "one column of outliers": _activations(lambda x: x[:, 5].fill_(20000.0)),
+    "one token of outliers": _activations(lambda x: x[0].mul_(3000.0)),
+    "smallest activations": _activations(
+        lambda x: x.fill_(torch.finfo(torch.float16).smallest_normal / 4)
+    ),
+    "extreme weights": _extreme_weights,
+    "subnormal scales": _subnormal_scales,
+}
+RINGS = {
+    "decode ring": RingTile(1, 4, 1, 2, 3, 4),
+    "decode ring, scales first": RingTile(2, 4, 1, 2, 2, 4, scale_first=True),
+    "wgmma ring": WgmmaRingTile(32, 2, 1, 4, 2, 4, False, parts=4, running=1),
+    "wgmma by TMA": WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
+}
+
+
+@pytest.fixture
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = testing_gluon.OnNumPy(
+        w4a16_decode_ring_kernel, lambda body, grid, named: testing_gluon.run(body, grid[:2], named)
+    )
+    wgmma = testing_gluon.OnNumPy(w4a16_wgmma_ring_kernel, testing_gluon_wgmma.run)
+    fed = testing_gluon.OnNumPy(w4a16_wgmma_tma_kernel, testing_gluon_wgmma.run_fed)
+    monkeypatch.setattr(w4a16_decode_ring, "_KERNEL", _launch.Launcher(ring))
+    monkeypatch.setattr(w4a16_wgmma_ring, "_KERNEL", _launch.Launcher(wgmma))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(fed))
+
+
+@pytest.mark.usefixtures("on_numpy")
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("tile", RINGS)
+def test_rings_on_numpy(tile: str, edit: str) -> None:
+    dtype = torch.float16
+    case = EDITS[edit](testing.make_w4a16_case(19, 144, 576, 64, dtype=dtype, asymmetric=True))
+    module = w4a16_decode_ring if isinstance(RINGS[tile], RingTile) else w4a16_wgmma_ring
+    operands = case.operands()
+    with testing.nan_poison():
+        actual = module.launch(RINGS[tile], *operands)
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+    assert edit not in ZEROS or not actual.any()
+    assert not operands[5].any(), "arrivals must be 0 again"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("M", [1, 8, 16, 32, 64, 128, 256, 1024, 4096])
+def test_gpu_every_regime(M: int, asymmetric: bool, edit: str) -> None:
+    case = EDITS[edit](
+        testing.make_w4a16_case(
+            M, 4096, 4096, 128, dtype=torch.float16, asymmetric=asymmetric, device="cuda"
+        )
+    )
+    with testing.nan_poison():
+        actual = torch.ops.taut.w4a16_gemm(*case.operands())
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+    assert edit not in ZEROS or not actual.any()
