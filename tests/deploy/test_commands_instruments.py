@@ -31,6 +31,12 @@ def plain(x, w):
 def failing(x, w):
     return x.view(3)
 
+def tiring(x, w, calls=[]):
+    calls.append(1)
+    if len(calls) > 3:
+        raise RuntimeError("tired")
+    return x * w
+
 def example_inputs(device):
     return torch.ones(16, 64, device=device), torch.ones(64, device=device)
 """
@@ -189,6 +195,10 @@ def test_what_was_asked_for_and_cannot_be_had_fails(run, arguments: tuple[str, .
         (("profile", "nothing"), "nothing: no op (attention, "),
         (("profile", "subjects.py:absent"), "subjects.py has no 'absent'"),
         (("profile", "subjects.py:failing"), "raises RuntimeError at"),
+        (("profile", "subjects.py:tiring"), "a later step raises RuntimeError at"),
+        (("profile", "subjects.py"), "subjects.py: say which function: subjects.py:NAME"),
+        (("profile", "nowhere/model"), "taut: 'nowhere/model': not in the model store"),
+        (("profile", "bench"), "taut: bench: no config.json"),
         (("profile", "rms_norm", "--shape", "M=1,2"), "one value each"),
         (("roofline", "rms_norm", "--shape", "M"), "--shape M: expected NAME=VALUE"),
         (("roofline", "rms_norm", "--shape", "M=x"), "--shape M=x: expected NAME=VALUE"),

@@ -253,6 +253,37 @@ def blocks_of_the_vocabulary():
     return count
 
 
+def blocks_of_impossible_targets():
+    """A target of no block is not followed: NaN in its own row, others as without it."""
+    columns, V = 77, 300
+    for dtype in DTYPES:
+        logits, target, scale = draw(7, V, dtype)
+        target[1], target[2], target[4], target[6] = -100, V, -1, 2**32 + 5
+        known = _block_softmax.Statistics(7, torch.float32, logits.device)
+        for start in range(0, V, columns):
+            part = logits[:, start : start + columns]
+            _block_softmax.launch_statistics(part, target, known.values, start, Objective())
+        losses, lse = known.finish(target, Objective(), V)
+        grad = nan_like(logits)
+        for start in range(0, V, columns):
+            part = slice(start, start + columns)
+            _block_softmax.launch_gradient(
+                logits[:, part], grad[:, part], target, scale, lse, start, V, Objective()
+            )
+        assert losses.isnan().tolist() == [False, False, True, False, True, False, True]
+        assert not losses[1]
+        assert not grad[1].any()
+        assert grad[[2, 4, 6]].isnan().all()
+        good = [0, 3, 5]
+        wanted_grad = nan_like(logits[good])
+        wanted, _ = _row_softmax.launch(
+            logits[good], target[good], Objective(), scale[good], wanted_grad
+        )
+        assert torch.allclose(losses[good], wanted, rtol=1e-5, atol=1e-5)
+        assert torch.allclose(grad[good], wanted_grad, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    return len(DTYPES)
+
+
 def linear_operands(M, H, V, dtype, with_bias):
     generator = torch.Generator().manual_seed(M + V)
     x = torch.randn(M, H, generator=generator).to(dtype)
@@ -373,6 +404,7 @@ CHECKS = {
         divergence_rows,
         divergence_of_impossible_tokens,
         blocks_of_the_vocabulary,
+        blocks_of_impossible_targets,
         linear_cross_entropies,
         linear_divergences,
         empty_batches,

@@ -88,6 +88,25 @@ def test_reference_gradient_is_autograds(
         assert testing.max_error(ours, right) < 1e-12
 
 
+@pytest.mark.parametrize(("causal", "window"), MASKS)
+@pytest.mark.parametrize("bounds", [None, [0, 2, 2, 5]])
+def test_gradcheck(causal: bool, window: int, bounds: list[int] | None) -> None:
+    q, k, v = (draw(5, heads, 3, seed=heads + i).double() for i, heads in enumerate((4, 2, 2)))
+    cu, longest = None, 5
+    if bounds is None:
+        q, k, v = q[None], k[None], v[None]
+    else:
+        cu, longest = torch.tensor(bounds, dtype=torch.int32), 3
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def call(*operands: torch.Tensor) -> torch.Tensor:
+        settings = (cu, cu, longest, longest, causal, window, 0.3)
+        o: torch.Tensor = torch.ops.taut.attention(*operands, *settings)[0]
+        return o
+
+    assert torch.autograd.gradcheck(call, inputs)
+
+
 def formula_graph(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int
 ) -> torch.Tensor:

@@ -277,7 +277,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"target": Y.to("meta")}, "target must be on cpu, got meta"),
     ({"reduction": "max"}, "reduction must be mean, sum or none, got 'max'"),
     ({"label_smoothing": 1.5}, r"label_smoothing must lie in 0\.\.1, got 1.5"),
-    ({"softcap": 0.0}, "softcap must be above 0 or None, got 0.0"),
+    ({"z_loss": -0.1}, "z_loss must be at least 0 and finite, got -0.1"),
+    ({"z_loss": float("nan")}, "z_loss must be at least 0 and finite, got nan"),
+    ({"softcap": 0.0}, "softcap must be above 0 and finite, or None, got 0.0"),
+    ({"softcap": float("inf")}, "softcap must be above 0 and finite, or None, got inf"),
 ]
 
 

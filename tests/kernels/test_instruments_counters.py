@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.instruments import counters
+from taut_kernels.instruments import counters, memory
 from taut_kernels.instruments.attention_cases import CASES as ATTENTION_CASES
 from taut_kernels.instruments.attention_work import ATTENTION_WORK
 from taut_kernels.instruments.counters import count, touched_bytes
@@ -265,6 +265,48 @@ def test_counts_are_those_by_hand(
         counted.compulsory.written,
     )
     assert found[: len(expected)] == expected
+
+
+# Two nonzero elements of 4×4: fp32 values, int64 indices.
+TWO = torch.zeros(4, 4).index_put((torch.tensor([0, 2]), torch.tensor([1, 3])), torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize(
+    ("layout", "blocks", "size"),
+    [
+        (torch.sparse_coo, None, 2 * 2 * 8 + 2 * 4),
+        (torch.sparse_csr, None, (5 + 2) * 8 + 2 * 4),
+        (torch.sparse_csc, None, (5 + 2) * 8 + 2 * 4),
+        (torch.sparse_bsr, (2, 2), (3 + 2) * 8 + 8 * 4),
+    ],
+)
+def test_a_sparse_tensor_is_its_indices_and_values(
+    layout: torch.layout, blocks: tuple[int, int] | None, size: int
+) -> None:
+    def sparse(x: torch.Tensor) -> torch.Tensor:
+        return x.to_sparse(layout=layout, blocksize=blocks)
+
+    subject = Subject("dense", lambda x: x.to_dense(), (sparse(TWO),), CPU)
+    assert count(subject).compulsory == Work(0, size, 4 * 16)
+    assert memory.measure(subject).before == size
+    made = count(Subject("sparse", sparse, (TWO,), CPU)).compulsory
+    assert (made.read, made.written) == (4 * 16, size)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_and_onednn_tensors_are_counted_whole() -> None:
+    nested = torch.nested.nested_tensor([a(2, 3), a(4, 3)])
+    for x, size in ((nested, 4 * 18), (a(4, 4).to_mkldnn(), 4 * 16)):
+        counted = count(Subject("relu", torch.relu, (x,), CPU))
+        assert (counted.compulsory.read, counted.compulsory.written) == (size, size)
+
+
+def test_sparse_gradients_are_kept() -> None:
+    table = torch.nn.Embedding(1000, 4, sparse=True)
+    counted = count(Subject("table", table, (torch.tensor([1, 2]),), CPU, backward=True))
+    # The result, and of the gradient two rows with their indices.
+    assert counted.compulsory.written == 2 * 4 * 4 + 2 * 4 * 4 + 2 * 8
 
 
 def test_gradients_are_counted_and_kept() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from taut_kernels.instruments import cuda_graph
 from taut_kernels.instruments.cuda_graph import (
     CaptureError,
     addresses_of,
@@ -49,6 +50,14 @@ def test_calls_that_do_not_are_accepted() -> None:
     call = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     assert why_not_capturable(Subject("f", call, (torch.ones(2, 4),), CPU)) is None
     assert why_not_capturable(from_op("rms_norm", {"M": 2, "N": 64}, CPU)) is None
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_inputs_that_a_replay_cannot_copy_are_named() -> None:
+    for x in (torch.eye(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2)])):
+        subject = Subject("f", torch.relu, (x,), torch.device("cuda", 0))
+        reason = cuda_graph._why_not_on_device(subject)
+        assert reason == "tensor input 0 is sparse or nested: a replay copies dense tensors only"
 
 
 def test_gradients_are_left_to_torch() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from taut_kernels.instruments import explain, triton_kernels
+from taut_kernels.instruments import explain, graph_breaks, triton_kernels
+from taut_kernels.instruments.graph_breaks import GraphBreak
 from taut_kernels.instruments.op_cases import OP_CASES, from_op
 from taut_kernels.instruments.subject import Subject
 
@@ -37,6 +40,97 @@ def test_break_has_its_line_and_reason(broken: explain.Explanation) -> None:
     assert found.where == f"{__file__}:{line} in branching"
     assert found.source == "if y.sum() > 0:"
     assert found.reason
+
+
+def printing_first(x: torch.Tensor) -> torch.Tensor:
+    print("before any operation")
+    y = x + 1
+    if y.sum() > 0:
+        y = y * 2
+    return y
+
+
+def printing_in_a_loop(x: torch.Tensor) -> torch.Tensor:
+    for number in range(3):
+        x = x + 1
+        print(number)
+    return x
+
+
+def test_breaks_that_end_no_graph_are_named_too() -> None:
+    """`torch._dynamo.explain` alone reports one break of the first and none of the second."""
+    x = torch.ones(4)
+    first, second = explain.explain(Subject("f", printing_first, (x,), CPU)).breaks
+    line = printing_first.__code__.co_firstlineno
+    assert first.where == f"{__file__}:{line + 1} in printing_first"
+    assert first.source.startswith('print("before any operation")')
+    assert "print" in first.reason
+    assert second.where == f"{__file__}:{line + 3} in printing_first"
+    for _ in range(2):  # Dynamo's log is shorter for what it has said before
+        found = explain.explain(Subject("f", printing_in_a_loop, (x,), CPU))
+        assert (found.graphs, found.generated) == (0, ())
+        (broken,) = found.breaks
+        line = printing_in_a_loop.__code__.co_firstlineno
+        assert broken.where.startswith(f"{__file__}:{line + 3}")
+        assert broken.source.startswith("print(number)")
+        assert "the whole function runs as Python" in broken.reason
+
+
+def test_dynamos_log_is_as_it_was_before() -> None:
+    loggers = [logging.getLogger(f"torch._dynamo.{name}.__graph_breaks") for name in ("exc",)]
+    before = [(one.level, one.propagate, list(one.handlers)) for one in loggers]
+    with graph_breaks.logged():
+        pass
+    assert [(one.level, one.propagate, list(one.handlers)) for one in loggers] == before
+
+
+SKIP = """Graph break: torch.compile cannot properly resume from this graph break, \
+which results in a skip.
+torch.compile will skip tracing the frame f (/me/m.py line 3) and fall back to eager.
+The graph break occurred in the following user code:
+  File "/me/m.py", line 5, in f
+    x.tolist()
+"""
+AGAIN = """Graph break (user stack suppressed due to duplicate graph break) \
+in user code at /me/m.py:7
+Graph Break Reason: Failed to handle graph break gracefully. Skipping the function and falling \
+back to eager.
+
+Attempted to call x
+  Explanation: Dynamo cannot.
+  Hint: do not.
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "where", "reason"),
+    [
+        (SKIP, "/me/m.py:5 in f", "torch.compile cannot properly resume from this graph break"),
+        (AGAIN, "/me/m.py:7", "Attempted to call x: Dynamo cannot. (the whole function"),
+    ],
+)
+def test_messages_of_the_log_are_read(message: str, where: str, reason: str) -> None:
+    found = graph_breaks.read(message)
+    assert found is not None
+    assert found.where == where
+    assert found.reason.startswith(reason)
+
+
+def test_other_messages_are_none() -> None:
+    assert graph_breaks.read("torch.compile does something else") is None
+
+
+def test_a_break_is_there_once() -> None:
+    frame = SimpleNamespace(filename="/me/m.py", lineno=5, name="f", line="  x.tolist()")
+    reasons = [
+        SimpleNamespace(reason="tolist\nand more", user_stack=[frame]),
+        SimpleNamespace(reason="", user_stack=[]),
+    ]
+    known = GraphBreak("why", "/me/m.py:5 in f", "x.tolist()")
+    nowhere = GraphBreak("unknown", "unknown", "")
+    assert graph_breaks.merged([known, known], reasons) == [known, nowhere]
+    alone = GraphBreak("tolist", "/me/m.py:5 in f", "x.tolist()")
+    assert graph_breaks.merged([], reasons) == [alone, nowhere]
 
 
 def test_graphs_are_counted_in_both_directions(broken: explain.Explanation) -> None:

@@ -38,9 +38,11 @@ def run(tmp_path: Path) -> Path:
 
 def test_ratios_are_best_rival_over_ours(run: Path) -> None:
     found = html_report.section(run / "long.csv")
-    assert found.sizes == ("1", "16")
-    assert found.ratios[0] == html_report.Ratio("qkv 64 32", ("1.50 (Marlin)", "0.90 (Marlin)"))
-    assert found.ratios[1].cells == ("–", "–"), "nothing of ours was measured there"
+    (table,) = found.tables
+    assert (table.axis, table.sizes) == ("M", ("1", "16"))
+    first = html_report.Ratio("qkv N=64 K=32", ("1.50 (Marlin)", "0.90 (Marlin)"))
+    assert table.ratios[0] == first
+    assert table.ratios[1].cells == ("–", "–"), "nothing of ours was measured there"
     assert len(found.plots) == 2
 
 
@@ -49,15 +51,81 @@ def test_columns_behind_the_size_group_too(tmp_path: Path) -> None:
         "op,M,H,V,kernel,us\nce,8,2,9,taut,1.0\nce,8,2,9,Liger,2.0\nce,8,4,7,taut,1.0\n"
     )
     found = html_report.section(tmp_path / "loss.csv")
-    assert [(ratio.group, ratio.cells) for ratio in found.ratios] == [
-        ("ce 2 9", ("2.00 (Liger)",)),
-        ("ce 4 7", ("–",)),
+    (table,) = found.tables
+    assert [(ratio.group, ratio.cells) for ratio in table.ratios] == [
+        ("ce H=2 V=9", ("2.00 (Liger)",)),
+        ("ce H=4 V=7", ("–",)),
     ]
+
+
+def test_each_kind_lies_along_the_size_that_needs_the_fewest_plots(tmp_path: Path) -> None:
+    (tmp_path / "loss.csv").write_text(
+        "op,M,H,V,kernel,us\n"
+        "ce,8,0,32000,taut,1.0\nce,8,0,64000,taut,2.0\nce,8,0,64000,Liger,3.0\n"
+        "linear,1024,4,9,taut,1.0\nlinear,8192,4,9,taut,8.0\n"
+    )
+    found = html_report.section(tmp_path / "loss.csv")
+    assert len(found.plots) == 2
+    assert found.tables == (
+        html_report.Table(
+            "V", ("32000", "64000"), (html_report.Ratio("ce M=8 H=0", ("–", "1.50 (Liger)")),)
+        ),
+        html_report.Table(
+            "M", ("1024", "8192"), (html_report.Ratio("linear H=4 V=9", ("–",) * 2),)
+        ),
+    )
+
+
+def test_cases_without_a_size_lie_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "primitives.csv").write_text(
+        "part,case,kernel,us\n"
+        "gemm,4×4,taut v1,4.0\ngemm,4×4,taut v2,2.0\ngemm,4×4,cuBLAS,1.0\ngemm,8×8 $x$,taut v2,5\n"
+        "pool,max,taut,1.0\npool,max,torch,3.0\n"
+    )
+    found = html_report.section(tmp_path / "primitives.csv")
+    assert found.no_plot is None
+    assert len(found.plots) == 2
+    head = ("best rival ÷ ours",)
+    assert found.tables == (
+        html_report.Table(
+            "gemm",
+            head,
+            (html_report.Ratio("4×4", ("0.50 (cuBLAS)",)), html_report.Ratio("8×8 $x$", ("–",))),
+        ),
+        html_report.Table("pool", head, (html_report.Ratio("max", ("3.00 (torch)",)),)),
+    )
+    # Both cases stand under the plot, and each rung in its legend.
+    for text in ("4×4", "8×8", "taut v1", "taut v2", "cuBLAS"):
+        assert f"<!-- {text}" in found.plots[0]
+
+
+@pytest.mark.parametrize(
+    ("day", "name", "plots", "axes"),
+    [
+        # gemm, transpose, conv2d, pool, reduction
+        ("2026-11-22", "primitives", 5, ["gemm", "transpose", "conv2d", "pool", "reduction"]),
+        # prefill, backward, and decode of three caches at five numbers of sequences
+        ("2026-11-22", "attention", 2 + 3 * 5, ["T"]),
+        # cross entropy along V, four linear ones of two shapes and a shape each along M
+        ("2026-11-22", "loss", 1 + 2 + 2, ["V", "M"]),
+        # twelve passes along N, softmax's at 4096 rows besides
+        ("2026-11-22", "fused_backward", 12 + 2, ["N"]),
+    ],
+)
+def test_every_groups_csv_is_drawn_over_its_sizes(
+    day: str, name: str, plots: int, axes: list[str]
+) -> None:
+    folder = Path(__file__).parents[2] / "kernels" / "bench_results" / f"{day}-h200"
+    found = html_report.section(folder / f"{name}.csv")
+    assert found.no_plot is None
+    assert (len(found.plots), [table.axis for table in found.tables]) == (plots, axes)
+    for table in found.tables:
+        assert any(cell != "–" for ratio in table.ratios for cell in ratio.cells)
 
 
 def test_wide_csv_becomes_two_series(run: Path) -> None:
     found = html_report.section(run / "wide.csv")
-    assert found.ratios == (html_report.Ratio("fp8 o", ("1.20 (CUTLASS)", "–")),)
+    assert found.tables[0].ratios == (html_report.Ratio("fp8 o", ("1.20 (CUTLASS)", "–")),)
 
 
 def test_other_csv_is_a_table_with_the_reason(run: Path) -> None:
@@ -69,7 +137,7 @@ def test_other_csv_is_a_table_with_the_reason(run: Path) -> None:
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        (["shape", "kernel", "us"], "no size among the columns (M, tokens, batch)"),
+        (["shape", "kernel", "us"], "no size among the columns (M, tokens, batch, T, N, V, case)"),
         (["M", "kernel"], "no column 'us'"),
         (["M", "us", "best_rival"], "no column 'kernel', nor 'best_rival' with 'rival_us'"),
         (["tokens", "kernel", "us"], None),
@@ -119,13 +187,13 @@ def test_committed_results_make_a_report(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-21-h200"
     found = html_report.section(folder / "w4a16.csv")
     assert found.environment.startswith("Measured with GPU NVIDIA H200")
-    assert len(found.plots) == len(found.ratios) == 5
+    assert len(found.plots) == len(found.tables[0].ratios) == 5
 
 
 def test_whole_engine_is_drawn_without_ratios() -> None:
     folder = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-21-h200"
     found = html_report.section(folder / "engine-w4a16.csv")
-    assert (len(found.plots), found.ratios, found.no_plot) == (2, (), None)
+    assert (len(found.plots), found.tables, found.no_plot) == (2, (), None)
 
 
 @pytest.mark.filterwarnings("error")
@@ -133,7 +201,7 @@ def test_dozens_of_tiles_leave_room_for_the_plot(tmp_path: Path) -> None:
     rows = [f"o,{M},taut tile {i},{i + 1}" for M in (1, 16) for i in range(60)]
     (tmp_path / "x.csv").write_text("\n".join(["shape,M,kernel,us", *rows, "o,1,CUTLASS,9", ""]))
     found = html_report.section(tmp_path / "x.csv")
-    assert found.ratios[0].cells[0] == "9.00 (CUTLASS)"
+    assert found.tables[0].ratios[0].cells[0] == "9.00 (CUTLASS)"
     (svg,) = found.plots
     assert "taut, fastest tile" in svg
     assert "taut tile 7" not in svg

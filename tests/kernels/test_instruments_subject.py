@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 
 from taut_kernels.instruments.errors import InstrumentError
 from taut_kernels.instruments.op_cases import OP_CASES, from_op
-from taut_kernels.instruments.subject import Subject, from_reference, resolve_device
+from taut_kernels.instruments.subject import (
+    Subject,
+    described_if_of_a_step,
+    from_reference,
+    resolve_device,
+)
 
 CPU = torch.device("cpu")
 SOURCE = """
@@ -44,6 +50,29 @@ def wrong_inputs():
 
 def failing_inputs():
     raise KeyError("nothing")
+
+def once(x, calls=[]):
+    calls.append(1)
+    if len(calls) > 1:
+        raise RuntimeError("only once")
+    return x
+
+def leaving(x):
+    raise SystemExit(5)
+
+def lazy(x):
+    yield x
+
+async def later(x):
+    return x
+
+def training(x):
+    w = torch.ones(4, requires_grad=True)
+    (x * w).sum().backward()
+
+class Picky(torch.nn.Module):
+    def __init__(self):
+        raise ValueError("no configuration")
 
 seven = 7
 """
@@ -85,6 +114,7 @@ def test_step_without_backward_builds_no_graph(source: str) -> None:
         ("nothing", None, "has no 'nothing'"),
         ("seven", None, "not callable, but int"),
         ("Sized", None, "cannot be made without arguments"),
+        ("Picky", None, "making it raises ValueError at .*: no configuration"),
         ("add", "wrong_inputs", "must return a tensor, a tuple or a dict, got list"),
         ("add", "failing_inputs", "raises KeyError at"),
         ("add", "absent", "has no 'absent'"),
@@ -106,6 +136,9 @@ def test_wrong_references_are_named(
         ("/nowhere/file.py:f", "no such file"),
         ("no_such_module_here:f", "no module named 'no_such_module_here'"),
         ("torch.nn.functional:relu", "no inputs; name a factory"),
+        (".beside:f", "'.beside' is no module's name"),
+        ("models/mine:f", "'models/mine' is no module's name"),
+        ("sys:absent", "sys has no 'absent'"),
     ],
 )
 def test_unknown_modules_are_named(reference: str, message: str) -> None:
@@ -113,20 +146,67 @@ def test_unknown_modules_are_named(reference: str, message: str) -> None:
         from_reference(reference, None, CPU)
 
 
+@pytest.mark.parametrize("as_module", [False, True])
 @pytest.mark.parametrize(
-    ("text", "message"), [("def f(:", "line 1"), ("import absent_package_x", "absent_package_x")]
+    ("text", "message"),
+    [
+        ("def f(:", r"broken\.py, line 1: invalid syntax"),
+        ("import absent_package_x", "imports 'absent_package_x', not found"),
+        ("from os import absent", r"raises ImportError at .*broken\.py:1: cannot import"),
+        ("\n1 / 0", r"raises ZeroDivisionError at .*broken\.py:2: division by zero"),
+        ("raise SystemExit(0)", r"raises SystemExit at .*broken\.py:1: 0"),
+    ],
 )
-def test_file_that_does_not_load_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_code_that_does_not_load_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str, as_module: bool
+) -> None:
     path = tmp_path / "broken.py"
     path.write_text(text)
-    with pytest.raises(InstrumentError, match=message):
-        from_reference(f"{path}:f", None, CPU)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    reference = "broken:f" if as_module else f"{path}:f"
+    with pytest.raises(InstrumentError, match=message) as caught:
+        from_reference(reference, None, CPU)
+    assert "\n" not in str(caught.value)
+
+
+def test_factory_that_does_not_say_what_it_takes_is_called(source: str) -> None:
+    with pytest.raises(InstrumentError, match="--inputs torch:randn: raises TypeError"):
+        from_reference(f"{source}:add", "torch:randn", CPU)
 
 
 def test_trying_out_names_the_line_that_raised(source: str) -> None:
     subject = from_reference(f"{source}:failing", None, CPU)
     with pytest.raises(InstrumentError, match=r"raises RuntimeError at .*subjects\.py:20: shape"):
         subject.try_out()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("once", r"only once \(its second run: an instrument repeats a step\)"),
+        ("leaving", r"raises SystemExit at .*subjects\.py:\d+: 5"),
+        ("lazy", "returns a generator, whose code has not run"),
+        ("later", "returns a coroutine, whose code has not run"),
+        ("training", r"a step runs under torch\.no_grad\(\)"),
+    ],
+)
+def test_callables_that_cannot_be_measured_are_named(source: str, name: str, message: str) -> None:
+    subject = from_reference(f"{source}:{name}", None, CPU)
+    with pytest.raises(InstrumentError, match=message):
+        subject.try_out()
+
+
+def test_exception_of_a_later_step_is_told_from_others(source: str) -> None:
+    subject = from_reference(f"{source}:failing", None, CPU)
+    with pytest.raises(RuntimeError) as of_a_step:
+        subject.step()
+    found = described_if_of_a_step(of_a_step.value)
+    assert found is not None
+    assert found.startswith("a later step raises RuntimeError at ")
+    with pytest.raises(RuntimeError) as other:
+        torch.ones(4).view(5)
+    assert described_if_of_a_step(other.value) is None
 
 
 def test_backward_without_a_gradient_is_refused() -> None:
@@ -173,6 +253,7 @@ def test_every_op_runs_at_small_sizes(op: str) -> None:
         ("rms_norm", {"K": 3}, None, "--shape K=3: rms_norm has M=1024,N=4096,residual=0"),
         ("rms_norm", {"M": 0}, None, "--shape M=0: must be positive"),
         ("w4a16_gemm", {"K": 100}, None, "must be a multiple of 64"),
+        ("paged_decode", {"M": 20, "page": 10}, None, "pages of a power of two of at least 16"),
         ("w4a16_gemm", {}, torch.float32, "--dtype float32: w4a16_gemm takes bfloat16, float16"),
     ],
 )

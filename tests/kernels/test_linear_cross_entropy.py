@@ -89,7 +89,11 @@ def by_torch(
     "checks",
     [
         {"linear_cross_entropies": 16},
-        {"blocks_of_the_vocabulary": 16, "empty_batches": 2},
+        {
+            "blocks_of_the_vocabulary": 16,
+            "blocks_of_impossible_targets": 2,
+            "empty_batches": 2,
+        },
     ],
 )
 def test_interpreted_kernels(checks: dict[str, int], run_python: Any) -> None:
@@ -371,6 +375,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"bias": W[:, 0].half()}, "bias must be torch.float32"),
     ({"target": Y[:1]}, r"target must have shape \(2,\)"),
     ({"reduction": "max"}, "reduction must be"),
+    ({"label_smoothing": -0.1}, r"label_smoothing must lie in 0\.\.1, got -0.1"),
+    ({"z_loss": float("inf")}, "z_loss must be at least 0 and finite, got inf"),
+    ({"softcap": float("nan")}, "softcap must be above 0 and finite"),
     ({"chunk_by": "rows"}, "chunk_by must be auto, tokens or vocabulary, got 'rows'"),
     ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
     ({"chunk_size": 9000, "chunk_by": "vocabulary"}, "and at most 8192 columns, got 9000"),

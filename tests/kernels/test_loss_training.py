@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
 
+from taut_kernels.instruments import memory
+from taut_kernels.instruments.subject import Subject
 from taut_kernels.loss.cross_entropy import cross_entropy
 from taut_kernels.loss.linear_cross_entropy import linear_cross_entropy
 from taut_kernels.loss.linear_jsd import linear_jsd
@@ -64,9 +66,7 @@ def fused(**options: Any) -> Loss:
     return loss
 
 
-def train(
-    loss_of: Loss, dtype: torch.dtype, device: str = "cpu", steps: int = STEPS
-) -> list[float]:
+def train(loss_of: Loss, dtype: torch.dtype, device: str = "cpu") -> list[float]:
     """Train on arithmetic progressions modulo the vocabulary; return the losses."""
     torch.manual_seed(3)
     model = Model().to(dtype).to(device)
@@ -109,6 +109,96 @@ def test_training_follows_plain_torch(loss_of: Loss, plain: list[float]) -> None
     assert torch.allclose(torch.tensor(curve[:20]), torch.tensor(plain[:20]), rtol=1e-4)
     last, wanted = (sum(x[-20:]) / 20 for x in (curve, plain))
     assert abs(last - wanted) <= 0.02 * wanted
+
+
+def teacher() -> tuple[nn.Module, torch.Tensor]:
+    """A frozen model whose answers differ from token to token, and its head."""
+    torch.manual_seed(11)
+    model = Model().requires_grad_(False)
+    return model, model.head.weight * 6
+
+
+def distil(divergence: Callable[..., torch.Tensor]) -> list[float]:
+    """Train a student on a teacher's answers; return the losses."""
+    master, master_head = teacher()
+    torch.manual_seed(3)
+    student = Model()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(4)
+    curve = []
+    for _ in range(STEPS):
+        text = torch.randint(0, VOCABULARY, (8, 12), generator=generator)
+        mask = torch.rand(8, 12, generator=generator) > 0.2
+        optimizer.zero_grad()
+        loss = divergence(student(text), student.head, master(text), master_head, mask)
+        loss.backward()
+        optimizer.step()
+        curve.append(loss.item())
+    return curve
+
+
+def kl_by_torch(x: Any, head: nn.Linear, teacher_x: Any, weight: Any, mask: Any) -> torch.Tensor:
+    student, answers = (z.div(2).log_softmax(-1) for z in (head(x), teacher_x @ weight.t()))
+    return 4 * ((answers - student) * answers.exp()).sum(-1)[mask].mean()
+
+
+def jsd_by_torch(x: Any, head: nn.Linear, teacher_x: Any, weight: Any, mask: Any) -> torch.Tensor:
+    student, answers = (z.log_softmax(-1) for z in (head(x), teacher_x @ weight.t()))
+    mixed = ((student.exp() + answers.exp()) / 2).log()
+    each = ((p - mixed) * p.exp() for p in (student, answers))
+    return sum(each).sum(-1)[mask].mean() / 2  # type: ignore[union-attr]
+
+
+def kl_of_ours(x: Any, head: nn.Linear, teacher_x: Any, weight: Any, mask: Any) -> torch.Tensor:
+    options = {"bias": head.bias, "mask": mask, "temperature": 2.0, "chunk_size": 32}
+    return linear_kl(x, head.weight, teacher_x, weight, **options)
+
+
+def jsd_of_ours(x: Any, head: nn.Linear, teacher_x: Any, weight: Any, mask: Any) -> torch.Tensor:
+    options = {"bias": head.bias, "mask": mask, "chunk_size": 32}
+    return linear_jsd(x, head.weight, teacher_x, weight, **options)
+
+
+@pytest.mark.parametrize(
+    ("ours", "by_torch"),
+    [(kl_of_ours, kl_by_torch), (jsd_of_ours, jsd_by_torch)],
+    ids=["kl", "jsd"],
+)
+def test_distillation_follows_plain_torch(ours: Any, by_torch: Any) -> None:
+    curve, plain = distil(ours), distil(by_torch)
+    assert plain[-1] < 0.5 * plain[0]  # there is something to learn
+    assert torch.allclose(torch.tensor(curve[:20]), torch.tensor(plain[:20]), rtol=1e-4)
+    last, wanted = (sum(x[-20:]) / 20 for x in (curve, plain))
+    assert abs(last - wanted) <= 0.02 * wanted
+
+
+class Step(nn.Module):
+    """A training step's forward pass, from the hidden states of a model to the loss."""
+
+    def __init__(self, loss_of: Loss) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self._loss_of = nn.Linear(256, 8000, bias=False), loss_of
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self._loss_of(x, self.head, target)
+
+
+def test_peak_memory_of_a_step_drops_as_the_manual_says() -> None:
+    # docs/instruments.md: 49.15 MB before, 16.92 after, 8.7 of them gradients.
+    x = torch.randn(1, 512, 256).requires_grad_()
+    target = torch.randint(0, 8000, (1, 512))
+
+    def peak(loss_of: Loss) -> float:
+        subject = Subject("step", Step(loss_of), (x, target), torch.device("cpu"), backward=True)
+        return memory.measure(subject).peak / 1e6
+
+    logits = 512 * 8000 * 4 / 1e6
+    plain = peak(with_torch)
+    assert plain == pytest.approx(49.15, rel=0.02)
+    assert plain >= 3 * logits
+    for options in ({"chunk_size": 64}, {"chunk_by": "vocabulary", "chunk_size": 1000}):
+        assert peak(fused(**options)) <= 17.3, options
 
 
 def test_bf16_training_reaches_the_same_loss() -> None:

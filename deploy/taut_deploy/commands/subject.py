@@ -90,6 +90,7 @@ def instrument(as_json: bool) -> Iterator[None]:
     # Before the profiler's first use: it would announce each of its starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from taut_kernels.instruments.errors import InstrumentError
+    from taut_kernels.instruments.subject import described_if_of_a_step
 
     # A user's module beside the current directory is found as with 'python -m'.
     if str(Path.cwd()) not in sys.path:
@@ -99,6 +100,10 @@ def instrument(as_json: bool) -> Iterator[None]:
             yield
     except InstrumentError as error:
         raise MeasureError(str(error)) from error
+    except (Exception, SystemExit) as error:  # code that is not ours may raise anything
+        if (reason := described_if_of_a_step(error)) is None:
+            raise
+        raise MeasureError(reason) from error
 
 
 def one_subject(choice: Choice) -> "Subject":
@@ -144,6 +149,8 @@ def _built(choice: Choice, device: "torch.device") -> Iterator["Subject"]:
     elif _is_callable(choice.reference):
         _refuse(choice, "a callable", "shape", "dtype", "batch", "tokens")
         yield from_reference(choice.reference, choice.inputs, device, backward=choice.backward)
+    elif choice.reference.endswith(".py"):
+        raise MeasureError(f"{choice.reference}: say which function: {choice.reference}:NAME")
     else:
         _refuse(choice, "a model", "shape", "inputs")
         yield _model(choice, device, sorted(OP_CASES))
@@ -199,6 +206,9 @@ def _model(choice: Choice, device: "torch.device", ops: list[str]) -> "Subject":
     try:
         record = ModelStore(TautHome.from_environment().models).find(choice.reference)
     except ModelError as error:
+        # A path can be nothing but a model: the list of ops would hide what is wrong with it.
+        if "/" in choice.reference or Path(choice.reference).is_dir():
+            raise MeasureError(str(error)) from error
         raise MeasureError(
             f"{choice.reference}: no op ({', '.join(ops)}), no module:function, and as a model: "
             f"{error}"

@@ -3,8 +3,10 @@
 The file is complete in itself: no script, no style sheet, no image from elsewhere. A CSV is plotted
 where it has one of two forms:
 
-- long: columns ``kernel``, ``us``, perhaps ``p20_us`` and ``p80_us``, and a size ``M``, ``tokens``
-  or ``batch``; the other columns before ``kernel`` group rows into plots
+- long: columns ``kernel``, ``us``, perhaps ``p20_us`` and ``p80_us``, and before ``kernel`` a size,
+  one of :data:`SIZES`, or else ``case``; the other columns before ``kernel`` group rows into plots.
+  Where several are sizes, each kind of row (by its first column) lies along the one that needs the
+  fewest plots
 - wide: ``us``, ``best_rival``, ``rival_us`` and a size, before it what groups; ours and the rival
   become two series
 
@@ -17,13 +19,15 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from taut_kernels.bench import plots
 
-SIZES = ("M", "tokens", "batch")
+SIZES = ("M", "tokens", "batch", "T", "N", "V")
+"""Columns that may lie along x, the first of equals ahead."""
+_CASE = "case"
 _TEMPLATE = "report.html.j2"
 _FLOOR = "copy"
 # What matplotlib would say about itself, with addresses, in every plot.
@@ -39,16 +43,20 @@ class Cell:
     """One measured time.
 
     Attributes:
-        group: what the plot is of, for example ``gate_up 28672 4096``.
-        size: value on the horizontal axis.
+        axis: column that lies along x.
+        group: what the plot is of, for example ``gate_up N=28672 K=4096``.
+        size: value on the horizontal axis; of a case its number.
+        label: the same in words.
         kernel: whose.
         us: median, µs per call.
         low: 20th percentile, or the median where it was not kept.
         high: 80th percentile, likewise.
     """
 
+    axis: str
     group: str
     size: float
+    label: str
     kernel: str
     us: float
     low: float
@@ -57,15 +65,31 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One line of the summary of a CSV.
+    """One line of a table of ratios.
 
     Attributes:
-        group: what was measured.
-        cells: size → best rival over ours (> 1: ours is faster) with the rival's name, or a dash.
+        group: what was measured, or the case.
+        cells: one a size: best rival over ours (> 1: ours is faster) with the rival's name, or a
+            dash.
     """
 
     group: str
     cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Ours against the best rival, for the plots along one axis; of cases, for one plot.
+
+    Attributes:
+        axis: column along x; of cases, what the plot is of.
+        sizes: heads of the columns.
+        ratios: the lines.
+    """
+
+    axis: str
+    sizes: tuple[str, ...]
+    ratios: tuple[Ratio, ...]
 
 
 @dataclass(frozen=True)
@@ -77,8 +101,7 @@ class Section:
         environment: what the figures were measured with; empty where nothing says so.
         plots: SVG documents.
         no_plot: why there are none; None where there are.
-        sizes: heads of the ratio columns.
-        ratios: ours against the best rival.
+        tables: ours against the best rival.
         header: columns of the CSV.
         rows: of the CSV.
     """
@@ -87,8 +110,7 @@ class Section:
     environment: str
     plots: tuple[str, ...]
     no_plot: str | None
-    sizes: tuple[str, ...]
-    ratios: tuple[Ratio, ...]
+    tables: tuple[Table, ...]
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
@@ -151,15 +173,13 @@ def section(file: Path) -> Section:
     environment = _environment(file.with_suffix(".md"))
     no_plot = why_no_plot(header)
     cells = [] if no_plot else _cells(file, header, rows)
-    sizes = sorted({cell.size for cell in cells})
     drawn = _plots(file, header, cells)
     return Section(
         file.stem,
         environment,
         drawn,
         None if drawn else no_plot or "no rows",
-        tuple(f"{size:g}" for size in sizes),
-        tuple(Ratio(group, _ratios(found, sizes)) for group, found in _groups(cells)),
+        tuple(_tables(cells)),
         tuple(header),
         tuple(tuple(row) for row in rows),
     )
@@ -167,9 +187,8 @@ def section(file: Path) -> Section:
 
 def why_no_plot(header: Sequence[str]) -> str | None:
     """Say why a CSV with these columns has no plot; None where it has."""
-    size = _size_column(header)
-    if not size:
-        return f"no size among the columns ({', '.join(SIZES)})"
+    if not _size_columns(header):
+        return f"no size among the columns ({', '.join((*SIZES, _CASE))})"
     if "us" not in header:
         return "no column 'us'"
     if "kernel" not in header and not {"best_rival", "rival_us"} <= set(header):
@@ -177,8 +196,12 @@ def why_no_plot(header: Sequence[str]) -> str | None:
     return None
 
 
-def _size_column(header: Sequence[str]) -> str:
-    return next((name for name in SIZES if name in header), "")
+def _size_columns(header: Sequence[str]) -> list[str]:
+    """Columns that can lie along x: of a long CSV those before ``kernel``, of others the first."""
+    if "kernel" not in header:
+        return [name for name in SIZES if name in header][:1]
+    before = header[: list(header).index("kernel")]
+    return [name for name in SIZES if name in before] or [name for name in before if name == _CASE]
 
 
 def _read(file: Path) -> tuple[list[str], list[list[str]]]:
@@ -204,32 +227,95 @@ def _environment(file: Path) -> str:
 
 
 def _cells(file: Path, header: list[str], rows: list[list[str]]) -> list[Cell]:
-    size = _size_column(header)
-    # What stands before the series, or before the size where there is one rival a row, says what
-    # was measured.
-    end = header.index("kernel") if "kernel" in header else header.index(size)
-    keys = [name for name in header[:end] if name != size]
-    found = []
-    for number, row in enumerate(rows, 2):
-        values = dict(zip(header, row, strict=True))
-        group = " ".join(values[key] for key in keys)
+    named = [dict(zip(header, row, strict=True)) for row in rows]
+    found: list[Cell] = []
+    for number, (values, size) in enumerate(zip(named, _axes(header, named), strict=True), 2):
         try:
-            at, us = float(values[size]), float(values["us"])
-            low, high = (float(values.get(name, us)) for name in ("p20_us", "p80_us"))
-            found.append(Cell(group, at, values.get("kernel", "taut"), us, low, high))
-            if "kernel" not in values and values["rival_us"]:
-                rival = float(values["rival_us"])
-                found.append(Cell(group, at, values["best_rival"], rival, rival, rival))
+            found += _cells_of(values, size, _keys(header, size))
         except ValueError as error:
             raise ReportError(f"{file}: row {number}: {error}") from error
+    return list(_with_cases_numbered(found))
+
+
+def _with_cases_numbered(cells: Sequence[Cell]) -> Iterator[Cell]:
+    known: dict[str, list[str]] = {}
+    for cell in cells:
+        if cell.axis != _CASE:
+            yield cell
+            continue
+        cases = known.setdefault(cell.group, [])
+        if cell.label not in cases:
+            cases.append(cell.label)
+        yield replace(cell, size=1.0 + cases.index(cell.label))
+
+
+def _keys(header: Sequence[str], size: str) -> list[str]:
+    """Columns that say what was measured: before the series, or the size where there is none."""
+    end = list(header).index("kernel" if "kernel" in header else size)
+    return [name for name in header[:end] if name != size]
+
+
+def _axes(header: Sequence[str], rows: Sequence[dict[str, str]]) -> list[str]:
+    """Choose the column that lies along x for each row."""
+    candidates = _size_columns(header)
+
+    def plots_along(size: str, kind: str) -> int:
+        keys = _keys(header, size)
+        return len({tuple(row[key] for key in keys) for row in rows if row[header[0]] == kind})
+
+    chosen = {
+        kind: min(candidates, key=lambda size: plots_along(size, kind))
+        for kind in dict.fromkeys(row[header[0]] for row in rows)
+    }
+    return [chosen[row[header[0]]] for row in rows]
+
+
+def _cells_of(values: dict[str, str], size: str, keys: Sequence[str]) -> list[Cell]:
+    named = ((key, values[key]) for key in keys)
+    group = " ".join(f"{key}={value}" if _is_number(value) else value for key, value in named)
+    label, at = values[size], 0.0
+    if size != _CASE:
+        at = float(label)
+        label = f"{at:g}"
+    us = float(values["us"])
+    low, high = (float(values.get(name, us)) for name in ("p20_us", "p80_us"))
+    found = [Cell(size, group, at, label, values.get("kernel", "taut"), us, low, high)]
+    if "kernel" not in values and values["rival_us"]:
+        rival = float(values["rival_us"])
+        found.append(Cell(size, group, at, label, values["best_rival"], rival, rival, rival))
     return found
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _groups(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:
-    groups: dict[str, list[Cell]] = {}
+    groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(cell.group, []).append(cell)
-    return list(groups.items())
+        groups.setdefault((cell.axis, cell.group), []).append(cell)
+    return [(group, found) for (_, group), found in groups.items()]
+
+
+def _tables(cells: Sequence[Cell]) -> list[Table]:
+    tables = []
+    for axis in dict.fromkeys(cell.axis for cell in cells):
+        here = [cell for cell in cells if cell.axis == axis]
+        if axis == _CASE:
+            for group, found in _groups(here):
+                cases = list(dict.fromkeys(cell.label for cell in found))
+                lines = (Ratio(case, _ratios(found, [case])) for case in cases)
+                tables.append(Table(group, ("best rival ÷ ours",), tuple(lines)))
+            continue
+        labels = [cell.label for cell in sorted(here, key=lambda cell: cell.size)]
+        sizes = tuple(dict.fromkeys(labels))
+        lines = (Ratio(group, _ratios(found, sizes)) for group, found in _groups(here))
+        tables.append(Table(axis, sizes, tuple(lines)))
+    return tables
 
 
 def _ours(kernel: str) -> bool:
@@ -240,10 +326,10 @@ def _rival(kernel: str) -> bool:
     return not _ours(kernel) and kernel != _FLOOR and "(other " not in kernel
 
 
-def _ratios(cells: Sequence[Cell], sizes: Sequence[float]) -> tuple[str, ...]:
+def _ratios(cells: Sequence[Cell], labels: Sequence[str]) -> tuple[str, ...]:
     found = []
-    for size in sizes:
-        here = [cell for cell in cells if cell.size == size]
+    for label in labels:
+        here = [cell for cell in cells if cell.label == label]
         ours = min((cell.us for cell in here if _ours(cell.kernel)), default=None)
         rivals = [cell for cell in here if _rival(cell.kernel)]
         if ours is None or not rivals:
@@ -256,20 +342,26 @@ def _ratios(cells: Sequence[Cell], sizes: Sequence[float]) -> tuple[str, ...]:
 
 def _plots(file: Path, header: Sequence[str], cells: Sequence[Cell]) -> tuple[str, ...]:
     """Draw a CSV's panels as SVG; none where neither this module nor `plots` knows its form."""
-    if cells:
-        x_label, ours = _size_column(header), "taut"
-        points = plots.join_ours([_point(cell) for cell in cells], ours)
-    else:
+    if not cells:
         try:
             points, x_label, ours = plots.read(file)
         except ValueError:  # no form that can be drawn: the report says so
             return ()
-    lines = list(dict.fromkeys(point.line for point in points))
-    panels = list(dict.fromkeys(point.panel for point in points))
-    return tuple(
-        _svg(panel, [point for point in points if point.panel == panel], lines, x_label, ours)
-        for panel in panels
-    )
+        panels = list(dict.fromkeys(point.panel for point in points))
+        lines = list(dict.fromkeys(point.line for point in points))
+        each = ([point for point in points if point.panel == panel] for panel in panels)
+        return tuple(_svg(found, lines, x_label, ours) for found in each)
+    groups = [
+        (found, plots.join_ours([_point(cell) for cell in found], "taut"))
+        for _, found in _groups(cells)
+    ]
+    lines = list(dict.fromkeys(point.line for _, points in groups for point in points))
+    drawn = []
+    for found, points in groups:
+        axis = found[0].axis
+        cases = list(dict.fromkeys(cell.label for cell in found)) if axis == _CASE else None
+        drawn.append(_svg(points, lines, axis, "taut", cases))
+    return tuple(drawn)
 
 
 def _point(cell: Cell) -> plots.Point:
@@ -278,7 +370,11 @@ def _point(cell: Cell) -> plots.Point:
 
 
 def _svg(
-    panel: str, points: Sequence[plots.Point], lines: Sequence[str], x_label: str, ours: str
+    points: Sequence[plots.Point],
+    lines: Sequence[str],
+    x_label: str,
+    ours: str,
+    cases: Sequence[str] | None = None,
 ) -> str:
     try:
         import matplotlib as mpl
@@ -286,11 +382,15 @@ def _svg(
     except ImportError as error:
         raise ReportError("plots need matplotlib: pip install 'taut[deploy]'") from error
 
-    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    figure = Figure(figsize=(5.2, 3.4 if cases is None else 4.4), layout="constrained")
     axes = figure.subplots()
     plots.draw_panel(axes, points, lines, ours)
-    axes.set_title(panel, fontsize=9)
+    axes.set_title(points[0].panel, fontsize=9)
     axes.set_xlabel(x_label, fontsize=8)
+    if cases is not None:
+        axes.set_xscale("linear")
+        names = [_literal(case) for case in cases]
+        axes.set_xticks(range(1, 1 + len(cases)), names, rotation=35, ha="right", fontsize=6)
     axes.legend(fontsize=7)
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "taut"}):

@@ -25,6 +25,7 @@ _COLUMNS = 4
 _DPI = 110
 _MOST_OF_OURS = 8
 """Lines of ours that a reader can tell apart; more are tiles in turn, of which the best counts."""
+_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (1, 4)), (0, (6, 2, 1, 2, 1, 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,20 +202,24 @@ def draw_panel(axis: Axes, points: Sequence[Point], lines: Sequence[str], ours: 
         axis: where.
         points: of the panel.
         lines: names of all lines; their order gives them their colours.
-        ours: lines that begin with this are drawn strongly.
+        ours: lines that begin with this are drawn strongly, several with a dash of their own each.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
+    here = {point.line for point in points}
+    own = [line for line in lines if line.startswith(ours) and line in here]
     for number, line in enumerate(lines):
         found = sorted((point for point in points if point.line == line), key=lambda p: p.x)
         if not found:
             continue
-        strong = line.startswith(ours)
+        strong = line in own
         x, y = [point.x for point in found], [point.y for point in found]
         style: dict[str, Any] = {"color": "black" if strong else f"C{number}"}
+        dash = _DASHES[own.index(line) % len(_DASHES)] if strong else "-"
+        width = 2.2 if strong else 1.1
         # What begins with an underscore (`torch._scaled_mm`) matplotlib leaves out of a legend.
         name = f"torch.{line}" if line.startswith("_") else line
-        axis.plot(x, y, marker=".", linewidth=2.2 if strong else 1.1, label=name, **style)
+        axis.plot(x, y, marker=".", linewidth=width, linestyle=dash, label=name, **style)
         low, high = [point.low for point in found], [point.high for point in found]
         axis.fill_between(x, low, high, alpha=0.15, linewidth=0, **style)
     axis.set_xscale("log", base=2)

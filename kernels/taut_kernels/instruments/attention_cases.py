@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from taut_kernels.attention import cache_write, decode, prefill
+from taut_kernels.attention._decode_arguments import check
 from taut_kernels.instruments.errors import InstrumentError
 
 Sizes = Mapping[str, int]
@@ -67,6 +68,7 @@ def paged(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, 
     arrivals = decode.make_arrivals(B, sizes["Hq"], device, sizes["T"])
     settings = (sizes["M"], sizes["window"], sizes["D"] ** -0.5)
     on_device = (q.to(device, dtype), k_cache, v_cache, table.to(device), lens.to(device))
+    check(*on_device)
     return (*on_device, *scales, arrivals, *settings)
 
 

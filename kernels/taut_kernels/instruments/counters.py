@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from taut_kernels.instruments import aten_traits as traits
 from taut_kernels.instruments.op_work import OP_TABLES, OP_WORK, work_of
-from taut_kernels.instruments.subject import Subject, tensors_in
+from taut_kernels.instruments.subject import Subject, dense_parts, tensors_in
 from taut_kernels.instruments.work import Work
 
 
@@ -71,16 +71,21 @@ def count(subject: Subject) -> Count:
     counter = _Counter()
     with counter:
         result = subject.step()
-    kept = tensors_in(result)
-    if subject.backward:
-        kept += [leaf.grad for leaf in subject.leaves() if leaf.grad is not None]
-    return counter.summary(kept)
+    gradients = [leaf.grad for leaf in subject.leaves()] if subject.backward else []
+    return counter.summary(_parts_in((result, gradients)))
 
 
 def touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the distinct elements a tensor shows: dimensions of stride 0 count once."""
-    if tensor.is_sparse:
-        return touched_bytes(tensor._values()) + touched_bytes(tensor._indices())
+    """Bytes of the distinct elements a tensor shows: dimensions of stride 0 count once.
+
+    Args:
+        tensor: of any layout; of a sparse one its indices and values count.
+    """
+    if not _is_strided(tensor):
+        parts = dense_parts(tensor)
+        if parts[0] is tensor:
+            return tensor.numel() * tensor.element_size()
+        return sum(map(touched_bytes, parts))
     elements = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if size == 0:
@@ -122,9 +127,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             work = work_of(ours, _of_default(func, args), kwargs)
             if ours in OP_TABLES:
                 tables = OP_TABLES[ours](*args, **kwargs)
-                self._note_lookup(operands, tables, tensors_in(result))
+                self._note_lookup(operands, tables, _parts_in(result))
             else:
-                self._note_regions(operands, operands.read, tensors_in(result))
+                self._note_regions(operands, operands.read, _parts_in(result))
         else:
             work = self._generic(func, name, operands, args, kwargs, result)
         if work != Work():
@@ -141,7 +146,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         result: Any,
     ) -> Work:
-        results = tensors_in(result)
+        results = _parts_in(result)
         known = {_storage(tensor) for tensor in operands.all}
         fresh = [tensor for tensor in results if _storage(tensor) not in known]
         if name in traits.READS_SHAPE_ONLY:
@@ -199,7 +204,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage not in self._made:
                 key = ("lookup", len(self._read[storage]))
                 self._read[storage][key] = looked_up
-                self._capacity[storage] = operands.read[position].untyped_storage().nbytes()
+                self._capacity[storage] = _capacity(operands.read[position])
         rest = [tensor for i, tensor in enumerate(operands.read) if i not in tables]
         self._note_regions(operands, rest, results)
 
@@ -210,9 +215,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors:
                 storage = _storage(tensor)
                 if storage not in self._made:
-                    region = (tensor.storage_offset(), tensor.shape, tensor.stride())
-                    regions[storage][region] = touched_bytes(tensor)
-                    self._capacity[storage] = tensor.untyped_storage().nbytes()
+                    regions[storage][_region(tensor)] = touched_bytes(tensor)
+                    self._capacity[storage] = _capacity(tensor)
         known = {_storage(tensor) for tensor in operands.all}
         for tensor in results:
             if _storage(tensor) not in known:
@@ -251,7 +255,7 @@ class _Operands:
     """Tensors of one call: all, those it reads and those it writes in place."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.all: list[torch.Tensor] = tensors_in((args, kwargs))
+        self.all: list[torch.Tensor] = _parts_in((args, kwargs))
         self.written: list[torch.Tensor] = []
         self.read: list[torch.Tensor] = []
         name = func._schema.name
@@ -263,7 +267,7 @@ class _Operands:
                 value = kwargs[argument.name]
             else:
                 continue
-            tensors = tensors_in(value)
+            tensors = _parts_in(value)
             writes = argument.alias_info is not None and argument.alias_info.is_write
             if writes:
                 self.written += tensors
@@ -281,5 +285,29 @@ class _Identity:
         return id(tensor) in self._ids
 
 
+def _parts_in(tree: Any) -> list[torch.Tensor]:
+    return [part for tensor in tensors_in(tree) for part in dense_parts(tensor)]
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Say whether shape, strides and a storage are all there is to a tensor."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    """Identify a tensor's memory; of one without a storage (oneDNN's) the tensor itself."""
+    if tensor.layout is torch.strided:
+        return int(tensor.untyped_storage()._cdata)
+    return id(tensor)
+
+
+def _capacity(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return touched_bytes(tensor)
+
+
+def _region(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if not _is_strided(tensor):
+        return ("whole",)
+    return (tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -54,6 +54,8 @@ def why_not_capturable(subject: Subject) -> str | None:
 def _why_not_on_device(subject: Subject) -> str | None:
     index = torch.cuda.current_device() if subject.device.index is None else subject.device.index
     for i, tensor in enumerate(tensors_in((subject.args, subject.kwargs))):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return f"tensor input {i} is sparse or nested: a replay copies dense tensors only"
         if tensor.device != torch.device("cuda", index):
             return f"tensor input {i} is on {tensor.device}, the graph on cuda:{index}"
         if not _is_dense(tensor):

@@ -1,9 +1,10 @@
 """What ``torch.compile`` makes of a callable: graphs, breaks, guards, generated code, kernels.
 
-Three looks at the same call. `torch._dynamo.explain` says how many graphs Dynamo captures, where it
-breaks off, why, and what it guards on. AOTAutograd's graphs, forward and backward, show the ATen
-operations that Inductor is given. Inductor then compiles for the device at hand, Triton on CUDA and
-C++ on a CPU, and the code it wrote is kept and its kernels counted.
+Three looks at the same call. `torch._dynamo.explain` says how many graphs Dynamo captures and what
+it guards on, and Dynamo's log where it breaks off and why (:mod:`.graph_breaks`). AOTAutograd's
+graphs, forward and backward, show the ATen operations that Inductor is given. Inductor then
+compiles for the device at hand, Triton on CUDA and C++ on a CPU, and the code it wrote is kept and
+its kernels counted.
 """
 
 from __future__ import annotations
@@ -26,24 +27,10 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
-from taut_kernels.instruments import cuda_graph
+from taut_kernels.instruments import cuda_graph, graph_breaks
 from taut_kernels.instruments.errors import InstrumentError
+from taut_kernels.instruments.graph_breaks import GraphBreak
 from taut_kernels.instruments.subject import Subject
-
-
-@dataclass(frozen=True, slots=True)
-class GraphBreak:
-    """A place where Dynamo gives up and lets Python run.
-
-    Attributes:
-        reason: Dynamo's first line.
-        where: ``file:line in function``, innermost of the user's frames.
-        source: that line of code.
-    """
-
-    reason: str
-    where: str
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +78,7 @@ class Explanation:
         device: kind of device.
         graphs: Dynamo captured.
         operations: in them.
-        breaks: in order.
+        breaks: in order, each once.
         guards: what a compiled graph checks before it is reused.
         aten: graphs given to Inductor.
         generated: files of code.
@@ -126,7 +113,7 @@ def explain(subject: Subject) -> Explanation:
     """
     not_capturable = cuda_graph.why_not_capturable(replace(subject, backward=False))
     try:
-        with _grad_mode(subject), _quiet():
+        with _grad_mode(subject), _quiet(), graph_breaks.logged() as breaks:
             found = torch._dynamo.explain(_traceable(subject))(*subject.args, **subject.kwargs)
     except TorchDynamoException as error:
         raise InstrumentError(f"{subject.name}: Dynamo fails: {_first_line(error)}") from error
@@ -143,7 +130,7 @@ def explain(subject: Subject) -> Explanation:
         subject.device.type,
         found.graph_count,
         found.op_count,
-        tuple(map(_break, found.break_reasons)),
+        tuple(graph_breaks.merged(breaks, found.break_reasons)),
         tuple(sorted({_guard(guard) for guard in found.out_guards or ()})),
         tuple(aten),
         generated,
@@ -249,16 +236,6 @@ def read_code(code: str) -> Generated:
     language = "triton" if triton else "c++" if cpp else "none"
     graph = match.group(1) if (match := _GRAPH.search(code)) else "unknown"
     return Generated(graph, language, kernels, launches, library, code)
-
-
-def _break(reason: Any) -> GraphBreak:
-    text = str(reason.reason).strip().splitlines()
-    frames = list(reason.user_stack)
-    if not frames:
-        return GraphBreak(text[0] if text else "unknown", "unknown", "")
-    frame = frames[-1]
-    where = f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return GraphBreak(text[0] if text else "unknown", where, (frame.line or "").strip())
 
 
 def _guard(guard: Any) -> str:

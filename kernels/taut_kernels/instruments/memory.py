@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from taut_kernels.instruments import caller
-from taut_kernels.instruments.subject import Subject, tensors_in
+from taut_kernels.instruments.subject import Subject, dense_parts, tensors_in
 from taut_kernels.instruments.trace import MemoryEvent, Span, Trace, read_trace
 
 _MARK = "taut.memory"
@@ -162,7 +162,7 @@ def attribute(subject: Subject, trace: Trace) -> MemoryProfile:
         level,
         allocated,
         allocations,
-        sum(tensor.nbytes for tensor in held.values()),
+        sum(part.nbytes for tensor in held.values() for part in dense_parts(tensor)),
         tuple(_holdings(at_peak, trace.annotations)),
         tuple(timeline),
     )

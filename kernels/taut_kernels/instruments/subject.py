@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -60,17 +60,29 @@ class Subject:
         return result
 
     def try_out(self) -> None:
-        """Run once, so that a mistake in the callable is found before anything is measured.
+        """Run twice, so that a mistake in the callable is found before anything is measured.
 
         Raises:
-            InstrumentError: the callable raised; names the exception and the line.
+            InstrumentError: the callable raised, or ended the process; names the exception and the
+                line. Or it returned what has not run yet.
         """
-        try:
-            self.step()
-        except InstrumentError:
-            raise
-        except Exception as error:  # code that is not ours may raise anything
-            raise InstrumentError(f"{self.name}: {_described(error)}") from error
+        for note in ("", " (its second run: an instrument repeats a step)"):
+            try:
+                result = self.step()
+            except InstrumentError:
+                raise
+            except (Exception, SystemExit) as error:  # code that is not ours may raise anything
+                hint = "" if self.backward else _hint_at_gradients(error)
+                message = f"{self.name}: {_described(error)}{note}{hint}"
+                raise InstrumentError(message) from error
+            if isinstance(result, _NOT_RUN_YET):
+                if isinstance(result, CoroutineType):
+                    result.close()  # or Python warns that nobody awaited it
+                raise InstrumentError(
+                    f"{self.name}: returns a {type(result).__name__}, whose code has not run: give "
+                    "a function that runs it and returns tensors"
+                )
+            del result  # before the second run needs its memory
 
     def total(self, result: Any) -> torch.Tensor:
         """Sum the floating outputs: the scalar whose gradient a training step asks for.
@@ -110,6 +122,17 @@ class Subject:
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts and model outputs."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what a tensor's memory is made of: a sparse one's indices and values, else itself."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def resolve_device(wanted: str) -> torch.device:
@@ -165,6 +188,8 @@ def from_reference(
                 f"{reference}: cannot be made without arguments ({error}); give a function that "
                 "makes it, or an instance"
             ) from error
+        except (Exception, SystemExit) as error:  # code that is not ours may raise anything
+            raise InstrumentError(f"{reference}: making it {_described(error)}") from error
     if isinstance(call, torch.nn.Module):
         call = call.to(device)
     if not callable(call):
@@ -177,10 +202,9 @@ def _make_inputs(reference: str, device: torch.device) -> tuple[tuple[Any, ...],
     factory = load_attribute(reference)
     if not callable(factory):
         raise InstrumentError(f"--inputs {reference}: not callable, but {type(factory).__name__}")
-    takes_device = "device" in inspect.signature(factory).parameters
     try:
-        made = factory(device=device) if takes_device else factory()
-    except Exception as error:  # code that is not ours may raise anything
+        made = factory(device=device) if _takes_device(factory) else factory()
+    except (Exception, SystemExit) as error:  # code that is not ours may raise anything
         raise InstrumentError(f"--inputs {reference}: {_described(error)}") from error
     if isinstance(made, torch.Tensor):
         made = (made,)
@@ -202,14 +226,41 @@ def _make_inputs(reference: str, device: torch.device) -> tuple[tuple[Any, ...],
     return args, kwargs
 
 
-def _described(error: Exception) -> str:
+def _takes_device(factory: Callable[..., Any]) -> bool:
+    try:
+        return "device" in inspect.signature(factory).parameters
+    except ValueError:  # some builtins do not say what they take
+        return False
+
+
+_NOT_RUN_YET = (GeneratorType, CoroutineType, AsyncGeneratorType)
+
+
+def _hint_at_gradients(error: BaseException) -> str:
+    if "does not require grad" not in str(error):
+        return ""
+    return (
+        "; a step runs under torch.no_grad(): a callable that takes gradients itself needs "
+        "'with torch.enable_grad():' around them"
+    )
+
+
+def described_if_of_a_step(error: BaseException) -> str | None:
+    """Describe an exception that a step raised after it had been tried out; None for any other."""
+    code = Subject.step.__code__
+    if all(frame.f_code is not code for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return None
+    return f"a later step {_described(error)}"
+
+
+def _described(error: BaseException) -> str:
     """An exception in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = str(Path(__file__).parent)
     outside = [f for f in frames if "/torch/" not in f.filename and ours not in f.filename]
     where = f" at {outside[-1].filename}:{outside[-1].lineno}" if outside else ""
     message = " ".join(str(error).split())
-    return f"raises {type(error).__name__}{where}: {message}"
+    return f"raises {type(error).__name__}{where}" + (f": {message}" if message else "")
 
 
 def load_attribute(reference: str) -> Any:
@@ -228,7 +279,8 @@ def load_attribute(reference: str) -> Any:
 
 def _name_of(value: Any) -> str:
     if isinstance(value, ModuleType):
-        return Path(value.__file__).name if value.__file__ else value.__name__
+        file = getattr(value, "__file__", None)  # a builtin module has none
+        return Path(file).name if file else value.__name__
     return str(getattr(value, "__name__", type(value).__name__))
 
 
@@ -238,12 +290,27 @@ def _load_module(reference: str) -> Any:
         raise InstrumentError(f"{reference}: expected module:function or file.py:function")
     if where.endswith(".py"):
         return _load_file(reference, Path(where))
+    if not all(name.isidentifier() for name in where.split(".")):
+        raise InstrumentError(f"{reference}: {where!r} is no module's name, nor a file's (.py)")
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
+        if not f"{where}.".startswith(f"{error.name}."):
+            raise InstrumentError(f"{reference}: {_of_import(where, error)}") from error
         raise InstrumentError(
             f"{reference}: no module named {error.name!r}; give file.py:function for a file"
         ) from error
+    except (Exception, SystemExit) as error:  # code that is not ours may raise anything
+        raise InstrumentError(f"{reference}: {_of_import(where, error)}") from error
+
+
+def _of_import(where: str, error: BaseException) -> str:
+    """An exception of loading a module in one line."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename or where}, line {error.lineno}: {error.msg}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{where} imports {error.name!r}, not found"
+    return f"{where} {_described(error)}"
 
 
 def _load_file(reference: str, path: Path) -> Any:
@@ -260,13 +327,9 @@ def _load_file(reference: str, path: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except SyntaxError as error:
+    except BaseException as error:
         del sys.modules[name]
-        raise InstrumentError(f"{reference}: {path}, line {error.lineno}: {error.msg}") from error
-    except ModuleNotFoundError as error:
-        del sys.modules[name]
-        raise InstrumentError(f"{reference}: {path} imports {error.name!r}, not found") from error
-    except Exception as error:  # code that is not ours may raise anything
-        del sys.modules[name]
-        raise InstrumentError(f"{reference}: {path} {_described(error)}") from error
+        if not isinstance(error, (Exception, SystemExit)):
+            raise
+        raise InstrumentError(f"{reference}: {_of_import(str(path), error)}") from error
     return module

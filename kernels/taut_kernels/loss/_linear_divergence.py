@@ -7,6 +7,7 @@ gradient, and that meets the student's operands once: four products.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -244,8 +245,8 @@ def linear_divergence(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
-    if not divergence.temperature > 0.0:
-        raise ValueError(f"temperature must be above 0, got {divergence.temperature}")
+    if not 0.0 < divergence.temperature < math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, got {divergence.temperature}")
     check_chunk(chunk_size)
     student, teacher = autocast_operands(*student), autocast_operands(*teacher)
     check_projection(*student)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -58,7 +60,9 @@ def forward_computes_gradients(dtype: torch.dtype, reduction: str) -> bool:
     return reduction != "none" and dtype is not torch.float16
 
 
-def check_options(reduction: str, label_smoothing: float, softcap: float | None) -> None:
+def check_options(
+    reduction: str, label_smoothing: float, z_loss: float, softcap: float | None
+) -> None:
     """Hold the options all cross entropies have to their ranges.
 
     Raises:
@@ -68,8 +72,10 @@ def check_options(reduction: str, label_smoothing: float, softcap: float | None)
         raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must lie in 0..1, got {label_smoothing}")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"softcap must be above 0 or None, got {softcap}")
+    if not 0.0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss must be at least 0 and finite, got {z_loss}")
+    if softcap is not None and not 0.0 < softcap < math.inf:
+        raise ValueError(f"softcap must be above 0 and finite, or None, got {softcap}")
 
 
 def refuse_double_backward(op: str) -> None:

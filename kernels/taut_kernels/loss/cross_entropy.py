@@ -301,7 +301,7 @@ def cross_entropy(
         RuntimeError: in the backward pass: it is to be differentiated itself, or runs a second
             time over gradients computed in the forward pass.
     """
-    check_options(reduction, label_smoothing, softcap)
+    check_options(reduction, label_smoothing, z_loss, softcap)
     _check(logits, target)
     rows = logits if logits.dim() in (2, 3) else logits.reshape(-1, logits.shape[-1])
     labels = target.reshape(-1).to(torch.int64).contiguous()

@@ -278,7 +278,7 @@ def linear_cross_entropy(
         RuntimeError: in the backward pass: it is to be differentiated itself, or runs a second
             time over gradients computed in the forward pass.
     """
-    check_options(reduction, label_smoothing, softcap)
+    check_options(reduction, label_smoothing, z_loss, softcap)
     if chunk_by not in CHUNK_BY:
         raise ValueError(f"chunk_by must be auto, tokens or vocabulary, got {chunk_by!r}")
     check_chunk(chunk_size, MOST_COLUMNS if chunk_by == "vocabulary" else None)
