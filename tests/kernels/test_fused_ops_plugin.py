@@ -120,6 +120,7 @@ LOGGED = {
     "angles": [],  # said when they were loaded
     "heads": ["RotaryEmbedding not ours: heads not side by side in a row"],
     "positions": ["RotaryEmbedding not ours: positions of several dimensions"],
+    "keys": ["RotaryEmbedding not ours: keys in another type than the queries"],
     "gaps": ["SiluAndMul not ours: activations with gaps, or in another type than ours takes"],
 }
 

@@ -92,6 +92,7 @@ def rotated(mode: str) -> dict[str, object]:
         mock.patch.object(type(rotary), "_rotate_apart") as ours,
         mock.patch("vllm._custom_ops.rotary_embedding") as theirs,
     ):
+        rotary.forward_cuda(positions, q, k.half())
         rotary.forward_cuda(positions.view(1, 3), q, k)
         rotary.forward_cuda(positions, q.unflatten(1, (4, 64)), k.unflatten(1, (2, 64)))
         rotary.forward_cuda(positions, q.double(), k.double())
@@ -149,6 +150,7 @@ def not_ours(mode: str) -> dict[str, object]:
             ("angles", another, (positions, q, k)),
             ("heads", plain, (positions, q.unflatten(1, (-1, 64)), k.unflatten(1, (-1, 64)))),
             ("positions", plain, (positions[None], q, k)),
+            ("keys", plain, (positions, q, k.half())),
             ("gaps", activation, (x[:, :128],)),
         ):
             lines.clear()

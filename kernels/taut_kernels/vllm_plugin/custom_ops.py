@@ -151,6 +151,8 @@ class _TautRotary:
     ) -> str | None:
         if query.dtype not in rope.DTYPES:
             return "queries in another type than ours takes"
+        if key is not None and key.dtype is not query.dtype:
+            return "keys in another type than the queries"
         if positions.dim() != 1:
             return "positions of several dimensions"
         if any(t is not None and (t.dim() != 2 or t.stride(1) != 1) for t in (query, key)):
