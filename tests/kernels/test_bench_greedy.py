@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from taut_kernels.bench import greedy
+from taut_kernels.bench import engine_checkpoint, greedy
+from taut_kernels.bench import report as bench_report
 from taut_kernels.bench.greedy import Comparison, chance_of_as_many, compare
 
 
@@ -68,6 +70,78 @@ def test_prompts_are_cut_at_even_distances(tmp_path: Path, monkeypatch: pytest.M
     assert {len(prompt) for prompt in prompts} == {64}
     with pytest.raises(ValueError, match="the text has 630 tokens, 640 needed"):
         greedy.cut_prompts("x" * 630, tmp_path, 10)
+
+
+def test_random_prompts_are_the_same_in_every_process(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+    prompts = greedy.random_prompts(tmp_path, 9)
+    assert prompts == greedy.random_prompts(tmp_path, 9)
+    assert {len(prompt) for prompt in prompts} == {64}
+    assert {token for prompt in prompts for token in prompt} == set(range(50))
+    assert len({tuple(prompt) for prompt in prompts}) == 9
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", None])
+def test_the_8b_shape_is_written_asked_and_gone(
+    scheme: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every mode gets the checkpoint and no text; the figures are named after the scheme."""
+    commands: list[list[str]] = []
+
+    def write(directory: Path, scheme: str, sizes: dict[str, object]) -> None:
+        assert (scheme, sizes["hidden_size"]) == ("w4a16", 4096)
+        directory.mkdir()
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        assert Path(command[command.index("--checkpoint") + 1]).is_dir()
+        mode = command[command.index("--worker") + 1]
+        (tmp_path / f"answers-{mode}.json").write_text('{"all": [[1, 2]], "few": [[1, 2]]}')
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr(engine_checkpoint, "write", write)
+    monkeypatch.setattr(greedy.subprocess, "run", run)
+    monkeypatch.setattr(bench_report, "environment", lambda: {"GPU": "card"})
+    text = [] if scheme else ["--text", str(tmp_path / "t")]
+    source = ["--scheme", scheme] if scheme else ["--checkpoint", str(tmp_path)]
+    assert greedy.main([*source, *text, "--output", str(tmp_path)]) == 0
+    assert [command[command.index("--worker") + 1] for command in commands] == ["off", "require"]
+    place = Path(commands[0][commands[0].index("--checkpoint") + 1])
+    assert [command.count("--text") for command in commands] == [len(text) // 2] * 2
+    assert place.is_dir() == (scheme is None)
+    assert (tmp_path / ("greedy-w4a16.csv" if scheme else "greedy.csv")).is_file()
+
+
+def test_random_weights_have_no_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        greedy.main(["--scheme", "fp8", "--text", "x", "--output", str(tmp_path)])
+    assert "--text: random weights have no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", [None, "words"])
+def test_a_worker_loads_a_tokenizer_only_for_text(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def answer(
+        checkpoint: Path, mode: str, prompts: greedy.Answers, length: int, *, tokenizer: bool
+    ) -> dict[str, greedy.Answers]:
+        asked.append((len(prompts), tokenizer))
+        return _sets(prompts, prompts)
+
+    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+    (tmp_path / "text").write_text("words")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(greedy, "answer", answer)
+    monkeypatch.setattr(greedy, "cut_prompts", lambda text, *_: [[len(text)]] * 3)
+    argv = ["--checkpoint", str(tmp_path), "--output", str(tmp_path), "--worker", "off"]
+    argv += ["--text", str(tmp_path / "text")] if text else []
+    assert greedy.main([*argv, "--prompts", "3"]) == 0
+    assert asked == [(3, text is not None)]
+    assert (tmp_path / "answers-off.json").is_file()
 
 
 def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,7 +5,10 @@ as likely. What counts is whether ours part from vLLM's more often than vLLM's p
 One engine a mode answers the same prompts twice: all at once, and a few at a time, which changes
 the kernels' shapes and so their order of adding. Stock's two sets give the A/A noise floor; ours
 against stock's, all at once, is held against it by Fisher's exact test (one-sided). Prompts are
-pieces of ``--text`` at even distances. Writes ``greedy.csv``, ``greedy.md`` and each mode's log.
+pieces of ``--text`` at even distances, or random tokens. ``--scheme`` in the place of
+``--checkpoint`` takes Llama-3-8B's shape with random weights (:mod:`.engine_checkpoint`), whose
+answers mean nothing but part as any others do. Writes ``greedy.csv``, ``greedy.md``
+(``greedy-<scheme>``) and each mode's log.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import argparse
 import csv
 import json
 import math
+import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,7 +96,9 @@ def chance_of_as_many(ours: Comparison, floor: Comparison) -> float:
     return sum(tail) / ways
 
 
-def answer(checkpoint: Path, mode: str, prompts: Answers, length: int) -> dict[str, Answers]:
+def answer(
+    checkpoint: Path, mode: str, prompts: Answers, length: int, *, tokenizer: bool = True
+) -> dict[str, Answers]:
     """Start an engine in this process and let it answer twice.
 
     Args:
@@ -99,6 +106,7 @@ def answer(checkpoint: Path, mode: str, prompts: Answers, length: int) -> dict[s
         mode: one of :data:`MODES`; ``TAUT_KERNELS`` already has its first part.
         prompts: token numbers.
         length: tokens of an answer, greedy, ends ignored.
+        tokenizer: whether the checkpoint has one to load.
 
     Returns:
         ``all``: all prompts at once; ``few``: :data:`_FEW` at a time.
@@ -114,6 +122,7 @@ def answer(checkpoint: Path, mode: str, prompts: Answers, length: int) -> dict[s
         gpu_memory_utilization=0.5,
         seed=0,
         enable_prefix_caching=False,
+        skip_tokenizer_init=not tokenizer,
         **engine_options(mode, sizes),
     )
     sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
@@ -149,6 +158,19 @@ def cut_prompts(text: str, tokenizer_of: Path, count: int) -> Answers:
     return [tokens[i * step : i * step + _PROMPT_TOKENS] for i in range(count)]
 
 
+def random_prompts(checkpoint: Path, count: int) -> Answers:
+    """Return random token numbers, the same in every process.
+
+    Args:
+        checkpoint: whose vocabulary they are of.
+        count: prompts.
+    """
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    draw = random.Random(0)  # noqa: S311 (a seed, not a secret)
+    numbers = range(config["vocab_size"])
+    return [draw.choices(numbers, k=_PROMPT_TOKENS) for _ in range(count)]
+
+
 def verdict(ours: Comparison, floor: Comparison) -> str:
     """Return one line about a mode.
 
@@ -164,12 +186,15 @@ def verdict(ours: Comparison, floor: Comparison) -> str:
     )
 
 
-def _in_own_process(mode: str, arguments: argparse.Namespace) -> dict[str, Answers] | None:
+def _in_own_process(
+    mode: str, checkpoint: Path, arguments: argparse.Namespace
+) -> dict[str, Answers] | None:
     """Answer in a fresh process; None where its engine failed."""
     result = arguments.output / f"answers-{mode}.json"
     command = [sys.executable, "-m", "taut_kernels.bench.greedy", "--worker", mode]
-    for name in ("checkpoint", "output", "text"):
-        command += [f"--{name}", str(getattr(arguments, name))]
+    command += ["--checkpoint", str(checkpoint), "--output", str(arguments.output)]
+    if arguments.text is not None:
+        command += ["--text", str(arguments.text)]
     command += ["--prompts", str(arguments.prompts), "--length", str(arguments.length)]
     variables = environment(mode, arguments.output / f"greedy-{mode}-kernels.json")
     with (arguments.output / f"greedy-{mode}.log").open("w") as sink:
@@ -183,8 +208,8 @@ def _in_own_process(mode: str, arguments: argparse.Namespace) -> dict[str, Answe
     return answers
 
 
-def _write(pairs: Sequence[Comparison], lines: Sequence[str], directory: Path) -> None:
-    with (directory / "greedy.csv").open("w", newline="", encoding="utf-8") as file:
+def _write(pairs: Sequence[Comparison], lines: Sequence[str], directory: Path, name: str) -> None:
+    with (directory / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(asdict(pairs[0])))
         writer.writeheader()
         writer.writerows(asdict(pair) for pair in pairs)
@@ -194,17 +219,20 @@ def _write(pairs: Sequence[Comparison], lines: Sequence[str], directory: Path) -
         for pair in pairs
     ]
     text = "\n".join([*table, "", *(f"- {line}" for line in lines), ""])
-    (directory / "greedy.md").write_text(text, encoding="utf-8")
+    (directory / f"{name}.md").write_text(text, encoding="utf-8")
     sys.stdout.write(text)
 
 
-def report(answers: dict[str, dict[str, Answers]], directory: Path, facts: str) -> bool:
+def report(
+    answers: dict[str, dict[str, Answers]], directory: Path, facts: str, name: str = "greedy"
+) -> bool:
     """Compare what the modes answered, write the files, and print them.
 
     Args:
         answers: by mode and set; ``off`` is stock.
         directory: for the files.
         facts: machine, versions and date.
+        name: of the files.
 
     Returns:
         Whether every mode is within the noise floor.
@@ -219,16 +247,20 @@ def report(answers: dict[str, dict[str, Answers]], directory: Path, facts: str) 
         pairs += [ours, compare(f"{mode}, all", sets["all"], f"{mode}, few", sets["few"])]
         lines.append(verdict(ours, floor))
         inside &= chance_of_as_many(ours, floor) > _SURE
-    _write(pairs, lines, directory)
+    _write(pairs, lines, directory, name)
     return inside
 
 
 def _parser() -> argparse.ArgumentParser:
+    from taut_kernels.bench.engine_checkpoint import SCHEMES
+
     parser = argparse.ArgumentParser(
         prog="python -m taut_kernels.bench.greedy", description=__doc__
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, help="with its tokenizer")
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 text to cut prompts from")
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument("--checkpoint", type=Path, help="what the engines load")
+    of.add_argument("--scheme", choices=SCHEMES, help="Llama-3-8B's shape, random weights")
+    parser.add_argument("--text", type=Path, help="UTF-8 text to cut prompts from; else random")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--mode", action="append", choices=MODES[1:], help="default: require")
     parser.add_argument("--prompts", type=int, default=128)
@@ -241,29 +273,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 outside of the noise floor or unanswered."""
     import torch
 
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.scheme and arguments.text:
+        parser.error("--text: random weights have no tokenizer")
     if not torch.cuda.is_available():
         sys.stderr.write("error: taut_kernels.bench.greedy needs a CUDA device\n")
         return 2
     if arguments.worker:
+        return _work(arguments)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = arguments.checkpoint
+        if checkpoint is None:
+            from taut_kernels.bench import engine_checkpoint
+
+            checkpoint = Path(scratch) / "checkpoint"
+            engine_checkpoint.write(checkpoint, arguments.scheme, engine_checkpoint.LLAMA_3_8B)
+            torch.cuda.empty_cache()
+        return _compare(checkpoint, arguments)
+
+
+def _work(arguments: argparse.Namespace) -> int:
+    """Answer as one mode and leave the answers in a file."""
+    checkpoint, has_text = arguments.checkpoint, arguments.text is not None
+    if has_text:
         text = arguments.text.read_text(encoding="utf-8")
-        prompts = cut_prompts(text, arguments.checkpoint, arguments.prompts)
-        answers = answer(arguments.checkpoint, arguments.worker, prompts, arguments.length)
-        path = arguments.output / f"answers-{arguments.worker}.json"
-        path.write_text(json.dumps(answers), encoding="utf-8")
-        return 0
+        prompts = cut_prompts(text, checkpoint, arguments.prompts)
+    else:
+        prompts = random_prompts(checkpoint, arguments.prompts)
+    length, mode = arguments.length, arguments.worker
+    answers = answer(checkpoint, mode, prompts, length, tokenizer=has_text)
+    path = arguments.output / f"answers-{mode}.json"
+    path.write_text(json.dumps(answers), encoding="utf-8")
+    return 0
+
+
+def _compare(checkpoint: Path, arguments: argparse.Namespace) -> int:
+    """Let every mode answer, and report."""
     from taut_kernels.bench.report import environment as facts
 
-    arguments.output.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Answers]] = {}
     for mode in ("off", *(arguments.mode or ["require"])):
-        sets = _in_own_process(mode, arguments)
+        sets = _in_own_process(mode, checkpoint, arguments)
         if sets is None:
             sys.stderr.write(f"error: {mode}: no answers: see greedy-{mode}.log\n")
             return 1
         found[mode] = sets
     line = ", ".join(f"{key} {value}" for key, value in facts().items())
-    return 0 if report(found, arguments.output, line) else 1
+    name = f"greedy-{arguments.scheme}" if arguments.scheme else "greedy"
+    return 0 if report(found, arguments.output, line, name) else 1
 
 
 if __name__ == "__main__":
