@@ -69,11 +69,14 @@ def test_what_is_no_trace_is_named(tmp_path: Path, content: str) -> None:
         read_trace(path)
 
 
-def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_places_that_cannot_be_written_are_named_before_a_step_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    subject = Subject("step", torch.relu, (torch.ones(2),), CPU)
-    with pytest.raises(InstrumentError, match="cannot be made"):
+    (tmp_path / "trace.json.gz").mkdir()
+    subject = Subject("step", lambda: pytest.fail("a step ran"), (), CPU)
+    with pytest.raises(InstrumentError, match="file: cannot be made"):
         profile.record(subject, tmp_path / "file" / "trace.json")
+    with pytest.raises(InstrumentError, match=r"trace\.json\.gz: cannot be written: Is a dir"):
+        profile.record(subject, tmp_path / "trace.json.gz")
 
 
 @pytest.mark.gpu

@@ -242,6 +242,22 @@ def test_every_op_runs_at_small_sizes(op: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("op", "rungs"), [("matmul", 4), ("transpose", 5), ("conv2d", 2), ("reduce", 3)]
+)
+def test_every_rung_of_a_ladder_is_a_subject(op: str, rungs: int) -> None:
+    sizes = {name: SMALL[name] for name in OP_CASES[op].sizes if name in SMALL}
+    if op == "conv2d":
+        sizes = {"B": 1, "C": 8, "side": 4, "N": 8}
+    for rung in range(1, rungs + 1):
+        subject = from_op(op, sizes | {"version": rung}, CPU)
+        assert subject.args[-1] == f"v{rung}"
+        assert f"version={rung}" in subject.name
+        subject.try_out()
+    with pytest.raises(InstrumentError, match=rf"version=9: the rungs are 1.*, {rungs}$"):
+        from_op(op, sizes | {"version": 9}, CPU)
+
+
+@pytest.mark.parametrize(
     ("op", "sizes", "dtype", "message"),
     [
         (
@@ -253,6 +269,8 @@ def test_every_op_runs_at_small_sizes(op: str) -> None:
         ("rms_norm", {"K": 3}, None, "--shape K=3: rms_norm has M=1024,N=4096,residual=0"),
         ("rms_norm", {"M": 0}, None, "--shape M=0: must be positive"),
         ("w4a16_gemm", {"K": 100}, None, "must be a multiple of 64"),
+        ("matmul", {"bias": 1, "version": 2}, None, "--shape bias=1: needs version=4, got 2"),
+        ("conv2d", {"C": 5, "version": 2}, None, "C and N must be multiples of 8"),
         ("paged_decode", {"M": 20, "page": 10}, None, "pages of a power of two of at least 16"),
         ("w4a16_gemm", {}, torch.float32, "--dtype float32: w4a16_gemm takes bfloat16, float16"),
     ],

@@ -145,8 +145,8 @@ def kl_by_torch(x: Any, head: nn.Linear, teacher_x: Any, weight: Any, mask: Any)
 def jsd_by_torch(x: Any, head: nn.Linear, teacher_x: Any, weight: Any, mask: Any) -> torch.Tensor:
     student, answers = (z.log_softmax(-1) for z in (head(x), teacher_x @ weight.t()))
     mixed = ((student.exp() + answers.exp()) / 2).log()
-    each = ((p - mixed) * p.exp() for p in (student, answers))
-    return sum(each).sum(-1)[mask].mean() / 2  # type: ignore[union-attr]
+    each = torch.stack([(p - mixed) * p.exp() for p in (student, answers)])
+    return each.sum((0, -1))[mask].mean() / 2
 
 
 def kl_of_ours(x: Any, head: nn.Linear, teacher_x: Any, weight: Any, mask: Any) -> torch.Tensor:

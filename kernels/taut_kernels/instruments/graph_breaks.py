@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch._logging
-
 _MODULES = ("symbolic_convert", "convert_frame", "exc")
 _PLACE = re.compile(r"\AGraph break .*?in user code at (.+):(\d+)$", re.MULTILINE)
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -46,10 +44,8 @@ class GraphBreak:
 def logged() -> Iterator[list[GraphBreak]]:
     """Collect the breaks that Dynamo logs inside, whatever logging was set to before."""
     handler = _Collector()
-    loggers = [
-        torch._logging.getArtifactLogger(f"torch._dynamo.{name}", "graph_breaks")
-        for name in _MODULES
-    ]
+    # As torch._logging names the logger of an artifact.
+    loggers = [logging.getLogger(f"torch._dynamo.{name}.__graph_breaks") for name in _MODULES]
     before = [(logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)

@@ -188,12 +188,13 @@ OP_CASES: dict[str, OpCase] = {
     ),
     "linear_kl": _loss("linear_kl", _DISTILLATION, loss_cases.two_projections),
     "linear_jsd": _loss("linear_jsd", _DISTILLATION, loss_cases.two_projections),
-    "matmul": OpCase(_PRODUCT, _HALF, primitive_cases.matmul),
-    "transpose": OpCase({"M": 4096, "N": 4096}, _FLOATS, primitive_cases.transpose),
-    "conv2d": OpCase(_IMAGE | {"N": 64}, _HALF, primitive_cases.conv2d),
+    "matmul": OpCase(_PRODUCT | {"version": 4}, _HALF, primitive_cases.matmul),
+    "transpose": OpCase({"M": 4096, "N": 4096, "version": 4}, _FLOATS, primitive_cases.transpose),
+    # version 0: what the shape allows
+    "conv2d": OpCase(_IMAGE | {"N": 64, "version": 0}, _HALF, primitive_cases.conv2d),
     "max_pool2d": OpCase(_IMAGE, _FLOATS, primitive_cases.max_pool2d),
     "avg_pool2d": OpCase(_IMAGE, _FLOATS, primitive_cases.avg_pool2d),
-    "reduce": OpCase({"M": 4096, "N": 4096}, _FLOATS, primitive_cases.reduce),
+    "reduce": OpCase({"M": 4096, "N": 4096, "version": 3}, _FLOATS, primitive_cases.reduce),
     **{
         name: OpCase(sizes, _HALF, make, call=attention_cases.CALLS.get(name))
         for name, (sizes, make) in attention_cases.CASES.items()

@@ -1,4 +1,4 @@
-"""Arguments of the primitives' ops, drawn for given sizes."""
+"""Arguments of the primitives' ops, drawn for given sizes; ``version`` is a ladder's rung."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
-from taut_kernels.primitives import convolution, gemm, pooling, reduction, transposition
+from taut_kernels.instruments.errors import InstrumentError
+from taut_kernels.primitives import (
+    _conv2d_tiles,
+    _gemm_tiles,
+    _reduce_tiles,
+    _transpose_tiles,
+    convolution,
+    gemm,
+    pooling,
+    reduction,
+    transposition,
+)
 
 Sizes = Mapping[str, int]
 # Importing an op's module registers it.
@@ -19,16 +30,32 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
+def _rung(sizes: Sizes, known: tuple[str, ...]) -> str:
+    version = f"v{sizes['version']}"
+    if version not in known:
+        numbers = ", ".join(name.removeprefix("v") for name in known)
+        raise InstrumentError(f"--shape version={sizes['version']}: the rungs are {numbers}")
+    return version
+
+
 def matmul(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Draw a [M, K] and b [K, N], the transpose of a layer's weight; a bias [N] where it is 1."""
     M, N, K = sizes["M"], sizes["N"], sizes["K"]
+    version = _rung(sizes, _gemm_tiles.VERSIONS)
+    if sizes["bias"] and version != "v4":
+        raise InstrumentError(f"--shape bias=1: needs version=4, got {sizes['version']}")
+    if version in ("v3", "v4"):
+        gemm.check_copy_engine(version, device, "v2")
     bias = _draw((N,), dtype, device) if sizes["bias"] else None
-    return _draw((M, K), dtype, device), _draw((N, K), dtype, device).t(), bias, "none", "v4"
+    return _draw((M, K), dtype, device), _draw((N, K), dtype, device).t(), bias, "none", version
 
 
 def transpose(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Draw x [M, N]."""
-    return _draw((sizes["M"], sizes["N"]), dtype, device), transposition.DEFAULT
+    version = _rung(sizes, _transpose_tiles.VERSIONS)
+    if version == "v5":
+        gemm.check_copy_engine(version, device, "v4")
+    return _draw((sizes["M"], sizes["N"]), dtype, device), version
 
 
 def _image(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -43,6 +70,13 @@ def conv2d(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     weight = weight.to(memory_format=torch.channels_last)
     sizes_of_window = ((1, 1), (1, 1), (1, 1))
     version = "v1" if sizes["C"] % 8 or sizes["N"] % 8 else "v2"
+    if sizes["version"]:
+        asked = _rung(sizes, _conv2d_tiles.VERSIONS)
+        if asked == "v2" != version:
+            raise InstrumentError("--shape version=2: C and N must be multiples of 8")
+        version = asked
+    if version == "v2":
+        gemm.check_copy_engine(version, device, "v1")
     return x, weight, None, *sizes_of_window, version
 
 
@@ -58,4 +92,5 @@ def avg_pool2d(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[
 
 def reduce(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Draw x [M, N], summed along N."""
-    return _draw((sizes["M"], sizes["N"]), dtype, device), "sum", 1, False, "v3"
+    version = _rung(sizes, _reduce_tiles.VERSIONS)
+    return _draw((sizes["M"], sizes["N"]), dtype, device), "sum", 1, False, version

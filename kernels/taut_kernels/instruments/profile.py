@@ -103,6 +103,10 @@ def record(subject: Subject, path: Path, schedule: Schedule = Schedule()) -> Pro
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InstrumentError(f"{path.parent}: cannot be made: {error.strerror}") from error
+    try:
+        path.write_bytes(b"")  # now: the profiler writes when all steps are over
+    except OSError as error:
+        raise InstrumentError(f"{path}: cannot be written: {error.strerror}") from error
     steps = schedule.wait + schedule.warmup + schedule.active
     with torch_profiler.profile(
         activities=activities,

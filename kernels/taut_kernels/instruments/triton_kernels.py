@@ -38,12 +38,12 @@ KERNELS = {
     "attention": r"attention ",
     "paged_decode": r"paged_decode ",
     "cache_write": r"cache_write ",
-    "matmul": r"matmul v4",
-    "transpose": r"transpose v4 ",
-    "conv2d": r"conv2d v2 ",
+    "matmul": r"matmul ",
+    "transpose": r"transpose ",
+    "conv2d": r"conv2d ",
     "max_pool2d": r"max_pool2d ",
     "avg_pool2d": r"avg_pool2d ",
-    "reduce": r"reduce v3 ",
+    "reduce": r"reduce ",
 }
 """Op → what the labels of its kernels match in :func:`taut_kernels.aot.every_variant`."""
 
