@@ -28,7 +28,7 @@ def found(run_python: Any) -> dict[str, Any]:
     here = Path(__file__).parent
     path = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
     script = str(here / "warm_up_forms.py")
-    process = run_python(script, env={"PYTHONPATH": os.pathsep.join(path)})
+    process = run_python(script, env={"PYTHONPATH": os.pathsep.join(path)}, timeout=570)
     assert process.returncode == 0, process.stderr[-2000:]
     answer: dict[str, Any] = json.loads(process.stdout)
     return answer
