@@ -313,5 +313,6 @@ def test_a_worker_exports_each_kind_of_layer_with_its_kernel_and_reason(
         for op in ("rms_norm", "fused_add_rms_norm")
     }
     attention = {"owner": "vllm", "reason": "no CUDA device; vLLM CPUAttentionBackendImpl"}
-    expected.add(_sample("taut_kernel_ops", 2, op="decode_attention", **attention))
+    for op in ("decode_attention", "cache_write"):
+        expected.add(_sample("taut_kernel_ops", 2, op=op, **attention))
     assert samples == expected | {_sample("taut_kernels_mode", 1, mode="prefer")}
