@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 _LABEL = re.compile(r"^(\$\w+):")
 _BRANCH = re.compile(r"^(?:@!?%p\d+ )?bra(?:\.uni)? (\$\w+);")
+_TABLE = re.compile(r"(\$\w+):\s*\.branchtargets([^;]*);")
+_JUMP = re.compile(r"^brx\.idx(?:\.uni)? %r\d+, (\$\w+);")
 _END = re.compile(r"^(?:ret|exit);")
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _PARAMETER = re.compile(r"_param_(\d+)")
@@ -44,17 +46,20 @@ def _blocks(ptx: str) -> dict[str, _Block]:
     """Cut a kernel's PTX into blocks, by label; the first is ``""``."""
     name, reached = "", True
     found = {name: _Block()}
+    tables = {label: re.findall(r"\$\w+", listed) for label, listed in _TABLE.findall(ptx)}
+    ptx = _TABLE.sub("", ptx)
     for raw in ptx[ptx.index("{", ptx.index(".entry")) + 1 :].splitlines():
         line = re.sub(r"\s+", " ", raw.split("//")[0]).strip()
         label = _LABEL.match(line)
-        branch = _BRANCH.match(line)
+        branch, jump = _BRANCH.match(line), _JUMP.match(line)
+        targets = [branch[1]] if branch else tables[jump[1]] if jump else []
         if label:
             if reached:
                 found[name].next.append(label[1])
             name, reached = label[1], True
             found[name] = _Block()
-        elif branch:
-            found[name].next.append(branch[1])
+        elif targets:
+            found[name].next += targets
             reached = line.startswith("@")
             behind = f"behind {len(found)}"
             if reached:
@@ -62,7 +67,7 @@ def _blocks(ptx: str) -> dict[str, _Block]:
             name = behind
             found[name] = _Block()
         elif line:
-            assert "brx" not in line, "a jump table: not followed here"
+            assert not line.startswith("brx"), line
             found[name].lines.append(line)
             reached = reached and not _END.match(line)
     return found
