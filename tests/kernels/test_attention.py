@@ -249,6 +249,31 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens_q": [0, 5, 3]}, r"cu_seqlens_q must rise from 0 .* got \[0, 5, 3\]"),
+        ({"cu_seqlens_q": [1, 4, 8]}, "cu_seqlens_q must rise from 0"),
+        ({"cu_seqlens_q": [0, 4, 9]}, "to at most the 8 tokens of q, got"),
+        ({"cu_seqlens_k": [0, 4, 13], "max_seqlen_k": 9}, "at most the 12 tokens of k, got"),
+        ({"cu_seqlens_q": [0, 3, 8]}, "max_seqlen_q must be at least 5, the longest .* got 4"),
+        ({"cu_seqlens_k": [0, 4, 12], "max_seqlen_k": 7}, "max_seqlen_k must be at least 8"),
+    ],
+)
+def test_bounds_that_do_not_fit_are_refused_on_the_cpu(
+    change: dict[str, Any], message: str
+) -> None:
+    bounds = {
+        name: torch.tensor(x, dtype=torch.int32) for name, x in change.items() if "cu" in name
+    }
+    with pytest.raises(ValueError, match=message):
+        attention(**{**PACKED, "cu_seqlens_q": CU} | change | bounds)
+
+
+def test_tokens_behind_the_last_bound_are_nobodys() -> None:
+    attention(**PACKED, cu_seqlens_q=torch.tensor([0, 4, 6], dtype=torch.int32))
+
+
 @pytest.mark.parametrize(("change", "message"), BAD)
 def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"q": Q, "k": K, "v": K}

@@ -306,6 +306,8 @@ BAD: list[tuple[Call, str]] = [
     (lambda: swiglu(X, X[:, :32]), r"up must be \(2, 64\)"),
     (lambda: swiglu(X, X, limit=-1.0), "limit must be positive or None, got -1.0"),
     (lambda: swiglu_packed(torch.zeros(2, 63)), "x must have an even number of columns, got 63"),
+    (lambda: rope_train(THREE - 1, Q, None, CACHE), r"positions must lie in 0\.\.8, got -1"),
+    (lambda: rope_train(THREE + 9, Q, None, CACHE), r"positions must lie in 0\.\.8, got 9"),
     (lambda: rope_train(THREE, Q.int(), None, CACHE), "q must be bfloat16, float16 or float32"),
     (lambda: rope_train(THREE, Q[:2], None, CACHE), r"q must have shape \[3, heads, 32\]"),
     (lambda: rope_train(THREE, Q, Q[..., :16], CACHE), r"k must have shape \[3, heads, 32\]"),

@@ -167,6 +167,21 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
         paged_decode(**arguments | change)
 
 
+@pytest.mark.parametrize("page", [-1, GOOD.k_cache.shape[0]])
+def test_pages_the_cache_does_not_have_are_refused_on_the_cpu(page: int) -> None:
+    table = GOOD.block_table.clone()
+    table[0, 1] = page
+    rest = (GOOD.k_cache, GOOD.v_cache)
+    message = (
+        rf"block_table must name pages in 0\.\.{len(GOOD.k_cache) - 1} .* got {page} for sequence 0"
+    )
+    with pytest.raises(ValueError, match=message):
+        paged_decode(GOOD.q, *rest, table, GOOD.context_lens)
+    # Behind the context nobody reads it.
+    short = torch.tensor([16, 5], dtype=torch.int32)
+    assert paged_decode(GOOD.q, *rest, table, short).shape == GOOD.q.shape
+
+
 def test_an_8_bit_cache_at_an_odd_address_is_refused() -> None:
     odd = torch.zeros(5 * 16 * 2 * 64 + 1, dtype=INT8)[1:].view(5, 16, 2, 64)
     settings = decode.Settings(*GOOD.settings())

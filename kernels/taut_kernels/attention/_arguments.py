@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -96,3 +98,45 @@ def _check_bounds(
             raise ValueError(f"{name} must be contiguous and on {q.device}")
     if cu_k is not None and cu_k.shape != cu_q.shape:
         raise ValueError("cu_seqlens_k must have as many bounds as cu_seqlens_q")
+
+
+def check_bounds_of_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_q: torch.Tensor | None,
+    cu_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+) -> None:
+    """Refuse bounds that do not fit the tokens; reads them, so for tensors on the CPU only.
+
+    Args:
+        q: [Σ Tq, Hq, D].
+        k: [Σ Tk, Hk, D].
+        cu_q: bounds, or None for a batch.
+        cu_k: likewise.
+        max_q: longest sequence of queries.
+        max_k: longest sequence of keys.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    for name, cu, x, longest in (("q", cu_q, q, max_q), ("k", cu_k, k, max_k)):
+        if cu is None:
+            continue
+        bounds, tokens = cu.tolist(), x.shape[0]
+        counts = [last - first for first, last in pairwise(bounds)]
+        if bounds[0] != 0 or min(counts, default=0) < 0 or bounds[-1] > tokens:
+            raise ValueError(
+                f"cu_seqlens_{name} must rise from 0 to at most the {tokens} tokens of {name}, "
+                f"got {_shown(bounds)}"
+            )
+        if max(counts, default=0) > longest:
+            raise ValueError(
+                f"max_seqlen_{name} must be at least {max(counts)}, the longest sequence of "
+                f"cu_seqlens_{name}, got {longest}"
+            )
+
+
+def _shown(numbers: list[int], most: int = 8) -> str:
+    return str(numbers) if len(numbers) <= most else f"{str(numbers[:most])[:-1]}, …]"

@@ -51,6 +51,9 @@ def paged_decode_ref(
 
     Returns:
         [B, T, Hq, D] as ``q``.
+
+    Raises:
+        ValueError: a page of a context that the cache does not have. Not checked on a GPU.
     """
     kind = torch.promote_types(q.dtype, torch.float32)
     count_q, heads, heads_k = q.shape[1], q.shape[2], k_cache.shape[2]
@@ -67,6 +70,11 @@ def paged_decode_ref(
         if count == 0:
             continue
         pages = block_table[number, : -(-count // page_size)].long()
+        if wrong := [page for page in pages.tolist() if not 0 <= page < k_cache.shape[0]]:
+            raise ValueError(
+                f"block_table must name pages in 0..{k_cache.shape[0] - 1} up to a sequence's "
+                f"context, got {wrong[0]} for sequence {number}"
+            )
         k = gathered(k_cache, pages, count).to(kind)
         v = gathered(v_cache, pages, count).to(kind)
         grouped = q[number].to(kind).view(count_q, heads_k, heads // heads_k, -1)

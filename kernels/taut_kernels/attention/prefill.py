@@ -17,7 +17,8 @@ GPU       plain Triton; on sm_90, from 512 queries, without a window, of what TM
           :mod:`taut_kernels.attention._backward_hopper`
 CPU       the references, in plain torch: the specification
 Limits    `window` needs `causal`; sm_80 and later; no dropout, no bias, no second derivative.
-          D = 96 is computed as 128.
+          D = 96 is computed as 128. What the bounds of packed sequences say is checked on the CPU
+          only (on a GPU that would wait for it): there, bounds beyond the tokens read beyond them.
 Source    arXiv:2307.08691 (FlashAttention-2), algorithms 1 and 2; bottom-right causal alignment as
           flash-attn ≥ 2.1 has it. The code is ours.
 """
@@ -32,7 +33,7 @@ import torch
 from taut_kernels import _launch
 from taut_kernels._autocast import without_autocast
 from taut_kernels.attention import _backward_hopper, _prefill_hopper, _tiles
-from taut_kernels.attention._arguments import check, padded_dim
+from taut_kernels.attention._arguments import check, check_bounds_of_packed, padded_dim
 from taut_kernels.attention._call import (
     Settings as Settings,
 )
@@ -242,6 +243,13 @@ def _launch_attention_backward(
     return launch_backward(*tiles, do, q, k, v, o, lse, settings)
 
 
+def _attention_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_bounds_of_packed(q, k, *arguments[:4])
+    return attention_ref(q, k, v, *arguments)
+
+
 def _fake_attention(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
@@ -277,7 +285,7 @@ _SETTINGS = (
 torch.library.define(
     "taut::attention", f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)"
 )
-torch.library.impl("taut::attention", "CPU", without_autocast(attention_ref))
+torch.library.impl("taut::attention", "CPU", without_autocast(_attention_cpu))
 torch.library.impl("taut::attention", "CUDA", _launch_attention)
 torch.library.register_fake("taut::attention", _fake_attention)
 torch.library.register_autograd("taut::attention", _backward, setup_context=_setup)

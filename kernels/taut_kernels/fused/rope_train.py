@@ -52,7 +52,15 @@ def rope_train_ref(
 
     Returns:
         The rotated q and k; for k None no elements.
+
+    Raises:
+        ValueError: a position outside the table.
     """
+    rows = cos_sin_cache.shape[0]
+    outside = (positions < 0) | (positions >= rows)
+    if outside.any():
+        found = positions[outside][0].item()
+        raise ValueError(f"positions must lie in 0..{rows - 1}, got {found}")
     table = cos_sin_cache
     if inverse:
         half = table.shape[1] // 2
