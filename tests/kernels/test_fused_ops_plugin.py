@@ -83,7 +83,7 @@ def test_vllm_takes_our_providers_and_classes(answer: dict[str, Any]) -> None:
         "priority": ["taut"],
         "passes": {"post_grad_custom_post_pass": fused_ops.PASS},
         "custom_ops": ["+quant_fp8"],
-        "fuse_norm_quant": False,
+        "fuse": [False, False, False],
     }
     # Replaced by force: the classes compute what vLLM's compute.
     assert {"SiluAndMul", "SwigluOAIAndMul", "RotaryEmbedding"} <= set(answer["replaced_by_force"])

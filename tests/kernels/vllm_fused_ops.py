@@ -20,7 +20,11 @@ def parsed_options() -> dict[str, object]:
         "priority": found.ir_op_priority.rms_norm,
         "passes": compilation.inductor_passes,
         "custom_ops": compilation.custom_ops,
-        "fuse_norm_quant": compilation.pass_config.fuse_norm_quant,
+        "fuse": [
+            compilation.pass_config.fuse_norm_quant,
+            compilation.pass_config.fuse_act_quant,
+            compilation.pass_config.fuse_allreduce_rms,
+        ],
     }
 
 

@@ -42,7 +42,9 @@ def engine_options(gpu: str | None, mode: str) -> dict[str, dict[str, Any]]:
     """Return what vLLM has to be told beside loading the plugin.
 
     vLLM's own norm and activation fusions are turned off: they know fp8 only and would take the
-    pairs ours fuses. ``+quant_fp8`` keeps fp8 quantisation an op that can be found in the graph.
+    pairs ours fuses. Its all-reduce with a norm behind it (FlashInfer's, between cards) reads the
+    residual before it waits for the kernel in front: behind ours, which let it start early, that
+    may be too soon. ``+quant_fp8`` keeps fp8 quantisation an op that can be found in the graph.
 
     Args:
         gpu: as for :func:`why_not_fused_ops`.
@@ -58,7 +60,11 @@ def engine_options(gpu: str | None, mode: str) -> dict[str, dict[str, Any]]:
         "--compilation-config": {
             "custom_ops": ["+quant_fp8"],
             "inductor_passes": {"post_grad_custom_post_pass": PASS},
-            "pass_config": {"fuse_norm_quant": False, "fuse_act_quant": False},
+            "pass_config": {
+                "fuse_norm_quant": False,
+                "fuse_act_quant": False,
+                "fuse_allreduce_rms": False,
+            },
         },
     }
 
