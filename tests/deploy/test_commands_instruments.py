@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import typer
 from tiny_models import write_llama
 
 from taut_deploy import cli
-from taut_kernels.instruments import ceilings
+from taut_kernels.instruments import ceilings, explain, memory, profile
 
 SUBJECTS = """
 import torch
@@ -211,7 +212,6 @@ def test_what_was_asked_for_and_cannot_be_had_fails(run, arguments: tuple[str, .
         (("memory", "subjects.py:plain", "--device", "tpu"), "--device tpu: use auto"),
         (("explain", "rms_norm", "--target", "sm_10"), "--target sm_10: use sm_80, sm_90"),
         (("explain", "model", "--target", "sm_90"), "--target: model has no Triton kernel"),
-        (("explain", "rms_norm", "--output", "subjects.py/x"), "subjects.py/x: cannot be written"),
     ],
 )
 def test_mistakes_are_one_line(run, arguments: tuple[str, ...], message: str) -> None:
@@ -223,6 +223,28 @@ def test_mistakes_are_one_line(run, arguments: tuple[str, ...], message: str) ->
     assert last.startswith("taut: ")
     assert message in last
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "measures"),
+    [
+        ("roofline", (ceilings, "measured")),
+        ("memory", (memory, "measure")),
+        ("profile", (profile, "record")),
+        ("explain", (explain, "explain")),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_found_before_measuring(
+    run, monkeypatch, command: str, measures: tuple[ModuleType, str]
+) -> None:
+    def measure(*_: object, **__: object) -> None:
+        pytest.fail("measured")
+
+    monkeypatch.setattr(*measures, measure)
+    arguments = ("rms_norm", "--shape", "N=8", "--device", "cpu")
+    code, out, err = run(command, *arguments, "--output", "subjects.py/x")
+    assert (code, out) == (2, "")
+    assert err.strip().splitlines()[-1] == "taut: --output subjects.py/x: Not a directory"
 
 
 def test_report_of_an_earlier_run(run, room: Path) -> None:

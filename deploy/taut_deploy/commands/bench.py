@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, print_json, say
-from taut_deploy.errors import MeasureError, OutputError, WorkerError
+from taut_deploy.commands.output import JsonFlag, make_folder, print_json, say
+from taut_deploy.errors import MeasureError, WorkerError
 
 _KERNEL_GROUPS = (
     "w4a16",
@@ -139,7 +139,7 @@ def serve(
             raise WorkerError(f"--target {entry}: another one has this label")
         targets.append(Target(parts[0], parts[1].rstrip("/"), parts[2]))
     if output is not None:
-        _make_folder(output)
+        make_folder(output)
     key = os.environ.get("TAUT_API_KEY")
     found = [
         row for count in concurrency for row in measure(targets, Load(count, rounds, tokens), key)
@@ -152,14 +152,6 @@ def serve(
     typer.echo(serve_report.markdown(found, facts))
     for file in files:
         say(f"wrote {file}")
-
-
-def _make_folder(output: Path) -> None:
-    """Make the folder of the results before anything is measured."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise OutputError(f"--output {output}: {problem.strerror}") from None
 
 
 @app.command()
@@ -184,7 +176,7 @@ def gateway(
 
     systems, chosen, absent = choose(rivals, cases)
     output = output.resolve()
-    _make_folder(output)
+    make_folder(output)
     place = cache.resolve() if cache else output.parent / f"{output.name}-rivals"
     plan = Plan(systems, chosen, rounds, seconds, output, place)
     found = measure(plan, absent, (lambda _: None) if as_json else say)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag
+from taut_deploy.commands.output import JsonFlag, make_folder
 from taut_deploy.commands.subject import (
     BackwardFlag,
     BatchOption,
@@ -48,7 +48,9 @@ def explain(
 
         # First: a target that is wrong is found before minutes of compiling.
         compiled = triton_kernels.compile_kernels(subject, target, forms) if target else None
-        found = explain.explain(one_subject(choice))
+        looked_at = one_subject(choice)
+        make_folder(output)
+        found = explain.explain(looked_at)
         files = explain.write_files(found, output)
         text = explain.text(found)
     document = found.as_json()

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, say
+from taut_deploy.commands.output import JsonFlag, make_folder, say
 from taut_deploy.commands.subject import (
     BackwardFlag,
     BatchOption,
@@ -56,6 +56,7 @@ def memory(
         from taut_kernels.instruments import memory, memory_snapshot
 
         first = one_subject(choice)
+        make_folder(output)
         wanted = first.device.type == "cuda" if snapshot is None else snapshot
         document: dict[str, Any] = {}
         if wanted:

@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from taut_deploy.errors import OutputError
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -28,6 +31,18 @@ def print_facts(facts: Mapping[str, Any]) -> None:
 def say(text: str) -> None:
     """One line for the user, at once."""
     typer.echo(f"taut: {text}", err=True)
+
+
+def make_folder(output: Path) -> None:
+    """Make the folder of ``--output``: before anything is measured, or the minutes are lost.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"--output {output}: {error.strerror}") from error
 
 
 def megabytes(count: int) -> str:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag
+from taut_deploy.commands.output import JsonFlag, make_folder
 from taut_deploy.commands.subject import (
     BackwardFlag,
     BatchOption,
@@ -47,6 +47,8 @@ def profile(
 
         trace = output / "trace.json.gz"
         schedule = profile.Schedule(wait, warmup, active)
-        found = profile.record(one_subject(choice), trace, schedule)
+        looked_at = one_subject(choice)
+        make_folder(output)
+        found = profile.record(looked_at, trace, schedule)
         text = profile.text(found, rows)
     finish(output, "profile", text, found.as_json(), as_json, [trace])

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, say
+from taut_deploy.commands.output import JsonFlag, make_folder, say
 from taut_deploy.commands.subject import (
     BackwardFlag,
     BatchOption,
@@ -50,6 +50,7 @@ def roofline(
         from taut_kernels.instruments import ceilings, roofline, roofline_plot
 
         found = list(subjects(choice))
+        make_folder(output)
         limits = ceilings.measured(
             found[0].device,
             [roofline.matrix_dtype(one) for one in found],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from taut_deploy.commands.output import print_json, say
+from taut_deploy.commands.output import make_folder, print_json, say
 from taut_deploy.errors import MeasureError, ModelError
 from taut_deploy.files import write_json_atomically, write_text_atomically
 
@@ -257,15 +257,11 @@ def finish(
         files: written already.
 
     Raises:
-        MeasureError: the directory cannot be made.
-        OutputError: a file cannot be written.
+        OutputError: the directory cannot be made, or a file not written.
     """
     written = [*files, output / f"{name}.md", output / f"{name}.json"]
     document["files"] = [str(file) for file in written]
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MeasureError(f"--output {output}: {error.strerror}") from error
+    make_folder(output)
     write_text_atomically(output / f"{name}.md", text + "\n")
     write_json_atomically(output / f"{name}.json", document)
     if as_json:
