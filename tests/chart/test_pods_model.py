@@ -41,7 +41,7 @@ POLICIES: dict[str, Document] = {
 }
 SMALL = {
     "latency": {"requests": 32, "concurrency": [1], "promptTokens": 16, "outputTokens": 2},
-    "sequences": 16,  # the interval of a mean over four is anything: up to 20 nats on one machine
+    "sequences": 8,  # the interval of a mean over four is anything: up to 20 nats on one machine
     "sequenceLength": 48,
 }
 

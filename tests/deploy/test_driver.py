@@ -23,6 +23,7 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.calibration import make_calibration_set
 from taut_deploy.compress.formats import read_back
 from taut_deploy.compress.grid import fake_quantize_tokens
+from taut_deploy.compress.job import compute_dtype, fingerprint, open_stream
 from taut_deploy.errors import RecipeError
 
 LINEARS = [
@@ -244,3 +245,32 @@ def test_tied_and_half_precision_models_come_out_whole(room, tmp_path):
     base = logits_of(AutoModelForCausalLM.from_pretrained(model).eval()).float()
     got = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()).float()
     assert (got - base).norm() < 0.1 * base.norm()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ask"),
+    [
+        (torch.bfloat16, "_is_mkldnn_bf16_supported"),
+        (torch.float16, "_is_mkldnn_fp16_supported"),
+    ],
+)
+def test_a_cpu_without_16_bit_products_computes_in_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ask: str
+) -> None:
+    text = write_calibration_text(tmp_path / "text.txt")
+    model = write_llama(tmp_path / "m", dtype=dtype)
+    with_support, without = (
+        job_for(model, recipe_data(text), tmp_path / name) for name in ("with", "without")
+    )
+    monkeypatch.setattr(torch.ops.mkldnn, ask, lambda: True)
+    assert open_stream(with_support).dtype is dtype
+    narrow, plan = fingerprint(with_support), driver.plan(with_support)
+    monkeypatch.setattr(torch.ops.mkldnn, ask, lambda: False)
+    assert open_stream(without).dtype is torch.float32
+    assert compute_dtype(dtype, "cuda") is dtype
+    assert fingerprint(without) != narrow, "neither continues what the other began"
+    assert driver.plan(without).peak_memory_bytes > plan.peak_memory_bytes
+    driver.compress(without)
+    found = {tensor.dtype for tensor in stored(tmp_path / "without").values()}
+    assert dtype in found
+    assert torch.float32 not in found, "what is written has the model's type all the same"

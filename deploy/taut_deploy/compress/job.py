@@ -84,7 +84,8 @@ def open_stream(job: CompressionJob) -> StreamedModel:
             f"{directory}: its config.json says it is quantised already ({found}); "
             "compress the model it was made from"
         )
-    return StreamedModel(directory, stored_dtype(directory), torch.device(job.device))
+    dtype = compute_dtype(stored_dtype(directory), job.device)
+    return StreamedModel(directory, dtype, torch.device(job.device))
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -95,9 +96,31 @@ def stored_dtype(directory: Path) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
+def compute_dtype(stored: torch.dtype, device: str) -> torch.dtype:
+    """The dtype blocks compute in: the stored one, or fp32 where the CPU lacks products in it.
+
+    Without AVX-512 oneDNN has no 16-bit products, and torch's own take 20 to 30 times as long as
+    fp32's (deploy/README.md, "Measured facts").
+
+    Args:
+        stored: of the model.
+        device: ``cpu`` or ``cuda``.
+    """
+    # The checks torch's compiler asks before it gives a product to oneDNN (torch 2.13).
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    if device != "cpu" or stored not in supported or supported[stored]():
+        return stored
+    return torch.float32
+
+
 def fingerprint(job: CompressionJob) -> dict[str, Any]:
     """Everything that determines the bytes of the result."""
-    # Threads and device change the order of sums, and so the bytes.
+    # Threads and device change the order of sums, the CPU perhaps the dtype of products, and so the
+    # bytes.
+    directory = Path(job.model.path)
     return {
         "base_model": job.model.digest,
         "recipe_hash": job.recipe.hash,
@@ -105,6 +128,7 @@ def fingerprint(job: CompressionJob) -> dict[str, Any]:
         "libraries": library_versions(),
         "device": job.device,
         "threads": torch.get_num_threads(),
+        "dtype": str(compute_dtype(stored_dtype(directory), job.device)),
     }
 
 

@@ -103,7 +103,10 @@ def make_plan(
     element = scale_dtype.itemsize
     dense = sum(math.prod(layer.shape) * element for layer in chosen)
     after = before - dense + sum(_stored_bytes(layer.shape, spec, element) for layer in chosen)
-    hidden = _hidden_bytes(model, recipe, element)
+    # Computed in fp32 where a CPU lacks 16-bit products.
+    wider = model.dtype.itemsize / element
+    hidden = _hidden_bytes(model, recipe, model.dtype.itemsize)
+    outer = int((before - dense) * wider)
     widest = max(layer.shape[1] for layer in layers)
     block_bytes = sum(4 * math.prod(layer.shape) for layer in layers) // len(model.blocks)
     return CompressionPlan(
@@ -114,7 +117,7 @@ def make_plan(
         layers=layers,
         bytes_before=before,
         bytes_after=after,
-        peak_memory_bytes=2 * hidden + 3 * block_bytes + 6 * 4 * widest * widest + (before - dense),
+        peak_memory_bytes=2 * hidden + 3 * block_bytes + 6 * 4 * widest * widest + outer,
         disk_bytes=after + 3 * hidden,
     )
 

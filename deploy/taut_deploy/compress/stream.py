@@ -101,6 +101,11 @@ class StreamedModel:
         ]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What blocks compute in, and what the outer weights are held in."""
+        return self._dtype
+
+    @property
     def outer_names(self) -> list[str]:
         """Stored tensors outside the decoder blocks (embeddings, final norm, output head)."""
         return [
