@@ -33,7 +33,10 @@ def with_transformers(directory: str) -> list[list[int]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    # Without AVX-512 torch's own bf16 products part from fp32's text by 3.1 (2026-11-23).
+    exact = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    dtype = torch.bfloat16 if exact else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     found = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")

@@ -21,6 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
+
+def needs_avx512(why: str) -> pytest.MarkDecorator:
+    """Skip on other CPUs, where vLLM's kernels are others: built without, or less exact."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return pytest.mark.skipif("AVX512" not in capability, reason=f"a CPU of {capability}: {why}")
+
+
 NEAR_TIE = 0.25  # two steps of a bf16 logit between 16 and 32
 _SCRIPT = Path(__file__).with_name("greedy.py")
 
@@ -93,23 +100,35 @@ def w4a16(environment: dict[str, str], home: Path) -> Path:
     return output
 
 
-def test_w4a16_runs_on_our_kernel_and_equals_stock(w4a16):
-    judge = Judge(w4a16)
-    ours, log = greedy("vllm", w4a16, TAUT_KERNELS="require")
+@pytest.fixture(scope="module")
+def our_w4a16(w4a16: Path) -> tuple[list[list[int]], str]:
+    return greedy("vllm", w4a16, TAUT_KERNELS="require")
+
+
+def test_w4a16_runs_on_our_kernel_and_equals_transformers(w4a16, our_w4a16):
+    ours, log = our_w4a16
     assert "TautW4A16LinearKernel" in log
+    Judge(w4a16).require_same(ours, greedy("transformers", w4a16)[0])
+
+
+@needs_avx512("stock vLLM has no W4A16 product (cpu_gemm_wna16) there")
+def test_w4a16_equals_stock(w4a16, our_w4a16):
     stock, log = greedy("vllm", w4a16, VLLM_PLUGINS="")
     assert "TautW4A16LinearKernel" not in log
-    judge.require_same(ours, stock)
-    judge.require_same(ours, greedy("transformers", w4a16)[0])
+    Judge(w4a16).require_same(our_w4a16[0], stock)
 
 
-def test_w8a8_loads_in_stock_vllm_and_transformers(served):
-    judge = Judge(served.checkpoint)
+def test_w8a8_loads_in_stock_vllm(served):
     ours, _ = greedy("vllm", served.checkpoint, TAUT_KERNELS="prefer")
     stock, log = greedy("vllm", served.checkpoint, VLLM_PLUGINS="")
     assert "taut kernels" not in log
     assert ours == stock  # the same vLLM kernel: not a bit may differ
-    judge.require_same(ours, greedy("transformers", served.checkpoint)[0])
+
+
+@needs_avx512("stock vLLM's int8 text parts from the fp32 judge there (by 0.65 on 2026-11-23)")
+def test_w8a8_equals_transformers(served):
+    stock, _ = greedy("vllm", served.checkpoint, VLLM_PLUGINS="")
+    Judge(served.checkpoint).require_same(stock, greedy("transformers", served.checkpoint)[0])
 
 
 def test_worker_that_cannot_get_our_kernels_refuses_to_start(w4a16, environment):
