@@ -33,17 +33,14 @@ def with_transformers(directory: str) -> list[list[int]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    # Without AVX-512 torch's own bf16 products part from fp32's text by 3.1 (2026-11-23).
-    exact = "AVX512" in torch.backends.cpu.get_cpu_capability()
-    dtype = torch.bfloat16 if exact else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    # As vLLM's ignore_eos: an end is a token like others. (min_new_tokens would forbid it.)
+    model.generation_config.eos_token_id = None
     found = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")
         with torch.inference_mode():
-            full = model.generate(
-                **ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
-            )
+            full = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)
         found.append(full[0, ids["input_ids"].shape[1] :].tolist())
     return found
 
