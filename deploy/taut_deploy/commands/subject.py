@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from taut_deploy.commands.output import make_folder, print_json, say
+from taut_deploy.commands.output import print_json, say
 from taut_deploy.errors import MeasureError, ModelError
 from taut_deploy.files import write_json_atomically, write_text_atomically
 
@@ -249,7 +249,7 @@ def finish(
     """Write ``name.md`` and ``name.json`` and print one of them.
 
     Args:
-        output: directory, made if missing.
+        output: directory, there since before the measurement (`output.make_folder`).
         name: of the command.
         text: for people.
         document: for programs; gets the list of files.
@@ -257,11 +257,10 @@ def finish(
         files: written already.
 
     Raises:
-        OutputError: the directory cannot be made, or a file not written.
+        OutputError: a file cannot be written.
     """
     written = [*files, output / f"{name}.md", output / f"{name}.json"]
     document["files"] = [str(file) for file in written]
-    make_folder(output)
     write_text_atomically(output / f"{name}.md", text + "\n")
     write_json_atomically(output / f"{name}.json", document)
     if as_json:
