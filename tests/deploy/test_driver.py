@@ -247,25 +247,19 @@ def test_tied_and_half_precision_models_come_out_whole(room, tmp_path):
     assert (got - base).norm() < 0.1 * base.norm()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "ask"),
-    [
-        (torch.bfloat16, "_is_mkldnn_bf16_supported"),
-        (torch.float16, "_is_mkldnn_fp16_supported"),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cpu_without_16_bit_products_computes_in_fp32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ask: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     text = write_calibration_text(tmp_path / "text.txt")
     model = write_llama(tmp_path / "m", dtype=dtype)
     with_support, without = (
         job_for(model, recipe_data(text), tmp_path / name) for name in ("with", "without")
     )
-    monkeypatch.setattr(torch.ops.mkldnn, ask, lambda: True)
+    monkeypatch.setattr("taut_deploy.compress.job.has_products", lambda asked: asked is dtype)
     assert open_stream(with_support).dtype is dtype
     narrow, plan = fingerprint(with_support), driver.plan(with_support)
-    monkeypatch.setattr(torch.ops.mkldnn, ask, lambda: False)
+    monkeypatch.setattr("taut_deploy.compress.job.has_products", lambda asked: False)
     assert open_stream(without).dtype is torch.float32
     assert compute_dtype(dtype, "cuda") is dtype
     assert fingerprint(without) != narrow, "neither continues what the other began"

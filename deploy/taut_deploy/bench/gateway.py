@@ -36,6 +36,7 @@ from taut_deploy.bench.gateway_systems import (
     install,
 )
 from taut_deploy.errors import WorkerError
+from taut_deploy.host import cpu_name
 from taut_deploy.ports import free_port
 
 WORKERS = 3
@@ -158,13 +159,8 @@ def split_cores() -> tuple[set[int], set[int]]:
 
 def describe_host() -> dict[str, str]:
     """Return what a figure needs beside it."""
-    model = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
     return {
-        "cpu": f"{os.cpu_count()} x {model}",
+        "cpu": f"{os.cpu_count()} x {cpu_name()}",
         "kernel": platform.release(),
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),

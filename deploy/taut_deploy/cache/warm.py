@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -89,11 +92,11 @@ def warm(spec: WorkerSpec, root: Path, timeout_s: float, measure: bool, say: Say
         golden = None if manifest is None else manifest.golden
         fresh = _size_of(directory) == 0
         say(f"starting a worker to fill {directory}; its log: {directory / LOG}")
-        first_s = asyncio.run(_start_and_ask(spec, golden, root, directory, timeout_s, say))
+        first_s = _run(_start_and_ask(spec, golden, root, directory, timeout_s, say))
         second_s = None
         if measure:
             say(f"first correct token after {first_s:.1f} s; once more, out of what is there now")
-            second_s = asyncio.run(_start_and_ask(spec, golden, root, directory, timeout_s, say))
+            second_s = _run(_start_and_ask(spec, golden, root, directory, timeout_s, say))
         made = WarmCache(
             str(key), directory, False, first_s if fresh else None, second_s, _size_of(directory)
         )
@@ -140,6 +143,37 @@ def _only_one(root: Path, key: str, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _run(work: Coroutine[Any, Any, float]) -> float:
+    """Run to the end; SIGTERM cancels, as asyncio lets SIGINT do where it is not ignored.
+
+    An exception out of a handler could come between a child's start and its being known, which
+    would leave the child behind.
+
+    Raises:
+        KeyboardInterrupt: a signal came.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(_cancelled_by_sigterm(work))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        if _in_main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+async def _cancelled_by_sigterm(work: Coroutine[Any, Any, float]) -> float:
+    task = asyncio.current_task()
+    if task is not None and _in_main_thread():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await work
+
+
+def _in_main_thread() -> bool:
+    """Say whether Python lets this thread set signal handlers."""
+    return threading.current_thread() is threading.main_thread()
 
 
 async def _start_and_ask(

@@ -138,10 +138,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM, with which Jobs are ended, stops the worker too instead of leaving it behind."""
 
     def interrupt(*_: Any) -> None:
-        # A shell without job control starts background commands with SIGINT ignored.
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)
+        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:

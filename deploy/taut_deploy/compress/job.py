@@ -11,6 +11,7 @@ from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest
 from taut_deploy.compress.calibration import describe_text
 from taut_deploy.compress.stream import StreamedModel
 from taut_deploy.compress.workspace import remove_leftovers
+from taut_deploy.cpu_products import has_products
 from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.models.directory import read_config, read_shape
 from taut_deploy.models.store import ModelRecord
@@ -99,21 +100,14 @@ def stored_dtype(directory: Path) -> torch.dtype:
 def compute_dtype(stored: torch.dtype, device: str) -> torch.dtype:
     """The dtype blocks compute in: the stored one, or fp32 where the CPU lacks products in it.
 
-    Without AVX-512 oneDNN has no 16-bit products, and torch's own take 20 to 30 times as long as
-    fp32's (deploy/README.md, "Measured facts").
+    Emulated ones take longer than fp32's (:mod:`taut_deploy.cpu_products`).
 
     Args:
         stored: of the model.
         device: ``cpu`` or ``cuda``.
     """
-    # The checks torch's compiler asks before it gives a product to oneDNN (torch 2.13).
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    if device != "cpu" or stored not in supported or supported[stored]():
-        return stored
-    return torch.float32
+    half = stored in (torch.bfloat16, torch.float16)
+    return torch.float32 if device == "cpu" and half and not has_products(stored) else stored
 
 
 def fingerprint(job: CompressionJob) -> dict[str, Any]:

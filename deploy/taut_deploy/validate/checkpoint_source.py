@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from taut_deploy.cpu_products import WideProducts
 from taut_deploy.validate.divergence import FullDistribution
 from taut_deploy.validate.errors import CouldNotValidateError, one_line
 
@@ -150,7 +151,7 @@ class CheckpointSource:
         tokens = torch.tensor([list(ids)], device=self._device)
         # compressed-tensors unpacks, with a bar, in the first forward pass; later passes leave
         # stderr to whoever shows progress there.
-        with contextlib.nullcontext() if self._unpacked else _silenced_bars():
+        with contextlib.nullcontext() if self._unpacked else _silenced_bars(), WideProducts():
             logits = self._model(tokens, use_cache=False).logits[0, :-1]
         self._unpacked = True
         if not torch.isfinite(logits).all():

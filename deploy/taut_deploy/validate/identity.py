@@ -11,6 +11,7 @@ import torch
 from taut_deploy.checkpoint import MANIFEST, is_checkpoint, read_manifest
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file
+from taut_deploy.host import cpu_name
 from taut_deploy.validate.errors import CouldNotValidateError
 
 _LIBRARIES = ("taut", "torch", "transformers", "compressed-tensors", "safetensors", "numpy")
@@ -78,7 +79,7 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "libraries": {name: _version(name) for name in _LIBRARIES},
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "torch_threads": torch.get_num_threads(),
         "device": device,
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
@@ -92,12 +93,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
