@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The checkout must never shadow an installed package (kernels/, docker/, tests/).
 export PYTHONSAFEPATH := 1
 
-.PHONY: help serve test setup chart chart-tools images container-tools check lint types contracts test-gpu bench bench-gpu clean
+.PHONY: help serve test setup chart chart-tools images container-tools check lint types contracts aot test-gpu bench bench-gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -13,8 +13,8 @@ help: ## list the targets
 serve: setup ## fetch SmolLM2-135M-Instruct, compress it, serve it on 127.0.0.1:8000
 	@exec $(BIN)/taut serve $(ARGS)
 
-test: setup chart-tools container-tools ## run the whole suite
-	@$(BIN)/pytest $(ARGS)
+test: setup chart-tools container-tools ## run the whole suite, or what ARGS tell pytest
+	@$(if $(strip $(ARGS)),$(BIN)/pytest $(ARGS),$(BIN)/python tests/run.py)
 
 setup: $(VENV)/.ready ## make .venv with the locked dependencies
 
@@ -46,6 +46,9 @@ types: setup ## mypy --strict
 
 contracts: setup ## which room may import which
 	@$(BIN)/lint-imports
+
+aot: setup ## compile every kernel × tile for sm_80 and sm_90; the tests compile a part of them
+	@$(BIN)/python -m taut_kernels.aot $(ARGS)
 
 test-gpu: setup ## tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
