@@ -50,6 +50,8 @@ def values() -> Document:
     """The smallest set, with a baseline and the validation Job; Services have the pods' port."""
     found = changed(set_values("cpu-minimal"), "gateway.service", {"port": 8000})
     found = changed(found, "model.maxModelLen", 256)
+    # Compiling takes minutes and is vLLM's alone; the end-to-end tests do it.
+    found["variants"][0]["vllmArgs"] = ["--enforce-eager"]
     found["variants"].append(
         {"name": "baseline", "checkpoint": f"models/{MODEL}", "weight": 0}
         | {"resources": found["variants"][0]["resources"]}
