@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy import NEW_TOKENS, PROMPTS
-from serving import MODEL
+from serving import MODEL, Served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -118,17 +118,22 @@ def test_w4a16_equals_stock(w4a16, our_w4a16):
     Judge(w4a16).require_same(our_w4a16[0], stock)
 
 
-def test_w8a8_loads_in_stock_vllm(served):
+@pytest.fixture(scope="module")
+def stock_w8a8(served: Served) -> tuple[list[list[int]], str]:
+    return greedy("vllm", served.checkpoint, VLLM_PLUGINS="")
+
+
+def test_w8a8_loads_in_stock_vllm(served, stock_w8a8):
     ours, _ = greedy("vllm", served.checkpoint, TAUT_KERNELS="prefer")
-    stock, log = greedy("vllm", served.checkpoint, VLLM_PLUGINS="")
+    stock, log = stock_w8a8
     assert "taut kernels" not in log
     assert ours == stock  # the same vLLM kernel: not a bit may differ
 
 
 @needs_avx512("stock vLLM's int8 text parts from the fp32 judge there (by 0.65 on 2026-11-23)")
-def test_w8a8_equals_transformers(served):
-    stock, _ = greedy("vllm", served.checkpoint, VLLM_PLUGINS="")
-    Judge(served.checkpoint).require_same(stock, greedy("transformers", served.checkpoint)[0])
+def test_w8a8_equals_transformers(served, stock_w8a8):
+    theirs, _ = greedy("transformers", served.checkpoint)
+    Judge(served.checkpoint).require_same(stock_w8a8[0], theirs)
 
 
 def test_worker_that_cannot_get_our_kernels_refuses_to_start(w4a16, environment):
