@@ -1,7 +1,9 @@
 """Compile every kernel × tile ahead of time, without a GPU, and refuse what would run badly.
 
 ``python -m taut_kernels.aot --target sm_80 --target sm_90 [--json]`` exits 1 when a variant does
-not compile, spills registers to local memory, or wants more shared memory than the target has.
+not compile, spills registers to local memory, or wants more shared memory than the target has. It
+compiles in as many processes as there are cores (``--jobs``); ``--every N`` takes a sample: the
+first tile of every form, and every Nth variant.
 Registers and spills are read from the cubin with the ``cuobjdump`` that comes with Triton; shared
 memory from the compiler's metadata.
 """
@@ -9,13 +11,17 @@ memory from the compiler's metadata.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import triton
@@ -146,13 +152,53 @@ def compile_variant(variant: KernelVariant, target: str) -> AotResult:
     return AotResult(target, variant.label, name, registers, spill_bytes, shared_bytes, failure)
 
 
-def compile_all(targets: Iterable[str]) -> Iterator[AotResult]:
-    """Compile every variant for every target it runs on, one result at a time."""
-    for target in targets:
-        for variant in every_variant():
-            if target not in variant.targets:
-                continue
-            yield compile_variant(variant, target)
+def chosen(target: str, every: int = 1) -> list[int]:
+    """Number the variants of a target, or a sample of them.
+
+    Args:
+        target: a key of `SHARED_MEMORY_BYTES`.
+        every: 1 for all; N for the first tile of every form (they share a label) and every Nth.
+
+    Returns:
+        Places in :func:`every_variant`, ascending.
+    """
+    labels: set[str] = set()
+    found = []
+    of_target = ((i, v) for i, v in enumerate(every_variant()) if target in v.targets)
+    for count, (place, variant) in enumerate(of_target):
+        if count % every == 0 or variant.label not in labels:
+            found.append(place)
+        labels.add(variant.label)
+    return found
+
+
+@cache
+def _variants() -> list[KernelVariant]:
+    return list(every_variant())
+
+
+def _compile_in_worker(job: tuple[str, int]) -> AotResult:
+    """Compile a variant by its place: kernels do not pickle."""
+    target, place = job
+    return compile_variant(_variants()[place], target)
+
+
+def compile_all(targets: Iterable[str], *, every: int = 1, jobs: int = 1) -> Iterator[AotResult]:
+    """Compile the variants of targets, one result at a time, in their order.
+
+    Args:
+        targets: keys of `SHARED_MEMORY_BYTES`.
+        every: as of :func:`chosen`.
+        jobs: processes; 1 compiles in this one.
+    """
+    work = [(target, place) for target in targets for place in chosen(target, every)]
+    if jobs == 1:
+        variants = list(every_variant())
+        yield from (compile_variant(variants[place], target) for target, place in work)
+        return
+    spawn = multiprocessing.get_context("spawn")  # torch has threads, which a fork would lose
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        yield from pool.map(_compile_in_worker, work, chunksize=4)
 
 
 def _line(result: AotResult) -> str:
@@ -167,9 +213,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.aot", description=__doc__)
     parser.add_argument("--target", action="append", choices=sorted(SHARED_MEMORY_BYTES))
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="a sample")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     arguments = parser.parse_args(argv)
+    if min(arguments.every, arguments.jobs) < 1:
+        parser.error("--every and --jobs must be at least 1")
+    targets = arguments.target or sorted(SHARED_MEMORY_BYTES)
     results = []
-    for result in compile_all(arguments.target or sorted(SHARED_MEMORY_BYTES)):
+    for result in compile_all(targets, every=arguments.every, jobs=arguments.jobs):
         results.append(result)
         if not arguments.json:
             sys.stdout.write(_line(result) + "\n")

@@ -302,6 +302,8 @@ BAD: list[tuple[Call, str]] = [
     (lambda: rms_norm_train(X.half(), W.bfloat16(), epsilon=1e-5), "weight must be torch.float16"),
     (lambda: add_rms_norm_train(X, X.half(), epsilon=1e-5), "residual must be .* got .*float16"),
     (lambda: add_rms_norm_train(X, X[:1], epsilon=1e-5), r"residual must be \(2, 64\)"),
+    (lambda: rms_norm_train(X, epsilon=-1.0), "epsilon must be at least 0 and finite, got -1.0"),
+    (lambda: add_rms_norm_train(X, X, epsilon=float("nan")), "epsilon must be at least 0 and"),
     (lambda: silu(X.int()), "x must be bfloat16, float16, float32"),
     (lambda: swiglu(X, X[:, :32]), r"up must be \(2, 64\)"),
     (lambda: swiglu(X, X, limit=-1.0), "limit must be positive or None, got -1.0"),

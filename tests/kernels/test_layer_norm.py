@@ -143,13 +143,15 @@ ONES = torch.ones(64)
         ({"weight": torch.ones(64, device="meta")}, "weight must be on cpu"),
         ({"bias": torch.ones(1)}, r"bias must have shape \(64,\)"),
         ({"weight": None}, "bias needs a weight of its dtype torch.float32, got None"),
+        ({"epsilon": -1.0}, "epsilon must be at least 0 and finite, got -1.0"),
     ],
 )
 def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"x": torch.zeros(2, 64), "weight": ONES, "bias": ONES}
-    assert layer_norm(**arguments, epsilon=EPSILON).shape == (2, 64)
+    arguments["epsilon"] = EPSILON
+    assert layer_norm(**arguments).shape == (2, 64)
     with pytest.raises(ValueError, match=message):
-        layer_norm(**arguments | change, epsilon=EPSILON)
+        layer_norm(**arguments | change)
 
 
 @gpu

@@ -202,6 +202,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"scale": torch.zeros(1, dtype=torch.float16)}, "scale must be one float32 element"),
     ({"scale": torch.zeros(1, device="meta")}, "scale must be on cpu"),
     ({"scale": torch.zeros(1), "dtype": torch.int8}, "scale is for dtype torch.float8_e4m3fn only"),
+    ({"epsilon": -1e-6}, "epsilon must be at least 0 and finite, got -1e-06"),
+    ({"epsilon": float("nan")}, "epsilon must be at least 0 and finite, got nan"),
+    ({"epsilon": float("inf")}, "epsilon must be at least 0 and finite, got inf"),
 ]
 
 
@@ -211,6 +214,11 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
     assert rms_norm_quant(**arguments)[0].shape == (2, 64)
     with pytest.raises(ValueError, match=message):
         rms_norm_quant(**arguments | change)
+
+
+def test_plain_norm_refuses_the_same_epsilons() -> None:
+    with pytest.raises(ValueError, match=r"epsilon must be at least 0 and finite, got -1\.0"):
+        rms_norm(X, epsilon=-1.0)
 
 
 def test_variants_cover_every_form() -> None:

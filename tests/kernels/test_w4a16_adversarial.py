@@ -18,7 +18,12 @@ from taut_kernels import (
     testing_gluon,
     testing_gluon_wgmma,
 )
-from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring, w4a16_wgmma_tma
+from taut_kernels.gemm import (
+    w4a16_decode_ring,
+    w4a16_launch,
+    w4a16_wgmma_ring,
+    w4a16_wgmma_tma,
+)
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
 from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
@@ -96,10 +101,9 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rings_on_numpy(tile: str, edit: str) -> None:
     dtype = torch.float16
     case = EDITS[edit](testing.make_w4a16_case(19, 144, 576, 64, dtype=dtype, asymmetric=True))
-    module = w4a16_decode_ring if isinstance(RINGS[tile], RingTile) else w4a16_wgmma_ring
     operands = case.operands()
     with testing.nan_poison():
-        actual = module.launch(RINGS[tile], *operands)
+        actual = w4a16_launch.launch(RINGS[tile], *operands)
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     assert edit not in ZEROS or not actual.any()
     assert not operands[5].any(), "arrivals must be 0 again"

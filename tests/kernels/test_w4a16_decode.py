@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from taut_kernels import _launch, testing, tiles_decode
-from taut_kernels.gemm import w4a16, w4a16_decode_variants
+from taut_kernels.gemm import w4a16, w4a16_decode_variants, w4a16_launch
 from taut_kernels.gemm import w4a16_decode as decode
 from taut_kernels.gemm._w4a16_decode_jit import w4a16_decode_kernel
 from taut_kernels.gemm.w4a16 import w4a16_gemm_ref
@@ -46,7 +46,7 @@ def make_case(
 def check(case: testing.W4A16Case, tile: DecodeTile) -> torch.Tensor:
     arguments = case.operands()
     with testing.nan_poison():
-        actual = decode.launch(tile, *arguments)
+        actual = w4a16_launch.launch(tile, *arguments)
     testing.assert_within_budget(actual, case.gold(), w4a16_gemm_ref(*arguments))
     assert not arguments[5].any(), "arrivals must be 0 again"
     return actual
@@ -79,9 +79,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     found = Launched()
     monkeypatch.setattr(_launch, "_current_stream", lambda: lambda index: 0)
     monkeypatch.setattr(decode, "_KERNEL", _launch.Launcher(found))
-    w4a16._decode.cache_clear()
+    w4a16._plan.cache_clear()
     yield found
-    w4a16._decode.cache_clear()
+    w4a16._plan.cache_clear()
 
 
 def operands(M: int, *, N: int = 4096, K: int = 4096, **options: bool) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def test_rows_that_triton_would_compile_otherwise_are_not_the_plans(launched: La
 def test_a_tile_that_is_tried_leaves_the_op_its_own(launched: Launched) -> None:
     given = operands(2)
     w4a16._launch_w4a16_gemm(*given)
-    decode.launch(TILES["split"], *given)
+    w4a16_launch.launch(TILES["split"], *given)
     w4a16._launch_w4a16_gemm(*given)
     splits = [named["SPLIT_K"] for named in launched.compiled]
     assert splits == [tiles_decode.lookup(None, 4096, 4096, 1, hopper=False).split_k, 3]
@@ -193,16 +193,18 @@ def test_gpu_adversarial_values() -> None:
 def test_gpu_graph_replays_on_new_activations(tile: str) -> None:
     case = make_case(7, 4096, 3072, 128, torch.bfloat16, False, "cuda")
     arguments = case.operands()
-    decode.launch(TILES[tile], *arguments)
+    w4a16_launch.launch(TILES[tile], *arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = decode.launch(TILES[tile], *arguments)
+        y = w4a16_launch.launch(TILES[tile], *arguments)
     for seed in range(20):
         case.x.copy_(torch.randn(case.x.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         reference = w4a16_gemm_ref(*arguments)
         testing.assert_within_budget(y, case.gold(), reference)
-        assert torch.equal(y, decode.launch(TILES[tile], *arguments)), "bits differ between runs"
+        assert torch.equal(y, w4a16_launch.launch(TILES[tile], *arguments)), (
+            "bits differ between runs"
+        )
 
 
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
@@ -243,7 +245,7 @@ def test_launch_covers_every_row_and_names_every_argument(
     recorder = Recorder()
     monkeypatch.setattr(decode, "_KERNEL", _launch.Launcher(recorder))
     arguments = make_case(M, N, 1536, 128, torch.bfloat16, asymmetric=True).operands()
-    y = decode.launch(TILES[tile], *arguments)
+    y = w4a16_launch.launch(TILES[tile], *arguments)
     assert y.shape == (M, N)
     assert recorder.grid == (*grid, 1)
     named = dict(zip(recorder.arg_names, recorder.arguments, strict=False))

@@ -15,7 +15,7 @@ from taut_kernels import _launch, testing, testing_gluon, tiles_wgmma
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm import w4a16_decode_ring as ring
-from taut_kernels.gemm import w4a16_decode_ring_variants
+from taut_kernels.gemm import w4a16_decode_ring_variants, w4a16_launch
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
 from taut_kernels.tiles_decode_ring import SHARED_BYTES, RingTile, token_tiles
 from taut_kernels.tiles_wgmma import BUCKETS
@@ -141,7 +141,7 @@ def test_kernel_computes_the_product_on_numpy(
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():
-        actual = ring.launch(TILES[tile], *operands)
+        actual = w4a16_launch.launch(TILES[tile], *operands)
     testing.assert_within_budget(actual, case.gold(), reference(case, TILES[tile]))
     assert kernel.grid == grid
     assert not operands[5].any(), "arrivals must be 0 again"
@@ -151,7 +151,7 @@ def test_kernel_computes_the_product_on_numpy(
 def test_launch_refuses_more_tokens_than_tiles() -> None:
     operands = make_case(65, 16, 128, 64, torch.bfloat16, False).operands()
     with pytest.raises(ValueError, match="x must have at most 64 rows for a ring tile, got 65"):
-        ring.launch(TILES["rows"], *operands)
+        w4a16_launch.launch(TILES["rows"], *operands)
 
 
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
@@ -194,10 +194,10 @@ def test_gpu_every_cut_and_format(
         case = make_case(M, N, K, G, dtype, asymmetric, "cuda")
         operands = case.operands()
         with testing.nan_poison():
-            actual = ring.launch(TILES[tile], *operands)
+            actual = w4a16_launch.launch(TILES[tile], *operands)
         testing.assert_within_budget(actual, case.gold(), reference(case, TILES[tile]))
         for _ in range(5):
-            again = ring.launch(TILES[tile], *operands)
+            again = w4a16_launch.launch(TILES[tile], *operands)
             assert torch.equal(again, actual), "bits differ between runs"
         assert not operands[5].any(), "arrivals must be 0 again"
 
@@ -208,16 +208,16 @@ def test_gpu_graph_replay_follows_the_activations() -> None:
     case = make_case(32, 512, 4096, 128, torch.bfloat16, False, "cuda")
     operands = list(case.operands())
     tile = TILES["wide"]
-    ring.launch(tile, *operands)
+    w4a16_launch.launch(tile, *operands)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        first = ring.launch(tile, *operands)
-        second = ring.launch(tile, first[:, :512].repeat(1, 8), *operands[1:])
+        first = w4a16_launch.launch(tile, *operands)
+        second = w4a16_launch.launch(tile, first[:, :512].repeat(1, 8), *operands[1:])
     for seed in (1, 2):
         fresh = torch.randn(operands[0].shape, generator=torch.Generator().manual_seed(seed))
         operands[0].copy_(fresh)
         graph.replay()
-        expected = ring.launch(tile, *operands)
+        expected = w4a16_launch.launch(tile, *operands)
         assert torch.equal(first, expected)
-        again = ring.launch(tile, expected[:, :512].repeat(1, 8), *operands[1:])
+        again = w4a16_launch.launch(tile, expected[:, :512].repeat(1, 8), *operands[1:])
         assert torch.equal(second, again)

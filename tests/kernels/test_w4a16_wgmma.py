@@ -14,8 +14,9 @@ import torch
 
 from taut_kernels import _launch, formats_mma, testing, tiles_wgmma
 from taut_kernels.gemm import w4a16_dense as dense
+from taut_kernels.gemm import w4a16_launch, w4a16_wgmma_variants
 from taut_kernels.gemm import w4a16_wgmma as wgmma
-from taut_kernels.gemm import w4a16_wgmma_variants
+from taut_kernels.gemm._w4a16_plan import Weight
 from taut_kernels.gemm._w4a16_wgmma_jit import w4a16_wgmma_kernel
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
 
@@ -140,7 +141,7 @@ def test_launch_covers_the_result_and_names_every_argument(
     monkeypatch.setattr(wgmma, "_PRODUCT", _launch.Launcher(recorder))
     monkeypatch.setattr(wgmma, "reorder", lambda x: seen.append(x) or x)
     cut = TILES[tile]
-    y = wgmma.launch(cut, *make_case(M, N, K, 64, torch.bfloat16, True).operands())
+    y = w4a16_launch.launch(cut, *make_case(M, N, K, 64, torch.bfloat16, True).operands())
     assert y.shape == (M, N)
     assert recorder.grid == grid
     assert bool(seen) is cut.reordered
@@ -160,22 +161,22 @@ def test_launch_covers_the_result_and_names_every_argument(
 def test_launch_refuses_more_meeting_places_than_the_layer_has() -> None:
     operands = make_case(129, 16, 128, 64, torch.bfloat16, False).operands()
     with pytest.raises(ValueError, match=r"split_k: 3 tiles meet, arrivals counts 1"):
-        wgmma.launch(TILES["split"], *operands)
+        w4a16_launch.launch(TILES["split"], *operands)
 
 
 def test_dense_slices_cover_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(3, 96, 128, 32, torch.float16, True)
-    x, qweight, scales, zeros, bias, _, group = case.operands()
-    rounded = formats_mma.unpack_weight(qweight).to(torch.float16)
+    operands = case.operands()
+    rounded = formats_mma.unpack_weight(operands[1]).to(torch.float16)
 
-    def fake(_q: Any, _s: Any, _z: Any, _g: int, first: int, tiles: int) -> torch.Tensor:
+    def fake(_weight: Weight, _group: int, first: int, tiles: int) -> torch.Tensor:
         return rounded[16 * first : 16 * (first + tiles)]
 
     monkeypatch.setattr(dense, "dequantize", fake)
-    whole = dense.launch(x, qweight, scales, zeros, bias, group)
+    whole = w4a16_launch.launch("dense", *operands)
     monkeypatch.setattr(dense, "SLICE_BYTES", 40 * 128 * 2)
-    assert torch.equal(dense.launch(x, qweight, scales, zeros, bias, group), whole)
-    assert torch.equal(whole, torch.nn.functional.linear(x, rounded, bias))
+    assert torch.equal(w4a16_launch.launch("dense", *operands), whole)
+    assert torch.equal(whole, torch.nn.functional.linear(operands[0], rounded, case.bias))
 
 
 @pytest.mark.parametrize(
@@ -206,10 +207,10 @@ def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
 def check(case: testing.W4A16Case, tile: WgmmaTile) -> torch.Tensor:
     operands = case.operands()
     with testing.nan_poison():
-        actual = wgmma.launch(tile, *operands)
+        actual = w4a16_launch.launch(tile, *operands)
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     for _ in range(5):
-        assert torch.equal(wgmma.launch(tile, *operands), actual), "bits differ between runs"
+        assert torch.equal(w4a16_launch.launch(tile, *operands), actual), "bits differ between runs"
     assert not operands[5].any(), "arrivals must be 0 again"
     return actual
 
@@ -236,14 +237,15 @@ def test_gpu_dequantize_rounds_once(
     N: int, K: int, G: int, asymmetric: bool, dtype: torch.dtype
 ) -> None:
     case = make_case(1, N, K, G, dtype, asymmetric, "cuda")
-    _, qweight, scales, zeros, _, _, group = case.operands()
+    _, *operands, group = case.operands()
+    weight = Weight(*operands)
     values = case.values.float().view(N, -1, group)
     if case.zeros is not None:
         values = values - case.zeros.float().unsqueeze(-1)
     expected = (values * case.weight_scale.float().unsqueeze(-1)).view(N, K).to(dtype)
     with testing.nan_poison():
-        assert torch.equal(dense.dequantize(qweight, scales, zeros, group, 0, N // 16), expected)
-        part = dense.dequantize(qweight, scales, zeros, group, 2, 3)
+        assert torch.equal(dense.dequantize(weight, group, 0, N // 16), expected)
+        part = dense.dequantize(weight, group, 2, 3)
     assert torch.equal(part, expected[32:80])
 
 

@@ -16,7 +16,7 @@ from taut_kernels import _launch, testing, testing_gluon, testing_gluon_wgmma, t
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
-from taut_kernels.gemm import w4a16_sum, w4a16_wgmma_ring_variants
+from taut_kernels.gemm import w4a16_launch, w4a16_sum, w4a16_wgmma_ring_variants
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
 from taut_kernels.tiles_decode_ring import SHARED_BYTES
@@ -185,7 +185,7 @@ def test_kernel_computes_the_product_on_numpy(
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():
-        actual = ring.launch(TILES[tile], *operands)
+        actual = w4a16_launch.launch(TILES[tile], *operands)
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     assert kernel.grid == grid
     assert not operands[5].any(), "arrivals must be 0 again"
@@ -197,7 +197,7 @@ def test_launch_refuses_more_meeting_places_than_arrivals_counts(
     monkeypatch.setattr(ring, "reorder", fragment_order)
     operands = make_case(33, 16, 512, 64, torch.bfloat16, False).operands()
     with pytest.raises(ValueError, match="split_k: 3 tiles meet, arrivals counts 1"):
-        ring.launch(TILES["three"], *operands)
+        w4a16_launch.launch(TILES["three"], *operands)
 
 
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
@@ -252,10 +252,10 @@ def test_gpu_every_cut_and_format(
         case = make_case(M, N, K, G, dtype, asymmetric, "cuda")
         operands = case.operands()
         with testing.nan_poison():
-            actual = ring.launch(TILES[tile], *operands)
+            actual = w4a16_launch.launch(TILES[tile], *operands)
         testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
         for _ in range(5):
-            again = ring.launch(TILES[tile], *operands)
+            again = w4a16_launch.launch(TILES[tile], *operands)
             assert torch.equal(again, actual), "bits differ between runs"
         assert not operands[5].any(), "arrivals must be 0 again"
 
@@ -266,16 +266,16 @@ def test_gpu_graph_replay_follows_the_activations() -> None:
     case = make_case(64, 512, 4096, 128, torch.bfloat16, False, "cuda")
     operands = list(case.operands())
     tile = TILES["split"]
-    ring.launch(tile, *operands)
+    w4a16_launch.launch(tile, *operands)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        first = ring.launch(tile, *operands)
-        second = ring.launch(tile, first[:, :512].repeat(1, 8), *operands[1:])
+        first = w4a16_launch.launch(tile, *operands)
+        second = w4a16_launch.launch(tile, first[:, :512].repeat(1, 8), *operands[1:])
     for seed in (1, 2):
         fresh = torch.randn(operands[0].shape, generator=torch.Generator().manual_seed(seed))
         operands[0].copy_(fresh)
         graph.replay()
-        expected = ring.launch(tile, *operands)
+        expected = w4a16_launch.launch(tile, *operands)
         assert torch.equal(first, expected)
-        again = ring.launch(tile, expected[:, :512].repeat(1, 8), *operands[1:])
+        again = w4a16_launch.launch(tile, expected[:, :512].repeat(1, 8), *operands[1:])
         assert torch.equal(second, again)

@@ -24,8 +24,7 @@ from taut_kernels import (
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
-from taut_kernels.gemm import w4a16_wgmma_ring as ring
-from taut_kernels.gemm import w4a16_wgmma_tma
+from taut_kernels.gemm import w4a16_launch, w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
 from taut_kernels.tiles_decode_ring import SHARED_BYTES
 from taut_kernels.tiles_wgmma import BUCKETS
@@ -87,7 +86,7 @@ def test_kernel_computes_the_product_on_numpy(
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():
-        actual = ring.launch(TILES[tile], *operands)
+        actual = w4a16_launch.launch(TILES[tile], *operands)
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     assert kernel.grid == grid
     assert not operands[5].any(), "arrivals must be 0 again"
@@ -108,7 +107,7 @@ def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, Any], message:
 def test_launch_refuses_fewer_features_than_a_tile_has_rows() -> None:
     operands = make_case(16, 48, 512, 64, torch.bfloat16, False).operands()
     with pytest.raises(ValueError, match="takes 64 features at least, got 48"):
-        ring.launch(TILES["one"], *operands)
+        w4a16_launch.launch(TILES["one"], *operands)
 
 
 def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +117,7 @@ def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> No
     wide = torch.full((20, 768), float("nan"), dtype=x.dtype)
     wide[:, :512] = x
     with testing.nan_poison():
-        actual = ring.launch(TILES["one"], wide[:, :512], *others)
+        actual = w4a16_launch.launch(TILES["one"], wide[:, :512], *others)
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
 
 
@@ -138,7 +137,7 @@ def test_no_row_beyond_the_tokens_is_asked_for(M: int, monkeypatch: pytest.Monke
     case = make_case(M, 64, 512, 128, torch.bfloat16, False)
     tile = dataclasses.replace(TILES["two"], group_tiles=1)
     with testing.nan_poison():
-        actual = ring.launch(tile, *case.operands())
+        actual = w4a16_launch.launch(tile, *case.operands())
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     assert asked == set(range(M))
 
@@ -211,10 +210,10 @@ def test_gpu_every_cut_and_format(
         case = make_case(M, N, K, G, dtype, asymmetric, "cuda")
         operands = case.operands()
         with testing.nan_poison():
-            actual = ring.launch(TILES[tile], *operands)
+            actual = w4a16_launch.launch(TILES[tile], *operands)
         testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
         for _ in range(5):
-            again = ring.launch(TILES[tile], *operands)
+            again = w4a16_launch.launch(TILES[tile], *operands)
             assert torch.equal(again, actual), "bits differ between runs"
         assert not operands[5].any(), "arrivals must be 0 again"
 
@@ -224,11 +223,14 @@ def test_gpu_every_cut_and_format(
 def test_gpu_a_product_of_a_product_waits_for_its_activations() -> None:
     operands = make_case(60, 1024, 1024, 128, torch.bfloat16, False, "cuda").operands()
     tile = TILES["split"]
-    expected = ring.launch(tile, ring.launch(tile, *operands), *operands[1:])
+    expected = w4a16_launch.launch(tile, w4a16_launch.launch(tile, *operands), *operands[1:])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [ring.launch(tile, ring.launch(tile, *operands), *operands[1:]) for _ in range(8)]
+        found = [
+            w4a16_launch.launch(tile, w4a16_launch.launch(tile, *operands), *operands[1:])
+            for _ in range(8)
+        ]
     for _ in range(5):
         graph.replay()
         assert all(torch.equal(one, expected) for one in found)
@@ -242,5 +244,5 @@ def test_gpu_reads_rows_that_lie_apart(M: int) -> None:
     x, *others = case.operands()
     wide = torch.full((M, 2048), float("nan"), dtype=x.dtype, device="cuda")
     wide[:, :1152] = x
-    actual = ring.launch(TILES["two"], wide[:, :1152], *others)
+    actual = w4a16_launch.launch(TILES["two"], wide[:, :1152], *others)
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())

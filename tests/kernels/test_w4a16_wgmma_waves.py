@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.wgmma_waves_candidates import waves_candidates
-from taut_kernels.gemm import w4a16, w4a16_wgmma_variants
+from taut_kernels.gemm import w4a16, w4a16_launch, w4a16_wgmma_variants
 from taut_kernels.gemm import w4a16_wgmma as wgmma
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
 from taut_kernels.gemm import w4a16_wgmma_waves as waves
@@ -146,7 +146,7 @@ def test_two_launches_fill_the_result_on_numpy(
     )
     operands = case.operands()
     with testing.nan_poison():
-        actual = waves.launch(WavesTile(RING, SMALL, 2), *operands)
+        actual = w4a16_launch.launch(WavesTile(RING, SMALL, 2), *operands)
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     # Two tiles of tokens: three waves of one tile of rows each; then one of 64 rows, K in two.
     assert launches == [("head", 0, (3, 1, 2)), ("tail", 384, (1, 2, 3))]
@@ -158,7 +158,7 @@ def test_without_a_tail_the_head_takes_all(
 ) -> None:
     case = testing.make_w4a16_case(20, 256, 640, 64, dtype=torch.bfloat16)
     with testing.nan_poison():
-        actual = waves.launch(WavesTile(RING, SMALL, 2), *case.operands())
+        actual = w4a16_launch.launch(WavesTile(RING, SMALL, 2), *case.operands())
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     assert launches == [("head", 0, (2, 1, 1))]
 
@@ -167,7 +167,7 @@ def test_rows_of_other_kernels_are_cut_alike(
     launches: list[tuple[str, int, tuple[int, ...]]],
 ) -> None:
     operands = testing.make_w4a16_case(300, 640, 256, 64, dtype=torch.float16).operands()
-    waves.launch(WavesTile(OLD, HALF, 4), *operands)
+    w4a16_launch.launch(WavesTile(OLD, HALF, 4), *operands)
     assert launches == [("head", 0, (4, 1, 3)), ("tail", 512, (2, 1, 3))]
 
 
@@ -225,11 +225,11 @@ def test_gpu_every_cut_chained_in_a_graph(
     )
     operands = case.operands()
     with testing.nan_poison():
-        actual = waves.launch(tile, *operands)
+        actual = w4a16_launch.launch(tile, *operands)
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [waves.launch(tile, *operands) for _ in range(4)]
+        found = [w4a16_launch.launch(tile, *operands) for _ in range(4)]
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
@@ -248,9 +248,20 @@ def test_gpu_every_cut_chained_in_a_graph(
 def test_the_op_runs_what_the_table_chose(
     choice: Any, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Planned(NamedTuple):
+        tile: Any
+        call: Any
+
+        def run(self, x: torch.Tensor, weight: Any) -> tuple[Any, ...]:
+            return self, x, weight
+
     operands = testing.make_w4a16_case(300, 64, 128, 64, dtype=torch.bfloat16).operands()
     monkeypatch.setattr(tiles_wgmma, "lookup", lambda *_, **__: choice)
-    monkeypatch.setattr(module, "launch", lambda *arguments: arguments)
-    launched: Any = w4a16._launch_w4a16_gemm(*operands)
-    assert launched[0] == choice
-    assert launched[1] is operands[0]
+    monkeypatch.setattr(module, "plan", Planned)
+    w4a16._plan.cache_clear()
+    planned, x, weight = w4a16._launch_w4a16_gemm(*operands)
+    w4a16._plan.cache_clear()
+    assert planned.tile == choice
+    assert planned.call[:4] == (300, 64, 128, 64)
+    assert x is operands[0]
+    assert tuple(weight) == operands[1:6]

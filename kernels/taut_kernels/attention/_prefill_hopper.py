@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from taut_kernels import _launch
+from taut_kernels._descriptors import Describe
 from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.attention._call import (
     Settings,
@@ -64,6 +67,11 @@ def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: Settings
     )
 
 
+@cache
+def _blocks(rows: int, block_d: int) -> Describe:
+    return Describe([1, rows, 1, block_d], DESCRIPTOR_LAYOUT)
+
+
 def descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """Describe [B, T, H, D], or [T, H, D] as one sequence, in blocks of a head's tokens.
 
@@ -77,7 +85,7 @@ def descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
         shape, steps = [1, *shape], [0, *steps]
     # The stride of an axis of one element means nothing, but has to be a valid one.
     steps[:3] = [x.shape[-1] if n == 1 else step for n, step in zip(shape[:3], steps, strict=False)]
-    return TensorDescriptor(x, shape, steps, [1, rows, 1, block_d], DESCRIPTOR_LAYOUT)
+    return _blocks(rows, block_d)(x, shape, steps)
 
 
 def launch(

@@ -24,7 +24,7 @@ from taut_kernels import formats_mma, tiles_decode
 from taut_kernels.bench import report, timing, w4a16_known_tiles
 from taut_kernels.bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
-from taut_kernels.gemm import w4a16_decode
+from taut_kernels.gemm import w4a16_launch
 from taut_kernels.gemm.w4a16 import make_arrivals
 from taut_kernels.tiles_decode import DecodeTile
 
@@ -80,7 +80,7 @@ def _compile(job: tuple[int, int, int, DecodeTile]) -> str | None:
     N, K, M, tile = job
     x, qweight, scales, arrivals = _operands(N, K, M)
     try:
-        w4a16_decode.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+        w4a16_launch.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
         torch.cuda.synchronize()
     except (triton.CompilationError, RuntimeError) as error:
         return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
@@ -120,7 +120,7 @@ def _subject(layer: Layer, M: int, tile: DecodeTile, weights: Weights) -> timing
 
     def call(i: int) -> torch.Tensor:
         qweight, scales, arrivals = weights[i]
-        return w4a16_decode.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+        return w4a16_launch.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
 
     return timing.Subject(str(tile), call, len(weights))
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import triton
 
-from taut_kernels import formats_mma, tiles_decode, tiles_wgmma
+from taut_kernels import formats_mma, tiles_wgmma
 from taut_kernels._launch import gpu_name, is_hopper
 from taut_kernels.bench import report, timing, w4a16_known_tiles
 from taut_kernels.bench.shapes import PRODUCTS
@@ -33,14 +33,7 @@ from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
 from taut_kernels.bench.wgmma_tma_candidates import tma_candidates
 from taut_kernels.bench.wgmma_waves_candidates import waves_candidates
-from taut_kernels.gemm import (
-    w4a16_decode,
-    w4a16_decode_ring,
-    w4a16_dense,
-    w4a16_wgmma,
-    w4a16_wgmma_ring,
-    w4a16_wgmma_waves,
-)
+from taut_kernels.gemm import w4a16_launch
 from taut_kernels.gemm.w4a16 import make_arrivals
 from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
 from taut_kernels.tiles_wgmma import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
@@ -153,23 +146,6 @@ def regime_of(tile: Tile) -> str:
     return {RingTile: "ring", WgmmaTile: "wgmma", WavesTile: "waves"}[type(tile)]
 
 
-def _launch(
-    tile: Tile,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    arrivals: torch.Tensor,
-) -> torch.Tensor:
-    operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
-    if isinstance(tile, RingTile):
-        return w4a16_decode_ring.launch(tile, *operands)
-    if isinstance(tile, WgmmaRingTile):
-        return w4a16_wgmma_ring.launch(tile, *operands)
-    if isinstance(tile, WavesTile):
-        return w4a16_wgmma_waves.launch(tile, *operands)
-    return w4a16_wgmma.launch(tile, *operands)
-
-
 def _compile(job: tuple[int, int, int, Tile]) -> str | None:
     """Compile one candidate into Triton's cache; a line where it does not compile."""
     N, K, M, tile = job
@@ -179,7 +155,7 @@ def _compile(job: tuple[int, int, int, Tile]) -> str | None:
     scales = torch.zeros(N // 16, quads, 8, 4, 2, dtype=torch.bfloat16, device="cuda")
     arrivals = make_arrivals(N, x.device)
     try:
-        _launch(tile, x, qweight, scales, arrivals)
+        w4a16_launch.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
         torch.cuda.synchronize()
     except (triton.CompilationError, RuntimeError) as error:
         return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
@@ -203,17 +179,11 @@ Weights = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 def _subject(layer: Layer, M: int, tile: Choice, weights: Weights) -> timing.Subject:
     x = layer.x[:M]
+    cut = w4a16_launch.tile_of(tile, (M, layer.N, layer.K), x.device)
 
     def call(i: int) -> torch.Tensor:
         qweight, scales, arrivals = weights[i]
-        if tile == "decode":
-            hopper = is_hopper(x.device)
-            cut = tiles_decode.lookup(gpu_name(x.device), layer.N, layer.K, 2, hopper=hopper)
-            operands = (x, qweight, scales, None, None, arrivals, GROUP_SIZE)
-            return w4a16_decode.launch(cut, *operands)
-        if tile == "dense":
-            return w4a16_dense.launch(x, qweight, scales, None, None, GROUP_SIZE)
-        return _launch(tile, x, qweight, scales, arrivals)
+        return w4a16_launch.launch(cut, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
 
     return timing.Subject(str(tile), call, len(weights))
 

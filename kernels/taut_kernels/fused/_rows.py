@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
+
+
+def check_epsilon(epsilon: float) -> None:
+    """Hold what a norm adds under its root to its range.
+
+    Raises:
+        ValueError: it is negative, infinite or not a number.
+    """
+    if not 0.0 <= epsilon < math.inf:
+        raise ValueError(f"epsilon must be at least 0 and finite, got {epsilon}")
 
 
 def as_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], most: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from taut_kernels.fused import _norm_launch
+from taut_kernels.fused._rows import check_epsilon
 from taut_kernels.fused._training_arguments import (
     check_parameter,
     refuse_second_derivative,
@@ -195,15 +196,16 @@ def layer_norm(
             each other.
         weight: [N] contiguous, dtype of ``x`` or fp32; None for 1.
         bias: [N] contiguous, dtype of ``weight``, which it needs; None for 0.
-        epsilon: added to the variance.
+        epsilon: added to the variance; at least 0 and finite.
 
     Returns:
         [..., N] contiguous, dtype of ``x``.
 
     Raises:
         ValueError: a shape, dtype, device or layout the contract does not allow; names the
-            argument.
+            argument; or ``epsilon`` outside its range.
     """
+    check_epsilon(epsilon)
     rows = rows_of("x", x)
     if weight is not None:
         check_parameter("weight", weight, x)

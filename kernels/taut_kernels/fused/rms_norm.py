@@ -27,7 +27,7 @@ import torch
 from taut_kernels import _launch, tiles_fused
 from taut_kernels.fused import row_quant
 from taut_kernels.fused._rms_norm_jit import rms_norm_kernel, rms_norm_long_kernel
-from taut_kernels.fused._rows import as_rows, check_scale
+from taut_kernels.fused._rows import as_rows, check_epsilon, check_scale
 from taut_kernels.fused._tile_options import (
     last_arguments,
     launch_options,
@@ -259,7 +259,7 @@ def rms_norm(
     Args:
         x: [..., N] bf16, fp16 or fp32; rows at one stride, columns next to each other.
         weight: [N] contiguous, dtype of ``x`` or fp32; None for 1.
-        epsilon: added to the mean square.
+        epsilon: added to the mean square; at least 0 and finite.
         residual: shape and dtype of ``x``; becomes x + residual.
 
     Returns:
@@ -267,9 +267,9 @@ def rms_norm(
 
     Raises:
         ValueError: a shape, dtype, device or layout the contract does not allow; names the
-            argument.
+            argument; or ``epsilon`` outside its range.
     """
-    rows, residual_rows = _check(x, weight, residual)
+    rows, residual_rows = _check(x, weight, residual, epsilon)
     op = torch.ops.taut.rms_norm
     if residual_rows is None:
         y: torch.Tensor = op.plain(rows, weight, epsilon)
@@ -303,7 +303,7 @@ def rms_norm_quant(
     Raises:
         ValueError: as :func:`rms_norm`, or a format the device or the op does not have.
     """
-    rows, residual_rows = _check(x, weight, residual)
+    rows, residual_rows = _check(x, weight, residual, epsilon)
     if reason := row_quant.why_not_supported(dtype, x.device):
         raise ValueError(reason)
     if scale is not None:
@@ -321,8 +321,12 @@ def rms_norm_quant(
 
 
 def _check(
-    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_epsilon(epsilon)
     rows = as_rows("x", x, DTYPES, MAX_N)
     if weight is not None:
         if tuple(weight.shape) != (x.shape[-1],):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from taut_kernels.fused import _norm_launch
+from taut_kernels.fused._rows import check_epsilon
 from taut_kernels.fused._training_arguments import (
     check_like,
     check_parameter,
@@ -189,15 +190,16 @@ def rms_norm_train(x: torch.Tensor, weight: Optional = None, *, epsilon: float) 
         x: [..., N] bf16, fp16 or fp32, on the CPU also fp64; rows at one stride, columns next to
             each other.
         weight: [N] contiguous, dtype of ``x`` or fp32; None for 1.
-        epsilon: added to the mean square.
+        epsilon: added to the mean square; at least 0 and finite.
 
     Returns:
         [..., N] contiguous, dtype of ``x``.
 
     Raises:
         ValueError: a shape, dtype, device or layout the contract does not allow; names the
-            argument.
+            argument; or ``epsilon`` outside its range.
     """
+    check_epsilon(epsilon)
     rows = rows_of("x", x)
     if weight is not None:
         check_parameter("weight", weight, x)
@@ -223,6 +225,7 @@ def add_rms_norm_train(
     Raises:
         ValueError: as :func:`rms_norm_train`.
     """
+    check_epsilon(epsilon)
     rows = rows_of("x", x)
     residual_rows = check_like("residual", residual, x)
     if weight is not None:

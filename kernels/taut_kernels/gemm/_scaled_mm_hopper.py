@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from taut_kernels import _launch
+from taut_kernels._descriptors import Describe
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
@@ -56,6 +58,17 @@ def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
     return constants if tile.kernel == "hopper" else constants | {"ROWS": tile.block_m}
 
 
+@cache
+def _blocks(rows: int) -> Describe:
+    return Describe([rows, STEP], OPERAND_LAYOUT)
+
+
+@cache
+def _results(tile: ScaledMmTile) -> Describe:
+    width, layout = result_layout(tile)
+    return Describe([rows_of_block(tile), width], layout)
+
+
 def _operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
     """Describe a matrix in blocks of some rows; TMA reads none whose rows overlap (expanded)."""
     count, width = matrix.shape
@@ -63,7 +76,7 @@ def _operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
         matrix = matrix.contiguous()
     # The stride of one row means nothing, but has to be a valid one.
     step = matrix.stride(0) if count > 1 else width
-    return TensorDescriptor(matrix, [count, width], [step, 1], [rows, STEP], OPERAND_LAYOUT)
+    return _blocks(rows)(matrix, [count, width], [step, 1])
 
 
 def launch_hopper(
@@ -93,7 +106,6 @@ def launch_hopper(
     (M, K), N = x.shape, weight.shape[0]
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // tile.block_n)
     rows, (columns, further) = rows_of_block(tile), columns_of_blocks(tile)
-    width, layout = result_layout(tile)
     more: Any = _operand(weight, further) if further else None
     launcher = _turns if tile.kernel == "turns" else _hopper
     launcher(
@@ -104,7 +116,7 @@ def launch_hopper(
             _operand(x, rows),
             _operand(weight, columns),
             more,
-            TensorDescriptor(y, [M, N], [N, 1], [rows, width], layout),
+            _results(tile)(y, [M, N], [N, 1]),
             M,
             N,
             -(-K // STEP),

@@ -31,25 +31,14 @@ from functools import lru_cache
 
 import torch
 
-from taut_kernels import _launch, formats, formats_mma, tiles_decode, tiles_wgmma
+from taut_kernels import _launch, formats, formats_mma, tiles_wgmma
 from taut_kernels._autocast import without_autocast
-from taut_kernels.gemm import (
-    w4a16_decode,
-    w4a16_decode_ring,
-    w4a16_dense,
-    w4a16_wgmma,
-    w4a16_wgmma_ring,
-    w4a16_wgmma_waves,
-)
-from taut_kernels.tiles_decode_ring import RingTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
+from taut_kernels.gemm import w4a16_launch
+from taut_kernels.gemm._w4a16_plan import Call, Runs, Weight
 
 OP = "w4a16_gemm"
 GROUP_SIZES = (32, 64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
-_ONE_TOKEN_TILE = 8
-"""Tokens of one MMA: as many cost what one costs."""
 
 
 def w4a16_gemm_ref(
@@ -89,32 +78,26 @@ def w4a16_gemm_ref(
     return y.to(x.dtype)
 
 
-def _choose(M: int, N: int, K: int, device: torch.device) -> tiles_wgmma.Choice:
-    if M <= _ONE_TOKEN_TILE:
-        return "decode"
-    gpu, hopper = _launch.gpu_name(device), _launch.is_hopper(device)
-    return tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M), hopper=hopper)
-
-
 # Asked in every call: kept by everything the answer follows from.
-@lru_cache(maxsize=4096)
-def _decode(
-    shape: tuple[int, int, int],
+@lru_cache(maxsize=8192)
+def _plan(
+    M: int,
+    N: int,
+    K: int,
     group_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    symmetric: bool,
-    unbiased: bool,
-) -> w4a16_decode.Plan | None:
-    """Return how to run a call of at most 16 tokens; None where another kernel is the faster."""
-    M, N, K = shape
-    if _choose(M, N, K, device) != "decode":
-        return None
+    has_zeros: bool,
+    has_bias: bool,
+) -> Runs:
+    """Return how to run a call: by the tile the tables or their rule choose."""
     gpu, hopper = _launch.gpu_name(device), _launch.is_hopper(device)
-    cut = tiles_decode.lookup(gpu, N, K, 1 if M <= _ONE_TOKEN_TILE else 2, hopper=hopper)
-    return w4a16_decode.plan(
-        cut, shape, group_size, dtype, device, has_zeros=not symmetric, has_bias=not unbiased
-    )
+    choice: tiles_wgmma.Choice = "decode"
+    if M > w4a16_launch.ONE_TOKEN_TILE:
+        choice = tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M), hopper=hopper)
+    tile = w4a16_launch.tile_of(choice, (M, N, K), device)
+    call = Call(M, N, K, group_size, dtype, device, has_zeros, has_bias)
+    return w4a16_launch.plan(tile, call)
 
 
 def _launch_w4a16_gemm(
@@ -127,27 +110,13 @@ def _launch_w4a16_gemm(
     group_size: int,
 ) -> torch.Tensor:
     M, K = x.shape
-    rows = qweight.shape[0]
+    N = 16 * qweight.shape[0]
     if M == 0:
-        return _launch.empty((M, 16 * rows), dtype=x.dtype, device=x.device)
+        return _launch.empty((M, N), dtype=x.dtype, device=x.device)
     x = _launch.aligned(x)
-    if M <= w4a16_decode.MAX_M:
-        shape = (M, 16 * rows, K)
-        plan = _decode(shape, group_size, x.dtype, x.device, zeros is None, bias is None)
-        if plan is not None:
-            return plan.run(x, qweight, scales, zeros, bias, arrivals)
-    choice = _choose(M, 16 * rows, K, x.device)
-    if choice == "dense":
-        return w4a16_dense.launch(x, qweight, scales, zeros, bias, group_size)
-    operands = (x, qweight, scales, zeros, bias, arrivals, group_size)
-    if isinstance(choice, RingTile):
-        return w4a16_decode_ring.launch(choice, *operands)
-    if isinstance(choice, WgmmaRingTile):
-        return w4a16_wgmma_ring.launch(choice, *operands)
-    if isinstance(choice, WavesTile):
-        return w4a16_wgmma_waves.launch(choice, *operands)
-    assert choice != "decode", "tables say so of at most 16 tokens alone, which have a plan"
-    return w4a16_wgmma.launch(choice, *operands)
+    has_zeros, has_bias = zeros is not None, bias is not None
+    plan = _plan(M, N, K, group_size, x.dtype, x.device, has_zeros, has_bias)
+    return plan.run(x, Weight(qweight, scales, zeros, bias, arrivals))
 
 
 def _fake_w4a16_gemm(

@@ -11,17 +11,12 @@ Source    `mma.m16n8k16` with weights as the 16-row operand, so that tokens pad 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
-
 from taut_kernels import _launch, tiles_decode
 from taut_kernels.gemm._w4a16_decode_jit import w4a16_decode_kernel
+from taut_kernels.gemm._w4a16_plan import ELEMENT, Call, OneProduct, Product
 
 MAX_M = 16
 _KERNEL = _launch.Launcher(w4a16_decode_kernel)
-_ELEMENT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def launch_constants(
@@ -51,126 +46,36 @@ def launch_constants(
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What shapes, types and the tile determine of a call. Holds no tensor.
-
-    Attributes:
-        form: of the kernel.
-        constants: what the form is compiled with.
-        device: of operands and result.
-        dtype: of activations and result.
-        N: output features.
-        grid: programs.
-        sums: fp32 numbers that programs which share an output exchange; 0 where none do.
-    """
-
-    form: _launch.Form
-    constants: Callable[[], tuple[_launch.Constants, _launch.Constants]]
-    device: torch.device
-    dtype: torch.dtype
-    N: int
-    grid: tuple[int, int, int]
-    sums: int
-
-    def run(
-        self,
-        x: torch.Tensor,
-        qweight: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        arrivals: torch.Tensor,
-    ) -> torch.Tensor:
-        """Multiply; operands as of :func:`launch`, of the shapes and types of the plan."""
-        M, stride = x.shape[0], x.stride(0)
-        y = _launch.empty((M, self.N), dtype=self.dtype, device=self.device)
-        partial, meet = None, None
-        if self.sums:
-            partial = _launch.empty((self.sums,), dtype=torch.float32, device=self.device)
-            meet = arrivals
-        self.form(
-            self.grid,
-            (x, qweight, scales, zeros, bias, y, partial, meet),
-            (M, self.N, stride),
-            self.constants,
-            (stride,),
-        )
-        return y
-
-
-def plan(
-    tile: tiles_decode.DecodeTile,
-    shape: tuple[int, int, int],
-    group_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    has_zeros: bool,
-    has_bias: bool,
-) -> Plan:
-    """Prepare calls of one shape.
+def plan(tile: tiles_decode.DecodeTile, call: Call) -> OneProduct:
+    """Prepare a call of at most 16 tokens.
 
     Args:
         tile: how to cut the work.
-        shape: M, N, K.
-        group_size: G.
-        dtype: of the activations.
-        device: with its number.
-        has_zeros: with zero points.
-        has_bias: with a bias.
+        call: what to prepare for.
     """
-    M, N, K = shape
-    token_tiles = 1 if M <= 8 else 2
-    row_tiles = min(tile.row_tiles, N // 16)
-    programs = -(-N // (16 * row_tiles * tile.row_warps))
+    token_tiles = 1 if call.M <= 8 else 2
+    row_tiles = min(tile.row_tiles, call.N // 16)
+    rows = 16 * row_tiles * tile.row_warps
+    programs = -(-call.N // rows)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
-        pdl = _launch.is_hopper(device)
-        group = 0 if group_size == K else group_size
-        named = launch_constants(tile, K, token_tiles, group, pdl=pdl) | {
-            "HAS_ZEROS": has_zeros,
-            "HAS_BIAS": has_bias,
-            "ELEMENT": _ELEMENT[dtype],
+        pdl = _launch.is_hopper(call.device)
+        named = launch_constants(tile, call.K, token_tiles, call.group, pdl=pdl) | {
+            "HAS_ZEROS": call.has_zeros,
+            "HAS_BIAS": call.has_bias,
+            "ELEMENT": ELEMENT[call.dtype],
             "ROW_TILES": row_tiles,
         }
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | _launch.PDL_OPTIONS[pdl]
 
-    index = -1 if device.index is None else device.index
-    form = _KERNEL.form((tile, N, K, token_tiles, group_size, dtype, has_zeros, has_bias), index)
-    sums = 0
-    if tile.split_k > 1:
-        sums = programs * tile.split_k * token_tiles * 8 * 16 * row_tiles * tile.row_warps
-    return Plan(form, constants, device, dtype, N, (programs, tile.split_k, 1), sums)
-
-
-def launch(
-    tile: tiles_decode.DecodeTile,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-) -> torch.Tensor:
-    """Run the kernel with a given tile, as tuning does; the op keeps its plans.
-
-    Args:
-        tile: how to cut the work.
-        x: [M, K], 1 ≤ M ≤ 16, rows 16-byte aligned.
-        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        arrivals: likewise.
-        group_size: G.
-
-    Returns:
-        [M, N].
-    """
-    shape = (x.shape[0], 16 * qweight.shape[0], x.shape[1])
-    given = {"has_zeros": zeros is not None, "has_bias": bias is not None}
-    planned = plan(tile, shape, group_size, x.dtype, x.device, **given)
-    return planned.run(x, qweight, scales, zeros, bias, arrivals)
+    split = tile.split_k > 1
+    product = Product(
+        _KERNEL.form((tile, token_tiles, call.form), call.device_number),
+        constants,
+        call.N,
+        (programs, tile.split_k, 1),
+        programs * tile.split_k * token_tiles * 8 * rows if split else 0,
+        split,
+    )
+    return OneProduct(product, call)

@@ -14,14 +14,12 @@ Source    The products of :mod:`taut_kernels.gemm.w4a16_decode`; multi-stage `cp
 
 from __future__ import annotations
 
-import torch
-
 from taut_kernels import _launch
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
+from taut_kernels.gemm._w4a16_plan import ELEMENT, Call, OneProduct, Product
 from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
 
 _KERNEL = _launch.Launcher(w4a16_decode_ring_kernel)
-_ELEMENT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def launch_constants(
@@ -56,65 +54,42 @@ def launch_constants(
     }
 
 
-def launch(
-    tile: RingTile,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-) -> torch.Tensor:
-    """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
+def plan(tile: RingTile, call: Call) -> OneProduct:
+    """Prepare a call of at most 64 tokens.
 
     Args:
         tile: how to cut the work.
-        x: [M, K], 1 ≤ M ≤ 64, rows 16-byte aligned.
-        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        arrivals: likewise.
-        group_size: G.
-
-    Returns:
-        [M, N].
+        call: what to prepare for.
 
     Raises:
-        ValueError: more than 64 tokens, or a ring that does not fit shared memory.
+        ValueError: more than 64 tokens.
     """
-    M, K = x.shape
-    if M > MAX_TOKENS:
-        raise ValueError(f"x must have at most {MAX_TOKENS} rows for a ring tile, got {M}")
-    N = 16 * qweight.shape[0]
-    y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
-    tokens = token_tiles(M)
-    row_tiles = min(tile.row_tiles, N // 16)
+    if call.M > MAX_TOKENS:
+        raise ValueError(f"x must have at most {MAX_TOKENS} rows for a ring tile, got {call.M}")
+    tokens = token_tiles(call.M)
+    row_tiles = min(tile.row_tiles, call.N // 16)
     rows = 16 * row_tiles * tile.row_warps
-    programs = -(-N // rows)
-    partial = None
-    if tile.split_k > 1:
-        size = programs * tile.split_k * tokens * 8 * rows
-        partial = _launch.empty((size,), dtype=torch.float32, device=x.device)
+    programs = -(-call.N // rows)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
-        pdl = _launch.is_hopper(x.device)
-        group = 0 if group_size == K else group_size
-        named = launch_constants(tile, K, tokens, group, has_zeros=zeros is not None, pdl=pdl) | {
-            "HAS_BIAS": bias is not None,
-            "ELEMENT": _ELEMENT[x.dtype],
+        pdl = _launch.is_hopper(call.device)
+        named = launch_constants(
+            tile, call.K, tokens, call.group, has_zeros=call.has_zeros, pdl=pdl
+        ) | {
+            "HAS_BIAS": call.has_bias,
+            "ELEMENT": ELEMENT[call.dtype],
             "ROW_TILES": row_tiles,
         }
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | _launch.PDL_OPTIONS[pdl]
 
-    _KERNEL(
-        (tile, N, K, tokens, group_size, x.dtype, zeros is None, bias is None),
-        (programs, tile.split_k, 1),
-        (x, qweight, scales, zeros, bias, y, partial, arrivals if tile.split_k > 1 else None),
-        (M, N, x.stride(0)),
+    split = tile.split_k > 1
+    product = Product(
+        _KERNEL.form((tile, tokens, call.form), call.device_number),
         constants,
-        (x.stride(0),),
+        call.N,
+        (programs, tile.split_k, 1),
+        programs * tile.split_k * tokens * 8 * rows if split else 0,
+        split,
     )
-    return y
+    return OneProduct(product, call)

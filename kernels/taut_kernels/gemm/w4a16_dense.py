@@ -9,11 +9,13 @@ Source    Reading the dense weights costs little beside thousands of tokens' pro
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from taut_kernels import _launch
 from taut_kernels.gemm._w4a16_dense_jit import w4a16_dequantize_kernel
-from taut_kernels.gemm.w4a16_wgmma import ELEMENT
+from taut_kernels.gemm._w4a16_plan import ELEMENT, Call, Weight
 
 SLICE_BYTES = 256 * 2**20
 """Dense weights held at once; a layer with more is done in slices of output features."""
@@ -24,29 +26,21 @@ CHUNKS_PER_PROGRAM = 8
 _DEQUANTIZE = _launch.Launcher(w4a16_dequantize_kernel)
 
 
-def dequantize(
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group_size: int,
-    first_tile: int,
-    tiles: int,
-) -> torch.Tensor:
+def dequantize(weight: Weight, group_size: int, first_tile: int, tiles: int) -> torch.Tensor:
     """Return rows of the dense weight.
 
     Args:
-        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
-        scales: likewise.
-        zeros: likewise.
+        weight: the layer's; bias and arrivals are not used.
         group_size: G.
         first_tile: first 16-row tile.
         tiles: how many of them.
 
     Returns:
-        [16 · tiles, K] in the dtype of ``scales``, each value rounded once.
+        [16 · tiles, K] in the dtype of the scales, each value rounded once.
     """
+    qweight, scales, zeros, _, _ = weight
     K = 64 * qweight.shape[1]
-    weight = _launch.empty((16 * tiles, K), dtype=scales.dtype, device=scales.device)
+    dense = _launch.empty((16 * tiles, K), dtype=scales.dtype, device=scales.device)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
         named = {
@@ -62,43 +56,35 @@ def dequantize(
     _DEQUANTIZE(
         (K, group_size, scales.dtype, zeros is None, tiles % 16 == 0, tiles == 1),
         (-(-tiles // WARPS), -(-(K // 64) // CHUNKS_PER_PROGRAM), 1),
-        (qweight, scales, zeros, weight),
+        (qweight, scales, zeros, dense),
         (first_tile, tiles),
         constants,
     )
-    return weight
+    return dense
 
 
-def launch(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    group_size: int,
-) -> torch.Tensor:
-    """Multiply.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A call in slices of the layer's rows.
 
-    Args:
-        x: [M, K], M ≥ 1.
-        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        group_size: G.
-
-    Returns:
-        [M, N].
+    Attributes:
+        call: what it was planned for.
     """
-    (M, K), tiles = x.shape, qweight.shape[0]
-    y = _launch.empty((M, 16 * tiles), dtype=x.dtype, device=x.device)
-    step = _slice_tiles(tiles, 16 * K * x.element_size())
-    for first in range(0, tiles, step):
-        count = min(step, tiles - first)
-        weight = dequantize(qweight, scales, zeros, group_size, first, count)
-        rows = slice(16 * first, 16 * (first + count))
-        _linear(x, weight, None if bias is None else bias[rows], y[:, rows])
-    return y
+
+    call: Call
+
+    def run(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """As of :class:`taut_kernels.gemm._w4a16_plan.Runs`."""
+        M, N, K, group_size, dtype, device, _, _ = self.call
+        tiles, bias = N // 16, weight.bias
+        y = _launch.empty((M, N), dtype=dtype, device=device)
+        step = _slice_tiles(tiles, 16 * K * dtype.itemsize)
+        for first in range(0, tiles, step):
+            count = min(step, tiles - first)
+            part = dequantize(weight, group_size, first, count)
+            rows = slice(16 * first, 16 * (first + count))
+            _linear(x, part, None if bias is None else bias[rows], y[:, rows])
+        return y
 
 
 def _slice_tiles(tiles: int, tile_bytes: int) -> int:

@@ -17,10 +17,16 @@ from typing import Literal
 import torch
 
 from taut_kernels import _launch
+from taut_kernels.gemm._w4a16_plan import (
+    ELEMENT,
+    Call,
+    OneProduct,
+    Product,
+    require_meeting_places,
+)
 from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
 from taut_kernels.tiles_wgmma import WgmmaTile
 
-ELEMENT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 Role = Literal["alone", "head", "tail"]
 """Of a launch: the only one, or one of two (:mod:`taut_kernels.gemm.w4a16_wgmma_waves`)."""
 _REORDER_BLOCK = 2048
@@ -78,97 +84,45 @@ def reorder(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def launch(
-    tile: WgmmaTile,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-) -> torch.Tensor:
-    """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
+def plan(tile: WgmmaTile, call: Call) -> OneProduct:
+    """Prepare a call.
 
     Args:
         tile: how to cut the work.
-        x: [M, K], M ≥ 1, rows 16-byte aligned.
-        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        arrivals: likewise.
-        group_size: G.
-
-    Returns:
-        [M, N].
+        call: what to prepare for.
 
     Raises:
         ValueError: the tile makes more partial sums meet than ``arrivals`` counts.
     """
-    y = _launch.empty((x.shape[0], 16 * qweight.shape[0]), dtype=x.dtype, device=x.device)
-    if tile.reordered:
-        x = reorder(x)
-    product(tile, x, qweight, scales, zeros, bias, arrivals, group_size, y)
-    return y
+    return OneProduct(product(tile, call, call.N), call, reorder if tile.reordered else None)
 
 
-def product(
-    tile: WgmmaTile,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-    y: torch.Tensor,
-    role: Role = "alone",
-) -> None:
-    """Fill ``y``, which may be some columns of a larger result.
+def product(tile: WgmmaTile, call: Call, rows: int, role: Role = "alone") -> Product:
+    """Prepare the product of some output features, whose parts are whole tiles.
 
     Args:
         tile: how to cut the work.
-        x: [M, K], in fragment order where the tile says so.
-        qweight: of the output features of ``y``, as are the next three.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        arrivals: the layer's.
-        group_size: G.
-        y: [M, rows], the result's rows apart; parts of it are whole tiles.
+        call: what to prepare for.
+        rows: how many of its features.
         role: of this launch.
 
     Raises:
         ValueError: the tile makes more partial sums meet than ``arrivals`` counts.
     """
-    M, K = x.shape
-    rows = 16 * qweight.shape[0]
-    N = y.stride(0)
-    grid = (-(-rows // tile.rows), tile.split_k, -(-M // tile.block_m))
-    partial = None
+    grid = (-(-rows // tile.rows), tile.split_k, -(-call.M // tile.block_m))
+    sums = 0
     if tile.split_k > 1:
-        tiles = grid[0] * grid[2]
-        if tiles > arrivals.numel():
-            raise ValueError(f"split_k: {tiles} tiles meet, arrivals counts {arrivals.numel()}")
-        size = tiles * tile.split_k * tile.rows * tile.block_m
-        partial = _launch.empty((size,), dtype=torch.float32, device=x.device)
+        require_meeting_places(grid[0] * grid[2], call.N)
+        sums = grid[0] * grid[1] * grid[2] * tile.rows * tile.block_m
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
-        hopper = _launch.is_hopper(x.device)
-        group = 0 if group_size == K else group_size
-        named = launch_constants(tile, K, group, hopper=hopper, role=role) | {
-            "HAS_ZEROS": zeros is not None,
-            "HAS_BIAS": bias is not None,
-            "ELEMENT": ELEMENT[x.dtype],
+        hopper = _launch.is_hopper(call.device)
+        named = launch_constants(tile, call.K, call.group, hopper=hopper, role=role) | {
+            "HAS_ZEROS": call.has_zeros,
+            "HAS_BIAS": call.has_bias,
+            "ELEMENT": ELEMENT[call.dtype],
         }
         return named, {"num_warps": tile.num_warps} | _launch.PDL_OPTIONS[hopper]
 
-    _PRODUCT(
-        (tile, N, K, group_size, x.dtype, zeros is None, bias is None, role),
-        grid,
-        (x, qweight, scales, zeros, bias, y, partial, arrivals if tile.split_k > 1 else None),
-        (M, N, x.stride(0)),
-        constants,
-        (x.stride(0),),
-    )
+    form = _PRODUCT.form((tile, role, call.form), call.device_number)
+    return Product(form, constants, call.N, grid, sums, meet=tile.split_k > 1)

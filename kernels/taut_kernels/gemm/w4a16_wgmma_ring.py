@@ -13,12 +13,23 @@ Source    The products of :mod:`taut_kernels.gemm.w4a16_wgmma`, the ring of
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from taut_kernels import _launch
 from taut_kernels.gemm import w4a16_sum, w4a16_wgmma_tma
+from taut_kernels.gemm._w4a16_plan import (
+    ELEMENT,
+    Call,
+    Fills,
+    OneProduct,
+    Product,
+    Weight,
+    require_meeting_places,
+)
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
-from taut_kernels.gemm.w4a16_wgmma import ELEMENT, Role, reorder
+from taut_kernels.gemm.w4a16_wgmma import Role, reorder
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 _KERNEL = _launch.Launcher(w4a16_wgmma_ring_kernel)
@@ -57,121 +68,89 @@ def launch_constants(
     }
 
 
-def launch(
-    tile: WgmmaRingTile,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-) -> torch.Tensor:
-    """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """A product whose splits a second launch adds.
+
+    Attributes:
+        product: leaves the splits' sums.
+        tile: how the work is cut.
+        row_tiles: tiles of 16 rows a warp.
+    """
+
+    product: Product
+    tile: WgmmaRingTile
+    row_tiles: int
+
+    def __call__(self, x: torch.Tensor, weight: Weight, y: torch.Tensor) -> None:
+        """As of :class:`taut_kernels.gemm._w4a16_plan.Fills`."""
+        partial = self.product(x, weight, y)
+        assert partial is not None, "K is split"
+        w4a16_sum.launch(
+            partial,
+            weight.bias,
+            y,
+            self.product.grid[::2],
+            split_k=self.tile.split_k,
+            block_m=self.tile.block_m,
+            num_warps=self.tile.num_warps,
+            row_tiles=self.row_tiles,
+        )
+
+
+def plan(tile: WgmmaRingTile, call: Call) -> OneProduct:
+    """Prepare a call.
 
     Args:
         tile: how to cut the work.
-        x: [M, K], M ≥ 1, rows 16-byte aligned.
-        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        arrivals: likewise.
-        group_size: G.
-
-    Returns:
-        [M, N].
+        call: what to prepare for.
 
     Raises:
-        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or its ring does
-            not fit shared memory.
+        ValueError: as of :func:`product`.
     """
-    y = _launch.empty((x.shape[0], 16 * qweight.shape[0]), dtype=x.dtype, device=x.device)
-    if tile.reordered:
-        x = reorder(x)
-    product(tile, x, qweight, scales, zeros, bias, arrivals, group_size, y)
-    return y
+    return OneProduct(product(tile, call, call.N), call, reorder if tile.reordered else None)
 
 
-def product(
-    tile: WgmmaRingTile,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-    y: torch.Tensor,
-    role: Role = "alone",
-) -> None:
-    """Fill ``y``, which may be some columns of a larger result.
+def product(tile: WgmmaRingTile, call: Call, rows: int, role: Role = "alone") -> Fills:
+    """Prepare the product of some output features, whose parts are whole tiles.
 
     Args:
         tile: how to cut the work.
-        x: [M, K], in fragment order where the tile says so.
-        qweight: of the output features of ``y``, as are the next three.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        arrivals: the layer's.
-        group_size: G.
-        y: [M, rows], the result's rows apart; parts of it are whole tiles.
+        call: what to prepare for.
+        rows: how many of its features.
         role: of this launch.
 
     Raises:
-        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, its ring does
-            not fit shared memory, or it has ``tma`` and a role or more rows than the layer.
+        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or it has
+            ``tma`` and a role or more rows than the layer.
     """
-    M, K = x.shape
-    features = 16 * qweight.shape[0]
-    N = y.stride(0)
-    row_tiles = tile.group_tiles if tile.tma else min(tile.group_tiles, features // 16)
-    rows = 64 * row_tiles * tile.warp_groups
-    grid = (-(-features // rows), tile.split_k, -(-M // tile.block_m))
-    partial, meet = None, tile.split_k > 1 and not tile.summed
-    if tile.split_k > 1:
-        tiles = grid[0] * grid[2]
-        if meet and tiles > arrivals.numel():
-            raise ValueError(f"split_k: {tiles} tiles meet, arrivals counts {arrivals.numel()}")
-        size = tiles * tile.split_k * rows * tile.block_m
-        partial = _launch.empty((size,), dtype=torch.float32, device=x.device)
+    if tile.tma:
+        if role != "alone":
+            raise ValueError(f"{tile} is no head and no tail")
+        return w4a16_wgmma_tma.product(tile, call)
+    row_tiles = min(tile.group_tiles, rows // 16)
+    tile_rows = 64 * row_tiles * tile.warp_groups
+    grid = (-(-rows // tile_rows), tile.split_k, -(-call.M // tile.block_m))
+    split = tile.split_k > 1
+    if split and not tile.summed:
+        require_meeting_places(grid[0] * grid[2], call.N)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
-        group = 0 if group_size == K else group_size
-        has_zeros = zeros is not None
-        named = launch_constants(tile, K, group, has_zeros=has_zeros, role=role) | {
-            "HAS_BIAS": bias is not None,
-            "ELEMENT": ELEMENT[x.dtype],
+        has_zeros = call.has_zeros
+        named = launch_constants(tile, call.K, call.group, has_zeros=has_zeros, role=role) | {
+            "HAS_BIAS": call.has_bias,
+            "ELEMENT": ELEMENT[call.dtype],
             "ROW_TILES": row_tiles,
         }
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | _launch.PDL_OPTIONS[True]
 
-    meeting = arrivals if meet else None
-    if tile.tma:
-        if role != "alone":
-            raise ValueError(f"{tile} is no head and no tail")
-        w4a16_wgmma_tma.product(
-            tile, x, qweight, scales, zeros, bias, meeting, group_size, y, partial, grid
-        )
-    else:
-        _KERNEL(
-            (tile, N, K, group_size, x.dtype, zeros is None, bias is None, role, row_tiles),
-            grid,
-            (x, qweight, scales, zeros, bias, y, partial, meeting),
-            (M, N, x.stride(0)),
-            constants,
-            (x.stride(0),),
-        )
-    if partial is not None and tile.summed:
-        w4a16_sum.launch(
-            partial,
-            bias,
-            y,
-            (grid[0], grid[2]),
-            split_k=tile.split_k,
-            block_m=tile.block_m,
-            num_warps=tile.num_warps,
-            row_tiles=row_tiles,
-        )
+    found = Product(
+        _KERNEL.form((tile, role, row_tiles, call.form), call.device_number),
+        constants,
+        call.N,
+        grid,
+        grid[0] * grid[1] * grid[2] * tile_rows * tile.block_m if split else 0,
+        meet=split and not tile.summed,
+    )
+    return _Summed(found, tile, row_tiles) if split and tile.summed else found

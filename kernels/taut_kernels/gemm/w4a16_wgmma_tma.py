@@ -6,11 +6,15 @@ runs. N is at least a tile's rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from taut_kernels import _launch
+from taut_kernels._descriptors import Describe
+from taut_kernels.gemm._w4a16_plan import Call, Weight, require_meeting_places
 from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
@@ -53,62 +57,77 @@ def launch_constants(
     }
 
 
-def product(
-    tile: WgmmaRingTile,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    group_size: int,
-    y: torch.Tensor,
-    partial: torch.Tensor | None,
-    grid: tuple[int, int, int],
-) -> None:
-    """Fill ``y``.
+@dataclass(frozen=True, slots=True)
+class FedProduct:
+    """One launch of the kernel, which takes descriptors of activations and weights.
+
+    Attributes:
+        form: of the kernel.
+        constants: what the form is compiled with.
+        call: what it was planned for.
+        tokens: describes activations.
+        words: describes weights.
+        grid: programs along features, splits and tokens.
+        sums: fp32 numbers that programs which share an output exchange; 0 where none do.
+    """
+
+    form: _launch.Form
+    constants: Callable[[], tuple[_launch.Constants, _launch.Constants]]
+    call: Call
+    tokens: Describe
+    words: Describe
+    grid: tuple[int, int, int]
+    sums: int
+
+    def __call__(self, x: torch.Tensor, weight: Weight, y: torch.Tensor) -> torch.Tensor | None:
+        """As of :class:`taut_kernels.gemm._w4a16_plan.Fills`."""
+        qweight, scales, zeros, bias, arrivals = weight
+        (M, K), N, partial = x.shape, self.call.N, None
+        if self.sums:
+            partial = _launch.empty((self.sums,), dtype=torch.float32, device=x.device)
+        # The stride of one row means nothing, but has to be a valid one.
+        step = x.stride(0) if M > 1 else K
+        self.form(
+            self.grid,
+            (scales, zeros, bias, y, partial, arrivals if self.sums else None),
+            (
+                self.tokens(x, [M, K], [step, 1]),
+                self.words(qweight, [N // 16, K // 16, 32], [2 * K, 32, 1]),
+                M,
+                N,
+            ),
+            self.constants,
+        )
+        return partial
+
+
+def product(tile: WgmmaRingTile, call: Call) -> FedProduct:
+    """Prepare the product of all output features.
 
     Args:
         tile: how to cut the work, with ``tma``.
-        x: [M, K], rows 16-byte aligned.
-        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        arrivals: likewise, where splits meet.
-        group_size: G.
-        y: [M, N].
-        partial: room for every split's sums, if any.
-        grid: programs along features, splits and tokens.
+        call: what to prepare for.
 
     Raises:
-        ValueError: the layer has fewer features than the tile, or its ring does not fit.
+        ValueError: the layer has fewer features than the tile, or the tile makes more partial sums
+            meet than ``arrivals`` counts.
     """
-    (M, K), N = x.shape, y.shape[1]
-    if tile.rows > N:
-        raise ValueError(f"{tile} takes {tile.rows} features at least, got {N}")
+    if tile.rows > call.N:
+        raise ValueError(f"{tile} takes {tile.rows} features at least, got {call.N}")
+    grid = (-(-call.N // tile.rows), tile.split_k, -(-call.M // tile.block_m))
+    sums = 0
+    if tile.split_k > 1:
+        require_meeting_places(grid[0] * grid[2], call.N)
+        sums = grid[0] * grid[1] * grid[2] * tile.rows * tile.block_m
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
-        group = 0 if group_size == K else group_size
-        named = launch_constants(tile, K, group, has_zeros=zeros is not None) | {
-            "HAS_BIAS": bias is not None,
+        named = launch_constants(tile, call.K, call.group, has_zeros=call.has_zeros) | {
+            "HAS_BIAS": call.has_bias,
         }
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | _launch.PDL_OPTIONS[True]
 
-    # The stride of one row means nothing, but has to be a valid one.
-    step = x.stride(0) if M > 1 else K
-    _KERNEL(
-        (tile, N, K, group_size, x.dtype, zeros is None, bias is None),
-        grid,
-        (scales, zeros, bias, y, partial, arrivals),
-        (
-            TensorDescriptor(x, [M, K], [step, 1], [tile.block_m // 2, 64], TOKEN_LAYOUT),
-            TensorDescriptor(
-                qweight, [N // 16, K // 16, 32], [2 * K, 32, 1], word_block(tile), WORD_LAYOUT
-            ),
-            M,
-            N,
-        ),
-        constants,
-    )
+    form = _KERNEL.form((tile, call.form), call.device_number)
+    tokens = Describe([tile.block_m // 2, 64], TOKEN_LAYOUT)
+    words = Describe(word_block(tile), WORD_LAYOUT)
+    return FedProduct(form, constants, call, tokens, words, grid, sums)

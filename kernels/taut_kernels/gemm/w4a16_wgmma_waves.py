@@ -13,68 +13,63 @@ has itself waited for the kernel in front; and whoever waits for the tail so wai
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from taut_kernels import _launch
 from taut_kernels.gemm import w4a16_wgmma, w4a16_wgmma_ring
+from taut_kernels.gemm._w4a16_plan import Call, Fills, Weight
 from taut_kernels.gemm.w4a16_wgmma import Role, reorder
 from taut_kernels.tiles_wgmma import WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 
 
-def launch(
-    tile: WavesTile,
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-) -> torch.Tensor:
-    """Run both kernels; what the op does after the look-up, and what tuning calls.
+@dataclass(frozen=True, slots=True)
+class _HeadAndTail:
+    """A call that is two products.
+
+    Attributes:
+        head: of the first ``rows`` output features.
+        tail: of the others, if any.
+        rows: multiple of 16.
+        call: what they were planned for.
+    """
+
+    head: Fills
+    tail: Fills | None
+    rows: int
+    call: Call
+
+    def run(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """As of :class:`taut_kernels.gemm._w4a16_plan.Runs`."""
+        M, N, rows = self.call.M, self.call.N, self.rows
+        y = _launch.empty((M, N), dtype=self.call.dtype, device=self.call.device)
+        x = reorder(x)
+        self.head(x, weight.rows(0, rows), y[:, :rows])
+        if self.tail is not None:
+            self.tail(x, weight.rows(rows, N), y[:, rows:])
+        return y
+
+
+def plan(tile: WavesTile, call: Call) -> _HeadAndTail:
+    """Prepare a call.
 
     Args:
         tile: how to cut the work.
-        x: [M, K], M ≥ 1, rows 16-byte aligned.
-        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        arrivals: likewise.
-        group_size: G.
-
-    Returns:
-        [M, N].
+        call: what to prepare for.
 
     Raises:
-        ValueError: as the launchers of the tiles.
+        ValueError: as the products of the tiles.
     """
-    M, N = x.shape[0], 16 * qweight.shape[0]
-    y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
-    x = reorder(x)
-    rows = tile.head_rows(M, N)
+    rows = tile.head_rows(call.M, call.N)
+    head = _product(tile.head, call, rows, "head")
+    tail = _product(tile.tail, call, call.N - rows, "tail") if rows < call.N else None
+    return _HeadAndTail(head, tail, rows, call)
 
-    def part(cut: WgmmaTile | WgmmaRingTile, first: int, end: int, role: Role) -> None:
-        tiles = slice(first // 16, end // 16)
-        operands = (
-            x,
-            qweight[tiles],
-            scales[tiles],
-            None if zeros is None else zeros[tiles],
-            None if bias is None else bias[first:end],
-            arrivals,
-            group_size,
-            y[:, first:end],
-            role,
-        )
-        if isinstance(cut, WgmmaRingTile):
-            w4a16_wgmma_ring.product(cut, *operands)
-        else:
-            w4a16_wgmma.product(cut, *operands)
 
-    part(tile.head, 0, rows, "head")
-    if rows < N:
-        part(tile.tail, rows, N, "tail")
-    return y
+def _product(cut: WgmmaTile | WgmmaRingTile, call: Call, rows: int, role: Role) -> Fills:
+    if isinstance(cut, WgmmaRingTile):
+        return w4a16_wgmma_ring.product(cut, call, rows, role)
+    return w4a16_wgmma.product(cut, call, rows, role)

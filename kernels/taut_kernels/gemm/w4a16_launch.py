@@ -1,0 +1,104 @@
+"""Runs `taut::w4a16_gemm` with a given tile: the op's way behind its look-up, and the tuners'."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from taut_kernels import _launch, tiles_decode, tiles_wgmma
+from taut_kernels.gemm import (
+    w4a16_decode,
+    w4a16_decode_ring,
+    w4a16_dense,
+    w4a16_wgmma,
+    w4a16_wgmma_ring,
+    w4a16_wgmma_waves,
+)
+from taut_kernels.gemm._w4a16_plan import Call, Runs, Weight
+from taut_kernels.tiles_decode import DecodeTile
+from taut_kernels.tiles_decode_ring import RingTile
+from taut_kernels.tiles_wgmma import WgmmaTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
+
+ONE_TOKEN_TILE = 8
+"""Tokens of one MMA: as many cost what one costs."""
+Tile = DecodeTile | RingTile | WgmmaTile | WgmmaRingTile | WavesTile
+"""How a kernel cuts the work; its type names the regime."""
+
+
+def tile_of(
+    choice: tiles_wgmma.Choice, shape: tuple[int, int, int], device: torch.device
+) -> Tile | Literal["dense"]:
+    """Return the tile of a choice: a table's own, or the one the decode regime has for a shape.
+
+    Args:
+        choice: of :mod:`taut_kernels.tiles_wgmma`.
+        shape: M, N, K.
+        device: where the product runs.
+    """
+    if choice == "dense" or not isinstance(choice, str):
+        return choice
+    M, N, K = shape
+    gpu, hopper = _launch.gpu_name(device), _launch.is_hopper(device)
+    token_tiles = 1 if M <= ONE_TOKEN_TILE else 2
+    return tiles_decode.lookup(gpu, N, K, token_tiles, hopper=hopper)
+
+
+def plan(tile: Tile | Literal["dense"], call: Call) -> Runs:
+    """Prepare a call.
+
+    Args:
+        tile: how to cut the work, or ``"dense"``.
+        call: what to prepare for.
+
+    Raises:
+        ValueError: the tile is not one for this call; says why.
+    """
+    match tile:
+        case DecodeTile():
+            return w4a16_decode.plan(tile, call)
+        case RingTile():
+            return w4a16_decode_ring.plan(tile, call)
+        case WgmmaTile():
+            return w4a16_wgmma.plan(tile, call)
+        case WgmmaRingTile():
+            return w4a16_wgmma_ring.plan(tile, call)
+        case WavesTile():
+            return w4a16_wgmma_waves.plan(tile, call)
+        case "dense":
+            return w4a16_dense.Plan(call)
+
+
+def launch(
+    tile: Tile | Literal["dense"],
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    group_size: int,
+) -> torch.Tensor:
+    """Multiply once; the op keeps its plans.
+
+    Args:
+        tile: how to cut the work, or ``"dense"``.
+        x: [M, K], M ≥ 1, rows 16-byte aligned.
+        qweight: as in the contract of :mod:`taut_kernels.gemm.w4a16`.
+        scales: likewise.
+        zeros: likewise.
+        bias: likewise.
+        arrivals: likewise.
+        group_size: G.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        ValueError: the tile is not one for this call; says why.
+    """
+    (M, K), N = x.shape, 16 * qweight.shape[0]
+    call = Call(M, N, K, group_size, x.dtype, x.device, zeros is not None, bias is not None)
+    return plan(tile, call).run(x, Weight(qweight, scales, zeros, bias, arrivals))
