@@ -107,6 +107,7 @@ def pretend_cuda() -> None:
 def use_card(name: str) -> None:
     """Let every table and choice be that card's."""
     _launch.gpu_name = lambda device: name
+    w4a16._plan.cache_clear()  # a process has one card
     linear.current_platform.get_device_name = lambda: name
 
 
