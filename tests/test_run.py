@@ -1,4 +1,4 @@
-"""``make test`` counts both runs of pytest and fails if either does."""
+"""``make test`` leaves no test out, counts every run of pytest and fails if one does."""
 
 from __future__ import annotations
 
@@ -34,23 +34,31 @@ def runner() -> ModuleType:
     return module
 
 
-def written(folder: Path, *, good: bool) -> Path:
-    file = folder / f"test_{good}.py"
-    file.write_text(TESTS.format(good=good))
-    return file
+def test_no_test_is_left_out(runner: ModuleType) -> None:
+    here = Path(__file__).parent
+    chosen = [here / name for name in (*runner.BEHIND, *runner.FIRST)]
+    chosen += map(Path, runner.others())
+    for file in here.rglob("test_*.py"):
+        assert sum(file.is_relative_to(place) for place in chosen) == 1, file
 
 
-def test_both_runs_are_counted_and_either_can_fail(
+@pytest.mark.parametrize("bad", [None, "kernels", "service"])
+def test_all_runs_are_counted_and_any_can_fail(
+    bad: str | None,
     runner: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    good, bad = (("-c", "/dev/null", str(written(tmp_path, good=ok))) for ok in (True, False))
-    for alone, side_by_side, status in ((good, good, 0), (bad, good, 1), (good, bad, 1)):
-        monkeypatch.setattr(runner, "ALONE", alone)
-        monkeypatch.setattr(runner, "SIDE_BY_SIDE", side_by_side)
-        assert runner.main() == status
-        last = capsys.readouterr().out.splitlines()[-1]
-        failed = "1 failed, " if status else ""
-        assert last.startswith(f"===== both runs: {failed}{6 - status} passed, 2 skipped in ")
+    for name in ("kernels", "chart", "e2e", "images", "service", "test_own.py"):
+        file = tmp_path / name
+        if not file.suffix:
+            file.mkdir()
+            file = file / f"test_{name}.py"
+        file.write_text(TESTS.format(good=name != bad))
+    monkeypatch.setattr(runner, "TESTS", tmp_path)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null -p no:cacheprovider -p no:schemathesis")
+    assert runner.main() == (bad is not None)
+    last = capsys.readouterr().out.splitlines()[-1]
+    failed = "1 failed, " if bad else ""
+    assert last.startswith(f"===== all runs: {failed}{18 - bool(bad)} passed, 6 skipped in ")
