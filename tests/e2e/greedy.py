@@ -1,11 +1,13 @@
 """Greedy text from one checkpoint, as JSON in a file (vLLM logs to stdout too).
 
-Usage: ``python greedy.py vllm|transformers DIRECTORY ANSWER``. A process of its own, because vLLM
-reads its environment (``VLLM_PLUGINS``, ``TAUT_KERNELS``) once and frees its memory only by ending.
+Usage: ``python greedy.py vllm|transformers|transformers-fp32 DIRECTORY ANSWER``. A process of its
+own, because vLLM reads its environment (``VLLM_PLUGINS``, ``TAUT_KERNELS``) once and frees its
+memory only by ending.
 """
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 PROMPTS = (
@@ -27,13 +29,13 @@ def with_vllm(directory: str) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def with_transformers(directory: str) -> list[list[int]]:
+def with_transformers(directory: str, dtype: str = "bfloat16") -> list[list[int]]:
     """Token ids per prompt, through transformers' own loading of compressed-tensors."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
     # As vLLM's ignore_eos: an end is a token like others. (min_new_tokens would forbid it.)
     model.generation_config.eos_token_id = None
     found = []
@@ -46,5 +48,9 @@ def with_transformers(directory: str) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    run = {"vllm": with_vllm, "transformers": with_transformers}[sys.argv[1]]
+    run = {
+        "vllm": with_vllm,
+        "transformers": with_transformers,
+        "transformers-fp32": partial(with_transformers, dtype="float32"),
+    }[sys.argv[1]]
     Path(sys.argv[3]).write_text(json.dumps(run(sys.argv[2])))

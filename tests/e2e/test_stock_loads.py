@@ -74,8 +74,9 @@ class Judge:
         logits = self._model(torch.tensor([ids])).logits[0, -1]
         return abs(float(logits[left] - logits[right]))
 
-    def require_same(self, first: list[list[int]], second: list[list[int]]) -> None:
-        """Fail unless the texts are equal up to near-ties."""
+    def widest(self, first: list[list[int]], second: list[list[int]]) -> float:
+        """The largest gap at which a text parts from its counterpart; 0 where all are equal."""
+        found = 0.0
         for prompt, left, right in zip(PROMPTS, first, second, strict=True):
             assert len(left) == len(right) == NEW_TOKENS
             pairs = enumerate(zip(left, right, strict=True))
@@ -83,7 +84,12 @@ class Judge:
             if parted is not None:
                 gap = self.gap(prompt, left[:parted], left[parted], right[parted])
                 print(f"{prompt!r}: parted at token {parted}, logit gap {gap:.3f}")
-                assert gap <= NEAR_TIE, f"{prompt!r}: token {parted} differs by {gap:.3f}"
+                found = max(found, gap)
+        return found
+
+    def require_same(self, first: list[list[int]], second: list[list[int]]) -> None:
+        """Fail unless the texts are equal up to near-ties."""
+        assert self.widest(first, second) <= NEAR_TIE
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +138,16 @@ def test_w8a8_loads_in_stock_vllm(served, stock_w8a8):
 
 @needs_avx512("stock vLLM's int8 text parts from the fp32 judge there (by 0.65 on 2026-11-23)")
 def test_w8a8_equals_transformers(served, stock_w8a8):
-    theirs, _ = greedy("transformers", served.checkpoint)
-    Judge(served.checkpoint).require_same(stock_w8a8[0], theirs)
+    """Within the A/A floor: activations a bf16 step apart are quantised to other integers.
+
+    The same transformers part from themselves by 1.1 where they compute in bf16 (one prompt of
+    the four; 2026-11-23), and vLLM does compute in bf16.
+    """
+    judge = Judge(served.checkpoint)
+    exact, _ = greedy("transformers-fp32", served.checkpoint)
+    rounded, _ = greedy("transformers", served.checkpoint)
+    floor = judge.widest(exact, rounded)
+    assert judge.widest(exact, stock_w8a8[0]) <= max(NEAR_TIE, floor)
 
 
 def test_worker_that_cannot_get_our_kernels_refuses_to_start(w4a16, environment):
