@@ -1,14 +1,15 @@
-"""Greedy text from one checkpoint, as JSON in a file (vLLM logs to stdout too).
+"""One checkpoint's greedy text and its log-probabilities of a given text, as JSON in a file.
 
 Usage: ``python greedy.py vllm|transformers|transformers-fp32 DIRECTORY ANSWER``. A process of its
 own, because vLLM reads its environment (``VLLM_PLUGINS``, ``TAUT_KERNELS``) once and frees its
-memory only by ending.
+memory only by ending; it logs to stdout, too.
 """
 
 import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 PROMPTS = (
     "The capital of France is",
@@ -17,20 +18,51 @@ PROMPTS = (
     "def fibonacci(n):",
 )
 NEW_TOKENS = 24
+SEQUENCES, LENGTH = 4, 240
+"""Of the given text, the licence's first tokens."""
+_TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 
 
-def with_vllm(directory: str) -> list[list[int]]:
-    """Token ids per prompt, through vLLM's offline engine."""
+class Answer(TypedDict):
+    """Token ids per prompt; log-probability of every token of the given text but the first."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def given_text(directory: str) -> list[list[int]]:
+    """The sequences that are scored, as token ids."""
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(directory)(_TEXT.read_text(), verbose=False)["input_ids"]
+    return [ids[LENGTH * i : LENGTH * (i + 1)] for i in range(SEQUENCES)]
+
+
+def with_vllm(directory: str) -> Answer:
+    """Through vLLM's offline engine."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(directory, enforce_eager=True, max_model_len=256, max_num_seqs=4)
     parameters = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     outputs = engine.generate(list(PROMPTS), parameters, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    text = given_text(directory)
+    parameters = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    scored = engine.generate(
+        [{"prompt_token_ids": ids} for ids in text], parameters, use_tqdm=False
+    )
+    logprobs = [
+        [
+            found[token].logprob
+            for token, found in zip(ids[1:], one.prompt_logprobs[1:], strict=True)
+        ]
+        for ids, one in zip(text, scored, strict=True)
+    ]
+    return {"tokens": tokens, "logprobs": logprobs}
 
 
-def with_transformers(directory: str, dtype: str = "bfloat16") -> list[list[int]]:
-    """Token ids per prompt, through transformers' own loading of compressed-tensors."""
+def with_transformers(directory: str, dtype: str = "bfloat16") -> Answer:
+    """Through transformers' own loading of compressed-tensors."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,13 +70,17 @@ def with_transformers(directory: str, dtype: str = "bfloat16") -> list[list[int]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
     # As vLLM's ignore_eos: an end is a token like others. (min_new_tokens would forbid it.)
     model.generation_config.eos_token_id = None
-    found = []
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt")
-        with torch.inference_mode():
+    tokens, logprobs = [], []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            ids = tokenizer(prompt, return_tensors="pt")
             full = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-        found.append(full[0, ids["input_ids"].shape[1] :].tolist())
-    return found
+            tokens.append(full[0, ids["input_ids"].shape[1] :].tolist())
+        for sequence in map(torch.tensor, given_text(directory)):
+            logits = model(sequence[None]).logits[0, :-1].float()
+            chosen = logits.log_softmax(-1).gather(-1, sequence[1:, None])
+            logprobs.append(chosen[:, 0].tolist())
+    return {"tokens": tokens, "logprobs": logprobs}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Engines add in different orders, and vLLM's logits are bf16 (steps of 0.125 at the magnitudes seen
 here), so two of them may part at a near-tie, and greedy texts never meet again. Therefore: equal up
 to the first difference, and there the two tokens must be a near-tie to an fp32 judge that runs the
-same checkpoint.
+same checkpoint. Of W8A8, whose quantised activations amplify such differences, log-probabilities of
+a given text are compared instead.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from greedy import NEW_TOKENS, PROMPTS
+from greedy import LENGTH, NEW_TOKENS, PROMPTS, SEQUENCES, Answer
 from serving import MODEL, Served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,16 +30,32 @@ def needs_avx512(why: str) -> pytest.MarkDecorator:
 
 
 NEAR_TIE = 0.25  # two steps of a bf16 logit between 16 and 32
+A_A_FLOORS = 1.5
+"""1.03 on 2026-11-23; of 956 distances the mean is known to a tenth."""
 _SCRIPT = Path(__file__).with_name("greedy.py")
+
+
+def answer(engine: str, directory: Path, **environment: str) -> tuple[Answer, str]:
+    """Greedy text and log-probabilities, and everything the process logged."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "answer.json"
+        done = run_script([engine, str(directory), str(file)], environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(file.read_text()), done.stdout + done.stderr
 
 
 def greedy(engine: str, directory: Path, **environment: str) -> tuple[list[list[int]], str]:
     """Token ids per prompt, and everything the process logged."""
-    with tempfile.TemporaryDirectory() as scratch:
-        answer = Path(scratch) / "answer.json"
-        done = run_script([engine, str(directory), str(answer)], environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(answer.read_text()), done.stdout + done.stderr
+    found, log = answer(engine, directory, **environment)
+    return found["tokens"], log
+
+
+def scatter(first: Answer, second: Answer) -> float:
+    """Mean distance of the two engines' log-probabilities of the given text."""
+    pairs = zip(first["logprobs"], second["logprobs"], strict=True)
+    apart = [abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True)]
+    assert len(apart) == SEQUENCES * (LENGTH - 1)
+    return sum(apart) / len(apart)
 
 
 def run_script(
@@ -74,9 +91,8 @@ class Judge:
         logits = self._model(torch.tensor([ids])).logits[0, -1]
         return abs(float(logits[left] - logits[right]))
 
-    def widest(self, first: list[list[int]], second: list[list[int]]) -> float:
-        """The largest gap at which a text parts from its counterpart; 0 where all are equal."""
-        found = 0.0
+    def require_same(self, first: list[list[int]], second: list[list[int]]) -> None:
+        """Fail unless the texts are equal up to near-ties."""
         for prompt, left, right in zip(PROMPTS, first, second, strict=True):
             assert len(left) == len(right) == NEW_TOKENS
             pairs = enumerate(zip(left, right, strict=True))
@@ -84,12 +100,7 @@ class Judge:
             if parted is not None:
                 gap = self.gap(prompt, left[:parted], left[parted], right[parted])
                 print(f"{prompt!r}: parted at token {parted}, logit gap {gap:.3f}")
-                found = max(found, gap)
-        return found
-
-    def require_same(self, first: list[list[int]], second: list[list[int]]) -> None:
-        """Fail unless the texts are equal up to near-ties."""
-        assert self.widest(first, second) <= NEAR_TIE
+                assert gap <= NEAR_TIE, f"{prompt!r}: token {parted} differs by {gap:.3f}"
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +136,12 @@ def test_w4a16_equals_stock(w4a16, our_w4a16):
 
 
 @pytest.fixture(scope="module")
-def stock_w8a8(served: Served) -> tuple[list[list[int]], str]:
-    return greedy("vllm", served.checkpoint, VLLM_PLUGINS="")
+def stock_w8a8(served: Served) -> tuple[Answer, str]:
+    return answer("vllm", served.checkpoint, VLLM_PLUGINS="")
 
 
 def test_w8a8_loads_in_stock_vllm(served, stock_w8a8):
-    ours, _ = greedy("vllm", served.checkpoint, TAUT_KERNELS="prefer")
+    ours, _ = answer("vllm", served.checkpoint, TAUT_KERNELS="prefer")
     stock, log = stock_w8a8
     assert "taut kernels" not in log
     assert ours == stock  # the same vLLM kernel: not a bit may differ
@@ -138,16 +149,16 @@ def test_w8a8_loads_in_stock_vllm(served, stock_w8a8):
 
 @needs_avx512("stock vLLM's int8 text parts from the fp32 judge there (by 0.65 on 2026-11-23)")
 def test_w8a8_equals_transformers(served, stock_w8a8):
-    """Within the A/A floor: activations a bf16 step apart are quantised to other integers.
+    """Within the A/A floor: what transformers' own bf16 is from its fp32.
 
-    The same transformers part from themselves by 1.1 where they compute in bf16 (one prompt of
-    the four; 2026-11-23), and vLLM does compute in bf16.
+    Texts say little here: activations a bf16 step apart are quantised to other integers, and
+    one prompt in four parts from the exact text at a gap of up to 1 logit, whoever computes it.
     """
-    judge = Judge(served.checkpoint)
-    exact, _ = greedy("transformers-fp32", served.checkpoint)
-    rounded, _ = greedy("transformers", served.checkpoint)
-    floor = judge.widest(exact, rounded)
-    assert judge.widest(exact, stock_w8a8[0]) <= max(NEAR_TIE, floor)
+    exact, _ = answer("transformers-fp32", served.checkpoint)
+    rounded, _ = answer("transformers", served.checkpoint)
+    floor, found = scatter(exact, rounded), scatter(exact, stock_w8a8[0])
+    print(f"log-probabilities are {found:.4f} from fp32's, transformers' bf16 {floor:.4f}")
+    assert found <= A_A_FLOORS * floor
 
 
 def test_worker_that_cannot_get_our_kernels_refuses_to_start(w4a16, environment):
