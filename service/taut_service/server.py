@@ -26,6 +26,13 @@ from taut_service.tls import ServerTls
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
+ACCEPTS = 16
+"""Connections accepted in one turn of the event loop.
+
+libuv accepts one for each watched socket and turn (libuv/libuv#3696), and a turn of a busy gateway
+takes milliseconds: the last of a thousand users who come at once, or a liveness probe behind them,
+would wait for as many turns. So the one listening socket is watched under several descriptors.
+"""
 CLOSE_TIMEOUT_S = 2
 """Patience with connections that are still open when the drain is over."""
 
@@ -85,7 +92,7 @@ class GatewayServer(uvicorn.Server):
             if self._app.admin is not None and self._admin_socket is not None:
                 admin = AdminServer(self._app.admin)
                 await stack.enter_async_context(_running(admin.serve([self._admin_socket])))
-            await super().serve(sockets)
+            await super().serve(watched_often(sockets or []) or None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, with the certificate in force."""
@@ -185,6 +192,15 @@ async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+def watched_often(sockets: list[socket.socket]) -> list[socket.socket]:
+    """Return listening sockets with their duplicates, so that each turn accepts :data:`ACCEPTS`.
+
+    Args:
+        sockets: bound; whoever takes the list closes every socket in it.
+    """
+    return sockets + [bound.dup() for bound in sockets for _ in range(ACCEPTS - 1)]
 
 
 def listen(host: str, port: int) -> socket.socket:

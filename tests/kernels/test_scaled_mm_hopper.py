@@ -16,7 +16,11 @@ from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch
 from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.testing_gluon_memory import Shared, block, floats
-from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
+from taut_kernels.testing_scaled_mm import (
+    ScaledMmCase,
+    fp8_tensor_core_sums,
+    make_scaled_mm_case,
+)
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 gpu = pytest.mark.gpu
@@ -229,4 +233,20 @@ def test_gpu_matches_the_reference(
 def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
     if (tile.kernel, tile.block_n, EXTREMES[extreme][0]) == ("turns", 256, "w8a8_gemm"):
         pytest.skip("Triton has no int8 product of 256 columns")
-    check(tile, extreme_case(extreme, 1104, 2064, "cuda"))
+    case = extreme_case(extreme, 1104, 2064, "cuda")
+    if case.op == "w8a8_gemm":
+        check(tile, case)
+        return
+    # Rows are equal, and every second feature. What the tensor cores lose is no error of ours.
+    expected = fp8_tensor_core_sums(case.x[:1], case.weight[:2]) * EXTREMES[extreme][3]
+    expected = expected.to(case.out_dtype).repeat(len(case.x), len(case.weight) // 2)
+    torch.testing.assert_close(run(tile, case), expected, rtol=2**-10, atol=0)
+
+
+def test_the_sums_of_an_h200() -> None:
+    """Errors the card made on 2026-11-23, in fp16: the model of its sums has to make the same."""
+    for extreme, measured in (("largest e4m3", 109.3), ("least e4m3", 8.059)):
+        case = extreme_case(extreme, 2, 2064)
+        sums = fp8_tensor_core_sums(case.x[:1], case.weight) * EXTREMES[extreme][3]
+        error = testing.max_error(sums.to(torch.float16), case.gold()[:1])
+        assert error == pytest.approx(measured, rel=5e-4)

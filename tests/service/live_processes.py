@@ -183,6 +183,20 @@ class Gateway(Process):
         return [line for line in self.text().splitlines() if any(w in line for w in words)]
 
 
+class LivenessProbe(Process):
+    """Asks a gateway whether it lives, over and over; a process of its own, as a kubelet is.
+
+    A thread of the load's process would wait for that one's interpreter and measure it.
+    """
+
+    def __init__(self, port: int, log: Path) -> None:
+        super().__init__([str(Path(__file__).with_name("liveness_probe.py")), str(port)], log)
+
+    def seconds(self) -> list[float]:
+        """Return what each answer took; the one that never came, if any, is in it so far."""
+        return [float(line) for line in self.text().splitlines()]
+
+
 @dataclass
 class House:
     """Gateways and the workers behind them."""

@@ -167,7 +167,9 @@ async def test_a_replaced_token_is_used(tmp_path: Path) -> None:
     async with FakeApi(tmp_path) as api:
         api.token = "token-2"
         async with following(api) as follower:
-            await eventually(lambda: api.refused >= 1)
+            # Not api.refused: the server has counted before its answer is read.
+            await eventually(lambda: follower.watch.state.failures >= 1)
+            assert api.refused >= 1
             assert "401 Unauthorized" in follower.watch.state.detail
             assert "token-1" not in follower.watch.state.detail
             (tmp_path / "token").write_text("token-2")
