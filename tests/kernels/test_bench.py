@@ -242,6 +242,9 @@ def test_engine_checkpoint_is_what_vllm_and_our_layout_expect(
             tensor = shard.get_tensor(f"{name}.{part}")
         assert (tensor.dtype, tensor.shape) == (dtype, shape)
         assert tensor.float().isfinite().all()
+        if part == "weight_packed":
+            # No nibble of 0, which stands for -8: the weights' mean is 0.
+            assert all((tensor >> place & 15).ne(0).all() for place in range(0, 32, 4))
     assert set(index.values()) == {path.name for path in directory.glob("*.safetensors")}
 
 

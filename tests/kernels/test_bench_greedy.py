@@ -37,13 +37,13 @@ def test_the_chance_is_fishers(ours: int, floor: int) -> None:
 
 
 def _sets(answers: greedy.Answers, few: greedy.Answers) -> dict[str, greedy.Answers]:
-    return {"all": answers, "few": few}
+    return {"all": answers, "few": few, "again": answers}
 
 
 def test_report_tells_a_broken_kernel_from_the_noise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stock = [[i] * 32 for i in range(64)]
+    stock = [[i] * 32 for i in range(100, 164)]
     noisy = [row if i % 16 else [*row[:20], 99, *row[21:]] for i, row in enumerate(stock)]
     wrong = [[99, *row[1:]] for row in stock]
     answers = {"off": _sets(stock, noisy), "require": _sets(noisy, stock)}
@@ -55,7 +55,35 @@ def test_report_tells_a_broken_kernel_from_the_noise(
     lines = (tmp_path / "greedy.csv").read_text().splitlines()
     assert lines[0] == "first,second,answers,equal,tokens"
     assert lines[1] == '"off, all","off, few",64,60,2004'
-    assert len(lines) == 6
+    assert len(lines) == 1 + 1 + 1 + 3 + 3
+
+
+def test_the_floor_is_the_larger_of_stocks_two_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8-bit sums are exact: stock agrees with itself to the bit, and with no other attention."""
+    stock = [[i] * 32 for i in range(64)]
+    other, ours = ([[*row[:20], last, *row[21:]] for row in stock] for last in (98, 99))
+    answers = {"off": _sets(stock, stock), "require": _sets(ours, ours)}
+    assert not greedy.report(answers, tmp_path, "GPU card")
+    assert "stock's own 0 in 2048" in capsys.readouterr().out
+    assert greedy.report(answers | {"off+triton": _sets(other, other)}, tmp_path, "GPU card")
+    assert "stock's own 64 in 1344 (p = 0.5" in capsys.readouterr().out
+
+
+def test_answers_that_change_from_one_run_to_the_next_are_wrong(tmp_path: Path) -> None:
+    stock = [[i] * 32 for i in range(64)]
+    noisy = [row if i % 16 else [*row[:20], 99, *row[21:]] for i, row in enumerate(stock)]
+    ours = _sets(stock, stock) | {"again": noisy}
+    assert not greedy.report({"off": _sets(stock, noisy), "require": ours}, tmp_path, "GPU card")
+
+
+def test_answers_of_one_token_show_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = _sets([[7] * 32] * 64, [[7] * 32] * 64)
+    assert not greedy.report({"off": same, "require": same}, tmp_path, "GPU card")
+    assert "shows nothing: stock's answers hold 1 different tokens" in capsys.readouterr().out
 
 
 def test_prompts_are_cut_at_even_distances(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +124,9 @@ def test_the_8b_shape_is_written_asked_and_gone(
         commands.append(command)
         assert Path(command[command.index("--checkpoint") + 1]).is_dir()
         mode = command[command.index("--worker") + 1]
-        (tmp_path / f"answers-{mode}.json").write_text('{"all": [[1, 2]], "few": [[1, 2]]}')
+        (tmp_path / f"answers-{mode}.json").write_text(
+            '{"all": [[1, 2]], "few": [[1, 2]], "again": [[1, 2]]}'
+        )
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -107,9 +137,13 @@ def test_the_8b_shape_is_written_asked_and_gone(
     text = [] if scheme else ["--text", str(tmp_path / "t")]
     source = ["--scheme", scheme] if scheme else ["--checkpoint", str(tmp_path)]
     assert greedy.main([*source, *text, "--output", str(tmp_path)]) == 0
-    assert [command[command.index("--worker") + 1] for command in commands] == ["off", "require"]
+    assert [command[command.index("--worker") + 1] for command in commands] == [
+        "off",
+        "off+triton",
+        "require",
+    ]
     place = Path(commands[0][commands[0].index("--checkpoint") + 1])
-    assert [command.count("--text") for command in commands] == [len(text) // 2] * 2
+    assert [command.count("--text") for command in commands] == [len(text) // 2] * 3
     assert place.is_dir() == (scheme is None)
     assert (tmp_path / ("greedy-w4a16.csv" if scheme else "greedy.csv")).is_file()
 

@@ -130,10 +130,13 @@ def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str
     groups = K // _GROUP_SIZE if scheme == "w4a16" else 1
     scale = torch.rand(N, groups, generator=generator, device=device) + 0.5
     if scheme == "w4a16":
-        # 4-bit values have a deviation of 4.6.
-        words = torch.randint(-(2**31), 2**31, (N, K // 8), generator=generator, device=device)
+        # 1 to 15 stand for -7 to 7, of deviation 4.3. With -8, too, their mean would not be 0, and
+        # 32 layers of that answer every prompt with the same token (H200, 2026-11-23).
+        values = torch.randint(1, 16, (N, K // 8, 8), generator=generator, device=device)
+        places = torch.arange(0, 32, 4, device=device)
+        words = (values << places).sum(-1)
         return {
-            "weight_packed": words.to(torch.int32),
+            "weight_packed": torch.where(words < 2**31, words, words - 2**32).to(torch.int32),
             "weight_scale": (scale * (0.2 / K**0.5)).bfloat16(),
             "weight_shape": torch.tensor([N, K]),
         }

@@ -24,10 +24,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from taut_kernels.bench.engine_modes import MODES, engine_options, environment
 
 Answers = list[list[int]]
+_OTHER_ATTENTION = "off+triton"
 _PROMPT_TOKENS = 64
 _FEW = 5
 """Prompts at a time in the second set; no power of two, so that batches are padded."""
@@ -101,7 +103,7 @@ def chance_of_as_many(ours: Comparison, floor: Comparison) -> float:
 def answer(
     checkpoint: Path, mode: str, prompts: Answers, length: int, *, tokenizer: bool = True
 ) -> dict[str, Answers]:
-    """Start an engine in this process and let it answer twice.
+    """Start an engine in this process and let it answer three times.
 
     Args:
         checkpoint: what vLLM loads.
@@ -111,7 +113,7 @@ def answer(
         tokenizer: whether the checkpoint has one to load.
 
     Returns:
-        ``all``: all prompts at once; ``few``: :data:`_FEW` at a time.
+        ``all``: all prompts at once; ``few``: :data:`_FEW` at a time; ``again``: as ``all``.
     """
     from vllm import LLM, SamplingParams
 
@@ -125,7 +127,7 @@ def answer(
         seed=0,
         enable_prefix_caching=False,
         skip_tokenizer_init=not tokenizer,
-        **engine_options(mode, sizes),
+        **_options(mode, sizes),
     )
     sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
 
@@ -136,7 +138,13 @@ def answer(
 
     starts = range(0, len(prompts), _FEW)
     few = [tokens for start in starts for tokens in ask(prompts[start : start + _FEW])]
-    return {"all": ask(prompts), "few": few}
+    return {"all": ask(prompts), "few": few, "again": ask(prompts)}
+
+
+def _options(mode: str, sizes: Sequence[int]) -> dict[str, Any]:
+    if mode == _OTHER_ATTENTION:
+        return engine_options("off", sizes) | {"attention_backend": "TRITON_ATTN"}
+    return engine_options(mode, sizes)
 
 
 def cut_prompts(text: str, tokenizer_of: Path, count: int) -> Answers:
@@ -237,20 +245,29 @@ def report(
         name: of the files.
 
     Returns:
-        Whether every mode is within the noise floor.
+        Whether every mode is within the noise floor and answers the same again, of answers that
+        show something.
     """
     stock = answers["off"]
-    floor = compare("off, all", stock["all"], "off, few", stock["few"])
-    pairs, lines, inside = [floor], [facts], True
+    floors = [compare("off, all", stock["all"], "off, few", stock["few"])]
+    if other := answers.get(_OTHER_ATTENTION):
+        floors.append(compare(f"{_OTHER_ATTENTION}, all", other["all"], "off, all", stock["all"]))
+    floor = max(floors, key=lambda pair: pair.partings / pair.tokens)
+    pairs, lines, right = [*floors], [facts], True
     for mode, sets in answers.items():
-        if mode == "off":
-            continue
-        ours = compare(f"{mode}, all", sets["all"], "off, all", stock["all"])
-        pairs += [ours, compare(f"{mode}, all", sets["all"], f"{mode}, few", sets["few"])]
-        lines.append(verdict(ours, floor))
-        inside &= chance_of_as_many(ours, floor) > _SURE
+        pairs.append(compare(f"{mode}, all", sets["all"], f"{mode}, again", sets["again"]))
+        if not mode.startswith("off"):
+            ours = compare(f"{mode}, all", sets["all"], "off, all", stock["all"])
+            pairs += [ours, compare(f"{mode}, all", sets["all"], f"{mode}, few", sets["few"])]
+            lines.append(verdict(ours, floor))
+            right &= chance_of_as_many(ours, floor) > _SURE
+            right &= sets["all"] == sets["again"]
+    tokens = {token for answer in stock["all"] for token in answer}
+    if len(tokens) < len(stock["all"]):
+        lines.append(f"shows nothing: stock's answers hold {len(tokens)} different tokens")
+        right = False
     _write(pairs, lines, directory, name)
-    return inside
+    return right
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -267,7 +284,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", action="append", choices=MODES[1:], help="default: require")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--length", type=int, default=64, help="tokens of an answer")
-    parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
+    workers = (*MODES, _OTHER_ATTENTION)
+    parser.add_argument("--worker", choices=workers, help=argparse.SUPPRESS)
     return parser
 
 
@@ -316,7 +334,7 @@ def _compare(checkpoint: Path, arguments: argparse.Namespace) -> int:
     from taut_kernels.bench.report import environment as facts
 
     found: dict[str, dict[str, Answers]] = {}
-    for mode in ("off", *(arguments.mode or ["require"])):
+    for mode in ("off", _OTHER_ATTENTION, *(arguments.mode or ["require"])):
         sets = _in_own_process(mode, checkpoint, arguments)
         if sets is None:
             sys.stderr.write(f"error: {mode}: no answers: see greedy-{mode}.log\n")
