@@ -143,6 +143,25 @@ def test_explain_writes_graphs_and_code(run, room: Path) -> None:
     assert "cpp_fused" in (room / "taut-explain" / "generated_0.py").read_text()
 
 
+@pytest.mark.parametrize(
+    ("subject", "sizes"),
+    [("rms_norm", ("--shape", "M=4", "--shape", "N=64")), ("model", ("--tokens", "8"))],
+)
+def test_the_other_instruments_take_ops_and_models_too(
+    run, subject: str, sizes: tuple[str, ...]
+) -> None:
+    common = (subject, *sizes, "--device", "cpu", "--json")
+    code, out, err = run("profile", *common, "--active", "1")
+    assert code == 0, err
+    assert json.loads(out)["rows"]
+    code, out, err = run("memory", *common)
+    assert code == 0, err
+    assert json.loads(out)["peak"] >= 4 * 64 * 2
+    code, out, err = run("explain", *common)
+    assert code == 0, err
+    assert json.loads(out)["graphs"] == 1
+
+
 def test_explain_compiles_the_triton_kernels_of_an_op_without_a_gpu(run) -> None:
     sizes = ("--shape", "M=2", "--shape", "N=8")
     code, out, err = run(

@@ -15,6 +15,7 @@ from taut_kernels.gemm import w4a16_dense
 from taut_kernels.gemm.fp8 import fp8_gemm
 from taut_kernels.gemm.w4a16 import w4a16_gemm
 from taut_kernels.loss._projection import add_product
+from taut_kernels.loss.cross_entropy import cross_entropy
 from taut_kernels.primitives.convolution import conv2d
 from taut_kernels.primitives.gemm import matmul
 
@@ -79,6 +80,10 @@ def add_products() -> Result:
     return total
 
 
+def lose() -> Result:
+    return cross_entropy(draw(5, 64), torch.arange(5), reduction="none")
+
+
 def multiply() -> Result:
     return matmul(draw(5, 64), draw(64, 32, seed=1), bias=draw(32, seed=2), activation="silu")
 
@@ -97,6 +102,7 @@ def convolve() -> Result:
         multiply_w4a16,
         multiply_dense_weights,
         add_products,
+        lose,
         multiply,
         convolve,
     ],

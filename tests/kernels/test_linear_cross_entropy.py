@@ -10,6 +10,7 @@ import pytest
 import torch
 import triton
 from torch.nn import functional
+from torch.utils import checkpoint
 
 from taut_kernels import _launch, testing
 from taut_kernels.loss import _logit_cut, _row_chunks, _vocabulary_chunks
@@ -73,11 +74,18 @@ def by_torch(
     z_loss: float = 0.0,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    ignore_index: int = -100,
 ) -> torch.Tensor:
     z = functional.linear(x, weight, bias)
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    losses = functional.cross_entropy(z, target, reduction="none", label_smoothing=label_smoothing)
-    counts = target != -100
+    losses = functional.cross_entropy(
+        z,
+        target,
+        reduction="none",
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+    )
+    counts = target != ignore_index
     losses = losses + torch.where(counts, z_loss * z.logsumexp(1) ** 2, 0.0)
     if reduction == "none":
         return losses
@@ -117,6 +125,19 @@ def test_loss_and_gradients_are_torchs(
     ours = results(
         linear_cross_entropy, operands, target, use_checkpoint=use_checkpoint, **options, **cut
     )
+    theirs = results(by_torch, operands, target, **options)
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("ignore_index", [3, -1, 1000])
+@pytest.mark.parametrize("cut", CUTS)
+def test_any_label_can_be_the_ignored_one(cut: dict[str, Any], ignore_index: int) -> None:
+    """Also one of the vocabulary, and one beyond it."""
+    *operands, target = draw(20, 8, 53)
+    target[target == -100] = ignore_index
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": 0.1}
+    ours = results(linear_cross_entropy, operands, target, **options, **cut)
     theirs = results(by_torch, operands, target, **options)
     for found, wanted in zip(ours, theirs, strict=True):
         assert torch.allclose(found, wanted, rtol=1e-11, atol=1e-12)
@@ -357,6 +378,28 @@ def test_op_contract() -> None:
         torch.library.opcheck(op, (*operands, target, *options, *rest))
 
 
+def test_module_trains_as_the_function_does() -> None:
+    """Compiled whole, under autocast, with its activations recomputed: the same gradients."""
+    x, weight, bias, target = draw(12, 8, 30, torch.float32)
+    module = LinearCrossEntropyLoss(label_smoothing=0.1, chunk_size=5)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+
+    def of_function(*operands: Any, bias: Any) -> torch.Tensor:
+        return linear_cross_entropy(*operands, bias=bias, label_smoothing=0.1, chunk_size=5)
+
+    def recomputed(*operands: Any, bias: Any) -> Any:
+        return checkpoint.checkpoint(module, *operands, bias, use_reentrant=False)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is torch.bfloat16):
+            wanted = results(of_function, (x, weight, bias), target)
+            for other in (compiled, recomputed):
+                for found, right in zip(
+                    results(other, (x, weight, bias), target), wanted, strict=True
+                ):
+                    assert torch.allclose(found, right, rtol=1e-5, atol=1e-6)
+
+
 def test_module_passes_its_options_on() -> None:
     x, weight, bias, target = draw(6, 8, 30, torch.float32)
     module = LinearCrossEntropyLoss(reduction="sum", chunk_size=3)
@@ -416,6 +459,38 @@ def test_gpu_matches_fp64(
     assert abs(ours[0] - gold[0]) <= 2 * abs(theirs[0] - gold[0]) + 1e-3 * gold[0]
     for found, wanted, rounded in zip(ours[1:], gold[1:], theirs[1:], strict=True):
         testing.assert_within_budget(found, wanted, rounded)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("chunk_by", ["tokens", "vocabulary"])
+def test_gpu_options_match_fp64(chunk_by: str, reduction: str) -> None:
+    *operands, target = draw(300, 256, 5003, torch.bfloat16, "cuda")
+    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 6.0}
+    gold = results(by_torch, [t.double() for t in operands], target, **options)
+    theirs = results(by_torch, operands, target, **options)
+    with testing.nan_poison():
+        ours = results(linear_cross_entropy, operands, target, chunk_by=chunk_by, **options)
+    assert torch.allclose(ours[0].double(), gold[0], rtol=2e-2)
+    for found, wanted, rounded in zip(ours[1:], gold[1:], theirs[1:], strict=True):
+        testing.assert_within_budget(found, wanted, rounded)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("chunk_by", ["tokens", "vocabulary"])
+def test_gpu_impossible_targets_read_nothing_beyond(chunk_by: str) -> None:
+    """Not asked to look, it computes the other rows as if these were ignored."""
+    x, weight, _, target = draw(300, 64, 5003, torch.bfloat16, "cuda")
+    wrong = target.clone()
+    wrong[[5, 70, 299]] = torch.tensor([5003, 2**40, -7], device="cuda")
+    rows = linear_cross_entropy(x, weight, wrong, reduction="none", chunk_by=chunk_by)
+    right = linear_cross_entropy(x, weight, target, reduction="none", chunk_by=chunk_by)
+    kept = wrong == target
+    assert torch.equal(rows[kept], right[kept])
+    with pytest.raises(ValueError, match="target must lie in"):
+        linear_cross_entropy(x, weight, wrong, chunk_by=chunk_by, check_targets=True)
 
 
 @gpu

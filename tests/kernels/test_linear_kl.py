@@ -128,6 +128,20 @@ def test_loss_and_gradients_are_torchs(
         assert torch.allclose(actual, wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_fp32_sums_are_closer_than_bf16_sums() -> None:
+    student, teacher, mask = draw(256, 16, 40, torch.bfloat16)
+    arguments = (mask, 0.5, 1.0, "mean")
+    wide = [t.double() for t in student], [t.double() for t in teacher]
+    gold = results(by_torch, *wide, *arguments)[2]
+    errors = [
+        testing.max_error(
+            results(ours, student, teacher, *arguments, chunk_size=4, accumulate_fp32=fp32)[2], gold
+        )
+        for fp32 in (False, True)
+    ]
+    assert errors[1] < 0.5 * errors[0]
+
+
 @pytest.mark.parametrize("beta", BETAS)
 def test_gradcheck(beta: float) -> None:
     student, teacher, mask = draw(4, 3, 17)
@@ -279,6 +293,23 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
     assert linear_jsd(**arguments) == 0
     with pytest.raises(ValueError, match=message):
         linear_jsd(**arguments | change)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("cut", [{"use_checkpoint": True}, {"accumulate_fp32": True}], ids=str)
+def test_gpu_options_match_fp64(cut: dict[str, bool], reduction: str) -> None:
+    student, teacher, mask = draw(300, 256, 5003, torch.bfloat16, "cuda")
+    arguments = (mask, 0.5, 1.0, reduction)
+    wide = [t.double() for t in student], [t.double() for t in teacher]
+    gold = results(by_torch, *wide, *arguments)
+    theirs = results(by_torch, student, teacher, *arguments)
+    with testing.nan_poison():
+        found = results(ours, student, teacher, *arguments, chunk_size=64, **cut)
+    assert torch.allclose(found[0].double(), gold[0], rtol=2e-2, atol=1e-3)
+    for actual, wanted, rounded in zip(found[1:], gold[1:], theirs[1:], strict=True):
+        testing.assert_within_budget(actual, wanted, rounded)
 
 
 @gpu

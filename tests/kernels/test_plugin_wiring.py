@@ -392,6 +392,83 @@ def test_linear_kernel_refuses_what_it_must_and_takes_gptq_layout(run_python: An
     assert "RESULT ok" in process.stdout
 
 
+ON_A_CARD = """
+import sys, types
+import torch
+from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+from vllm.model_executor import parameter
+from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
+from vllm.scalar_type import scalar_types
+from taut_kernels import testing
+from taut_kernels.vllm_plugin import linear
+
+device = sys.argv[1]
+parameter.get_tensor_model_parallel_rank = lambda: 0
+parameter.get_tensor_model_parallel_world_size = lambda: 1
+if device == "cpu":
+    # Lay out as for a card, and let the op's specification compute.
+    linear.current_platform = types.SimpleNamespace(
+        is_cpu=lambda: False, is_cuda=lambda: True, get_device_name=lambda: "NVIDIA H200")
+    linear.TautW4A16LinearKernel._compile_every_regime = lambda *_: None
+tokens = (3,) if device == "cpu" else (1, 5, 16, 40, 129, 300, 2049)
+for asymmetric in (False, True):
+    for group in (32, 64, 128, -1):
+        N, K = 192, 256
+        layer = torch.nn.Module()
+        kernel = linear.TautW4A16LinearKernel(
+            MPLinearLayerConfig(
+                full_weight_shape=(K, N), partition_weight_shape=(K, N), group_size=group,
+                weight_type=scalar_types.uint4 if asymmetric else scalar_types.uint4b8,
+                act_type=torch.bfloat16, zero_points=asymmetric),
+            "weight_packed", "weight_scale", "weight_zero_point")
+        for M in tokens:
+            case = testing.make_w4a16_case(
+                M, N, K, group, dtype=torch.bfloat16, asymmetric=asymmetric, device=device)
+            if M == tokens[0]:
+                keep = dict(weight_loader=lambda *a: None, input_dim=1, output_dim=0)
+                packed = dict(packed_factor=8, **keep)
+                layer.weight_packed = PackedvLLMParameter(
+                    data=case.weight_packed.clone(), packed_dim=1, **packed)
+                layer.weight_scale = GroupQuantScaleParameter(
+                    data=case.weight_scale.clone(), **keep)
+                if asymmetric:
+                    layer.weight_zero_point = PackedvLLMParameter(
+                        data=case.weight_zero_point.clone(), packed_dim=0, **packed)
+                kernel.process_weights_after_loading(layer)
+                first = case
+            if device == "cpu":
+                zero = layer.weight_zero_point if asymmetric else None
+                y = torch.ops.taut.w4a16_gemm(
+                    case.x, layer.weight_packed, layer.weight_scale, zero, None,
+                    layer.taut_arrivals, K if group == -1 else group)
+                assert torch.equal(y, torch.ops.taut.w4a16_gemm(*case.operands()))
+            else:
+                assert torch.equal(case.weight_packed, first.weight_packed), "one layer"
+                y = kernel.apply_weights(layer, case.x)
+            testing.assert_within_budget(y, case.gold(), case.rounded_reference())
+            assert not layer.taut_arrivals.any()
+print("RESULT ok")
+"""
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_layer_is_laid_out_for_a_card(run_python: Any) -> None:
+    process = run_python("-c", ON_A_CARD, "cpu", env={"TAUT_KERNELS": "require"})
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "RESULT ok" in process.stdout
+
+
+@needs_vllm
+@pytest.mark.gpu
+@pytest.mark.vllm
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gpu_a_layer_is_right_at_every_number_of_tokens(run_python: Any) -> None:
+    process = run_python("-c", ON_A_CARD, "cuda", env={"TAUT_KERNELS": "require"})
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "RESULT ok" in process.stdout
+
+
 AWQ = """
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config

@@ -193,7 +193,7 @@ def test_gpu_strided_activations(M: int) -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("M", [4, 32, 64, 128])
+@pytest.mark.parametrize("M", [4, 16, 32, 64, 128, 300, 768, 1024, 2048])
 def test_gpu_graph_replays_on_new_activations(M: int) -> None:
     case = make_case(M, 4096, 4096, 128, torch.bfloat16, False, "cuda")
     operands = case.operands()

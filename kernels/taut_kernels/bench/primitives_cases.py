@@ -165,36 +165,36 @@ def _transposes() -> Iterator[Case]:
         yield Case("transpose", name, 0, nbytes, 8, lambda s=arguments: _transpose(*s))  # type: ignore[misc]
 
 
-def _conv2d(N: int, C: int, K: int, side: int) -> Subjects:
-    nbytes = 2 * N * side * side * (C + K)
+def _conv2d(N: int, C: int, K: int, side: int, stride: int) -> Subjects:
+    """Padded by 1; ``side`` is of the input, and v2 knows no stride but 1."""
+    nbytes = 2 * N * side * side * (C + K // stride**2)
     last = torch.channels_last
     x = _copies(lambda i: draw(N, C, side, side, seed=i).to(memory_format=last), nbytes)
     weight = (draw(K, C, 3, 3, seed=99) * (9 * C) ** -0.5).to(memory_format=last)
-    window = Window((1, 1), (1, 1), (1, 1))
+    window = Window((stride, stride), (1, 1), (1, 1))
 
     def rung(version: str) -> Call:
-        return lambda i: convolution.conv2d(x[i], weight, padding=1, version=version)
+        return lambda i: convolution.conv2d(x[i], weight, None, stride, 1, version=version)
 
-    ours = {f"taut {version}": rung(version) for version in _conv2d_tiles.VERSIONS}
+    versions = _conv2d_tiles.VERSIONS if stride == 1 else _conv2d_tiles.VERSIONS[:1]
+    ours = {f"taut {version}": rung(version) for version in versions}
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         gold = convolution.conv2d_ref(x[0].double(), weight.double(), None, window)
         reference = convolution.conv2d_ref(x[0], weight, None, window)
-    return Subjects(ours, {"cuDNN": lambda i: _cudnn(x[i], weight)}, len(x), gold, reference)
-
-
-def _cudnn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return functional.conv2d(x, weight, padding=1)
+    cudnn: Call = lambda i: functional.conv2d(x[i], weight, stride=stride, padding=1)  # noqa: E731
+    return Subjects(ours, {"cuDNN": cudnn}, len(x), gold, reference)
 
 
 def _convolutions() -> Iterator[Case]:
     for N in (32, 128):
-        for C, K, R, S, P, Q in RESNET_LAYERS:
-            pixels = N * P * Q
-            moved = 2 * (pixels * (C + K) + K * C * R * S)
-            arguments = (N, C, K, P)
+        strided = ((layer, 2) for layer in RESNET_LAYERS[1:])
+        for (C, K, R, S, P, Q), stride in (*((layer, 1) for layer in RESNET_LAYERS), *strided):
+            pixels, side = N * P * Q, P * stride
+            moved = 2 * (pixels * (C * stride**2 + K) + K * C * R * S)
+            arguments = (N, C, K, side, stride)
             yield Case(
                 "conv2d",
-                f"{N}×{C}×{P}×{Q}, 3×3, bf16 channels_last",
+                f"{N}×{C}×{side}×{side}, 3×3{' /2' if stride == 2 else ''}, bf16 channels_last",
                 2 * pixels * K * C * R * S,
                 moved,
                 16,

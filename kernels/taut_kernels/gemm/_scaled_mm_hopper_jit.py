@@ -194,7 +194,7 @@ def scaled_mm_hopper_kernel(
     y = gl.allocate_shared_memory(y_desc.dtype, [2 * PLACES, 64, PART], HALVES)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     # Nobody waits for this one: with it the machine code is that which ran on a card, 2026-11-22.
-    # Drop at the next visit to one.
+    # Drop it only in a comparison on a card.
     barriers(1, 1)
     hopper.fence_async_shared()
     pointers = (x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr)

@@ -8,8 +8,9 @@ Shapes    x [M, K] bf16|fp16   qweight [N/16, K/64, 32, 4] int32
 Packing   :mod:`taut_kernels.formats_mma`; on disk compressed-tensors ``pack-quantized``, repacked
           once after loading
 Regimes   M ≤ 8, and to 16 where it was measured faster, :mod:`taut_kernels.gemm.w4a16_decode`,
-          bound by weight bytes; from there :mod:`taut_kernels.gemm.w4a16_wgmma`; where the measured
-          table says so :mod:`taut_kernels.gemm.w4a16_decode_ring` (to 64),
+          bound by weight bytes; from there :mod:`taut_kernels.gemm.w4a16_wgmma`; where a measured
+          table or, on Hopper, the cost model says so
+          :mod:`taut_kernels.gemm.w4a16_decode_ring` (to 64),
           :mod:`taut_kernels.gemm.w4a16_wgmma_ring`,
           :mod:`taut_kernels.gemm.w4a16_wgmma_waves` or :mod:`taut_kernels.gemm.w4a16_dense`. One
           layout serves them all.
