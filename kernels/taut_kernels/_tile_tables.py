@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 _DIRECTORY = Path(__file__).with_name("tiles")
+
+TWINS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
+"""Card → the card whose tiles it takes where it has no table of its own.
+
+Both are a GH100 of 132 multiprocessors; the H100's memory is slower, which moves all tiles of a
+shape alike. Which kernel is the faster one, ours or vLLM's, is measured on each.
+"""
 
 
 class Table(Protocol):
@@ -70,3 +77,17 @@ def load_all(name: str, parse: Callable[[str, str], TableT]) -> dict[str, TableT
     paths = sorted(_DIRECTORY.glob(f"{name}-*.json"))
     tables = [parse(path.read_text(encoding="utf-8"), path.name) for path in paths]
     return {table.gpu: table for table in tables}
+
+
+def of_card(tables: Mapping[str, TableT], gpu: str | None) -> TableT | None:
+    """Return a card's table, or that of the card in :data:`TWINS`.
+
+    Args:
+        tables: of :func:`load_all`.
+        gpu: `torch.cuda.get_device_name` of the card, None outside CUDA.
+
+    Returns:
+        None where neither has one.
+    """
+    name = gpu or ""
+    return tables.get(name) or tables.get(TWINS.get(name, ""))

@@ -245,6 +245,6 @@ def lookup(gpu: str | None, N: int, K: int, token_tiles: int, *, hopper: bool) -
     Returns:
         The measured tile, or that of :func:`rule`.
     """
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     measured = table.tiles.get((N, K, token_tiles)) if table else None
     return measured or rule(N, K, token_tiles, hopper=hopper)

@@ -171,7 +171,7 @@ def lookup(gpu: str | None, op: str, N: int, M: int, hopper: bool = False) -> Fu
 
 
 def _cut(gpu: str | None, op: str, N: int, M: int) -> FusedTile:
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     for limit, tile in table.tiles.get((op, N), ()) if table else ():
         if limit is None or limit >= M:
             return tile
@@ -187,7 +187,7 @@ def every_tile(gpu: str | None, op: str, N: int, hopper: bool = False) -> tuple[
         N: likewise.
         hopper: likewise.
     """
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     limits = [limit for limit, _ in (table.tiles.get((op, N), ()) if table else ())]
     tokens = {1, *(2**i for i in range(17)), *(2**i + 1 for i in range(17))}
     tokens |= {limit for limit in limits if limit is not None}

@@ -214,7 +214,7 @@ def lookup(gpu: str | None, op: str, V: int) -> LossTile:
     Returns:
         The measured tile, or that of :func:`rule`.
     """
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     found = table.tiles.get((op, V)) if table else None
     return found or rule(op, V)
 
@@ -254,5 +254,5 @@ def ring(gpu: str | None, V: int) -> RingTile | None:
     Returns:
         The measured tile, or that of :func:`ring_rule`.
     """
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     return (table.rings.get(V) if table else None) or ring_rule(V)

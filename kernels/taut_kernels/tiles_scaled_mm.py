@@ -12,7 +12,8 @@ Rows of one product are buckets of M: ``max_m`` is inclusive and rises, null in 
 ``tile`` holds exactly the fields of :class:`ScaledMmTile`. A product no table of the card names
 takes :func:`rule`. The rivals' figures are of the same run, 0 where none ran. Where ours is slower
 than vLLM's in a bucket, or its kernel was not tried on a card yet (:data:`SERVED`), the plugin
-leaves that bucket to vLLM (:func:`why_not_preferred`).
+leaves that bucket to vLLM (:func:`why_not_preferred`). A card that takes these tiles from another
+has verdicts of its own (:mod:`taut_kernels.measured_scaled_mm`).
 
 A row may also have ``"layer": {"prefetch": lines or null, "M": […], "us": […], "vllm_us": […]}``:
 µs of a whole decoder layer's step with ours and with vLLM's in this product, where all other
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from taut_kernels import _early_start, _tile_tables
+from taut_kernels import _early_start, _tile_tables, measured_scaled_mm
 
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 _LAYER_FIELDS = {"prefetch", "M", "us", "vllm_us"}
@@ -401,11 +402,8 @@ def buckets(
         K: input features.
         in_layer: between kernels of ours that start early.
     """
-    table = tables().get(gpu or "")
-    measured = None
-    if table is not None:
-        measured = (table.in_layer if in_layer else table.buckets).get((op, N, K))
-    if measured:
+    table = _tile_tables.of_card(tables(), gpu)
+    if measured := _measured(table, op, gpu, N, K, in_layer=in_layer):
         return measured
     # A card that runs them has them in its table.
     tma = table is not None and any(
@@ -415,6 +413,22 @@ def buckets(
     return tuple(
         Bucket(limit, rule(op, N, K, limit or 2 * bounded[-1], tma=tma), wins=False)
         for limit in (*bounded, None)
+    )
+
+
+def _measured(
+    table: ScaledMmTable | None, op: str, gpu: str | None, N: int, K: int, *, in_layer: bool
+) -> tuple[Bucket, ...]:
+    """Return a product's measured buckets; another card's have this one's verdicts, of it alone."""
+    if table is None or (op, N, K) not in table.buckets:
+        return ()
+    found = (table.in_layer if in_layer else table.buckets)[op, N, K]
+    if table.gpu == gpu or gpu is None:
+        return found
+    firsts = (1, *(bucket.max_m + 1 for bucket in found if bucket.max_m is not None))
+    return tuple(
+        replace(bucket, wins=measured_scaled_mm.wins(gpu, op, N, K, first, bucket.max_m))
+        for first, bucket in zip(firsts, found, strict=True)
     )
 
 
@@ -441,14 +455,15 @@ def why_not_preferred(
     Returns:
         A reason, or None where ours is the faster kernel for every number of tokens.
     """
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     if table is None:
         return f"not measured on {gpu}"
-    if (op, N, K) not in table.buckets:
+    own = table.gpu == gpu
+    if (op, N, K) not in (table.buckets if own else measured_scaled_mm.products(gpu)):
         return f"{N}×{K} not measured on {gpu}"
     losing: list[list[int | None]] = []
     previous: int | None = 0
-    measured = (table.in_layer if in_layer else table.buckets)[op, N, K]
+    measured = _measured(table, op, gpu, N, K, in_layer=in_layer)
     tried = all(bucket.tile.kernel in SERVED for bucket in measured)
     for bucket in measured:
         if not bucket.wins and losing and losing[-1][1] == previous:
@@ -458,4 +473,6 @@ def why_not_preferred(
         previous = bucket.max_m
     ranges = ", ".join(f"{first}–{'' if last is None else last}" for first, last in losing)
     why = "slower than vLLM's" if tried else "slower than vLLM's, or not tried in it,"
+    if not own:
+        why = "not measured to be as fast as vLLM's"
     return f"{why} at {ranges} tokens" if losing else None

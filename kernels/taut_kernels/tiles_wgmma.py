@@ -194,7 +194,7 @@ def lookup(gpu: str | None, N: int, K: int, bucket: int, *, hopper: bool) -> Cho
     Returns:
         What was measured to be fastest, or what :func:`rule` says.
     """
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     if table is not None and (N, K, bucket) in table.choices:
         return table.choices[N, K, bucket]
     return rule(N, K, bucket, hopper=hopper)

@@ -151,6 +151,9 @@ LAYERS = [
     (2, 3, 9, 8, 16, 3, 3, (2, 1), (1, 1), (1, 1)),
     (2, 40, 6, 7, 8, 3, 3, (2, 2), (1, 1), (1, 2)),
     (1, 1, 5, 5, 1, 5, 5, (1, 1), (0, 0), (1, 1)),
+    (2, 16, 6, 8, 24, 3, 3, (2, 2), (1, 1), (1, 1)),
+    (1, 48, 6, 4, 8, 3, 2, (3, 2), (2, 1), (1, 2)),
+    (2, 32, 4, 5, 16, 1, 1, (2, 1), (0, 0), (1, 1)),
 ]
 
 
@@ -162,7 +165,11 @@ def convolutions():
         weight = (draw(K, C, R, S, seed=R) / math.sqrt(C * R * S)).half()
         spread = torch.zeros(N, C, H, 2 * W, dtype=torch.float16)
         spread[..., ::2] = image
-        for x in (image, image.to(memory_format=torch.channels_last), spread[..., ::2]):
+        among = torch.full((N, 2 * C, H, W), torch.nan, dtype=torch.float16)
+        among = among.to(memory_format=torch.channels_last)
+        among[:, :C] = image
+        last = image.to(memory_format=torch.channels_last)
+        for x in (image, last, spread[..., ::2], among[:, :C]):
             for version, tile in CONV:
                 if version == "v2" and why_not_blocks(x, weight, walk):
                     continue

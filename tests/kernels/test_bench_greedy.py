@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -69,6 +68,19 @@ def test_the_floor_is_the_larger_of_stocks_two_differences(
     assert "stock's own 0 in 2048" in capsys.readouterr().out
     assert greedy.report(answers | {"off+triton": _sets(other, other)}, tmp_path, "GPU card")
     assert "stock's own 64 in 1344 (p = 0.5" in capsys.readouterr().out
+    assert greedy.report(answers | {"off+others": _sets(other, other)}, tmp_path, "GPU card")
+    assert "stock's own 64 in 1344 (p = 0.5" in capsys.readouterr().out
+
+
+def test_stock_with_other_kernels_is_stock_but_for_them() -> None:
+    """Each floor takes the place of what it names; lists are not shared between calls."""
+    plain, others = (greedy._options(mode, (1, 8)) for mode in ("off", "off+others"))
+    assert others["attention_backend"] == "TRITON_ATTN"
+    assert others["ir_op_priority"]["rms_norm"] == ["vllm_c"]
+    assert "+silu_and_mul" in others["compilation_config"]["custom_ops"]
+    assert plain == {"compilation_config": {"cudagraph_capture_sizes": [1, 8]}}
+    assert greedy._options("off+triton", (1,))["compilation_config"]["custom_ops"] == []
+    assert greedy._options("off+others", (1, 8)) == others
 
 
 def test_answers_that_change_from_one_run_to_the_next_are_wrong(tmp_path: Path) -> None:
@@ -113,39 +125,71 @@ def test_random_prompts_are_the_same_in_every_process(tmp_path: Path) -> None:
 def test_the_8b_shape_is_written_asked_and_gone(
     scheme: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every mode gets the checkpoint and no text; the figures are named after the scheme."""
+    """Every mode gets the checkpoint and no text, all at once; files are named after the scheme."""
     commands: list[list[str]] = []
+    caches: list[str] = []
 
     def write(directory: Path, scheme: str, sizes: dict[str, object]) -> None:
-        assert (scheme, sizes["hidden_size"]) == ("w4a16", 4096)
+        assert (scheme, sizes["hidden_size"], sizes["num_hidden_layers"]) == ("w4a16", 4096, 8)
         directory.mkdir()
 
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    class Engine:
+        def wait(self) -> int:
+            assert len(commands) == 4, "one engine waited for another"
+            return 0
+
+    def start(command: list[str], env: dict[str, str], **_: object) -> Engine:
         commands.append(command)
+        caches.append(env["VLLM_CACHE_ROOT"])
+        assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "batches would depend on the clock"
         assert Path(command[command.index("--checkpoint") + 1]).is_dir()
         mode = command[command.index("--worker") + 1]
         (tmp_path / f"answers-{mode}.json").write_text(
             '{"all": [[1, 2]], "few": [[1, 2]], "again": [[1, 2]]}'
         )
-        return subprocess.CompletedProcess(command, 0)
+        return Engine()
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr(engine_checkpoint, "write", write)
-    monkeypatch.setattr(greedy.subprocess, "run", run)
+    monkeypatch.setattr(greedy.subprocess, "Popen", start)
     monkeypatch.setattr(bench_report, "environment", lambda: {"GPU": "card"})
     text = [] if scheme else ["--text", str(tmp_path / "t")]
-    source = ["--scheme", scheme] if scheme else ["--checkpoint", str(tmp_path)]
+    source = ["--scheme", scheme, "--layers", "8"] if scheme else ["--checkpoint", str(tmp_path)]
     assert greedy.main([*source, *text, "--output", str(tmp_path)]) == 0
     assert [command[command.index("--worker") + 1] for command in commands] == [
         "off",
         "off+triton",
+        "off+others",
         "require",
     ]
+    assert len(set(caches)) == 4, "two engines compile into the same files"
     place = Path(commands[0][commands[0].index("--checkpoint") + 1])
-    assert [command.count("--text") for command in commands] == [len(text) // 2] * 3
+    assert [command.count("--text") for command in commands] == [len(text) // 2] * 4
     assert place.is_dir() == (scheme is None)
     assert (tmp_path / ("greedy-w4a16.csv" if scheme else "greedy.csv")).is_file()
+
+
+def test_engines_that_fail_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of them, after the last has ended; nothing is compared."""
+
+    class Engine:
+        def __init__(self, command: list[str], **_: object) -> None:
+            self.mode = command[command.index("--worker") + 1]
+
+        def wait(self) -> int:
+            return 0 if self.mode == "off" else 1
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(greedy.subprocess, "Popen", Engine)
+    assert greedy.main(["--checkpoint", str(tmp_path), "--output", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "error: off+triton: no answers: see greedy-off+triton.log\n" in said
+    assert "error: require: no answers: see greedy-require.log\n" in said
+    assert "error: off:" not in said
+    assert not (tmp_path / "greedy.csv").exists()
 
 
 def test_random_weights_have_no_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

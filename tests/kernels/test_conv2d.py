@@ -13,7 +13,7 @@ import triton
 
 from taut_kernels import testing
 from taut_kernels.primitives import _conv2d_tiles, conv2d, convolution
-from taut_kernels.primitives._conv2d_launch import Window
+from taut_kernels.primitives._conv2d_launch import Window, why_not_blocks
 from taut_kernels.primitives._conv2d_tiles import ConvTile
 
 INTERPRET = Path(__file__).with_name("interpret_primitives.py")
@@ -54,7 +54,7 @@ def test_reference_is_the_sum_over_taps_and_channels() -> None:
 def test_interpreted_kernels(run_python: Any) -> None:
     process = run_python(str(INTERPRET), "convolutions", env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
-    assert process.stdout.split() == ["convolutions", "108"]
+    assert process.stdout.split() == ["convolutions", "240"]
 
 
 def test_op_contract() -> None:
@@ -96,7 +96,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"dilation": 3}, r"weight \(8, 8, 3, 3\) is larger than padded x"),
     ({"groups": 8}, "groups must be 1, got 8: grouped convolution is not implemented"),
     ({"version": "v3"}, "version must be None, v1 or v2, got 'v3'"),
-    ({"version": "v2", "stride": 2}, "stride must be 1 with v2"),
+    ({"version": "v2", "stride": 3}, r"stride must divide x's 4 rows and 4 columns with v2"),
+    ({"version": "v2", "stride": 2}, r"16 input channels with v2 at stride \(2, 2\), got 8"),
     ({"version": "v2", "weight": W[:5]}, "weight must have multiples of 8 channels with v2"),
 ]
 
@@ -158,6 +159,10 @@ LAYERS: list[tuple[Any, ...]] = [
     (2, 64, 9, 33, 72, 1, 1, 1, 0, 1),
     (2, 24, 17, 5, 40, 3, 2, 1, (2, 0), (2, 1)),
     (2, 64, 28, 28, 128, 3, 3, 2, 1, 1),
+    (3, 512, 14, 14, 512, 3, 3, 2, 1, 1),
+    (5, 48, 12, 10, 40, 3, 3, (3, 2), (2, 0), 1),
+    (2, 64, 14, 9, 24, 1, 1, (2, 1), 0, 1),
+    (2, 64, 9, 9, 24, 3, 3, 2, 1, 1),
     (2, 3, 64, 64, 64, 7, 7, 2, 3, 1),
     (1, 5, 9, 9, 3, 3, 3, 1, 1, 2),
 ]
@@ -178,7 +183,7 @@ def test_gpu_kernels_match_reference(layer: tuple[Any, ...], dtype: torch.dtype)
             image.double(), weight.double(), bias.double(), Window(*sizes)
         )
         reference = convolution.conv2d_ref(image, weight, bias, Window(*sizes))
-    versions = ("v1",) if stride != 1 or C % 8 or K % 8 else ("v1", "v2")
+    versions = ("v1",) if why_not_blocks(image, weight, Window(*sizes)) else ("v1", "v2")
     for x in (image, image.to(memory_format=torch.channels_last)):
         for version in versions:
             with testing.nan_poison():
@@ -200,15 +205,17 @@ def test_gpu_kernels_match_reference(layer: tuple[Any, ...], dtype: torch.dtype)
     ],
     ids=str,
 )
-def test_gpu_tiles_are_right_and_repeat_their_bits(tile: ConvTile) -> None:
-    x = draw(9, 72, 13, 11, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("stride", [1, 2])
+def test_gpu_tiles_are_right_and_repeat_their_bits(tile: ConvTile, stride: int) -> None:
+    window = Window((stride, stride), (1, 1), (1, 1))
+    x = draw(9, 80, 14, 10, dtype=torch.bfloat16, device="cuda")
     x = x.to(memory_format=torch.channels_last)
-    weight = draw(136, 72, 3, 3, dtype=torch.bfloat16, device="cuda")
+    weight = draw(136, 80, 3, 3, dtype=torch.bfloat16, device="cuda")
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        gold = convolution.conv2d_ref(x.double(), weight.double(), None, UNIT)
-        reference = convolution.conv2d_ref(x, weight, None, UNIT)
+        gold = convolution.conv2d_ref(x.double(), weight.double(), None, window)
+        reference = convolution.conv2d_ref(x, weight, None, window)
     with testing.nan_poison():
-        y = convolution.launch("v2", tile, x, weight, None, UNIT)
+        y = convolution.launch("v2", tile, x, weight, None, window)
     testing.assert_within_budget(y, gold, reference)
     for _ in range(20):
-        assert torch.equal(convolution.launch("v2", tile, x, weight, None, UNIT), y)
+        assert torch.equal(convolution.launch("v2", tile, x, weight, None, window), y)

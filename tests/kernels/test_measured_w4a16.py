@@ -13,7 +13,8 @@ import pytest
 from taut_kernels import _tile_tables, measured_w4a16
 from taut_kernels.bench import measured_table
 
-RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-22-h200"
+RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
 def _row(**change: Any) -> dict[str, Any]:
@@ -84,30 +85,63 @@ def test_reasons_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert note(gpu, N, 128) is None
 
 
-def test_every_shipped_table_parses_and_the_8b_shapes_are_ours_on_an_h200() -> None:
+def test_a_card_is_not_judged_by_the_figures_of_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _tile_tables.TWINS[H100] == H200
+    monkeypatch.setattr(measured_w4a16, "tables", lambda: {H200: _parse(_row(vllm_us=[1.0, 9.0]))})
+    reason = measured_w4a16.why_not_preferred(H100, 64, 128)
+    assert reason == f"not measured against vLLM's kernels on {H100}"
+    assert measured_w4a16.slower_in_places(H100, 64, 128) is None
+    assert measured_w4a16.slower_in_places(H200, 64, 128) is not None
+
+
+def test_every_shipped_table_parses() -> None:
     names = sorted(path.name for path in _tile_tables._DIRECTORY.glob("w4a16_measured-*.json"))
-    assert "w4a16_measured-h200.json" in names
-    assert len(measured_w4a16.tables()) == len(names)
+    assert names == ["w4a16_measured-h100.json", "w4a16_measured-h200.json"]
+    assert set(measured_w4a16.tables()) == {H100, H200}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "speed"), [(H200, "0.95 to 1.00"), (H100, "0.91 to 0.99")], ids=["h200", "h100"]
+)
+def test_every_measured_shape_is_ours_on_both_cards(gpu: str, speed: str) -> None:
+    shapes = measured_w4a16.tables()[gpu].shapes
+    assert len(shapes) == 20
+    for N, K in shapes:
+        assert measured_w4a16.why_not_preferred(gpu, N, K) is None
     for N, K in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (8192, 8192)):
-        assert measured_w4a16.why_not_preferred("NVIDIA H200", N, K) is None
-    note = measured_w4a16.slower_in_places("NVIDIA H200", 28672, 4096)
-    assert note == "slower than vLLM's at 512, 1024, 2048, 4096 tokens (0.95 to 1.00 of its speed)"
+        assert (N, K) in shapes
+    note = measured_w4a16.slower_in_places(gpu, 28672, 4096)
+    assert note == f"slower than vLLM's at 512, 1024, 2048, 4096 tokens ({speed} of its speed)"
 
 
 # --- from the benchmark's CSV --------------------------------------------------------------------
 
 
-def test_the_shipped_table_is_what_the_committed_benchmarks_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("gpu", "results", "shipped", "decode"),
+    [
+        (H200, "2026-11-22-h200", "w4a16_measured-h200.json", "1.4"),
+        (H100, "2026-11-23-h100", "w4a16_measured-h100.json", "1.3"),
+    ],
+    ids=["h200", "h100"],
+)
+def test_the_shipped_tables_are_what_the_committed_benchmarks_say(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    gpu: str,
+    results: str,
+    shipped: str,
+    decode: str,
 ) -> None:
-    names = ("w4a16-models.csv", "w4a16.csv")
-    inputs = [str(RESULTS / name) for name in names]
+    inputs = [str(RESULTS / results / name) for name in ("w4a16-models.csv", "w4a16.csv")]
     output = tmp_path / "t.json"
-    arguments = [*inputs, "--gpu", "NVIDIA H200", "--source", "x", "--output", str(output)]
+    arguments = [*inputs, "--gpu", gpu, "--source", "x", "--output", str(output)]
     assert measured_table.main(arguments) == 0
-    assert "28672×4096: decode 1.4" in capsys.readouterr().out
-    shipped = json.loads((_tile_tables._DIRECTORY / "w4a16_measured-h200.json").read_text())
-    assert json.loads(output.read_text())["rows"] == shipped["rows"]
+    assert f"28672×4096: decode {decode}" in capsys.readouterr().out
+    table = json.loads((_tile_tables._DIRECTORY / shipped).read_text())
+    assert json.loads(output.read_text())["rows"] == table["rows"]
+    assert table["gpu"] == gpu
+    assert f"bench_results/{results}/w4a16-models.csv, w4a16.csv" in table["source"]
 
 
 def _csv(path: Path, *cells: tuple[int, str, float]) -> Path:

@@ -393,7 +393,7 @@ def test_linear_kernel_refuses_what_it_must_and_takes_gptq_layout(run_python: An
 
 
 ON_A_CARD = """
-import sys, types
+import dataclasses, sys, types
 import torch
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.model_executor import parameter
@@ -410,7 +410,9 @@ if device == "cpu":
     linear.current_platform = types.SimpleNamespace(
         is_cpu=lambda: False, is_cuda=lambda: True, get_device_name=lambda: "NVIDIA H200")
     linear.TautW4A16LinearKernel._compile_every_regime = lambda *_: None
-tokens = (3,) if device == "cpu" else (1, 5, 16, 40, 129, 300, 2049)
+tokens = (1, 3) if device == "cpu" else (1, 5, 16, 40, 129, 300, 2049)
+# vLLM 0.26 asks for it, 0.32 has no such field.
+order = {"has_g_idx": False} if "has_g_idx" in MPLinearLayerConfig.__dataclass_fields__ else {}
 for asymmetric in (False, True):
     for group in (32, 64, 128, -1):
         N, K = 192, 256
@@ -419,23 +421,21 @@ for asymmetric in (False, True):
             MPLinearLayerConfig(
                 full_weight_shape=(K, N), partition_weight_shape=(K, N), group_size=group,
                 weight_type=scalar_types.uint4 if asymmetric else scalar_types.uint4b8,
-                act_type=torch.bfloat16, zero_points=asymmetric),
+                act_type=torch.bfloat16, zero_points=asymmetric, **order),
             "weight_packed", "weight_scale", "weight_zero_point")
+        whole = testing.make_w4a16_case(
+            max(tokens), N, K, group, dtype=torch.bfloat16, asymmetric=asymmetric, device=device)
+        keep = dict(weight_loader=lambda *a: None, input_dim=1, output_dim=0)
+        packed = dict(packed_factor=8, **keep)
+        layer.weight_packed = PackedvLLMParameter(
+            data=whole.weight_packed.clone(), packed_dim=1, **packed)
+        layer.weight_scale = GroupQuantScaleParameter(data=whole.weight_scale.clone(), **keep)
+        if asymmetric:
+            layer.weight_zero_point = PackedvLLMParameter(
+                data=whole.weight_zero_point.clone(), packed_dim=0, **packed)
+        kernel.process_weights_after_loading(layer)
         for M in tokens:
-            case = testing.make_w4a16_case(
-                M, N, K, group, dtype=torch.bfloat16, asymmetric=asymmetric, device=device)
-            if M == tokens[0]:
-                keep = dict(weight_loader=lambda *a: None, input_dim=1, output_dim=0)
-                packed = dict(packed_factor=8, **keep)
-                layer.weight_packed = PackedvLLMParameter(
-                    data=case.weight_packed.clone(), packed_dim=1, **packed)
-                layer.weight_scale = GroupQuantScaleParameter(
-                    data=case.weight_scale.clone(), **keep)
-                if asymmetric:
-                    layer.weight_zero_point = PackedvLLMParameter(
-                        data=case.weight_zero_point.clone(), packed_dim=0, **packed)
-                kernel.process_weights_after_loading(layer)
-                first = case
+            case = dataclasses.replace(whole, x=whole.x[:M])
             if device == "cpu":
                 zero = layer.weight_zero_point if asymmetric else None
                 y = torch.ops.taut.w4a16_gemm(
@@ -443,7 +443,6 @@ for asymmetric in (False, True):
                     layer.taut_arrivals, K if group == -1 else group)
                 assert torch.equal(y, torch.ops.taut.w4a16_gemm(*case.operands()))
             else:
-                assert torch.equal(case.weight_packed, first.weight_packed), "one layer"
                 y = kernel.apply_weights(layer, case.x)
             testing.assert_within_budget(y, case.gold(), case.rounded_reference())
             assert not layer.taut_arrivals.any()

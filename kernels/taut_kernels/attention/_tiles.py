@@ -216,7 +216,7 @@ def tables() -> dict[str, AttentionTable]:
 
 def _measured(gpu: str | None, kernel: str, dim: int, size: int = 2, load: str = "large") -> Any:
     """Return a card's measured tile, or None."""
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     return table.tiles.get((kernel, dim, size, load)) if table else None
 
 

@@ -2,13 +2,15 @@
 
 Kernels add in different orders, so two right ones part sooner or later where two tokens are nearly
 as likely. What counts is whether ours part from vLLM's more often than vLLM's part from themselves.
-One engine a mode answers the same prompts twice: all at once, and a few at a time, which changes
-the kernels' shapes and so their order of adding. Stock's two sets give the A/A noise floor; ours
-against stock's, all at once, is held against it by Fisher's exact test (one-sided). Prompts are
-pieces of ``--text`` at even distances, or random tokens. ``--scheme`` in the place of
-``--checkpoint`` takes Llama-3-8B's shape with random weights (:mod:`.engine_checkpoint`), whose
-answers mean nothing but part as any others do. Writes ``greedy.csv``, ``greedy.md``
-(``greedy-<scheme>``) and each mode's log.
+One engine a mode, all of them on the card at the same time, answers the same prompts: all at once,
+and a few at a time, which changes the kernels' shapes and so their order of adding. Stock's two
+sets, and stock with other kernels of vLLM's own (``_OTHERS``), give the A/A noise floor; ours
+against stock's, all at once, is held against it by Fisher's exact test (one-sided). Asked again,
+all at once, an engine has to answer the same: a race would show. Prompts are pieces of ``--text``
+at even distances, or random tokens. ``--scheme`` in the place of ``--checkpoint`` takes
+Llama-3-8B's shape with random weights (:mod:`.engine_checkpoint`), whose answers mean nothing but
+part as any others do. Writes ``greedy.csv``, ``greedy.md`` (``greedy-<scheme>``) and each mode's
+log.
 """
 
 from __future__ import annotations
@@ -29,13 +31,33 @@ from typing import Any
 from taut_kernels.bench.engine_modes import MODES, engine_options, environment
 
 Answers = list[list[int]]
-_OTHER_ATTENTION = "off+triton"
+_OTHERS: dict[str, dict[str, Any]] = {
+    "off+triton": {"attention_backend": "TRITON_ATTN"},
+    "off+others": {
+        "attention_backend": "TRITON_ATTN",
+        "ir_op_priority": {"rms_norm": ["vllm_c"], "fused_add_rms_norm": ["vllm_c"]},
+        "custom_ops": ["+silu_and_mul", "+quant_fp8", "+rotary_embedding"],
+    },
+}
+"""Stock with other kernels of vLLM's own: of attention, and of all that ours replace. Inductor's
+norms and activations leave out roundings to bf16 on their way to 8 bits that vLLM's have, and ours
+(its ``emulate_precision_casts`` is off)."""
+_DISABLED = {
+    "off+others": (
+        "MacheteLinearKernel",
+        "CutlassFP8ScaledMMLinearKernel",
+        "CutlassInt8ScaledMMLinearKernel",
+    )
+}
+"""Products left out of a mode: the next in vLLM's order takes their place."""
 _PROMPT_TOKENS = 64
 _FEW = 5
 """Prompts at a time in the second set; no power of two, so that batches are padded."""
 _SURE = 0.05
-_SHARE_OF_MEMORY = 0.3
-"""Enough for 8 GB of weights on 80 GB; three schemes' engines fit on one card side by side."""
+_CACHE_BYTES_A_LAYER = 96 << 20
+"""Keys and values: 128 prompts and answers of 64 tokens each take 67 MB of Llama-3-8B's shape."""
+_LEAST_FREE = 0.05
+"""Share of the card's memory vLLM wants to find free before it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +145,9 @@ def answer(
         dtype="bfloat16",
         max_model_len=max(map(len, prompts)) + length,
         max_num_seqs=len(prompts),
-        gpu_memory_utilization=_SHARE_OF_MEMORY,
+        # Engines run side by side: what each finds free says nothing of what it may take.
+        gpu_memory_utilization=_LEAST_FREE,
+        kv_cache_memory_bytes=_CACHE_BYTES_A_LAYER * _config(checkpoint)["num_hidden_layers"],
         seed=0,
         enable_prefix_caching=False,
         skip_tokenizer_init=not tokenizer,
@@ -142,9 +166,16 @@ def answer(
 
 
 def _options(mode: str, sizes: Sequence[int]) -> dict[str, Any]:
-    if mode == _OTHER_ATTENTION:
-        return engine_options("off", sizes) | {"attention_backend": "TRITON_ATTN"}
-    return engine_options(mode, sizes)
+    if mode not in _OTHERS:
+        return engine_options(mode, sizes)
+    options, others = engine_options("off", sizes), dict(_OTHERS[mode])
+    options["compilation_config"]["custom_ops"] = others.pop("custom_ops", [])
+    return options | others
+
+
+def _config(checkpoint: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    return config
 
 
 def cut_prompts(text: str, tokenizer_of: Path, count: int) -> Answers:
@@ -175,9 +206,8 @@ def random_prompts(checkpoint: Path, count: int) -> Answers:
         checkpoint: whose vocabulary they are of.
         count: prompts.
     """
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     draw = random.Random(0)  # noqa: S311 (a seed, not a secret)
-    numbers = range(config["vocab_size"])
+    numbers = range(_config(checkpoint)["vocab_size"])
     return [draw.choices(numbers, k=_PROMPT_TOKENS) for _ in range(count)]
 
 
@@ -196,26 +226,25 @@ def verdict(ours: Comparison, floor: Comparison) -> str:
     )
 
 
-def _in_own_process(
-    mode: str, checkpoint: Path, arguments: argparse.Namespace
-) -> dict[str, Answers] | None:
-    """Answer in a fresh process; None where its engine failed."""
-    result = arguments.output / f"answers-{mode}.json"
+def _start(
+    mode: str, checkpoint: Path, arguments: argparse.Namespace, scratch: Path
+) -> subprocess.Popen[bytes]:
+    """Start a fresh process that answers as one mode and leaves the answers in a file."""
     command = [sys.executable, "-m", "taut_kernels.bench.greedy", "--worker", mode]
     command += ["--checkpoint", str(checkpoint), "--output", str(arguments.output)]
     if arguments.text is not None:
         command += ["--text", str(arguments.text)]
     command += ["--prompts", str(arguments.prompts), "--length", str(arguments.length)]
     variables = environment(mode, arguments.output / f"greedy-{mode}-kernels.json")
+    if mode in _DISABLED:
+        variables["VLLM_DISABLED_KERNELS"] = ",".join(_DISABLED[mode])
+    # Two engines that compile the same graph at the same time would write the same files.
+    variables["VLLM_CACHE_ROOT"] = str(scratch / f"cache-{mode}")
+    # An engine in a process of its own starts with the prompts it has by then: batches, and so the
+    # order of adding, would depend on the clock, and asking again would not show a race.
+    variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with (arguments.output / f"greedy-{mode}.log").open("w") as sink:
-        code = subprocess.run(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=variables, check=False
-        ).returncode
-    if code:
-        return None
-    answers: dict[str, Answers] = json.loads(result.read_text(encoding="utf-8"))
-    result.unlink()
-    return answers
+        return subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, env=variables)
 
 
 def _write(pairs: Sequence[Comparison], lines: Sequence[str], directory: Path, name: str) -> None:
@@ -250,8 +279,8 @@ def report(
     """
     stock = answers["off"]
     floors = [compare("off, all", stock["all"], "off, few", stock["few"])]
-    if other := answers.get(_OTHER_ATTENTION):
-        floors.append(compare(f"{_OTHER_ATTENTION}, all", other["all"], "off, all", stock["all"]))
+    for other in (mode for mode in _OTHERS if mode in answers):
+        floors.append(compare(f"{other}, all", answers[other]["all"], "off, all", stock["all"]))
     floor = max(floors, key=lambda pair: pair.partings / pair.tokens)
     pairs, lines, right = [*floors], [facts], True
     for mode, sets in answers.items():
@@ -279,12 +308,13 @@ def _parser() -> argparse.ArgumentParser:
     of = parser.add_mutually_exclusive_group(required=True)
     of.add_argument("--checkpoint", type=Path, help="what the engines load")
     of.add_argument("--scheme", choices=SCHEMES, help="Llama-3-8B's shape, random weights")
+    parser.add_argument("--layers", type=int, default=32, help="of --scheme")
     parser.add_argument("--text", type=Path, help="UTF-8 text to cut prompts from; else random")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--mode", action="append", choices=MODES[1:], help="default: require")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--length", type=int, default=64, help="tokens of an answer")
-    workers = (*MODES, _OTHER_ATTENTION)
+    workers = (*MODES, *_OTHERS)
     parser.add_argument("--worker", choices=workers, help=argparse.SUPPRESS)
     return parser
 
@@ -309,9 +339,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from taut_kernels.bench import engine_checkpoint
 
             checkpoint = Path(scratch) / "checkpoint"
-            engine_checkpoint.write(checkpoint, arguments.scheme, engine_checkpoint.LLAMA_3_8B)
+            sizes = engine_checkpoint.LLAMA_3_8B | {"num_hidden_layers": arguments.layers}
+            engine_checkpoint.write(checkpoint, arguments.scheme, sizes)
             torch.cuda.empty_cache()
-        return _compare(checkpoint, arguments)
+        return _compare(checkpoint, arguments, Path(scratch))
 
 
 def _work(arguments: argparse.Namespace) -> int:
@@ -324,22 +355,30 @@ def _work(arguments: argparse.Namespace) -> int:
         prompts = random_prompts(checkpoint, arguments.prompts)
     length, mode = arguments.length, arguments.worker
     answers = answer(checkpoint, mode, prompts, length, tokenizer=has_text)
-    path = arguments.output / f"answers-{mode}.json"
-    path.write_text(json.dumps(answers), encoding="utf-8")
+    _answers(arguments.output, mode).write_text(json.dumps(answers), encoding="utf-8")
     return 0
 
 
-def _compare(checkpoint: Path, arguments: argparse.Namespace) -> int:
-    """Let every mode answer, and report."""
+def _answers(directory: Path, mode: str) -> Path:
+    return directory / f"answers-{mode}.json"
+
+
+def _compare(checkpoint: Path, arguments: argparse.Namespace, scratch: Path) -> int:
+    """Let all modes answer at the same time, and report."""
     from taut_kernels.bench.report import environment as facts
 
+    modes = ("off", *_OTHERS, *(arguments.mode or ["require"]))
+    engines = {mode: _start(mode, checkpoint, arguments, scratch) for mode in modes}
+    failed = [mode for mode, engine in engines.items() if engine.wait()]
+    for mode in failed:
+        sys.stderr.write(f"error: {mode}: no answers: see greedy-{mode}.log\n")
+    if failed:
+        return 1
     found: dict[str, dict[str, Answers]] = {}
-    for mode in ("off", _OTHER_ATTENTION, *(arguments.mode or ["require"])):
-        sets = _in_own_process(mode, checkpoint, arguments)
-        if sets is None:
-            sys.stderr.write(f"error: {mode}: no answers: see greedy-{mode}.log\n")
-            return 1
-        found[mode] = sets
+    for mode in modes:
+        path = _answers(arguments.output, mode)
+        found[mode] = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
     line = ", ".join(f"{key} {value}" for key, value in facts().items())
     name = f"greedy-{arguments.scheme}" if arguments.scheme else "greedy"
     return 0 if report(found, arguments.output, line, name) else 1

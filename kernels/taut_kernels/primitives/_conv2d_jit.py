@@ -5,7 +5,10 @@
   padding
 - :func:`blocks_kernel` (V2): at stride 1 the inputs of a block of pixels [images, rows, columns]
   under one tap are a block of x, shifted: the copy engine fetches it, and fills in zeros where the
-  shift leaves the image, so that padding costs nothing. Pixels are the columns of the
+  shift leaves the image, so that padding costs nothing. At stride t rows t·i + a of one a are as
+  far apart from each other as neighbours were, and so are columns t·j + b: with a an axis of its
+  own and b beside the channels, x has five axes, as many as the copy engine knows, and the inputs
+  under one tap are again a shifted block, of the a and b of the tap. Pixels are the columns of the
   product and weights its rows: `wgmma` then reads both from shared memory (a block with several
   dimensions may be its second operand, as its first it would go through registers)
 """
@@ -180,7 +183,8 @@ def gather_kernel(
 
 @triton.jit
 def blocks_kernel(
-    x_desc,  # [N, H, W, C] in blocks [BLOCK_IMAGES, BLOCK_P, BLOCK_Q, BLOCK_C]
+    x_desc,  # [N, H, W, C] in blocks [BLOCK_IMAGES, BLOCK_P, BLOCK_Q, BLOCK_C]; at other strides
+    # than 1 [N, H / STRIDE_H, STRIDE_H, W / STRIDE_W, STRIDE_W · C], one of the third axis a block
     w_desc,  # [R·S, K, C] in blocks [1, BLOCK_N, BLOCK_C]
     bias_ptr,  # [K]; unused without HAS_BIAS
     y_desc,  # [N, P, Q, K] in blocks [BLOCK_IMAGES, BLOCK_P, BLOCK_Q, BLOCK_N]
@@ -191,6 +195,8 @@ def blocks_kernel(
     HAS_BIAS: tl.constexpr,
     TAPS: tl.constexpr,
     S: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
     DILATION_H: tl.constexpr,
@@ -212,8 +218,14 @@ def blocks_kernel(
     steps = tl.cdiv(C, BLOCK_C)
     for i in range(TAPS * steps):
         tap, c = i // steps, i % steps * BLOCK_C
-        h = p + tap // S * DILATION_H - PAD_H
-        x = x_desc.load([image, h, q + tap % S * DILATION_W - PAD_W, c])
+        # The tap's shift and whole windows of padding: never negative, so that // rounds down.
+        down = tap // S * DILATION_H + PAD_H * (STRIDE_H - 1)
+        right = tap % S * DILATION_W + PAD_W * (STRIDE_W - 1)
+        i_h, i_w = p + down // STRIDE_H - PAD_H, q + right // STRIDE_W - PAD_W
+        if STRIDE_H == 1 and STRIDE_W == 1:
+            x = x_desc.load([image, i_h, i_w, c])
+        else:
+            x = x_desc.load([image, i_h, down % STRIDE_H, i_w, right % STRIDE_W * C + c])
         w = tl.reshape(w_desc.load([tap, channel, c]), (BLOCK_N, BLOCK_C))
         acc = tl.dot(w, tl.reshape(x, (PIXELS, BLOCK_C)).T, acc)
     if HAS_BIAS:

@@ -15,6 +15,8 @@ from taut_kernels.primitives._image import Pair, output_size
 from taut_kernels.primitives._transpose_tiles import tile_of
 
 _GATHER = _launch.Launcher(gather_kernel)
+_LEAST_STEP = 16
+"""Channels; `wgmma` adds up so many at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +71,45 @@ def why_not_blocks(x: torch.Tensor, weight: torch.Tensor, window: Window) -> str
     Returns:
         A reason, or None where it can.
     """
-    if window.stride != (1, 1):
-        return f"stride must be 1 with v2, got {window.stride}"
     step = _launch.ALIGNMENT // x.element_size()
     K, C = weight.shape[:2]
     if C % step or K % step:
         return f"weight must have multiples of {step} channels with v2, got {K} and {C}"
+    if window.stride == (1, 1):
+        return None
+    H, W = x.shape[2:]
+    if H % window.stride[0] or W % window.stride[1]:
+        return f"stride must divide x's {H} rows and {W} columns with v2, got {window.stride}"
+    if C % _LEAST_STEP:
+        wanted = f"multiples of {_LEAST_STEP} input channels"
+        return f"weight must have {wanted} with v2 at stride {window.stride}, got {C}"
     return None
 
 
-def _described(image: torch.Tensor) -> torch.Tensor:
-    """Return an image [N, H, W, C] a descriptor can take: strides and address of 16 bytes."""
+def _described(image: torch.Tensor, stride: Pair) -> torch.Tensor:
+    """Return an image [N, H, W, C] a descriptor can take: strides and address of 16 bytes.
+
+    Where columns are taken apart by a stride, they have to lie next to each other, too.
+    """
     step = _launch.ALIGNMENT // image.element_size()
     apart = image.stride(3) == 1 and all(stride % step == 0 for stride in image.stride()[:3])
-    if apart and min(image.stride()[:3]) > 0 and image.data_ptr() % _launch.ALIGNMENT == 0:
+    beside = stride[1] == 1 or image.stride(2) == image.shape[3]
+    positive = min(image.stride()[:3]) > 0
+    if apart and beside and positive and image.data_ptr() % _launch.ALIGNMENT == 0:
         return image
     return image.clone(memory_format=torch.contiguous_format)
+
+
+def _image_descriptor(image: torch.Tensor, stride: Pair, block: list[int]) -> TensorDescriptor:
+    """Describe an image [N, H, W, C] in blocks [images, rows, columns, channels] a tap."""
+    if stride != (1, 1):
+        (down, right), (N, H, W, C) = stride, image.shape
+        step_n, step_h, step_w, step_c = image.stride()
+        shape = (N, H // down, down, W // right, right * C)
+        steps = (step_n, down * step_h, step_h, right * step_w, step_c)
+        image = image.as_strided(shape, steps)
+        block = [*block[:2], 1, *block[2:]]
+    return TensorDescriptor(image, list(image.shape), list(image.stride()), block)
 
 
 def launch_blocks(
@@ -102,18 +127,21 @@ def launch_blocks(
         x: [N, H, W, C].
         weight: [K, R, S, C], contiguous.
         bias: [K] or None.
-        window: stride 1.
+        window: what :func:`why_not_blocks` allows.
         y: [N, P, Q, K], contiguous; written.
     """
     K, R, S, C = weight.shape
     N, P, Q, _ = y.shape
-    x = _described(x)
+    x = _described(x, window.stride)
     images, rows, columns = pixel_block(N, P, Q, tile.pixels)
     block_n, block_c = tile.block_n, tile.block_k
+    if window.stride != (1, 1):
+        # Beyond the last channel lies the next column's first, not the copy engine's zeros.
+        block_c = min(block_c, C & -C)
     taps = weight.view(K, R * S, C).transpose(0, 1)
     programs = -(-N // images) * -(-P // rows) * -(-Q // columns) * -(-K // block_n)
     blocks_kernel[(programs,)](
-        TensorDescriptor(x, list(x.shape), list(x.stride()), [images, rows, columns, block_c]),
+        _image_descriptor(x, window.stride, [images, rows, columns, block_c]),
         TensorDescriptor(taps, [R * S, K, C], [C, R * S * C, 1], [1, block_n, block_c]),
         bias,
         TensorDescriptor(y, list(y.shape), list(y.stride()), [images, rows, columns, block_n]),
@@ -124,6 +152,8 @@ def launch_blocks(
         HAS_BIAS=bias is not None,
         TAPS=R * S,
         S=S,
+        STRIDE_H=window.stride[0],
+        STRIDE_W=window.stride[1],
         PAD_H=window.padding[0],
         PAD_W=window.padding[1],
         DILATION_H=window.dilation[0],

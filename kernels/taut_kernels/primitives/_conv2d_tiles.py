@@ -175,7 +175,7 @@ def lookup(gpu: str | None, N: int, layer: Layer) -> ConvTile:
         N: images, ≥ 1.
         layer: C, K, R, S, P, Q.
     """
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     for limit, tile in table.buckets.get(layer, ()) if table else ():
         if limit is None or limit >= N:
             return tile

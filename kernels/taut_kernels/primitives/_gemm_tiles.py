@@ -181,7 +181,7 @@ def lookup(gpu: str | None, M: int, N: int, K: int) -> GemmTile:
         N: columns of c.
         K: indices summed over.
     """
-    table = tables().get(gpu or "")
+    table = _tile_tables.of_card(tables(), gpu)
     for limit, tile in table.buckets.get((N, K), ()) if table else ():
         if limit is None or limit >= M:
             return tile

@@ -29,7 +29,8 @@ RESNET_LAYERS: tuple[Layer, ...] = tuple(
     (channels, channels, 3, 3, side, side)
     for channels, side in ((64, 56), (128, 28), (256, 14), (512, 7))
 )
-"""ResNet-50's 3×3 layers at stride 1: C, K, R, S, P, Q (arXiv:1512.03385, table 1)."""
+"""ResNet-50's 3×3 layers: C, K, R, S, P, Q (arXiv:1512.03385, table 1). All run at stride 1; the
+first of the last three kinds runs at 2, with as many output pixels."""
 _IMAGES = 32
 
 
@@ -88,24 +89,24 @@ def gather_variant(tile: ConvTile, *, tapwise: bool) -> KernelVariant:
     )
 
 
-def blocks_variant(tile: ConvTile, N: int, layer: Layer) -> KernelVariant:
+def blocks_variant(tile: ConvTile, N: int, layer: Layer, stride: int = 1) -> KernelVariant:
     """Describe V2 on one layer."""
     _, _, R, S, P, Q = layer
     images, rows, columns = pixel_block(N, P, Q, tile.pixels)
-    block = f"{images}, {rows}, {columns}"
+    block, parted = f"{images}, {rows}, {columns}", f"{images}, {rows}, 1, {columns}"
     blocks = {"BLOCK_IMAGES": images, "BLOCK_P": rows, "BLOCK_Q": columns}
     blocks |= {"BLOCK_N": tile.block_n, "BLOCK_C": tile.block_k}
     return KernelVariant(
-        label=f"conv2d v2 [{block}]",
+        label=f"conv2d v2 [{block}]{'' if stride == 1 else f' /{stride}'}",
         kernel=blocks_kernel,
         tile=tile,
         pointers={"bias_ptr": "bf16"},
         integers=("P", "Q", "C", "K"),
         divisible_by_16=("C", "K"),
-        constants=_TAPS | {"TAPS": R * S} | blocks,
+        constants=_TAPS | {"TAPS": R * S, "STRIDE_H": stride, "STRIDE_W": stride} | blocks,
         options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         descriptors={
-            "x_desc": f"bf16[{block}, {tile.block_k}]",
+            "x_desc": f"bf16[{block if stride == 1 else parted}, {tile.block_k}]",
             "w_desc": f"bf16[1, {tile.block_n}, {tile.block_k}]",
             "y_desc": f"bf16[{block}, {tile.block_n}]",
         },
@@ -122,6 +123,8 @@ def _convolutions() -> Iterator[KernelVariant]:
             found |= {(tile, layer): limit or 4 * _IMAGES for limit, tile in buckets}
     for (tile, layer), N in found.items():
         yield blocks_variant(tile, N, layer)
+        if layer in RESNET_LAYERS[1:]:
+            yield blocks_variant(tile, N, layer, stride=2)
 
 
 def _pools() -> Iterator[KernelVariant]:

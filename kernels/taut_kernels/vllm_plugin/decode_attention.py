@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from taut_kernels import _tile_tables
 from taut_kernels.attention import _tiles
 from taut_kernels.attention._arguments import HEAD_DIMS, padded_dim
 from taut_kernels.vllm_plugin import record, requested_mode
@@ -66,7 +67,7 @@ class LayerFacts:
 
 
 def _measured(gpu: str, head_dim: int | None = None, element_bytes: int | None = None) -> bool:
-    table = _tiles.tables().get(gpu)
+    table = _tile_tables.of_card(_tiles.tables(), gpu)
     return table is not None and any(
         kernel == "decode" and head_dim in (None, dim) and element_bytes in (None, size)
         for kernel, dim, size, _ in table.tiles

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from taut_kernels import tiles_fused
+from taut_kernels import _tile_tables, tiles_fused
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def why_not_fused_ops(gpu: str | None, mode: str) -> str | None:
         return "TAUT_KERNELS=off"
     if gpu is None:
         return "no CUDA device: vLLM's CPU graph is compiled as a whole"
-    if mode == "prefer" and gpu not in tiles_fused.tables():
+    if mode == "prefer" and _tile_tables.of_card(tiles_fused.tables(), gpu) is None:
         return f"not measured against vLLM's on {gpu}; TAUT_KERNELS=require runs them"
     return None
 

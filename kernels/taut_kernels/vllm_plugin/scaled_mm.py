@@ -21,7 +21,7 @@ from vllm.model_executor.kernels.linear import (
 from vllm.model_executor.layers.fusion.quant_activation import as_quantized_activation
 from vllm.platforms import current_platform
 
-from taut_kernels import tiles_scaled_mm
+from taut_kernels import _tile_tables, tiles_scaled_mm
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
 from taut_kernels.vllm_plugin import fused_ops, requested_mode, scaled_mm_op
 
@@ -44,7 +44,8 @@ def why_not_here(compute_capability: int | None) -> str | None:
     if found != 90:
         return f"taut's 8-bit kernels are for compute capability 90, got {found}"
     gpu = current_platform.get_device_name()
-    if requested_mode() == "prefer" and gpu not in tiles_scaled_mm.tables():
+    table = _tile_tables.of_card(tiles_scaled_mm.tables(), gpu)
+    if requested_mode() == "prefer" and table is None:
         return f"not measured against vLLM's kernels on {gpu}; TAUT_KERNELS=require runs it"
     return None
 

@@ -1,0 +1,113 @@
+"""Verdicts on 8-bit products on a card that takes another's tiles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taut_kernels import _tile_tables, measured_scaled_mm, tiles_scaled_mm
+from taut_kernels.bench import measured_scaled_mm_table
+
+RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-23-h100"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+ROW: dict[str, Any] = {
+    "op": "fp8_gemm",
+    "N": 64,
+    "K": 128,
+    "M": [16, 64, 256],
+    "us": [1.0, 1.0, 1.0],
+    "vllm_us": [1.5, 0.9, 1.0],
+}
+
+
+def _text(*rows: dict[str, Any]) -> str:
+    return json.dumps({"gpu": "card", "source": "a test", "rows": rows})
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "ours"),
+    [
+        (1, 16, True),  # nothing below; the end was measured
+        (1, 8, True),  # nor anything inside: what is next above
+        (1, 32, False),  # the next above its end lost
+        (17, 32, False),
+        (17, 64, False),
+        (65, 128, False),  # next below lost
+        (256, None, True),
+        (257, None, True),  # nothing above: what is next below
+        (65, None, False),
+    ],
+)
+def test_a_range_wins_where_it_and_its_neighbours_won(
+    monkeypatch: pytest.MonkeyPatch, first: int, last: int | None, ours: bool
+) -> None:
+    table = measured_scaled_mm.parse(_text(ROW), "t.json")
+    monkeypatch.setattr(measured_scaled_mm, "tables", lambda: {"card": table})
+    assert measured_scaled_mm.wins("card", "fp8_gemm", 64, 128, first, last) is ours
+    assert not measured_scaled_mm.wins("card", "w8a8_gemm", 64, 128, first, last)
+    assert not measured_scaled_mm.wins("other", "fp8_gemm", 64, 128, first, last)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"extra": 1},
+        {"op": "fp8_block"},
+        {"M": [16, 64]},
+        {"M": [16, 16, 256]},
+        {"us": [1.0, 0.0, 1.0]},
+    ],
+)
+def test_a_table_that_cannot_be_judged_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"t\.json: "):
+        measured_scaled_mm.parse(_text(ROW | change), "t.json")
+    with pytest.raises(ValueError, match="twice there"):
+        measured_scaled_mm.parse(_text(ROW, ROW), "t.json")
+
+
+@pytest.mark.parametrize("in_layer", [False, True])
+def test_an_h100_takes_tiles_but_no_verdicts(in_layer: bool) -> None:
+    """FP8 gate_up at 4096 tokens is CUTLASS's there, 0.87 of its time, and ours on the H200."""
+    for op, N, K in measured_scaled_mm.products(H100):
+        ours, lent = (
+            tiles_scaled_mm.buckets(op, gpu, N, K, in_layer=in_layer) for gpu in (H100, H200)
+        )
+        assert [(b.max_m, b.tile) for b in ours] == [(b.max_m, b.tile) for b in lent]
+    last = tiles_scaled_mm.lookup("fp8_gemm", H100, 28672, 4096, 4096, in_layer=in_layer)
+    assert not last.wins
+    assert tiles_scaled_mm.lookup("fp8_gemm", H200, 28672, 4096, 4096, in_layer=in_layer).wins
+    ask = tiles_scaled_mm.why_not_preferred
+    reason = ask("fp8_gemm", H100, 28672, 4096, in_layer=in_layer)
+    assert reason == "not measured to be as fast as vLLM's at 65– tokens"
+    assert ask("w8a8_gemm", H100, 6144, 4096, in_layer=in_layer) is None
+    elsewhere = ask("fp8_gemm", H100, 37888, 3584, in_layer=in_layer)
+    assert elsewhere == f"37888×3584 not measured on {H100}"
+    assert not any(b.wins for b in tiles_scaled_mm.buckets("fp8_gemm", H100, 37888, 3584))
+
+
+def test_the_shipped_table_is_what_the_committed_benchmarks_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "t.json"
+    files = ["--fp8", str(RESULTS / "scaled_mm_fp8.csv")]
+    files += ["--int8", str(RESULTS / "scaled_mm_int8.csv")]
+    arguments = [*files, "--gpu", H100, "--source", "x", "--output", str(output)]
+    assert measured_scaled_mm_table.main(arguments) == 0
+    assert "fp8_gemm 28672×4096: vLLM's time ÷ ours at 1: 1.00" in capsys.readouterr().out
+    shipped = json.loads((_tile_tables._DIRECTORY / "scaled_mm_measured-h100.json").read_text())
+    assert json.loads(output.read_text())["rows"] == shipped["rows"]
+    assert set(measured_scaled_mm.tables()) == {H100}
+
+
+def test_a_csv_without_vllms_time_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.csv"
+    path.write_text("N,K,M,kernel,us\n64,128,1,taut,2.0\n")
+    arguments = ["--fp8", str(path), "--int8", str(path), "--gpu", "card", "--source", "x"]
+    assert measured_scaled_mm_table.main([*arguments, "--output", str(tmp_path / "t.json")]) == 2
+    assert "error: c.csv: 64×128, M=1: no time of CUTLASS" in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()

@@ -1,0 +1,91 @@
+"""Which card's table a card's tiles come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from taut_kernels import (
+    _tile_tables,
+    tiles_decode,
+    tiles_fused,
+    tiles_loss,
+    tiles_scaled_mm,
+    tiles_wgmma,
+)
+from taut_kernels.attention import _tiles as tiles_attention
+from taut_kernels.primitives import _conv2d_tiles, _gemm_tiles
+from taut_kernels.vllm_plugin import decode_attention, fused_ops
+
+H100, H200, UNKNOWN = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA X"
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "attention": tiles_attention.tables,
+    "conv2d": _conv2d_tiles.tables,
+    "decode": tiles_decode.tables,
+    "fused": tiles_fused.tables,
+    "gemm": _gemm_tiles.tables,
+    "loss": tiles_loss.tables,
+    "scaled_mm": tiles_scaled_mm.tables,
+    "wgmma": tiles_wgmma.tables,
+}
+
+LOOKUPS: dict[str, Callable[[str | None], Any]] = {
+    "attention": lambda gpu: tiles_attention.decode(gpu, 128, 2, "large"),
+    "conv2d": lambda gpu: _conv2d_tiles.lookup(gpu, 32, (128, 128, 3, 3, 28, 28)),
+    "decode": lambda gpu: tiles_decode.lookup(gpu, 8192, 8192, 1, hopper=True),
+    "fused": lambda gpu: tiles_fused.lookup(gpu, "rms_norm", 4096, 4096, True),
+    "gemm": lambda gpu: _gemm_tiles.lookup(gpu, 512, 6144, 4096),
+    "loss": lambda gpu: tiles_loss.lookup(gpu, "cross_entropy", 256000),
+    "loss ring": lambda gpu: tiles_loss.ring(gpu, 32000),
+    "scaled_mm": lambda gpu: tiles_scaled_mm.lookup("fp8_gemm", gpu, 28672, 4096, 1),
+    "wgmma": lambda gpu: tiles_wgmma.lookup(
+        gpu, 28672, 4096, tiles_wgmma.bucket_of(128), hopper=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Table:
+    gpu: str
+
+
+def test_a_table_of_its_own_comes_before_its_twins() -> None:
+    own, twin = _Table(H100), _Table(H200)
+    assert _tile_tables.of_card({H100: own, H200: twin}, H100) is own
+    assert _tile_tables.of_card({H100: own, H200: twin}, H200) is twin
+    assert _tile_tables.of_card({H200: twin}, H100) is twin
+    assert _tile_tables.of_card({H100: own}, H200) is None  # a twin lends, it does not borrow
+    assert _tile_tables.of_card({}, H100) is None
+
+
+@pytest.mark.parametrize("gpu", [UNKNOWN, "NVIDIA H100 PCIe", "", None])
+def test_a_card_that_is_nobodys_twin_has_no_table(gpu: str | None) -> None:
+    assert _tile_tables.of_card({H200: _Table(H200)}, gpu) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_h100_takes_the_h200s_tiles_in_every_family(family: str) -> None:
+    tables = FAMILIES[family]()
+    assert _tile_tables.of_card(tables, H100) is tables[H200]
+    assert _tile_tables.of_card(tables, UNKNOWN) is None
+    assert _tile_tables.of_card(tables, None) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_card_a_twin_names_has_a_table(family: str) -> None:
+    assert set(_tile_tables.TWINS.values()) <= set(FAMILIES[family]())
+
+
+@pytest.mark.parametrize("family", LOOKUPS)
+def test_every_lookup_goes_to_the_twins_table(family: str) -> None:
+    ask = LOOKUPS[family]
+    assert ask(H100) == ask(H200) != ask(UNKNOWN)
+
+
+def test_prefer_on_an_h100_runs_what_was_measured_on_its_twin() -> None:
+    assert fused_ops.why_not_fused_ops(H100, "prefer") is None
+    assert decode_attention.why_not_used(H100, "prefer") is None
