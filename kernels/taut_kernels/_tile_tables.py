@@ -13,7 +13,9 @@ TWINS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
 """Card → the card whose tiles it takes where it has no table of its own.
 
 Both are a GH100 of 132 multiprocessors; the H100's memory is slower, which moves all tiles of a
-shape alike. Which kernel is the faster one, ours or vLLM's, is measured on each.
+shape alike. A table of its own replaces the twin's whole. Which products are faster than vLLM's is
+measured on each card (:mod:`.measured_w4a16`, :mod:`.measured_scaled_mm`); norms, activations and
+decode attention count as measured where their tiles are lent.
 """
 
 
