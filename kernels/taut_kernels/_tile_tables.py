@@ -57,13 +57,11 @@ def shipped_rows(name: str, gpu: str) -> list[dict[str, Any]]:
         gpu: `torch.cuda.get_device_name` of the card.
 
     Returns:
-        None of them where there is no table of the card.
+        Those of the card in :data:`TWINS` where it has no table; none where neither has one.
     """
-    for path in sorted(_DIRECTORY.glob(f"{name}-*.json")):
-        card, rows = rows_of(path.read_text(encoding="utf-8"), path.name)
-        if card == gpu:
-            return rows
-    return []
+    paths = sorted(_DIRECTORY.glob(f"{name}-*.json"))
+    by_card = dict(rows_of(path.read_text(encoding="utf-8"), path.name) for path in paths)
+    return by_card.get(gpu) or by_card.get(TWINS.get(gpu, ""), [])
 
 
 def load_all(name: str, parse: Callable[[str, str], TableT]) -> dict[str, TableT]:

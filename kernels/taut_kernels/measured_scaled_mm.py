@@ -12,10 +12,12 @@ same tile may lose. A table is ``tiles/scaled_mm_measured-<card>.json``::
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from taut_kernels import _tile_tables
 
@@ -31,6 +33,18 @@ class MeasuredTable:
 
     gpu: str
     ratios: dict[Product, dict[int, float]]
+
+
+def _why_not_judged(row: dict[str, Any]) -> str | None:
+    """Say why a row's figures say nothing; None where they do."""
+    tokens = row["M"]
+    if not tokens or len({len(row[key]) for key in ("M", "us", "vllm_us")}) > 1:
+        return "M, us and vllm_us must be of one length, at least 1"
+    if len(set(tokens)) < len(tokens) or not all(type(M) is int and M > 0 for M in tokens):
+        return f"M must be different numbers of tokens, got {tokens}"
+    if not all(math.isfinite(us) and us > 0 for us in (*row["us"], *row["vllm_us"])):
+        return "times must be positive"
+    return None
 
 
 def parse(text: str, where: str) -> MeasuredTable:
@@ -50,9 +64,10 @@ def parse(text: str, where: str) -> MeasuredTable:
         if set(row) != _ROW_FIELDS or row["op"] not in OPS:
             raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op one of {OPS}")
         product = (row["op"], row["N"], row["K"])
-        lengths = {len(row[key]) for key in ("M", "us", "vllm_us")}
-        if product in found or lengths != {len(set(row["M"]))} or min(*row["us"], 1) <= 0:
-            raise ValueError(f"{where}: {product}: twice there, or figures that cannot be judged")
+        if product in found:
+            raise ValueError(f"{where}: {product} is there twice")
+        if reason := _why_not_judged(row):
+            raise ValueError(f"{where}: {product}: {reason}")
         times = zip(row["M"], row["us"], row["vllm_us"], strict=True)
         found[product] = {M: theirs / ours for M, ours, theirs in times}
     return MeasuredTable(gpu, found)
@@ -77,8 +92,7 @@ def products(gpu: str | None) -> Set[Product]:
 def wins(gpu: str, op: str, N: int, K: int, first: int, last: int | None) -> bool:
     """Say whether ours was at least as fast for a range of tokens.
 
-    At all numbers of tokens measured in the range, and at the nearest ones on both sides where its
-    ends were not.
+    At all numbers of tokens measured in the range; where none was, at the nearest on both sides.
 
     Args:
         gpu: card name.
@@ -96,6 +110,8 @@ def wins(gpu: str, op: str, N: int, K: int, first: int, last: int | None) -> boo
     if not ratios:
         return False
     measured = sorted(ratios)
-    start = max(bisect_right(measured, first) - 1, 0)
-    end = len(measured) if last is None else bisect_left(measured, last) + 1
+    start = bisect_left(measured, first)
+    end = len(measured) if last is None else bisect_right(measured, last)
+    if start == end:
+        start, end = max(start - 1, 0), end + 1
     return all(ratios[M] >= 1 for M in measured[start:end])

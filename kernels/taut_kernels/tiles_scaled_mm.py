@@ -427,7 +427,11 @@ def _measured(
         return found
     firsts = (1, *(bucket.max_m + 1 for bucket in found if bucket.max_m is not None))
     return tuple(
-        replace(bucket, wins=measured_scaled_mm.wins(gpu, op, N, K, first, bucket.max_m))
+        replace(
+            bucket,
+            wins=bucket.tile.kernel in SERVED
+            and measured_scaled_mm.wins(gpu, op, N, K, first, bucket.max_m),
+        )
         for first, bucket in zip(firsts, found, strict=True)
     )
 
@@ -459,7 +463,8 @@ def why_not_preferred(
     if table is None:
         return f"not measured on {gpu}"
     own = table.gpu == gpu
-    if (op, N, K) not in (table.buckets if own else measured_scaled_mm.products(gpu)):
+    judged = own or (op, N, K) in measured_scaled_mm.products(gpu)
+    if (op, N, K) not in table.buckets or not judged:
         return f"{N}×{K} not measured on {gpu}"
     losing: list[list[int | None]] = []
     previous: int | None = 0
@@ -473,6 +478,6 @@ def why_not_preferred(
         previous = bucket.max_m
     ranges = ", ".join(f"{first}–{'' if last is None else last}" for first, last in losing)
     why = "slower than vLLM's" if tried else "slower than vLLM's, or not tried in it,"
-    if not own:
+    if tried and not own:
         why = "not measured to be as fast as vLLM's"
     return f"{why} at {ranges} tokens" if losing else None

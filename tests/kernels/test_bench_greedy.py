@@ -57,30 +57,73 @@ def test_report_tells_a_broken_kernel_from_the_noise(
     assert len(lines) == 1 + 1 + 1 + 3 + 3
 
 
-def test_the_floor_is_the_larger_of_stocks_two_differences(
+def test_the_floor_is_the_larger_of_stocks_differences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """8-bit sums are exact: stock agrees with itself to the bit, and with no other attention."""
     stock = [[i] * 32 for i in range(64)]
     other, ours = ([[*row[:20], last, *row[21:]] for row in stock] for last in (98, 99))
-    answers = {"off": _sets(stock, stock), "require": _sets(ours, ours)}
+    answers = {"off": _sets(stock, stock), "require+attention": _sets(ours, ours)}
     assert not greedy.report(answers, tmp_path, "GPU card")
-    assert "stock's own 0 in 2048" in capsys.readouterr().out
+    assert "stock's own 0 in 2048 (off, all : off, few;" in capsys.readouterr().out
     assert greedy.report(answers | {"off+triton": _sets(other, other)}, tmp_path, "GPU card")
-    assert "stock's own 64 in 1344 (p = 0.5" in capsys.readouterr().out
-    assert greedy.report(answers | {"off+others": _sets(other, other)}, tmp_path, "GPU card")
-    assert "stock's own 64 in 1344 (p = 0.5" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "stock's own 64 in 1344 (off+triton, all : off, all; p = 0.5" in said
+
+
+def test_a_floor_that_exchanges_more_than_a_mode_does_not_excuse_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With all of stock's parts exchanged answers part at once; those of a product may not."""
+    stock = [[i] * 32 for i in range(64)]
+    early, late = ([[*row[:at], 99, *row[at + 1 :]] for row in stock] for at in (3, 30))
+    floors = {"off+products": _sets(late, late), "off+others": _sets(early, early)}
+    answers = {"off": _sets(stock, stock)} | floors
+    for mode, right in (("require", False), ("require+fused+attention", True)):
+        assert greedy.report(answers | {mode: _sets(early, early)}, tmp_path, "card") is right
+        used = "off+others" if right else "off+products"
+        assert f"({used}, all : off, all; p = " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mode", "floors"),
+    [
+        ("require", ("off+products",)),
+        ("prefer+fused", ("off+products",)),
+        ("prefer+attention", ("off+products", "off+triton")),
+        ("require+fused+attention", ("off+products", "off+triton", "off+others")),
+    ],
+)
+def test_floors_exchange_no_more_than_the_mode(mode: str, floors: tuple[str, ...]) -> None:
+    assert greedy.floors_of(mode) == floors
+
+
+def test_the_cache_holds_all_prompts_and_answers() -> None:
+    llama = engine_checkpoint.LLAMA_3_8B
+    tokens = 128 * (64 + 64)
+    needed = 2 * 2 * 8 * 128 * 32 * tokens
+    assert 1.2 * needed < greedy.cache_bytes(llama, tokens) < 1.3 * needed
+    small = {"num_attention_heads": 9, "hidden_size": 576, "num_hidden_layers": 30}
+    assert greedy.cache_bytes(small, 100) == int(1.25 * 4 * 576 * 30 * 100)
+    assert greedy.cache_bytes(small | {"num_key_value_heads": 3}, 100) == int(
+        1.25 * 4 * 192 * 30 * 100
+    )
 
 
 def test_stock_with_other_kernels_is_stock_but_for_them() -> None:
-    """Each floor takes the place of what it names; lists are not shared between calls."""
+    """Each floor takes the place of what it names; nothing is shared between calls."""
     plain, others = (greedy._options(mode, (1, 8)) for mode in ("off", "off+others"))
     assert others["attention_backend"] == "TRITON_ATTN"
     assert others["ir_op_priority"]["rms_norm"] == ["vllm_c"]
     assert "+silu_and_mul" in others["compilation_config"]["custom_ops"]
     assert plain == {"compilation_config": {"cudagraph_capture_sizes": [1, 8]}}
     assert greedy._options("off+triton", (1,))["compilation_config"]["custom_ops"] == []
-    assert greedy._options("off+others", (1, 8)) == others
+    assert "attention_backend" not in greedy._options("off+products", (1,))
+    others["compilation_config"]["custom_ops"].clear()
+    others["ir_op_priority"].clear()
+    again = greedy._options("off+others", (1, 8))
+    assert again["compilation_config"]["custom_ops"]
+    assert again["ir_op_priority"]
 
 
 def test_answers_that_change_from_one_run_to_the_next_are_wrong(tmp_path: Path) -> None:
@@ -135,13 +178,19 @@ def test_the_8b_shape_is_written_asked_and_gone(
 
     class Engine:
         def wait(self) -> int:
-            assert len(commands) == 4, "one engine waited for another"
+            assert len(commands) == 3, "one engine waited for another"
+            return 0
+
+        def poll(self) -> int:
             return 0
 
     def start(command: list[str], env: dict[str, str], **_: object) -> Engine:
         commands.append(command)
         caches.append(env["VLLM_CACHE_ROOT"])
         assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "batches would depend on the clock"
+        assert ("MacheteLinearKernel" in env.get("VLLM_DISABLED_KERNELS", "")) == (
+            "off+products" in command
+        )
         assert Path(command[command.index("--checkpoint") + 1]).is_dir()
         mode = command[command.index("--worker") + 1]
         (tmp_path / f"answers-{mode}.json").write_text(
@@ -159,37 +208,76 @@ def test_the_8b_shape_is_written_asked_and_gone(
     assert greedy.main([*source, *text, "--output", str(tmp_path)]) == 0
     assert [command[command.index("--worker") + 1] for command in commands] == [
         "off",
-        "off+triton",
-        "off+others",
+        "off+products",
         "require",
     ]
-    assert len(set(caches)) == 4, "two engines compile into the same files"
+    assert len(set(caches)) == 3, "two engines compile into the same files"
     place = Path(commands[0][commands[0].index("--checkpoint") + 1])
-    assert [command.count("--text") for command in commands] == [len(text) // 2] * 4
+    assert [command.count("--text") for command in commands] == [len(text) // 2] * 3
     assert place.is_dir() == (scheme is None)
     assert (tmp_path / ("greedy-w4a16.csv" if scheme else "greedy.csv")).is_file()
 
 
-def test_engines_that_fail_are_named(
+def test_engines_that_fail_are_named_and_leave_their_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of them, after the last has ended; nothing is compared."""
+    """All of them, after the last has ended; answers of the others are not left behind."""
 
     class Engine:
         def __init__(self, command: list[str], **_: object) -> None:
             self.mode = command[command.index("--worker") + 1]
+            (tmp_path / f"answers-{self.mode}.json").write_text("{}")
 
         def wait(self) -> int:
             return 0 if self.mode == "off" else 1
+
+        poll = wait
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(greedy.subprocess, "Popen", Engine)
     assert greedy.main(["--checkpoint", str(tmp_path), "--output", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert "error: off+triton: no answers: see greedy-off+triton.log\n" in said
+    assert "error: off+products: no answers: see greedy-off+products.log\n" in said
     assert "error: require: no answers: see greedy-require.log\n" in said
     assert "error: off:" not in said
-    assert not (tmp_path / "greedy.csv").exists()
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".log"] * 3
+
+
+def test_an_interrupted_comparison_ends_its_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    class Engine:
+        def __init__(self, command: list[str], **_: object) -> None:
+            self.mode = command[command.index("--worker") + 1]
+            if self.mode == "require":
+                raise KeyboardInterrupt
+
+        def poll(self) -> None:
+            return None
+
+        def terminate(self) -> None:
+            ended.append(self.mode)
+
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(greedy.subprocess, "Popen", Engine)
+    with pytest.raises(KeyboardInterrupt):
+        greedy.main(["--checkpoint", str(tmp_path), "--output", str(tmp_path)])
+    assert ended == ["off", "off+products"]
+
+
+@pytest.mark.parametrize("options", [["--checkpoint", "x"], ["--scheme", "fp8"]])
+def test_layers_are_of_random_weights(
+    options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = "8" if "--checkpoint" in options else "0"
+    with pytest.raises(SystemExit):
+        greedy.main([*options, "--layers", layers, "--output", str(tmp_path)])
+    assert "--layers: at least 1, and of --scheme only" in capsys.readouterr().err
 
 
 def test_random_weights_have_no_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"groups": 8}, "groups must be 1, got 8: grouped convolution is not implemented"),
     ({"version": "v3"}, "version must be None, v1 or v2, got 'v3'"),
     ({"version": "v2", "stride": 3}, r"stride must divide x's 4 rows and 4 columns with v2"),
-    ({"version": "v2", "stride": 2}, r"16 input channels with v2 at stride \(2, 2\), got 8"),
+    ({"version": "v2", "stride": 2}, r"32 input channels with v2 at stride \(2, 2\), got 8"),
     ({"version": "v2", "weight": W[:5]}, "weight must have multiples of 8 channels with v2"),
 ]
 
@@ -160,7 +160,8 @@ LAYERS: list[tuple[Any, ...]] = [
     (2, 24, 17, 5, 40, 3, 2, 1, (2, 0), (2, 1)),
     (2, 64, 28, 28, 128, 3, 3, 2, 1, 1),
     (3, 512, 14, 14, 512, 3, 3, 2, 1, 1),
-    (5, 48, 12, 10, 40, 3, 3, (3, 2), (2, 0), 1),
+    (5, 96, 12, 10, 40, 3, 3, (3, 2), (2, 0), 1),
+    (3, 24, 12, 10, 40, 3, 3, (3, 1), (2, 0), 1),
     (2, 64, 14, 9, 24, 1, 1, (2, 1), 0, 1),
     (2, 64, 9, 9, 24, 3, 3, 2, 1, 1),
     (2, 3, 64, 64, 64, 7, 7, 2, 3, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,16 @@ def _text(*rows: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("first", "last", "ours"),
     [
-        (1, 16, True),  # nothing below; the end was measured
-        (1, 8, True),  # nor anything inside: what is next above
-        (1, 32, False),  # the next above its end lost
-        (17, 32, False),
+        (1, 16, True),
+        (1, 8, True),  # nothing inside or below: what is next above
+        (17, 32, False),  # nothing inside: both neighbours, one of which lost
+        (1, 32, True),  # what lies inside decides alone
         (17, 64, False),
-        (65, 128, False),  # next below lost
+        (65, 128, False),  # nothing inside, and the next below lost
+        (65, 256, True),
         (256, None, True),
-        (257, None, True),  # nothing above: what is next below
-        (65, None, False),
+        (257, None, True),  # nothing inside or above: what is next below
+        (64, None, False),
     ],
 )
 def test_a_range_wins_where_it_and_its_neighbours_won(
@@ -52,20 +54,41 @@ def test_a_range_wins_where_it_and_its_neighbours_won(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "reason"),
     [
-        {"extra": 1},
-        {"op": "fp8_block"},
-        {"M": [16, 64]},
-        {"M": [16, 16, 256]},
-        {"us": [1.0, 0.0, 1.0]},
+        ({"extra": 1}, "a row needs exactly"),
+        ({"op": "fp8_block"}, "op one of"),
+        ({"M": [16, 64]}, "of one length, at least 1"),
+        ({"M": [], "us": [], "vllm_us": []}, "of one length, at least 1"),
+        ({"M": [16, 16, 256]}, "M must be different numbers of tokens"),
+        ({"M": ["16", "64", "256"]}, "M must be different numbers of tokens"),
+        ({"us": [1.0, 0.0, 1.0]}, "times must be positive"),
+        ({"vllm_us": [1.0, -1.0, 1.0]}, "times must be positive"),
+        ({"vllm_us": [1.0, math.nan, 1.0]}, "times must be positive"),
     ],
 )
-def test_a_table_that_cannot_be_judged_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"t\.json: "):
+def test_a_table_that_cannot_be_judged_is_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"t\.json: .*{reason}"):
         measured_scaled_mm.parse(_text(ROW | change), "t.json")
-    with pytest.raises(ValueError, match="twice there"):
+
+
+def test_a_product_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"t\.json: .* is there twice"):
         measured_scaled_mm.parse(_text(ROW, ROW), "t.json")
+
+
+def test_a_verdict_without_a_lent_tile_or_a_served_kernel_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What nobody tuned runs on the rule's tile, which no verdict is of."""
+    table = measured_scaled_mm.parse(_text(ROW | {"vllm_us": [2.0, 2.0, 2.0]}), "t.json")
+    monkeypatch.setattr(measured_scaled_mm, "tables", lambda: {H100: table})
+    reason = tiles_scaled_mm.why_not_preferred("fp8_gemm", H100, 64, 128)
+    assert reason == f"64×128 not measured on {H100}"
+    monkeypatch.undo()
+    monkeypatch.setattr(tiles_scaled_mm, "SERVED", ())
+    ask = tiles_scaled_mm.buckets.__wrapped__
+    assert not any(bucket.wins for bucket in ask("w8a8_gemm", H100, 6144, 4096))
 
 
 @pytest.mark.parametrize("in_layer", [False, True])
@@ -81,7 +104,7 @@ def test_an_h100_takes_tiles_but_no_verdicts(in_layer: bool) -> None:
     assert tiles_scaled_mm.lookup("fp8_gemm", H200, 28672, 4096, 4096, in_layer=in_layer).wins
     ask = tiles_scaled_mm.why_not_preferred
     reason = ask("fp8_gemm", H100, 28672, 4096, in_layer=in_layer)
-    assert reason == "not measured to be as fast as vLLM's at 65– tokens"
+    assert reason == "not measured to be as fast as vLLM's at 65–384, 2049– tokens"
     assert ask("w8a8_gemm", H100, 6144, 4096, in_layer=in_layer) is None
     elsewhere = ask("fp8_gemm", H100, 37888, 3584, in_layer=in_layer)
     assert elsewhere == f"37888×3584 not measured on {H100}"
@@ -102,12 +125,21 @@ def test_the_shipped_table_is_what_the_committed_benchmarks_say(
     assert set(measured_scaled_mm.tables()) == {H100}
 
 
-def test_a_csv_without_vllms_time_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("N,K,M,kernel,us\n64,128,1,taut,2.0\n", "no cell with times of taut and CUTLASS"),
+        ("N,K,M,kernel,us\n", "no cell with times of taut and CUTLASS"),
+        ("N,K,M,us\n64,128,1,2.0\n", "not a CSV of a benchmark"),
+        ("N,K,M,kernel,us\n64,128,1,taut,fast\n", "not a CSV of a benchmark"),
+    ],
+)
+def test_a_csv_without_both_times_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
 ) -> None:
     path = tmp_path / "c.csv"
-    path.write_text("N,K,M,kernel,us\n64,128,1,taut,2.0\n")
+    path.write_text(text)
     arguments = ["--fp8", str(path), "--int8", str(path), "--gpu", "card", "--source", "x"]
     assert measured_scaled_mm_table.main([*arguments, "--output", str(tmp_path / "t.json")]) == 2
-    assert "error: c.csv: 64×128, M=1: no time of CUTLASS" in capsys.readouterr().err
+    assert f"error: {path}: {reason}" in capsys.readouterr().err
     assert not (tmp_path / "t.json").exists()

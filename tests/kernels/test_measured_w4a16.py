@@ -175,5 +175,5 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text("a,b\n1,2\n")
     common = ["--gpu", "c", "--source", "s", "--output", str(tmp_path / "o")]
     assert measured_table.main([str(path), *common]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {path}: not a CSV of bench.w4a16")
+    assert capsys.readouterr().err.startswith(f"error: {path}: not a CSV of a benchmark")
     assert measured_table.main([str(tmp_path / "none.csv"), *common]) == 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing, tiles_fused
+from taut_kernels import _tile_tables, testing, tiles_fused
 from taut_kernels.fused import rms_norm as rn
 from taut_kernels.fused import row_quant
 from taut_kernels.fused.rms_norm import rms_norm, rms_norm_quant
@@ -294,7 +294,7 @@ def test_gpu_kernel_matches_reference(
 @needs_gpu
 def test_gpu_every_tile_of_the_tables_is_right() -> None:
     name = torch.cuda.get_device_name()
-    table = tiles_fused.tables().get(name)
+    table = _tile_tables.of_card(tiles_fused.tables(), name)
     for (op, N), rows in table.tiles.items() if table else ():
         if "rms_norm" not in op:
             continue

@@ -191,12 +191,22 @@ from taut_kernels.vllm_plugin import scaled_mm
 from taut_kernels.testing_scaled_mm import make_scaled_mm_case
 from vllm.plugins import load_general_plugins
 load_general_plugins()
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 cuda = L.PlatformEnum.CUDA
 assert L._POSSIBLE_INT8_KERNELS[cuda][0].__name__ == "TautInt8ScaledMMLinearKernel"
 assert L._POSSIBLE_FP8_KERNELS[cuda][0].__name__ == "TautFP8ScaledMMLinearKernel"
 assert "cpu" in scaled_mm.why_not_here(90)
 Int8, FP8 = scaled_mm.TautInt8ScaledMMLinearKernel, scaled_mm.TautFP8ScaledMMLinearKernel
 assert Int8.is_supported(90) == (False, "no taut 8-bit kernel for cpu")
+
+# Whether a card is asked at all under `prefer`: its own tables, or those of its twin.
+here = scaled_mm.current_platform
+unknown = "not measured against vLLM's kernels on NVIDIA X; TAUT_KERNELS=require runs it"
+for gpu, reason in ((H200, None), (H100, None), ("NVIDIA X", unknown)):
+    scaled_mm.current_platform = types.SimpleNamespace(
+        is_cuda=lambda: True, get_device_capability=lambda: None, get_device_name=lambda: gpu)
+    assert scaled_mm.why_not_here(90) == reason, gpu
+scaled_mm.current_platform = here
 
 # From here on as on a Hopper card; the op runs its specification, our quantisers stand for vLLM's.
 scaled_mm.why_not_here = lambda capability: None

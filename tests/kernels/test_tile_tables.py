@@ -67,6 +67,14 @@ def test_a_card_that_is_nobodys_twin_has_no_table(gpu: str | None) -> None:
     assert _tile_tables.of_card({H200: _Table(H200)}, gpu) is None
 
 
+def test_tuning_starts_from_the_rows_that_are_lent() -> None:
+    """Else a tuned row would drop all others: a card's own table replaces its twin's."""
+    lent = _tile_tables.shipped_rows("gemm", H200)
+    assert lent
+    assert _tile_tables.shipped_rows("gemm", H100) == lent
+    assert _tile_tables.shipped_rows("gemm", UNKNOWN) == []
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_h100_takes_the_h200s_tiles_in_every_family(family: str) -> None:
     tables = FAMILIES[family]()

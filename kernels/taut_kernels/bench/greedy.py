@@ -4,8 +4,9 @@ Kernels add in different orders, so two right ones part sooner or later where tw
 as likely. What counts is whether ours part from vLLM's more often than vLLM's part from themselves.
 One engine a mode, all of them on the card at the same time, answers the same prompts: all at once,
 and a few at a time, which changes the kernels' shapes and so their order of adding. Stock's two
-sets, and stock with other kernels of vLLM's own (``_OTHERS``), give the A/A noise floor; ours
-against stock's, all at once, is held against it by Fisher's exact test (one-sided). Asked again,
+sets, and stock with other kernels of vLLM's own (``_OTHERS``, as far as a mode of ours exchanges
+as much), give the A/A noise floor, the largest of them; ours against stock's, all at once, is held
+against it by Fisher's exact test (one-sided). Asked again,
 all at once, an engine has to answer the same: a race would show. Prompts are pieces of ``--text``
 at even distances, or random tokens. ``--scheme`` in the place of ``--checkpoint`` takes
 Llama-3-8B's shape with random weights (:mod:`.engine_checkpoint`), whose answers mean nothing but
@@ -16,6 +17,7 @@ log.
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import json
 import math
@@ -32,6 +34,7 @@ from taut_kernels.bench.engine_modes import MODES, engine_options, environment
 
 Answers = list[list[int]]
 _OTHERS: dict[str, dict[str, Any]] = {
+    "off+products": {},
     "off+triton": {"attention_backend": "TRITON_ATTN"},
     "off+others": {
         "attention_backend": "TRITON_ATTN",
@@ -39,23 +42,20 @@ _OTHERS: dict[str, dict[str, Any]] = {
         "custom_ops": ["+silu_and_mul", "+quant_fp8", "+rotary_embedding"],
     },
 }
-"""Stock with other kernels of vLLM's own: of attention, and of all that ours replace. Inductor's
-norms and activations leave out roundings to bf16 on their way to 8 bits that vLLM's have, and ours
-(its ``emulate_precision_casts`` is off)."""
-_DISABLED = {
-    "off+others": (
-        "MacheteLinearKernel",
-        "CutlassFP8ScaledMMLinearKernel",
-        "CutlassInt8ScaledMMLinearKernel",
-    )
-}
-"""Products left out of a mode: the next in vLLM's order takes their place."""
+"""Stock with other kernels of vLLM's own: of products, of attention, of all that ours replace.
+Inductor's norms and activations leave out roundings to bf16 on their way to 8 bits that vLLM's
+have, and ours (its ``emulate_precision_casts`` is off)."""
+_DISABLED = (
+    "MacheteLinearKernel",
+    "CutlassFP8ScaledMMLinearKernel",
+    "CutlassInt8ScaledMMLinearKernel",
+)
+"""Products left out of :data:`_OTHERS` but ``off+triton``: the next in vLLM's order take their
+place."""
 _PROMPT_TOKENS = 64
 _FEW = 5
 """Prompts at a time in the second set; no power of two, so that batches are padded."""
 _SURE = 0.05
-_CACHE_BYTES_A_LAYER = 96 << 20
-"""Keys and values: 128 prompts and answers of 64 tokens each take 67 MB of Llama-3-8B's shape."""
 _LEAST_FREE = 0.05
 """Share of the card's memory vLLM wants to find free before it starts."""
 
@@ -147,7 +147,9 @@ def answer(
         max_num_seqs=len(prompts),
         # Engines run side by side: what each finds free says nothing of what it may take.
         gpu_memory_utilization=_LEAST_FREE,
-        kv_cache_memory_bytes=_CACHE_BYTES_A_LAYER * _config(checkpoint)["num_hidden_layers"],
+        kv_cache_memory_bytes=cache_bytes(
+            _config(checkpoint), sum(len(prompt) + length for prompt in prompts)
+        ),
         seed=0,
         enable_prefix_caching=False,
         skip_tokenizer_init=not tokenizer,
@@ -165,10 +167,35 @@ def answer(
     return {"all": ask(prompts), "few": few, "again": ask(prompts)}
 
 
+def floors_of(mode: str) -> tuple[str, ...]:
+    """Name the floors of a mode of ours: those that exchange no more than it does.
+
+    Args:
+        mode: one of :data:`MODES`.
+    """
+    parts = set(mode.split("+")[1:])
+    if parts == {"fused", "attention"}:
+        return tuple(_OTHERS)
+    return ("off+products", "off+triton") if "attention" in parts else ("off+products",)
+
+
+def cache_bytes(config: dict[str, Any], tokens: int) -> int:
+    """Return how much memory keys and values need, with a quarter to spare.
+
+    Args:
+        config: of the checkpoint.
+        tokens: of all prompts and answers.
+    """
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    a_token = 2 * 2 * config.get("num_key_value_heads", heads) * dim  # keys, values; bf16
+    return int(1.25 * a_token * config["num_hidden_layers"] * tokens)
+
+
 def _options(mode: str, sizes: Sequence[int]) -> dict[str, Any]:
     if mode not in _OTHERS:
         return engine_options(mode, sizes)
-    options, others = engine_options("off", sizes), dict(_OTHERS[mode])
+    options, others = engine_options("off", sizes), copy.deepcopy(_OTHERS[mode])
     options["compilation_config"]["custom_ops"] = others.pop("custom_ops", [])
     return options | others
 
@@ -222,7 +249,8 @@ def verdict(ours: Comparison, floor: Comparison) -> str:
     inside = "within the A/A noise floor" if chance > _SURE else "NOT within the A/A noise floor"
     return (
         f"{ours.first}: {inside}: {ours.partings} of {ours.answers} answers part in {ours.tokens} "
-        f"tokens, stock's own {floor.partings} in {floor.tokens} (p = {chance:.3f})"
+        f"tokens, stock's own {floor.partings} in {floor.tokens} ({floor.first} : {floor.second}; "
+        f"p = {chance:.3f})"
     )
 
 
@@ -236,8 +264,8 @@ def _start(
         command += ["--text", str(arguments.text)]
     command += ["--prompts", str(arguments.prompts), "--length", str(arguments.length)]
     variables = environment(mode, arguments.output / f"greedy-{mode}-kernels.json")
-    if mode in _DISABLED:
-        variables["VLLM_DISABLED_KERNELS"] = ",".join(_DISABLED[mode])
+    if mode in _OTHERS and mode != "off+triton":
+        variables["VLLM_DISABLED_KERNELS"] = ",".join(_DISABLED)
     # Two engines that compile the same graph at the same time would write the same files.
     variables["VLLM_CACHE_ROOT"] = str(scratch / f"cache-{mode}")
     # An engine in a process of its own starts with the prompts it has by then: batches, and so the
@@ -278,16 +306,18 @@ def report(
         show something.
     """
     stock = answers["off"]
-    floors = [compare("off, all", stock["all"], "off, few", stock["few"])]
+    floors = {"off": compare("off, all", stock["all"], "off, few", stock["few"])}
     for other in (mode for mode in _OTHERS if mode in answers):
-        floors.append(compare(f"{other}, all", answers[other]["all"], "off, all", stock["all"]))
-    floor = max(floors, key=lambda pair: pair.partings / pair.tokens)
-    pairs, lines, right = [*floors], [facts], True
+        theirs = answers[other]["all"]
+        floors[other] = compare(f"{other}, all", theirs, "off, all", stock["all"])
+    pairs, lines, right = [*floors.values()], [facts], True
     for mode, sets in answers.items():
         pairs.append(compare(f"{mode}, all", sets["all"], f"{mode}, again", sets["again"]))
         if not mode.startswith("off"):
             ours = compare(f"{mode}, all", sets["all"], "off, all", stock["all"])
             pairs += [ours, compare(f"{mode}, all", sets["all"], f"{mode}, few", sets["few"])]
+            its = [floors[name] for name in ("off", *floors_of(mode)) if name in floors]
+            floor = max(its, key=lambda pair: pair.partings / pair.tokens)
             lines.append(verdict(ours, floor))
             right &= chance_of_as_many(ours, floor) > _SURE
             right &= sets["all"] == sets["again"]
@@ -308,7 +338,7 @@ def _parser() -> argparse.ArgumentParser:
     of = parser.add_mutually_exclusive_group(required=True)
     of.add_argument("--checkpoint", type=Path, help="what the engines load")
     of.add_argument("--scheme", choices=SCHEMES, help="Llama-3-8B's shape, random weights")
-    parser.add_argument("--layers", type=int, default=32, help="of --scheme")
+    parser.add_argument("--layers", type=int, help="of --scheme, instead of its 32")
     parser.add_argument("--text", type=Path, help="UTF-8 text to cut prompts from; else random")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument("--mode", action="append", choices=MODES[1:], help="default: require")
@@ -327,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.scheme and arguments.text:
         parser.error("--text: random weights have no tokenizer")
+    if arguments.layers is not None and (arguments.checkpoint or arguments.layers < 1):
+        parser.error("--layers: at least 1, and of --scheme only")
     if not torch.cuda.is_available():
         sys.stderr.write("error: taut_kernels.bench.greedy needs a CUDA device\n")
         return 2
@@ -339,7 +371,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from taut_kernels.bench import engine_checkpoint
 
             checkpoint = Path(scratch) / "checkpoint"
-            sizes = engine_checkpoint.LLAMA_3_8B | {"num_hidden_layers": arguments.layers}
+            sizes = dict(engine_checkpoint.LLAMA_3_8B)
+            sizes["num_hidden_layers"] = arguments.layers or sizes["num_hidden_layers"]
             engine_checkpoint.write(checkpoint, arguments.scheme, sizes)
             torch.cuda.empty_cache()
         return _compare(checkpoint, arguments, Path(scratch))
@@ -363,22 +396,40 @@ def _answers(directory: Path, mode: str) -> Path:
     return directory / f"answers-{mode}.json"
 
 
+def _answers_of(
+    modes: Sequence[str], checkpoint: Path, arguments: argparse.Namespace, scratch: Path
+) -> dict[str, dict[str, Answers]] | None:
+    """Let all modes answer at the same time; None where one failed."""
+    engines: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for mode in modes:
+            engines[mode] = _start(mode, checkpoint, arguments, scratch)
+        failed = [mode for mode, engine in engines.items() if engine.wait()]
+        for mode in failed:
+            sys.stderr.write(f"error: {mode}: no answers: see greedy-{mode}.log\n")
+        if failed:
+            return None
+        return {
+            mode: json.loads(_answers(arguments.output, mode).read_text(encoding="utf-8"))
+            for mode in modes
+        }
+    finally:
+        for mode, engine in engines.items():
+            if engine.poll() is None:
+                engine.terminate()
+                engine.wait()
+            _answers(arguments.output, mode).unlink(missing_ok=True)
+
+
 def _compare(checkpoint: Path, arguments: argparse.Namespace, scratch: Path) -> int:
     """Let all modes answer at the same time, and report."""
     from taut_kernels.bench.report import environment as facts
 
-    modes = ("off", *_OTHERS, *(arguments.mode or ["require"]))
-    engines = {mode: _start(mode, checkpoint, arguments, scratch) for mode in modes}
-    failed = [mode for mode, engine in engines.items() if engine.wait()]
-    for mode in failed:
-        sys.stderr.write(f"error: {mode}: no answers: see greedy-{mode}.log\n")
-    if failed:
+    asked = arguments.mode or ["require"]
+    floors = [other for other in _OTHERS if any(other in floors_of(mode) for mode in asked)]
+    found = _answers_of(("off", *floors, *asked), checkpoint, arguments, scratch)
+    if found is None:
         return 1
-    found: dict[str, dict[str, Answers]] = {}
-    for mode in modes:
-        path = _answers(arguments.output, mode)
-        found[mode] = json.loads(path.read_text(encoding="utf-8"))
-        path.unlink()
     line = ", ".join(f"{key} {value}" for key, value in facts().items())
     name = f"greedy-{arguments.scheme}" if arguments.scheme else "greedy"
     return 0 if report(found, arguments.output, line, name) else 1

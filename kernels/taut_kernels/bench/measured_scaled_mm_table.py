@@ -7,7 +7,6 @@ Takes the CSVs of `taut_kernels.bench.scaled_mm`, one a kind, and writes what
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Sequence
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from taut_kernels import measured_scaled_mm
+from taut_kernels.bench import measured_table
 
-OURS, VLLM = "taut", "CUTLASS"
+VLLM = "CUTLASS"
+"""The kernel a call falls to where it is not ours, by its name in the benchmark."""
 
 
 def rows(op: str, path: Path) -> list[dict[str, Any]]:
@@ -27,22 +28,18 @@ def rows(op: str, path: Path) -> list[dict[str, Any]]:
         path: of `bench.scaled_mm`.
 
     Raises:
-        ValueError: a product without our time or vLLM's; names it.
+        ValueError: it is no such CSV, or has no cell in which both ours and vLLM's were timed;
+            names it.
     """
-    cells: dict[tuple[int, int], dict[int, dict[str, float]]] = {}
-    with path.open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            by_tokens = cells.setdefault((int(row["N"]), int(row["K"])), {})
-            by_tokens.setdefault(int(row["M"]), {})[row["kernel"]] = float(row["us"])
+    cells = measured_table.read([path], (VLLM,))
+    if not cells:
+        raise ValueError(f"{path}: no cell with times of {measured_table.OURS} and {VLLM}")
     found = []
     for (N, K), by_tokens in cells.items():
         tokens = sorted(by_tokens)
-        for M in tokens:
-            if missing := {OURS, VLLM} - by_tokens[M].keys():
-                raise ValueError(f"{path.name}: {N}×{K}, M={M}: no time of {min(missing)}")
         times = {
             key: [by_tokens[M][name] for M in tokens]
-            for key, name in (("us", OURS), ("vllm_us", VLLM))
+            for key, name in (("us", measured_table.OURS), ("vllm_us", VLLM))
         }
         found.append({"op": op, "N": N, "K": K, "M": tokens} | times)
     return found

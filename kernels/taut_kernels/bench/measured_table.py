@@ -24,14 +24,15 @@ Cells = dict[tuple[int, int], dict[int, dict[str, float]]]
 """(N, K) → M → kernel → µs."""
 
 
-def read(paths: Sequence[Path]) -> Cells:
+def read(paths: Sequence[Path], vllm: Sequence[str] = VLLM) -> Cells:
     """Collect the cells of benchmarks.
 
     Args:
         paths: CSV files, the later ones count.
+        vllm: names of vLLM's kernels.
 
     Returns:
-        All cells in which both ours and one of :data:`VLLM` were timed.
+        All cells in which both ours and one of vLLM's were timed.
 
     Raises:
         ValueError: a file is no such CSV; names it.
@@ -45,13 +46,13 @@ def read(paths: Sequence[Path]) -> Cells:
                     shape, M = (int(row["N"]), int(row["K"])), int(row["M"])
                     seen.setdefault(shape, {}).setdefault(M, {})[row["kernel"]] = float(row["us"])
                 except (KeyError, ValueError) as error:
-                    raise ValueError(f"{path}: not a CSV of bench.w4a16: {error}") from error
+                    raise ValueError(f"{path}: not a CSV of a benchmark: {error}") from error
         for shape, by_tokens in seen.items():
             # Figures of two runs never meet in one ratio.
             complete = {
                 M: times
                 for M, times in by_tokens.items()
-                if OURS in times and any(name in times for name in VLLM)
+                if OURS in times and any(name in times for name in vllm)
             }
             cells.setdefault(shape, {}).update(complete)
     return {shape: by_tokens for shape, by_tokens in cells.items() if by_tokens}

@@ -7,8 +7,8 @@ Shapes    x [N, C, H, W] bf16|fp16, any strides; weight [K, C, R, S] as x; bias 
           → y [N, K, P, Q] as x, channels_last where x is, else contiguous; N of 0 is allowed
 Rungs     ``v1`` gather: `cp.async` of each pixel's inputs; any stride, padding, dilation
           ``v2`` blocks: the copy engine fetches shifted blocks of x and fills in the padding
-          (TMA); C and K multiples of 8, at other strides than 1 C a multiple of 16 and x of
-          whole strides of rows and columns; sm_90. None takes ``v2`` where it may
+          (TMA); x of whole strides of rows and columns; C and K multiples of 8, C of 32 where
+          the stride along W is not 1; sm_90. None takes ``v2`` where it may
 Layout    the kernels see [N, H, W, C] and weights [K, R, S, C]. Give both in channels_last; plain
           NCHW is transposed first and back behind by `taut::transpose`, as cuDNN does, and
           weights that are not channels_last are copied at each call
