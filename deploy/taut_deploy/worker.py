@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from taut_deploy import unasked
 from taut_deploy.cache import cache_key_of, open_cache
 from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
 from taut_deploy.errors import CheckpointError, WorkerError
 from taut_deploy.models.directory import read_shape
 from taut_deploy.models.store import RECORD_FILE, describe_directory, read_record
+from taut_deploy.vllm_flags import ATTENTION_FLAGS, GRAPH_FLAGS, flag_of, is_written_as
 
 Platform = Literal["cpu", "cuda"]
 KernelMode = Literal["require", "prefer", "off"]
@@ -61,26 +63,15 @@ _GUARDED_FLAGS = {
     "--config": "give the arguments themselves, so that they can be checked",
     _KV_CACHE_FLAG: f"write {_KV_CACHE_FLAG} in full",
 }
-# Likewise where --fused-ops was given, which says these itself: vLLM would take the last of two.
-_FUSED_FLAGS = dict.fromkeys(
-    ("--compilation-config", "-cc", "--ir-op-priority", "--kernel-config"),
-    "leave out --fused-ops, or this",
-)
-_ATTENTION_FLAGS = dict.fromkeys(
-    ("--attention-backend", "--attention-config", "-ac"), "leave out --decode-attention, or this"
-)
-# A draft model may attend otherwise, and would get the backend of the model it drafts for.
-_SPECULATIVE_FLAGS = ("--speculative-config", "-sc", "--spec-method", "--spec-model")
+# Likewise where --fused-ops or --decode-attention was given, which say these themselves.
+_FUSED_FLAGS = dict.fromkeys(GRAPH_FLAGS, "leave out --fused-ops, or this")
+_ATTENTION_FLAGS = dict.fromkeys(ATTENTION_FLAGS, "leave out --decode-attention, or this")
 # Schemes that taut's own kernels serve at least as fast as vLLM's: such workers refuse to run on
 # anything else.
 _SCHEMES_WITH_KERNELS: dict[Platform, frozenset[str]] = {
     "cpu": frozenset({"W4A16"}),
     "cuda": frozenset(),
 }
-PLAIN_ATTENTION = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""``model_type`` of models whose every layer attends causally, at most in a window, with heads that
-vLLM's FlashAttention takes. A backend that is named replaces vLLM's choice for the whole model, and
-what others need (latent attention, sinks, mixed layers) is for vLLM to choose."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -99,10 +90,11 @@ class WorkerSpec:
         kv_cache_dtype: KV-cache element type.
         kernels: ``require``, ``prefer`` or ``off``; None chooses by scheme.
         fused_ops: run taut's norms and activations, with quantisation in them, inside vLLM's
-            compiled graph.
-        decode_attention: run taut's attention where a batch has one new token a sequence; None: if
-            the card was measured, the architecture is one of :data:`PLAIN_ATTENTION`, and ``extra``
-            names no backend.
+            compiled graph; None: where it suits the model and ``extra``
+            (:func:`taut_deploy.unasked.suits_fused_ops`) and engines were measured on the card.
+        decode_attention: run taut's attention where a batch has one new token a sequence; None:
+            where it suits them (:func:`taut_deploy.unasked.suits_decode_attention`) and the card
+            was measured.
         kv_cache_gib: CPU only, memory for the KV cache in GiB.
         shutdown_timeout_s: how long SIGTERM lets running requests finish, seconds.
         cache: directory of compiled artefacts (see :mod:`taut_deploy.cache`); None leaves them
@@ -117,7 +109,7 @@ class WorkerSpec:
     max_model_len: int | None = None
     kv_cache_dtype: str = "auto"
     kernels: KernelMode | None = None
-    fused_ops: bool = False
+    fused_ops: bool | None = None
     decode_attention: bool | None = None
     kv_cache_gib: int = 1
     shutdown_timeout_s: int = 30
@@ -254,45 +246,49 @@ def check_kernels(mode: str, environment: Mapping[str, str]) -> None:
         )
 
 
-def fused_engine_options(asked: bool, mode: str) -> dict[str, Any]:
+def fused_engine_options(asked: bool | None, mode: str, *, suited: bool) -> dict[str, Any]:
     """What vLLM has to be told so that taut's norms and activations run in its graph.
 
     Args:
-        asked: whether ``--fused-ops`` was given.
+        asked: whether ``--fused-ops`` was given, False for ``--no-fused-ops``, None for neither.
         mode: value of ``TAUT_KERNELS``.
+        suited: whether to use them unasked on a card whose engines were measured.
 
     Returns:
-        Flags and their JSON values; empty where they were not asked for.
+        Flags and their JSON values; empty where they are not used.
 
     Raises:
         WorkerError: they were asked for and cannot run here.
     """
-    if not asked:
+    if asked is False or not (asked or suited):
         return {}
     from taut_kernels.vllm_plugin import fused_ops
 
     gpu = _gpu()
+    if not asked and not fused_ops.used_unasked(gpu):
+        return {}
     reason = fused_ops.why_not_fused_ops(gpu, mode)
-    if reason is not None:
+    if reason is not None and asked:
         raise WorkerError(f"--fused-ops: {reason}")
     return dict(fused_ops.engine_options(gpu, mode))
 
 
-def decode_attention_asked(asked: bool, refused: bool) -> bool | None:
-    """Return what ``decode_attention`` of a :class:`WorkerSpec` is to be.
+def asked_for(option: str, *, given: bool, refused: bool) -> bool | None:
+    """Return what a field of a :class:`WorkerSpec` that may be left open is to be.
 
     Two flags, not one with two names: their column would cut other options' names in ``--help``.
 
     Args:
-        asked: whether ``--decode-attention`` was given.
-        refused: whether ``--no-decode-attention`` was given.
+        option: its name without dashes, for example ``fused-ops``.
+        given: whether ``--<option>`` was given.
+        refused: whether ``--no-<option>`` was given.
 
     Raises:
         WorkerError: both were.
     """
-    if asked and refused:
-        raise WorkerError("--decode-attention and --no-decode-attention: give one of them")
-    return True if asked else False if refused else None
+    if given and refused:
+        raise WorkerError(f"--{option} and --no-{option}: give one of them")
+    return True if given else False if refused else None
 
 
 def attention_engine_options(asked: bool | None, mode: str, *, suited: bool) -> dict[str, str]:
@@ -319,26 +315,6 @@ def attention_engine_options(asked: bool | None, mode: str, *, suited: bool) -> 
     if reason is not None and asked:
         raise WorkerError(f"--decode-attention: {reason}")
     return decode_attention.engine_options(gpu, mode)
-
-
-def suits_decode_attention(spec: WorkerSpec) -> bool:
-    """Say whether a worker's attention is of the plain kind, and nobody chose a backend for it.
-
-    Args:
-        spec: the worker.
-    """
-    from taut_kernels.vllm_plugin.decode_attention import ELEMENT_BYTES
-
-    kv_cache_dtype, rest = _read_extra(spec, {})
-    telling = (*_ATTENTION_FLAGS, *_SPECULATIVE_FLAGS)
-    if any(_is_written_as(_flag_of(word), taken) for word in rest for taken in telling):
-        return False
-    try:
-        config = json.loads((spec.checkpoint / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    kind = config.get("model_type") if isinstance(config, dict) else None
-    return kind in PLAIN_ATTENTION and kv_cache_dtype in ELEMENT_BYTES
 
 
 def _gpu() -> str | None:
@@ -378,10 +354,9 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
     from taut_kernels.vllm_plugin import MODE_VARIABLE, cache_key
 
     mode = spec.kernels or _kernel_mode(manifest, platform)
-    fused_options = fused_engine_options(spec.fused_ops, mode)
-    # Asked last: it imports torch, which a CPU's launcher does without.
-    suited = platform == "cuda" and spec.decode_attention is None and suits_decode_attention(spec)
-    attention_options = attention_engine_options(spec.decode_attention, mode, suited=suited)
+    fused, attends = _suited(spec) if platform == "cuda" else (False, False)
+    fused_options = fused_engine_options(spec.fused_ops, mode, suited=fused)
+    attention_options = attention_engine_options(spec.decode_attention, mode, suited=attends)
     # The key names the mode it is for, which it reads here.
     os.environ[MODE_VARIABLE] = mode
     return build_command(
@@ -392,6 +367,16 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
         os.environ,
         fused_options,
         attention_options,
+    )
+
+
+def _suited(spec: WorkerSpec) -> tuple[bool, bool]:
+    """Whether fused ops and decode attention suit a worker; CUDA only, since it imports torch."""
+    config = unasked.config_of(spec.checkpoint)
+    kv_cache_dtype, extra = _read_extra(spec, {})
+    return (
+        unasked.suits_fused_ops(config, extra),
+        unasked.suits_decode_attention(config, kv_cache_dtype, extra),
     )
 
 
@@ -411,24 +396,12 @@ def _read_extra(spec: WorkerSpec, guarded_flags: Mapping[str, str]) -> tuple[str
     arguments = iter(spec.extra)
     for argument in arguments:
         written, separator, value = argument.partition("=")
-        flag = _flag_of(argument)
+        flag = flag_of(argument)
         if flag == _KV_CACHE_FLAG:
             dtype = value if separator else next(arguments, "")
             continue
         for guarded, instead in guarded_flags.items():
-            if _is_written_as(flag, guarded):
+            if is_written_as(flag, guarded):
                 raise WorkerError(f"{written}: not passed on to vLLM; {instead}")
         rest.append(argument)
     return dtype, rest
-
-
-def _flag_of(argument: str) -> str:
-    """The flag of an argument, without its value and what follows a dot, written with ``-``."""
-    return argument.partition("=")[0].split(".")[0].replace("_", "-")
-
-
-def _is_written_as(flag: str, guarded: str) -> bool:
-    """Whether vLLM may read ``flag`` as ``guarded``: a beginning of a long one, or a short one."""
-    if flag.startswith("--"):
-        return len(flag) > 2 and guarded.startswith(flag)
-    return not guarded.startswith("--") and flag.startswith(guarded)

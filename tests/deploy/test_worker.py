@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -219,17 +220,43 @@ def test_fused_ops_and_flags_that_would_undo_them_do_not_go_together(flag):
     assert build("cuda", extra=(flag, "{}")).argv[-2:] == (flag, "{}")
 
 
+def on_card(monkeypatch, name):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: name is not None)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
+
+
 def test_fused_ops_that_cannot_run_here_are_refused_with_the_reason(monkeypatch):
-    assert worker.fused_engine_options(False, "off") == {}
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    options = partial(worker.fused_engine_options, suited=False)
+    assert options(False, "off") == {}
+    on_card(monkeypatch, None)
     with pytest.raises(WorkerError, match=r"^--fused-ops: no CUDA device"):
-        worker.fused_engine_options(True, "prefer")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
-    options = worker.fused_engine_options(True, "prefer")
-    assert options["--ir-op-priority"]["rms_norm"] == ["taut"]
+        options(True, "prefer")
+    on_card(monkeypatch, "NVIDIA H200")
+    assert options(True, "prefer")["--ir-op-priority"]["rms_norm"] == ["taut"]
     with pytest.raises(WorkerError, match=r"^--fused-ops: TAUT_KERNELS=off"):
-        worker.fused_engine_options(True, "off")
+        options(True, "off")
+
+
+@pytest.mark.parametrize(
+    ("card", "mode", "asked", "suited", "used"),
+    [
+        ("NVIDIA H200", "prefer", None, True, True),
+        ("NVIDIA H200", "prefer", None, False, False),
+        ("NVIDIA H200", "prefer", False, True, False),
+        ("NVIDIA H200", "off", None, True, False),
+        # Its tiles are the H200's, its engines were not measured.
+        ("NVIDIA H100 80GB HBM3", "prefer", None, True, False),
+        ("NVIDIA H100 80GB HBM3", "prefer", True, True, True),
+        ("card 9", "require", None, True, False),
+        (None, "require", None, True, False),
+    ],
+)
+def test_fused_ops_are_used_unasked_where_engines_were_measured(
+    monkeypatch, card, mode, asked, suited, used
+):
+    on_card(monkeypatch, card)
+    found = worker.fused_engine_options(asked, mode, suited=suited)
+    assert bool(found) is used
 
 
 ATTENTION = {"--attention-backend": "CUSTOM"}
@@ -252,11 +279,6 @@ def test_decode_attention_and_flags_that_would_undo_it_do_not_go_together(flag):
     assert build("cuda", extra=(flag, "{}")).argv[-2:] == (flag, "{}")
 
 
-def on_card(monkeypatch, name):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: name is not None)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
-
-
 def test_decode_attention_that_cannot_run_here_is_refused_with_the_reason(monkeypatch):
     options = partial(worker.attention_engine_options, suited=False)
     assert options(False, "off") == {}
@@ -272,12 +294,13 @@ def test_decode_attention_that_cannot_run_here_is_refused_with_the_reason(monkey
         options(True, "prefer")
 
 
-def test_decode_attention_is_asked_for_refused_or_left_open():
-    assert worker.decode_attention_asked(True, False) is True
-    assert worker.decode_attention_asked(False, True) is False
-    assert worker.decode_attention_asked(False, False) is None
-    with pytest.raises(WorkerError, match="--no-decode-attention: give one of them"):
-        worker.decode_attention_asked(True, True)
+def test_an_option_is_asked_for_refused_or_left_open():
+    asked_for = partial(worker.asked_for, "fused-ops")
+    assert asked_for(given=True, refused=False) is True
+    assert asked_for(given=False, refused=True) is False
+    assert asked_for(given=False, refused=False) is None
+    with pytest.raises(WorkerError, match="--fused-ops and --no-fused-ops: give one of them"):
+        asked_for(given=True, refused=True)
 
 
 @pytest.mark.parametrize(
@@ -326,13 +349,63 @@ def test_unasked_for_plain_attention_of_which_nobody_chose_the_backend(
 ):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    assert worker.suits_decode_attention(WorkerSpec(tmp_path, **change)) is suits
+    assert worker._suited(WorkerSpec(tmp_path, **change))[1] is suits
 
 
-def test_a_cpu_s_launcher_does_not_ask_whether_a_gpu_s_attention_suits(monkeypatch):
+def config_in_8_bits(kind="llama", weights=None, activations=None):
+    group = {
+        "weights": {"num_bits": 8, "type": "int", "strategy": "channel"} | (weights or {}),
+        "input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}
+        | (activations or {}),
+    }
+    return {"model_type": kind, "quantization_config": {"config_groups": {"group_0": group}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "suits"),
+    [
+        (config_in_8_bits(), (), True),
+        (config_in_8_bits("qwen2", weights={"type": "float"}), ("--max-num-seqs", "4"), True),
+        (config_in_8_bits("gpt_oss"), (), False),
+        (config_in_8_bits(weights={"num_bits": 4, "strategy": "group"}), (), False),
+        (config_in_8_bits(weights={"strategy": "block"}), (), False),
+        (config_in_8_bits(activations={"dynamic": False}), (), False),
+        (config_in_8_bits(activations={"strategy": "tensor"}), (), False),
+        ({"model_type": "llama"}, (), False),
+        ({"model_type": "llama", "quantization_config": {"config_groups": {}}}, (), False),
+        ({"model_type": "llama", "quantization_config": {"config_groups": {"a": None}}}, (), False),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, (), False),
+        (config_in_8_bits(), ("-tp", "2"), False),
+        (config_in_8_bits(), ("--tensor_parallel_size=2",), False),
+        (config_in_8_bits(), ("-cc.mode=0",), False),
+        (config_in_8_bits(), ("--ir-op-priority", "{}"), False),
+        (config_in_8_bits(), ("--enforce-eager",), False),
+        (config_in_8_bits(), ("-O0",), False),
+        (config_in_8_bits(), ("--speculative-config", "{}"), False),
+    ],
+)
+def test_fused_ops_suit_8_bit_models_on_one_card_that_nobody_compiles_otherwise(
+    tmp_path, config, extra, suits
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert worker._suited(WorkerSpec(tmp_path, extra=extra))[0] is suits
+
+
+def test_what_suits_a_model_becomes_arguments_of_vllm(monkeypatch, tmp_path):
+    monkeypatch.setenv("TAUT_KERNELS", "off")
+    on_card(monkeypatch, "NVIDIA H200")
+    (tmp_path / "config.json").write_text(json.dumps(config_in_8_bits()))
+    spec = WorkerSpec(tmp_path, max_model_len=64)
+    argv = worker.command_for(spec, None, "cuda").argv
+    assert "--ir-op-priority" in argv and "--attention-backend" in argv
+    argv = worker.command_for(replace(spec, fused_ops=False), None, "cuda").argv
+    assert "--ir-op-priority" not in argv and "--attention-backend" in argv
+
+
+def test_a_cpu_s_launcher_does_not_ask_what_suits_a_gpu(monkeypatch):
     """The question imports torch."""
     monkeypatch.setenv("TAUT_KERNELS", "off")
-    monkeypatch.setattr(worker, "suits_decode_attention", lambda _: pytest.fail("was asked"))
+    monkeypatch.setattr(worker, "_suited", lambda _: pytest.fail("was asked"))
     found = worker.command_for(WorkerSpec(CHECKPOINT, kernels="off"), manifest(), "cpu")
     assert "--attention-backend" not in found.argv
 

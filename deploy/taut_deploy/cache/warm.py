@@ -224,8 +224,8 @@ def _command(spec: WorkerSpec, root: Path, port: int) -> tuple[str, ...]:
         argv += ["--max-model-len", str(spec.max_model_len)]
     if spec.kernels is not None:
         argv += ["--kernels", spec.kernels]
-    if spec.fused_ops:
-        argv.append("--fused-ops")
+    if spec.fused_ops is not None:
+        argv.append(f"--{'' if spec.fused_ops else 'no-'}fused-ops")
     if spec.decode_attention is not None:
         argv.append(f"--{'' if spec.decode_attention else 'no-'}decode-attention")
     return (*argv, "--", *spec.extra) if spec.extra else tuple(argv)

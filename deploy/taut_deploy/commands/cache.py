@@ -11,7 +11,7 @@ import typer
 
 from taut_deploy.commands.output import JsonFlag, megabytes, print_json, say
 from taut_deploy.errors import WorkerError
-from taut_deploy.worker import KernelMode, WorkerSpec, decode_attention_asked
+from taut_deploy.worker import KernelMode, WorkerSpec, asked_for
 
 app = typer.Typer(help="Compiled artefacts of workers: their key, and a worker's start in advance.")
 
@@ -25,6 +25,7 @@ MaxModelLen = Annotated[int | None, typer.Option(min=16, help="As of the worker.
 KvCacheDtype = Annotated[str, typer.Option(help="As of the worker.")]
 Kernels = Annotated[str | None, typer.Option(help="As of the worker.")]
 FusedOps = Annotated[bool, typer.Option("--fused-ops", help="As of the worker.")]
+NoFusedOps = Annotated[bool, typer.Option("--no-fused-ops", help="As of the worker.")]
 DecodeAttention = Annotated[bool, typer.Option("--decode-attention", help="As of the worker.")]
 NoDecodeAttention = Annotated[bool, typer.Option("--no-decode-attention", help="As of the worker.")]
 
@@ -37,6 +38,7 @@ def key(
     kv_cache_dtype: KvCacheDtype = "auto",
     kernels: Kernels = None,
     fused_ops: FusedOps = False,
+    no_fused_ops: NoFusedOps = False,
     decode_attention: DecodeAttention = False,
     no_decode_attention: NoDecodeAttention = False,
     as_json: JsonFlag = False,
@@ -44,10 +46,9 @@ def key(
     """Print the key of what a worker would compile here; --json says what it is made of."""
     from taut_deploy.cache.warm import key_for
 
-    attention = decode_attention_asked(decode_attention, no_decode_attention)
-    spec = _spec(
-        checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, fused_ops, attention
-    )
+    fused = asked_for("fused-ops", given=fused_ops, refused=no_fused_ops)
+    attention = asked_for("decode-attention", given=decode_attention, refused=no_decode_attention)
+    spec = _spec(checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, fused, attention)
     found = key_for(spec)
     if as_json:
         print_json({"key": str(found), "parts": asdict(found)})
@@ -70,6 +71,7 @@ def warm(
     ] = 1,
     kernels: Kernels = None,
     fused_ops: FusedOps = False,
+    no_fused_ops: NoFusedOps = False,
     decode_attention: DecodeAttention = False,
     no_decode_attention: NoDecodeAttention = False,
     timeout: Annotated[
@@ -86,14 +88,15 @@ def warm(
     """
     from taut_deploy.cache.warm import warm as fill
 
-    attention = decode_attention_asked(decode_attention, no_decode_attention)
+    fused = asked_for("fused-ops", given=fused_ops, refused=no_fused_ops)
+    attention = asked_for("decode-attention", given=decode_attention, refused=no_decode_attention)
     spec = _spec(
         checkpoint,
         vllm_args,
         max_model_len,
         kv_cache_dtype,
         kernels,
-        fused_ops,
+        fused,
         attention,
         kv_cache_gib,
     )
@@ -115,7 +118,7 @@ def _spec(
     max_model_len: int | None,
     kv_cache_dtype: str,
     kernels: str | None,
-    fused_ops: bool,
+    fused_ops: bool | None,
     decode_attention: bool | None,
     kv_cache_gib: int = 1,
 ) -> WorkerSpec:

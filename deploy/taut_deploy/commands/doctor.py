@@ -109,12 +109,13 @@ def _devices() -> dict[str, str]:
 def _fused_ops() -> str:
     """Whether a worker here can run our norms and activations, and what they wait for."""
     from taut_kernels.vllm_plugin import requested_mode
-    from taut_kernels.vllm_plugin.fused_ops import why_not_fused_ops
+    from taut_kernels.vllm_plugin.fused_ops import used_unasked, why_not_fused_ops
 
     reason = why_not_fused_ops(_gpu(), requested_mode())
     if reason is not None:
         return f"not used: {reason}"
-    return "activations: used; norms and quantisation: with taut worker --fused-ops"
+    unasked = "for Llama, Mistral and Qwen in 8 bits; for others " if used_unasked(_gpu()) else ""
+    return f"activations: used; norms and quantisation: {unasked}with taut worker --fused-ops"
 
 
 def _decode_attention() -> str:

@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 
 PASS = "taut_kernels.fuse_for_vllm"  # noqa: S105 (an Inductor pass, not a word of entry)
 
+_ENGINES_MEASURED = frozenset({"NVIDIA H200"})
+"""Cards on which 8-bit engines with and without them were timed (kernels/README.md)."""
+
+
+def used_unasked(gpu: str | None) -> bool:
+    """Say whether a worker whose model suits them uses fused ops without being told to.
+
+    Args:
+        gpu: as for :func:`why_not_fused_ops`.
+    """
+    return gpu in _ENGINES_MEASURED
+
 
 def why_not_fused_ops(gpu: str | None, mode: str) -> str | None:
     """Say why a worker keeps vLLM's own norms and activations.

@@ -1,0 +1,30 @@
+"""How vLLM reads its flags: several spellings of one, and which of them ask for what."""
+
+from collections.abc import Iterable, Sequence
+
+GRAPH_FLAGS = ("--compilation-config", "-cc", "--ir-op-priority", "--kernel-config")
+"""What fused ops are told by; vLLM takes the last of two."""
+COMPILATION_FLAGS = ("--enforce-eager", "--optimization-level", "-O")
+ATTENTION_FLAGS = ("--attention-backend", "--attention-config", "-ac")
+SPECULATIVE_FLAGS = ("--speculative-config", "-sc", "--spec-method", "--spec-model")
+PARALLEL_FLAGS = (
+    *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
+    *("--data-parallel-size", "-dp", "--decode-context-parallel-size", "-dcp"),
+)
+
+
+def flag_of(argument: str) -> str:
+    """The flag of an argument, without its value and what follows a dot, written with ``-``."""
+    return argument.partition("=")[0].split(".")[0].replace("_", "-")
+
+
+def is_written_as(flag: str, guarded: str) -> bool:
+    """Whether vLLM may read ``flag`` as ``guarded``: a beginning of a long one, or a short one."""
+    if flag.startswith("--"):
+        return len(flag) > 2 and guarded.startswith(flag)
+    return not guarded.startswith("--") and flag.startswith(guarded)
+
+
+def names_one_of(arguments: Sequence[str], flags: Iterable[str]) -> bool:
+    """Whether vLLM may read one of the arguments as one of the flags."""
+    return any(is_written_as(flag_of(word), flag) for word in arguments for flag in flags)
