@@ -48,7 +48,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return a if condition else b
 
 
-def language(program: tuple[int, int]) -> Any:
+def language(program: tuple[int, ...]) -> Any:
     """Make the `gl` of one program."""
     return types.SimpleNamespace(
         BlockedLayout=Layout,

@@ -138,6 +138,11 @@ def _arrive(barrier: Barrier, count: int, pred: Any = True) -> None:
         barrier.arrive(count)
 
 
+def _expect(barrier: Barrier, count: int, pred: Any = True) -> None:
+    if pred:
+        barrier.arrive(1, count)
+
+
 def _poison(kind: Any) -> Any:
     return POISON if kind is np.int32 else np.float32(np.nan)
 
@@ -257,7 +262,7 @@ def _allocate(kind: Any, shape: Any, layout: Any) -> Any:
     return Shared(np.full(tuple(shape), poison), kind)
 
 
-def _language(program: tuple[int, int], programs: int) -> Any:
+def _language(program: tuple[int, ...], programs: int) -> Any:
     base = vars(testing_gluon.language(program))
     mine = {
         "DotOperandLayout": Layout,
@@ -266,7 +271,7 @@ def _language(program: tuple[int, int], programs: int) -> Any:
         "allocate_shared_memory": _allocate,
         "cast": lambda value, _: value,
         "constexpr": lambda value: value,
-        "convert_layout": lambda value, _: value,
+        "convert_layout": lambda value, _, **__: value,
         "int8": np.int8,
         "exp2": lambda value: block(np.exp2(value, dtype=np.float32)),
         "log2": _log2,
@@ -299,7 +304,7 @@ def _stand_ins() -> dict[str, Any]:
         MBarrierLayout=BarrierLayout,
         init=_initialise,
         arrive=_arrive,
-        expect=lambda barrier, count: barrier.arrive(1, count),
+        expect=_expect,
         wait=lambda barrier, parity: barrier.wait(parity),
     )
     return {
@@ -313,12 +318,12 @@ def _stand_ins() -> dict[str, Any]:
     }
 
 
-def run(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+def run(kernel: Any, grid: int | tuple[int, int, int], arguments: dict[str, Any]) -> None:
     """Run every program.
 
     Args:
-        kernel: a `gluon.jit` function of one axis of programs.
-        programs: how many.
+        kernel: a `gluon.jit` function that asks how many programs there are along axis 0 only.
+        grid: programs along each axis, or along the only one.
         arguments: by name; tensors are contiguous and on the CPU, or None; descriptors as the
             host makes them.
 
@@ -329,6 +334,10 @@ def run(kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         name: Descriptor(value) if isinstance(value, TensorDescriptor) else value
         for name, value in arguments.items()
     }
-    testing_gluon.run(
-        kernel, (programs, 1), given, lambda program: _language(program, programs), _stand_ins
-    )
+    programs, along_1, along_2 = (grid, 1, 1) if isinstance(grid, int) else grid
+    for last in range(along_2):
+
+        def language(program: tuple[int, int], last: int = last) -> Any:
+            return _language((*program, last), programs)
+
+        testing_gluon.run(kernel, (programs, along_1), given, language, _stand_ins)

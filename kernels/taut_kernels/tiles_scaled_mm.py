@@ -33,12 +33,14 @@ from taut_kernels import _early_start, _tile_tables, measured_scaled_mm
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 _LAYER_FIELDS = {"prefetch", "M", "us", "vllm_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
-KERNELS = ("ring", "hopper", "turns")
+KERNELS = ("ring", "hopper", "turns", "few")
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
     "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
+_FEW_RING_BYTES = 222 * 1024
+"""What ``few`` leaves of 227 KB to its ring."""
 SERVED = ("ring", "hopper", "turns")
 """Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
 within CUDA graphs, too. A new one is left out until then."""
@@ -55,17 +57,20 @@ class ScaledMmTile:
     """One way to cut the work.
 
     Args:
-        kernel: ``ring`` (`cp.async` ring, weights as the row operand); or, persistent, with a warp
-            of its own for TMA, sm_90 only: ``hopper`` (two groups of warps share a tile) or
-            ``turns`` (each has tiles of its own, and they multiply in turn).
-        block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128.
+        kernel: ``ring`` (`cp.async` ring, weights as the row operand); or, with a warp of its own
+            for TMA, sm_90 only: ``few`` (weights as the row operand) or, persistent, ``hopper``
+            (two groups of warps share a tile) or ``turns`` (each has tiles of its own, and they
+            multiply in turn).
+        block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128.
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
-            256. With ``turns`` tiles are 128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only).
-        block_k: K indices a step, a power of two ≥ 32.
+            256, with ``few`` 64 (one group of warps), 128 or 256 (two). With ``turns`` tiles are
+            128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only).
+        block_k: K indices a step, a power of two ≥ 32; 128 where TMA feeds, or 256 with ``few``.
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
-        split_k: programs along K, 1..32, ``ring`` only; only where one token tile holds every M.
-        group_m: token tiles of a group, not with ``ring``.
+        split_k: programs along K, 1..32, ``ring``, and ``few`` with 64 features, only; only where
+            one token tile holds every M.
+        group_m: token tiles of a group, ``hopper`` and ``turns`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
             on sm_90 only.
         prefetch: lines of 128 bytes of each row asked for until it has, 0 or a power of two.
@@ -88,7 +93,7 @@ class ScaledMmTile:
     def __str__(self) -> str:
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
         ring = f"{self.kernel} {size}/{self.num_warps}w/{self.num_stages}s"
-        if self.kernel != "ring":
+        if self.kernel in _MOST_STAGES:
             return f"{ring}/g{self.group_m}"
         return f"{ring}/k{self.split_k}" + (f"/e{self.prefetch}" if self.early else "")
 
@@ -115,7 +120,9 @@ class ScaledMmTile:
             raise ValueError("early needs kernel ring")
         if self.prefetch and (not self.early or self.block_k % 128):
             raise ValueError("prefetch needs early and block_k of at least 128")
-        if self.kernel == "ring":
+        if self.kernel == "few":
+            self._check_few()
+        if self.kernel not in _MOST_STAGES:
             return
         most = _MOST_STAGES[self.kernel].get((self.block_m, self.block_n))
         if most is None:
@@ -131,6 +138,25 @@ class ScaledMmTile:
                 f"kernel {self.kernel} has room for {most} stages of {size}, got {self.num_stages}"
             )
 
+    def _check_few(self) -> None:
+        if self.block_m not in (64, 128) or self.block_n not in (64, 128, 256):
+            raise ValueError(
+                f"kernel few needs block_m 64 or 128 and block_n 64, 128 or 256, "
+                f"got {self.block_m}×{self.block_n}"
+            )
+        if self.block_k not in (128, 256) or (self.num_warps, self.group_m) != (4, 1):
+            raise ValueError("kernel few needs block_k 128 or 256, num_warps 4 and group_m 1")
+        if self.split_k > 1 and self.block_n != 64:
+            raise ValueError(f"kernel few splits K with block_n 64 only, got {self.block_n}")
+        if self.num_stages < 2:
+            raise ValueError("kernel few needs num_stages of at least 2, got 1")
+        most = _FEW_RING_BYTES // ((self.block_m + self.block_n) * self.block_k)
+        if self.num_stages > most:
+            size = f"{self.block_m}×{self.block_n}×{self.block_k}"
+            raise ValueError(
+                f"kernel few has room for {most} stages of {size}, got {self.num_stages}"
+            )
+
 
 def tiles_of_parts() -> list[ScaledMmTile]:
     """Return the tiles whose features are two powers of two: for what leaves a wave half empty."""
@@ -139,6 +165,18 @@ def tiles_of_parts() -> list[ScaledMmTile]:
         for kernel, sizes in _MOST_STAGES.items()
         for (block_m, block_n), stages in sizes.items()
         if block_n & (block_n - 1)
+    ]
+
+
+def tiles_of_few() -> list[ScaledMmTile]:
+    """Return the tiles of kernel ``few``: those that won somewhere, and one of 128 features."""
+    return [
+        ScaledMmTile("few", 128, 64, 256, 4, 4, 2),
+        ScaledMmTile("few", 128, 64, 256, 4, 4),
+        ScaledMmTile("few", 128, 64, 128, 4, 9),
+        ScaledMmTile("few", 64, 64, 256, 4, 6),
+        ScaledMmTile("few", 128, 128, 128, 4, 6),
+        ScaledMmTile("few", 128, 256, 128, 4, 4),
     ]
 
 

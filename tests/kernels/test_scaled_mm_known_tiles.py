@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench.scaled_mm_candidates import BUCKETS, SHARED_BYTES, ring_bytes
+from taut_kernels.bench.scaled_mm_candidates import (
+    BUCKETS,
+    SHARED_BYTES,
+    candidates,
+    ring_bytes,
+)
 from taut_kernels.bench.scaled_mm_known_tiles import known_tiles
 from taut_kernels.bench.shapes import PRODUCTS
 
@@ -15,7 +20,7 @@ from taut_kernels.bench.shapes import PRODUCTS
 def test_every_product_has_some_tiles_that_fit_it(op: str, M: int) -> None:
     for N, K in sorted(set(PRODUCTS.values())):
         tiles = known_tiles(op, N, K, M)
-        assert 2 <= len(tiles) <= 24, (N, K)
+        assert 2 <= len(tiles) <= 26, (N, K)
         assert len(tiles) == len(set(tiles))
         for tile in tiles:
             assert tiles_scaled_mm.why_not_for(tile, op, N) is None
@@ -23,6 +28,20 @@ def test_every_product_has_some_tiles_that_fit_it(op: str, M: int) -> None:
             assert K % (tile.block_k * tile.split_k) == 0
             if tile.split_k > 1:
                 assert tile.block_m >= M
+
+
+@pytest.mark.parametrize("M", [64, 65, 96, 128, 129])
+def test_few_is_tried_where_it_won_and_as_a_full_search_does(M: int) -> None:
+    for N, K in sorted(set(PRODUCTS.values())):
+        known, every = (
+            [tile for tile in tiles if tile.kernel == "few"]
+            for tiles in (known_tiles("fp8_gemm", N, K, M), candidates(N, K, M))
+        )
+        assert set(known) == set(every)
+        assert len(every) == len(set(every))
+        assert len(every) in (range(1, 11) if 64 < M <= 128 else (0,))
+    down = list(map(str, candidates(*PRODUCTS["down"], M)))
+    assert ("few 128x64x256/4w/4s/k2" in down) == (64 < M <= 128)
 
 
 @pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])

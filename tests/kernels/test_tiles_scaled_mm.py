@@ -19,6 +19,7 @@ TILE = {"kernel": "ring", "block_m": 16, "block_n": 64, "block_k": 128, "num_war
 TILE |= {"num_stages": 4}
 HOPPER = TILE | {"kernel": "hopper", "block_m": 128, "block_n": 256}
 TURNS = HOPPER | {"kernel": "turns", "block_m": 64}
+FEW = TILE | {"kernel": "few", "block_m": 128}
 
 
 def _row(**change: Any) -> dict[str, Any]:
@@ -169,6 +170,18 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
         ([_row(tile=TILE | {"prefetch": 2})], "prefetch needs early"),
         ([_row(tile=TILE | {"early": True, "prefetch": 2, "block_k": 64})], "prefetch needs early"),
         ([_row(tile=HOPPER | {"early": True})], "early needs kernel ring"),
+        ([_row(tile=FEW | {"early": True})], "early needs kernel ring"),
+        ([_row(tile=FEW, N=60)], "kernel few needs N % 8 == 0"),
+        ([_row(tile=FEW, op="fp8_block")], "fp8_block needs kernel ring"),
+        ([_row(tile=FEW | {"block_m": 32})], "few needs block_m 64 or 128 and .* got 32×64"),
+        ([_row(tile=FEW | {"block_n": 192})], "few needs block_m 64 or 128 and .* got 128×192"),
+        ([_row(tile=FEW | {"block_k": 64})], "few needs block_k 128 or 256, num_warps 4 and"),
+        ([_row(tile=FEW | {"num_warps": 8})], "few needs block_k 128 or 256, num_warps 4 and"),
+        ([_row(tile=FEW | {"group_m": 8})], "num_warps 4 and group_m 1"),
+        ([_row(tile=FEW | {"num_stages": 1})], "few needs num_stages of at least 2"),
+        ([_row(tile=FEW | {"num_stages": 10})], "room for 9 stages of 128×64×128, got 10"),
+        ([_row(tile=FEW | {"block_n": 128, "split_k": 2})], "few splits K with block_n 64 only"),
+        ([_row(tile=FEW | {"split_k": 2})], "split_k needs block_m ≥ max_m"),
     ],
 )
 def test_a_bad_table_is_refused(rows: list[dict[str, Any]], message: str) -> None:

@@ -6,7 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, tiles_of_parts
+from taut_kernels.tiles_scaled_mm import (
+    MULTIPROCESSORS,
+    ScaledMmTile,
+    tiles_of_few,
+    tiles_of_parts,
+)
 
 BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
     (16, (1, 16)),
@@ -86,6 +91,36 @@ def _middling_tokens(N: int, K: int, M: int, fp8: bool) -> Iterator[ScaledMmTile
                 yield ScaledMmTile("ring", block_m, block_n, 128, warps, stages, split)
     if M > 64:
         yield from _many_tokens(fp8)
+    if is_of_few(M):
+        for tile in dict.fromkeys(dataclasses.replace(t, split_k=1) for t in tiles_of_few()):
+            yield from cuts_of_few(tile, N, K, M)
+
+
+def is_of_few(M: int) -> bool:
+    """Say whether kernel ``few`` is worth a try: up to 64 tokens rings are as fast."""
+    return 64 < M <= 128
+
+
+def cuts_of_few(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
+    """Yield a tile of kernel ``few`` with K split in every way that fits the shape.
+
+    Its programs, one a multiprocessor, are to fill half of a wave, and not three.
+
+    Args:
+        tile: ``kernel`` few.
+        N: output features.
+        K: input features.
+        M: tokens.
+    """
+    programs = -(-N // tile.block_n) * -(-M // tile.block_m)
+    splits = (1, 2, 4) if tile.block_n == 64 and tile.block_m >= M else (1,)
+    for split in splits:
+        most = 2 * MULTIPROCESSORS if split == 1 else MULTIPROCESSORS
+        # The widest tiles are for any more.
+        at_most = programs * split <= most or tile.block_n == 256
+        enough = programs * split >= 0.45 * MULTIPROCESSORS
+        if K % (tile.block_k * split) == 0 and enough and at_most:
+            yield dataclasses.replace(tile, split_k=split)
 
 
 def _many_tokens(fp8: bool) -> Iterator[ScaledMmTile]:

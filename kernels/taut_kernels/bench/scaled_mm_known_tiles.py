@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench.scaled_mm_candidates import resident
+from taut_kernels.bench.scaled_mm_candidates import cuts_of_few, is_of_few, resident
 from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, waves_us
 
 _SPLITS = (1, 2, 4, 8)
@@ -39,6 +39,8 @@ def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
                 won |= dict.fromkeys(_near(buckets, M))
     if M > _SPLIT_TOKENS:
         won = dict.fromkeys(_promising(N, K, M, [*won, *tiles_scaled_mm.tiles_of_parts()]))
+    elif is_of_few(M):
+        won |= dict.fromkeys(tiles_scaled_mm.tiles_of_few())
     fit = (tile for tile in won if tiles_scaled_mm.why_not_for(tile, op, N) is None)
     found = [cut for tile in fit for cut in _cuts(tile, N, K, M)]
     return _without_equal_orders(found, M)
@@ -47,7 +49,7 @@ def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
 def _near(buckets: tuple[tiles_scaled_mm.Bucket, ...], M: int) -> Iterator[ScaledMmTile]:
     """Yield the tiles of the buckets that reach into half to twice as many tokens.
 
-    Rings of few tokens come as wide as M asks for.
+    Rings of few tokens come as wide as M asks for, kernel ``few`` for its own tokens only.
     """
     first = 1
     for bucket in buckets:
@@ -55,7 +57,8 @@ def _near(buckets: tuple[tiles_scaled_mm.Bucket, ...], M: int) -> Iterator[Scale
         if first <= 2 * M and last >= M / 2:
             if M <= 64 and tile.kernel == "ring" and tile.block_m <= 64:
                 tile = dataclasses.replace(tile, block_m=max(16, M))
-            yield tile
+            if tile.kernel != "few" or is_of_few(M):
+                yield tile
         first = last + 1
 
 
@@ -68,6 +71,9 @@ def _promising(N: int, K: int, M: int, tiles: Iterable[ScaledMmTile]) -> list[Sc
 
 def _cuts(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
     """Yield a winner with K split in every way that fits the shape."""
+    if tile.kernel == "few":
+        yield from cuts_of_few(tile, N, K, M)
+        return
     if tile.kernel != "ring":
         if M > 64:
             yield tile
@@ -88,9 +94,9 @@ def _cuts(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
 
 def _without_equal_orders(tiles: list[ScaledMmTile], M: int) -> list[ScaledMmTile]:
     """Drop tiles that differ in ``group_m`` only, where one group holds every token tile."""
-    kept: dict[ScaledMmTile, ScaledMmTile] = {}
+    kept: dict[tuple[ScaledMmTile, int], ScaledMmTile] = {}
     for tile in tiles:
         blocks = -(-M // tile.block_m)
         order = 0 if blocks <= tile.group_m else tile.group_m
-        kept.setdefault(dataclasses.replace(tile, group_m=1 + order), tile)
+        kept.setdefault((dataclasses.replace(tile, group_m=1), order), tile)
     return list(kept.values())

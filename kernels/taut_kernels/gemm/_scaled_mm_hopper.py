@@ -69,8 +69,13 @@ def _results(tile: ScaledMmTile) -> Describe:
     return Describe([rows_of_block(tile), width], layout)
 
 
-def _operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Describe a matrix in blocks of some rows; TMA reads none whose rows overlap (expanded)."""
+def operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Describe a matrix in blocks of some rows; TMA reads none whose rows overlap (expanded).
+
+    Args:
+        matrix: [rows, K] of one-byte elements; rows 16-byte aligned.
+        rows: of a block.
+    """
     count, width = matrix.shape
     if count > 1 and matrix.stride(0) < width:
         matrix = matrix.contiguous()
@@ -106,15 +111,15 @@ def launch_hopper(
     (M, K), N = x.shape, weight.shape[0]
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // tile.block_n)
     rows, (columns, further) = rows_of_block(tile), columns_of_blocks(tile)
-    more: Any = _operand(weight, further) if further else None
+    more: Any = operand(weight, further) if further else None
     launcher = _turns if tile.kernel == "turns" else _hopper
     launcher(
         (tile, x.dtype, y.dtype, azp_adj is None, azp is None, bias is None),
         (min(tiles_m * tiles_n, _launch.multiprocessors(x.device)), 1, 1),
         (x_scale, weight_scale, azp_adj, azp, bias),
         (
-            _operand(x, rows),
-            _operand(weight, columns),
+            operand(x, rows),
+            operand(weight, columns),
             more,
             _results(tile)(y, [M, N], [N, 1]),
             M,

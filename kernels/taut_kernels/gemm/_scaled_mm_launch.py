@@ -8,6 +8,7 @@ import torch
 
 from taut_kernels import _launch
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
+from taut_kernels.gemm._scaled_mm_few import launch_few
 from taut_kernels.gemm._scaled_mm_hopper import launch_hopper
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
@@ -163,10 +164,14 @@ def launch(
     if M == 0:
         return y
     x = _prepared(x, weight)
-    if tile.kernel != "ring":
-        launch_hopper(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, y)
+    operands = (x, weight, x_scale, weight_scale, azp_adj, azp, bias)
+    if tile.kernel == "ring":
+        _launch_ring(tile, *operands, arrivals, y)
+    elif tile.kernel == "few":
+        programs = -(-M // tile.block_m) * -(-N // tile.block_n)
+        launch_few(tile, *operands, _workspace(tile, programs, x, arrivals), arrivals, y)
     else:
-        _launch_ring(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, arrivals, y)
+        launch_hopper(tile, *operands, y)
     return y
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from taut_kernels import tiles_scaled_mm
 from taut_kernels._variant import KernelVariant
+from taut_kernels.gemm import _scaled_mm_few as few
 from taut_kernels.gemm import _scaled_mm_hopper as hopper
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
+from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
 from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
@@ -27,7 +29,8 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
     for N, K in _RULE_SHAPES:
         for M in _RULE_TOKENS:
             yield tiles_scaled_mm.rule(op, N, K, M), K, targets
-    for tile in (*tiles_scaled_mm.FED_BY_TMA, *tiles_scaled_mm.tiles_of_parts()):
+    few_tokens = tiles_scaled_mm.tiles_of_few()
+    for tile in (*tiles_scaled_mm.FED_BY_TMA, *tiles_scaled_mm.tiles_of_parts(), *few_tokens):
         if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
     for table in tiles_scaled_mm.tables().values():
@@ -61,8 +64,9 @@ def _options_of_w8a8() -> Iterator[KernelVariant]:
     ring = tiles_scaled_mm.rule("w8a8_gemm", 28672, 4096, 1)
     shared = ScaledMmTile("hopper", 128, 256, 128, 4, 4)
     turns = ScaledMmTile("turns", 128, 128, 128, 4, 6)
-    parts = [(tile, HOPPER) for tile in tiles_scaled_mm.tiles_of_parts()]
-    for tile, targets in ((ring, ALL_TARGETS), (shared, HOPPER), (turns, HOPPER), *parts):
+    more = (*tiles_scaled_mm.tiles_of_parts(), *tiles_scaled_mm.tiles_of_few())
+    fed = [(tile, HOPPER) for tile in more]
+    for tile, targets in ((ring, ALL_TARGETS), (shared, HOPPER), (turns, HOPPER), *fed):
         for has_azp in (False, True):
             yield variant(
                 "w8a8_gemm", tile, targets, even_k=True, has_azp_adj=True, has_azp=has_azp
@@ -88,6 +92,8 @@ def variant(
         has_azp_adj: with the zero point's column term.
         has_azp: with a zero point a token.
     """
+    if tile.kernel == "few":
+        return _few_variant(op, tile, has_azp_adj, has_azp)
     if tile.kernel != "ring":
         return _hopper_variant(op, tile, has_azp_adj, has_azp)
     constants: dict[str, Any] = {
@@ -126,12 +132,40 @@ def variant(
     )
 
 
-def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: bool) -> KernelVariant:
-    constants = hopper.launch_constants(tile)
+def _vectors(constants: dict[str, Any], has_azp_adj: bool, has_azp: bool) -> dict[str, str]:
+    """Return the pointers of what scales sums; name the absent ones in ``constants``."""
     pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
     for name, present in (("azp_adj_ptr", has_azp_adj), ("azp_ptr", has_azp)):
         pointers |= {name: "i32"} if present else {}
         constants |= {} if present else {name: None}
+    return pointers
+
+
+def _few_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: bool) -> KernelVariant:
+    constants = few.launch_constants(tile)
+    pointers = _vectors(constants, has_azp_adj, has_azp) | {"y_ptr": "bf16"}
+    _add_parts(op, tile, pointers, constants)
+    element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
+    return KernelVariant(
+        label=f"{op} few{' azp_adj' * has_azp_adj}{' azp' * has_azp}",
+        kernel=scaled_mm_few_kernel,
+        tile=tile,
+        pointers=pointers,
+        integers=("M", "N", "steps", "stride_xs", "stride_ws"),
+        divisible_by_16=("N",),
+        constants=constants,
+        descriptors={
+            "x_desc": f"{element}[{few.TOKENS}, {hopper.STEP}],{layout!r}",
+            "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
+        },
+        targets=HOPPER,
+        options=few.launch_options(tile),
+    )
+
+
+def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: bool) -> KernelVariant:
+    constants = hopper.launch_constants(tile)
+    pointers = _vectors(constants, has_azp_adj, has_azp)
     element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
     rows = hopper.rows_of_block(tile)
     columns, further = hopper.columns_of_blocks(tile)
@@ -172,6 +206,12 @@ def _add_workspace(
     op: str, tile: ScaledMmTile, pointers: dict[str, str], constants: dict[str, Any]
 ) -> None:
     pointers |= {"x_ptr": ELEMENT[op], "w_ptr": ELEMENT[op], "y_ptr": "bf16"}
+    _add_parts(op, tile, pointers, constants)
+
+
+def _add_parts(
+    op: str, tile: ScaledMmTile, pointers: dict[str, str], constants: dict[str, Any]
+) -> None:
     if tile.split_k > 1:
         pointers["partial_ptr"] = "i32" if op == "w8a8_gemm" else "fp32"
         pointers["arrivals_ptr"] = "i32"
