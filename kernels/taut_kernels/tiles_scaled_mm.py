@@ -41,7 +41,7 @@ _MOST_STAGES = {
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 _FEW_RING_BYTES = 222 * 1024
 """What ``few`` leaves of 227 KB to its ring."""
-SERVED = ("ring", "hopper", "turns")
+SERVED = ("ring", "few", "hopper", "turns")
 """Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
 within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128

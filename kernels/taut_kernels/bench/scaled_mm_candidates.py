@@ -17,15 +17,15 @@ BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
     (16, (1, 16)),
     (32, (32,)),
     (64, (64,)),
-    (128, (128,)),
+    (128, (72, 96, 128)),
     (256, (256,)),
     (512, (320, 512)),
     (1024, (640, 1024)),
     (2048, (1280, 2048)),
     (None, (4096,)),
 )
-"""Most tokens of a bucket, and the numbers measured in it: near both ends from 257 on, where a tile
-of 128 tokens costs the same for any part of them."""
+"""Most tokens of a bucket, and the numbers measured in it: near both ends from 65 on, where a tile of
+128 tokens costs the same for any part of them, and where a third of one is left out."""
 
 SHARED_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024  # a program's share the driver keeps
