@@ -24,8 +24,8 @@ BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
     (2048, (1280, 2048)),
     (None, (4096,)),
 )
-"""Most tokens of a bucket, and the numbers measured in it: near both ends from 65 on, where a tile of
-128 tokens costs the same for any part of them, and where a third of one is left out."""
+"""Most tokens of a bucket, and the numbers measured in it: near both ends from 65 on, where a tile
+of 128 tokens costs the same for any part of them; from 65 to 128 `few` leaves out quarters."""
 
 SHARED_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024  # a program's share the driver keeps
