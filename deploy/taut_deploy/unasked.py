@@ -13,6 +13,7 @@ from taut_deploy.vllm_flags import (
     ATTENTION_FLAGS,
     COMPILATION_FLAGS,
     GRAPH_FLAGS,
+    MODEL_FLAGS,
     PARALLEL_FLAGS,
     SPECULATIVE_FLAGS,
     names_one_of,
@@ -45,14 +46,16 @@ def suits_decode_attention(
 def suits_fused_ops(config: Mapping[str, Any], extra: Sequence[str]) -> bool:
     """Say whether a worker is of the kind whose engines were faster with fused ops.
 
-    With several cards they never ran: vLLM's own all-reduce with a norm is off beside them.
+    With several cards they never ran: vLLM's own all-reduce with a norm is off beside them. Nor did
+    they with LoRA, whose kernels start early and do not wait. Naming a number of cards is enough,
+    even of one.
 
     Args:
         config: the model's ``config.json``.
         extra: further arguments for vLLM.
     """
     telling = (*GRAPH_FLAGS, *COMPILATION_FLAGS, *PARALLEL_FLAGS, *SPECULATIVE_FLAGS)
-    if names_one_of(extra, telling):
+    if names_one_of(extra, (*telling, *MODEL_FLAGS)):
         return False
     return config.get("model_type") in PLAIN_ATTENTION and has_8_bit_products(config)
 
@@ -60,25 +63,36 @@ def suits_fused_ops(config: Mapping[str, Any], extra: Sequence[str]) -> bool:
 def has_8_bit_products(config: Mapping[str, Any]) -> bool:
     """Say whether all quantised products are int8 or FP8, by channel and, while running, by token.
 
+    Of dense weights, without zero points, and both operands of one type.
+
     Args:
         config: the model's ``config.json``.
     """
     quantization = config.get("quantization_config")
-    groups = quantization.get("config_groups") if isinstance(quantization, dict) else None
+    if not isinstance(quantization, dict) or quantization.get("sparsity_config"):
+        return False
+    groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return False
-    weights = {"num_bits": 8, "strategy": "channel"}
-    activations = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    return all(isinstance(group, dict) and _is_8_bit(group) for group in groups.values())
+
+
+def _is_8_bit(group: Mapping[str, Any]) -> bool:
+    weights, activations = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, dict) or not isinstance(activations, dict):
+        return False
+    common = {"num_bits": 8, "type": weights.get("type", "int"), "symmetric": True}
+    by_token = common | {"strategy": "token", "dynamic": True}
+    # What compressed-tensors takes where a file does not say.
+    default = {"type": "int", "symmetric": True}
     return all(
-        isinstance(group, dict)
-        and _has(group.get("weights"), weights)
-        and _has(group.get("input_activations"), activations)
-        for group in groups.values()
+        (default | found).get(key) == value
+        for found, expected in (
+            (weights, common | {"strategy": "channel"}),
+            (activations, by_token),
+        )
+        for key, value in expected.items()
     )
-
-
-def _has(found: object, expected: Mapping[str, Any]) -> bool:
-    return isinstance(found, dict) and all(found.get(key) == expected[key] for key in expected)
 
 
 def config_of(model: Path) -> dict[str, Any]:

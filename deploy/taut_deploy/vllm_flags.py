@@ -10,7 +10,10 @@ SPECULATIVE_FLAGS = ("--speculative-config", "-sc", "--spec-method", "--spec-mod
 PARALLEL_FLAGS = (
     *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
     *("--data-parallel-size", "-dp", "--decode-context-parallel-size", "-dcp"),
+    *("--prefill-context-parallel-size", "-pcp"),
 )
+MODEL_FLAGS = ("--quantization", "-q", "--hf-overrides", "--model-impl", "--enable-lora")
+"""What makes another model of the one in ``config.json``."""
 
 
 def flag_of(argument: str) -> str:

@@ -169,7 +169,7 @@ def tiles_of_parts() -> list[ScaledMmTile]:
 
 
 def tiles_of_few() -> list[ScaledMmTile]:
-    """Return the tiles of kernel ``few``: those that won somewhere, and one of 128 features."""
+    """Return the tiles of kernel ``few``: those that won somewhere."""
     return [
         ScaledMmTile("few", 128, 64, 256, 4, 4, 2),
         ScaledMmTile("few", 128, 64, 256, 4, 4),

@@ -160,8 +160,9 @@ def test_doctor_judges_layers_as_vllm_fuses_them(monkeypatch):
     assert "32×4096 not measured against vLLM's kernels on NVIDIA H200" in remark
 
 
-def _choices(monkeypatch, scheme, shapes, gpu, mode=None, capability=(9, 0)):
+def _choices(monkeypatch, scheme, shapes, gpu, mode=None, capability=(9, 0), suited=False):
     """What doctor says of layers on a card: N × K → kernel and remark."""
+    monkeypatch.setattr("taut_deploy.unasked.suits_fused_ops", lambda *_: suited)
     layers = [{"name": name, "group_size": 128 if scheme == "W4A16" else None} for name in shapes]
     monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
     monkeypatch.setattr(doctor, "_layer_shapes", lambda _: shapes)
@@ -192,6 +193,13 @@ def test_doctor_says_which_calls_of_an_int8_layer_are_ours(monkeypatch):
         assert remark == alone + (expected if alone != within else "")
     assert found[64, 128] == ["vLLM's own", "64×128 not measured on NVIDIA H200"]
 
+    unasked = _choices(monkeypatch, "W8A8", shapes, "NVIDIA H200", suited=True)
+    alone = tiles_scaled_mm.why_not_preferred("w8a8_gemm", "NVIDIA H200", 6144, 4096)
+    assert unasked[6144, 4096] == ["taut::w8a8_gemm", f"with --no-fused-ops: {alone}"]
+    assert unasked[64, 128] == found[64, 128]
+    twin = _choices(monkeypatch, "W8A8", shapes, "NVIDIA H100 80GB HBM3", suited=True)
+    assert "with --no-fused-ops" not in str(twin)
+
     required = _choices(monkeypatch, "W8A8", shapes, "NVIDIA H200", "require")
     assert list(required.values()) == [["taut::w8a8_gemm", ""]] * 4
     older = _choices(monkeypatch, "W8A8", shapes, "NVIDIA A100", capability=(8, 0))
@@ -202,6 +210,20 @@ def test_doctor_says_which_calls_of_an_int8_layer_are_ours(monkeypatch):
         "vLLM's own",
         "no taut kernel for W8A8 on cpu yet",
     ]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "found"),
+    [
+        ("NVIDIA H200", "for Llama, Mistral and Qwen in 8 bits; for others with taut worker"),
+        ("NVIDIA H100 80GB HBM3", "quantisation: with taut worker --fused-ops"),
+        ("card 9", "not used: not measured"),
+    ],
+)
+def test_doctor_says_who_uses_fused_ops(gpu, found, monkeypatch):
+    monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
+    monkeypatch.setenv("TAUT_KERNELS", "prefer")
+    assert found in doctor._fused_ops()
 
 
 @pytest.mark.parametrize(

@@ -160,14 +160,20 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
 
     Asked of the layers as vLLM builds them on one device; tensor parallelism cuts other shapes.
     """
+    from taut_deploy.unasked import config_of, suits_fused_ops
+
     choices: Counter[tuple[int, int, str, str]] = Counter()
+    suited = suits_fused_ops(config_of(checkpoint), ())
     for (n, k, group), count in _fused_layers(checkpoint, manifest).items():
-        choices[n, k, *_choose(manifest.scheme, n, k, group)] += count
+        choices[n, k, *_choose(manifest.scheme, n, k, group, suited=suited)] += count
     return choices
 
 
-def _choose(scheme: str, n: int, k: int, group: int) -> tuple[str, str]:
-    """Which kernel a layer [N, K] of a scheme runs on, and what is against ours there."""
+def _choose(scheme: str, n: int, k: int, group: int, *, suited: bool) -> tuple[str, str]:
+    """Which kernel a layer [N, K] of a scheme runs on, and what is against ours there.
+
+    ``suited``: whether fused ops are used unasked where engines were measured.
+    """
     from taut_kernels.vllm_plugin import requested_mode
 
     gpu, mode = _gpu(), requested_mode()
@@ -178,7 +184,7 @@ def _choose(scheme: str, n: int, k: int, group: int) -> tuple[str, str]:
     if mode == "off":
         return _THEIR_KERNEL, "TAUT_KERNELS=off"
     if scheme == "W8A8":
-        return _choose_eight_bit(ours, gpu, mode, n, k)
+        return _choose_eight_bit(ours, gpu, mode, (n, k), suited=suited)
     return _choose_four_bit(ours, gpu, mode, (n, k, group))
 
 
@@ -198,25 +204,30 @@ def _choose_four_bit(
     return ours, slower_in_places(gpu, n, k) or ""
 
 
-def _choose_eight_bit(ours: str, gpu: str | None, mode: str, n: int, k: int) -> tuple[str, str]:
+def _choose_eight_bit(
+    ours: str, gpu: str | None, mode: str, layer: tuple[int, int], *, suited: bool
+) -> tuple[str, str]:
     """Likewise of int8, where each call chooses by its number of tokens."""
     import torch
 
     from taut_kernels.vllm_plugin import scaled_mm_op
+    from taut_kernels.vllm_plugin.fused_ops import used_unasked
 
     capability = torch.cuda.get_device_capability()
     if capability != _EIGHT_BIT_CAPABILITY:
         got = "".join(map(str, capability))
         return _THEIR_KERNEL, f"taut's 8-bit kernels are for compute capability 90, got {got}"
-    asked = (torch.int8, gpu, n, k, mode)
-    alone = scaled_mm_op.why_partly(*asked, in_layer=False)
-    within = scaled_mm_op.why_partly(*asked, in_layer=True)
-    kernel, remark = ours if alone is None else f"{ours} + {_THEIR_KERNEL}", alone or ""
+    asked = (torch.int8, gpu, *layer, mode)
+    fused = suited and used_unasked(gpu)
+    why = scaled_mm_op.why_partly(*asked, in_layer=fused)
+    otherwise = scaled_mm_op.why_partly(*asked, in_layer=not fused)
+    kernel, remark = ours if why is None else f"{ours} + {_THEIR_KERNEL}", why or ""
     if reason := scaled_mm_op.why_not_at_all(*asked):
         kernel, remark = _THEIR_KERNEL, reason
-    if alone != within:
-        remark += f"; with --fused-ops: {within or 'ours at every number of tokens'}"
-    return kernel, remark
+    if why != otherwise:
+        flag = "--no-fused-ops" if fused else "--fused-ops"
+        remark += f"; with {flag}: {otherwise or 'ours at every number of tokens'}"
+    return kernel, remark.removeprefix("; ")
 
 
 def _fused_layers(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, int, int]]:

@@ -11,7 +11,7 @@ Shapes    x [..., K] int8   weight [N, K] int8, stride_wk = 1, rows 16-byte alig
 Packing   none: vLLM's and compressed-tensors' ``int-quantized`` weights as they lie on disk
 Numerics  sums and zero points in int32, exact (K < 65536 keeps them below 2**31), hence the same
           bits for every tile and split; scales and bias in fp32, one rounding at the store
-Limits    K % 16 == 0, K < 65536; forward only; sm_80 and later (``hopper`` tiles: sm_90).
+Limits    K % 16 == 0, K < 65536; forward only; sm_80 and later (tiles fed by TMA: sm_90).
           ``arrivals`` belongs to the layer: two calls on one layer must not overlap in time on two
           streams. Without it an op call refuses a tile that splits K.
 CPU       :func:`w8a8_gemm_ref`, the specification
