@@ -162,6 +162,10 @@ ARGUMENTS = [
     ("kvCacheDtype", "fp8", ["--kv-cache-dtype", "fp8"]),
     ("kvCacheGib", 7, ["--kv-cache-gib", "7"]),
     ("kernels", "off", ["--kernels", "off"]),
+    ("fusedOps", True, ["--fused-ops"]),
+    ("fusedOps", False, ["--no-fused-ops"]),
+    ("decodeAttention", True, ["--decode-attention"]),
+    ("decodeAttention", False, ["--no-decode-attention"]),
     ("vllmArgs", ["--enforce-eager"], ["--", "--enforce-eager"]),
 ]
 

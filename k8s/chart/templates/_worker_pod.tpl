@@ -20,6 +20,10 @@ taut/serves: {{ ne .rank "follower" | quote }}
 {{- with $variant.kvCacheDtype -}}{{- $args = concat $args (list "--kv-cache-dtype" .) -}}{{- end -}}
 {{- with $variant.kvCacheGib -}}{{- $args = concat $args (list "--kv-cache-gib" (toString (int .))) -}}{{- end -}}
 {{- with $variant.kernels -}}{{- $args = concat $args (list "--kernels" .) -}}{{- end -}}
+{{- range $key, $flag := dict "decodeAttention" "decode-attention" "fusedOps" "fused-ops" -}}
+{{- $told := get $variant $key -}}
+{{- if kindIs "bool" $told -}}{{- $args = append $args (printf "--%s%s" (ternary "" "no-" $told) $flag) -}}{{- end -}}
+{{- end -}}
 {{- $vllm := default list $variant.vllmArgs -}}
 {{- if ne .rank "single" -}}
 {{- $rank := ternary "0" "$(LWS_WORKER_INDEX)" (eq .rank "leader") -}}
