@@ -140,12 +140,15 @@ async def test_callers_at_a_time_share_round_trips(tmp_path: Path) -> None:
             return await execute(batch)
 
         store._execute = counted  # type: ignore[method-assign]
-        limit = RateLimit(1000, None)
+        per_second = 10
+        limit = RateLimit(60 * per_second, None)
+        began = time.perf_counter()
         await asyncio.gather(*(take(store, "a", limit, 1) for _ in range(300)))
         assert sum(sizes) == 300
         assert len(sizes) <= 3
-        # Taken in the order they came, and each once.
-        assert (await take(store, "a", limit, 1)).requests == pytest.approx(699, abs=5)
+        # Each was taken once; the bucket has filled meanwhile, on a busy machine by many.
+        left = (await take(store, "a", limit, 1)).requests
+        assert 299 <= left <= 299.5 + per_second * (time.perf_counter() - began)
 
 
 async def test_stall_of_the_event_loop_is_not_a_loss_of_redis(tmp_path: Path) -> None:
