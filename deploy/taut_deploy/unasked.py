@@ -23,6 +23,8 @@ PLAIN_ATTENTION = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """``model_type`` of models whose every layer attends causally, at most in a window, with heads that
 vLLM's FlashAttention takes. A backend that is named replaces vLLM's choice for the whole model, and
 what others need (latent attention, sinks, mixed layers) is for vLLM to choose."""
+_UNSAID = {"type": "int", "symmetric": True}
+"""What compressed-tensors takes where a file does not say."""
 
 
 def suits_decode_attention(
@@ -57,13 +59,14 @@ def suits_fused_ops(config: Mapping[str, Any], extra: Sequence[str]) -> bool:
     telling = (*GRAPH_FLAGS, *COMPILATION_FLAGS, *PARALLEL_FLAGS, *SPECULATIVE_FLAGS)
     if names_one_of(extra, (*telling, *MODEL_FLAGS)):
         return False
-    return config.get("model_type") in PLAIN_ATTENTION and has_8_bit_products(config)
+    return config.get("model_type") in PLAIN_ATTENTION and has_measured_products(config)
 
 
-def has_8_bit_products(config: Mapping[str, Any]) -> bool:
-    """Say whether all quantised products are int8 or FP8, by channel and, while running, by token.
+def has_measured_products(config: Mapping[str, Any]) -> bool:
+    """Say whether all quantised products are of one kind whose engines were measured.
 
-    Of dense weights, without zero points, and both operands of one type.
+    Int8 or FP8, by channel and, while running, by token; or W4A16 in groups. Of dense weights in
+    compressed-tensors' format, without zero points.
 
     Args:
         config: the model's ``config.json``.
@@ -71,28 +74,35 @@ def has_8_bit_products(config: Mapping[str, Any]) -> bool:
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("sparsity_config"):
         return False
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    found = quantization.get("config_groups")
+    if not isinstance(found, dict) or not found:
         return False
-    return all(isinstance(group, dict) and _is_8_bit(group) for group in groups.values())
+    groups = list(found.values())
+    if not all(isinstance(group, dict) for group in groups):
+        return False
+    return all(map(_is_8_bit, groups)) or all(map(_is_w4a16, groups))
+
+
+def _is_w4a16(group: Mapping[str, Any]) -> bool:
+    if group.get("input_activations") is not None:
+        return False
+    expected = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    return _says(group.get("weights"), expected)
 
 
 def _is_8_bit(group: Mapping[str, Any]) -> bool:
-    weights, activations = group.get("weights"), group.get("input_activations")
-    if not isinstance(weights, dict) or not isinstance(activations, dict):
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
         return False
     common = {"num_bits": 8, "type": weights.get("type", "int"), "symmetric": True}
     by_token = common | {"strategy": "token", "dynamic": True}
-    # What compressed-tensors takes where a file does not say.
-    default = {"type": "int", "symmetric": True}
-    return all(
-        (default | found).get(key) == value
-        for found, expected in (
-            (weights, common | {"strategy": "channel"}),
-            (activations, by_token),
-        )
-        for key, value in expected.items()
+    return _says(weights, common | {"strategy": "channel"}) and _says(
+        group.get("input_activations"), by_token
     )
+
+
+def _says(found: object, expected: Mapping[str, Any]) -> bool:
+    return isinstance(found, dict) and (_UNSAID | found).items() >= expected.items()
 
 
 def config_of(model: Path) -> dict[str, Any]:

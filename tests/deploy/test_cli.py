@@ -215,7 +215,7 @@ def test_doctor_says_which_calls_of_an_int8_layer_are_ours(monkeypatch):
 @pytest.mark.parametrize(
     ("gpu", "found"),
     [
-        ("NVIDIA H200", "for Llama, Mistral and Qwen in 8 bits; for others with taut worker"),
+        ("NVIDIA H200", "for Llama, Mistral and Qwen in W4A16 and 8 bits; for others with"),
         ("NVIDIA H100 80GB HBM3", "quantisation: with taut worker --fused-ops"),
         ("card 9", "not used: not measured"),
     ],

@@ -361,6 +361,19 @@ def config_in_8_bits(kind="llama", weights=None, activations=None):
     return {"model_type": kind, "quantization_config": {"config_groups": {"group_0": group}}}
 
 
+def config_in_4_bits(kind="llama", **weights):
+    found = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128} | weights
+    group = {"weights": found, "input_activations": None, "targets": ["Linear"]}
+    return {"model_type": kind, "quantization_config": {"config_groups": {"group_0": group}}}
+
+
+def of_two_groups(first, second):
+    groups = [
+        config["quantization_config"]["config_groups"]["group_0"] for config in (first, second)
+    ]
+    return first | {"quantization_config": {"config_groups": dict(enumerate(groups))}}
+
+
 @pytest.mark.parametrize(
     ("config", "extra", "suits"),
     [
@@ -372,6 +385,14 @@ def config_in_8_bits(kind="llama", weights=None, activations=None):
         ),
         (config_in_8_bits("gpt_oss"), (), False),
         (config_in_8_bits(weights={"num_bits": 4, "strategy": "group"}), (), False),
+        (config_in_4_bits(), (), True),
+        (config_in_4_bits("mistral"), ("-tp", "2"), False),
+        (config_in_4_bits("gpt_oss"), (), False),
+        (config_in_4_bits(symmetric=False), (), False),
+        (config_in_4_bits(num_bits=3), (), False),
+        (config_in_4_bits(strategy="channel"), (), False),
+        (config_in_4_bits(type="float"), (), False),
+        (of_two_groups(config_in_4_bits(), config_in_8_bits()), (), False),
         (config_in_8_bits(weights={"strategy": "block"}), (), False),
         (config_in_8_bits(activations={"dynamic": False}), (), False),
         (config_in_8_bits(activations={"strategy": "tensor"}), (), False),
@@ -393,7 +414,7 @@ def config_in_8_bits(kind="llama", weights=None, activations=None):
         (config_in_8_bits(), ("--speculative-config", "{}"), False),
     ],
 )
-def test_fused_ops_suit_8_bit_models_on_one_card_that_nobody_compiles_otherwise(
+def test_fused_ops_suit_w4a16_and_8_bits_on_one_card_that_nobody_compiles_otherwise(
     tmp_path, config, extra, suits
 ):
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import triton
 
 from taut_kernels import _launch, testing, tiles_scaled_mm
+from taut_kernels.bench import scaled_mm_rivals
+from taut_kernels.bench.scaled_mm_layer import SHAPES, make_layer
 from taut_kernels.gemm import _scaled_mm_launch, fp8, scaled_mm_variants, w8a8
 from taut_kernels.gemm._scaled_mm_launch import launch, launch_block
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
@@ -397,6 +400,21 @@ def test_gpu_ops_match_reference_on_a_model_shape(
     assert case.why_wrong(actual) is None
     again = OPS[op](*case.operands())
     assert torch.equal(actual, again), "the same bits from run to run"
+
+
+@gpu
+@needs_gpu
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_gpu_int8_products_have_the_bits_of_cutlass(shape: str) -> None:
+    """Both sums are exact, and both multiply by the weights' scale first."""
+    layer = make_layer("w8a8_gemm", *SHAPES[shape], 1024)
+    ours, theirs = (
+        scaled_mm_rivals.PREPARE[name](layer, layer.weight) for name in ("taut", "CUTLASS")
+    )
+    for M in (1, 5, 16, 17, 40, 64, 65, 96, 128, 200, 512, 640, 1024):
+        assert torch.equal(ours(M), theirs(M)), M
 
 
 @gpu

@@ -114,7 +114,8 @@ def _fused_ops() -> str:
     reason = why_not_fused_ops(_gpu(), requested_mode())
     if reason is not None:
         return f"not used: {reason}"
-    unasked = "for Llama, Mistral and Qwen in 8 bits; for others " if used_unasked(_gpu()) else ""
+    whose = "for Llama, Mistral and Qwen in W4A16 and 8 bits; for others "
+    unasked = whose if used_unasked(_gpu()) else ""
     return f"activations: used; norms and quantisation: {unasked}with taut worker --fused-ops"
 
 

@@ -43,7 +43,7 @@ def worker(
         typer.Option(
             "--fused-ops",
             help="CUDA only: taut's norms and quantising activations in vLLM's graph; unasked for"
-            " Llama, Mistral and Qwen in 8 bits on a card whose engines were measured.",
+            " Llama, Mistral and Qwen in W4A16 or 8 bits on a card whose engines were measured.",
         ),
     ] = False,
     no_fused_ops: Annotated[
