@@ -13,7 +13,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-from live_processes import LivenessProbe, eventually, house, report
+from live_processes import LivenessProbe, call, eventually, house, report
 from raw_client import CHAT, COMPLETIONS, Client, body_of, post
 
 from taut_deploy.bench.gateway_load import ClosedLoop, Single, chat_body, request_bytes
@@ -22,24 +22,41 @@ STREAM = request_bytes(body_of(stream=True), {}, COMPLETIONS)
 WHOLE = request_bytes(chat_body(800, stream=False), {}, CHAT)
 
 
+SLEEP_S = 0.1
+"""What production-stack sleeps on the loop for each scrape."""
+
+
+async def seconds_of(port: int, path: str) -> float:
+    """Return what one GET takes, on a connection of its own."""
+    begin = time.monotonic()
+    status, _ = await asyncio.to_thread(call, port, "GET", path)
+    assert status == 200
+    return time.monotonic() - begin
+
+
 async def test_a_scrape_of_metrics_does_not_stall_the_loop(tmp_path: Path) -> None:
     """There, every scrape sleeps 100 ms on the loop."""
     async with house(tmp_path, behaviour={"itl_s": 0.01, "chunks": 400}) as home:
         stream = asyncio.create_task(post(home.port, body_of(stream=True), timeout_s=30))
-        scrapes = []
+        scrapes, others = [], []
         for _ in range(20):
-            begin = time.monotonic()
-            await asyncio.to_thread(home.gateway.series)
-            scrapes.append(time.monotonic() - begin)
+            # In turn, so that both meet the same machine; the thread of a scrape needs some of it.
+            others.append(await seconds_of(home.port, "/health/live"))
+            scrapes.append(await seconds_of(home.port, "/metrics"))
             await asyncio.sleep(0.05)
         reads = (await stream).reads
         gaps = [late - early for early, late in pairwise(reads)]
+        scrape, other = statistics.median(scrapes), statistics.median(others)
+        late = statistics.quantiles(gaps, n=20)[-1]
         report(
-            f"/metrics: median {statistics.median(scrapes) * 1e3:.1f} ms a scrape; pauses of a "
-            f"10 ms stream meanwhile: p95 {statistics.quantiles(gaps, n=20)[-1] * 1e3:.1f} ms"
+            f"/metrics: median {scrape * 1e3:.1f} ms a scrape, /health/live {other * 1e3:.1f} ms; "
+            f"pauses of a 10 ms stream meanwhile: p95 {late * 1e3:.1f} ms"
         )
-        assert statistics.median(scrapes) < 0.05
-        assert statistics.quantiles(gaps, n=20)[-1] < 0.05
+        # A sleep is in every scrape, a busy machine is not, so the quickest tell what the gateway
+        # does; and every scrape that holds up the loop is a pause of the stream.
+        assert min(scrapes) < min(others) + SLEEP_S / 2
+        stalls = sum(gap >= SLEEP_S for gap in gaps)
+        assert stalls < len(scrapes) / 2
 
 
 async def test_b_gauges_do_not_leak_on_disconnects_and_failed_attempts(tmp_path: Path) -> None:

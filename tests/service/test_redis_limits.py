@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from taut_service.errors import UnavailableError
 from taut_service.limits.bucket import RateLimit, Standing
 from taut_service.limits.memory import MemoryLimitStore
 from taut_service.limits.redis_script import KEEP_S
-from taut_service.limits.redis_store import RedisLimitStore
+from taut_service.limits.redis_store import BATCH, RedisLimitStore
 from taut_service.limits.store import build_store
 from taut_service.settings import RateLimits, RedisStore, SettingsError
 
@@ -49,6 +50,20 @@ async def take(store: RedisLimitStore, name: str, limit: RateLimit, tokens: int)
     standing = await store.take(name, limit, tokens)
     assert standing is not None
     return standing
+
+
+def observed(store: RedisLimitStore, pause_s: float = 0.0) -> list[Any]:
+    """Return a list that gets every batch before it is sent, ``pause_s`` later."""
+    batches: list[Any] = []
+    execute = store._execute
+
+    async def counted(batch: Any) -> Any:
+        batches.append(batch)
+        await asyncio.sleep(pause_s)
+        return await execute(batch)
+
+    store._execute = counted  # type: ignore[method-assign]
+    return batches
 
 
 async def test_scripts_agree_with_the_memory_store(tmp_path: Path) -> None:
@@ -132,23 +147,88 @@ async def test_gateways_share_one_limit(tmp_path: Path) -> None:
 async def test_callers_at_a_time_share_round_trips(tmp_path: Path) -> None:
     async with redis_server(tmp_path) as server, opened(server.settings()) as store:
         await up(store)
-        sizes: list[int] = []
-        execute = store._execute
-
-        async def counted(batch: Any) -> Any:
-            sizes.append(len(batch))
-            return await execute(batch)
-
-        store._execute = counted  # type: ignore[method-assign]
+        batches = observed(store)
         per_second = 10
         limit = RateLimit(60 * per_second, None)
         began = time.perf_counter()
         await asyncio.gather(*(take(store, "a", limit, 1) for _ in range(300)))
+        sizes = [len(batch) for batch in batches]
         assert sum(sizes) == 300
-        assert len(sizes) <= 3
+        # All waited before the first went out, so only the last may be smaller.
+        assert len(sizes) == math.ceil(300 / BATCH)
         # Each was taken once; the bucket has filled meanwhile, on a busy machine by many.
         left = (await take(store, "a", limit, 1)).requests
         assert 299 <= left <= 299.5 + per_second * (time.perf_counter() - began)
+
+
+async def test_burst_is_taken_batch_by_batch(tmp_path: Path) -> None:
+    async with redis_server(tmp_path) as server, opened(server.settings()) as store:
+        await up(store)
+        # What this is about is the number, not how soon this machine has done it.
+        store._timeout_s = 60.0
+        batches = observed(store)
+        per_second = 10
+        limit = RateLimit(60 * per_second, None)
+        began = time.perf_counter()
+        taken = await asyncio.gather(*(take(store, "a", limit, 1) for _ in range(3000)))
+        granted = sum(standing.granted for standing in taken)
+        assert 600 <= granted <= 601 + per_second * (time.perf_counter() - began)
+        assert sum(len(batch) for batch in batches) == 3000
+        assert max(len(batch) for batch in batches) <= BATCH
+        assert (store.up, store.losses, store.late) == (True, 0, 0)
+
+
+@pytest.mark.parametrize("on_failure", ["open", "closed"])
+async def test_late_takes_of_a_burst_are_no_loss_of_redis(
+    tmp_path: Path, on_failure: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pause_s, number = 0.1, 20 * BATCH
+    async with (
+        redis_server(tmp_path) as server,
+        opened(server.settings(on_failure=on_failure)) as store,
+    ):
+        await up(store)
+        store._timeout_s = 2.0
+        batches = observed(store, pause_s)
+        limit = RateLimit(60_000, None)
+        takes = [asyncio.create_task(store.take("a", limit, 1)) for _ in range(number)]
+        # All takes must be waiting before the settlements behind them.
+        await asyncio.sleep(0)
+        for _ in range(3 * BATCH):
+            store.settle("b", limit, -1, 0)
+        answers = await asyncio.gather(*takes, return_exceptions=True)
+        await eventually(lambda: store._exchange is None)
+        answered = sum(isinstance(answer, Standing) for answer in answers)
+        if on_failure == "open":
+            assert answers.count(None) == number - answered
+        else:
+            refused = sum(isinstance(answer, UnavailableError) for answer in answers)
+            assert refused == number - answered
+        # A batch takes 0.1 s at least, and none goes out that has waited a second.
+        assert BATCH <= answered <= 12 * BATCH
+        assert store.late == number - answered
+        assert (store.up, store.losses) == (True, 0)
+        assert max(len(batch) for batch in batches) <= BATCH
+        sent = [operation.key for batch in batches for operation in batch]
+        assert sent.count("taut:limit:b") == 3 * BATCH
+    texts = [record.message for record in caplog.records if record.name.startswith("taut")]
+    assert len(texts) == 1, "the first late ones are logged, the others counted"
+    assert "too many at once" in texts[0]
+
+
+async def test_request_that_is_abandoned_before_it_asks_is_not_sent(tmp_path: Path) -> None:
+    async with redis_server(tmp_path) as server, opened(server.settings()) as store:
+        await up(store)
+        batches = observed(store)
+        limit = RateLimit(1000, None)
+        takes = [asyncio.create_task(store.take("a", limit, 1)) for _ in range(3 * BATCH)]
+        # All wait then, and the first exchange begins a turn later.
+        await asyncio.sleep(0)
+        for asked in takes[:-BATCH]:
+            asked.cancel()
+        await asyncio.wait(takes)
+        await take(store, "b", limit, 1)
+        assert [len(batch) for batch in batches] == [BATCH, 1]
 
 
 async def test_stall_of_the_event_loop_is_not_a_loss_of_redis(tmp_path: Path) -> None:
@@ -171,8 +251,11 @@ async def test_request_that_is_abandoned_while_it_asks_leaves_no_trace(tmp_path:
     async with redis_server(tmp_path) as server, opened(server.settings()) as store:
         await up(store)
         limit = RateLimit(10, 100)
+        batches = observed(store)
         asked = asyncio.create_task(store.take("a", limit, 50))
-        await asyncio.sleep(0)
+        # Not a turn longer: Redis would have answered.
+        while not batches:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         asked.cancel()
         await asyncio.wait([asked])
         standing = await take(store, "a", limit, 0)
