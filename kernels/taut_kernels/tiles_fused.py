@@ -132,6 +132,10 @@ def rule(op: str, N: int, M: int) -> FusedTile:
     if op == "row_quant" and M <= _FEW_ROWS and 16384 < N <= RESIDENT_LIMIT:
         # Half the chain of a thread's columns again; of 16 bits, they fit its 64 registers.
         return FusedTile(1, 8192, 32)
+    if op == "rms_norm_quant" and 4096 < N <= 8192 and M > _FEW_ROWS:
+        # 64 columns a thread: half the warps of other rows of this length, and half as much of
+        # what each warp does once a row.
+        return FusedTile(1, 1024, 4)
     return _row_rule(N, M)
 
 

@@ -89,7 +89,7 @@ def test_a_floor_that_exchanges_more_than_a_mode_does_not_excuse_it(
     ("mode", "floors"),
     [
         ("require", ("off+products",)),
-        ("prefer+fused", ("off+products",)),
+        ("prefer+fused", ("off+products", "off+ops")),
         ("prefer+attention", ("off+products", "off+triton")),
         ("require+fused+attention", ("off+products", "off+triton", "off+others")),
     ],
@@ -119,6 +119,9 @@ def test_stock_with_other_kernels_is_stock_but_for_them() -> None:
     assert plain == {"compilation_config": {"cudagraph_capture_sizes": [1, 8]}}
     assert greedy._options("off+triton", (1,))["compilation_config"]["custom_ops"] == []
     assert "attention_backend" not in greedy._options("off+products", (1,))
+    ops = greedy._options("off+ops", (1,))
+    assert "attention_backend" not in ops
+    assert ops["ir_op_priority"] == others["ir_op_priority"]
     others["compilation_config"]["custom_ops"].clear()
     others["ir_op_priority"].clear()
     again = greedy._options("off+others", (1, 8))

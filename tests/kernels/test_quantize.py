@@ -139,6 +139,54 @@ def assert_is_reference(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) 
     assert torch.equal(q.float(), wanted.float())
 
 
+def every_pair(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows' largest values [L, 1] and others [V]: all that quotients in e4m3 can be made of.
+
+    A power of two as a factor of both changes no quotient: the largest have one exponent, the
+    others those from there down to where e4m3 vanishes.
+    """
+    mantissas = 1 / torch.finfo(dtype).eps
+    largest = 1 + torch.arange(mantissas, dtype=torch.float64) / mantissas
+    others = largest[None, :] * 2.0 ** torch.arange(0, -21, -1, dtype=torch.float64)[:, None]
+    assert torch.equal(largest, largest.to(dtype).double())
+    return largest[:, None], others.flatten()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_parts_of_the_reciprocal_divide_16_bits_as_a_division(dtype: torch.dtype) -> None:
+    """`quantize` in fp64, where its fused products and sums are exact until they are rounded."""
+    all_largest, y = every_pair(dtype)
+    compared = 0
+    for largest in all_largest.float().split(16):
+        scale = largest / torch.full_like(largest, 448)
+        reciprocal = 1 / scale
+        error = (1 - scale.double() * reciprocal.double()).float() * reciprocal
+        rest = y.float() * error
+        quotient = (y * reciprocal.double() + rest.double()).float()
+        wanted = y.float() / scale
+        inside = wanted <= 448
+        assert torch.equal(
+            quotient[inside].to(row_quant.FP8).float(), wanted[inside].to(row_quant.FP8).float()
+        )
+        compared += int(inside.sum())
+    assert compared > 20 * len(all_largest) ** 2
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_every_pair_of_values_divides_as_the_reference(dtype: torch.dtype) -> None:
+    all_largest, others = every_pair(dtype)
+    for largest in all_largest.to("cuda").split(128):
+        y = torch.where(others.to("cuda") <= largest, others.to("cuda"), 0.0)
+        # Powers of two that fp16 has, so that nothing of the rows is subnormal in it.
+        x = (torch.cat([largest, y], dim=1) * 2.0**7).to(dtype)
+        for step in x.split(16384, dim=1):
+            part = torch.cat([x[:, :1], step], dim=1)
+            q, scales = torch.ops.taut.row_quant(part, row_quant.FP8)
+            assert_is_reference(part, q, scales)
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("quantised", FORMATS)

@@ -33,16 +33,18 @@ from typing import Any
 from taut_kernels.bench.engine_modes import MODES, engine_options, environment
 
 Answers = list[list[int]]
+_OPS: dict[str, Any] = {
+    "ir_op_priority": {"rms_norm": ["vllm_c"], "fused_add_rms_norm": ["vllm_c"]},
+    "custom_ops": ["+silu_and_mul", "+quant_fp8", "+rotary_embedding"],
+}
 _OTHERS: dict[str, dict[str, Any]] = {
     "off+products": {},
     "off+triton": {"attention_backend": "TRITON_ATTN"},
-    "off+others": {
-        "attention_backend": "TRITON_ATTN",
-        "ir_op_priority": {"rms_norm": ["vllm_c"], "fused_add_rms_norm": ["vllm_c"]},
-        "custom_ops": ["+silu_and_mul", "+quant_fp8", "+rotary_embedding"],
-    },
+    "off+ops": _OPS,
+    "off+others": {"attention_backend": "TRITON_ATTN"} | _OPS,
 }
-"""Stock with other kernels of vLLM's own: of products, of attention, of all that ours replace.
+"""Stock with other kernels of vLLM's own: of products, of attention, of products, norms and
+activations, of all that ours replace.
 Inductor's norms and activations leave out roundings to bf16 on their way to 8 bits that vLLM's
 have, and ours (its ``emulate_precision_casts`` is off)."""
 _DISABLED = (
@@ -173,10 +175,13 @@ def floors_of(mode: str) -> tuple[str, ...]:
     Args:
         mode: one of :data:`MODES`.
     """
-    parts = set(mode.split("+")[1:])
-    if parts == {"fused", "attention"}:
-        return tuple(_OTHERS)
-    return ("off+products", "off+triton") if "attention" in parts else ("off+products",)
+    floors = {
+        frozenset(): ("off+products",),
+        frozenset({"fused"}): ("off+products", "off+ops"),
+        frozenset({"attention"}): ("off+products", "off+triton"),
+        frozenset({"fused", "attention"}): ("off+products", "off+triton", "off+others"),
+    }
+    return floors[frozenset(mode.split("+")[1:])]
 
 
 def cache_bytes(config: dict[str, Any], tokens: int) -> int:

@@ -43,8 +43,12 @@ TIE = 1.02
 """Times this near each other are not told apart."""
 _MOST_ELEMENTS = 64
 """Columns a thread may hold with 16 warps or fewer; more spills."""
-_MOST_ELEMENTS_OF_32_WARPS = {"silu_mul_quant": 32, "row_quant": 32}
-"""The same where a thread has 64 registers; other ops: 16. These two hold 16 bits of an element."""
+_HELD_IN_16_BITS = ("silu_mul_quant", "row_quant")
+_HELD_TWICE = ("rms_norm_quant", "add_rms_norm_quant")
+_MOST_ELEMENTS_OF_32_WARPS = dict.fromkeys(_HELD_IN_16_BITS, 32)
+"""The same where a thread has 64 registers; other ops: 16."""
+_CAPS = (32, 40, 48, 64)
+"""Registers that let 2,048, 1,536, 1,280 and 1,024 threads run on a multiprocessor."""
 
 
 def candidates(form: Form, N: int, M: int) -> Iterator[FusedTile]:
@@ -59,13 +63,23 @@ def candidates(form: Form, N: int, M: int) -> Iterator[FusedTile]:
             if 4 <= rows * block // (32 * warps) <= 32 and rows <= M:
                 yield FusedTile(rows, block, warps)
         return
-    tight = _MOST_ELEMENTS_OF_32_WARPS.get(form.op, 16)
+    yield from _row_candidates(form.op, N, M)
+
+
+def _row_candidates(op: str, N: int, M: int) -> Iterator[FusedTile]:
+    tight = _MOST_ELEMENTS_OF_32_WARPS.get(op, 16)
     for warps, each, rows in itertools.product((2, 4, 8, 16, 32), (8, 16), (1, 2, 4)):
         block = 32 * warps * each
         columns = -(-N // block) * block
         held = rows * columns // (32 * warps)
         if rows <= M and block < 2 * N and 4 <= held <= (tight if warps == 32 else _MOST_ELEMENTS):
             yield FusedTile(rows, block, warps)
+            # A cap both ways: more programs at a time, or more loads before the first sum than
+            # ptxas has registers for if it is left to aim.
+            least = 2 * held - 4 if op in _HELD_TWICE else held + 8
+            for cap in _CAPS:
+                if least <= cap <= 65536 // (32 * warps):
+                    yield FusedTile(rows, block, warps, registers=cap)
 
 
 def _call(form: Form, tile: FusedTile, copies: Sequence[Operands]) -> Call:

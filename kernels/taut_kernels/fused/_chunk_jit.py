@@ -49,7 +49,7 @@ def store_chunk(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def store_quantized(  # type: ignore[no-untyped-def]
     ys,  # CHUNKS steps of rows
-    largest,  # magnitudes, [ROWS, BLOCK] fp32
+    largest,  # magnitudes, [ROWS, BLOCK]
     y_rows,
     scale_ptr,
     offs_m,
@@ -61,10 +61,9 @@ def store_quantized(  # type: ignore[no-untyped-def]
     OUT: tl.constexpr,
 ):
     """Quantise rows, each by its own scale, and store both."""
-    scale = row_scale(tl.max(largest, axis=1), OUT)
+    scale = row_scale(tl.max(largest.to(tl.float32), axis=1), OUT)
     tl.store(scale_ptr + offs_m, scale, mask=mask_m)
     reciprocal = tl.div_rn(1.0, scale)
     for chunk in tl.static_range(CHUNKS):
-        y = ys[chunk].to(tl.float32)
-        q = quantize(y, scale[:, None], reciprocal[:, None], OUT)
+        q = quantize(ys[chunk], scale[:, None], reciprocal[:, None], OUT)
         store_chunk(y_rows, q, offs, mask_m, chunk * BLOCK, BLOCK, N)

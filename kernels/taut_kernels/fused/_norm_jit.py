@@ -15,7 +15,7 @@ from taut_kernels.fused._rms_norm_jit import load_weight, scaled
 
 @triton.jit
 def _output(x_hat, weight, bias, y_type: tl.constexpr, CENTRED: tl.constexpr):
-    """Return the output as fp32: RMSNorm rounds before its weight, LayerNorm at the store only."""
+    """Return the output: RMSNorm rounds before its weight, LayerNorm at the store only."""
     if CENTRED:
         if weight is not None:
             x_hat = x_hat * weight.to(tl.float32)

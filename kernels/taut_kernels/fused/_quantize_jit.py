@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from taut_kernels.fused._chunk_jit import load_chunk, store_quantized
+from taut_kernels.fused._packed_jit import larger_magnitude
 from taut_kernels.fused.row_quant import quantize, row_scale
 
 
@@ -39,9 +40,9 @@ def row_quant_kernel(
     xs = ()
     for chunk in tl.static_range(CHUNKS):
         xs = xs + (load_chunk(x_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
-    largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    largest = tl.zeros((ROWS, BLOCK), dtype=x_ptr.dtype.element_ty)
     for chunk in tl.static_range(CHUNKS):
-        largest = tl.maximum(largest, tl.abs(xs[chunk].to(tl.float32)))
+        largest = larger_magnitude(largest, xs[chunk])
     store_quantized(xs, largest, y_rows, scale_ptr, offs_m, mask_m, offs, CHUNKS, BLOCK, N, OUT)
 
 
@@ -66,15 +67,15 @@ def row_quant_long_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     x_row = x_ptr + row * stride_xm
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    largest = tl.zeros((BLOCK,), dtype=x_ptr.dtype.element_ty)
     for start in range(0, N, BLOCK):
-        x = tl.load(x_row + start + offs, mask=start + offs < N, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(x))
-    scale = row_scale(tl.max(largest, axis=0), OUT)
+        x = tl.load(x_row + start + offs, mask=start + offs < N, other=0.0)
+        largest = larger_magnitude(largest, x)
+    scale = row_scale(tl.max(largest.to(tl.float32), axis=0), OUT)
     tl.store(scale_ptr + row, scale)
     reciprocal = tl.div_rn(1.0, scale)
     for start in range(0, N, BLOCK):
         offs_n = start + offs
-        x = tl.load(x_row + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+        x = tl.load(x_row + offs_n, mask=offs_n < N, other=0.0)
         q = quantize(x, scale, reciprocal, OUT)
         tl.store(y_ptr + row * N + offs_n, q.to(y_ptr.dtype.element_ty), mask=offs_n < N)

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from taut_kernels.fused._chunk_jit import load_chunk, load_sum, store_chunk
+from taut_kernels.fused._packed_jit import larger_magnitude, product, wide
 from taut_kernels.fused.row_quant import quantize, row_scale
 
 
@@ -49,11 +50,11 @@ def prefetch_weight(weight_ptr, N: tl.constexpr):
 
 @triton.jit
 def scaled(x, rsqrt, weight, y_type: tl.constexpr):
-    """Return x · rsqrt · weight as fp32, rounded where the unfused op rounds."""
+    """Return x · rsqrt · weight as ``y_type``, rounded where the unfused op rounds."""
     y = x * rsqrt
     if weight is not None:
-        y = y.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
-    return y.to(y_type).to(tl.float32)
+        y = product(y.to(weight.dtype), weight)
+    return y.to(y_type)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -109,15 +110,15 @@ def rms_norm_kernel(
     squares = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     sums = ()
     for chunk in tl.static_range(CHUNKS):
-        x = xs[chunk].to(tl.float32)
+        x = wide(xs[chunk])
         if HAS_RESIDUAL:
-            x = x + residuals[chunk].to(tl.float32)
+            x = x + wide(residuals[chunk])
             store_chunk(residual_rows, x, offs, mask_m, chunk * BLOCK, BLOCK, N)
         sums = sums + (x,)
         squares = tl.fma(x, x, squares)
     rsqrt = tl.rsqrt(tl.sum(squares, axis=1) / N + epsilon)
 
-    largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    largest = tl.zeros((ROWS, BLOCK), dtype=x_type)
     ys = ()
     for chunk in tl.static_range(CHUNKS):
         if HAS_WEIGHT:
@@ -126,11 +127,11 @@ def rms_norm_kernel(
             y = scaled(sums[chunk], rsqrt[:, None], None, x_type)
         ys = ys + (y,)
         if OUT == "fp8" or OUT == "int8":
-            largest = tl.maximum(largest, tl.abs(y))
+            largest = larger_magnitude(largest, y)
     if OUT == "static_fp8":
         scale = tl.load(scale_ptr) + tl.zeros((ROWS,), dtype=tl.float32)
     elif OUT != "same":
-        scale = row_scale(tl.max(largest, axis=1), OUT)
+        scale = row_scale(tl.max(largest.to(tl.float32), axis=1), OUT)
         tl.store(scale_ptr + offs_m, scale, mask=mask_m)
     if OUT != "same":
         reciprocal = tl.div_rn(1.0, scale)
@@ -187,12 +188,12 @@ def rms_norm_long_kernel(
     if OUT == "static_fp8":
         scale = tl.load(scale_ptr)
     elif OUT != "same":
-        largest = tl.zeros((BLOCK,), dtype=tl.float32)
+        largest = tl.zeros((BLOCK,), dtype=x_type)
         for start in range(0, N, BLOCK):
             x = load_sum(x_row, residual_row, start + offs, N)
             y = _long_scaled(x, rsqrt, weight_ptr, start + offs, N, x_type)
-            largest = tl.maximum(largest, tl.abs(y))
-        scale = row_scale(tl.max(largest, axis=0), OUT)
+            largest = larger_magnitude(largest, y)
+        scale = row_scale(tl.max(largest.to(tl.float32), axis=0), OUT)
         tl.store(scale_ptr + row, scale)
     if OUT != "same":
         reciprocal = tl.div_rn(1.0, scale)

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from taut_kernels.fused._chunk_jit import load_chunk, store_chunk, store_quantized
+from taut_kernels.fused._packed_jit import exp_or_zero, larger_magnitude, product, wide
 from taut_kernels.fused.row_quant import quantize, row_scale
 
 
@@ -61,24 +62,30 @@ def store_masked(y_rows, y, start, mask_m, N: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def _one_plus_exp(x):
+    """Return 1 + exp(x). What exp(x) loses below 2**-126, the sum does not have."""
+    return 1.0 + exp_or_zero(x)
+
+
+@triton.jit
 def gated(gate, up, alpha, beta, limit, FORM: tl.constexpr):
-    """Return the activation as fp32, rounded to the inputs' type where the unfused op rounds."""
+    """Return the activation, of the inputs' type, rounded where the unfused op rounds."""
     x_type: tl.constexpr = gate.dtype
-    gate = gate.to(tl.float32)
-    up = up.to(tl.float32)
+    gate = wide(gate)
     # σ(z) = rsqrt(1 + exp(-z))²: two operations less than the 10 of an approximate division, and
     # the quantised forms are bound by operations.
     if FORM == "silu":
-        root = tl.rsqrt(1.0 + tl.exp(-gate))
+        root = tl.rsqrt(_one_plus_exp(-gate))
         silu = gate * (root * root)
-        y = silu.to(x_type).to(tl.float32) * up
+        y = product(silu.to(x_type), up)
     else:
+        up = wide(up)
         if FORM == "clamped":
             gate = tl.minimum(gate, limit)
             up = tl.minimum(tl.maximum(up, -limit), limit)
-        root = tl.rsqrt(1.0 + tl.exp(-gate * alpha))
+        root = tl.rsqrt(_one_plus_exp(-gate * alpha))
         y = gate * (root * root) * (up + beta)
-    return y.to(x_type).to(tl.float32)
+    return y.to(x_type)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -161,13 +168,12 @@ def silu_mul_quant_kernel(
         gate, up = load_gate_up(x_rows, offs, mask_m, chunk * BLOCK, BLOCK, N, INTERLEAVED)
         gates = gates + (gate,)
         ups = ups + (up,)
-    largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    largest = tl.zeros((ROWS, BLOCK), dtype=x_ptr.dtype.element_ty)
     ys = ()
     for chunk in tl.static_range(CHUNKS):
         y = gated(gates[chunk], ups[chunk], alpha, beta, limit, FORM)
-        largest = tl.maximum(largest, tl.abs(y))
-        # Already rounded to x's type: held in it at half the registers.
-        ys = ys + (y.to(x_ptr.dtype.element_ty),)
+        largest = larger_magnitude(largest, y)
+        ys = ys + (y,)
     store_quantized(ys, largest, y_rows, scale_ptr, offs_m, mask_m, offs, CHUNKS, BLOCK, N, OUT)
 
 
@@ -197,12 +203,12 @@ def silu_mul_quant_long_kernel(
     mask_m = offs_m < M
     x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
     y_rows = y_ptr + offs_m.to(tl.int64)[:, None] * N
-    largest = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    largest = tl.zeros((ROWS, BLOCK), dtype=x_ptr.dtype.element_ty)
     for start in range(0, N, BLOCK):
         gate, up = load_masked(x_rows, start, mask_m, N, BLOCK, INTERLEAVED)
         y = gated(gate, up, alpha, beta, limit, FORM)
-        largest = tl.maximum(largest, tl.abs(y))
-    scale = row_scale(tl.max(largest, axis=1), OUT)
+        largest = larger_magnitude(largest, y)
+    scale = row_scale(tl.max(largest.to(tl.float32), axis=1), OUT)
     tl.store(scale_ptr + offs_m, scale, mask=mask_m)
     reciprocal = tl.div_rn(1.0, scale)
     for start in range(0, N, BLOCK):

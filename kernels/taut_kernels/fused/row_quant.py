@@ -5,9 +5,12 @@ Formats   float8_e4m3fn: q_max 448, s_min 1 / (448 · 512), q = clamp(y / s); in
           s_min 2**-23 (fp32 epsilon), q = saturate(round_half_even(y · (1 / s)))
 Numerics  all in fp32. fp8 divides by a dynamic scale and multiplies by the reciprocal of a static
           one; int8 multiplies by the reciprocal. y is what the unfused op would have stored:
-          rounded to the activations' dtype first. The jit division is one multiplication and one
-          Newton step, which gives the correctly rounded quotient (Markstein, 1990) wherever the
-          quotient does not vanish in e4m3; a negative zero may come out as zero.
+          rounded to the activations' dtype first. The jit division of an fp32 y is one
+          multiplication and one Newton step, which gives the correctly rounded quotient
+          (Markstein, 1990) wherever the quotient does not vanish in e4m3; a negative zero may come
+          out as zero. That of a 16-bit y multiplies with 1 / s in two parts, one instruction less:
+          the same e4m3 values for every y and largest y there are (the tests try all), but in
+          rows that reach beyond 2**120, where the second part is subnormal.
 Limits    a row with an infinity or a NaN has meaningless values; other rows do not see it
 Source    definition: vLLM `rms_norm_dynamic_per_token_quant`, `static_scaled_fp8_quant`.
 """
@@ -17,6 +20,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from taut_kernels.fused._packed_jit import wide
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 Q_MAX = {FP8: 448.0, INT8: 127.0}
@@ -83,12 +88,14 @@ def row_scale(largest, OUT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def quantize(y, scale, reciprocal, OUT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Quantise fp32 values; scale and reciprocal broadcast against them.
+    """Quantise values of 16 or 32 bits; scale and reciprocal broadcast against them.
 
     For fp8 the result is fp32, still to be rounded by the caller's cast to the
     output's type: under the interpreter of Triton 3.9 that cast loses carries (1.97 becomes 1.0),
     so that interpreter tests give the kernel an fp32 output and let torch round.
     """
+    narrow: tl.constexpr = y.dtype != tl.float32
+    y = wide(y)
     quotient = y * reciprocal
     # A row's own scale bounds its quotients by q_max and a rounding: only a given scale needs the
     # clamp.
@@ -96,7 +103,12 @@ def quantize(y, scale, reciprocal, OUT: tl.constexpr):  # type: ignore[no-untype
         # 1.5 · 2**23: the sum's low byte is the integer, rounded half to even.
         q = (quotient + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     elif OUT == "fp8":
-        q = tl.fma(tl.fma(-quotient, scale, y), reciprocal, quotient)
+        # The scale is negated, not the quotient: it is one for a row.
+        if narrow:
+            error = tl.fma(-scale, reciprocal, 1.0) * reciprocal
+            q = tl.fma(y, reciprocal, y * error)
+        else:
+            q = tl.fma(tl.fma(quotient, -scale, y), reciprocal, quotient)
     else:
         q = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
     return q
