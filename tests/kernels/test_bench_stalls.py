@@ -7,8 +7,10 @@ import gzip
 from pathlib import Path
 
 import pytest
+import torch
 
-from taut_kernels.bench import stalls
+from taut_kernels.bench import stalls, w4a16_rivals
+from taut_kernels.bench.w4a16_layer import Layer
 
 RUN = Path(__file__).parents[2] / "kernels/bench_results/2026-11-24-h200-09h"
 RAW = """==PROF== Connected
@@ -56,3 +58,35 @@ def test_a_machine_without_card_or_profiler_is_told_so(
     monkeypatch.setattr(stalls.torch.cuda, "is_available", lambda: card)
     assert stalls.main(["--output", str(tmp_path)]) == 2
     assert capsys.readouterr().err.strip().endswith(f"needs {needs}")
+
+
+def test_four_bit_products_that_are_wrong_or_missing_are_not_shown(monkeypatch, capsys):
+    """On tensors of a CPU: a layer, a rival that is right, one that errs and one that is absent."""
+    asked = []
+
+    def layer_of(N, K, group_size, rows, dtype):
+        asked.append((N, K, group_size, rows, dtype))
+        x = torch.zeros(rows, 64)
+        return Layer(x, x.int(), x, 64, torch.arange(rows), x.double(), budget=0.1)
+
+    def absent(_):
+        raise w4a16_rivals.UnavailableError("Marlin: not here")
+
+    rivals = {
+        "taut": lambda _: lambda x: x.clone(),
+        "Marlin": absent,
+        "Machete": lambda _: lambda x: x + 1,
+        "cuBLAS": lambda _: lambda x: x + 0.05,
+        w4a16_rivals.OTHER_PRECISION: lambda _: lambda x: x + 2,
+    }
+    monkeypatch.setattr(stalls.w4a16_layer, "make_layer", layer_of)
+    monkeypatch.setattr(stalls.w4a16_rivals, "PREPARE", rivals)
+    cases = list(stalls.four_bits(["o"], [1, 64]))
+    assert asked == [(4096, 4096, 128, 64, torch.bfloat16)]
+    other = w4a16_rivals.OTHER_PRECISION
+    shown = [f"w4a16 o M={M} {rival}" for rival in ("taut", "cuBLAS", other) for M in (1, 64)]
+    assert [case.label for case in cases] == shown
+    assert [case.call().shape[0] for case in cases] == [1, 64] * 3
+    said = capsys.readouterr().out
+    assert said.count("Marlin: not run: Marlin: not here") == 2
+    assert said.count("Machete: WRONG, not shown: error 1.000e+00") == 2

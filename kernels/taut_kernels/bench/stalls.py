@@ -22,12 +22,23 @@ from pathlib import Path
 
 import torch
 
-from taut_kernels.bench import fused_cases, fused_rivals, report, scaled_mm_rivals, shapes
+from taut_kernels.bench import (
+    fused_cases,
+    fused_rivals,
+    report,
+    scaled_mm_rivals,
+    shapes,
+    w4a16_layer,
+    w4a16_rivals,
+)
 from taut_kernels.bench.refusal import REFUSED, first_line
 from taut_kernels.bench.scaled_mm_layer import KINDS, SHAPES, make_layer
 
 DEFAULT_TOKENS = (1, 16, 64)
 PRODUCTS = ("taut", "CUTLASS", "_scaled_mm rows")
+W4A16 = "w4a16"
+FOUR_BITS = ("taut", "Marlin", "Machete", "cuBLAS", w4a16_rivals.OTHER_PRECISION)
+_GROUP_SIZE = 128
 FUSED = ("taut", "vLLM", "torch.compile")
 COUNTERS = {
     "us": "gpu__time_duration.sum",
@@ -80,6 +91,32 @@ def products(kind: str, names: Sequence[str], tokens: Sequence[int]) -> Iterator
             for subject in scaled_mm_rivals.checked_subjects(layer, ready, M, notes):
                 yield Case(f"{kind} {shape} M={M} {subject.name}", lambda s=subject: s.call(0))  # type: ignore[misc]
         sys.stdout.writelines(f"{note}\n" for note in notes)
+
+
+def four_bits(names: Sequence[str], tokens: Sequence[int]) -> Iterator[Case]:
+    """Yield W4A16's calls (groups of 128, symmetric, bf16), ours and its rivals'.
+
+    Args:
+        names: shapes of :data:`taut_kernels.bench.shapes.PRODUCTS`.
+        tokens: numbers of rows.
+    """
+    for shape in names:
+        N, K = shapes.PRODUCTS[shape]
+        layer = w4a16_layer.make_layer(N, K, _GROUP_SIZE, max(tokens), torch.bfloat16)
+        for rival in FOUR_BITS:
+            for M in tokens:
+                label, x = f"{W4A16} {shape} M={M} {rival}", layer.x[:M]
+                try:
+                    call = w4a16_rivals.PREPARE[rival](layer)
+                    y = call(x)
+                except REFUSED as error:
+                    sys.stdout.write(f"{label}: not run: {first_line(error)}\n")
+                    continue
+                other = rival == w4a16_rivals.OTHER_PRECISION
+                if reason := None if other else layer.why_wrong(y):
+                    sys.stdout.write(f"{label}: WRONG, not shown: {reason}\n")
+                    continue
+                yield Case(label, lambda call=call, x=x: call(x))  # type: ignore[misc]
 
 
 def fused(name: str, widths: Sequence[int], tokens: int) -> Iterator[Case]:
@@ -230,7 +267,9 @@ def _page(ncu: str, output: Path) -> str:
 def _cases(arguments: argparse.Namespace) -> Iterator[Case]:
     for kind in arguments.kind or ():
         names = shapes.chosen(arguments, SHAPES)
-        yield from products(kind, list(names), arguments.tokens or DEFAULT_TOKENS)
+        tokens = arguments.tokens or DEFAULT_TOKENS
+        four = kind == W4A16
+        yield from four_bits(list(names), tokens) if four else products(kind, list(names), tokens)
     for name in arguments.form or ():
         yield from fused(name, arguments.width or [4096], arguments.rows)
 
@@ -238,7 +277,7 @@ def _cases(arguments: argparse.Namespace) -> Iterator[Case]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.stalls")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--kind", action="append", choices=sorted(KINDS), help="of product")
+    parser.add_argument("--kind", action="append", choices=sorted({*KINDS, W4A16}))
     shapes.add_arguments(parser)
     parser.add_argument("--form", action="append", choices=sorted(fused_cases.FORMS))
     parser.add_argument("--width", action="append", type=int, help="of a form; default: 4096")
