@@ -44,12 +44,6 @@ def answer(engine: str, directory: Path, **environment: str) -> tuple[Answer, st
         return json.loads(file.read_text()), done.stdout + done.stderr
 
 
-def greedy(engine: str, directory: Path, **environment: str) -> tuple[list[list[int]], str]:
-    """Token ids per prompt, and everything the process logged."""
-    found, log = answer(engine, directory, **environment)
-    return found["tokens"], log
-
-
 def scatter(first: Answer, second: Answer) -> float:
     """Mean distance of the two engines' log-probabilities of the given text."""
     pairs = zip(first["logprobs"], second["logprobs"], strict=True)
@@ -118,21 +112,40 @@ def w4a16(environment: dict[str, str], home: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def our_w4a16(w4a16: Path) -> tuple[list[list[int]], str]:
-    return greedy("vllm", w4a16, TAUT_KERNELS="require")
+def our_w4a16(w4a16: Path) -> tuple[Answer, str]:
+    return answer("vllm", w4a16, TAUT_KERNELS="require")
 
 
-def test_w4a16_runs_on_our_kernel_and_equals_transformers(w4a16, our_w4a16):
+@pytest.fixture(scope="module")
+def rounded_w4a16(w4a16: Path) -> Answer:
+    return answer("transformers", w4a16)[0]
+
+
+def test_w4a16_runs_on_our_kernel_and_equals_transformers(w4a16, our_w4a16, rounded_w4a16):
     ours, log = our_w4a16
     assert "TautW4A16LinearKernel" in log
-    Judge(w4a16).require_same(ours, greedy("transformers", w4a16)[0])
+    Judge(w4a16).require_same(ours["tokens"], rounded_w4a16["tokens"])
+
+
+@needs_avx512("vLLM's other kernels are less exact there")
+def test_w4a16_is_as_near_to_fp32_as_transformers(w4a16, our_w4a16, rounded_w4a16):
+    """Within the A/A floor: what transformers' own bf16 is from its fp32."""
+    exact, _ = answer("transformers-fp32", w4a16)
+    floor, found = scatter(exact, rounded_w4a16), scatter(exact, our_w4a16[0])
+    print(f"log-probabilities are {found:.4f} from fp32's, transformers' bf16 {floor:.4f}")
+    assert found <= A_A_FLOORS * floor
 
 
 @needs_avx512("stock vLLM has no W4A16 product (cpu_gemm_wna16) there")
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(),
+    reason="a CPU with AMX: stock vLLM's W4A16 is 0.26 from fp32's log-probabilities there, ours "
+    "and its own without AMX 0.04 (2026-11-24)",
+)
 def test_w4a16_equals_stock(w4a16, our_w4a16):
-    stock, log = greedy("vllm", w4a16, VLLM_PLUGINS="")
+    stock, log = answer("vllm", w4a16, VLLM_PLUGINS="")
     assert "TautW4A16LinearKernel" not in log
-    Judge(w4a16).require_same(our_w4a16[0], stock)
+    Judge(w4a16).require_same(our_w4a16[0]["tokens"], stock["tokens"])
 
 
 @pytest.fixture(scope="module")

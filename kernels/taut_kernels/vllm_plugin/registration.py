@@ -10,6 +10,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from taut_kernels.vllm_plugin import compat, decode_attention, fused_ops, gauges, record, selection
+from taut_kernels.vllm_plugin.amx import allow_amx
 from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal, slower_in_places
 from taut_kernels.vllm_plugin.scaled_mm import (
     TautFP8ScaledMMLinearKernel,
@@ -40,6 +41,7 @@ def install(mode: str) -> None:
         IncompatibleVllmError: this vLLM lacks an extension point.
     """
     _make_our_log_lines_visible()
+    allow_amx()
     compat.insert_first(TautW4A16LinearKernel, kernel_selection)
     compat.insert_scaled_mm_first(TautInt8ScaledMMLinearKernel, kernel_selection, "INT8")
     compat.insert_scaled_mm_first(TautFP8ScaledMMLinearKernel, kernel_selection, "FP8")
