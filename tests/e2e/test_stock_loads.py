@@ -40,7 +40,9 @@ def answer(engine: str, directory: Path, **environment: str) -> tuple[Answer, st
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "answer.json"
         done = run_script([engine, str(directory), str(file)], environment)
-        assert done.returncode == 0, done.stderr[-3000:]
+        # Not the exit status: vLLM ends now and then with "terminate called without an active
+        # exception" (SIGABRT), stock and with our plugin, after the answer (2026-11-24).
+        assert file.exists(), done.stderr[-3000:]
         return json.loads(file.read_text()), done.stdout + done.stderr
 
 
