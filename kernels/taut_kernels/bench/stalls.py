@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import gzip
 import os
 import re
@@ -33,12 +34,12 @@ from taut_kernels.bench import (
 )
 from taut_kernels.bench.refusal import REFUSED, first_line
 from taut_kernels.bench.scaled_mm_layer import KINDS, SHAPES, make_layer
+from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE
 
 DEFAULT_TOKENS = (1, 16, 64)
 PRODUCTS = ("taut", "CUTLASS", "_scaled_mm rows")
 W4A16 = "w4a16"
 FOUR_BITS = ("taut", "Marlin", "Machete", "cuBLAS", w4a16_rivals.OTHER_PRECISION)
-_GROUP_SIZE = 128
 FUSED = ("taut", "vLLM", "torch.compile")
 COUNTERS = {
     "us": "gpu__time_duration.sum",
@@ -102,18 +103,18 @@ def four_bits(names: Sequence[str], tokens: Sequence[int]) -> Iterator[Case]:
     """
     for shape in names:
         N, K = shapes.PRODUCTS[shape]
-        layer = w4a16_layer.make_layer(N, K, _GROUP_SIZE, max(tokens), torch.bfloat16)
+        layer = w4a16_layer.make_layer(N, K, GROUP_SIZE, max(tokens), torch.bfloat16)
         for rival in FOUR_BITS:
+            prepare = functools.cache(w4a16_rivals.PREPARE[rival])
             for M in tokens:
                 label, x = f"{W4A16} {shape} M={M} {rival}", layer.x[:M]
                 try:
-                    call = w4a16_rivals.PREPARE[rival](layer)
+                    call = prepare(layer)
                     y = call(x)
                 except REFUSED as error:
                     sys.stdout.write(f"{label}: not run: {first_line(error)}\n")
                     continue
-                other = rival == w4a16_rivals.OTHER_PRECISION
-                if reason := None if other else layer.why_wrong(y):
+                if reason := w4a16_rivals.why_wrong(rival, layer, y):
                     sys.stdout.write(f"{label}: WRONG, not shown: {reason}\n")
                     continue
                 yield Case(label, lambda call=call, x=x: call(x))  # type: ignore[misc]
@@ -277,7 +278,9 @@ def _cases(arguments: argparse.Namespace) -> Iterator[Case]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.stalls")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--kind", action="append", choices=sorted({*KINDS, W4A16}))
+    parser.add_argument(
+        "--kind", action="append", choices=sorted({*KINDS, W4A16}), help="of product"
+    )
     shapes.add_arguments(parser)
     parser.add_argument("--form", action="append", choices=sorted(fused_cases.FORMS))
     parser.add_argument("--width", action="append", type=int, help="of a form; default: 4096")

@@ -45,8 +45,6 @@ _MOST_ELEMENTS = 64
 """Columns a thread may hold with 16 warps or fewer; more spills."""
 _HELD_IN_16_BITS = ("silu_mul_quant", "row_quant")
 _HELD_TWICE = ("rms_norm_quant", "add_rms_norm_quant")
-_MOST_ELEMENTS_OF_32_WARPS = dict.fromkeys(_HELD_IN_16_BITS, 32)
-"""The same where a thread has 64 registers; other ops: 16."""
 _CAPS = (32, 40, 48, 64)
 """Registers that let 2,048, 1,536, 1,280 and 1,024 threads run on a multiprocessor."""
 
@@ -67,7 +65,8 @@ def candidates(form: Form, N: int, M: int) -> Iterator[FusedTile]:
 
 
 def _row_candidates(op: str, N: int, M: int) -> Iterator[FusedTile]:
-    tight = _MOST_ELEMENTS_OF_32_WARPS.get(op, 16)
+    # 32 warps leave a thread 64 registers.
+    tight = 32 if op in _HELD_IN_16_BITS else 16
     for warps, each, rows in itertools.product((2, 4, 8, 16, 32), (8, 16), (1, 2, 4)):
         block = 32 * warps * each
         columns = -(-N // block) * block

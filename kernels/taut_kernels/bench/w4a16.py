@@ -38,15 +38,11 @@ def _prepared(
         except REFUSED as error:
             notes.append(f"{name} on {layer.N}×{layer.K}: not run: {first_line(error)}")
             continue
-        if reason := _why_wrong(name, layer, y):
+        if reason := w4a16_rivals.why_wrong(name, layer, y):
             notes.append(f"{name} on {layer.N}×{layer.K}: WRONG, not timed: {reason}")
             continue
         ready[name] = calls
     return ready
-
-
-def _why_wrong(name: str, layer: Layer, y: torch.Tensor) -> str | None:
-    return None if name == w4a16_rivals.OTHER_PRECISION else layer.why_wrong(y)
 
 
 def _measure_shape(
@@ -66,7 +62,7 @@ def _measure_shape(
             except REFUSED as error:
                 notes.append(f"{name} on {N}×{K}, M={M}: not run: {first_line(error)}")
                 continue
-            if reason := _why_wrong(name, layer, y):
+            if reason := w4a16_rivals.why_wrong(name, layer, y):
                 notes.append(f"{name} on {N}×{K}, M={M}: WRONG, not timed: {reason}")
                 continue
             subjects.append(w4a16_rivals.subject(name, calls, x))

@@ -170,6 +170,18 @@ def fp8_cutlass(layer: Layer) -> Call:
 OTHER_PRECISION = "FP8 CUTLASS (other weights)"
 """Beside ours for comparison; neither judged nor part of the ratio."""
 
+
+def why_wrong(name: str, layer: Layer, y: torch.Tensor) -> str | None:
+    """Hold a kernel's result to the layer's budget; return a reason, None where it is right.
+
+    Args:
+        name: a key of :data:`PREPARE`; :data:`OTHER_PRECISION` is not judged.
+        layer: whose product ``y`` is.
+        y: [M, N].
+    """
+    return None if name == OTHER_PRECISION else layer.why_wrong(y)
+
+
 NOT_RIVALS = (
     "Liger: no row: it has no product with quantised weights",
     "torch.compile: no row: Inductor has no 4-bit product and would dequantise in every call",

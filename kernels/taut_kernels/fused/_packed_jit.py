@@ -16,22 +16,18 @@ _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
+def _of_pairs(CODE: tl.constexpr, x, y):
+    return tl.inline_asm_elementwise(CODE, "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
 def product(x, y):
     """Return x · y, of the type that both have, rounded once; they broadcast against each other."""
     if _ASSEMBLY and x.dtype == tl.bfloat16:
         # −0 added: sm_80 has no packed product of bf16 without a sum.
-        z = tl.inline_asm_elementwise(
-            "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }",
-            "=r,r,r",
-            [x, y],
-            dtype=x.dtype,
-            is_pure=True,
-            pack=2,
-        )
+        z = _of_pairs("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }", x, y)
     elif _ASSEMBLY and x.dtype == tl.float16:
-        z = tl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], dtype=x.dtype, is_pure=True, pack=2
-        )
+        z = _of_pairs("mul.rn.f16x2 $0, $1, $2;", x, y)
     else:
         z = (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype)
     return z
@@ -79,23 +75,9 @@ def exp_or_zero(x):
 def larger_magnitude(largest, x):
     """Return max(largest, abs(x)), of the type that both have; a NaN loses."""
     if _ASSEMBLY and x.dtype == tl.bfloat16:
-        z = tl.inline_asm_elementwise(
-            "{ .reg .b32 a; abs.bf16x2 a, $2; max.bf16x2 $0, $1, a; }",
-            "=r,r,r",
-            [largest, x],
-            dtype=x.dtype,
-            is_pure=True,
-            pack=2,
-        )
+        z = _of_pairs("{ .reg .b32 a; abs.bf16x2 a, $2; max.bf16x2 $0, $1, a; }", largest, x)
     elif _ASSEMBLY and x.dtype == tl.float16:
-        z = tl.inline_asm_elementwise(
-            "{ .reg .b32 a; abs.f16x2 a, $2; max.f16x2 $0, $1, a; }",
-            "=r,r,r",
-            [largest, x],
-            dtype=x.dtype,
-            is_pure=True,
-            pack=2,
-        )
+        z = _of_pairs("{ .reg .b32 a; abs.f16x2 a, $2; max.f16x2 $0, $1, a; }", largest, x)
     else:
         z = tl.maximum(largest, tl.abs(x))
     return z

@@ -71,7 +71,7 @@ def row_quant_long_kernel(
     for start in range(0, N, BLOCK):
         x = tl.load(x_row + start + offs, mask=start + offs < N, other=0.0)
         largest = larger_magnitude(largest, x)
-    scale = row_scale(tl.max(largest.to(tl.float32), axis=0), OUT)
+    scale = row_scale(tl.max(largest, axis=0), OUT)
     tl.store(scale_ptr + row, scale)
     reciprocal = tl.div_rn(1.0, scale)
     for start in range(0, N, BLOCK):

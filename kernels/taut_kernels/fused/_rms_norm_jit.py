@@ -131,7 +131,7 @@ def rms_norm_kernel(
     if OUT == "static_fp8":
         scale = tl.load(scale_ptr) + tl.zeros((ROWS,), dtype=tl.float32)
     elif OUT != "same":
-        scale = row_scale(tl.max(largest.to(tl.float32), axis=1), OUT)
+        scale = row_scale(tl.max(largest, axis=1), OUT)
         tl.store(scale_ptr + offs_m, scale, mask=mask_m)
     if OUT != "same":
         reciprocal = tl.div_rn(1.0, scale)
@@ -193,7 +193,7 @@ def rms_norm_long_kernel(
             x = load_sum(x_row, residual_row, start + offs, N)
             y = _long_scaled(x, rsqrt, weight_ptr, start + offs, N, x_type)
             largest = larger_magnitude(largest, y)
-        scale = row_scale(tl.max(largest.to(tl.float32), axis=0), OUT)
+        scale = row_scale(tl.max(largest, axis=0), OUT)
         tl.store(scale_ptr + row, scale)
     if OUT != "same":
         reciprocal = tl.div_rn(1.0, scale)

@@ -62,20 +62,14 @@ def store_masked(y_rows, y, start, mask_m, N: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _one_plus_exp(x):
-    """Return 1 + exp(x). What exp(x) loses below 2**-126, the sum does not have."""
-    return 1.0 + exp_or_zero(x)
-
-
-@triton.jit
 def gated(gate, up, alpha, beta, limit, FORM: tl.constexpr):
     """Return the activation, of the inputs' type, rounded where the unfused op rounds."""
     x_type: tl.constexpr = gate.dtype
     gate = wide(gate)
     # σ(z) = rsqrt(1 + exp(-z))²: two operations less than the 10 of an approximate division, and
-    # the quantised forms are bound by operations.
+    # the quantised forms are bound by operations. What exp loses below 2**-126 the sum has not.
     if FORM == "silu":
-        root = tl.rsqrt(_one_plus_exp(-gate))
+        root = tl.rsqrt(1.0 + exp_or_zero(-gate))
         silu = gate * (root * root)
         y = product(silu.to(x_type), up)
     else:
@@ -83,7 +77,7 @@ def gated(gate, up, alpha, beta, limit, FORM: tl.constexpr):
         if FORM == "clamped":
             gate = tl.minimum(gate, limit)
             up = tl.minimum(tl.maximum(up, -limit), limit)
-        root = tl.rsqrt(_one_plus_exp(-gate * alpha))
+        root = tl.rsqrt(1.0 + exp_or_zero(-gate * alpha))
         y = gate * (root * root) * (up + beta)
     return y.to(x_type)
 
@@ -208,7 +202,7 @@ def silu_mul_quant_long_kernel(
         gate, up = load_masked(x_rows, start, mask_m, N, BLOCK, INTERLEAVED)
         y = gated(gate, up, alpha, beta, limit, FORM)
         largest = larger_magnitude(largest, y)
-    scale = row_scale(tl.max(largest.to(tl.float32), axis=1), OUT)
+    scale = row_scale(tl.max(largest, axis=1), OUT)
     tl.store(scale_ptr + offs_m, scale, mask=mask_m)
     reciprocal = tl.div_rn(1.0, scale)
     for start in range(0, N, BLOCK):
