@@ -23,6 +23,11 @@ SEQUENCES, LENGTH = 4, 240
 _TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 
 
+_kept: list[object] = []
+"""Engines that end with the process: the end of one may abort it (SIGABRT), and then the answer has
+to be written already."""
+
+
 class Answer(TypedDict):
     """Token ids per prompt; log-probability of every token of the given text but the first."""
 
@@ -43,6 +48,7 @@ def with_vllm(directory: str) -> Answer:
     from vllm import LLM, SamplingParams
 
     engine = LLM(directory, enforce_eager=True, max_model_len=256, max_num_seqs=4)
+    _kept.append(engine)
     parameters = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     outputs = engine.generate(list(PROMPTS), parameters, use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]

@@ -9,6 +9,7 @@ a given text are compared instead.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,8 +41,9 @@ def answer(engine: str, directory: Path, **environment: str) -> tuple[Answer, st
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "answer.json"
         done = run_script([engine, str(directory), str(file)], environment)
-        # Not the exit status: vLLM ends now and then with "terminate called without an active
-        # exception" (SIGABRT), stock and with our plugin, after the answer (2026-11-24).
+        # vLLM's end aborts now and then ("terminate called without an active exception": seen once,
+        # at the end of a run of usual length, 2026-11-24); the answer is written before it.
+        assert done.returncode in (0, -signal.SIGABRT), done.stderr[-3000:]
         assert file.exists(), done.stderr[-3000:]
         return json.loads(file.read_text()), done.stdout + done.stderr
 
