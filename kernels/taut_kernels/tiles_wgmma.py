@@ -8,7 +8,7 @@ A table is ``tiles/w4a16_wgmma-<card>.json``::
 
 ``tile`` has exactly the fields of :class:`WgmmaTile` or, up to 64 tokens, of
 :class:`taut_kernels.tiles_decode_ring.RingTile` or of
-:class:`taut_kernels.tiles_wgmma_ring.WgmmaRingTile`, without ``tma`` up to 1024, or, up to 1024, of
+:class:`taut_kernels.tiles_wgmma_ring.WgmmaRingTile`, without ``tma`` up to 1024, or, up to 2048, of
 :class:`taut_kernels.tiles_wgmma_waves.WavesTile`, made of such; ``dense`` stands for dequantising
 the layer and multiplying densely (:mod:`taut_kernels.gemm.w4a16_dense`), ``decode`` (up to 16
 tokens) for :mod:`taut_kernels.gemm.w4a16_decode`. A shape that no table of the card names takes
@@ -89,7 +89,7 @@ def parse(text: str, where: str) -> WgmmaTable:
         ring = found[key]
         # Without a limit K is whole, and as many tokens as may be meet nobody.
         most = row["max_m"] or BUCKETS[-1]
-        if isinstance(ring, WgmmaRingTile) and (why := ring.why_not(row["N"], most)):
+        if isinstance(ring, WgmmaRingTile | WavesTile) and (why := ring.why_not(row["N"], most)):
             raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']}: {why}")
         waves = found[key]
         if isinstance(waves, WavesTile) and waves.head_rows(row["max_m"], row["N"]) == row["N"]:

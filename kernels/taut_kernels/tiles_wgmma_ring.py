@@ -36,6 +36,9 @@ class WgmmaRingTile:
         running: products left running then, 1..3.
         summed: a launch of its own adds the splits, not the program that arrives last.
         tma: TMA copies weights and activations, the latter in their own order.
+        group_m: blocks of tokens whose programs run beside each other, so that what runs at once
+            reads few weights and few activations; 0: all rows of a block of tokens first. With
+            ``tma`` only.
 
     Raises:
         ValueError: a field is out of its range.
@@ -53,6 +56,7 @@ class WgmmaRingTile:
     running: int = 1
     summed: bool = False
     tma: bool = False
+    group_m: int = 0
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
@@ -64,6 +68,7 @@ class WgmmaRingTile:
             "stages": tuple(range(3, 13)),
             "parts": (1, 2, 4),
             "running": (1, 2, 3),
+            "group_m": (0, 2, 4, 8, 16) if self.tma else (0,),
         }
         for field, values in allowed.items():
             if getattr(self, field) not in values:
@@ -84,7 +89,8 @@ class WgmmaRingTile:
         flags = f"p{self.parts}.{self.running}" + "r" * self.reordered + "s" * self.summed
         flags += "t" * self.tma
         cap = f"/{self.registers}" if self.registers else ""
-        return f"wring/{cut}/{self.chunks_per_step}c/{self.stages}s{flags}{cap}"
+        group = f"/g{self.group_m}" if self.group_m else ""
+        return f"wring/{cut}/{self.chunks_per_step}c/{self.stages}s{flags}{cap}{group}"
 
     @property
     def num_warps(self) -> int:

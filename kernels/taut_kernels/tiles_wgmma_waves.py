@@ -6,11 +6,9 @@ Its measured tiles stand in the tables of :mod:`taut_kernels.tiles_wgmma`; no ru
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from taut_kernels.tiles_wgmma import WgmmaTile
-    from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_tile import WgmmaTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +22,8 @@ class WavesTile:
         places: programs of the head that run at once.
 
     Raises:
-        ValueError: a tile does not reorder the activations, the head splits K, or there is no
-            place.
+        ValueError: the tiles neither both reorder the activations nor are both fed by TMA, the
+            head splits K, or there is no place.
     """
 
     head: WgmmaTile | WgmmaRingTile
@@ -33,10 +31,11 @@ class WavesTile:
     places: int
 
     def __post_init__(self) -> None:
-        if not (self.head.reordered and self.tail.reordered):
-            # The tail reads activations before its head, which waited for them, has ended: past
-            # L1, as 16-byte copies do and others do not.
-            raise ValueError("head and tail need reordered")
+        reordered = self.head.reordered and self.tail.reordered
+        if not reordered and not (_fed(self.head) and _fed(self.tail)):
+            # The tail may read activations before its head, which waited for them, has ended: past
+            # L1, as TMA and 16-byte copies do and others do not.
+            raise ValueError("head and tail need reordered, or tma")
         if self.head.split_k > 1:
             raise ValueError(f"split_k of the head must be 1, got {self.head.split_k}")
         if self.places < 1:
@@ -60,3 +59,33 @@ class WavesTile:
         if rows == 0 or (N - rows) % self.tail.rows:
             return N
         return rows
+
+    def why_not(self, N: int, M: int) -> str | None:
+        """Say why the kernels would refuse a layer at some number of tokens.
+
+        Args:
+            N: output features.
+            M: most tokens.
+
+        Returns:
+            A reason, or None where they take the layer.
+        """
+        block = min(self.head.block_m, self.tail.block_m)
+        for tokens in range(block, M + block, block):
+            rows = self.head_rows(tokens, N)
+            blocks = -(-tokens // self.tail.block_m)
+            meetings = (N - rows) // self.tail.rows * blocks if _meets(self.tail) else 0
+            if meetings > N // 16:
+                return f"split_k: {meetings} tiles meet, arrivals counts {N // 16}"
+        if _fed(self.head) and self.head.rows > N:
+            return f"{self.head} takes {self.head.rows} features at least, got {N}"
+        return None
+
+
+def _fed(tile: WgmmaTile | WgmmaRingTile) -> bool:
+    return isinstance(tile, WgmmaRingTile) and tile.tma
+
+
+def _meets(tile: WgmmaTile | WgmmaRingTile) -> bool:
+    """Say whether a tile's programs count their arrivals."""
+    return tile.split_k > 1 and not (isinstance(tile, WgmmaRingTile) and tile.summed)

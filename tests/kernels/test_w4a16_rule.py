@@ -186,9 +186,10 @@ def test_typical_numbers_of_tokens_lie_in_their_bucket() -> None:
 def test_rule_at_768_tokens_finds_what_won_there() -> None:
     """The row of 1024, which served these before, won on three of the fourteen that timed it."""
     rows = [row for row in measured_rows() if row[2] == 768]
-    assert len(rows) == len(set(PRODUCTS.values()))
+    pairs = 9  # of two tiles, which no rule chooses
+    assert len(rows) == len(set(PRODUCTS.values())) - pairs
     found = sum(rule(N, K, 768) == tile for N, K, _, tile, _ in rows)
-    assert found >= 16, found
+    assert found >= 9, found
 
 
 def test_rule_at_1024_tokens_leaves_dense_to_few_features() -> None:

@@ -42,6 +42,7 @@ TILES = {
     "wide": WgmmaRingTile(64, 1, 2, 2, 1, 3, False, parts=4, running=3, tma=True),
     "split": WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
     "half": WgmmaRingTile(32, 1, 1, 1, 2, 6, False, parts=4, running=1, tma=True),
+    "grouped": WgmmaRingTile(16, 1, 1, 2, 2, 4, False, parts=2, running=2, tma=True, group_m=2),
 }
 
 
@@ -68,6 +69,8 @@ def on_numpy() -> testing_gluon.OnNumPy:
         ("split", 33, 144, 1088, 32, torch.bfloat16, True, (2, 3, 2)),
         ("half", 20, 64, 1152, 128, torch.float16, False, (1, 2, 1)),
         ("half", 20, 64, 576, 64, torch.bfloat16, True, (1, 2, 1)),
+        ("grouped", 40, 272, 512, 64, torch.bfloat16, True, (5 * 3, 2, 1)),
+        ("grouped", 16, 144, 512, 128, torch.float16, False, (3, 2, 1)),
     ],
 )
 def test_kernel_computes_the_product_on_numpy(
@@ -97,6 +100,8 @@ def test_kernel_computes_the_product_on_numpy(
     [
         ({"reordered": True}, "tma takes neither reordered nor summed"),
         ({"summed": True, "split_k": 2}, "tma takes neither reordered nor summed"),
+        ({"group_m": 3}, r"group_m must be one of \(0, 2, 4, 8, 16\), got 3"),
+        ({"tma": False, "group_m": 2}, r"group_m must be one of \(0,\), got 2"),
     ],
 )
 def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, Any], message: str) -> None:
@@ -234,6 +239,19 @@ def test_gpu_a_product_of_a_product_waits_for_its_activations() -> None:
     for _ in range(5):
         graph.replay()
         assert all(torch.equal(one, expected) for one in found)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("M", [300, 385, 512])
+@pytest.mark.parametrize("group_m", [2, 8])
+def test_gpu_the_order_of_blocks_changes_no_bit(M: int, group_m: int) -> None:
+    operands = make_case(M, 1040, 1152, 128, torch.bfloat16, True, "cuda").operands()
+    tile = dataclasses.replace(TILES["split"], block_m=128, registers=168)
+    expected = w4a16_launch.launch(tile, *operands)
+    with testing.nan_poison():
+        grouped = w4a16_launch.launch(dataclasses.replace(tile, group_m=group_m), *operands)
+    assert torch.equal(grouped, expected)
 
 
 @gpu

@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, testing_gluon_wgmma, tiles_wgmma
+from taut_kernels import _launch, testing, testing_gluon, testing_gluon_wgmma, tiles_wgmma
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.wgmma_waves_candidates import waves_candidates
-from taut_kernels.gemm import w4a16, w4a16_launch, w4a16_wgmma_variants
+from taut_kernels.bench.wgmma_waves_candidates import fed_waves_candidates, waves_candidates
+from taut_kernels.gemm import w4a16, w4a16_launch, w4a16_wgmma_tma, w4a16_wgmma_variants
 from taut_kernels.gemm import w4a16_wgmma as wgmma
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
 from taut_kernels.gemm import w4a16_wgmma_waves as waves
 from taut_kernels.gemm._w4a16_wgmma_jit import w4a16_wgmma_kernel
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
+from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
@@ -34,6 +35,8 @@ SPLIT = dataclasses.replace(OLD, split_k=2)
 RING = WgmmaRingTile(32, 1, 2, 2, 1, 4, reordered=True, parts=2, running=2)
 SMALL = WgmmaRingTile(16, 1, 1, 2, 2, 4, reordered=True)
 MANY = WgmmaRingTile(256, 1, 2, 1, 1, 6, reordered=True, parts=2)
+FED = WgmmaRingTile(32, 2, 1, 2, 1, 3, False, parts=2, running=2, tma=True)
+FED_TAIL = WgmmaRingTile(16, 1, 1, 2, 2, 4, False, parts=2, running=2, tma=True)
 MODULES = {w4a16_wgmma_kernel: (wgmma, "_PRODUCT"), w4a16_wgmma_ring_kernel: (ring, "_KERNEL")}
 
 
@@ -52,6 +55,8 @@ MODULES = {w4a16_wgmma_kernel: (wgmma, "_PRODUCT"), w4a16_wgmma_ring_kernel: (ri
         (MANY, HALF, 132, 512, 28672, 3 * 132 // 2 * 128),
         (MANY, HALF, 132, 513, 6144, 132 // 3 * 128),  # from 513 to 768: three
         (MANY, HALF, 132, 1024, 6144, 132 // 4 * 128),
+        (FED, FED_TAIL, 4, 40, 640, 512),  # five tiles of rows, two of tokens: two waves
+        (FED, FED_TAIL, 132, 1664, 4096, 12 * 132 // 52 * 128),
     ],
 )
 def test_head_takes_whole_waves(
@@ -65,7 +70,9 @@ def test_head_takes_whole_waves(
     ("change", "message"),
     [
         ({"head": SPLIT}, "split_k of the head must be 1, got 2"),
-        ({"tail": dataclasses.replace(HALF, reordered=False)}, "head and tail need reordered"),
+        ({"tail": dataclasses.replace(HALF, reordered=False)}, "need reordered, or tma"),
+        ({"tail": FED_TAIL}, "need reordered, or tma"),
+        ({"head": FED}, "need reordered, or tma"),
         ({"head": dataclasses.replace(RING, reordered=False)}, "head and tail need reordered"),
         ({"places": 0}, "places must be at least 1, got 0"),
     ],
@@ -78,6 +85,19 @@ def test_tile_refuses_what_the_launches_cannot_do(change: dict[str, Any], messag
 def table(tile: Any, N: int = 6144, max_m: int | None = 1024) -> str:
     row = {"N": N, "K": 4096, "max_m": max_m, "tile": tile, "us": 1.5}
     return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
+
+
+def test_table_refuses_a_tail_that_makes_too_many_sums_meet() -> None:
+    # 6272 rows: 32 tokens a tile leave one wave of 40 of 49 row tiles to 4 tiles of tokens.
+    tile = WavesTile(FED, FED_TAIL, 160)
+    assert tile.why_not(6272, 128) is None
+    assert tile.head_rows(128, 6272) == 40 * 128
+    # From 161 tokens on 23 · 2 tiles of 64 rows are left to 11 tiles of tokens; 392 are counted.
+    assert tile.why_not(6272, 176) == "split_k: 506 tiles meet, arrivals counts 392"
+    with pytest.raises(ValueError, match=r"t.json: N=6272 K=4096 max_m=256: split_k: "):
+        tiles_wgmma.parse(table(dataclasses.asdict(tile), 6272, 256), "t.json")
+    # Some number of tokens below the most may leave more than the most does.
+    assert tile.why_not(6272, 10_000) == tile.why_not(6272, 176)
 
 
 def test_table_reads_two_tiles() -> None:
@@ -153,6 +173,29 @@ def test_two_launches_fill_the_result_on_numpy(
     assert not operands[5].any(), "arrivals must be 0 again"
 
 
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_two_tiles_fed_by_tma_fill_the_result_on_numpy(
+    asymmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grids: list[tuple[int, ...]] = []
+
+    def run(kernel: Any, grid: tuple[int, int, int], named: dict[str, Any]) -> None:
+        grids.append(grid)
+        testing_gluon_wgmma.run_fed(kernel, grid, named)
+
+    kernel = testing_gluon.OnNumPy(w4a16_wgmma_tma_kernel, run)
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(kernel))
+    case = testing.make_w4a16_case(
+        40, 640, 512, 64, dtype=torch.bfloat16, asymmetric=asymmetric, with_bias=asymmetric
+    )
+    operands = case.operands()
+    with testing.nan_poison():
+        actual = w4a16_launch.launch(WavesTile(FED, FED_TAIL, 4), *operands)
+    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+    assert grids == [(4, 1, 2), (2, 2, 3)]
+    assert not operands[5].any(), "arrivals must be 0 again"
+
+
 def test_without_a_tail_the_head_takes_all(
     launches: list[tuple[str, int, tuple[int, ...]]],
 ) -> None:
@@ -195,11 +238,37 @@ def test_candidates_could_stand_in_a_table(M: int) -> None:
     assert {type(t).__name__ for t in kinds} == {"WgmmaTile", "WgmmaRingTile", "WavesTile"}
 
 
+@pytest.mark.parametrize("M", [512, 1024, 1664, 2048])
+def test_candidates_fed_by_tma_could_stand_in_a_table(M: int) -> None:
+    tried = 0
+    for N, K in PRODUCTS.values():
+        found = list(fed_waves_candidates(N, K, M))
+        assert len(found) == len(set(found))
+        tried += len(found)
+        for tile in found:
+            row = {"N": N, "K": K, "max_m": M, "tile": dataclasses.asdict(tile), "us": 1.0}
+            text = json.dumps({"gpu": "card", "source": "test", "rows": [row]})
+            parsed = tiles_wgmma.parse(text, "t.json")
+            assert parsed.choices[N, K, BUCKETS.index(M)] == tile
+            assert tune_w4a16_wgmma.regime_of(tile) == "tma-waves"
+            for part in (tile.head, tile.tail):
+                assert isinstance(part, WgmmaRingTile)
+                assert part.stages_that_fit(32, has_zeros=True) >= 3
+    assert tried
+    assert not list(fed_waves_candidates(4096, 14336, 1024)), "one wave has nothing behind it"
+
+
 CHAINED = (
     WavesTile(OLD, HALF, 2),
     WavesTile(OLD, SPLIT, 3),
     WavesTile(MANY, HALF, 2),
     WavesTile(MANY, dataclasses.replace(RING, block_m=128, split_k=3, summed=True), 2),
+    WavesTile(FED, dataclasses.replace(FED_TAIL, block_m=64, split_k=1), 20),
+    WavesTile(
+        dataclasses.replace(FED, block_m=256, group_tiles=1, warp_groups=2, registers=168),
+        dataclasses.replace(FED_TAIL, block_m=128, split_k=3, registers=128),
+        8,
+    ),
 )
 CHAINED_CASES = (
     (530, 640, 1152, 128, torch.bfloat16, False),

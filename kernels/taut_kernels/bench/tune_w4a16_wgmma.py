@@ -1,11 +1,12 @@
 """Find the tiles for more than 8 tokens: ``python -m taut_kernels.bench.tune_w4a16_wgmma``.
 
 Every candidate of the `wgmma`, the `wgmma` ring (to 128 tokens; fed by TMA from 32 to 256) and the
-ring kernel (to 64), and from 256 to 1024 tokens of two tiles for one product, is compiled first, in
+ring kernel (to 64), and from 256 to 2048 tokens of two tiles for one product, is compiled first, in
 parallel, then held to the error budget, called again and again for the same bits, then timed, with
 the dense (to 16 tokens: the decode) regime and what ships today; the fastest one of each shape and
 bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the activations is inside the
-time.
+time. With ``--between`` the fastest ones meet again, in turn, at numbers of tokens spread over the
+bucket, and the best of these by geometric mean is taken.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ import triton
 
 from taut_kernels import formats_mma, tiles_wgmma
 from taut_kernels._launch import gpu_name, is_hopper
-from taut_kernels.bench import report, timing, w4a16_known_tiles
+from taut_kernels.bench import report, timing, w4a16_finalists, w4a16_known_tiles
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, KNOWN, SHAPES
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
 from taut_kernels.bench.wgmma_tma_candidates import tma_candidates
-from taut_kernels.bench.wgmma_waves_candidates import waves_candidates
+from taut_kernels.bench.wgmma_waves_candidates import (
+    fed_waves_candidates,
+    grouped_candidates,
+    waves_candidates,
+)
 from taut_kernels.gemm import w4a16_launch
 from taut_kernels.gemm.w4a16 import make_arrivals
 from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
@@ -58,10 +63,11 @@ _RING_FORMS = {
     (2, 8): ((255, False), (168, True)),
 }
 """Registers a thread to allow, about what ptxas wants, and ``scale_first``; by row, token tiles."""
-REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "waves")
+REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "waves", "tma-waves")
 RING_TOKENS = 128
 """Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
 _WAVES = (256, 1024)
+_FED_WAVES = (256, 2048)
 Tile = WgmmaTile | RingTile | WgmmaRingTile | WavesTile
 
 
@@ -136,6 +142,10 @@ def all_candidates(N: int, K: int, M: int, regimes: Sequence[str]) -> list[Tile]
         found += tma_candidates(N, K, M)
     if "waves" in regimes and _WAVES[0] <= M <= _WAVES[1]:
         found += waves_candidates(N, K, M)
+    if "tma-waves" in regimes and _FED_WAVES[0] <= M <= _FED_WAVES[1]:
+        found += fed_waves_candidates(N, K, M)
+    if "tma-waves" in regimes:
+        found += grouped_candidates(M)
     return list(dict.fromkeys(found))
 
 
@@ -143,10 +153,32 @@ def regime_of(tile: Tile) -> str:
     """Name the regime of a tile, one of :data:`REGIMES`."""
     if isinstance(tile, WgmmaRingTile):
         return "tma" if tile.tma else "wgmma-ring"
+    if isinstance(tile, WavesTile) and not tile.head.reordered:
+        return "tma-waves"
     return {RingTile: "ring", WgmmaTile: "wgmma", WavesTile: "waves"}[type(tile)]
 
 
-def _compile(job: tuple[int, int, int, Tile]) -> str | None:
+Job = tuple[int, int, int, Tile]
+"""N, K, M and the tile to compile."""
+
+
+def _compiled_apart(tile: Tile) -> tuple[Tile, ...]:
+    """Return what is compiled for a candidate: tiles fed by TMA are the same in every role."""
+    if isinstance(tile, WavesTile) and regime_of(tile) == "tma-waves":
+        return tile.head, tile.tail
+    return (tile,)
+
+
+def _job(N: int, K: int, M: int, tile: Tile) -> tuple[tuple[int, Tile, int], Job]:
+    """Return a compilation and what it serves: N is no constant of the kernels, M of few."""
+    if isinstance(tile, RingTile | WavesTile):
+        return (K, tile, M), (N, K, M, tile)
+    if isinstance(tile, WgmmaRingTile) and tile.tma:
+        M = tile.block_m  # of a part of two M may make more sums meet than a layer counts
+    return (K, tile, 0), (N, K, M, tile)
+
+
+def _compile(job: Job) -> str | None:
     """Compile one candidate into Triton's cache; a line where it does not compile."""
     N, K, M, tile = job
     x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
@@ -203,8 +235,9 @@ def _why_wrong(layer: Layer, subject: timing.Subject) -> str | None:
 
 
 def _time_shape(
-    name: str, Ms: Sequence[int], tiles: dict[int, list[Tile]], replays: int
-) -> list[Result]:
+    name: str, Ms: Sequence[int], tiles: dict[int, list[Tile]], replays: int, *, between: bool
+) -> tuple[list[Result], list[Result]]:
+    """Return every candidate's time, and those that a table is made of."""
     N, K = PRODUCTS[name]
     layer = make_layer(N, K, GROUP_SIZE, max(Ms), torch.bfloat16)
     qweight = formats_mma.repack_weight(layer.weight_packed, K)
@@ -214,6 +247,7 @@ def _time_shape(
         for _ in range(timing.copies_needed(layer.weight_bytes()))
     ]
     results: list[Result] = []
+    kept: list[Result] = []
     for M in Ms:
         other: Choice = "decode" if M <= DECODE_TOKENS else "dense"
         bucket, device = tiles_wgmma.bucket_of(M), layer.x.device
@@ -232,8 +266,36 @@ def _time_shape(
             results.append(Result(name, N, K, M, us, tile))
             if tile == ships:
                 sys.stdout.write(f"{name:8} M={M:<4} {us:8.2f} us  ships: {tile}\n")
-        _print_best([r for r in results if r.M == M])
-    return results
+        found = [r for r in results if r.M == M]
+        _print_best(found)
+        if between:
+            least = max((bucket_end for bucket_end in TOKENS if bucket_end < M), default=0)
+            tokens = w4a16_finalists.spread(least, M)
+
+            def subject_of(choice: Choice, M: int) -> timing.Subject:
+                return _subject(layer, M, choice, weights)
+
+            found = [_winner(found, ships, tokens, subject_of, replays)]
+        kept += found
+    return results, kept
+
+
+def _winner(
+    found: list[Result],
+    ships: Choice,
+    tokens: list[int],
+    subject_of: w4a16_finalists.SubjectOf,
+    replays: int,
+) -> Result:
+    """Return the choice of one bucket that is best all over it, with its time at its end."""
+    fastest = [r.tile for r in sorted(found, key=lambda r: r.us)]
+    choices = list(dict.fromkeys((ships, *fastest[: w4a16_finalists.FINALISTS])))
+    times = w4a16_finalists.meet(choices, tokens, subject_of, replays)
+    for choice, us in zip(choices, times, strict=True):
+        listed = ", ".join(f"{at:.1f}" for at in us)
+        sys.stdout.write(f"{found[0].shape:8} M={tokens} {listed} us  {choice}\n")
+    best = w4a16_finalists.best(times)
+    return dataclasses.replace(found[0], tile=choices[best], us=times[best][-1])
 
 
 def _as_json(choice: Choice) -> str | dict[str, Any]:
@@ -271,6 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, action="append", choices=TOKENS)
     parser.add_argument("--regime", action="append", choices=REGIMES)
     parser.add_argument("--known", action="store_true", help=KNOWN)
+    parser.add_argument(
+        "--between", action="store_true", help="decide all over a bucket, not at its end alone"
+    )
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=8)
     arguments = parser.parse_args(argv)
@@ -291,16 +356,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in shapes
         for M in Ms
     }
-    # N is no constant of the kernels: one compilation serves every shape with the same K.
-    jobs = {
-        (PRODUCTS[name][1], tile, M if isinstance(tile, RingTile | WavesTile) else 0): (
-            *PRODUCTS[name],
-            M,
-            tile,
-        )
+    jobs = dict(
+        _job(*PRODUCTS[name], M, part)
         for (name, M), some in tiles.items()
         for tile in some
-    }
+        for part in _compiled_apart(tile)
+    )
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
         for line in pool.map(_compile, jobs.values(), chunksize=4):
@@ -313,12 +374,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{key} {value}" for key, value in report.environment().items()
     )
     results: list[Result] = []
+    kept: list[Result] = []
     for name in shapes:
-        results += _time_shape(name, Ms, {M: tiles[name, M] for M in Ms}, arguments.replays)
+        own = {M: tiles[name, M] for M in Ms}
+        timed_here, kept_here = _time_shape(
+            name, Ms, own, arguments.replays, between=arguments.between
+        )
+        results, kept = results + timed_here, kept + kept_here
         table = {
             "gpu": torch.cuda.get_device_name(),
             "source": source,
-            "rows": table_rows(results),
+            "rows": table_rows(kept),
         }
         # After every shape: what was measured survives a run that is cut off.
         timed = [

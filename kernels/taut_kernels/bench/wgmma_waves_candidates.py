@@ -1,7 +1,7 @@
 """Which cuts of 256 and more tokens :mod:`taut_kernels.bench.tune_w4a16_wgmma` tries besides.
 
 Rings of 128 and 256 tokens, their splits added by a launch of its own, and two tiles where one
-leaves much of a last wave empty.
+leaves much of a last wave empty: of the older kernels up to 1024 tokens, fed by TMA up to 2048.
 """
 
 from __future__ import annotations
@@ -23,6 +23,29 @@ _LARGE = WgmmaRingTile(256, 1, 2, 1, 1, 6, reordered=True, parts=4, running=3)
 _SMALL = WgmmaRingTile(128, 1, 1, 2, 1, 3, reordered=True, parts=2, running=2)
 """Two programs a multiprocessor."""
 _TAILS = (_SMALL, WgmmaTile(128, 1, 4, 2, 1, 3, reordered=True, early_wait=False))
+_FED_LARGE = (
+    WgmmaRingTile(128, 2, 2, 2, 1, 4, False, registers=168, parts=2, running=2, tma=True),
+    WgmmaRingTile(256, 1, 2, 2, 1, 3, False, registers=168, parts=2, running=2, tma=True),
+)
+"""One program a multiprocessor: 256 rows × 128 tokens, and 128 × 256."""
+_FED_SMALL = (
+    WgmmaRingTile(128, 1, 2, 2, 1, 5, False, registers=168, parts=2, running=2, tma=True),
+    WgmmaRingTile(128, 1, 1, 2, 1, 3, False, registers=128, parts=2, running=2, tma=True),
+)
+"""128 rows × 128 tokens, one program a multiprocessor; 64 × 128, two."""
+_FED_SPLITS = range(1, 9)
+_MOST_SPLITS = {_FED_LARGE[0]: 5, _FED_LARGE[1]: 1}
+"""Beyond which adding the parts spills more than 32 bytes a thread (Triton 3.9)."""
+_GROUP_TOKENS = 1024
+"""Of a group of blocks: 8 of 128 tokens or 4 of 256 beside each other read the least by count."""
+_GROUPED_FROM = 1024
+_SPLIT_COST = 0.02
+"""Of a head's wave, for every further split of the tail: its sums, roughly."""
+_FED_KEPT = 2
+"""Splits tried for each pair of tiles."""
+_LEAST_STEPS = 4
+_WORTH = 0.97
+"""Of the whole waves that the head's tile alone would take."""
 
 
 def waves_candidates(N: int, K: int, M: int) -> Iterator[WgmmaRingTile | WavesTile]:
@@ -38,3 +61,65 @@ def waves_candidates(N: int, K: int, M: int) -> Iterator[WgmmaRingTile | WavesTi
         waves = WavesTile(_HEAD, tail, _MULTIPROCESSORS)
         if waves.head_rows(M, N) < N:
             yield waves
+
+
+def fed_waves_candidates(N: int, K: int, M: int) -> Iterator[WavesTile]:
+    """Yield pairs of tiles fed by TMA for one shape and number of tokens, 129 or more.
+
+    A head of whole waves, then what is left with K split, so that its waves are full and short;
+    those that promise to be shorter than the head's tile alone.
+
+    Args:
+        N: output features.
+        K: input features.
+        M: tokens.
+    """
+    for head in _FED_LARGE:
+        for tail in (*_FED_LARGE, *_FED_SMALL):
+            waves = WavesTile(head, tail, _MULTIPROCESSORS)
+            rows = waves.head_rows(M, N)
+            if rows == N:
+                continue
+            found = []
+            for split in _FED_SPLITS:
+                cut = replace(waves, tail=replace(tail, split_k=split))
+                estimate = _waves(head, rows, M) + _tail_waves(head, tail, N - rows, M, split)
+                long_enough = K // (64 * tail.chunks_per_step * split) >= _LEAST_STEPS
+                fits = long_enough and split <= _MOST_SPLITS.get(tail, _FED_SPLITS[-1])
+                worth = estimate < _WORTH * _waves(head, N, M)
+                if worth and fits and cut.why_not(N, M) is None:
+                    found.append((estimate, split, cut))
+            for _, _, cut in sorted(found, key=lambda one: one[:2])[:_FED_KEPT]:
+                yield cut
+                if M >= _GROUPED_FROM:
+                    yield replace(cut, head=in_groups(head))
+
+
+def in_groups(tile: WgmmaRingTile) -> WgmmaRingTile:
+    """Return a tile fed by TMA whose programs that run at once share blocks of either operand."""
+    return replace(tile, group_m=_GROUP_TOKENS // tile.block_m)
+
+
+def grouped_candidates(M: int) -> Iterator[WgmmaRingTile]:
+    """Yield tiles fed by TMA whose order may matter: where many blocks of tokens follow each other.
+
+    Args:
+        M: tokens.
+    """
+    if M >= _GROUPED_FROM:
+        yield from map(in_groups, (*_FED_LARGE, _FED_SMALL[1]))
+
+
+def _waves(tile: WgmmaRingTile, rows: int, M: int) -> int:
+    """Return how many waves of one program a multiprocessor a tile takes."""
+    programs = -(-rows // tile.rows) * -(-M // tile.block_m)
+    return -(-programs // _MULTIPROCESSORS)
+
+
+def _tail_waves(head: WgmmaRingTile, tail: WgmmaRingTile, rows: int, M: int, split: int) -> float:
+    """Estimate a tail's time in waves of its head, all tiles multiplying at one rate."""
+    resident = 2 if tail is _FED_SMALL[1] else 1
+    programs = rows // tail.rows * -(-M // tail.block_m) * split
+    share = resident * tail.rows * tail.block_m / (head.rows * head.block_m * split)
+    waves = -(-programs // (resident * _MULTIPROCESSORS))
+    return waves * share + _SPLIT_COST * (split - 1)

@@ -149,20 +149,18 @@ def convert(
 
 
 @gluon.jit
-def _rows(
-    r, N, LAYOUT: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr, WHOLE: gl.constexpr
-):
+def _rows(r, N, LAYOUT: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr, first_tile):
     """Return where a program's r-th row tiles lie in y, along axis 0 of a layout.
 
-    A program's spare row tiles repeat the last one, or (WHOLE) its first ones the program's before:
-    two warps then store equal values.
+    Of a program whose first tile is not given spare row tiles repeat the last one; two warps then
+    store equal values.
     """
     row = axis(0, 16 * WARPS, LAYOUT, 2)
-    first = gl.program_id(0) * (WARPS * ROW_TILES)
-    if WHOLE:
-        tile = gl.minimum(first, N // 16 - WARPS * ROW_TILES) + row // 16 * ROW_TILES
-    else:
+    if first_tile is None:
+        first = gl.program_id(0) * (WARPS * ROW_TILES)
         tile = gl.minimum(first + row // 16 * ROW_TILES, N // 16 - ROW_TILES)
+    else:
+        tile = first_tile + row // 16 * ROW_TILES
     return (tile + r) * 16 + row % 16
 
 
@@ -178,16 +176,16 @@ def _store_tile(
     BLOCK_M: gl.constexpr,
     ROW_TILES: gl.constexpr,
     WARPS: gl.constexpr,
-    WHOLE: gl.constexpr,
     ACC: gl.constexpr,
+    first_tile,  # of 16 rows, or None: the program's place
     first_tokens,  # of the block's two halves, or None: the block's place
 ):
     # 16 bytes a lane.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [2 * WARPS, 16 // WARPS], [1, WARPS], [0, 1])
     if HAS_BIAS:
-        value += gl.load(bias_ptr + _rows(r, N, ACC, ROW_TILES, WARPS, WHOLE)).to(gl.float32)
+        value += gl.load(bias_ptr + _rows(r, N, ACC, ROW_TILES, WARPS, first_tile)).to(gl.float32)
     value = gl.convert_layout(value.to(y_ptr.dtype.element_ty), STORED)
-    row = _rows(r, N, STORED, ROW_TILES, WARPS, WHOLE)
+    row = _rows(r, N, STORED, ROW_TILES, WARPS, first_tile)
     token = axis(1, BLOCK_M, STORED, 2)
     if first_tokens is None:
         token += gl.program_id(2) * BLOCK_M
@@ -230,7 +228,7 @@ def reduce_and_store(
     SPLIT_K: gl.constexpr,
     SUMMED: gl.constexpr,
     ACC: gl.constexpr,
-    WHOLE: gl.constexpr = False,
+    first_tile=None,
     first_tokens=None,
 ):
     """Store, or add the splits' sums in the program that arrives last and store those."""
@@ -248,8 +246,8 @@ def reduce_and_store(
                 BLOCK_M,
                 ROW_TILES,
                 WARPS,
-                WHOLE,
                 ACC,
+                first_tile,
                 first_tokens,
             )
     else:
@@ -287,8 +285,8 @@ def reduce_and_store(
                         BLOCK_M,
                         ROW_TILES,
                         WARPS,
-                        WHOLE,
                         ACC,
+                        first_tile,
                         first_tokens,
                     )
                 gl.store(arrivals_ptr + tile_of_y, 0)

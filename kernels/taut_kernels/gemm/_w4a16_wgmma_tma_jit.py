@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from taut_kernels.attention._hopper_tile_jit import barriers, load_block, seen_as
+from taut_kernels.gemm._scaled_mm_hopper_jit import place
 from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis
 from taut_kernels.gemm._w4a16_decode_ring_stage_jit import early_start
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import (
@@ -108,19 +109,34 @@ def _load_words(
 
 
 @gluon.jit
-def _first_tile(N, ROW_TILES: gl.constexpr, WARPS: gl.constexpr):
-    """Return a program's first tile of 16 rows; the last program repeats some of the one before."""
-    own = gl.program_id(0) * (WARPS * ROW_TILES)
-    return gl.minimum(own, N // 16 - WARPS * ROW_TILES)
+def _blocks(M, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr):
+    """Return which block of rows and which of tokens a program computes.
+
+    With GROUP_M programs that run at once share blocks of either: GROUP_M blocks of tokens side by
+    side, then the next rows. Without it all rows of a block of tokens come first, and what runs at
+    once reads as many weights as it has programs.
+    """
+    if GROUP_M == 0:
+        rows, tokens = gl.program_id(0), gl.program_id(2)
+    else:
+        count = (M + BLOCK_M - 1) // BLOCK_M
+        tokens, rows = place(gl.program_id(0), count, gl.num_programs(0) // count, GROUP_M)
+    return rows, tokens
+
+
+@gluon.jit
+def _first_tile(rows, N, ROW_TILES: gl.constexpr, WARPS: gl.constexpr):
+    """Return a block's first tile of 16 rows; the last block repeats some of the one before."""
+    return gl.minimum(rows * (WARPS * ROW_TILES), N // 16 - WARPS * ROW_TILES)
 
 
 @gluon.jit
 def _scale_ptrs(
-    words_ptr, N, ALL_QUADS: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr,
+    words_ptr, first_tile, ALL_QUADS: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr,
     L: gl.constexpr,
 ):  # fmt: skip
     """Return pointers to the first group's scale (or zero point) word of each lane's rows."""
-    tile = _first_tile(N, ROW_TILES, WARPS) + axis(2, WARPS, L, 5) * ROW_TILES
+    tile = first_tile + axis(2, WARPS, L, 5) * ROW_TILES
     place = tile * (ALL_QUADS * 32) + (axis(3, 32, L, 5) // 4) * 4
     return words_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + place
 
@@ -222,13 +238,13 @@ def _ask_weights(w_desc, words, full, slot, stage, first_tile, first_chunk, CHUN
 
 
 @gluon.jit
-def _first_tokens(M, BLOCK_M: gl.constexpr):
-    """Return where the two halves of a program's block of tokens begin.
+def _first_tokens(tokens, M, BLOCK_M: gl.constexpr):
+    """Return where the two halves of a block of tokens begin.
 
     With M at most half a block the second one begins beyond M and is zeros.
     """
     HALF: gl.constexpr = BLOCK_M // 2
-    first = gl.minimum(gl.program_id(2) * BLOCK_M, gl.where(M > BLOCK_M, M - BLOCK_M, 0))
+    first = gl.minimum(tokens * BLOCK_M, gl.where(M > BLOCK_M, M - BLOCK_M, 0))
     apart = gl.where(M > HALF, gl.minimum(M - HALF, HALF), HALF)
     return first, first + apart
 
@@ -244,13 +260,13 @@ def _ask_tokens(x_desc, halves, full, slot, stage, first_tokens, first_chunk, CH
 
 
 @gluon.jit
-def _ask(x_desc, w_desc, rings, halves, M, first_tile, first_chunk, STEPS: gl.constexpr):
+def _ask(x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk, STEPS: gl.constexpr):
     """Run the warp that asks for every step's weights and activations."""
     words, tokens, full, empty = rings
     STAGES: gl.constexpr = words.shape[0]
     CHUNKS: gl.constexpr = tokens.shape[0] // STAGES
     BYTES: gl.constexpr = CHUNKS * (128 * words.shape[1] * 4 + 128 * tokens.shape[1])
-    first_tokens = _first_tokens(M, tokens.shape[1])
+    first_tokens = _first_tokens(block, M, tokens.shape[1])
     FIRST: gl.constexpr = STAGES if STAGES < STEPS else STEPS
     for stage in gl.static_range(FIRST):
         mbarrier.expect(full.index(stage), BYTES)
@@ -341,6 +357,8 @@ def _product(
     arrivals_ptr,
     M,
     N,
+    first_tile,
+    block,  # of tokens
     first_chunk,
     K: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -360,11 +378,11 @@ def _product(
     )
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
-    scale_ptrs = (_scale_ptrs(scales_ptr, N, ALL_QUADS, ROW_TILES, WARPS, L),)
+    scale_ptrs = (_scale_ptrs(scales_ptr, first_tile, ALL_QUADS, ROW_TILES, WARPS, L),)
     if HAS_ZEROS:
-        scale_ptrs = (_scale_ptrs(zeros_ptr, N, ALL_QUADS, ROW_TILES, WARPS, L),) + scale_ptrs
+        zero_ptrs = _scale_ptrs(zeros_ptr, first_tile, ALL_QUADS, ROW_TILES, WARPS, L)
+        scale_ptrs = (zero_ptrs,) + scale_ptrs
     if GROUP_SIZE:
-        first_tile = _first_tile(N, ROW_TILES, WARPS)
         CHUNKS: gl.constexpr = STEPS * (rings[1].shape[0] // rings[0].shape[0])
         TILES: gl.constexpr = ROW_TILES * WARPS
         _prefetch(scales_ptr, first_tile, first_chunk, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
@@ -403,8 +421,8 @@ def _product(
         SPLIT_K,
         False,
         ACC,
-        True,
-        _first_tokens(M, BLOCK_M),
+        first_tile,
+        _first_tokens(block, M, BLOCK_M),
     )
 
 
@@ -431,6 +449,7 @@ def w4a16_wgmma_tma_kernel(
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
     RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
+    GROUP_M: gl.constexpr = 0,  # blocks of tokens beside each other; 0: the grid's axis 2
 ):
     STEPS: gl.constexpr = _steps(K // 64, CHUNKS_PER_STEP, SPLIT_K)
     early_start(False)
@@ -443,18 +462,19 @@ def w4a16_wgmma_tma_kernel(
     rings = (words, tokens, barriers(STAGES, 1), barriers(STAGES, 1))
     hopper.fence_async_shared()
     first_chunk = gl.program_id(1) * (STEPS * CHUNKS_PER_STEP)
-    first_tile = _first_tile(N, ROW_TILES, WARPS)
+    rows, block = _blocks(M, 2 * HALF, GROUP_M)
+    first_tile = _first_tile(rows, N, ROW_TILES, WARPS)
     gl.warp_specialize(
         [
             (
                 _product,
                 (
                     rings, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, N,
-                    first_chunk, K, GROUP_SIZE, HAS_ZEROS, HAS_BIAS, ROW_TILES, WARPS, SPLIT_K,
-                    STEPS, PARTS, RUNNING,
+                    first_tile, block, first_chunk, K, GROUP_SIZE, HAS_ZEROS, HAS_BIAS, ROW_TILES,
+                    WARPS, SPLIT_K, STEPS, PARTS, RUNNING,
                 ),
             ),
-            (_ask, (x_desc, w_desc, rings, halves, M, first_tile, first_chunk, STEPS)),
+            (_ask, (x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk, STEPS)),
         ],
         [1],
         [24],

@@ -122,12 +122,10 @@ def product(tile: WgmmaRingTile, call: Call, rows: int, role: Role = "alone") ->
 
     Raises:
         ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or it has
-            ``tma`` and a role or more rows than the layer.
+            ``tma`` and more rows than the layer.
     """
     if tile.tma:
-        if role != "alone":
-            raise ValueError(f"{tile} is no head and no tail")
-        return w4a16_wgmma_tma.product(tile, call)
+        return w4a16_wgmma_tma.product(tile, call, rows)
     row_tiles = min(tile.group_tiles, rows // 16)
     tile_rows = 64 * row_tiles * tile.warp_groups
     grid = (-(-rows // tile_rows), tile.split_k, -(-call.M // tile.block_m))

@@ -1,7 +1,8 @@
 """Launches the `wgmma` ring kernel whose stages TMA fills.
 
 Regime, maths and numerics: :mod:`taut_kernels.gemm.w4a16_wgmma_ring`, whose tiles with ``tma`` this
-runs. N is at least a tile's rows.
+runs. A product takes all of a layer's features, at least a tile's rows, or some that are whole
+tiles (:mod:`taut_kernels.gemm.w4a16_wgmma_waves`).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def launch_constants(
         "STAGES": tile.stages_that_fit(group_size, has_zeros=has_zeros),
         "PARTS": tile.parts,
         "RUNNING": tile.running,
+        "GROUP_M": tile.group_m,
     }
 
 
@@ -65,15 +67,18 @@ class FedProduct:
         form: of the kernel.
         constants: what the form is compiled with.
         call: what it was planned for.
+        rows: output features it computes.
         tokens: describes activations.
         words: describes weights.
-        grid: programs along features, splits and tokens.
+        grid: programs along features, splits and tokens; the last with the first where the tile
+            groups blocks of tokens.
         sums: fp32 numbers that programs which share an output exchange; 0 where none do.
     """
 
     form: _launch.Form
     constants: Callable[[], tuple[_launch.Constants, _launch.Constants]]
     call: Call
+    rows: int
     tokens: Describe
     words: Describe
     grid: tuple[int, int, int]
@@ -92,7 +97,7 @@ class FedProduct:
             (scales, zeros, bias, y, partial, arrivals if self.sums else None),
             (
                 self.tokens(x, [M, K], [step, 1]),
-                self.words(qweight, [N // 16, K // 16, 32], [2 * K, 32, 1]),
+                self.words(qweight, [self.rows // 16, K // 16, 32], [2 * K, 32, 1]),
                 M,
                 N,
             ),
@@ -101,12 +106,13 @@ class FedProduct:
         return partial
 
 
-def product(tile: WgmmaRingTile, call: Call) -> FedProduct:
-    """Prepare the product of all output features.
+def product(tile: WgmmaRingTile, call: Call, rows: int) -> FedProduct:
+    """Prepare the product of all output features, or of some that are whole tiles.
 
     Args:
         tile: how to cut the work, with ``tma``.
         call: what to prepare for.
+        rows: how many of its features.
 
     Raises:
         ValueError: the layer has fewer features than the tile, or the tile makes more partial sums
@@ -114,7 +120,10 @@ def product(tile: WgmmaRingTile, call: Call) -> FedProduct:
     """
     if tile.rows > call.N:
         raise ValueError(f"{tile} takes {tile.rows} features at least, got {call.N}")
-    grid = (-(-call.N // tile.rows), tile.split_k, -(-call.M // tile.block_m))
+    blocks = -(-rows // tile.rows), -(-call.M // tile.block_m)
+    grid = (blocks[0], tile.split_k, blocks[1])
+    if tile.group_m:
+        grid = (blocks[0] * blocks[1], tile.split_k, 1)
     sums = 0
     if tile.split_k > 1:
         require_meeting_places(grid[0] * grid[2], call.N)
@@ -130,4 +139,4 @@ def product(tile: WgmmaRingTile, call: Call) -> FedProduct:
     form = _KERNEL.form((tile, call.form), call.device_number)
     tokens = Describe([tile.block_m // 2, 64], TOKEN_LAYOUT)
     words = Describe(word_block(tile), WORD_LAYOUT)
-    return FedProduct(form, constants, call, tokens, words, grid, sums)
+    return FedProduct(form, constants, call, rows, tokens, words, grid, sums)

@@ -9,6 +9,9 @@ Two launches, the tail's right behind the head's: its programs take places as th
 launches start early the tail does not wait for the head at its start but at its end. It reads
 nothing the head writes; what both read is there, since the head lets the tail go only after it
 has itself waited for the kernel in front; and whoever waits for the tail so waits for both.
+
+Tiles fed by TMA know no roles: their tail asks for its first weights and then waits for the head
+as for any kernel in front. A head of one wave, whose programs end together, leaves little to gain.
 """
 
 from __future__ import annotations
@@ -35,18 +38,21 @@ class _HeadAndTail:
         tail: of the others, if any.
         rows: multiple of 16.
         call: what they were planned for.
+        reordered: both take activations in fragment order.
     """
 
     head: Fills
     tail: Fills | None
     rows: int
     call: Call
+    reordered: bool
 
     def run(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """As of :class:`taut_kernels.gemm._w4a16_plan.Runs`."""
         M, N, rows = self.call.M, self.call.N, self.rows
         y = _launch.empty((M, N), dtype=self.call.dtype, device=self.call.device)
-        x = reorder(x)
+        if self.reordered:
+            x = reorder(x)
         self.head(x, weight.rows(0, rows), y[:, :rows])
         if self.tail is not None:
             self.tail(x, weight.rows(rows, N), y[:, rows:])
@@ -66,7 +72,7 @@ def plan(tile: WavesTile, call: Call) -> _HeadAndTail:
     rows = tile.head_rows(call.M, call.N)
     head = _product(tile.head, call, rows, "head")
     tail = _product(tile.tail, call, call.N - rows, "tail") if rows < call.N else None
-    return _HeadAndTail(head, tail, rows, call)
+    return _HeadAndTail(head, tail, rows, call, tile.head.reordered)
 
 
 def _product(cut: WgmmaTile | WgmmaRingTile, call: Call, rows: int, role: Role) -> Fills:

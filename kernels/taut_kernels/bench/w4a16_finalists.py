@@ -1,0 +1,64 @@
+"""Lets the fastest tiles of a bucket meet at numbers of tokens inside it.
+
+A bucket's largest M is not all: a tile that fills the card there may leave half of it idle at
+three quarters (kernels/README.md). Used by `tune_w4a16_wgmma` with ``--between``.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from taut_kernels.bench import timing
+from taut_kernels.tiles_wgmma import Choice
+
+SubjectOf = Callable[[Choice, int], timing.Subject]
+"""Makes the subject of a choice at a number of tokens."""
+FINALISTS = 3
+"""Of a bucket, beside what ships."""
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+_LEAST_CALLS = 8
+
+
+def spread(before: int, most: int) -> list[int]:
+    """Return numbers of tokens spread over a bucket, its largest last.
+
+    Args:
+        before: largest number of tokens of the bucket before, or 0.
+        most: largest of this one.
+    """
+    found = [before + round(share * (most - before)) for share in _SHARES]
+    return list(dict.fromkeys(max(1, tokens) for tokens in found))
+
+
+def meet(
+    choices: Sequence[Choice], tokens: Sequence[int], subject_of: SubjectOf, replays: int
+) -> list[list[float]]:
+    """Time choices in turn.
+
+    Args:
+        choices: tiles or regimes.
+        tokens: numbers of tokens.
+        subject_of: makes what is timed.
+        replays: rounds.
+
+    Returns:
+        µs a call of each choice at each number of tokens.
+    """
+    times: list[list[float]] = [[] for _ in choices]
+    for M in tokens:
+        subjects = [subject_of(choice, M) for choice in choices]
+        measured = timing.measure(subjects, replays, _LEAST_CALLS)
+        for found, own in zip(measured, times, strict=True):
+            own.append(found.median)
+    return times
+
+
+def best(times: Sequence[Sequence[float]]) -> int:
+    """Return which choice is the fastest by geometric mean.
+
+    Args:
+        times: of :func:`meet`.
+    """
+    return min(range(len(times)), key=lambda i: statistics.fmean(map(math.log, times[i])))
