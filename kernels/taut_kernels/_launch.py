@@ -8,21 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 
-from taut_kernels import _early_start
+from taut_kernels import _early_start, _triton_launch
 
 PDL_OPTIONS: tuple[dict[str, bool], dict[str, bool]] = ({}, {"launch_pdl": True})
 """Launch options without and with programmatic dependent launch: a kernel may start before the one
 in front of it has ended, and waits for it inside."""
 
 
+# What follows stands in every call. `torch.cuda.current_device` is this behind a question whether
+# CUDA was started, which a tensor on a GPU answers. The other allocates on the current device as
+# `torch.empty` does, without torch's dispatcher: the code that Inductor writes calls it.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_empty_here: Callable[..., torch.Tensor] | None = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", None
+)
+
+
 def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate an uninitialised contiguous tensor; the seam the NaN poison replaces."""
-    return torch.empty(shape, dtype=dtype, device=device)
+    """Allocate an uninitialised contiguous tensor; the seam the NaN poison replaces.
+
+    Under ``torch.use_deterministic_algorithms`` it is not filled, as `torch.empty` would be:
+    kernels write every element.
+
+    Args:
+        shape: of the tensor.
+        dtype: likewise.
+        device: likewise; a GPU's with its number, as tensors have it.
+    """
+    index = device.index
+    if index is None or _empty_here is None or len(shape) > 2 or index != _current_device():
+        return torch.empty(shape, dtype=dtype, device=device)
+    # Tuples, not what `Tensor.shape` is: no subclass is taken. Strides as torch's own: an axis
+    # without elements counts as one.
+    strides = (shape[1] or 1, 1) if len(shape) == 2 else (1,) * len(shape)
+    return _empty_here((*shape,), strides, dtype)
 
 
 def _numbered(device: torch.device) -> torch.device:
@@ -30,6 +55,11 @@ def _numbered(device: torch.device) -> torch.device:
     if device.index is None and device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def number(device: torch.device) -> int:
+    """Return a tensor's device as forms are found by it: -1 of a CPU (the Triton interpreter)."""
+    return -1 if device.index is None else device.index
 
 
 # What follows is asked in every call: kept by device, since `device.type` alone takes 0.2 µs.
@@ -110,11 +140,6 @@ def _current_stream() -> Callable[[int], int]:
     return found
 
 
-def _is_set(hook: Any) -> bool:
-    """Say whether a hook does anything: Triton's own are chains, mostly empty, never None."""
-    return bool(getattr(hook, "calls", hook))
-
-
 class Form:
     """One form of a kernel on one device: what types, constants and options determine.
 
@@ -127,22 +152,30 @@ class Form:
         device: number of the device, negative outside CUDA.
     """
 
-    __slots__ = ("_compiled", "_device", "_kernel", "_values")
+    __slots__ = ("_compiled", "_device", "_kernel", "_route", "_stream", "_values")
 
     def __init__(self, kernel: Any, device: int) -> None:
         self._kernel, self._device = kernel, device
         self._compiled: Any = None
         self._values: tuple[Any, ...] = ()
+        self._route: _triton_launch.Route
+        self._stream: Callable[[int], int]
 
     def __call__(
         self,
         grid: tuple[int, int, int],
         pointers: tuple[torch.Tensor | None, ...],
-        numbers: tuple[float, ...],
+        numbers: tuple[Any, ...],
         constants: Callable[[], tuple[Constants, Constants]],
         strides: tuple[int, ...] = (),
     ) -> None:
         """Launch on the device's current stream.
+
+        What was compiled is launched by :class:`_triton_launch.Route`: ``compiled[grid](…)`` does
+        the same and takes several times as long. It wraps the arguments in a description for
+        profilers that are not there, looks for scratch memory to allocate, and its C code asks the
+        driver about each tensor's address, which it believes where it is a number already. A
+        profiler that is there (Proton adds hooks) gets what it would get from Triton.
 
         Args:
             grid: programs along each axis.
@@ -153,7 +186,7 @@ class Form:
                 16 below 2**31 only.
         """
         device = self._device
-        if device >= 0 and device != torch.cuda.current_device():
+        if device >= 0 and device != _current_device():
             with torch.cuda.device(device):
                 self(grid, pointers, numbers, constants, strides)
             return
@@ -166,47 +199,59 @@ class Form:
             addresses.append(address)
         for stride in strides:
             bits |= stride | (stride >= _INT32)
-        if self._compiled is None or bits % ALIGNMENT:
+        compiled = self._compiled
+        if compiled is None or bits % ALIGNMENT:
             compiled = self._launch_through_triton(grid, pointers, numbers, constants)
             if bits % ALIGNMENT == 0:
-                self._compiled = compiled  # None of Triton's interpreter, which compiles nothing
+                self._keep(compiled)
             return
-        self._submit(grid, (*addresses, *numbers, *self._values))
-
-    def _submit(self, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-        """Launch what was compiled.
-
-        ``compiled[grid](…)`` does the same and takes about twice as long: it wraps the arguments in
-        a description for profilers that are not there, and its C code asks the driver about each
-        tensor's address, which it believes where it is a number already. A profiler that is there
-        (Proton adds hooks) gets what it would get from Triton.
-        """
-        compiled, runtime = self._compiled, triton.knobs.runtime
-        if _is_set(runtime.launch_enter_hook) or _is_set(runtime.launch_exit_hook):
-            compiled[grid](*arguments)
+        # Triton's own hooks are chains, mostly empty, never None.
+        runtime = knobs.runtime
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            compiled[grid](*addresses, *numbers, *self._values)
             return
-        compiled.run(
-            *grid,
-            _current_stream()(self._device),
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *arguments,
-        )
+        call, fixed, packed = self._route
+        stream = self._stream(device)
+        if packed:
+            call(*grid, stream, *fixed, (*addresses, *numbers, *self._values))
+        else:
+            call(*grid, stream, *fixed, *addresses, *numbers, *self._values)
+
+    def _keep(self, compiled: Any) -> None:
+        """Keep what was compiled: None of Triton's interpreter, which compiles nothing."""
+        if compiled is not None:
+            self._route, self._stream = _triton_launch.route(compiled), _current_stream()
+        # Last: another thread takes what stands above once it sees this.
+        self._compiled = compiled
 
     def _launch_through_triton(
         self,
         grid: tuple[int, int, int],
         pointers: tuple[torch.Tensor | None, ...],
-        numbers: tuple[float, ...],
+        numbers: tuple[Any, ...],
         constants: Callable[[], tuple[Constants, Constants]],
     ) -> Any:
         named, options = constants()
         names = self._kernel.arg_names[len(pointers) + len(numbers) :]
         self._values = tuple(named[name] for name in names)
         return self._kernel[grid](*pointers, *numbers, **named, **options)
+
+
+class Prepared(NamedTuple):
+    """What shape, types and tile determine of a launch, for an op that keeps it.
+
+    Holds no tensor and no address.
+
+    Attributes:
+        form: of the kernel.
+        grid: programs along each axis.
+        constants: what the form is compiled with.
+    """
+
+    form: Form
+    grid: tuple[int, int, int]
+    constants: Callable[[], tuple[Constants, Constants]]
 
 
 class Launcher:

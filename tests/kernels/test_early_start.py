@@ -33,8 +33,10 @@ def launched_tile(
 ) -> FusedTile:
     """Return the tile an op's launcher takes."""
     seen: list[FusedTile] = []
-    monkeypatch.setattr(module, "launch", lambda tile, *_: seen.append(tile))
+    monkeypatch.setattr(module, "_prepared", lambda tile, *_: seen.append(tile))
+    module._plan.cache_clear()  # a process has one card
     call()
+    module._plan.cache_clear()
     (tile,) = seen
     return tile
 
@@ -165,7 +167,7 @@ def test_gpu_a_chain_that_starts_early_has_the_bits_of_one_that_does_not(
     for early in (256, 0):
         monkeypatch.setattr(_early_start, "EARLY_TOKENS", early)
         tiles_fused.lookup.cache_clear()
-        assert rope._tile(torch.empty(M, HEADS, D, device="cuda"), None).pdl is bool(early)
+        assert rope.tile_of("rope", HEADS, M, torch.device("cuda")).pdl is bool(early)
         chain()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -101,10 +101,10 @@ def test_a_tensor_of_another_device_runs_there(monkeypatch: pytest.MonkeyPatch) 
             entered.append(device)
 
         def __enter__(self) -> None:
-            monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+            monkeypatch.setattr(_launch, "_current_device", lambda: 1)
 
         def __exit__(self, *_: Any) -> None:
-            monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+            monkeypatch.setattr(_launch, "_current_device", lambda: 0)
 
     class Tensor:
         is_cuda = True
@@ -115,13 +115,60 @@ def test_a_tensor_of_another_device_runs_there(monkeypatch: pytest.MonkeyPatch) 
         def data_ptr(self) -> int:
             return 4096
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_launch, "_current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Device)
     jit = Jit()
     pointers: Any = (Tensor(), None)
     _launch.Launcher(jit)("a", (1, 1, 1), pointers, (5,), constants)
     assert entered == [1]
     assert len(jit.asked) == 1
+
+
+def test_memory_on_the_current_gpu_is_asked_for_without_the_dispatcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Strides as torch's, for any shape; memory of another device through torch."""
+    asked: list[Any] = []
+
+    def here(*given: Any) -> torch.Tensor:
+        assert [type(each) for each in given[:2]] == [tuple, tuple]
+        asked.append(given)
+        return torch.empty_strided(given[0], given[1], dtype=given[2])
+
+    monkeypatch.setattr(_launch, "_empty_here", here)
+    monkeypatch.setattr(_launch, "_current_device", lambda: 1)
+    gpu = torch.device("cuda", 1)
+    shapes = [(5,), (0,), (3, 4), (0, 4), (3, 0), (0, 0), (1, 1)]
+    for shape in shapes:
+        for given in (shape, torch.empty(shape).shape):
+            found = _launch.empty(given, dtype=torch.float16, device=gpu)
+            expected = torch.empty(shape, dtype=torch.float16)
+            assert (found.shape, found.stride()) == (expected.shape, expected.stride())
+    assert len(asked) == 2 * len(shapes)
+    assert _launch.empty((3, 4), dtype=torch.int32, device=torch.device("cpu")).shape == (3, 4)
+    monkeypatch.setattr(torch, "empty", lambda *_, **named: named["device"])
+    others: list[Any] = [
+        _launch.empty((3, 4), dtype=torch.int32, device=torch.device("cuda", 0)),
+        _launch.empty((2, 3, 4), dtype=torch.int32, device=gpu),
+    ]
+    assert others == [torch.device("cuda", 0), gpu]
+    assert len(asked) == 2 * len(shapes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gpu_memory_is_as_torch_gives_it() -> None:
+    for shape in [(5,), (0,), (3, 4), (0, 4), (3, 0)]:
+        device = torch.device("cuda", torch.cuda.current_device())
+        found = _launch.empty(shape, dtype=torch.bfloat16, device=device)
+        expected = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        for each in (found, expected):
+            assert not each.requires_grad
+        assert (found.shape, found.stride(), found.dtype, found.device) == (
+            expected.shape, expected.stride(), expected.dtype, expected.device
+        )  # fmt: skip
+        with torch.inference_mode():
+            assert _launch.empty(shape, dtype=torch.bfloat16, device=device).is_inference()
 
 
 def test_an_unaligned_pointer_goes_through_triton_every_time() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import _launch, testing, tiles_scaled_mm
+from taut_kernels import _launch, _triton_launch, testing, tiles_scaled_mm
 from taut_kernels.bench import scaled_mm_rivals
 from taut_kernels.bench.scaled_mm_layer import SHAPES, make_layer
 from taut_kernels.gemm import _scaled_mm_launch, fp8, scaled_mm_variants, w8a8
@@ -250,6 +250,15 @@ class _Recorder:
         return call
 
 
+def _recorded(recorder: _Recorder) -> _triton_launch.Route:
+    """Return a way to launch that records."""
+
+    def call(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        recorder[x, y, z](*arguments)
+
+    return _triton_launch.Route(call, (), packed=False)
+
+
 @pytest.mark.parametrize(("op", "scaling", "zero_points"), VARIETIES)
 def test_a_remembered_launch_hands_over_the_same_arguments(
     op: str, scaling: str, zero_points: str, monkeypatch: pytest.MonkeyPatch
@@ -259,12 +268,15 @@ def test_a_remembered_launch_hands_over_the_same_arguments(
     launcher = getattr(_scaled_mm_launch, name)
     recorder = _Recorder(launcher.kernel)
     monkeypatch.setattr(_scaled_mm_launch, name, type(launcher)(recorder))
-    monkeypatch.setattr(_launch.Form, "_submit", lambda it, grid, given: it._compiled[grid](*given))
+    monkeypatch.setattr(_triton_launch, "route", _recorded)
+    monkeypatch.setattr(_launch, "_current_stream", lambda: lambda device: 0)
+    _scaled_mm_launch._prepared_ring.cache_clear()  # it keeps forms of the launcher that was
     tile = ScaledMmTile("ring", 16, 64, 128, 4, 3, split_k=2)
     for _ in range(2):
         _launch_case(tile, case)
     other = make_scaled_mm_case(op, 5, 200, 256, scaling=scaling, with_bias=True)
     _launch_case(tile, other)
+    _scaled_mm_launch._prepared_ring.cache_clear()
     first, second, third = recorder.calls
     fresh = {"y_ptr", "partial_ptr"}
     assert set(first) == {*recorder.arg_names, "grid"}

@@ -218,6 +218,8 @@ def test_variants_name_the_roles_of_both_tiles() -> None:
     found = list(w4a16_wgmma_variants.products_of(WavesTile(OLD, MANY, 264)))
     assert found == [(OLD, "head"), (MANY, "tail")]
     assert list(w4a16_wgmma_variants.products_of(OLD)) == [(OLD, "alone")]
+    fed = list(w4a16_wgmma_variants.products_of(WavesTile(FED, FED_TAIL, 264)))
+    assert fed == [(FED, "alone"), (FED_TAIL, "alone")]
     assert list(w4a16_wgmma_variants.products_of("dense")) == []
 
 

@@ -6,6 +6,7 @@ the entries CUDA tensors reach.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -59,20 +60,28 @@ def frozen(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
 def cuda_ops() -> dict[str, Any]:
     """`torch.ops.taut` as CUDA tensors see it."""
 
-    def norm(launch: Any) -> SimpleNamespace:
-        return SimpleNamespace(default=launch, plain=rms_norm._without_residual(launch))
+    def op(launch: Any) -> Any:
+        """Return what is called as it is or by its overload's name."""
+        packet: Any = functools.partial(launch)
+        packet.default = launch
+        return packet
+
+    def norm(launch: Any) -> Any:
+        packet = op(launch)
+        packet.plain = rms_norm._without_residual(launch)
+        return packet
 
     return {
-        "w4a16_gemm": w4a16._launch_w4a16_gemm,
-        "scaled_mm_by_regime": scaled_mm_op._dispatch,
-        "silu_mul": silu_mul._launch_silu_mul,
-        "silu_mul_quant": silu_mul._launch_silu_mul_quant,
-        "silu_mul_static_quant": silu_mul._launch_silu_mul_static_quant,
-        "row_quant": quantize._launch_row_quant,
-        "rope": rope._launch_rope,
-        "rope_apart": rope._launch_rope_apart,
+        "w4a16_gemm": op(w4a16._launch_w4a16_gemm),
+        "scaled_mm_by_regime": op(scaled_mm_op._dispatch),
+        "silu_mul": op(silu_mul._launch_silu_mul),
+        "silu_mul_quant": op(silu_mul._launch_silu_mul_quant),
+        "silu_mul_static_quant": op(silu_mul._launch_silu_mul_static_quant),
+        "row_quant": op(quantize._launch_row_quant),
+        "rope": op(rope._launch_rope),
+        "rope_apart": op(rope._launch_rope_apart),
         "rms_norm": norm(rms_norm._launch_rms_norm),
-        "rms_norm_quant": rms_norm._launch_rms_norm_quant,
+        "rms_norm_quant": op(rms_norm._launch_rms_norm_quant),
         "rms_norm_static_quant": norm(rms_norm._launch_rms_norm_static_quant),
     }
 
@@ -107,7 +116,8 @@ def pretend_cuda() -> None:
 def use_card(name: str) -> None:
     """Let every table and choice be that card's."""
     _launch.gpu_name = lambda device: name
-    w4a16._plan.cache_clear()  # a process has one card
+    for ops in (w4a16, rms_norm, silu_mul, quantize, rope):
+        ops._plan.cache_clear()  # a process has one card
     linear.current_platform.get_device_name = lambda: name
 
 

@@ -19,11 +19,12 @@ Source    what is stored: vLLM `reshape_and_cache_flash`. The code is ours.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from taut_kernels import _launch
+from taut_kernels import _early_start, _launch
 from taut_kernels.attention._cache_write_jit import cache_write_kernel
 from taut_kernels.attention._decode_arguments import check_scale
 
@@ -119,6 +120,38 @@ def _without_single(strides: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[i
     return tuple(0 if size == 1 else stride for stride, size in zip(strides, sizes, strict=True))
 
 
+# Asked in every call: kept by everything the answer follows from.
+@lru_cache(maxsize=8192)
+def _plan(
+    early_tokens: int,
+    count: int,
+    cut: tuple[int, int, int],
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    no_k_scale: bool,
+    no_v_scale: bool,
+    device: torch.device,
+) -> tuple[_launch.Form, tuple[int, int, int], bool, bool]:
+    """Return form and grid of a call, whether it starts early, and whether e4m3 is converted.
+
+    Args:
+        early_tokens: of which the third follows.
+        count: slots.
+        cut: page size, heads and their elements.
+        dtype: of the keys.
+        cache_dtype: of their cache.
+        no_k_scale: there is none.
+        no_v_scale: likewise.
+        device: of all operands.
+    """
+    converts, early = _launch.capability(device) >= (8, 9), _launch.starts_early(count, device)
+    form = _cache_write.form(
+        (dtype, cache_dtype, *cut, no_k_scale, no_v_scale, early), _launch.number(device)
+    )
+    _, heads, dim = cut
+    return form, (count, -(-heads // _blocks(heads, dim)[0]), 1), early, converts
+
+
 def launch(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -143,8 +176,11 @@ def launch(
     tokens, count = k.shape[0], slots.shape[0]
     if not (count and heads and dim):
         return
-    device = k.device
-    converts, early = _launch.capability(device) >= (8, 9), _launch.starts_early(count, device)
+    absent = k_scale is None, v_scale is None
+    form, grid, early, converts = _plan(
+        _early_start.EARLY_TOKENS, count, (page, heads, dim), k.dtype, k_cache.dtype, *absent,
+        k.device,
+    )  # fmt: skip
     caches = (k_cache, v_cache)
     if k_cache.dtype == FP8 and not converts:
         caches = (k_cache.view(torch.uint8), v_cache.view(torch.uint8))
@@ -154,9 +190,8 @@ def launch(
     if 1 in (tokens, pages, page, heads):
         strides = _without_single(strides, (tokens, heads) * 2 + (pages, page, heads) * 2)
     by_head = tuple(int(each is not None and each.numel() > 1) for each in (k_scale, v_scale))
-    _cache_write(
-        (k.dtype, k_cache.dtype, page, heads, dim, k_scale is None, v_scale is None, early),
-        (count, -(-heads // _blocks(heads, dim)[0]), 1),
+    form(
+        grid,
         (k, v, *caches, slots, k_scale, v_scale),
         (*by_head, *strides),
         lambda: launch_constants(k_cache, early=early, converts=converts),

@@ -288,7 +288,9 @@ def _winner(
     replays: int,
 ) -> Result:
     """Return the choice of one bucket that is best all over it, with its time at its end."""
-    fastest = [r.tile for r in sorted(found, key=lambda r: r.us)]
+    ends = {r.tile: r.us for r in found}
+    few = w4a16_finalists.times_at(list(ends), tokens[1], subject_of, replays)
+    fastest = sorted(ends, key=lambda tile: ends[tile] * few[tile])
     choices = list(dict.fromkeys((ships, *fastest[: w4a16_finalists.FINALISTS])))
     times = w4a16_finalists.meet(choices, tokens, subject_of, replays)
     for choice, us in zip(choices, times, strict=True):

@@ -15,7 +15,7 @@ from taut_kernels.tiles_wgmma import Choice
 
 SubjectOf = Callable[[Choice, int], timing.Subject]
 """Makes the subject of a choice at a number of tokens."""
-FINALISTS = 3
+FINALISTS = 4
 """Of a bucket, beside what ships."""
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 _LEAST_CALLS = 8
@@ -30,6 +30,26 @@ def spread(before: int, most: int) -> list[int]:
     """
     found = [before + round(share * (most - before)) for share in _SHARES]
     return list(dict.fromkeys(max(1, tokens) for tokens in found))
+
+
+def times_at(
+    choices: Sequence[Choice], M: int, subject_of: SubjectOf, replays: int
+) -> dict[Choice, float]:
+    """Time choices one after another.
+
+    Args:
+        choices: tiles or regimes.
+        M: tokens.
+        subject_of: makes what is timed.
+        replays: rounds.
+
+    Returns:
+        µs a call of each.
+    """
+    return {
+        choice: timing.measure([subject_of(choice, M)], replays, _LEAST_CALLS)[0].median
+        for choice in choices
+    }
 
 
 def meet(

@@ -27,16 +27,20 @@ class UnavailableError(RuntimeError):
     """A rival cannot run here; the message says why."""
 
 
-def taut(layer: Layer) -> Call:
-    """Run `taut::w4a16_gemm`, whatever regime it chooses."""
+def operands(layer: Layer) -> tuple[Any, ...]:
+    """Return the operands of `taut::w4a16_gemm` behind the activations."""
     qweight = formats_mma.repack_weight(layer.weight_packed, layer.K)
     scales = formats_mma.repack_scale(layer.weight_scale)
     arrivals = w4a16.make_arrivals(layer.N, layer.x.device)
+    return qweight, scales, None, None, arrivals, layer.group_size
+
+
+def taut(layer: Layer) -> Call:
+    """Run `taut::w4a16_gemm`, whatever regime it chooses."""
+    op, given = torch.ops.taut.w4a16_gemm.default, operands(layer)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.taut.w4a16_gemm(
-            x, qweight, scales, None, None, arrivals, layer.group_size
-        )
+        y: torch.Tensor = op(x, *given)
         return y
 
     return call

@@ -18,9 +18,11 @@ Limits    N ≤ 262144; forward only; sm_80 and later, fp8 sm_89 and later
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from taut_kernels import _launch, tiles_fused
+from taut_kernels import _early_start, _launch, tiles_fused
 from taut_kernels.fused import row_quant as definition
 from taut_kernels.fused._quantize_jit import row_quant_kernel, row_quant_long_kernel
 from taut_kernels.fused._rows import as_rows
@@ -51,27 +53,63 @@ def launch(
         scales: [M, 1], written.
     """
     M, N = y.shape
+    _run(_prepared(tile, out, M, N, x.dtype, y.dtype, x.device), x, y, scales)
+
+
+def _prepared(
+    tile: FusedTile,
+    out: str,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    device: torch.device,
+) -> _launch.Prepared | None:
+    """Prepare a call with a given tile; None where there is nothing to do."""
     if M == 0 or N == 0:
-        return
+        return None
     launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
     block = min(tile.block, max(8, next_power_of_2(N)))
-    constants = (N, out, tile.rows, block, tile.pdl)
-    launcher(
-        (x.dtype, y.dtype, constants, tile.num_warps, tile.registers),
+    values = (N, out, tile.rows, block, tile.pdl)
+    return _launch.Prepared(
+        launcher.form(
+            (dtype, y_dtype, values, tile.num_warps, tile.registers), _launch.number(device)
+        ),
         (-(-M // tile.rows), 1, 1),
-        (x, y, scales),
-        (M, x.stride(0)),
-        lambda: (last_arguments(launcher.kernel, constants), launch_options(tile)),
-        (x.stride(0),),
+        lambda: (last_arguments(launcher.kernel, values), launch_options(tile)),
     )
 
 
+# Asked in every call: kept by everything the answer follows from.
+@lru_cache(maxsize=8192)
+def _plan(
+    early_tokens: int,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    device: torch.device,
+) -> _launch.Prepared | None:
+    """Prepare a call of the op, by the tile the tables or their rule choose."""
+    tile = tile_of("row_quant", N, M, device)
+    return _prepared(tile, definition.OUT[y_dtype], M, N, dtype, y_dtype, device)
+
+
+def _run(
+    prepared: _launch.Prepared | None, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor
+) -> None:
+    if prepared is None:
+        return
+    form, grid, constants = prepared
+    row = x.stride()[0]
+    form(grid, (x, y, scales), (x.shape[0], row), constants, (row,))
+
+
 def _launch_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    M, N = x.shape
-    q = _launch.empty((M, N), dtype=dtype, device=x.device)
-    scales = _launch.empty((M, 1), dtype=torch.float32, device=x.device)
-    tile = tile_of("row_quant", N, M, x.device)
-    launch(tile, definition.OUT[dtype], x, q, scales)
+    (M, N), device = x.shape, x.device
+    q = _launch.empty((M, N), dtype=dtype, device=device)
+    scales = _launch.empty((M, 1), dtype=torch.float32, device=device)
+    _run(_plan(_early_start.EARLY_TOKENS, M, N, x.dtype, dtype, device), x, q, scales)
     return q, scales
 
 
@@ -105,5 +143,5 @@ def row_quant(
     rows = as_rows("x", x, DTYPES, MAX_N)
     if reason := definition.why_not_supported(dtype, x.device):
         raise ValueError(reason)
-    q, scales = torch.ops.taut.row_quant(rows, dtype)
+    q, scales = torch.ops.taut.row_quant.default(rows, dtype)
     return q.view(x.shape), scales.view(*x.shape[:-1], 1)

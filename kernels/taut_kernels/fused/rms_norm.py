@@ -21,10 +21,12 @@ Source    RMSNorm: arXiv:1910.07467, eq. 4. Rounding and scales: vLLM `rms_norm`
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from taut_kernels import _launch, tiles_fused
+from taut_kernels import _early_start, _launch, tiles_fused
 from taut_kernels.fused import row_quant
 from taut_kernels.fused._rms_norm_jit import rms_norm_kernel, rms_norm_long_kernel
 from taut_kernels.fused._rows import as_rows, check_epsilon, check_scale
@@ -110,41 +112,84 @@ def launch(
         y: [M, N], written.
         scale: [M, 1] written, one element read (``static_fp8``), or None (``same``).
     """
-    M, N = x.shape
-    if M == 0 or N == 0:
-        return
-    launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
-    block = min(tile.block, max(8, next_power_of_2(N)))
-    constants = (N, out, tile.rows, block, tile.pdl)
-    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    launcher(
-        (
-            x.dtype,
-            y.dtype,
-            None if weight is None else weight.dtype,
-            residual is None,
-            constants,
-            tile.num_warps,
-            tile.registers,
-        ),
-        (-(-M // tile.rows), 1, 1),
-        (x, residual, weight, y, scale),
-        (M, *strides, epsilon),
-        lambda: (last_arguments(launcher.kernel, constants), launch_options(tile)),
-        strides,
+    _run(
+        _prepared(tile, *_call(out, x, weight, residual, y)), x, weight, residual, epsilon, y, scale
     )
 
 
-def _tile(op: str, x: torch.Tensor, residual: torch.Tensor | None) -> FusedTile:
-    name = op if residual is None else f"add_{op}"
-    return tile_of(name, x.shape[1], x.shape[0], x.device)
+Call = tuple[str, int, int, torch.dtype, torch.dtype, torch.dtype | None, bool, torch.device]
+"""All of a call but its tensors, their strides and epsilon: ``out``, M, N, the types of ``x``,
+``y`` and ``weight``, whether there is a residual, and the device."""
+
+
+def _call(
+    out: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    y: torch.Tensor,
+) -> Call:
+    M, N = x.shape
+    weight_dtype = None if weight is None else weight.dtype
+    return out, M, N, x.dtype, y.dtype, weight_dtype, residual is not None, x.device
+
+
+def _prepared(
+    tile: FusedTile,
+    out: str,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    adds: bool,
+    device: torch.device,
+) -> _launch.Prepared | None:
+    """Prepare a call with a given tile; None where there is nothing to do."""
+    if M == 0 or N == 0:
+        return None
+    launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
+    block = min(tile.block, max(8, next_power_of_2(N)))
+    values = (N, out, tile.rows, block, tile.pdl)
+    key = (dtype, y_dtype, weight_dtype, not adds, values, tile.num_warps, tile.registers)
+    return _launch.Prepared(
+        launcher.form(key, _launch.number(device)),
+        (-(-M // tile.rows), 1, 1),
+        lambda: (last_arguments(launcher.kernel, values), launch_options(tile)),
+    )
+
+
+# Asked in every call: kept by everything the answer follows from.
+@lru_cache(maxsize=8192)
+def _plan(op: str, early_tokens: int, *call: Any) -> _launch.Prepared | None:
+    """Prepare a call of an op, by the tile the tables or their rule choose."""
+    _, M, N, _, _, _, adds, device = call
+    return _prepared(tile_of(f"add_{op}" if adds else op, N, M, device), *call)
+
+
+def _run(
+    prepared: _launch.Prepared | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epsilon: float,
+    y: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> None:
+    if prepared is None:
+        return
+    form, grid, constants = prepared
+    row, residual_row = x.stride()[0], 0 if residual is None else residual.stride()[0]
+    pointers, numbers = (x, residual, weight, y, scale), (x.shape[0], row, residual_row, epsilon)
+    form(grid, pointers, numbers, constants, (row, residual_row))
 
 
 def _launch_rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
     y = _launch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch(_tile("rms_norm", x, residual), "same", x, weight, residual, epsilon, y, None)
+    plan = _plan("rms_norm", _early_start.EARLY_TOKENS, *_call("same", x, weight, residual, y))
+    _run(plan, x, weight, residual, epsilon, y, None)
     return y
 
 
@@ -157,8 +202,9 @@ def _launch_rms_norm_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q = _launch.empty(x.shape, dtype=dtype, device=x.device)
     scales = _launch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
-    tile = _tile("rms_norm_quant", x, residual)
-    launch(tile, row_quant.OUT[dtype], x, weight, residual, epsilon, q, scales)
+    call = _call(row_quant.OUT[dtype], x, weight, residual, q)
+    plan = _plan("rms_norm_quant", _early_start.EARLY_TOKENS, *call)
+    _run(plan, x, weight, residual, epsilon, q, scales)
     return q, scales
 
 
@@ -170,8 +216,9 @@ def _launch_rms_norm_static_quant(
     scale: torch.Tensor,
 ) -> torch.Tensor:
     q = _launch.empty(x.shape, dtype=row_quant.FP8, device=x.device)
-    tile = _tile("rms_norm_quant", x, residual)
-    launch(tile, "static_fp8", x, weight, residual, epsilon, q, scale)
+    call = _call("static_fp8", x, weight, residual, q)
+    plan = _plan("rms_norm_quant", _early_start.EARLY_TOKENS, *call)
+    _run(plan, x, weight, residual, epsilon, q, scale)
     return q
 
 
@@ -316,7 +363,7 @@ def rms_norm_quant(
         else:
             static = op.default(rows, weight, residual_rows, epsilon, scale)
         return static.view(x.shape), scale
-    q, scales = torch.ops.taut.rms_norm_quant(rows, weight, residual_rows, epsilon, dtype)
+    q, scales = torch.ops.taut.rms_norm_quant.default(rows, weight, residual_rows, epsilon, dtype)
     return q.view(x.shape), scales.view(*x.shape[:-1], 1)
 
 

@@ -18,9 +18,12 @@ Source    RoPE: arXiv:2104.09864, §3.2.2. Cache layout: vLLM `rotary_embedding`
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 
-from taut_kernels import _launch
+from taut_kernels import _early_start, _launch
 from taut_kernels.fused._rope_jit import rope_kernel
 from taut_kernels.fused._tile_options import (
     last_arguments,
@@ -116,35 +119,81 @@ def launch(
         apart: where the results go, contiguous, the second not looked at for k None; None: in
             place.
     """
-    T, num_heads, dim = q.shape
-    num_kv_heads = 0 if k is None else k.shape[1]
-    half = cos_sin_cache.shape[1] // 2
+    call = _call(q, k, cos_sin_cache, neox, apart is not None)
+    _run(_prepared(tile, *call), positions, q, k, cos_sin_cache, apart)
+
+
+Call = tuple[tuple[int, ...], int, int, torch.dtype, torch.dtype, torch.device, bool, bool]
+"""All of a call but its tensors and their strides: T, Hq and D of q, the heads of k, R, the types
+of q and of the table, the device, ``neox``, and whether the results are new tensors."""
+
+
+def _call(
+    q: torch.Tensor, k: torch.Tensor | None, cos_sin_cache: torch.Tensor, neox: bool, apart: bool
+) -> Call:
+    kv_heads = 0 if k is None else k.shape[1]
+    rotated, types = cos_sin_cache.shape[1], (q.dtype, cos_sin_cache.dtype)
+    return q.shape, kv_heads, rotated, *types, q.device, neox, apart
+
+
+def _prepared(
+    tile: FusedTile,
+    shape: tuple[int, ...],
+    num_kv_heads: int,
+    rotated: int,
+    dtype: torch.dtype,
+    table_dtype: torch.dtype,
+    device: torch.device,
+    neox: bool,
+    apart: bool,
+) -> _launch.Prepared | None:
+    """Prepare a call with a given tile; None where there is nothing to do."""
+    (T, num_heads, dim), half = shape, rotated // 2
     if T == 0 or half == 0 or num_heads + num_kv_heads == 0:
-        return
+        return None
     blocks = -(-num_heads // tile.block) + -(-num_kv_heads // tile.block)
-    strides = (*q.stride()[:2], *((0, 0) if k is None else k.stride()[:2]))
-    if apart is None:
-        new_q = new_k = None
-        columns, new_strides = (0, half, next_power_of_2(half), 0), (0, 0)
-    else:
-        new_q, new_k = apart[0], None if k is None else apart[1]
-        rest = next_power_of_2(dim - 2 * half) if dim > 2 * half else 0
+    columns = (0, half, next_power_of_2(half), 0)
+    if apart:
+        rest = next_power_of_2(dim - rotated) if dim > rotated else 0
         columns = (dim, half, next_power_of_2(half), rest)
-        new_strides = (num_heads * dim, num_kv_heads * dim)
-    constants = (num_heads, num_kv_heads, *columns, neox, tile.rows, tile.block, tile.pdl)
-    _rope(
-        (q.dtype, cos_sin_cache.dtype, positions.dtype, constants, tile.num_warps, tile.registers),
+    values = (num_heads, num_kv_heads, *columns, neox, tile.rows, tile.block, tile.pdl)
+    return _launch.Prepared(
+        _rope.form(
+            (dtype, table_dtype, values, tile.num_warps, tile.registers), _launch.number(device)
+        ),
         (-(-T // tile.rows) * blocks, 1, 1),
-        (q, k, cos_sin_cache, positions, new_q, new_k),
-        (T, *strides, *new_strides),
-        lambda: (last_arguments(rope_kernel, constants), launch_options(tile)),
-        strides,
+        lambda: (last_arguments(rope_kernel, values), launch_options(tile)),
     )
 
 
-def _tile(q: torch.Tensor, k: torch.Tensor | None) -> FusedTile:
-    heads = q.shape[1] + (0 if k is None else k.shape[1])
-    return tile_of("rope", heads, q.shape[0], q.device)
+# Asked in every call: kept by everything the answer follows from.
+@lru_cache(maxsize=8192)
+def _plan(early_tokens: int, *call: Any) -> _launch.Prepared | None:
+    """Prepare a call of an op, by the tile the tables or their rule choose."""
+    (T, heads, _), kv_heads, _, _, _, device, _, _ = call
+    return _prepared(tile_of("rope", heads + kv_heads, T, device), *call)
+
+
+def _run(
+    prepared: _launch.Prepared | None,
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    apart: Pair | None,
+) -> None:
+    if prepared is None:
+        return
+    form, grid, constants = prepared
+    strides = (*q.stride()[:2], *((0, 0) if k is None else k.stride()[:2]))
+    if apart is None:
+        new_q = new_k = None
+        new_rows = (0, 0)
+    else:
+        new_q, new_k = apart[0], None if k is None else apart[1]
+        new_rows = (new_q.stride()[0], 0 if new_k is None else new_k.stride()[0])
+    pointers = (q, k, cos_sin_cache, positions, new_q, new_k)
+    form(grid, pointers, (q.shape[0], *strides, *new_rows), constants, strides)
 
 
 def _launch_rope(
@@ -154,7 +203,8 @@ def _launch_rope(
     cos_sin_cache: torch.Tensor,
     neox: bool,
 ) -> None:
-    launch(_tile(q, k), positions, q, k, cos_sin_cache, neox)
+    plan = _plan(_early_start.EARLY_TOKENS, *_call(q, k, cos_sin_cache, neox, False))
+    _run(plan, positions, q, k, cos_sin_cache, None)
 
 
 def _launch_rope_apart(
@@ -166,10 +216,11 @@ def _launch_rope_apart(
 ) -> Pair:
     if cos_sin_cache.shape[1] == 0:
         return rope_apart_ref(positions, q, k, cos_sin_cache, neox)  # nothing turns: copies
-    new_q = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shape = (0,) if k is None else k.shape
-    new_k = _launch.empty(shape, dtype=q.dtype, device=q.device)
-    launch(_tile(q, k), positions, q, k, cos_sin_cache, neox, (new_q, new_k))
+    shape, dtype, device = q.shape, q.dtype, q.device
+    new_q = _launch.empty(shape, dtype=dtype, device=device)
+    new_k = _launch.empty((0,) if k is None else k.shape, dtype=dtype, device=device)
+    plan = _plan(_early_start.EARLY_TOKENS, *_call(q, k, cos_sin_cache, neox, True))
+    _run(plan, positions, q, k, cos_sin_cache, (new_q, new_k))
     return new_q, new_k
 
 
@@ -238,7 +289,7 @@ def rope(
     _check_table(positions, q, cos_sin_cache, head_dim)
     q_heads = _as_heads("q", q, positions, q, head_dim)
     k_heads = None if k is None else _as_heads("k", k, positions, q, head_dim)
-    torch.ops.taut.rope(positions, q_heads, k_heads, cos_sin_cache, neox)
+    torch.ops.taut.rope.default(positions, q_heads, k_heads, cos_sin_cache, neox)
 
 
 def rope_apart(
@@ -269,7 +320,7 @@ def rope_apart(
     _check_table(positions, q, cos_sin_cache, head_dim)
     q_heads = _as_heads("q", q, positions, q, head_dim)
     k_heads = None if k is None else _as_heads("k", k, positions, q, head_dim)
-    found = torch.ops.taut.rope_apart(positions, q_heads, k_heads, cos_sin_cache, neox)
+    found = torch.ops.taut.rope_apart.default(positions, q_heads, k_heads, cos_sin_cache, neox)
     return found[0].view(q.shape), None if k is None else found[1].view(k.shape)
 
 

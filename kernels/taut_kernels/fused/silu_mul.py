@@ -19,9 +19,11 @@ Source    SwiGLU: arXiv:2002.05202, §2. gpt-oss: vLLM `swigluoai_and_mul`. The 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from taut_kernels import _launch, tiles_fused
+from taut_kernels import _early_start, _launch, tiles_fused
 from taut_kernels.fused import row_quant
 from taut_kernels.fused._rows import as_rows, check_scale
 from taut_kernels.fused._silu_mul_jit import (
@@ -117,9 +119,33 @@ def launch(
         y: [M, N], written.
         scale: [M, 1] written, one element read (``static_fp8``), or None (``same``).
     """
-    M, N = y.shape
+    (M, N), activation = y.shape, _form(alpha, beta, limit)
+    call = (M, N, x.dtype, y.dtype, x.device)
+    prepared = _prepared(tile, out, *call, activation, interleaved)
+    _run(prepared, x, alpha, beta, limit, y, scale)
+
+
+def _form(alpha: float, beta: float, limit: float | None) -> str:
+    """Return how the jit functions call an activation."""
+    if limit is not None:
+        return "clamped"
+    return "silu" if alpha == 1.0 and beta == 0.0 else "free"
+
+
+def _prepared(
+    tile: FusedTile,
+    out: str,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    device: torch.device,
+    activation: str,
+    interleaved: bool,
+) -> _launch.Prepared | None:
+    """Prepare a call with a given tile; None where there is nothing to do."""
     if M == 0 or N == 0:
-        return
+        return None
     block = min(tile.block, max(8, next_power_of_2(N)))
     programs = -(-M // tile.rows)
     if out in ("same", "static_fp8"):
@@ -127,28 +153,63 @@ def launch(
         programs *= -(-N // block)
     else:
         launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
-    plain = "silu" if alpha == 1.0 and beta == 0.0 else "free"
-    form = plain if limit is None else "clamped"
-    constants = (N, out, form, interleaved, tile.rows, block, tile.pdl)
-    launcher(
-        (x.dtype, y.dtype, constants, tile.num_warps, tile.registers),
+    values = (N, out, activation, interleaved, tile.rows, block, tile.pdl)
+    return _launch.Prepared(
+        launcher.form(
+            (dtype, y_dtype, values, tile.num_warps, tile.registers), _launch.number(device)
+        ),
         (programs, 1, 1),
-        (x, y, scale),
-        (M, x.stride(0), alpha, beta, 0.0 if limit is None else limit),
-        lambda: (last_arguments(launcher.kernel, constants), launch_options(tile)),
-        (x.stride(0),),
+        lambda: (last_arguments(launcher.kernel, values), launch_options(tile)),
     )
 
 
-def _tile(op: str, x: torch.Tensor) -> FusedTile:
-    return tile_of(op, x.shape[1] // 2, x.shape[0], x.device)
+# Asked in every call: kept by everything the answer follows from.
+@lru_cache(maxsize=8192)
+def _plan(
+    op: str,
+    early_tokens: int,
+    out: str,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    device: torch.device,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    interleaved: bool,
+) -> _launch.Prepared | None:
+    """Prepare a call of an op, by the tile the tables or their rule choose."""
+    tile, activation = tile_of(op, N, M, device), _form(alpha, beta, limit)
+    return _prepared(tile, out, M, N, dtype, y_dtype, device, activation, interleaved)
+
+
+def _run(
+    prepared: _launch.Prepared | None,
+    x: torch.Tensor,
+    alpha: float,
+    beta: float,
+    limit: float | None,
+    y: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> None:
+    if prepared is None:
+        return
+    form, grid, constants = prepared
+    row = x.stride()[0]
+    numbers = (x.shape[0], row, alpha, beta, 0.0 if limit is None else limit)
+    form(grid, (x, y, scale), numbers, constants, (row,))
 
 
 def _launch_silu_mul(
     x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
 ) -> torch.Tensor:
-    y = _launch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype, device=x.device)
-    launch(_tile("silu_mul", x), "same", x, alpha, beta, limit, interleaved, y, None)
+    (M, columns), dtype, device = x.shape, x.dtype, x.device
+    N, early = columns // 2, _early_start.EARLY_TOKENS
+    y = _launch.empty((M, N), dtype=dtype, device=device)
+    call = ("same", M, N, dtype, dtype, device)
+    plan = _plan("silu_mul", early, *call, alpha, beta, limit, interleaved)
+    _run(plan, x, alpha, beta, limit, y, None)
     return y
 
 
@@ -160,11 +221,13 @@ def _launch_silu_mul_quant(
     interleaved: bool,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    M = x.shape[0]
-    q = _launch.empty((M, x.shape[1] // 2), dtype=dtype, device=x.device)
-    scales = _launch.empty((M, 1), dtype=torch.float32, device=x.device)
-    tile, out = _tile("silu_mul_quant", x), row_quant.OUT[dtype]
-    launch(tile, out, x, alpha, beta, limit, interleaved, q, scales)
+    (M, columns), device = x.shape, x.device
+    N, early = columns // 2, _early_start.EARLY_TOKENS
+    q = _launch.empty((M, N), dtype=dtype, device=device)
+    scales = _launch.empty((M, 1), dtype=torch.float32, device=device)
+    call = (row_quant.OUT[dtype], M, N, x.dtype, dtype, device)
+    plan = _plan("silu_mul_quant", early, *call, alpha, beta, limit, interleaved)
+    _run(plan, x, alpha, beta, limit, q, scales)
     return q, scales
 
 
@@ -176,8 +239,12 @@ def _launch_silu_mul_static_quant(
     interleaved: bool,
     scale: torch.Tensor,
 ) -> torch.Tensor:
-    q = _launch.empty((x.shape[0], x.shape[1] // 2), dtype=row_quant.FP8, device=x.device)
-    launch(_tile("silu_mul", x), "static_fp8", x, alpha, beta, limit, interleaved, q, scale)
+    (M, columns), device = x.shape, x.device
+    N, early = columns // 2, _early_start.EARLY_TOKENS
+    q = _launch.empty((M, N), dtype=row_quant.FP8, device=device)
+    call = ("static_fp8", M, N, x.dtype, row_quant.FP8, device)
+    plan = _plan("silu_mul", early, *call, alpha, beta, limit, interleaved)
+    _run(plan, x, alpha, beta, limit, q, scale)
     return q
 
 
@@ -253,7 +320,7 @@ def silu_mul(
         ValueError: a shape, dtype or layout the contract does not allow; names the argument.
     """
     rows = _check(x, limit)
-    y: torch.Tensor = torch.ops.taut.silu_mul(rows, alpha, beta, limit, interleaved)
+    y: torch.Tensor = torch.ops.taut.silu_mul.default(rows, alpha, beta, limit, interleaved)
     return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
@@ -292,11 +359,11 @@ def silu_mul_quant(
         if dtype is not row_quant.FP8:
             raise ValueError(f"scale is for dtype torch.float8_e4m3fn only, got {dtype}")
         check_scale(scale, x)
-        static: torch.Tensor = torch.ops.taut.silu_mul_static_quant(
+        static: torch.Tensor = torch.ops.taut.silu_mul_static_quant.default(
             rows, alpha, beta, limit, interleaved, scale
         )
         return static.view(shape), scale
-    q, scales = torch.ops.taut.silu_mul_quant(rows, alpha, beta, limit, interleaved, dtype)
+    q, scales = torch.ops.taut.silu_mul_quant.default(rows, alpha, beta, limit, interleaved, dtype)
     return q.view(shape), scales.view(*x.shape[:-1], 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import lru_cache
 
 import torch
 
@@ -68,9 +69,40 @@ def _workspace(
             f"arrivals must hold {programs} elements for this shape, from make_arrivals"
         )
     size = programs * tile.split_k * tile.block_n * tile.block_m
-    # fp32 also for int32 sums: the NaN poison of the tests fills floats.
-    partial = _launch.empty((size,), dtype=torch.float32, device=x.device)
-    return partial.view(torch.int32) if x.dtype is torch.int8 else partial
+    kind = torch.int32 if x.dtype is torch.int8 else torch.float32
+    return _launch.empty((size,), dtype=kind, device=x.device)
+
+
+# Asked in every call: kept by everything the answer follows from.
+@lru_cache(maxsize=8192)
+def _prepared_ring(
+    tile: ScaledMmTile,
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    wide: tuple[int, int],
+    has_azp_adj: bool,
+    has_azp: bool,
+    has_bias: bool,
+    device: torch.device,
+) -> _launch.Prepared:
+    """Prepare a call of the ring kernel; ``wide`` as of :func:`_key`."""
+
+    def constants() -> tuple[_launch.Constants, _launch.Constants]:
+        named = {
+            "HAS_AZP_ADJ": has_azp_adj,
+            "HAS_AZP": has_azp,
+            "HAS_BIAS": has_bias,
+            "BLOCK_K": tile.block_k,
+        }
+        return named | _constants(tile, K), _options(tile)
+
+    absent = (not has_azp_adj, not has_azp, not has_bias)
+    form = _RING.form((tile, N, K, dtype, out_dtype, wide, absent), _launch.number(device))
+    grid = (-(-M // tile.block_m), -(-N // tile.block_n), tile.split_k)
+    return _launch.Prepared(form, grid, constants)
 
 
 def _launch_ring(
@@ -86,42 +118,17 @@ def _launch_ring(
     y: torch.Tensor,
 ) -> None:
     (M, K), N = x.shape, weight.shape[0]
-    grid = (-(-M // tile.block_m), -(-N // tile.block_n), tile.split_k)
+    x_row, weight_row = x.stride()[0], weight.stride()[0]
+    given = azp_adj is not None, azp is not None, bias is not None
+    wide = x_row >> 31, weight_row >> 31
+    form, grid, constants = _prepared_ring(tile, M, N, K, x.dtype, y.dtype, wide, *given, x.device)
     partial = _workspace(tile, grid[0] * grid[1], x, arrivals)
-
-    def constants() -> tuple[_launch.Constants, _launch.Constants]:
-        named = {
-            "HAS_AZP_ADJ": azp_adj is not None,
-            "HAS_AZP": azp is not None,
-            "HAS_BIAS": bias is not None,
-            "BLOCK_K": tile.block_k,
-        }
-        return named | _constants(tile, K), _options(tile)
-
-    _RING(
-        _key(tile, x, weight, y, azp_adj is None, azp is None, bias is None),
+    counters = None if partial is None else arrivals
+    by_row, by_column = int(x_scale.numel() > 1), int(weight_scale.numel() > 1)
+    form(
         grid,
-        (
-            x,
-            weight,
-            x_scale,
-            weight_scale,
-            azp_adj,
-            azp,
-            bias,
-            y,
-            partial,
-            None if partial is None else arrivals,
-        ),
-        (
-            M,
-            int(x_scale.numel() > 1),
-            int(weight_scale.numel() > 1),
-            N,
-            K,
-            x.stride(0),
-            weight.stride(0),
-        ),
+        (x, weight, x_scale, weight_scale, azp_adj, azp, bias, y, partial, counters),
+        (M, by_row, by_column, N, K, x_row, weight_row),
         constants,
     )
 

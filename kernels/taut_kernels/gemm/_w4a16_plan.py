@@ -133,7 +133,7 @@ class Product:
     def __call__(self, x: torch.Tensor, weight: Weight, y: torch.Tensor) -> torch.Tensor | None:
         """As of :class:`Fills`."""
         qweight, scales, zeros, bias, arrivals = weight
-        stride, partial = x.stride(0), None
+        stride, partial = x.stride()[0], None
         if self.sums:
             partial = _launch.empty((self.sums,), dtype=torch.float32, device=x.device)
         self.form(

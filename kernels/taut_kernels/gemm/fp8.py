@@ -42,8 +42,9 @@ DTYPE = torch.float8_e4m3fn
 def is_block_wise(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
     """Say whether scales belong to 128×128 blocks of [N, K] weights, judged by their shape."""
     N, K = weight.shape
-    blocks = (-(-N // BLOCK_GROUP), -(-K // BLOCK_GROUP))
-    return weight_scale.numel() not in (1, N) and tuple(weight_scale.shape) == blocks
+    if weight_scale.numel() in (1, N):
+        return False
+    return tuple(weight_scale.shape) == (-(-N // BLOCK_GROUP), -(-K // BLOCK_GROUP))
 
 
 def fp8_gemm_ref(
@@ -181,7 +182,7 @@ def fp8_gemm(
     operands.check_arrivals(arrivals, N, x.device)
     operands.check_no_gradient(OP, x_scale, weight_scale, bias)
     arrivals = make_arrivals(N, x.device) if arrivals is None else arrivals
-    y: torch.Tensor = torch.ops.taut.fp8_gemm(
+    y: torch.Tensor = torch.ops.taut.fp8_gemm.default(
         rows, weight, x_scale, weight_scale, bias, arrivals, out_dtype
     )
     return y.view(*x.shape[:-1], N)

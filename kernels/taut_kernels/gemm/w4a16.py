@@ -220,7 +220,7 @@ def w4a16_gemm(
         raise ValueError(f"x and qweight: {reason}")
     group = K if group_size == -1 else group_size
     _check_operands(x, N, K, group, qweight, scales, zeros, bias, arrivals)
-    y: torch.Tensor = torch.ops.taut.w4a16_gemm(
+    y: torch.Tensor = torch.ops.taut.w4a16_gemm.default(
         x.reshape(-1, K), qweight, scales, zeros, bias, arrivals, group
     )
     return y.view(*x.shape[:-1], N)

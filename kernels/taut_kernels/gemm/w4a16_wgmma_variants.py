@@ -43,10 +43,14 @@ def kernel_variants() -> Iterator[KernelVariant]:
 
 
 def products_of(choice: Choice) -> Iterator[tuple[WgmmaTile | WgmmaRingTile, Role]]:
-    """Yield the tiles of a table's choice, with the role each is launched in."""
+    """Yield the tiles of a table's choice, with the role each is launched in.
+
+    Fed by TMA they know none, and one form serves them all.
+    """
     if isinstance(choice, WavesTile):
-        yield choice.head, "head"
-        yield choice.tail, "tail"
+        fed = not choice.head.reordered
+        yield choice.head, "alone" if fed else "head"
+        yield choice.tail, "alone" if fed else "tail"
     elif isinstance(choice, WgmmaTile | WgmmaRingTile):
         yield choice, "alone"
 

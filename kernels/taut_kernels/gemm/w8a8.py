@@ -173,7 +173,7 @@ def w8a8_gemm(
     operands.check_arrivals(arrivals, N, x.device)
     operands.check_no_gradient(OP, x_scale, weight_scale, bias)
     arrivals = make_arrivals(N, x.device) if arrivals is None else arrivals
-    y: torch.Tensor = torch.ops.taut.w8a8_gemm(
+    y: torch.Tensor = torch.ops.taut.w8a8_gemm.default(
         rows, weight, x_scale, weight_scale, azp_adj, azp, bias, arrivals, out_dtype
     )
     return y.view(*x.shape[:-1], N)

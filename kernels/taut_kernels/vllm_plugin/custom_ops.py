@@ -72,7 +72,7 @@ class TautSiluAndMul(SiluAndMul):  # type: ignore[misc]
             fallback: torch.Tensor = super().forward_cuda(x)
             return fallback
         rows = x.view(-1, x.shape[-1])
-        y: torch.Tensor = torch.ops.taut.silu_mul(rows, 1.0, 0.0, None, False)
+        y: torch.Tensor = torch.ops.taut.silu_mul.default(rows, 1.0, 0.0, None, False)
         return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
@@ -91,7 +91,7 @@ class TautSwigluOAIAndMul(SwigluOAIAndMul):  # type: ignore[misc]
             fallback: torch.Tensor = super().forward_cuda(x)
             return fallback
         rows = x.view(-1, x.shape[-1])
-        y: torch.Tensor = torch.ops.taut.silu_mul(rows, self.alpha, 1.0, self.limit, True)
+        y: torch.Tensor = torch.ops.taut.silu_mul.default(rows, self.alpha, 1.0, self.limit, True)
         return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
@@ -143,7 +143,7 @@ class _TautRotary:
             return self._rotate_apart(positions, query, key)
         cache = base._match_cos_sin_cache_dtype(query)
         heads = [None if t is None else self._as_heads(t) for t in (query, key)]
-        torch.ops.taut.rope(positions, heads[0], heads[1], cache, base.is_neox_style)
+        torch.ops.taut.rope.default(positions, heads[0], heads[1], cache, base.is_neox_style)
         return query, key
 
     def _why_not_taken(
@@ -169,7 +169,7 @@ class _TautRotary:
         base: Any = self
         table, neox = base.cos_sin_cache, base.is_neox_style
         k = None if key is None else self._as_heads(key)
-        found = torch.ops.taut.rope_apart(positions, self._as_heads(query), k, table, neox)
+        found = torch.ops.taut.rope_apart.default(positions, self._as_heads(query), k, table, neox)
         return found[0].view(query.shape), None if key is None else found[1].view(key.shape)
 
     def _as_heads(self, x: torch.Tensor) -> torch.Tensor:

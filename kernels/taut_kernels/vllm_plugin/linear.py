@@ -90,11 +90,13 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
         # call.
         if x.device.type == "cpu":
             group = K // scale.shape[0]
-            y: torch.Tensor = torch.ops.taut.w4a16_gemm_cpu(rows, weight, scale, bias, group)
+            y: torch.Tensor = torch.ops.taut.w4a16_gemm_cpu.default(
+                rows, weight, scale, bias, group
+            )
         else:
             group = K if self.config.group_size == -1 else self.config.group_size
             arrivals = getattr(layer, ARRIVALS)
-            y = torch.ops.taut.w4a16_gemm(rows, weight, scale, zero, bias, arrivals, group)
+            y = torch.ops.taut.w4a16_gemm.default(rows, weight, scale, zero, bias, arrivals, group)
         return y.view(*x.shape[:-1], N)
 
     def _compile_every_regime(self, layer: torch.nn.Module) -> None:

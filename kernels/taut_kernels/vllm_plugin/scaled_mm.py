@@ -131,7 +131,7 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
         )
         if input_zero is not None:
             azp = None  # static: in azp_adj already
-        y = torch.ops.taut.scaled_mm_by_regime(
+        y = torch.ops.taut.scaled_mm_by_regime.default(
             x_q,
             weight_t,
             x_scale,
@@ -199,7 +199,7 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
         else:
             shape, dtype, x_scale = quantised.orig_shape, quantised.orig_dtype, quantised.scale
             rows = quantised.data.reshape(-1, quantised.data.shape[-1])
-        y = torch.ops.taut.scaled_mm_by_regime(
+        y = torch.ops.taut.scaled_mm_by_regime.default(
             rows,
             weight_t,
             x_scale,
