@@ -12,12 +12,13 @@ import torch
 from taut_kernels import _launch, testing
 from taut_kernels.fused import (
     _norm_launch,
+    _rms_norm_launch,
+    _rope_launch,
+    _silu_mul_launch,
     _swiglu_launch,
     _training_tiles,
     layer_norm,
-    rms_norm,
     rms_norm_train,
-    rope,
     rope_train,
     silu_mul,
     softmax,
@@ -227,18 +228,18 @@ def training_forward_has_the_bits_of_serving():
             x, other, weight, None, EPSILON, centred=False, tile=tile
         )
         served, updated = torch.empty_like(y), None if other is None else other.clone()
-        rms_norm.launch(tile, "same", x, weight, updated, EPSILON, served, None)
+        _rms_norm_launch.launch(tile, "same", x, weight, updated, EPSILON, served, None)
         assert torch.equal(y, served)
         assert other is None or torch.equal(total, updated)
     gate, up = draw(5, 500, torch.float16, 3), draw(5, 500, torch.float16, 4)
     for form in FORMS:
         y = _swiglu_launch.launch(gate, up, *form)
         served = torch.empty_like(y)
-        silu_mul.launch(tile, "same", torch.cat((gate, up), 1), *form, False, served, None)
+        _silu_mul_launch.launch(tile, "same", torch.cat((gate, up), 1), *form, False, served, None)
         assert torch.equal(y, served)
     q, k, positions, cache = heads(9, 4, 2, 64, 64, torch.float16)
     turned = rope_train.launch(positions, q, k, cache, True, False)
-    rope.launch(FusedTile(1, 4, 1), positions, q, k, cache, True)
+    _rope_launch.launch(FusedTile(1, 4, 1), positions, q, k, cache, True)
     assert torch.equal(turned[0], q)
     assert torch.equal(turned[1], k)
     return 2 + len(FORMS) + 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +14,10 @@ import pytest
 import torch
 
 from taut_kernels import _early_start, tiles_fused
-from taut_kernels.bench import decode_chain, report
+from taut_kernels.bench import decode_chain, other_tiles, report
 from taut_kernels.bench.decoder_layer import FORMS, PRODUCTS, Step, _in_form
 from taut_kernels.bench.timing import Timing
+from taut_kernels.fused import _rms_norm_launch, rms_norm
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 STEP = Step("fp8", 16, 192, 1024)
@@ -48,6 +51,50 @@ def test_late_starts_hold_inside_alone() -> None:
         assert _early_start.EARLY_TOKENS == 0
         assert not early()
     assert early()
+
+
+def test_another_tile_holds_inside_alone() -> None:
+    def tiles() -> list[tiles_fused.FusedTile]:
+        asked = (("add_rms_norm", 16), ("add_rms_norm", 4096), ("silu_mul", 16))
+        return [tiles_fused.lookup("NVIDIA H200", op, 4096, M, True) for op, M in asked]
+
+    shipped = tiles()
+    op, tile = other_tiles.parse("add_rms_norm=1x2048/8w/r48")
+    with other_tiles.instead({op: tile}):
+        # Early where the table's tile is, late where it is late.
+        early = dataclasses.replace(tile, pdl=True)
+        assert tiles() == [early, tile, shipped[2]]
+    assert tiles() == shipped
+
+
+def test_an_op_runs_with_the_other_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+
+    def prepared(tile: tiles_fused.FusedTile, *_: Any) -> None:
+        used.append(str(tile))
+
+    monkeypatch.setattr(_rms_norm_launch, "_prepared", prepared)
+    x = torch.zeros(4, 512)
+    _, tile = other_tiles.parse("rms_norm=2x256/2w")
+    for tiles in ({}, {"rms_norm": tile}, {}):
+        with other_tiles.instead(tiles):
+            rms_norm._launch_rms_norm(x, None, None, 1e-6)
+    assert used[0] == used[2] != used[1] == "2x256/2w"
+    _rms_norm_launch.plan.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("add_norm=1x2048/8w", "OP one of rms_norm, "),
+        ("rms_norm=1x2048", r"got rms_norm=1x2048"),
+        ("rms_norm=3x2048/8w", "rows must be a power of two, got 3"),
+        ("rms_norm=1x2048/8w/r16", "registers must be 0 or lie in 32..255, got 16"),
+    ],
+)
+def test_a_wrong_tile_is_refused(text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        other_tiles.parse(text)
 
 
 def test_a_form_changes_rings_alone() -> None:

@@ -14,7 +14,7 @@ from taut_kernels import _early_start
 from taut_kernels.attention import cache_write as cw
 from taut_kernels.attention import cache_write_variants, decode
 from taut_kernels.attention.cache_write import cache_write
-from taut_kernels.fused import rms_norm
+from taut_kernels.fused import _rms_norm_launch
 from taut_kernels.tiles_fused import FusedTile
 
 INTERPRET = Path(__file__).with_name("interpret_cache_write.py")
@@ -417,11 +417,11 @@ def test_gpu_graph_of_kernels_that_start_early_follows_its_data(
     o = torch.empty_like(q)
 
     def run() -> None:
-        rms_norm.launch(tile, "same", x, weight, None, 1e-6, new, None)
+        _rms_norm_launch.launch(tile, "same", x, weight, None, 1e-6, new, None)
         cw.launch(k, v, *found, slots, *scales)
         decode.decode_into(o, q, *found, settings)
         flat = o.view(sequences, heads * dim)
-        rms_norm.launch(tile, "same", flat, weight, None, 1e-6, out, None)
+        _rms_norm_launch.launch(tile, "same", flat, weight, None, 1e-6, out, None)
 
     run()
     torch.cuda.synchronize()
@@ -439,7 +439,7 @@ def test_gpu_graph_of_kernels_that_start_early_follows_its_data(
         graph.replay()
         torch.cuda.synchronize()
         normed = torch.empty_like(new)
-        rms_norm.launch(late, "same", x, weight, None, 1e-6, normed, None)
+        _rms_norm_launch.launch(late, "same", x, weight, None, 1e-6, normed, None)
         keys, values = normed.view(2, sequences, heads, dim).unbind()
         cw.cache_write_ref(keys, values, *wanted, slots, *scales)
         for mine, reference in zip(found, wanted, strict=True):
@@ -449,6 +449,6 @@ def test_gpu_graph_of_kernels_that_start_early_follows_its_data(
         assert torch.equal(o, again)
         last = torch.empty_like(out)
         flat = again.view(sequences, heads * dim)
-        rms_norm.launch(late, "same", flat, weight, None, 1e-6, last, None)
+        _rms_norm_launch.launch(late, "same", flat, weight, None, 1e-6, last, None)
         assert torch.equal(out, last)
         assert not arrivals.any()

@@ -15,7 +15,16 @@ from triton.backends.compiler import GPUTarget
 
 from taut_kernels import _early_start, _launch, aot, tiles_fused
 from taut_kernels._variant import KernelVariant
-from taut_kernels.fused import rms_norm, rope, silu_mul, variants
+from taut_kernels.fused import (
+    _rms_norm_launch,
+    _rope_launch,
+    _silu_mul_launch,
+    rms_norm,
+    rope,
+    silu_mul,
+    variants,
+)
+from taut_kernels.fused._tile_options import tile_of
 from taut_kernels.gemm import w8a8
 from taut_kernels.tiles_fused import FusedTile
 
@@ -34,30 +43,31 @@ def launched_tile(
     """Return the tile an op's launcher takes."""
     seen: list[FusedTile] = []
     monkeypatch.setattr(module, "_prepared", lambda tile, *_: seen.append(tile))
-    module._plan.cache_clear()  # a process has one card
+    module.plan.cache_clear()  # a process has one card
     call()
-    module._plan.cache_clear()
+    module.plan.cache_clear()
     (tile,) = seen
     return tile
 
 
 def _calls(M: int) -> list[tuple[Any, Callable[[], Any]]]:
-    """Return the launchers of all ops on M rows."""
+    """Return the launchers of all ops on M rows, and the modules of their plans."""
     x = torch.zeros(M, N, dtype=torch.bfloat16)
     q, k = torch.zeros(M, HEADS, D), torch.zeros(M, KV_HEADS, D)
     positions, cache, scale = torch.zeros(M, dtype=torch.int64), torch.zeros(1, D), torch.ones(1)
     plain: tuple[Any, ...] = (x, 1.0, 0.0, None, False)
+    norms, gates, turns = _rms_norm_launch, _silu_mul_launch, _rope_launch
     return [
-        (rms_norm, lambda: rms_norm._launch_rms_norm(x, None, None, EPSILON)),
-        (rms_norm, lambda: rms_norm._launch_rms_norm(x, None, x, EPSILON)),
-        (rms_norm, lambda: rms_norm._launch_rms_norm_quant(x, None, None, EPSILON, torch.int8)),
-        (rms_norm, lambda: rms_norm._launch_rms_norm_quant(x, None, x, EPSILON, torch.int8)),
-        (rms_norm, lambda: rms_norm._launch_rms_norm_static_quant(x, None, x, EPSILON, scale)),
-        (silu_mul, lambda: silu_mul._launch_silu_mul(*plain)),
-        (silu_mul, lambda: silu_mul._launch_silu_mul_quant(*plain, torch.int8)),
-        (silu_mul, lambda: silu_mul._launch_silu_mul_static_quant(*plain, scale)),
-        (rope, lambda: rope._launch_rope(positions, q, k, cache, True)),
-        (rope, lambda: rope._launch_rope_apart(positions, q, k, cache, True)),
+        (norms, lambda: rms_norm._launch_rms_norm(x, None, None, EPSILON)),
+        (norms, lambda: rms_norm._launch_rms_norm(x, None, x, EPSILON)),
+        (norms, lambda: rms_norm._launch_rms_norm_quant(x, None, None, EPSILON, torch.int8)),
+        (norms, lambda: rms_norm._launch_rms_norm_quant(x, None, x, EPSILON, torch.int8)),
+        (norms, lambda: rms_norm._launch_rms_norm_static_quant(x, None, x, EPSILON, scale)),
+        (gates, lambda: silu_mul._launch_silu_mul(*plain)),
+        (gates, lambda: silu_mul._launch_silu_mul_quant(*plain, torch.int8)),
+        (gates, lambda: silu_mul._launch_silu_mul_static_quant(*plain, scale)),
+        (turns, lambda: rope._launch_rope(positions, q, k, cache, True)),
+        (turns, lambda: rope._launch_rope_apart(positions, q, k, cache, True)),
     ]
 
 
@@ -167,7 +177,7 @@ def test_gpu_a_chain_that_starts_early_has_the_bits_of_one_that_does_not(
     for early in (256, 0):
         monkeypatch.setattr(_early_start, "EARLY_TOKENS", early)
         tiles_fused.lookup.cache_clear()
-        assert rope.tile_of("rope", HEADS, M, torch.device("cuda")).pdl is bool(early)
+        assert tile_of("rope", HEADS, M, torch.device("cuda")).pdl is bool(early)
         chain()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -12,8 +12,7 @@ import torch
 import triton
 
 from taut_kernels import testing, tiles_fused
-from taut_kernels.fused import quantize, row_quant
-from taut_kernels.fused import rms_norm as rms_norm_module
+from taut_kernels.fused import _rms_norm_launch, quantize, row_quant
 from taut_kernels.fused.rms_norm import rms_norm, rms_norm_quant
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
@@ -262,7 +261,7 @@ def test_gpu_early_start_waits_for_the_kernel_in_front_in_a_graph(
     def chain() -> None:
         for q, scales in found:
             middle.fill_(float("nan"))
-            rms_norm_module.launch(norm, "same", x, None, None, 1e-5, middle, None)
+            _rms_norm_launch.launch(norm, "same", x, None, None, 1e-5, middle, None)
             quantize.launch(quant, out, middle, q, scales)
 
     chain()
@@ -274,7 +273,7 @@ def test_gpu_early_start_waits_for_the_kernel_in_front_in_a_graph(
         x.copy_(torch.randn(M, N, device="cuda") * (seed + 1))
         graph.replay()
         torch.cuda.synchronize()
-        rms_norm_module.launch(late, "same", x, None, None, 1e-5, alone, None)
+        _rms_norm_launch.launch(late, "same", x, None, None, 1e-5, alone, None)
         for q, scales in found:
             assert_is_reference(alone, q, scales)
 

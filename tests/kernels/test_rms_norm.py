@@ -10,8 +10,8 @@ import torch
 import triton
 
 from taut_kernels import _tile_tables, testing, tiles_fused
+from taut_kernels.fused import _rms_norm_launch, row_quant
 from taut_kernels.fused import rms_norm as rn
-from taut_kernels.fused import row_quant
 from taut_kernels.fused.rms_norm import rms_norm, rms_norm_quant
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
@@ -305,7 +305,7 @@ def test_gpu_every_tile_of_the_tables_is_right() -> None:
             y = torch.full_like(x, float("nan"))
             expected = gold(x, weight, residual)
             theirs = None if residual is None else residual.clone()
-            rn.launch(tile, "same", x, weight, residual, EPSILON, y, None)
+            _rms_norm_launch.launch(tile, "same", x, weight, residual, EPSILON, y, None)
             reference = rn.rms_norm_ref(x, weight, theirs, EPSILON)
             testing.assert_within_budget(y, expected, reference)
 
@@ -364,12 +364,12 @@ def test_gpu_dependent_launch_waits_for_the_kernel_in_front() -> None:
     middle, y, expected = (torch.empty_like(x) for _ in range(3))
     # The same tile without it: another one adds the squares in another order.
     alone = tiles_fused.FusedTile(1, 1024, 4)
-    rn.launch(alone, "same", x, weight, None, EPSILON, middle, None)
-    rn.launch(alone, "same", middle, weight, None, EPSILON, expected, None)
+    _rms_norm_launch.launch(alone, "same", x, weight, None, EPSILON, middle, None)
+    _rms_norm_launch.launch(alone, "same", middle, weight, None, EPSILON, expected, None)
     for _ in range(20):
         middle.fill_(float("nan"))
-        rn.launch(tile, "same", x, weight, None, EPSILON, middle, None)
-        rn.launch(tile, "same", middle, weight, None, EPSILON, y, None)
+        _rms_norm_launch.launch(tile, "same", x, weight, None, EPSILON, middle, None)
+        _rms_norm_launch.launch(tile, "same", middle, weight, None, EPSILON, y, None)
         assert torch.equal(y, expected)
 
 

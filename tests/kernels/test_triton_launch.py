@@ -11,7 +11,7 @@ import triton
 from triton.backends.nvidia.driver import CudaLauncher
 
 from taut_kernels import _triton_launch
-from taut_kernels.fused import rms_norm
+from taut_kernels.fused import _rms_norm_launch, rms_norm
 
 GRID, STREAM, ARGUMENTS = (3, 2, 1), 55, (4096, None, 8192, 7, 0.5, "bf16", True)
 
@@ -157,7 +157,7 @@ def test_the_installed_tritons_launcher_is_left_out(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gpu_a_compiled_kernel_is_launched_without_its_launcher() -> None:
     x, residual = (torch.randn(3, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    launcher, device = rms_norm._resident, torch.cuda.current_device()
+    launcher, device = _rms_norm_launch._resident, torch.cuda.current_device()
     expected = [rms_norm.rms_norm(x, epsilon=1e-5, residual=residual.clone()) for _ in range(2)]
     assert torch.equal(*expected)
     forms = [form for (at, _), form in launcher._forms.items() if at == device]

@@ -30,7 +30,15 @@ from vllm.model_executor.models.llama import LlamaMLP
 from taut_kernels import _launch, formats_mma
 from taut_kernels.attention import _tiles, cache_write, decode
 from taut_kernels.attention._arguments import padded_dim
-from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
+from taut_kernels.fused import (
+    _rms_norm_launch,
+    _rope_launch,
+    _silu_mul_launch,
+    quantize,
+    rms_norm,
+    rope,
+    silu_mul,
+)
 from taut_kernels.gemm import w4a16, w4a16_dense
 from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up_decode
 
@@ -116,8 +124,14 @@ def pretend_cuda() -> None:
 def use_card(name: str) -> None:
     """Let every table and choice be that card's."""
     _launch.gpu_name = lambda device: name
-    for ops in (w4a16, rms_norm, silu_mul, quantize, rope):
-        ops._plan.cache_clear()  # a process has one card
+    for plan in (
+        w4a16._plan,
+        _rms_norm_launch.plan,
+        _silu_mul_launch.plan,
+        quantize._plan,
+        _rope_launch.plan,
+    ):
+        plan.cache_clear()  # a process has one card
     linear.current_platform.get_device_name = lambda: name
 
 

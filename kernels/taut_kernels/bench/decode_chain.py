@@ -4,7 +4,8 @@ Layers of Llama-3-8B's shapes in one CUDA graph, each with its own weights, so t
 L2. Timed in turn: the kernels as they ship, and without early starts (programmatic dependent
 launch) but those of W4A16's products, which always start early. 8-bit products are ours throughout,
 also with more tokens, where the plugin leaves some to CUTLASS. ``--forms`` also tries each of them
-in every form (`decoder_layer.FORMS`), vLLM's CUTLASS kernel among them, the others in their best.
+in every form (`decoder_layer.FORMS`), vLLM's CUTLASS kernel among them, the others in their best;
+``--tile`` the chain with another tile of a norm, activation or RoPE.
 Writes ``decode_chain.csv`` and ``.md``.
 """
 
@@ -21,9 +22,10 @@ from pathlib import Path
 import torch
 
 from taut_kernels import _early_start, tiles_fused
-from taut_kernels.bench import report, timing
+from taut_kernels.bench import other_tiles, report, timing
 from taut_kernels.bench.decoder_layer import FORMS, HIDDEN, PRODUCTS, SCHEMES, Layer, Step
 from taut_kernels.bench.shapes import token_counts
+from taut_kernels.tiles_fused import FusedTile
 
 DEFAULT_TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 DEFAULT_CONTEXTS = (192,)
@@ -74,7 +76,12 @@ class Chain:
         )
 
     def subject(
-        self, name: str, forms: Mapping[str, str] | None = None, *, late: bool = False
+        self,
+        name: str,
+        forms: Mapping[str, str] | None = None,
+        *,
+        late: bool = False,
+        tiles: Mapping[str, FusedTile] | None = None,
     ) -> timing.Subject:
         """Return the chain in some form as a subject of the clock.
 
@@ -82,13 +89,17 @@ class Chain:
             name: of the subject.
             forms: of 8-bit products.
             late: without early starts of what stands between products.
+            tiles: of norms, activations or RoPE instead of the tables', by op.
         """
         residual, last = self.residual.clone(), [self.x]
 
         def call(i: int) -> torch.Tensor:
             # The first input must outlive the graph that reads it.
             x = last[0] if i else self.x
-            with late_starts() if late else nullcontext():
+            with (
+                late_starts() if late else nullcontext(),
+                other_tiles.instead(tiles) if tiles else nullcontext(),
+            ):
                 last[0] = self.layers[i](x, residual, forms or {})
             return last[0]
 
@@ -99,9 +110,10 @@ def _measure(subjects: Sequence[timing.Subject]) -> list[timing.Timing]:
     return timing.measure(subjects, _REPLAYS, _LAYERS_OF_A_GRAPH)
 
 
-def _starts(chain: Chain) -> list[Row]:
+def _starts(chain: Chain, others: Sequence[tuple[str, FusedTile]]) -> list[Row]:
     late = dict.fromkeys(PRODUCTS, "late")
     subjects = [chain.subject("as shipped"), chain.subject("late starts", late, late=True)]
+    subjects += [chain.subject(f"{op} {tile}", tiles={op: tile}) for op, tile in others]
     timings = _measure(subjects)
     return [Row(chain.step, s.name, t) for s, t in zip(subjects, timings, strict=True)]
 
@@ -150,6 +162,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contexts", type=_numbers, help="keys of a sequence, with commas")
     parser.add_argument("--bound", type=int, help="most keys a graph is captured for")
     parser.add_argument("--forms", action="store_true", help="try 8-bit products in every form")
+    parser.add_argument(
+        "--tile",
+        action="append",
+        type=other_tiles.parse,
+        default=[],
+        help="also time the chain with this tile of an op, as add_rms_norm=1x2048/8w/r48",
+    )
     return parser
 
 
@@ -169,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for scheme, tokens, context in points:
         bound = max(context, arguments.bound or DEFAULT_BOUND)
         chain = Chain(Step(scheme, tokens, context, bound))
-        found = _starts(chain)
+        found = _starts(chain, arguments.tile)
         if arguments.forms and scheme != "w4a16":
             found += _forms(chain)
         for row in found:

@@ -36,7 +36,7 @@ from taut_kernels.bench.fused_cases import (
     quantised_dtype,
     why_wrong,
 )
-from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
+from taut_kernels.fused import _rms_norm_launch, _rope_launch, _silu_mul_launch, quantize
 from taut_kernels.tiles_fused import FusedTile
 
 TIE = 1.02
@@ -91,17 +91,19 @@ def _call(form: Form, tile: FusedTile, copies: Sequence[Operands]) -> Call:
             q, k = operands.q.unflatten(1, (-1, HEAD_DIM)), operands.k.unflatten(1, (-1, HEAD_DIM))  # type: ignore[no-untyped-call]
             assert operands.positions is not None
             assert operands.cache is not None
-            rope.launch(tile, operands.positions, q, k, operands.cache, True)
+            _rope_launch.launch(tile, operands.positions, q, k, operands.cache, True)
             return operands.x
         y, scales = result if isinstance(result, tuple) else (result, None)
         if form.op.startswith("silu"):
-            silu_mul.launch(tile, form.out, operands.x, *form.activation, y, scales)
+            _silu_mul_launch.launch(tile, form.out, operands.x, *form.activation, y, scales)
         elif form.op == "row_quant":
             assert scales is not None
             quantize.launch(tile, form.out, operands.x, y, scales)
         else:
             weight, residual = operands.weight, operands.residual
-            rms_norm.launch(tile, form.out, operands.x, weight, residual, EPSILON, y, scales)
+            _rms_norm_launch.launch(
+                tile, form.out, operands.x, weight, residual, EPSILON, y, scales
+            )
         return result
 
     return call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch, tiles_fused
-from taut_kernels.fused import _training_tiles, silu_mul
+from taut_kernels.fused import _silu_mul_launch, _training_tiles, silu_mul
 from taut_kernels.fused._swiglu_jit import swiglu_backward_kernel, swiglu_kernel
 from taut_kernels.fused._tile_options import last_arguments, next_power_of_2
 from taut_kernels.fused._training_tiles import TrainingTile
@@ -237,7 +237,7 @@ def launch_packed(
     M, N = x.shape[0], x.shape[1] // 2
     y = _launch.empty((M, N), dtype=x.dtype, device=x.device)
     cut = tiles_fused.lookup(_launch.gpu_name(x.device), "silu_mul", N, M)
-    silu_mul.launch(cut, "same", x, alpha, beta, limit, interleaved, y, None)
+    _silu_mul_launch.launch(cut, "same", x, alpha, beta, limit, interleaved, y, None)
     return y
 
 

@@ -21,27 +21,15 @@ Source    RMSNorm: arXiv:1910.07467, eq. 4. Rounding and scales: vLLM `rms_norm`
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
 
 import torch
 
-from taut_kernels import _early_start, _launch, tiles_fused
-from taut_kernels.fused import row_quant
-from taut_kernels.fused._rms_norm_jit import rms_norm_kernel, rms_norm_long_kernel
+from taut_kernels import _early_start, _launch
+from taut_kernels.fused import _rms_norm_launch, row_quant
 from taut_kernels.fused._rows import as_rows, check_epsilon, check_scale
-from taut_kernels.fused._tile_options import (
-    last_arguments,
-    launch_options,
-    next_power_of_2,
-    tile_of,
-)
-from taut_kernels.tiles_fused import FusedTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_N = 262144
-_resident = _launch.Launcher(rms_norm_kernel)
-_long = _launch.Launcher(rms_norm_long_kernel)
 
 
 def rms_norm_ref(
@@ -90,106 +78,13 @@ def rms_norm_static_quant_ref(
     return row_quant.quantize_static_ref(rms_norm_ref(x, weight, residual, epsilon), scale)
 
 
-def launch(
-    tile: FusedTile,
-    out: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epsilon: float,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> None:
-    """Run the kernel with a given tile; what the ops do after the look-up, and what tuning calls.
-
-    Args:
-        tile: how to cut the work; rows beyond `RESIDENT_LIMIT` columns need ``rows`` 1.
-        out: ``same``, ``fp8``, ``int8`` or ``static_fp8``.
-        x: [M, N].
-        weight: [N] or None.
-        residual: [M, N] or None; updated.
-        epsilon: added to the mean square.
-        y: [M, N], written.
-        scale: [M, 1] written, one element read (``static_fp8``), or None (``same``).
-    """
-    _run(
-        _prepared(tile, *_call(out, x, weight, residual, y)), x, weight, residual, epsilon, y, scale
-    )
-
-
-Call = tuple[str, int, int, torch.dtype, torch.dtype, torch.dtype | None, bool, torch.device]
-"""All of a call but its tensors, their strides and epsilon: ``out``, M, N, the types of ``x``,
-``y`` and ``weight``, whether there is a residual, and the device."""
-
-
-def _call(
-    out: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    y: torch.Tensor,
-) -> Call:
-    M, N = x.shape
-    weight_dtype = None if weight is None else weight.dtype
-    return out, M, N, x.dtype, y.dtype, weight_dtype, residual is not None, x.device
-
-
-def _prepared(
-    tile: FusedTile,
-    out: str,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    adds: bool,
-    device: torch.device,
-) -> _launch.Prepared | None:
-    """Prepare a call with a given tile; None where there is nothing to do."""
-    if M == 0 or N == 0:
-        return None
-    launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
-    block = min(tile.block, max(8, next_power_of_2(N)))
-    values = (N, out, tile.rows, block, tile.pdl)
-    key = (dtype, y_dtype, weight_dtype, not adds, values, tile.num_warps, tile.registers)
-    return _launch.Prepared(
-        launcher.form(key, _launch.number(device)),
-        (-(-M // tile.rows), 1, 1),
-        lambda: (last_arguments(launcher.kernel, values), launch_options(tile)),
-    )
-
-
-# Asked in every call: kept by everything the answer follows from.
-@lru_cache(maxsize=8192)
-def _plan(op: str, early_tokens: int, *call: Any) -> _launch.Prepared | None:
-    """Prepare a call of an op, by the tile the tables or their rule choose."""
-    _, M, N, _, _, _, adds, device = call
-    return _prepared(tile_of(f"add_{op}" if adds else op, N, M, device), *call)
-
-
-def _run(
-    prepared: _launch.Prepared | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epsilon: float,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> None:
-    if prepared is None:
-        return
-    form, grid, constants = prepared
-    row, residual_row = x.stride()[0], 0 if residual is None else residual.stride()[0]
-    pointers, numbers = (x, residual, weight, y, scale), (x.shape[0], row, residual_row, epsilon)
-    form(grid, pointers, numbers, constants, (row, residual_row))
-
-
 def _launch_rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
     y = _launch.empty(x.shape, dtype=x.dtype, device=x.device)
-    plan = _plan("rms_norm", _early_start.EARLY_TOKENS, *_call("same", x, weight, residual, y))
-    _run(plan, x, weight, residual, epsilon, y, None)
+    call = _rms_norm_launch.call_of("same", x, weight, residual, y)
+    plan = _rms_norm_launch.plan("rms_norm", _early_start.EARLY_TOKENS, *call)
+    _rms_norm_launch.run(plan, x, weight, residual, epsilon, y, None)
     return y
 
 
@@ -202,9 +97,9 @@ def _launch_rms_norm_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q = _launch.empty(x.shape, dtype=dtype, device=x.device)
     scales = _launch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
-    call = _call(row_quant.OUT[dtype], x, weight, residual, q)
-    plan = _plan("rms_norm_quant", _early_start.EARLY_TOKENS, *call)
-    _run(plan, x, weight, residual, epsilon, q, scales)
+    call = _rms_norm_launch.call_of(row_quant.OUT[dtype], x, weight, residual, q)
+    plan = _rms_norm_launch.plan("rms_norm_quant", _early_start.EARLY_TOKENS, *call)
+    _rms_norm_launch.run(plan, x, weight, residual, epsilon, q, scales)
     return q, scales
 
 
@@ -216,9 +111,9 @@ def _launch_rms_norm_static_quant(
     scale: torch.Tensor,
 ) -> torch.Tensor:
     q = _launch.empty(x.shape, dtype=row_quant.FP8, device=x.device)
-    call = _call("static_fp8", x, weight, residual, q)
-    plan = _plan("rms_norm_quant", _early_start.EARLY_TOKENS, *call)
-    _run(plan, x, weight, residual, epsilon, q, scale)
+    call = _rms_norm_launch.call_of("static_fp8", x, weight, residual, q)
+    plan = _rms_norm_launch.plan("rms_norm_quant", _early_start.EARLY_TOKENS, *call)
+    _rms_norm_launch.run(plan, x, weight, residual, epsilon, q, scale)
     return q
 
 

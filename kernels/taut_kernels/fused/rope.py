@@ -18,24 +18,13 @@ Source    RoPE: arXiv:2104.09864, §3.2.2. Cache layout: vLLM `rotary_embedding`
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 
 from taut_kernels import _early_start, _launch
-from taut_kernels.fused._rope_jit import rope_kernel
-from taut_kernels.fused._tile_options import (
-    last_arguments,
-    launch_options,
-    next_power_of_2,
-    tile_of,
-)
-from taut_kernels.tiles_fused import FusedTile
+from taut_kernels.fused import _rope_launch
+from taut_kernels.fused._rope_launch import Pair
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-Pair = tuple[torch.Tensor, torch.Tensor]
-_rope = _launch.Launcher(rope_kernel)
 
 
 def _rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> None:
@@ -98,104 +87,6 @@ def rope_apart_ref(
     return new_q, q.new_empty((0,)) if new_k is None else new_k
 
 
-def launch(
-    tile: FusedTile,
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
-    apart: Pair | None = None,
-) -> None:
-    """Run the kernel with a given tile; what the ops do after the look-up, and what tuning calls.
-
-    Args:
-        tile: tokens (``rows``) and heads (``block``) a program.
-        positions: [T] int64.
-        q: [T, Hq, D].
-        k: [T, Hk, D] or None.
-        cos_sin_cache: [P, R]; with ``apart`` R is not 0.
-        neox: as in :func:`rope_ref`.
-        apart: where the results go, contiguous, the second not looked at for k None; None: in
-            place.
-    """
-    call = _call(q, k, cos_sin_cache, neox, apart is not None)
-    _run(_prepared(tile, *call), positions, q, k, cos_sin_cache, apart)
-
-
-Call = tuple[tuple[int, ...], int, int, torch.dtype, torch.dtype, torch.device, bool, bool]
-"""All of a call but its tensors and their strides: T, Hq and D of q, the heads of k, R, the types
-of q and of the table, the device, ``neox``, and whether the results are new tensors."""
-
-
-def _call(
-    q: torch.Tensor, k: torch.Tensor | None, cos_sin_cache: torch.Tensor, neox: bool, apart: bool
-) -> Call:
-    kv_heads = 0 if k is None else k.shape[1]
-    rotated, types = cos_sin_cache.shape[1], (q.dtype, cos_sin_cache.dtype)
-    return q.shape, kv_heads, rotated, *types, q.device, neox, apart
-
-
-def _prepared(
-    tile: FusedTile,
-    shape: tuple[int, ...],
-    num_kv_heads: int,
-    rotated: int,
-    dtype: torch.dtype,
-    table_dtype: torch.dtype,
-    device: torch.device,
-    neox: bool,
-    apart: bool,
-) -> _launch.Prepared | None:
-    """Prepare a call with a given tile; None where there is nothing to do."""
-    (T, num_heads, dim), half = shape, rotated // 2
-    if T == 0 or half == 0 or num_heads + num_kv_heads == 0:
-        return None
-    blocks = -(-num_heads // tile.block) + -(-num_kv_heads // tile.block)
-    columns = (0, half, next_power_of_2(half), 0)
-    if apart:
-        rest = next_power_of_2(dim - rotated) if dim > rotated else 0
-        columns = (dim, half, next_power_of_2(half), rest)
-    values = (num_heads, num_kv_heads, *columns, neox, tile.rows, tile.block, tile.pdl)
-    return _launch.Prepared(
-        _rope.form(
-            (dtype, table_dtype, values, tile.num_warps, tile.registers), _launch.number(device)
-        ),
-        (-(-T // tile.rows) * blocks, 1, 1),
-        lambda: (last_arguments(rope_kernel, values), launch_options(tile)),
-    )
-
-
-# Asked in every call: kept by everything the answer follows from.
-@lru_cache(maxsize=8192)
-def _plan(early_tokens: int, *call: Any) -> _launch.Prepared | None:
-    """Prepare a call of an op, by the tile the tables or their rule choose."""
-    (T, heads, _), kv_heads, _, _, _, device, _, _ = call
-    return _prepared(tile_of("rope", heads + kv_heads, T, device), *call)
-
-
-def _run(
-    prepared: _launch.Prepared | None,
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    apart: Pair | None,
-) -> None:
-    if prepared is None:
-        return
-    form, grid, constants = prepared
-    strides = (*q.stride()[:2], *((0, 0) if k is None else k.stride()[:2]))
-    if apart is None:
-        new_q = new_k = None
-        new_rows = (0, 0)
-    else:
-        new_q, new_k = apart[0], None if k is None else apart[1]
-        new_rows = (new_q.stride()[0], 0 if new_k is None else new_k.stride()[0])
-    pointers = (q, k, cos_sin_cache, positions, new_q, new_k)
-    form(grid, pointers, (q.shape[0], *strides, *new_rows), constants, strides)
-
-
 def _launch_rope(
     positions: torch.Tensor,
     q: torch.Tensor,
@@ -203,8 +94,9 @@ def _launch_rope(
     cos_sin_cache: torch.Tensor,
     neox: bool,
 ) -> None:
-    plan = _plan(_early_start.EARLY_TOKENS, *_call(q, k, cos_sin_cache, neox, False))
-    _run(plan, positions, q, k, cos_sin_cache, None)
+    call = _rope_launch.call_of(q, k, cos_sin_cache, neox, False)
+    plan = _rope_launch.plan(_early_start.EARLY_TOKENS, *call)
+    _rope_launch.run(plan, positions, q, k, cos_sin_cache, None)
 
 
 def _launch_rope_apart(
@@ -219,8 +111,9 @@ def _launch_rope_apart(
     shape, dtype, device = q.shape, q.dtype, q.device
     new_q = _launch.empty(shape, dtype=dtype, device=device)
     new_k = _launch.empty((0,) if k is None else k.shape, dtype=dtype, device=device)
-    plan = _plan(_early_start.EARLY_TOKENS, *_call(q, k, cos_sin_cache, neox, True))
-    _run(plan, positions, q, k, cos_sin_cache, (new_q, new_k))
+    call = _rope_launch.call_of(q, k, cos_sin_cache, neox, True)
+    plan = _rope_launch.plan(_early_start.EARLY_TOKENS, *call)
+    _rope_launch.run(plan, positions, q, k, cos_sin_cache, (new_q, new_k))
     return new_q, new_k
 
 

@@ -19,31 +19,14 @@ Source    SwiGLU: arXiv:2002.05202, §2. gpt-oss: vLLM `swigluoai_and_mul`. The 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
-from taut_kernels import _early_start, _launch, tiles_fused
-from taut_kernels.fused import row_quant
+from taut_kernels import _early_start, _launch
+from taut_kernels.fused import _silu_mul_launch, row_quant
 from taut_kernels.fused._rows import as_rows, check_scale
-from taut_kernels.fused._silu_mul_jit import (
-    silu_mul_kernel,
-    silu_mul_quant_kernel,
-    silu_mul_quant_long_kernel,
-)
-from taut_kernels.fused._tile_options import (
-    last_arguments,
-    launch_options,
-    next_power_of_2,
-    tile_of,
-)
-from taut_kernels.tiles_fused import FusedTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_N = 262144
-_pointwise = _launch.Launcher(silu_mul_kernel)
-_resident = _launch.Launcher(silu_mul_quant_kernel)
-_long = _launch.Launcher(silu_mul_quant_long_kernel)
 
 
 def silu_mul_ref(
@@ -95,112 +78,6 @@ def silu_mul_static_quant_ref(
     return row_quant.quantize_static_ref(silu_mul_ref(x, alpha, beta, limit, interleaved), scale)
 
 
-def launch(
-    tile: FusedTile,
-    out: str,
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> None:
-    """Run the kernel with a given tile; what the ops do after the look-up, and what tuning calls.
-
-    Args:
-        tile: how to cut the work.
-        out: ``same``, ``fp8``, ``int8`` or ``static_fp8``.
-        x: [M, 2N].
-        alpha: as in :func:`silu_mul_ref`.
-        beta: likewise.
-        limit: likewise.
-        interleaved: likewise.
-        y: [M, N], written.
-        scale: [M, 1] written, one element read (``static_fp8``), or None (``same``).
-    """
-    (M, N), activation = y.shape, _form(alpha, beta, limit)
-    call = (M, N, x.dtype, y.dtype, x.device)
-    prepared = _prepared(tile, out, *call, activation, interleaved)
-    _run(prepared, x, alpha, beta, limit, y, scale)
-
-
-def _form(alpha: float, beta: float, limit: float | None) -> str:
-    """Return how the jit functions call an activation."""
-    if limit is not None:
-        return "clamped"
-    return "silu" if alpha == 1.0 and beta == 0.0 else "free"
-
-
-def _prepared(
-    tile: FusedTile,
-    out: str,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    device: torch.device,
-    activation: str,
-    interleaved: bool,
-) -> _launch.Prepared | None:
-    """Prepare a call with a given tile; None where there is nothing to do."""
-    if M == 0 or N == 0:
-        return None
-    block = min(tile.block, max(8, next_power_of_2(N)))
-    programs = -(-M // tile.rows)
-    if out in ("same", "static_fp8"):
-        launcher = _pointwise
-        programs *= -(-N // block)
-    else:
-        launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
-    values = (N, out, activation, interleaved, tile.rows, block, tile.pdl)
-    return _launch.Prepared(
-        launcher.form(
-            (dtype, y_dtype, values, tile.num_warps, tile.registers), _launch.number(device)
-        ),
-        (programs, 1, 1),
-        lambda: (last_arguments(launcher.kernel, values), launch_options(tile)),
-    )
-
-
-# Asked in every call: kept by everything the answer follows from.
-@lru_cache(maxsize=8192)
-def _plan(
-    op: str,
-    early_tokens: int,
-    out: str,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    device: torch.device,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-) -> _launch.Prepared | None:
-    """Prepare a call of an op, by the tile the tables or their rule choose."""
-    tile, activation = tile_of(op, N, M, device), _form(alpha, beta, limit)
-    return _prepared(tile, out, M, N, dtype, y_dtype, device, activation, interleaved)
-
-
-def _run(
-    prepared: _launch.Prepared | None,
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> None:
-    if prepared is None:
-        return
-    form, grid, constants = prepared
-    row = x.stride()[0]
-    numbers = (x.shape[0], row, alpha, beta, 0.0 if limit is None else limit)
-    form(grid, (x, y, scale), numbers, constants, (row,))
-
-
 def _launch_silu_mul(
     x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
 ) -> torch.Tensor:
@@ -208,8 +85,8 @@ def _launch_silu_mul(
     N, early = columns // 2, _early_start.EARLY_TOKENS
     y = _launch.empty((M, N), dtype=dtype, device=device)
     call = ("same", M, N, dtype, dtype, device)
-    plan = _plan("silu_mul", early, *call, alpha, beta, limit, interleaved)
-    _run(plan, x, alpha, beta, limit, y, None)
+    plan = _silu_mul_launch.plan("silu_mul", early, *call, alpha, beta, limit, interleaved)
+    _silu_mul_launch.run(plan, x, alpha, beta, limit, y, None)
     return y
 
 
@@ -226,8 +103,8 @@ def _launch_silu_mul_quant(
     q = _launch.empty((M, N), dtype=dtype, device=device)
     scales = _launch.empty((M, 1), dtype=torch.float32, device=device)
     call = (row_quant.OUT[dtype], M, N, x.dtype, dtype, device)
-    plan = _plan("silu_mul_quant", early, *call, alpha, beta, limit, interleaved)
-    _run(plan, x, alpha, beta, limit, q, scales)
+    plan = _silu_mul_launch.plan("silu_mul_quant", early, *call, alpha, beta, limit, interleaved)
+    _silu_mul_launch.run(plan, x, alpha, beta, limit, q, scales)
     return q, scales
 
 
@@ -243,8 +120,8 @@ def _launch_silu_mul_static_quant(
     N, early = columns // 2, _early_start.EARLY_TOKENS
     q = _launch.empty((M, N), dtype=row_quant.FP8, device=device)
     call = ("static_fp8", M, N, x.dtype, row_quant.FP8, device)
-    plan = _plan("silu_mul", early, *call, alpha, beta, limit, interleaved)
-    _run(plan, x, alpha, beta, limit, q, scale)
+    plan = _silu_mul_launch.plan("silu_mul", early, *call, alpha, beta, limit, interleaved)
+    _silu_mul_launch.run(plan, x, alpha, beta, limit, q, scale)
     return q
 
 

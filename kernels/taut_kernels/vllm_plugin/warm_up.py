@@ -14,7 +14,13 @@ from typing import Any
 import torch
 
 from taut_kernels import _launch, tiles_fused
-from taut_kernels.fused import quantize, rms_norm, rope, row_quant, silu_mul
+from taut_kernels.fused import (
+    _rms_norm_launch,
+    _rope_launch,
+    _silu_mul_launch,
+    quantize,
+    row_quant,
+)
 
 _EPSILON = 1e-6
 _PLAIN: tuple[float, float, float | None, bool] = (1.0, 0.0, None, False)
@@ -217,7 +223,7 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
                     x = torch.zeros(tile.rows, N, dtype=dtype, device=device)
                     residual = torch.zeros_like(x) if prefix else None
                     results = _results(tile.rows, N, dtype, out, stored, device)
-                    rms_norm.launch(tile, out, x, weight, residual, _EPSILON, *results)
+                    _rms_norm_launch.launch(tile, out, x, weight, residual, _EPSILON, *results)
                     launches += 1
         # A given scale needs no look at the whole row: its tiles are those of the plain form.
         op = "silu_mul" if out in ("same", "static_fp8") else "silu_mul_quant"
@@ -225,7 +231,7 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
             for tile in tiles_fused.every_tile(gpu, op, N, hopper):
                 x = torch.zeros(tile.rows, 2 * N, dtype=dtype, device=device)
                 results = _results(tile.rows, N, dtype, out, stored, device)
-                silu_mul.launch(tile, out, x, *form, *results)
+                _silu_mul_launch.launch(tile, out, x, *form, *results)
                 launches += 1
     launches += sum(_quantise(*width, device, gpu) for width in sorted(widths.inputs, key=str))
     return launches + sum(_rotate(rotation, device, gpu) for rotation in widths.rotations)
@@ -289,5 +295,7 @@ def _rotate(rotation: Rotation, device: torch.device, gpu: str | None) -> int:
         apart = None
         if rotation.apart:
             apart = (torch.empty(q.shape, **of_heads), torch.empty(k.shape, **of_heads))
-        rope.launch(tile, positions, q, k if kv_heads else None, cache, rotation.neox, apart)
+        _rope_launch.launch(
+            tile, positions, q, k if kv_heads else None, cache, rotation.neox, apart
+        )
     return len(tiles)
