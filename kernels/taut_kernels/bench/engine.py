@@ -114,6 +114,11 @@ def measure(
     return rows
 
 
+def _in_a_name(mode: str) -> str:
+    """Return a mode as names of files have it: a borrowed machine hands back none with a ``+``."""
+    return mode.replace("+", "-")
+
+
 def _in_own_process(
     checkpoint: Path,
     mode: str,
@@ -123,12 +128,12 @@ def _in_own_process(
     kv_cache_dtype: str,
 ) -> tuple[list[Row], list[str]]:
     """Measure one mode in a fresh process; its rows, and what there is to note."""
-    log = directory / f"engine-{mode}.log"
+    log = directory / f"engine-{_in_a_name(mode)}.log"
     command = [sys.executable, "-m", "taut_kernels.bench.engine", "--worker", mode]
     command += ["--checkpoint", str(checkpoint), "--jit-monitor", jit_monitor]
     command += ["--kv-cache-dtype", kv_cache_dtype]
     command += [argument for batch in batches for argument in ("--batch", str(batch))]
-    variables = environment(mode, directory / f"engine-{mode}-kernels.json")
+    variables = environment(mode, directory / f"engine-{_in_a_name(mode)}-kernels.json")
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "rows.json"
         command += ["--output", str(answer)]
@@ -232,7 +237,7 @@ def run(
         sys.stdout.write(plots.draw_or_say(path) + "\n")
     for mode in modes:
         if mode not in measured:
-            sys.stderr.write(f"error: {mode} was not measured: see engine-{mode}.log\n")
+            sys.stderr.write(f"error: {mode} was not measured: see engine-{_in_a_name(mode)}.log\n")
     return 0 if measured == set(modes) else 1
 
 
