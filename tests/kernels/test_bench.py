@@ -317,7 +317,7 @@ open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
     assert err == "error: prefer was not measured: see engine-prefer.log\n"
     assert "no engine" in (tmp_path / "engine-prefer.log").read_text()
     first = (tmp_path / "engine-require-fused.log").read_text().splitlines()[0]
-    assert first == f"require {tmp_path / 'engine-require+fused-kernels.json'}"
+    assert first == f"require {tmp_path / 'engine-require-fused-kernels.json'}"
     assert path.with_suffix(".png").stat().st_size > 1000
 
 
