@@ -77,9 +77,7 @@ class WavesTile:
             meetings = (N - rows) // self.tail.rows * blocks if _meets(self.tail) else 0
             if meetings > N // 16:
                 return f"split_k: {meetings} tiles meet, arrivals counts {N // 16}"
-        if _fed(self.head) and self.head.rows > N:
-            return f"{self.head} takes {self.head.rows} features at least, got {N}"
-        return None
+        return self.head.why_not(N, M) if isinstance(self.head, WgmmaRingTile) else None
 
 
 def _fed(tile: WgmmaTile | WgmmaRingTile) -> bool:

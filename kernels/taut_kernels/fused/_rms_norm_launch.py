@@ -10,9 +10,8 @@ import torch
 from taut_kernels import _launch, tiles_fused
 from taut_kernels.fused._rms_norm_jit import rms_norm_kernel, rms_norm_long_kernel
 from taut_kernels.fused._tile_options import (
-    last_arguments,
-    launch_options,
     next_power_of_2,
+    prepare,
     tile_of,
 )
 from taut_kernels.tiles_fused import FusedTile
@@ -82,12 +81,8 @@ def _prepared(
     launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
     block = min(tile.block, max(8, next_power_of_2(N)))
     values = (N, out, tile.rows, block, tile.pdl)
-    key = (dtype, y_dtype, weight_dtype, not adds, values, tile.num_warps, tile.registers)
-    return _launch.Prepared(
-        launcher.form(key, _launch.number(device)),
-        (-(-M // tile.rows), 1, 1),
-        lambda: (last_arguments(launcher.kernel, values), launch_options(tile)),
-    )
+    types = (dtype, y_dtype, weight_dtype, not adds)
+    return prepare(launcher, types, values, tile, -(-M // tile.rows), device)
 
 
 # Asked in every call: kept by everything the answer follows from.

@@ -10,9 +10,8 @@ import torch
 from taut_kernels import _launch
 from taut_kernels.fused._rope_jit import rope_kernel
 from taut_kernels.fused._tile_options import (
-    last_arguments,
-    launch_options,
     next_power_of_2,
+    prepare,
     tile_of,
 )
 from taut_kernels.tiles_fused import FusedTile
@@ -42,22 +41,28 @@ def launch(
         apart: where the results go, contiguous, the second not looked at for k None; None: in
             place.
     """
-    call = call_of(q, k, cos_sin_cache, neox, apart is not None)
+    call = call_of(positions, q, k, cos_sin_cache, neox, apart is not None)
     run(_prepared(tile, *call), positions, q, k, cos_sin_cache, apart)
 
 
-Call = tuple[tuple[int, ...], int, int, torch.dtype, torch.dtype, torch.device, bool, bool]
+Call = tuple[tuple[int, ...], int, int, tuple[torch.dtype, ...], torch.device, bool, bool]
 """All of a call but its tensors and their strides: T, Hq and D of q, the heads of k, R, the types
-of q and of the table, the device, ``neox``, and whether the results are new tensors."""
+of q, of the table and of the positions, the device, ``neox``, and whether the results are new
+tensors."""
 
 
 def call_of(
-    q: torch.Tensor, k: torch.Tensor | None, cos_sin_cache: torch.Tensor, neox: bool, apart: bool
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    neox: bool,
+    apart: bool,
 ) -> Call:
     """Return all of a call that its plan follows from; ``apart``: into new tensors."""
     kv_heads = 0 if k is None else k.shape[1]
-    rotated, types = cos_sin_cache.shape[1], (q.dtype, cos_sin_cache.dtype)
-    return q.shape, kv_heads, rotated, *types, q.device, neox, apart
+    types = q.dtype, cos_sin_cache.dtype, positions.dtype
+    return q.shape, kv_heads, cos_sin_cache.shape[1], types, q.device, neox, apart
 
 
 def _prepared(
@@ -65,8 +70,7 @@ def _prepared(
     shape: tuple[int, ...],
     num_kv_heads: int,
     rotated: int,
-    dtype: torch.dtype,
-    table_dtype: torch.dtype,
+    types: tuple[torch.dtype, ...],
     device: torch.device,
     neox: bool,
     apart: bool,
@@ -81,20 +85,14 @@ def _prepared(
         rest = next_power_of_2(dim - rotated) if dim > rotated else 0
         columns = (dim, half, next_power_of_2(half), rest)
     values = (num_heads, num_kv_heads, *columns, neox, tile.rows, tile.block, tile.pdl)
-    return _launch.Prepared(
-        _rope.form(
-            (dtype, table_dtype, values, tile.num_warps, tile.registers), _launch.number(device)
-        ),
-        (-(-T // tile.rows) * blocks, 1, 1),
-        lambda: (last_arguments(rope_kernel, values), launch_options(tile)),
-    )
+    return prepare(_rope, types, values, tile, -(-T // tile.rows) * blocks, device)
 
 
 # Asked in every call: kept by everything the answer follows from.
 @lru_cache(maxsize=8192)
 def plan(early_tokens: int, *call: Any) -> _launch.Prepared | None:
     """Prepare a call of an op, by the tile the tables or their rule choose."""
-    (T, heads, _), kv_heads, _, _, _, device, _, _ = call
+    (T, heads, _), kv_heads, _, _, device, _, _ = call
     return _prepared(tile_of("rope", heads + kv_heads, T, device), *call)
 
 

@@ -13,9 +13,8 @@ from taut_kernels.fused._silu_mul_jit import (
     silu_mul_quant_long_kernel,
 )
 from taut_kernels.fused._tile_options import (
-    last_arguments,
-    launch_options,
     next_power_of_2,
+    prepare,
     tile_of,
 )
 from taut_kernels.tiles_fused import FusedTile
@@ -84,13 +83,7 @@ def _prepared(
     else:
         launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
     values = (N, out, activation, interleaved, tile.rows, block, tile.pdl)
-    return _launch.Prepared(
-        launcher.form(
-            (dtype, y_dtype, values, tile.num_warps, tile.registers), _launch.number(device)
-        ),
-        (programs, 1, 1),
-        lambda: (last_arguments(launcher.kernel, values), launch_options(tile)),
-    )
+    return prepare(launcher, (dtype, y_dtype), values, tile, programs, device)
 
 
 # Asked in every call: kept by everything the answer follows from.

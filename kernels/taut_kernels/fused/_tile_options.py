@@ -1,4 +1,4 @@
-"""What the fused kernels' launchers share: a call's tile, compiler options, constants by name."""
+"""What the fused kernels' launchers share: a call's tile, its launch, compiler options."""
 
 from __future__ import annotations
 
@@ -42,6 +42,31 @@ def launch_options(tile: FusedTile) -> dict[str, Any]:
     if tile.registers:
         options["maxnreg"] = tile.registers
     return options | _launch.PDL_OPTIONS[tile.pdl]
+
+
+def prepare(
+    launcher: _launch.Launcher,
+    types: tuple[Any, ...],
+    values: tuple[Any, ...],
+    tile: FusedTile,
+    programs: int,
+    device: torch.device,
+) -> _launch.Prepared:
+    """Prepare a call with a given tile.
+
+    Args:
+        launcher: of the kernel.
+        types: of the operands, and which of them are absent.
+        values: of the kernel's constants, its last arguments.
+        tile: how to cut the work.
+        programs: how many.
+        device: of all operands.
+    """
+    return _launch.Prepared(
+        launcher.form((types, values, tile.num_warps, tile.registers), _launch.number(device)),
+        (programs, 1, 1),
+        lambda: (last_arguments(launcher.kernel, values), launch_options(tile)),
+    )
 
 
 def last_arguments(kernel: Any, values: tuple[Any, ...]) -> dict[str, Any]:

@@ -27,9 +27,8 @@ from taut_kernels.fused import row_quant as definition
 from taut_kernels.fused._quantize_jit import row_quant_kernel, row_quant_long_kernel
 from taut_kernels.fused._rows import as_rows
 from taut_kernels.fused._tile_options import (
-    last_arguments,
-    launch_options,
     next_power_of_2,
+    prepare,
     tile_of,
 )
 from taut_kernels.tiles_fused import FusedTile
@@ -71,13 +70,7 @@ def _prepared(
     launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
     block = min(tile.block, max(8, next_power_of_2(N)))
     values = (N, out, tile.rows, block, tile.pdl)
-    return _launch.Prepared(
-        launcher.form(
-            (dtype, y_dtype, values, tile.num_warps, tile.registers), _launch.number(device)
-        ),
-        (-(-M // tile.rows), 1, 1),
-        lambda: (last_arguments(launcher.kernel, values), launch_options(tile)),
-    )
+    return prepare(launcher, (dtype, y_dtype), values, tile, -(-M // tile.rows), device)
 
 
 # Asked in every call: kept by everything the answer follows from.

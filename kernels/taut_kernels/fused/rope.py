@@ -94,7 +94,7 @@ def _launch_rope(
     cos_sin_cache: torch.Tensor,
     neox: bool,
 ) -> None:
-    call = _rope_launch.call_of(q, k, cos_sin_cache, neox, False)
+    call = _rope_launch.call_of(positions, q, k, cos_sin_cache, neox, False)
     plan = _rope_launch.plan(_early_start.EARLY_TOKENS, *call)
     _rope_launch.run(plan, positions, q, k, cos_sin_cache, None)
 
@@ -111,7 +111,7 @@ def _launch_rope_apart(
     shape, dtype, device = q.shape, q.dtype, q.device
     new_q = _launch.empty(shape, dtype=dtype, device=device)
     new_k = _launch.empty((0,) if k is None else k.shape, dtype=dtype, device=device)
-    call = _rope_launch.call_of(q, k, cos_sin_cache, neox, True)
+    call = _rope_launch.call_of(positions, q, k, cos_sin_cache, neox, True)
     plan = _rope_launch.plan(_early_start.EARLY_TOKENS, *call)
     _rope_launch.run(plan, positions, q, k, cos_sin_cache, (new_q, new_k))
     return new_q, new_k
