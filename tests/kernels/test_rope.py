@@ -12,6 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from taut_kernels import testing
+from taut_kernels.fused import _rope_launch
 from taut_kernels.fused import rope as rp
 from taut_kernels.fused.rope import rope, rope_apart
 
@@ -300,3 +301,13 @@ def test_gpu_graph_replays_on_new_data() -> None:
     graph.replay()
     rope(positions, *split(fresh, 32, 8, 128), cache, head_dim=128)
     assert torch.equal(qkv, fresh)
+
+
+def test_positions_of_another_type_have_a_plan_of_their_own() -> None:
+    """A kernel compiled for 8-byte positions would read 4-byte ones wrongly."""
+    q, table = torch.zeros(2, 4, 64), torch.zeros(8, 64)
+    calls = {
+        _rope_launch.call_of(torch.zeros(2, dtype=dtype), q, None, table, True, False)
+        for dtype in (torch.int32, torch.int64)
+    }
+    assert len(calls) == 2
