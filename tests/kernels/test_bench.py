@@ -250,7 +250,7 @@ def test_engine_checkpoint_is_what_vllm_and_our_layout_expect(
 
 def test_engine_report_has_the_ratio_to_stock(tmp_path: Path) -> None:
     rows = [engine.Row("off", 16, 100.0, 2.0), engine.Row("prefer", 16, 150.0, 1.5)]
-    engine._write(rows, ["prefer: a note"], "GPU card", tmp_path / "engine-w4a16.csv")
+    engine._write(rows, ["- prefer: a note"], "GPU card", tmp_path / "engine-w4a16.csv")
     text = (tmp_path / "engine-w4a16.md").read_text()
     assert "| prefer | 16 | 150 | 1.50 | 1.50 |" in text
     assert "- prefer: a note" in text

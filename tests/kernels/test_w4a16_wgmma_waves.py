@@ -12,7 +12,11 @@ import torch
 from taut_kernels import _launch, testing, testing_gluon, testing_gluon_wgmma, tiles_wgmma
 from taut_kernels.bench import tune_w4a16_wgmma
 from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.wgmma_waves_candidates import fed_waves_candidates, waves_candidates
+from taut_kernels.bench.wgmma_waves_candidates import (
+    fed_waves_candidates,
+    grouped_candidates,
+    waves_candidates,
+)
 from taut_kernels.gemm import w4a16, w4a16_launch, w4a16_wgmma_tma, w4a16_wgmma_variants
 from taut_kernels.gemm import w4a16_wgmma as wgmma
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
@@ -258,6 +262,22 @@ def test_candidates_fed_by_tma_could_stand_in_a_table(M: int) -> None:
                 assert part.stages_that_fit(32, has_zeros=True) >= 3
     assert tried
     assert not list(fed_waves_candidates(4096, 14336, 1024)), "one wave has nothing behind it"
+
+
+@pytest.mark.parametrize(
+    ("M", "groups"),
+    [
+        (512, set()),
+        (1024, {(128, 8), (256, 4)}),
+        # 11 and 6 blocks: groups of 8 and 4 would leave a short one.
+        (1344, {(128, 8), (128, 16), (256, 4), (256, 8)}),
+        (4096, {(128, 8), (256, 4), (256, 16)}),
+    ],
+)
+def test_groups_are_of_equal_length_or_of_1024_tokens(M: int, groups: set[tuple[int, int]]) -> None:
+    found = list(grouped_candidates(M))
+    assert len(found) == len(set(found))
+    assert {(tile.block_m, tile.group_m) for tile in found} == groups
 
 
 CHAINED = (

@@ -4,13 +4,16 @@ Writes a checkpoint of Llama-3-8B's shape with random weights (``engine_checkpoi
 starts one offline engine a mode, each in its own process, and measures tokens a second at several
 batch sizes. Random weights say nothing about quality, and little about equal answers. Files:
 ``engine-<scheme>.csv``, ``.md``, a plot, and for each mode the engine's log and kernel record.
+``--profile`` adds each mode's decode steps by kernel (``engine_profile.py``), after its figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +37,8 @@ size take longer (16 prompts: 93, 92, 78, 65, 64, 64 ms in turn on an H200), pro
 has loaded its kernels."""
 JIT_MONITOR = ("warn", "error")
 """What vLLM's monitor of compilations after warm-up does: count them, or end the engine."""
+_PROFILED_TOKENS = 24
+"""Of an answer whose steps are profiled: a trace has every kernel of each."""
 _JIT_EVENT = " during inference: "
 """In every line of that monitor, warning or error, in front of the kernel's name."""
 
@@ -55,6 +60,7 @@ def measure(
     repeats: int = 3,
     jit_monitor: str = JIT_MONITOR[0],
     kv_cache_dtype: str = "auto",
+    profile: Path | None = None,
 ) -> list[Row]:
     """Start an engine in this process and measure it.
 
@@ -65,6 +71,7 @@ def measure(
         repeats: the median counts.
         jit_monitor: of :data:`JIT_MONITOR`.
         kv_cache_dtype: of vLLM's option of that name.
+        profile: the CSV for decode steps by kernel; traces lie beside it while they are read.
 
     Returns:
         One row a batch size.
@@ -75,6 +82,9 @@ def measure(
     import torch
     from vllm import LLM, SamplingParams
 
+    from taut_kernels.bench import engine_profile
+
+    traces = Path(tempfile.mkdtemp(prefix="taut-traces-")) if profile else None
     llm = LLM(
         model=str(checkpoint),
         dtype="bfloat16",
@@ -88,6 +98,7 @@ def measure(
         jit_monitor_mode=jit_monitor,
         kv_cache_dtype=kv_cache_dtype,
         **engine_options(mode, sorted({*batches, *_PREFILL_SIZES})),
+        **(engine_profile.options(traces) if traces else {}),
     )
     generator = torch.Generator().manual_seed(1)
     size = (max(batches), _PROMPT_TOKENS)
@@ -111,6 +122,10 @@ def measure(
         prefill = statistics.median(seconds(batch, 1) for _ in range(repeats))
         step = (whole - prefill) / (_ANSWER_TOKENS - 1) * 1e3
         rows.append(Row(mode, batch, batch * _ANSWER_TOKENS / whole, step))
+    if profile and traces:
+        calls = {b: functools.partial(seconds, b, _PROFILED_TOKENS) for b in batches}
+        engine_profile.record_all(llm, mode, calls, traces, profile)
+        shutil.rmtree(traces)
     return rows
 
 
@@ -126,13 +141,19 @@ def _in_own_process(
     directory: Path,
     jit_monitor: str,
     kv_cache_dtype: str,
+    profile: bool,
 ) -> tuple[list[Row], list[str]]:
     """Measure one mode in a fresh process; its rows, and what there is to note."""
+    from taut_kernels.bench import engine_profile
+
     log = directory / f"engine-{_in_a_name(mode)}.log"
     command = [sys.executable, "-m", "taut_kernels.bench.engine", "--worker", mode]
     command += ["--checkpoint", str(checkpoint), "--jit-monitor", jit_monitor]
     command += ["--kv-cache-dtype", kv_cache_dtype]
     command += [argument for batch in batches for argument in ("--batch", str(batch))]
+    by_kernel = directory / f"engine-{_in_a_name(mode)}-profile.csv"
+    if profile:
+        command += ["--profile", str(by_kernel)]
     variables = environment(mode, directory / f"engine-{_in_a_name(mode)}-kernels.json")
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "rows.json"
@@ -147,10 +168,11 @@ def _in_own_process(
             why = f"the engine ended with {code}"
             if compiled and jit_monitor == "error":
                 why += f" because {compiled[0].partition('. ')[0]} compiled after warm-up"
-            return [], [f"{mode}: not measured: {why}, see {log.name}"]
+            return [], [f"- {mode}: not measured: {why}, see {log.name}"]
         rows = [Row(**row) for row in json.loads(answer.read_text(encoding="utf-8"))]
     monitor = f"JIT monitor: {jit_monitor}"
-    return rows, [f"{mode}: {len(compiled)} kinds of kernel compiled after warm-up ({monitor})"]
+    notes = [f"- {mode}: {len(compiled)} kinds of kernel compiled after warm-up ({monitor})"]
+    return rows, notes + (engine_profile.report(mode, by_kernel) if profile else [])
 
 
 def _write(rows: Sequence[Row], notes: Sequence[str], facts: str, path: Path) -> None:
@@ -167,7 +189,7 @@ def _write(rows: Sequence[Row], notes: Sequence[str], facts: str, path: Path) ->
         ratio = f"{row.tokens_per_s / base.tokens_per_s:.2f}" if base else "–"
         figures = f"{row.tokens_per_s:.0f} | {row.decode_ms:.2f} | {ratio}"
         lines.append(f"| {row.mode} | {row.batch} | {figures} |")
-    lines += ["", *(f"- {note}" for note in notes), ""]
+    lines += ["", *notes, ""]
     path.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -190,6 +212,13 @@ def _parser() -> argparse.ArgumentParser:
         help="count compilations after warm-up, or let one end the engine",
     )
     parser.add_argument("--kv-cache-dtype", default="auto", help="of every mode, as vLLM spells it")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const=True,
+        type=Path,
+        help="profile some steps of each mode, too, after its figures: where a step goes",
+    )
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
     return parser
 
@@ -202,6 +231,7 @@ def run(
     path: Path,
     jit_monitor: str = JIT_MONITOR[0],
     kv_cache_dtype: str = "auto",
+    profile: bool = False,
 ) -> int:
     """Measure modes one after another and report them.
 
@@ -213,6 +243,7 @@ def run(
         path: the CSV; the other files lie beside it.
         jit_monitor: of :data:`JIT_MONITOR`.
         kv_cache_dtype: of vLLM's option of that name.
+        profile: write each mode's decode steps by kernel, too.
 
     Returns:
         The exit status: 1 where a mode was not measured.
@@ -224,7 +255,7 @@ def run(
     measured = set()
     for mode in modes:
         found, said = _in_own_process(
-            checkpoint, mode, batches, path.parent, jit_monitor, kv_cache_dtype
+            checkpoint, mode, batches, path.parent, jit_monitor, kv_cache_dtype, profile
         )
         rows += found
         notes += said
@@ -257,6 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             batches,
             jit_monitor=arguments.jit_monitor,
             kv_cache_dtype=arguments.kv_cache_dtype,
+            profile=arguments.profile,
         )
         text = json.dumps([asdict(row) for row in rows])
         arguments.output.write_text(text, encoding="utf-8")
@@ -276,7 +308,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         suffix = "" if cached == "auto" else f"-kv-{cached}"
         csv_path = arguments.output / f"engine-{arguments.scheme}{suffix}.csv"
         modes = arguments.mode or TIMED_MODES
-        return run(checkpoint, modes, batches, facts, csv_path, arguments.jit_monitor, cached)
+        return run(
+            checkpoint,
+            modes,
+            batches,
+            facts,
+            csv_path,
+            arguments.jit_monitor,
+            cached,
+            profile=bool(arguments.profile),
+        )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ leaves much of a last wave empty: of the older kernels up to 1024 tokens, fed by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -39,6 +40,7 @@ _MOST_SPLITS = {_FED_LARGE[0]: 5, _FED_LARGE[1]: 1}
 _GROUP_TOKENS = 1024
 """Of a group of blocks: 8 of 128 tokens or 4 of 256 beside each other read the least by count."""
 _GROUPED_FROM = 1024
+_LARGEST_GROUP = 16
 _SPLIT_COST = 0.02
 """Of a head's wave, for every further split of the tail: its sums, roughly."""
 _FED_KEPT = 2
@@ -74,25 +76,31 @@ def fed_waves_candidates(N: int, K: int, M: int) -> Iterator[WavesTile]:
         K: input features.
         M: tokens.
     """
-    for head in _FED_LARGE:
-        for tail in (*_FED_LARGE, *_FED_SMALL):
-            waves = WavesTile(head, tail, _MULTIPROCESSORS)
-            rows = waves.head_rows(M, N)
-            if rows == N:
-                continue
-            found = []
-            for split in _FED_SPLITS:
-                cut = replace(waves, tail=replace(tail, split_k=split))
-                estimate = _waves(head, rows, M) + _tail_waves(head, tail, N - rows, M, split)
-                long_enough = K // (64 * tail.chunks_per_step * split) >= _LEAST_STEPS
-                fits = long_enough and split <= _MOST_SPLITS.get(tail, _FED_SPLITS[-1])
-                worth = estimate < _WORTH * _waves(head, N, M)
-                if worth and fits and cut.why_not(N, M) is None:
-                    found.append((estimate, split, cut))
-            for _, _, cut in sorted(found, key=lambda one: one[:2])[:_FED_KEPT]:
-                yield cut
-                if M >= _GROUPED_FROM:
-                    yield replace(cut, head=in_groups(head))
+    for head, tail in itertools.product(_FED_LARGE, (*_FED_LARGE, *_FED_SMALL)):
+        for cut in _best_splits(head, tail, N, K, M):
+            yield cut
+            if M >= _GROUPED_FROM:
+                yield replace(cut, head=in_groups(head))
+
+
+def _best_splits(
+    head: WgmmaRingTile, tail: WgmmaRingTile, N: int, K: int, M: int
+) -> list[WavesTile]:
+    """Return a pair of tiles with the most promising splits of the tail's K, if any is worth it."""
+    waves = WavesTile(head, tail, _MULTIPROCESSORS)
+    rows = waves.head_rows(M, N)
+    if rows == N:
+        return []
+    found = []
+    for split in _FED_SPLITS:
+        cut = replace(waves, tail=replace(tail, split_k=split))
+        estimate = _waves(head, rows, M) + _tail_waves(head, tail, N - rows, M, split)
+        long_enough = K // (64 * tail.chunks_per_step * split) >= _LEAST_STEPS
+        fits = long_enough and split <= _MOST_SPLITS.get(tail, _FED_SPLITS[-1])
+        worth = estimate < _WORTH * _waves(head, N, M)
+        if worth and fits and cut.why_not(N, M) is None:
+            found.append((estimate, split, cut))
+    return [cut for _, _, cut in sorted(found, key=lambda one: one[:2])[:_FED_KEPT]]
 
 
 def in_groups(tile: WgmmaRingTile) -> WgmmaRingTile:
@@ -103,11 +111,20 @@ def in_groups(tile: WgmmaRingTile) -> WgmmaRingTile:
 def grouped_candidates(M: int) -> Iterator[WgmmaRingTile]:
     """Yield tiles fed by TMA whose order may matter: where many blocks of tokens follow each other.
 
+    Groups of 1024 tokens, and, where it is another one, a group of all blocks: an unequal last
+    group reads the weights once more.
+
     Args:
         M: tokens.
     """
-    if M >= _GROUPED_FROM:
-        yield from map(in_groups, (*_FED_LARGE, _FED_SMALL[1]))
+    if M < _GROUPED_FROM:
+        return
+    for tile in (*_FED_LARGE, _FED_SMALL[1]):
+        grouped = in_groups(tile)
+        yield grouped
+        blocks = -(-M // tile.block_m)
+        if grouped.group_m < blocks <= _LARGEST_GROUP:
+            yield replace(tile, group_m=triton.next_power_of_2(blocks))
 
 
 def _waves(tile: WgmmaRingTile, rows: int, M: int) -> int:
