@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from taut_deploy.cache import place, warm
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.errors import OutputError, WorkerError
 from taut_deploy.worker import WorkerSpec
+from taut_deploy.worker_command import worker_command
 
 FAKE = Path(__file__).parent / "fake_cache_worker.py"
 TAUT = str(Path(sys.executable).with_name("taut"))
@@ -249,24 +251,11 @@ def test_interrupted_command_stops_its_worker_and_leaves_no_marker(room, shell, 
 
 
 def test_worker_is_started_as_asked(tmp_path):
-    spec = WorkerSpec(
-        tmp_path,
-        kernels="off",
-        fused_ops=True,
-        decode_attention=True,
-        max_model_len=64,
-        kv_cache_gib=3,
-        kv_cache_dtype="fp8",
-        extra=("--max-num-seqs", "4"),
+    spec = WorkerSpec(tmp_path, kernels="off", fused_ops=True, kv_cache_gib=3)
+    here = dataclasses.replace(
+        spec, name="warm", port=17, cache=tmp_path / "v", shutdown_timeout_s=5
     )
-    argv = warm._command(spec, tmp_path / "v", 17)
-    assert argv[1:] == (
-        *("-m", "taut_deploy", "worker", str(tmp_path), "--name", "warm", "--port", "17"),
-        *("--cache", str(tmp_path / "v"), "--shutdown-timeout", "5", "--kv-cache-dtype", "fp8"),
-        *("--kv-cache-gib", "3", "--max-model-len", "64", "--kernels", "off", "--fused-ops"),
-        "--decode-attention",
-        *("--", "--max-num-seqs", "4"),
-    )
+    assert warm._command(spec, tmp_path / "v", 17) == worker_command(here)
 
 
 @pytest.mark.vllm

@@ -22,6 +22,8 @@ WRONG = {
     "port": ("port: 70000", "port: "),
     "port as word": ("port: eight", "port: "),
     "no workers": ("workers: 0", "workers: "),
+    "kernels": ("kernels: fast", "kernels: "),
+    "switch": ("fused_ops: perhaps", "fused_ops: "),
     "list": ("- a", "expected a mapping"),
     "not yaml": ("model: [", "not valid YAML"),
 }
@@ -151,10 +153,21 @@ def test_children_are_started_through_the_public_commands(prepared, tmp_path):
     assert child.argv[child.argv.index("--port") + 1] == str(models[0].ports[1])
     assert child.argv[child.argv.index("--kv-cache-dtype") + 1] == "fp8"
     assert child.argv[-2:] == ("--", "--enforce-eager")
+    assert not {"--kernels", "--fused-ops", "--no-fused-ops"} & set(child.argv), "left open"
     assert (child.name, child.log) == ("tiny-1", tmp_path / "tiny-1.log")
     gateway = gateway_child(tmp_path / "g.yaml", tmp_path)
     assert gateway.argv[1:] == ("-m", "taut_service", "--config", str(tmp_path / "g.yaml"))
     assert gateway.grace_s < child.grace_s, "workers outlive the gateway's drain"
+
+
+def test_kernels_and_fused_ops_reach_the_workers_of_the_compressed_model(prepared, tmp_path):
+    settings, _, _, (models, _) = prepared
+    said = {"kernels": "require", "fused_ops": False, "decode_attention": True}
+    settings = settings.model_copy(update=said)
+    compressed, baseline = (worker_child(model, 0, settings, tmp_path).argv for model in models)
+    assert compressed[compressed.index("--kernels") + 1] == "require"
+    assert {"--no-fused-ops", "--decode-attention"} <= set(compressed) & set(baseline)
+    assert "--kernels" not in baseline, "it has no layers of taut's to require"
 
 
 def test_the_curl_line_survives_a_shell():

@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from taut_deploy.files import disk_errors_named, write_json_atomically
 from taut_deploy.ports import free_port
 from taut_deploy.serve.process import ChildSpec, RestartPolicy, SupervisedProcess
 from taut_deploy.worker import LOOPBACK, WorkerSpec, command_for, installed_platform
+from taut_deploy.worker_command import worker_command
 
 Say = Callable[[str], None]
 
@@ -216,19 +216,7 @@ async def _start_and_ask(
 
 
 def _command(spec: WorkerSpec, root: Path, port: int) -> tuple[str, ...]:
-    """``taut worker`` for ``spec``, as anybody else would start it."""
-    argv = [sys.executable, "-m", "taut_deploy", "worker", str(spec.checkpoint)]
-    argv += ["--name", _NAME, "--port", str(port), "--cache", str(root), "--shutdown-timeout", "5"]
-    argv += ["--kv-cache-dtype", spec.kv_cache_dtype, "--kv-cache-gib", str(spec.kv_cache_gib)]
-    if spec.max_model_len is not None:
-        argv += ["--max-model-len", str(spec.max_model_len)]
-    if spec.kernels is not None:
-        argv += ["--kernels", spec.kernels]
-    if spec.fused_ops is not None:
-        argv.append(f"--{'' if spec.fused_ops else 'no-'}fused-ops")
-    if spec.decode_attention is not None:
-        argv.append(f"--{'' if spec.decode_attention else 'no-'}decode-attention")
-    return (*argv, "--", *spec.extra) if spec.extra else tuple(argv)
+    return worker_command(replace(spec, name=_NAME, port=port, cache=root, shutdown_timeout_s=5))
 
 
 def _mark(made: WarmCache, key: CacheKey) -> None:

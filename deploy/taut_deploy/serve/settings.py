@@ -7,12 +7,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from taut_deploy.errors import RecipeError
 from taut_deploy.strict_yaml import parse_mapping, validate_mapping
+from taut_deploy.worker import KernelMode
 
 
 class ServeSettings(BaseModel):
     """Settings of one ``taut serve``.
 
-    ``gateway`` is merged into the gateway's configuration file as it is (admission, timeouts,
+    ``kernels``, ``fused_ops`` and ``decode_attention`` are those of ``taut worker``, which chooses
+    where they are left out; the uncompressed baseline chooses its kernels itself. ``gateway`` is
+    merged into the gateway's configuration file as it is (admission, timeouts,
     api_keys …).
     """
 
@@ -27,6 +30,9 @@ class ServeSettings(BaseModel):
     max_model_len: Annotated[int, Field(ge=16)] | None = None
     kv_cache_dtype: str = "auto"
     kv_cache_gib: Annotated[int, Field(ge=1)] = 1
+    kernels: KernelMode | None = None
+    fused_ops: bool | None = None
+    decode_attention: bool | None = None
     vllm_args: tuple[str, ...] = ()
     gateway: dict[str, Any] = Field(default_factory=dict)
 

@@ -18,6 +18,8 @@ from taut_deploy.files import write_text_atomically
 from taut_deploy.serve.prepare import ServedModel, gateway_configuration
 from taut_deploy.serve.process import ChildSpec, SupervisedProcess
 from taut_deploy.serve.settings import ServeSettings
+from taut_deploy.worker import WorkerSpec
+from taut_deploy.worker_command import worker_command
 
 Say = Callable[[str], None]
 
@@ -28,24 +30,21 @@ _GATEWAY_GRACE_S = 35.0
 
 def worker_child(model: ServedModel, index: int, settings: ServeSettings, logs: Path) -> ChildSpec:
     """How to start one worker of ``model``: through ``taut worker``, as anybody else would."""
-    argv = [
-        sys.executable,
-        "-m",
-        "taut_deploy",
-        "worker",
-        str(model.directory),
-        "--port",
-        str(model.ports[index]),
-    ]
-    argv += ["--name", model.name, "--kv-cache-dtype", settings.kv_cache_dtype]
-    argv += ["--kv-cache-gib", str(settings.kv_cache_gib)]
-    if settings.max_model_len is not None:
-        argv += ["--max-model-len", str(settings.max_model_len)]
-    if settings.vllm_args:
-        argv += ["--", *settings.vllm_args]
+    spec = WorkerSpec(
+        checkpoint=model.directory,
+        name=model.name,
+        port=model.ports[index],
+        max_model_len=settings.max_model_len,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        kv_cache_gib=settings.kv_cache_gib,
+        kernels=settings.kernels if model.manifest else None,
+        fused_ops=settings.fused_ops,
+        decode_attention=settings.decode_attention,
+        extra=settings.vllm_args,
+    )
     name = f"{model.name}-{index}"
     return ChildSpec(
-        name, tuple(argv), {"PYTHONSAFEPATH": "1"}, logs / f"{name}.log", _WORKER_GRACE_S
+        name, worker_command(spec), {"PYTHONSAFEPATH": "1"}, logs / f"{name}.log", _WORKER_GRACE_S
     )
 
 
