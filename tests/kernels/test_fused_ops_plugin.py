@@ -113,6 +113,23 @@ def test_vllm_takes_our_providers_and_classes(answer: dict[str, Any]) -> None:
     }
 
 
+@pytest.mark.vllm
+def test_norms_that_ours_does_not_take_are_recorded_once(answer: dict[str, Any]) -> None:
+    loaded, traced, asked = answer["refusals"]["found"]
+    assert loaded == traced == {}
+    assert asked == {
+        "rms_norm": [
+            "the mean square is taken over a part of the row",
+            "activations are torch.float64",
+        ],
+        "fused_add_rms_norm": [
+            "the residual is torch.float16, the activations are torch.float32",
+            "the residual: a row of 64 columns at stride 3",
+        ],
+    }
+    assert answer["refusals"]["again"] == [{}, {}], "the next model starts anew"
+
+
 ANGLES = "RotaryEmbedding not ours: angles in another type than the queries, in a compiled graph"
 LOGGED = {
     "ours": [],

@@ -84,16 +84,18 @@ def test_ops_are_counted_by_owner() -> None:
             {"owner": "vllm", "reason": "a soft cap", "layers": 1},
         ],
         "cache_writes": [{"owner": "vllm", "reason": "slots of torch.int32", "layers": 32}],
+        "refused": {"rms_norm": ["activations are torch.float64"]},
     }
     assert gauges.op_series(ops) == {
         ("rms_norm", "taut", ""): 1,
+        ("rms_norm", "vllm", "activations are torch.float64"): 1,
         ("SiluAndMul", "taut", ""): 30,
         ("SiluAndMul", "vllm", ""): 2,
         ("decode_attention", "taut", ""): 31,
         ("decode_attention", "vllm", "a soft cap"): 1,
         ("cache_write", "vllm", "slots of torch.int32"): 32,
     }
-    del ops["attention"], ops["cache_writes"]  # as a record of before has it
+    del ops["attention"], ops["cache_writes"], ops["refused"]  # as a record of before has it
     assert len(gauges.op_series(ops)) == 3
 
 

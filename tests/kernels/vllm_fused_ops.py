@@ -169,6 +169,47 @@ def not_ours(mode: str) -> dict[str, object]:
     return answer
 
 
+def refusals() -> dict[str, object]:
+    """What the record says of norms that ours does not take, asked as vLLM asks."""
+    import os
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from vllm import ir
+
+    from taut_kernels.vllm_plugin import fused_ops, ir_ops, record
+
+    x, weight = torch.randn(3, 64), torch.ones(64)
+    norm, add_norm = (getattr(ir.ops, op).impls["taut"].supports_args for op in ir_ops.OPS)
+
+    def traced(y: torch.Tensor) -> torch.Tensor:
+        return y + 1 if norm(y, weight, 1e-5) else y - 1
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "record.json"
+        os.environ[record.REPORT_VARIABLE] = str(path)
+        ops = fused_ops.conclude(torch.nn.Linear(1, 1), "require")
+        record.write([], "require", path, ops)
+        found = [record.read(path)["ops"]["refused"]]
+        norm(x, weight, 1e-5)
+        # Dynamo may keep nothing of it, so nothing is said.
+        torch.compile(traced, backend="eager", fullgraph=True)(x.double())
+        found.append(record.read(path)["ops"]["refused"])
+        for _ in range(2):
+            norm(x, weight, 1e-5, 32)
+            norm(x.double(), weight, 1e-5)
+            add_norm(x, x.half(), weight, 1e-5)
+            add_norm(x, torch.zeros(64, 3).t(), weight, 1e-5)
+        found.append(record.read(path)["ops"]["refused"])
+        # A record that is gone must not end a worker.
+        path.unlink()
+        norm(x.half(), weight.half().double(), 1e-5)
+        again = fused_ops.conclude(torch.nn.Linear(1, 1), "require")["refused"]
+        del os.environ[record.REPORT_VARIABLE]
+    return {"found": found, "again": [again, dict(ir_ops.refused)]}
+
+
 def main() -> None:
     import torch
     from vllm import ir
@@ -194,6 +235,7 @@ def main() -> None:
         "heads": takes(torch.zeros(4, 2, 128)[..., :64], weight, 1e-5),
         "columns": takes(torch.zeros(64, 3).t(), weight, 1e-5),
     }
+    answer["refusals"] = refusals()
     # The provider is vLLM's own definition: the same values within fp32 rounding.
     y = ir.ops.rms_norm.impls["taut"].impl_fn(x, weight, 1e-5)
     answer["norm_error"] = (

@@ -129,8 +129,9 @@ def conclude(model: torch.nn.Module, mode: str) -> dict[str, Any]:
         mode: ``prefer`` or ``require``.
 
     Returns:
-        ``providers`` (IR op → first provider), ``custom_ops`` (class → owner → count) and
-        ``reason`` (why ours are not used, or None).
+        ``providers`` (IR op → first provider), ``custom_ops`` (class → owner → count),
+        ``reason`` (why ours are not used, or None) and ``refused`` (IR op → why calls of it are not
+        ours all the same; known from the graph's lowering on).
     """
     from taut_kernels.vllm_plugin import ir_ops
 
@@ -144,7 +145,8 @@ def conclude(model: torch.nn.Module, mode: str) -> dict[str, Any]:
     if reason is None or ir_ops.PROVIDER in providers.values():
         # The second by vLLM's own flag, on a card nobody measured.
         _warm_up(model)
-    return {"providers": providers, "custom_ops": counts, "reason": reason}
+    ir_ops.refused.clear()
+    return {"providers": providers, "custom_ops": counts, "reason": reason, "refused": {}}
 
 
 def _warm_up(model: torch.nn.Module) -> None:

@@ -96,12 +96,15 @@ def op_series(ops: dict[str, Any]) -> dict[OpSeries, int]:
         ops: of a record.
 
     Returns:
-        Labels → layers; 1 for the provider of an IR op.
+        Labels → layers; 1 for the provider of an IR op, and for each reason why calls of it are not
+        ours all the same.
     """
     reason = ops["reason"] or ""
     found = {OpSeries(op, provider, reason): 1 for op, provider in ops["providers"].items()}
     for op, owners in ops["custom_ops"].items():
         found |= {OpSeries(op, owner, reason): count for owner, count in owners.items()}
+    for op, reasons in ops.get("refused", {}).items():
+        found |= {OpSeries(op, "vllm", why): 1 for why in reasons}
     for op, part in (("decode_attention", "attention"), ("cache_write", "cache_writes")):
         for row in ops.get(part, ()):
             found[OpSeries(op, row["owner"], row["reason"] or "")] = row["layers"]

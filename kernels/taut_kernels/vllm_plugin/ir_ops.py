@@ -6,15 +6,21 @@ default stays (`native`, which Inductor fuses). This module imports vLLM and hol
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 from vllm import ir
 
 from taut_kernels.fused import rms_norm as ops
-from taut_kernels.vllm_plugin import compat
+from taut_kernels.vllm_plugin import compat, record
 
 PROVIDER = "taut"
 OPS = ("rms_norm", "fused_add_rms_norm")
+refused: dict[str, list[str]] = {}
+"""Op → why calls of it in the model loaded last run on vLLM's next provider."""
+
+_logger = logging.getLogger(__name__)
 
 
 def why_not_norm(x: Tensor, weight: Tensor | None, variance_size: int | None) -> str | None:
@@ -38,10 +44,28 @@ def why_not_norm(x: Tensor, weight: Tensor | None, variance_size: int | None) ->
     return None
 
 
+def why_not_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, variance_size: int | None
+) -> str | None:
+    """Say why our norm behind a residual add does not take a call, None where it does.
+
+    Args:
+        x: as for :func:`why_not_norm`.
+        residual: of x's shape.
+        weight: as for :func:`why_not_norm`.
+        variance_size: likewise.
+    """
+    if residual.dtype != x.dtype:
+        return f"the residual is {residual.dtype}, the activations are {x.dtype}"
+    if reason := why_not_norm(residual, weight, None):
+        return f"the residual: {reason}"
+    return why_not_norm(x, weight, variance_size)
+
+
 def _takes_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> bool:
-    return why_not_norm(x, weight, variance_size) is None
+    return _said_if_not("rms_norm", why_not_norm(x, weight, variance_size))
 
 
 def _takes_add_norm(
@@ -51,11 +75,27 @@ def _takes_add_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> bool:
-    return (
-        why_not_norm(x, weight, variance_size) is None
-        and x_residual.dtype == x.dtype
-        and why_not_norm(x_residual, weight, None) is None
-    )
+    reason = why_not_add_norm(x, x_residual, weight, variance_size)
+    return _said_if_not("fused_add_rms_norm", reason)
+
+
+def _said_if_not(op: str, reason: str | None) -> bool:
+    """Say whether a call is ours; log and record once why one is not.
+
+    vLLM asks where it lowers a graph, also where none of ours is live (nothing is then said). A
+    graph from its cache is not lowered again, and one that Dynamo traces may keep no side effects.
+    """
+    if reason is None or torch.compiler.is_compiling() or reason in refused.get(op, ()):
+        return reason is None
+    refused.setdefault(op, []).append(reason)
+    _logger.info("%s: calls that are not ours: %s", op, reason)
+    path = record.place()
+    if path is not None and path.exists():
+        try:
+            record.amend(path, {"refused": refused})
+        except (OSError, ValueError) as error:
+            _logger.warning("the record says of norms what it did at loading: %s", error)
+    return False
 
 
 def rms_norm(
