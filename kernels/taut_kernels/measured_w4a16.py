@@ -14,7 +14,8 @@ may be bought with as large a loss in prefill. Each half counts once, however ma
 at. A shape or a card nobody measured is not preferred.
 
 Measured is bf16 with symmetric groups of 128; other groups, zero points and fp16 of the same shape
-are taken to stand as these do. `taut_kernels.bench.measured_table` writes a table from benchmarks.
+are taken to stand as these do, and :func:`remark` says so of such a layer.
+`taut_kernels.bench.measured_table` writes a table from benchmarks.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from taut_kernels import _tile_tables
 
 _ROW_FIELDS = {"N", "K", "M", "us", "vllm_us"}
+_GROUP_SIZE = 128
+"""Of what was measured, symmetric and with bf16 activations."""
 DECODE_TOKENS = 64
 """Most tokens of what counts as decode; above, a call is mostly prefill."""
 
@@ -169,3 +174,34 @@ def slower_in_places(gpu: str | None, N: int, K: int) -> str | None:
     least, most = f"{min(slow.values()):.2f}", f"{max(slow.values()):.2f}"
     speed = least if least == most else f"{least} to {most}"
     return f"slower than vLLM's at {tokens} tokens ({speed} of its speed)"
+
+
+def remark(
+    gpu: str | None, N: int, K: int, group_size: int, dtype: torch.dtype, *, has_zeros: bool
+) -> str | None:
+    """Say what is known, or not known, against our kernel on a layer it serves.
+
+    Args:
+        gpu: card name, None outside CUDA.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+        group_size: G; -1, 0 or K for one group a channel.
+        dtype: of the activations.
+        has_zeros: with zero points.
+
+    Returns:
+        What :func:`slower_in_places` says, and whether the layer's format is another than the one
+        that was timed; None where nothing is to be said, or no such card or shape was measured.
+    """
+    table = tables().get(gpu or "")
+    if table is None or (N, K) not in table.shapes:
+        return None
+    parts = [slower_in_places(gpu, N, K)]
+    if (group_size, dtype, has_zeros) != (_GROUP_SIZE, torch.bfloat16, False):
+        form = "a channel" if group_size in (-1, 0, K) else str(group_size)
+        zeros = " with zero points" if has_zeros else ""
+        parts.append(
+            f"timed in symmetric groups of {_GROUP_SIZE} in bf16, not in groups of {form}{zeros}"
+            f" in {str(dtype).removeprefix('torch.')}"
+        )
+    return "; ".join(filter(None, parts)) or None

@@ -1,8 +1,9 @@
 """From W4A16 benchmarks to the table the plugin decides by: ``python -m …bench.measured_table``.
 
 Reads the CSV files of `taut_kernels.bench.w4a16` (of one card; where two have a cell, the later
-file counts) and writes ``tiles/w4a16_measured-<card>.json``, :mod:`taut_kernels.measured_w4a16`.
-Needs no GPU.
+file counts; ``FILE@512``: of 512 and more tokens alone, as where a run left Marlin out, which is
+behind Machete there) and writes ``tiles/w4a16_measured-<card>.json``,
+:mod:`taut_kernels.measured_w4a16`. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ Cells = dict[tuple[int, int], dict[int, dict[str, float]]]
 """(N, K) → M → kernel → µs."""
 
 
-def read(paths: Sequence[Path], vllm: Sequence[str] = VLLM) -> Cells:
+def read(files: Sequence[str | Path], vllm: Sequence[str] = VLLM) -> Cells:
     """Collect the cells of benchmarks.
 
     Args:
-        paths: CSV files, the later ones count.
+        files: CSV files, the later ones count; a number behind ``@`` is the least of its tokens.
         vllm: names of vLLM's kernels.
 
     Returns:
@@ -38,7 +39,8 @@ def read(paths: Sequence[Path], vllm: Sequence[str] = VLLM) -> Cells:
         ValueError: a file is no such CSV; names it.
     """
     cells: Cells = {}
-    for path in paths:
+    for named in files:
+        path, least = _path_and_tokens(str(named))
         seen: Cells = {}
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
@@ -52,10 +54,15 @@ def read(paths: Sequence[Path], vllm: Sequence[str] = VLLM) -> Cells:
             complete = {
                 M: times
                 for M, times in by_tokens.items()
-                if OURS in times and any(name in times for name in vllm)
+                if least <= M and OURS in times and any(name in times for name in vllm)
             }
             cells.setdefault(shape, {}).update(complete)
     return {shape: by_tokens for shape, by_tokens in cells.items() if by_tokens}
+
+
+def _path_and_tokens(named: str) -> tuple[Path, int]:
+    path, _, tokens = named.rpartition("@")
+    return (Path(path), int(tokens)) if path and tokens.isdecimal() else (Path(named), 0)
 
 
 def table(cells: Cells, gpu: str, source: str) -> str:
@@ -88,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m taut_kernels.bench.measured_table", description=__doc__
     )
-    parser.add_argument("csv", type=Path, nargs="+", help="of bench.w4a16, one card's")
+    parser.add_argument("csv", nargs="+", help="of bench.w4a16, one card's; FILE or FILE@TOKENS")
     parser.add_argument("--gpu", required=True, help="as torch.cuda.get_device_name spells it")
     parser.add_argument("--source", required=True, help="command, date, versions")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")

@@ -153,17 +153,19 @@ def refusal(config: Any) -> str | None:
     ) or why_not_preferred(_gpu(), requested_mode(), N, K)
 
 
-def slower_in_places(config: Any) -> str | None:
-    """Say at which numbers of tokens our kernel was measured slower on a layer it serves.
+def remark(config: Any) -> str | None:
+    """Say what is known, or not known, against our kernel on a layer it serves.
 
     Args:
         config: vLLM's description of a layer's shard.
 
     Returns:
-        One line, or None where it never was, or on a shape or device nobody measured.
+        One line, or None; always None on a shape or device nobody measured.
     """
     K, N = config.partition_weight_shape
-    return measured_w4a16.slower_in_places(_gpu(), N, K)
+    group_size, dtype = config.group_size, config.act_type
+    has_zeros = bool(config.zero_points)
+    return measured_w4a16.remark(_gpu(), N, K, group_size, dtype, has_zeros=has_zeros)
 
 
 def _gpu() -> str | None:

@@ -11,7 +11,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from taut_kernels.vllm_plugin import compat, decode_attention, fused_ops, gauges, record, selection
 from taut_kernels.vllm_plugin.amx import allow_amx
-from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal, slower_in_places
+from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal, remark
 from taut_kernels.vllm_plugin.scaled_mm import (
     TautFP8ScaledMMLinearKernel,
     TautInt8ScaledMMLinearKernel,
@@ -50,7 +50,7 @@ def install(mode: str) -> None:
     decode_attention.install()
 
     def conclude(model: torch.nn.Module) -> None:
-        choices = list(selection.audit(model, refusal, why_not_chosen, slower_in_places))
+        choices = list(selection.audit(model, refusal, why_not_chosen, remark))
         ops = fused_ops.conclude(model, mode)
         attention = decode_attention.conclude(model, mode)
         parts = (fused_ops.summary(ops), decode_attention.summary(attention["attention"]))
