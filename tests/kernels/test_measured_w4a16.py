@@ -234,3 +234,7 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert measured_table.main([str(path), *common]) == 2
     assert capsys.readouterr().err.startswith(f"error: {path}: not a CSV of a benchmark")
     assert measured_table.main([str(tmp_path / "none.csv"), *common]) == 2
+    capsys.readouterr()
+    path.write_text("N,K,M,kernel,us,group_size\n64,128,1,taut g32,1.0,32\n")
+    assert measured_table.main([str(path), *common]) == 2
+    assert "rows of another format" in capsys.readouterr().err

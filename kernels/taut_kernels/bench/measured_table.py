@@ -44,6 +44,8 @@ def read(files: Sequence[str | Path], vllm: Sequence[str] = VLLM) -> Cells:
         seen: Cells = {}
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
+                if row.get("group_size") is not None:
+                    raise ValueError(f"{path}: rows of another format than the verdicts' are of")
                 try:
                     shape, M = (int(row["N"]), int(row["K"])), int(row["M"])
                     seen.setdefault(shape, {}).setdefault(M, {})[row["kernel"]] = float(row["us"])

@@ -1,7 +1,9 @@
 """W4A16 against its rivals: ``python -m taut_kernels.bench.w4a16 --output DIR``.
 
 Every kernel computes every M once and is held to the error budget first; what fails is reported and
-not timed. Writes ``w4a16.csv``, ``w4a16.md`` with GPU, driver, versions and date, and a plot.
+not timed. Writes ``w4a16.csv``, ``w4a16.md`` with GPU, driver, versions and date, and a plot; for
+another format than symmetric groups of 128 in bf16 ``w4a16-<format>.csv`` and so on. A rival that
+does not take a format is a note there.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from taut_kernels.bench import plots, report, shapes, timing, w4a16_rivals
+from taut_kernels.bench import plots, report, shapes, timing, w4a16_format, w4a16_rivals
 from taut_kernels.bench.refusal import REFUSED, first_line
-from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, SHAPES
+from taut_kernels.bench.tune_w4a16_decode import SHAPES
+from taut_kernels.bench.w4a16_format import DTYPES, Format
 from taut_kernels.bench.w4a16_layer import Layer, make_layer
 
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 384, 768, 1024, 1664, 4096)
@@ -35,6 +38,9 @@ def _prepared(
             calls = [prepare(layer)]
             y = calls[0](layer.x[:largest])
             calls += [prepare(layer) for _ in range(timing.copies_needed(copy_bytes) - 1)]
+        except w4a16_rivals.OtherFormatError as error:
+            notes.append(f"{name} on {layer.N}×{layer.K}: no row: {first_line(error)}")
+            continue
         except REFUSED as error:
             notes.append(f"{name} on {layer.N}×{layer.K}: not run: {first_line(error)}")
             continue
@@ -46,10 +52,16 @@ def _prepared(
 
 
 def _measure_shape(
-    shape: str, tokens: Sequence[int], names: Sequence[str], ceiling: float, notes: list[str]
+    shape: str,
+    given: Format,
+    tokens: Sequence[int],
+    names: Sequence[str],
+    ceiling: float,
+    notes: list[str],
 ) -> list[report.Row]:
     N, K = shapes.PRODUCTS[shape]
-    layer = make_layer(N, K, GROUP_SIZE, max(tokens), torch.bfloat16)
+    dtype = DTYPES[given.dtype]
+    layer = make_layer(N, K, given.group_size, max(tokens), dtype, zero_points=given.zero_points)
     ready = _prepared(layer, names, max(tokens), notes)
     rows = []
     notes.append(_host_note(shape, ready, layer.x[: min(tokens)]))
@@ -84,23 +96,16 @@ def _host_note(shape: str, ready: dict[str, list[w4a16_rivals.Call]], x: torch.T
     return f"host µs a call outside a graph, {shape}, M = {x.shape[0]}: {', '.join(costs)}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status: 1 where ours was wrong or did not run."""
-    parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.w4a16", description=__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    shapes.add_arguments(parser)
-    parser.add_argument("--kernel", action="append", choices=sorted(w4a16_rivals.PREPARE))
-    arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_kernels.bench.w4a16 needs a CUDA device\n")
-        return 2
-    ceiling = timing.copy_ceiling()
-    sys.stdout.write(f"copy ceiling {ceiling / 1e12:.2f} TB/s\n")
+def _measure(
+    given: Format, products: Sequence[str], ceiling: float, arguments: argparse.Namespace
+) -> list[str]:
+    """Measure and write one format; return the notes."""
     rows: list[report.Row] = []
     notes = list(w4a16_rivals.NOT_RIVALS)
-    for shape in shapes.chosen(arguments, SHAPES):
+    for shape in products:
         rows += _measure_shape(
             shape,
+            given,
             arguments.tokens or DEFAULT_TOKENS,
             arguments.kernel or tuple(w4a16_rivals.PREPARE),
             ceiling,
@@ -108,9 +113,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         torch.cuda.empty_cache()
         # After every shape: what was measured survives a run that is cut off.
-        report.write(rows, notes, ceiling, arguments.output, "w4a16")
-    for note in [*notes, plots.draw_or_say(arguments.output / "w4a16.csv")]:
-        sys.stdout.write(note + "\n")
+        w4a16_format.write(rows, notes, ceiling, arguments.output, given)
+    drawn = plots.draw_or_say(arguments.output / f"{given.file_name}.csv")
+    sys.stdout.writelines(f"{note}\n" for note in [*notes, drawn])
+    return notes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status: 1 where ours was wrong or did not run."""
+    parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.w4a16", description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="directory for the results")
+    shapes.add_arguments(parser)
+    w4a16_format.add_arguments(parser)
+    parser.add_argument("--kernel", action="append", choices=sorted(w4a16_rivals.PREPARE))
+    arguments = parser.parse_args(argv)
+    products = shapes.chosen(arguments, SHAPES)
+    try:
+        formats = w4a16_format.chosen(arguments, products)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    if not torch.cuda.is_available():
+        sys.stderr.write("error: taut_kernels.bench.w4a16 needs a CUDA device\n")
+        return 2
+    ceiling = timing.copy_ceiling()
+    sys.stdout.write(f"copy ceiling {ceiling / 1e12:.2f} TB/s\n")
+    notes: list[str] = []
+    for given in formats:
+        if given != w4a16_format.DEFAULT:
+            sys.stdout.write(f"format {given.name}\n")
+        notes += _measure(given, list(products), ceiling, arguments)
     return 1 if any(note.startswith("taut ") for note in notes) else 0
 
 

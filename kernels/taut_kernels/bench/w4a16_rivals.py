@@ -8,7 +8,7 @@ Marlin and Machete are vLLM's operators, with weights prepared as its kernel cla
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,19 @@ class UnavailableError(RuntimeError):
     """A rival cannot run here; the message says why."""
 
 
+class OtherFormatError(UnavailableError):
+    """A rival does not take the layer's format, whatever its shape; the message says why."""
+
+
 def operands(layer: Layer) -> tuple[Any, ...]:
     """Return the operands of `taut::w4a16_gemm` behind the activations."""
     qweight = formats_mma.repack_weight(layer.weight_packed, layer.K)
     scales = formats_mma.repack_scale(layer.weight_scale)
+    zeros = None
+    if layer.weight_zero_point is not None:
+        zeros = formats_mma.repack_zero_point(layer.weight_zero_point, layer.N, layer.x.dtype)
     arrivals = w4a16.make_arrivals(layer.N, layer.x.device)
-    return qweight, scales, None, None, arrivals, layer.group_size
+    return qweight, scales, zeros, None, arrivals, layer.group_size
 
 
 def taut(layer: Layer) -> Call:
@@ -63,18 +70,46 @@ def _vllm(*names: str) -> list[Any]:
         raise UnavailableError(f"vLLM: {error}") from error
 
 
+def _weight_type(layer: Layer, scalar_types: Any) -> Any:
+    """Return vLLM's name of the weights: uint4 wants zero points, uint4b8 has 8 for all of them."""
+    return scalar_types.uint4b8 if layer.weight_zero_point is None else scalar_types.uint4
+
+
+def _vllm_group(layer: Layer, taken: Sequence[int]) -> int:
+    """Return the group size as vLLM says it, -1 for a channel, where its kernel takes it."""
+    group = -1 if layer.group_size == layer.K else layer.group_size
+    if group not in taken:
+        raise OtherFormatError(f"group size {group} is none of vLLM's for it, {list(taken)}")
+    return group
+
+
+def _marlin_zeros(layer: Layer, marlin_utils: Any) -> torch.Tensor:
+    """Return zero points [K/G, N/8] int32 in Marlin's order, empty where the layer has none."""
+    if layer.weight_zero_point is None:
+        empty: torch.Tensor = marlin_utils.marlin_make_empty_g_idx(layer.x.device)
+        return empty
+    stored = layer.stored_zeros().t().to(torch.int32).contiguous()
+    zeros: torch.Tensor = marlin_utils.marlin_zero_points(
+        stored, size_k=layer.K // layer.group_size, size_n=layer.N, num_bits=4
+    )
+    return zeros
+
+
 def marlin(layer: Layer) -> Call:
     """Run vLLM's Marlin, prepared as its `MarlinLinearKernel` does."""
     quantization = "model_executor.layers.quantization.utils.marlin_utils"
     ops, marlin_utils, scalar_type = _vllm("_custom_ops", quantization, "scalar_type")
+    group = _vllm_group(layer, marlin_utils.MARLIN_SUPPORTED_GROUP_SIZES)
     device = layer.x.device
     empty = marlin_utils.marlin_make_empty_g_idx(device)
     weight = ops.gptq_marlin_repack(
         layer.weight_packed.t().contiguous(), perm=empty, size_k=layer.K, size_n=layer.N, num_bits=4
     )
     scale = marlin_utils.marlin_permute_scales(
-        layer.weight_scale.t().contiguous(), layer.K, layer.N, layer.group_size
+        layer.weight_scale.t().contiguous(), layer.K, layer.N, group
     )
+    zeros = _marlin_zeros(layer, marlin_utils)
+    kind = _weight_type(layer, scalar_type.scalar_types)
     workspace = marlin_utils.marlin_make_workspace_new(device)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -82,11 +117,11 @@ def marlin(layer: Layer) -> Call:
             input=x,
             weight=weight,
             weight_scale=scale,
-            weight_zp=empty,
+            weight_zp=zeros,
             g_idx=empty,
             g_idx_sort_indices=empty,
             workspace=workspace,
-            wtype=scalar_type.scalar_types.uint4b8,
+            wtype=kind,
             output_size_per_partition=layer.N,
             input_size_per_partition=layer.K,
             is_k_full=True,
@@ -98,17 +133,27 @@ def marlin(layer: Layer) -> Call:
 
 def machete(layer: Layer) -> Call:
     """Run vLLM's Machete, its first choice on Hopper, prepared as `MacheteLinearKernel` does."""
-    ops, scalar_type = _vllm("_custom_ops", "scalar_type")
-    kind, dtype = scalar_type.scalar_types.uint4b8, layer.x.dtype
+    quantization = "model_executor.layers.quantization.utils.machete_utils"
+    ops, machete_utils, scalar_type = _vllm("_custom_ops", quantization, "scalar_type")
+    kind, dtype = _weight_type(layer, scalar_type.scalar_types), layer.x.dtype
+    group = _vllm_group(layer, machete_utils.query_machete_supported_group_sizes(dtype))
     # Machete wants [K/8, N] with the K words next to each other, as they lie on disk.
     weight = ops.machete_prepack_B(
         layer.weight_packed.clone().t(), a_type=dtype, b_type=kind, group_scales_type=dtype
     )
-    scale = layer.weight_scale.t().contiguous()
+    scale, zeros = layer.weight_scale.t().contiguous(), None
+    if layer.weight_zero_point is not None:
+        # Times the scale and rounded, as vLLM does it.
+        zeros = (-1.0 * scale * layer.stored_zeros().t().to(dtype)).contiguous()
 
     def call(x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = ops.machete_mm(
-            a=x, b_q=weight, b_type=kind, b_group_scales=scale, b_group_size=layer.group_size
+            a=x,
+            b_q=weight,
+            b_type=kind,
+            b_group_scales=scale,
+            b_group_zeros=zeros,
+            b_group_size=group,
         )
         return y
 
@@ -121,11 +166,14 @@ def vllm_triton(layer: Layer) -> Call:
     # [K, N/8] words, the nibbles of one next to each other along N.
     weight = formats.pack_weight(formats.unpack_weight(layer.weight_packed, layer.K).t())
     scale = layer.weight_scale.t().contiguous()
+    zeros = layer.weight_zero_point
+    if zeros is not None:
+        zeros = zeros.t().contiguous()
+    # The last one counts where there are no zero points.
+    last = (layer.group_size, formats.SYMMETRIC_ZERO)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = module.triton_w4a16_gemm(
-            x, weight, scale, None, layer.group_size, formats.SYMMETRIC_ZERO
-        )
+        y: torch.Tensor = module.triton_w4a16_gemm(x, weight, scale, zeros, *last)
         return y
 
     return call
@@ -138,7 +186,7 @@ def gemlite(layer: Layer) -> Call:
     except ImportError as error:
         raise UnavailableError(f"gemlite: {error}") from error
     values = formats.unpack_weight(layer.weight_packed, layer.K) + formats.SYMMETRIC_ZERO
-    zeros = torch.full_like(layer.weight_scale, formats.SYMMETRIC_ZERO)
+    zeros = layer.stored_zeros().to(layer.weight_scale.dtype)
     processor = helper.A16Wn(device="cuda:0", dtype=layer.x.dtype)
     module = processor.from_weights(
         values.to(torch.uint8), layer.weight_scale, zeros, 4, layer.group_size

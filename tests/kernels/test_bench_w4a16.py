@@ -1,0 +1,411 @@
+"""The formats of the W4A16 benchmark without a GPU: layers, what rivals are fed, files, options."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from taut_kernels import formats
+from taut_kernels.bench import (
+    measured_table,
+    plots,
+    report,
+    shapes,
+    timing,
+    w4a16,
+    w4a16_format,
+    w4a16_rivals,
+)
+from taut_kernels.bench.w4a16_format import DTYPES, Format
+from taut_kernels.bench.w4a16_layer import Layer, make_layer
+
+N, K, ROWS = 48, 256, 20
+FORMATS = [
+    Format(group, zero_points, dtype)
+    for group in (32, 64, 128, w4a16_format.CHANNEL)
+    for zero_points in (False, True)
+    for dtype in DTYPES
+]
+UINT4, UINT4B8 = "uint4", "uint4b8"
+SCALAR_TYPE = types.SimpleNamespace(
+    scalar_types=types.SimpleNamespace(uint4=UINT4, uint4b8=UINT4B8)
+)
+UTILS = "model_executor.layers.quantization.utils"
+every_format = pytest.mark.parametrize("given", FORMATS, ids=lambda one: one.name)
+
+
+def _layer(given: Format) -> Layer:
+    dtype = DTYPES[given.dtype]
+    return make_layer(
+        N, K, given.group_size, ROWS, dtype, zero_points=given.zero_points, device="cpu"
+    )
+
+
+def _group(given: Format) -> int:
+    return K if given.group_size == w4a16_format.CHANNEL else given.group_size
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Unpack int32 words along the last side, lowest nibble first."""
+    return ((words.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 0xF).flatten(-2)
+
+
+def _give(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
+    """Stand these in for vLLM's modules, by the last part of their names."""
+
+    def vllm(*names: str) -> list[Any]:
+        return [modules[name.rpartition(".")[2]] for name in names]
+
+    monkeypatch.setattr(w4a16_rivals, "_vllm", vllm)
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+
+@every_format
+def test_a_layer_has_its_formats_shapes_and_our_op_agrees_with_its_gold(given: Format) -> None:
+    layer, groups = _layer(given), K // _group(given)
+    assert layer.group_size == _group(given)
+    assert layer.x.dtype is layer.weight_scale.dtype is DTYPES[given.dtype]
+    assert layer.weight_packed.shape == (N, K // 8)
+    assert layer.weight_scale.shape == (N, groups)
+    zero_bytes = 0
+    if given.zero_points:
+        assert layer.weight_zero_point is not None
+        assert layer.weight_zero_point.shape == (N // 8, groups)
+        assert layer.weight_zero_point.dtype is torch.int32
+        zero_bytes = N * groups // 2
+        assert len(layer.stored_zeros().unique()) > 1
+    else:
+        assert layer.weight_zero_point is None
+        assert layer.stored_zeros().eq(8).all()
+    assert layer.weight_bytes() == N * K // 2 + 2 * N * groups + zero_bytes
+    assert layer.why_wrong(w4a16_rivals.taut(layer)(layer.x)) is None
+    assert layer.why_wrong(w4a16_rivals.cublas(layer)(layer.x)) is None
+
+
+@every_format
+def test_gold_is_the_formula(given: Format) -> None:
+    layer, group = _layer(given), _group(given)
+    q = _nibbles(layer.weight_packed).double()
+    zeros = layer.stored_zeros().double().repeat_interleave(group, 1)
+    weight = (q - zeros) * layer.weight_scale.double().repeat_interleave(group, 1)
+    torch.testing.assert_close(layer.gold, layer.x.double() @ weight.t())
+    assert 0.3 < layer.gold.std() < 3
+    assert layer.budget < 0.1 * layer.gold.abs().max()
+
+
+def test_the_budget_tells_zero_points_from_none() -> None:
+    layer = _layer(Format(32, zero_points=True))
+    symmetric = Layer(
+        layer.x, layer.weight_packed, layer.weight_scale, 32, layer.checked, layer.gold, 0.0
+    )
+    assert "above the budget" in str(layer.why_wrong(w4a16_rivals.taut(symmetric)(layer.x)))
+
+
+def test_a_symmetric_layer_is_drawn_as_before_there_were_zero_points() -> None:
+    """The order of the draws: words, scales, activations; figures of earlier visits hang on it."""
+    one, other = (_layer(Format(64, zeros)) for zeros in (False, True))
+    generator = torch.Generator().manual_seed(N + K)
+    words = torch.randint(-(2**31), 2**31, (N, K // 8), generator=generator).to(torch.int32)
+    scale = (torch.rand(N, K // 64, generator=generator) + 0.5) / (5 * K**0.5)
+    x = torch.randn(ROWS, K, generator=generator).to(torch.bfloat16)
+    for layer in (one, other):
+        assert layer.weight_packed.equal(words)
+        assert layer.weight_scale.equal(scale.to(torch.bfloat16))
+        assert layer.x.equal(x)
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "dtype", "said"),
+    [
+        ((48, 320), 128, torch.bfloat16, "group size 128 does not divide the 320 input"),
+        ((48, 256), 48, torch.bfloat16, "must be 32, 64, 128 or one group a channel, got 48"),
+        ((40, 256), 32, torch.bfloat16, "output features must be a multiple of 16"),
+        ((48, 256), 32, torch.float32, "must be float16 or bfloat16"),
+    ],
+)
+def test_a_layer_our_kernels_do_not_take_is_refused(
+    size: tuple[int, int], group: int, dtype: torch.dtype, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_layer(*size, group, 4, dtype, device="cpu")
+
+
+# --- what rivals are fed -------------------------------------------------------------------------
+
+
+@every_format
+def test_marlin_gets_what_its_kernel_class_prepares(
+    given: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Permutations are vLLM's and left out here, so the product can be formed from the operands."""
+    layer, groups = _layer(given), K // _group(given)
+
+    def zero_points(zp: torch.Tensor, size_k: int, size_n: int, num_bits: int) -> torch.Tensor:
+        assert (zp.shape, zp.dtype, num_bits) == ((groups, N), torch.int32, 4)
+        assert (size_k, size_n) == (groups, N)
+        assert zp.is_contiguous()
+        return formats._pack_columns(zp)
+
+    def permute_scales(s: torch.Tensor, size_k: int, size_n: int, group: int) -> torch.Tensor:
+        assert (s.shape, size_k, size_n, group) == ((groups, N), K, N, given.group_size)
+        return s
+
+    def apply(*, input: torch.Tensor, weight: torch.Tensor, **given_too: Any) -> torch.Tensor:
+        assert given_too["wtype"] == (UINT4 if given.zero_points else UINT4B8)
+        packed = given_too["weight_zp"]
+        scale = given_too["weight_scale"].float()
+        zeros = _nibbles(packed).float() if packed.numel() else torch.full_like(scale, 8.0)
+        q = _nibbles(weight.t()).t().float().unflatten(0, (groups, -1))
+        dense = ((q - zeros[:, None]) * scale[:, None]).flatten(0, 1)
+        return (input.float() @ dense).to(input.dtype)
+
+    utils = types.SimpleNamespace(
+        MARLIN_SUPPORTED_GROUP_SIZES=[-1, 32, 64, 128],
+        marlin_make_empty_g_idx=lambda device: torch.empty(0, dtype=torch.int32),
+        marlin_make_workspace_new=lambda device: None,
+        marlin_permute_scales=permute_scales,
+        marlin_zero_points=zero_points,
+        apply_gptq_marlin_linear=apply,
+    )
+    ops = types.SimpleNamespace(gptq_marlin_repack=lambda words, **_: words)
+    _give(monkeypatch, _custom_ops=ops, marlin_utils=utils, scalar_type=SCALAR_TYPE)
+    assert layer.why_wrong(w4a16_rivals.marlin(layer)(layer.x)) is None
+
+
+def _machete(monkeypatch: pytest.MonkeyPatch, groups: list[int]) -> None:
+    """Stand in for vLLM's Machete, with its rule for group sizes and every rounding it might do."""
+
+    def multiply(
+        a: torch.Tensor,
+        b_q: torch.Tensor,
+        b_type: str,
+        b_group_scales: torch.Tensor,
+        b_group_zeros: torch.Tensor | None,
+        b_group_size: int,
+    ) -> torch.Tensor:
+        assert (b_type == UINT4) == (b_group_zeros is not None)
+        group = K if b_group_size == -1 else b_group_size
+        q = _nibbles(b_q.t()).t() - (8 if b_type == UINT4B8 else 0)
+        weight = q.to(a.dtype) * b_group_scales.repeat_interleave(group, 0)
+        if b_group_zeros is not None:
+            assert b_group_zeros.is_contiguous()
+            assert b_group_zeros.dtype is a.dtype
+            weight = weight + b_group_zeros.repeat_interleave(group, 0)
+        return (a.float() @ weight.float()).to(a.dtype)
+
+    def prepack(words: torch.Tensor, **kinds: Any) -> torch.Tensor:
+        assert words.stride(0) == 1  # the K words next to each other
+        return words
+
+    ops = types.SimpleNamespace(machete_prepack_B=prepack, machete_mm=multiply)
+    utils = types.SimpleNamespace(query_machete_supported_group_sizes=lambda dtype: groups)
+    _give(monkeypatch, _custom_ops=ops, machete_utils=utils, scalar_type=SCALAR_TYPE)
+
+
+@every_format
+def test_machete_gets_what_its_kernel_class_prepares_within_the_budget(
+    given: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _machete(monkeypatch, [-1, 32, 64, 128])
+    layer = _layer(given)
+    assert layer.why_wrong(w4a16_rivals.machete(layer)(layer.x)) is None
+
+
+@every_format
+def test_vllms_triton_kernel_gets_zero_points_along_n(
+    given: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module's docstring (0.26 and 0.32): qzeros [K/G, N/8], a bias where they are None."""
+    layer, group = _layer(given), _group(given)
+
+    def gemm(
+        a: torch.Tensor,
+        b_q: torch.Tensor,
+        scales: torch.Tensor,
+        qzeros: torch.Tensor | None,
+        group_size: int,
+        zp_bias: int = 8,
+    ) -> torch.Tensor:
+        assert (group_size, scales.shape) == (group, (K // group, N))
+        assert (qzeros is not None) == given.zero_points
+        zeros: torch.Tensor | int = zp_bias
+        if qzeros is not None:
+            assert qzeros.shape == (K // group, N // 8)
+            assert qzeros.is_contiguous()
+            zeros = _nibbles(qzeros).repeat_interleave(group, 0)
+        weight = (_nibbles(b_q) - zeros) * scales.repeat_interleave(group, 0).float()
+        return (a.float() @ weight).to(a.dtype)
+
+    _give(monkeypatch, triton_w4a16=types.SimpleNamespace(triton_w4a16_gemm=gemm))
+    assert layer.why_wrong(w4a16_rivals.vllm_triton(layer)(layer.x)) is None
+
+
+@every_format
+def test_gemlite_gets_zero_points_as_stored(given: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `pack`: W ~ (Wq - zeros) * scales, both [N, K/G]."""
+    layer, group = _layer(given), _group(given)
+
+    class A16Wn:
+        def __init__(self, device: str, dtype: torch.dtype) -> None:
+            assert dtype is layer.x.dtype
+
+        def from_weights(
+            self, W_q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, bits: int, size: int
+        ) -> Callable[[torch.Tensor], torch.Tensor]:
+            assert (W_q.dtype, bits, size) == (torch.uint8, 4, group)
+            assert zeros.shape == scales.shape == (N, K // group)
+            assert zeros.dtype is scales.dtype
+            wide = (one.float().repeat_interleave(group, 1) for one in (zeros, scales))
+            zero, scale = wide
+            return lambda x: (x.float() @ ((W_q.float() - zero) * scale).t()).to(x.dtype)
+
+    helper = types.SimpleNamespace(A16Wn=A16Wn)
+    monkeypatch.setattr(w4a16_rivals.importlib, "import_module", lambda name: helper)
+    assert layer.why_wrong(w4a16_rivals.gemlite(layer)(layer.x)) is None
+
+
+def test_a_format_a_rival_does_not_take_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    _machete(monkeypatch, [-1, 64, 128])  # vLLM's rule, 0.26 and 0.32
+    wrong: w4a16_rivals.Prepare = lambda layer: lambda x: torch.zeros(len(x), N)  # noqa: E731
+    names = ("taut", "Machete", "gemlite")
+    monkeypatch.setitem(w4a16_rivals.PREPARE, "gemlite", wrong)
+    notes: list[str] = []
+    monkeypatch.setattr(timing, "copies_needed", lambda size: 2)
+    ready = w4a16._prepared(_layer(Format(32)), names, ROWS, notes)
+    assert list(ready) == ["taut"]
+    assert len(ready["taut"]) == 2
+    assert notes[0] == (
+        "Machete on 48×256: no row: group size 32 is none of vLLM's for it, [-1, 64, 128]"
+    )
+    assert notes[1].startswith("gemlite on 48×256: WRONG, not timed: error ")
+    for other in (Format(64), Format(w4a16_format.CHANNEL, zero_points=True, dtype="fp16")):
+        notes.clear()
+        assert list(w4a16._prepared(_layer(other), names, ROWS, notes)) == ["taut", "Machete"]
+
+
+# --- options and files ---------------------------------------------------------------------------
+
+
+def _parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    w4a16_format.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_options_name_formats() -> None:
+    products = {"o": (4096, 4096)}
+    assert w4a16_format.chosen(_parsed(), products) == [Format(128, False, "bf16")]
+    words = ("--group-size", "32,channel", "--group-size", "32", "--zero-points", "--dtype", "fp16")
+    found = w4a16_format.chosen(_parsed(*words), products)
+    assert found == [Format(32, True, "fp16"), Format(-1, True, "fp16")]
+    assert [one.name for one in found] == ["g32 zp fp16", "channel zp fp16"]
+    assert [one.file_name for one in found] == ["w4a16-g32-zp-fp16", "w4a16-channel-zp-fp16"]
+    assert Format().file_name == "w4a16"
+    assert len({one.file_name for one in FORMATS}) == len(FORMATS)
+
+
+@pytest.mark.parametrize("words", [["--group-size", "48"], ["--dtype", "fp32"]])
+def test_an_unknown_format_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        _parsed(*words)
+    assert words[0] in capsys.readouterr().err
+
+
+def test_a_group_that_does_not_divide_k_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(shapes.PRODUCTS, "o", (4096, 4160))
+    words = ["--output", str(tmp_path), "--shape", "o", "--group-size", "64,128"]
+    assert w4a16.main(words) == 2
+    said = capsys.readouterr().err
+    assert said == "error: g128 bf16 on o: group size 128 does not divide the 4160 input features\n"
+    assert not list(tmp_path.iterdir())
+
+
+def _rows() -> list[report.Row]:
+    times = {"taut": 10.0, "Marlin": 15.0, "Machete": 25.0}
+    return [
+        report.Row("o", 64, 128, M, kernel, timing.Timing(us, us, us), 4_000_000, 1e12)
+        for kernel, us in times.items()
+        for M in (1, 64)
+    ]
+
+
+def test_rows_say_their_format_and_the_default_file_is_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "environment", lambda: {"GPU": "card"})
+    w4a16_format.write(_rows(), ["a note"], 1e12, tmp_path / "new", w4a16_format.DEFAULT)
+    report.write(_rows(), ["a note"], 1e12, tmp_path / "old", "w4a16")
+    for ending in ("csv", "md"):
+        new, old = (tmp_path / folder / f"w4a16.{ending}" for folder in ("new", "old"))
+        assert new.read_bytes() == old.read_bytes()
+    given = Format(32, zero_points=True, dtype="fp16")
+    w4a16_format.write(_rows(), ["a note"], 1e12, tmp_path, given)
+    with (tmp_path / "w4a16-g32-zp-fp16.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["kernel"], row["us"]) for row in rows][2] == ("Marlin g32 zp fp16", "15.000")
+    assert {(row["group_size"], row["zero_points"], row["dtype"]) for row in rows} == {
+        ("32", "yes", "fp16")
+    }
+    text = (tmp_path / "w4a16-g32-zp-fp16.md").read_text()
+    assert "1.50 (Marlin g32 zp fp16) | 40% |" in text
+    assert "- every row: groups of 32, zero points, fp16\n- a note\n" in text
+
+
+@every_format
+def test_no_table_of_kernels_is_made_of_another_format(
+    given: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "environment", lambda: {"GPU": "card"})
+    w4a16_format.write(_rows(), [], 1e12, tmp_path, given)
+    path = tmp_path / f"{given.file_name}.csv"
+    found = measured_table.read([path])
+    assert set(found) == ({(64, 128)} if given == w4a16_format.DEFAULT else set())
+    points, _, ours = plots.read(path)
+    assert {point.panel for point in points} == {"o 64×128, µs"}
+    assert sum(point.line.startswith(ours) for point in points) == 2
+
+
+def test_every_format_asked_for_is_measured_in_files_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the command but the card: layers on the CPU, made-up times."""
+    asked: list[tuple[Any, ...]] = []
+
+    def on_cpu(*given: Any, **named: Any) -> Layer:
+        asked.append((*given, named["zero_points"]))
+        return make_layer(*given, **named, device="cpu")
+
+    times = timing.Timing(10.0, 9.0, 11.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(timing, "copy_ceiling", lambda: 1e12)
+    monkeypatch.setattr(timing, "copies_needed", lambda size: 2)
+    monkeypatch.setattr(timing, "host_cost", lambda call: 1.0)
+    monkeypatch.setattr(timing, "measure", lambda subjects, *_: [times for _ in subjects])
+    monkeypatch.setattr(report, "environment", lambda: {"GPU": "card"})
+    monkeypatch.setattr(plots, "draw_or_say", lambda path: f"drawn {path.name}")
+    monkeypatch.setattr(w4a16, "make_layer", on_cpu)
+    monkeypatch.setitem(shapes.PRODUCTS, "o", (N, K))
+    _machete(monkeypatch, [-1, 64, 128])
+    words = ["--output", str(tmp_path), "--shape", "o", "--tokens", "1,16", "--dtype", "bf16"]
+    words += ["--kernel", "taut", "--kernel", "Machete", "--group-size", "128,32"]
+    assert w4a16.main(words) == 0
+    assert asked == [(N, K, group, 16, torch.bfloat16, False) for group in (128, 32)]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"w4a16{part}.{end}" for part in ("", "-g32-bf16") for end in ("csv", "md")}
+    said = capsys.readouterr().out
+    assert "format g32 bf16\n" in said
+    assert "Machete on 48×256: no row: group size 32" in said
+    assert "Machete" not in (tmp_path / "w4a16-g32-bf16.csv").read_text()
+    assert "no row: group size 32" in (tmp_path / "w4a16-g32-bf16.md").read_text()
+    assert "Machete" in (tmp_path / "w4a16.csv").read_text()
