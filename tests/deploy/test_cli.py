@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import typer
 from tiny_models import (
+    VOCABULARY,
     job_for,
     recipe_data,
     write_calibration_text,
@@ -23,6 +24,7 @@ from tiny_models import (
 )
 
 from taut_deploy import cli
+from taut_deploy.checkpoint import read_manifest
 from taut_deploy.commands import doctor
 from taut_deploy.compress import driver
 from taut_deploy.errors import TautError
@@ -116,6 +118,7 @@ def test_json_of_the_model_store(run, room):
     assert json.loads(out)["shape"]["hidden_size"] == 64
 
 
+HEAD = (f"{len(VOCABULARY)}x64", 1)
 LAYERS = [("128x64", 1), ("64x64", 1), ("256x64", 1), ("64x128", 1)]
 
 
@@ -130,6 +133,16 @@ def test_json_of_doctor(run):
     # As vLLM builds them: q, k and v are one layer, gate and up another.
     assert [(row["shape"], row["layers"]) for row in facts["layers"]] == LAYERS
     assert facts["packages"]["torch"] != "not installed"
+
+
+def test_doctor_explains_a_model_without_manifest(run):
+    code, out, err = run("doctor", "model", "--json")
+    facts = json.loads(out)
+    assert (code, err) == (0, "")
+    assert facts["checkpoint"]["scheme"] == "none: dense"
+    rows = facts["layers"]
+    assert {(row["shape"], row["layers"]) for row in rows} == {*LAYERS, HEAD}
+    assert {row["kernel"] for row in rows} == {"vLLM's own"}
 
 
 def test_doctor_judges_layers_as_vllm_fuses_them(monkeypatch):
@@ -154,7 +167,7 @@ def test_doctor_judges_layers_as_vllm_fuses_them(monkeypatch):
     kernel, remark = choices[28672, 4096]
     assert kernel == "taut::w4a16_gemm"
     assert remark == measured_w4a16.slower_in_places("NVIDIA H200", 28672, 4096)
-    assert remark.startswith("slower than vLLM's at 512, ")
+    assert remark.startswith("slower than vLLM's at ")
     kernel, remark = choices[32, 4096]
     assert kernel == "vLLM's own"
     assert "32×4096 not measured against vLLM's kernels on NVIDIA H200" in remark
@@ -286,7 +299,8 @@ MISTAKES = {
     "guarded flag": (("worker", "checkpoint", "--", "--host", "0.0.0.0"), "--host: not passed on"),
     "no checkpoint": (("worker", "nowhere"), "nowhere: no such directory"),
     "serve settings": (("serve", "--workers", "0"), "workers"),
-    "doctor of nothing": (("doctor", "model"), "no taut.json"),
+    "doctor of nothing": (("doctor", "nowhere"), "nowhere: no such directory"),
+    "doctor of no model": (("doctor", "."), "no config.json"),
 }
 
 
@@ -407,3 +421,13 @@ def test_help_names_every_option_in_full_on_a_narrow_terminal(room, command):
     named = set(re.findall(r"^│ [* ]*(--\S+)", said, re.MULTILINE))
     assert {"--kv-cache-dtype", "--decode-attention", "--no-decode-attention"} <= named
     assert not [name for name in named if name.endswith("…")]
+
+
+def test_doctor_reads_a_checkpoint_s_zero_points(room):
+    checkpoint = room / "checkpoint"
+    found = doctor._fused_layers(checkpoint, read_manifest(checkpoint))
+    config = json.loads((checkpoint / "config.json").read_text())
+    (group,) = config["quantization_config"]["config_groups"].values()
+    zero_points = not group["weights"]["symmetric"]
+    schemes = {(scheme.name, scheme.group_size, scheme.zero_points) for _, _, scheme in found}
+    assert schemes == {("W4A16", 32, zero_points)}

@@ -5,16 +5,21 @@ import os
 import platform
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from taut_deploy.commands.output import JsonFlag, print_facts, print_json
+from taut_deploy.errors import ModelError
 from taut_deploy.home import TautHome
-from taut_deploy.models.directory import weight_files
+from taut_deploy.models.directory import read_config
 
 if TYPE_CHECKING:
     from taut_deploy.checkpoint import Manifest
+    from taut_deploy.layer_schemes import LayerScheme, Quantization
+    from taut_deploy.layer_shapes import StoredLayer
+
+_Facts = TypeVar("_Facts")
 
 _PACKAGES = (
     "taut",
@@ -37,8 +42,10 @@ _OUR_KERNEL = {
     ("W4A16", "cpu"): "taut::w4a16_gemm_cpu (ATen int4)",
     ("W4A16", "cuda"): "taut::w4a16_gemm",
     ("W8A8", "cuda"): "taut::w8a8_gemm",
+    ("FP8", "cuda"): "taut::fp8_gemm",
 }
 _THEIR_KERNEL = "vLLM's own"
+_UNKNOWN_KERNEL = "not judged"
 _EIGHT_BIT_CAPABILITY = (9, 0)
 
 # What vLLM makes one layer of, its output features one after another.
@@ -48,7 +55,10 @@ _MERGED |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
 
 def doctor(
     checkpoint: Annotated[
-        Path | None, typer.Argument(help="Also explain this checkpoint's layers.")
+        Path | None,
+        typer.Argument(
+            help="Also explain the layers of this checkpoint or Hugging Face directory."
+        ),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -138,8 +148,12 @@ def _gpu() -> str | None:
 
 
 def _explain(checkpoint: Path) -> dict[str, Any]:
-    from taut_deploy.checkpoint import verify
+    from taut_deploy.checkpoint import is_checkpoint, verify
 
+    if not checkpoint.is_dir():
+        raise ModelError(f"{checkpoint}: no such directory")
+    if not is_checkpoint(checkpoint):
+        return _explain_plain(checkpoint)
     manifest = verify(checkpoint)
     return {
         "checkpoint": {
@@ -149,11 +163,91 @@ def _explain(checkpoint: Path) -> dict[str, Any]:
             "digest": manifest.digest,
             "files": f"{len(manifest.files)} verified",
         },
-        "layers": [
-            {"shape": f"{n}x{k}", "layers": count, "kernel": kernel, "reason": reason}
-            for (n, k, kernel, reason), count in _kernel_choices(checkpoint, manifest).items()
-        ],
+        "layers": _rows(_kernel_choices(checkpoint, manifest)),
     }
+
+
+def _rows(choices: Counter[tuple[int, int, str, str]]) -> list[dict[str, Any]]:
+    return [
+        {"shape": f"{n}x{k}", "layers": count, "kernel": kernel, "reason": reason}
+        for (n, k, kernel, reason), count in choices.items()
+    ]
+
+
+def _explain_plain(directory: Path) -> dict[str, Any]:
+    """Likewise of a Hugging Face directory without ``taut.json``, quantised by others or dense.
+
+    Raises:
+        ModelError: no readable ``config.json``, one that contradicts itself, or a damaged shard.
+    """
+    from taut_deploy.layer_schemes import read_quantization
+
+    config = read_config(directory)
+    quantization = read_quantization(config)
+    choices = Counter[tuple[int, int, str, str]]()
+    reason = quantization.why_not_judged()
+    if reason is None:
+        source, stored = _find_layers(directory, config, quantization)
+        choices = _plain_choices(config, quantization, stored)
+    else:
+        source = f"{_UNKNOWN_KERNEL}: {reason}"
+    return {
+        "checkpoint": {
+            "name": directory.resolve().name,
+            "scheme": quantization.summary(),
+            "files": "not verified: no taut.json",
+            "layers": source,
+        },
+        "layers": _rows(choices),
+    }
+
+
+def _find_layers(
+    directory: Path, config: dict[str, Any], quantization: "Quantization"
+) -> "tuple[str, dict[str, StoredLayer]]":
+    """Where a directory's linear layers are read from, and the layers."""
+    from taut_deploy.layer_shapes import has_weights, layers_by_sizes, stored_layers
+
+    if has_weights(directory):
+        found = stored_layers(directory, quantization.method, quantization.bits)
+        return "read from the safetensors' headers", found
+    if (sized := layers_by_sizes(config)) is not None:
+        return "by config.json's sizes: no safetensors here", sized
+    family = config.get("model_type")
+    return f"{_UNKNOWN_KERNEL}: no safetensors here, and the sizes of {family!r} do not tell", {}
+
+
+def _plain_choices(
+    config: dict[str, Any], quantization: "Quantization", stored: "dict[str, StoredLayer]"
+) -> Counter[tuple[int, int, str, str]]:
+    """How many layers of each shape [N, K] run on which kernel, as :func:`_kernel_choices`."""
+    from taut_deploy.layer_schemes import DENSE
+    from taut_deploy.unasked import suits_fused_ops
+
+    parts: dict[str, tuple[int, int, LayerScheme]] = {}
+    for name, layer in stored.items():
+        quantised = layer.quantised
+        if quantised is None:
+            quantised = quantization.quantises(name)
+        parts[name] = (layer.n, layer.k, quantization.scheme_of(name) if quantised else DENSE)
+    suited = suits_fused_ops(config, ())
+    choices = Counter[tuple[int, int, str, str]]()
+    for name, (n, k, scheme) in _fuse(parts).items():
+        choices[n, k, *_choose_plain(name, n, k, scheme, suited=suited)] += 1
+    return choices
+
+
+def _choose_plain(
+    name: str, n: int, k: int, scheme: "LayerScheme", *, suited: bool
+) -> tuple[str, str]:
+    """Which kernel a layer [N, K] of others' making runs on, and what is against ours there."""
+    if not scheme.judged:
+        return _UNKNOWN_KERNEL, scheme.obstacle or ""
+    if ".experts." in name:
+        return _THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
+    if scheme.obstacle is not None:
+        return _THEIR_KERNEL, scheme.obstacle
+    return _choose(scheme, (n, k), suited=suited)
 
 
 def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, int, str, str]]:
@@ -165,13 +259,13 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
 
     choices: Counter[tuple[int, int, str, str]] = Counter()
     suited = suits_fused_ops(config_of(checkpoint), ())
-    for (n, k, group), count in _fused_layers(checkpoint, manifest).items():
-        choices[n, k, *_choose(manifest.scheme, n, k, group, suited=suited)] += count
+    for (n, k, scheme), count in _fused_layers(checkpoint, manifest).items():
+        choices[n, k, *_choose(scheme, (n, k), suited=suited)] += count
     return choices
 
 
-def _choose(scheme: str, n: int, k: int, group: int, *, suited: bool) -> tuple[str, str]:
-    """Which kernel a layer [N, K] of a scheme runs on, and what is against ours there.
+def _choose(layer: "LayerScheme", shape: tuple[int, int], *, suited: bool) -> tuple[str, str]:
+    """Which kernel a layer of a scheme and shape [N, K] runs on, and what is against ours there.
 
     ``suited``: whether fused ops are used unasked where engines were measured.
     """
@@ -179,36 +273,36 @@ def _choose(scheme: str, n: int, k: int, group: int, *, suited: bool) -> tuple[s
 
     gpu, mode = _gpu(), requested_mode()
     device = "cuda" if gpu else "cpu"
-    ours = _OUR_KERNEL.get((scheme, device))
+    ours = _OUR_KERNEL.get((layer.name, device))
     if ours is None:
-        return _THEIR_KERNEL, f"no taut kernel for {scheme} on {device} yet"
+        return _THEIR_KERNEL, f"no taut kernel for {layer.name} on {device} yet"
     if mode == "off":
         return _THEIR_KERNEL, "TAUT_KERNELS=off"
-    if scheme == "W8A8":
-        return _choose_eight_bit(ours, gpu, mode, (n, k), suited=suited)
-    return _choose_four_bit(ours, gpu, mode, (n, k, group))
+    if layer.name in ("W8A8", "FP8"):
+        return _choose_eight_bit(layer.name, gpu, mode, shape, suited=suited)
+    return _choose_four_bit(ours, gpu, mode, layer, shape)
 
 
 def _choose_four_bit(
-    ours: str, gpu: str | None, mode: str, layer: tuple[int, int, int]
+    ours: str, gpu: str | None, mode: str, layer: "LayerScheme", shape: tuple[int, int]
 ) -> tuple[str, str]:
-    """Likewise of W4A16, where a layer is ours at every number of tokens or at none."""
+    """Likewise of W4A16 in bf16, where a layer is ours at every number of tokens or at none."""
     import torch
 
-    from taut_kernels.measured_w4a16 import slower_in_places
+    from taut_kernels.measured_w4a16 import remark
     from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
-    n, k, group = layer
-    reason = why_not_ours(n, k, group, dtype=torch.bfloat16, device="cuda" if gpu else "cpu")
-    if reason := reason or why_not_preferred(gpu, mode, n, k):
+    group, dtype = layer.group_size, torch.bfloat16
+    reason = why_not_ours(*shape, group, dtype=dtype, device="cuda" if gpu else "cpu")
+    if reason := reason or why_not_preferred(gpu, mode, *shape):
         return _THEIR_KERNEL, reason
-    return ours, slower_in_places(gpu, n, k) or ""
+    return ours, remark(gpu, *shape, group, dtype, has_zeros=layer.zero_points) or ""
 
 
 def _choose_eight_bit(
-    ours: str, gpu: str | None, mode: str, layer: tuple[int, int], *, suited: bool
+    scheme: str, gpu: str | None, mode: str, layer: tuple[int, int], *, suited: bool
 ) -> tuple[str, str]:
-    """Likewise of int8, where each call chooses by its number of tokens."""
+    """Likewise of int8 and FP8, where each call chooses by its number of tokens."""
     import torch
 
     from taut_kernels.vllm_plugin import scaled_mm_op
@@ -218,7 +312,8 @@ def _choose_eight_bit(
     if capability != _EIGHT_BIT_CAPABILITY:
         got = "".join(map(str, capability))
         return _THEIR_KERNEL, f"taut's 8-bit kernels are for compute capability 90, got {got}"
-    asked = (torch.int8, gpu, *layer, mode)
+    ours = _OUR_KERNEL[scheme, "cuda"]
+    asked = (torch.int8 if scheme == "W8A8" else torch.float8_e4m3fn, gpu, *layer, mode)
     fused = suited and used_unasked(gpu)
     why = scaled_mm_op.why_partly(*asked, in_layer=fused)
     otherwise = scaled_mm_op.why_partly(*asked, in_layer=not fused)
@@ -231,34 +326,37 @@ def _choose_eight_bit(
     return kernel, remark.removeprefix("; ")
 
 
-def _fused_layers(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, int, int]]:
-    """How many layers vLLM builds of each [N, K] and group size (-1: one group a channel)."""
-    shapes = _layer_shapes(checkpoint)
-    fused: dict[str, tuple[int, int, int]] = {}
+def _fused_layers(
+    checkpoint: Path, manifest: "Manifest"
+) -> "Counter[tuple[int, int, LayerScheme]]":
+    """How many layers vLLM builds of each [N, K] and scheme."""
+    from taut_deploy.layer_schemes import LayerScheme, read_quantization
+    from taut_deploy.unasked import config_of
+
+    shapes, told = _layer_shapes(checkpoint), read_quantization(config_of(checkpoint))
+    parts: dict[str, tuple[int, int, LayerScheme]] = {}
     for layer in manifest.layers:
-        name = str(layer["name"])
-        n, k = shapes[name]
+        name, group = str(layer["name"]), layer["group_size"] or -1
+        zero_points = told.scheme_of(name).zero_points
+        scheme = LayerScheme(manifest.scheme, group, zero_points=zero_points)
+        parts[name] = (*shapes[name], scheme)
+    return Counter(_fuse(parts).values())
+
+
+def _fuse(layers: dict[str, tuple[int, int, _Facts]]) -> dict[str, tuple[int, int, _Facts]]:
+    """Put layers [N, K] together as vLLM does, with the facts of the last part."""
+    fused: dict[str, tuple[int, int, _Facts]] = {}
+    for name, (n, k, facts) in layers.items():
         parent, _, leaf = name.rpartition(".")
         merged = f"{parent}.{_MERGED.get(leaf, leaf)}"
         before = fused[merged][0] if merged in fused else 0
-        fused[merged] = (before + n, k, layer["group_size"] or -1)
-    return Counter(fused.values())
+        fused[merged] = (before + n, k, facts)
+    return fused
 
 
 def _layer_shapes(checkpoint: Path) -> dict[str, tuple[int, int]]:
-    """Shape [N, K] of every quantised layer, read from the shards' headers."""
-    from safetensors import safe_open
+    """Shape [N, K] of every linear layer of a taut checkpoint, read from the shards' headers."""
+    from taut_deploy.layer_shapes import stored_layers
 
-    shapes: dict[str, tuple[int, int]] = {}
-    for shard in weight_files(checkpoint):
-        with safe_open(shard, framework="pt") as handle:
-            for key in handle.keys():  # noqa: SIM118 - not a dict
-                layer, _, leaf = key.rpartition(".")
-                if leaf == "weight_shape":
-                    n, k = handle.get_tensor(key).tolist()
-                    shapes[layer] = (int(n), int(k))
-                elif leaf == "weight":
-                    shape = handle.get_slice(key).get_shape()
-                    if len(shape) == 2:
-                        shapes[layer] = (int(shape[0]), int(shape[1]))
-    return shapes
+    found = stored_layers(checkpoint, "compressed-tensors", 4)
+    return {name: (layer.n, layer.k) for name, layer in found.items()}

@@ -1,9 +1,10 @@
 """The file in which a worker process leaves what its model runs on, and who else reads it.
 
 The process that loads the model writes it; the API server of the same worker, which is another
-process, reads it for the gauges on ``/metrics`` (:mod:`taut_kernels.vllm_plugin.gauges`), and
-`taut doctor` prints it. ``TAUT_KERNELS_REPORT`` names the file. Where nobody set the variable, the
-first process of a worker does: its children inherit it.
+process, reads it for the gauges on ``/metrics`` (:mod:`taut_kernels.vllm_plugin.gauges`).
+``TAUT_KERNELS_REPORT`` names the file. Where nobody set the variable, the first process of a worker
+does: its children inherit it. `taut doctor` does not read it: it asks beforehand, of a checkpoint,
+what :mod:`taut_kernels.vllm_plugin.selection` decides.
 """
 
 from __future__ import annotations
