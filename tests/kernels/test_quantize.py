@@ -204,6 +204,56 @@ def test_gpu_kernel_matches_reference(N: int, dtype: torch.dtype, quantised: tor
         assert_is_reference(x, q, scales)
 
 
+def awkward_rows(N: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Draw rows whose quotients are as the reference's, the last one beyond 2**120 in bf16."""
+    x = rows(10, N, torch.float32).to(dtype)
+    information = torch.finfo(dtype)
+    large = information.max if dtype is torch.float32 else min(information.max, 2.0**120)
+    x[1] = -0.0
+    x[2] = information.smallest_normal / 4
+    x[3] = -information.smallest_normal
+    x[4] = large * x[9].sign()
+    x[5, N // 3] = -large
+    x[6] = 0
+    x[6, N - 1] = information.smallest_normal
+    x[7] = 0
+    x[7, N - 1] = large
+    x[8, ::2] = information.smallest_normal
+    x[9] = information.max * x[9].sign()
+    return x.to(device)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("quantised", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu_awkward_rows(dtype: torch.dtype, quantised: torch.dtype) -> None:
+    for N in (128, 1000, 4096, 40000):
+        x = awkward_rows(N, dtype, "cuda")
+        with testing.nan_poison():
+            q, scales = torch.ops.taut.row_quant(x, quantised)
+        assert_is_reference(x[:9], q[:9], scales[:9])
+        for row in (0, 1):
+            assert not q[row].float().any()
+            assert scales[row].item() == pytest.approx(row_quant.MIN_SCALE[quantised])
+        for row in (4, 5, 7, 9):
+            assert q[row].float().abs().max() == row_quant.Q_MAX[quantised]
+        wanted, wanted_scales = row_quant.quantize_rows_ref(x[9:], quantised)
+        assert torch.equal(scales[9:], wanted_scales)
+        assert torch.equal(q[9:].float().sign(), wanted.float().sign())
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("quantised", FORMATS)
+def test_gpu_op_contract(quantised: torch.dtype) -> None:
+    """The fake results against the launcher's own, which allocates without the dispatcher."""
+    wide = torch.zeros(3, 90, dtype=torch.bfloat16, device="cuda")[:, :80]
+    x = rows(3, 80, torch.bfloat16, "cuda")
+    for operand in (x, wide, torch.zeros(0, 80, device="cuda")):
+        torch.library.opcheck(torch.ops.taut.row_quant.default, (operand, quantised))
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("quantised", FORMATS)

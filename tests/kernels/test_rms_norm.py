@@ -197,6 +197,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weight": torch.zeros(64, dtype=torch.float16, device="meta")}, "weight must be on cpu"),
     ({"residual": torch.zeros(2, 63, dtype=torch.float16)}, "residual must be"),
     ({"residual": torch.zeros(2, 64)}, "residual must be .* got .*float32"),
+    (
+        {"residual": torch.zeros(2, 64, dtype=torch.float16, device="meta")},
+        "residual must be .* on cpu, got .* on meta",
+    ),
     ({"dtype": torch.uint8}, "dtype must be torch.float8_e4m3fn or torch.int8"),
     ({"scale": torch.zeros(2)}, "scale must be one float32 element"),
     ({"scale": torch.zeros(1, dtype=torch.float16)}, "scale must be one float32 element"),
@@ -290,6 +294,123 @@ def test_gpu_kernel_matches_reference(
     check_on_gpu(M, N, dtype, with_residual)
 
 
+AWKWARD_ROWS = (
+    "zeros",
+    "minus zeros",
+    "subnormal",
+    "least normal",
+    "huge",
+    "infinity",
+    "one outlier",
+    "nan",
+    "outlier among zeros",
+    "cancelled",
+    "random",
+)
+"""Neighbours of an infinity and of a NaN are among those that a program may hold beside them."""
+NOT_FINITE = ("infinity", "nan")
+NOTHING = ("zeros", "minus zeros")
+
+
+def awkward_rows(
+    N: int, dtype: torch.dtype, *, residual: bool, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return operands whose row i is AWKWARD_ROWS[i]; the residual is half of x, or its opposite.
+
+    Squares of the largest add up to less than fp32's largest: beyond, the specification is 0.
+    """
+    x, weight, _ = operands(len(AWKWARD_ROWS), N, dtype)
+    row = dict(zip(AWKWARD_ROWS, x, strict=True))
+    information = torch.finfo(dtype)
+    huge = min(information.max / 2, 2.0**52)
+    row["zeros"].zero_()
+    row["minus zeros"].fill_(-0.0)
+    row["subnormal"].fill_(information.smallest_normal / 4)
+    row["least normal"].copy_(row["random"].sign() * information.smallest_normal)
+    row["huge"].copy_(row["random"].sign() * huge)
+    row["infinity"][N // 2] = float("inf")
+    row["one outlier"][N // 3] = -huge
+    row["nan"][N // 2] = float("nan")
+    row["outlier among zeros"].zero_()
+    row["outlier among zeros"][N - 1] = huge
+    other = x / 2
+    other[AWKWARD_ROWS.index("cancelled")] = -row["cancelled"]
+    return x.to(device), weight.to(device), other.to(device) if residual else None
+
+
+def check_awkward_rows(N: int, with_residual: bool, dtype: torch.dtype) -> None:
+    x, weight, residual = awkward_rows(N, dtype, residual=with_residual, device="cuda")
+    expected = gold(x, weight, residual)
+
+    def fresh() -> torch.Tensor | None:
+        return None if residual is None else residual.clone()
+
+    ours, theirs = fresh(), fresh()
+    with testing.nan_poison():
+        y = torch.ops.taut.rms_norm(x, weight, ours, EPSILON)
+    reference = rn.rms_norm_ref(x, weight, theirs, EPSILON)
+    scale = torch.tensor([0.01], device="cuda")
+    with testing.nan_poison():
+        static = torch.ops.taut.rms_norm_static_quant(x, weight, fresh(), EPSILON, scale)
+        dynamic = [
+            torch.ops.taut.rms_norm_quant(x, weight, fresh(), EPSILON, quantised)
+            for quantised in (row_quant.FP8, row_quant.INT8)
+        ]
+    for i, name in enumerate(AWKWARD_ROWS):
+        if name in NOT_FINITE:
+            continue
+        one = slice(i, i + 1)
+        nothing = name in NOTHING or (name == "cancelled" and with_residual)
+        testing.assert_within_budget(y[one], expected[one], reference[one])
+        assert bool(y[one].any()) != nothing, name
+        if ours is not None and theirs is not None:
+            assert torch.equal(ours[one], theirs[one]), name
+        for q, scales in dynamic:
+            wanted, wanted_scales = row_quant.quantize_rows_ref(y[one], q.dtype)
+            assert_quantised_alike(q[one], scales[one], wanted, wanted_scales)
+            assert bool(q[one].float().any()) == bool(wanted.float().any()), name
+            if nothing:
+                assert scales[one].item() == pytest.approx(row_quant.MIN_SCALE[q.dtype]), name
+            elif wanted_scales.item() > 2 * row_quant.MIN_SCALE[q.dtype]:
+                assert q[one].float().abs().max() == row_quant.Q_MAX[q.dtype], name
+        wanted = row_quant.quantize_static_ref(y[one], scale)
+        assert_quantised_alike(static[one], scale, wanted, scale)
+    outlier = static[AWKWARD_ROWS.index("outlier among zeros")].float()
+    assert outlier[-1] == 448.0, "saturated"
+    assert not outlier[:-1].any()
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_gpu_awkward_rows(with_residual: bool, dtype: torch.dtype) -> None:
+    """Each row is held to a budget of its own. (fp32 has no assembly: the interpreter runs it.)"""
+    for N in (128, 1000, 4096, 40000):
+        check_awkward_rows(N, with_residual, dtype)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("op", ["rms_norm", "rms_norm_quant", "rms_norm_static_quant"])
+def test_gpu_op_contract(op: str) -> None:
+    """The fake results against the launchers' own, which allocate without the dispatcher."""
+    x, weight, residual = operands(3, 48, torch.bfloat16, device="cuda")
+    wide = torch.randn(3, 50, device="cuda").to(torch.bfloat16)[:, :48]
+    scale = torch.tensor([0.1], device="cuda")
+    more: dict[str, list[tuple[Any, ...]]] = {
+        "rms_norm": [()],
+        "rms_norm_quant": [(torch.int8,), (torch.float8_e4m3fn,)],
+        "rms_norm_static_quant": [(scale,)],
+    }
+    packet = getattr(torch.ops.taut, op)
+    for rest in more[op]:
+        for rows, other in ((x, residual), (wide, residual), (x, None)):
+            torch.library.opcheck(packet.default, (rows, weight, other, EPSILON, *rest))
+        if op != "rms_norm_quant":
+            torch.library.opcheck(packet.plain, (wide, weight, EPSILON, *rest))
+
+
 @gpu
 @needs_gpu
 def test_gpu_every_tile_of_the_tables_is_right() -> None:
@@ -352,6 +473,41 @@ def test_gpu_graph_replays_on_new_data_with_the_same_bits_every_time() -> None:
         eager_q, eager_scales = call()
         assert torch.equal(q, eager_q)
         assert torch.equal(scales, eager_scales)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_gpu_forms_with_one_result_follow_new_data_in_a_graph(
+    with_residual: bool, static: bool
+) -> None:
+    x, weight, residual = operands(64, 4096, torch.bfloat16, residual=with_residual, device="cuda")
+    scale = torch.tensor([0.02], device="cuda")
+
+    def call(other: torch.Tensor | None) -> torch.Tensor:
+        if static:
+            options: dict[str, Any] = {"epsilon": EPSILON, "residual": other, "scale": scale}
+            return rms_norm_quant(x, weight, **options)[0]
+        return rms_norm(x, weight, epsilon=EPSILON, residual=other)
+
+    call(residual)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call(residual)
+    for seed in range(3):
+        fresh, other, _ = operands(64, 4096 + seed, torch.bfloat16, device="cuda")
+        x.copy_(fresh[:, :4096])
+        weight.copy_(other[:4096])
+        scale.fill_(0.01 * (seed + 2))
+        theirs = None
+        if residual is not None:
+            residual.copy_(fresh[:, -4096:].flip(1))
+            theirs = residual.clone()
+        graph.replay()
+        assert torch.equal(y.float(), call(theirs).float())
+        if residual is not None and theirs is not None:
+            assert torch.equal(residual, theirs)
 
 
 @gpu

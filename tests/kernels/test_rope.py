@@ -271,6 +271,94 @@ def test_gpu_apart_has_the_bits_of_in_place_and_leaves_its_operands(
             assert torch.equal(found[1], k)
 
 
+AWKWARD_TOKENS = (
+    "zeros",
+    "minus zeros",
+    "subnormal",
+    "large",
+    "one outlier",
+    "small beside large",
+    "not turned",
+    "a quarter turn",
+)
+
+
+def awkward_tokens(
+    Hq: int, Hk: int, D: int, R: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return operands as :func:`make`, token i of which is AWKWARD_TOKENS[i]."""
+    T = len(AWKWARD_TOKENS)
+    positions, qkv, cache = make(T, Hq, Hk, D, R, dtype)
+    positions = torch.arange(T)
+    token = dict(zip(AWKWARD_TOKENS, qkv, strict=True))
+    information = torch.finfo(dtype)
+    # Two of them turned by an eighth reach 0.71 of the largest.
+    large = information.max / 2
+    token["zeros"].zero_()
+    token["minus zeros"].fill_(-0.0)
+    token["subnormal"].fill_(information.smallest_normal / 4)
+    token["large"].copy_(token["not turned"].sign() * large)
+    token["one outlier"][D + 1] = large
+    token["small beside large"].fill_(large)
+    token["small beside large"][::2] = information.smallest_normal
+    for name, cos, sin in (("not turned", 1.0, 0.0), ("a quarter turn", 0.0, 1.0)):
+        row = cache[AWKWARD_TOKENS.index(name)]
+        row[: R // 2], row[R // 2 :] = cos, sin
+    return positions.to(device), qkv.to(device), cache.to(device)
+
+
+def check_awkward_tokens(R: int, neox: bool, dtype: torch.dtype) -> None:
+    Hq, Hk, D = 28, 4, 128
+    positions, qkv, cache = awkward_tokens(Hq, Hk, D, R, dtype, "cuda")
+    expected, before = qkv.clone(), qkv.clone()
+    exact = [gold(x, positions, cache, D, neox) for x in split(qkv, Hq, Hk, D)]
+    rp.rope_ref(
+        positions, *(x.unflatten(1, (-1, D)) for x in split(expected, Hq, Hk, D)), cache, neox
+    )
+    with testing.nan_poison():
+        apart = rope_apart(positions, *split(qkv, Hq, Hk, D), cache, head_dim=D, neox=neox)
+    assert torch.equal(qkv, before)
+    rope(positions, *split(qkv, Hq, Hk, D), cache, head_dim=D, neox=neox)
+    sides = (split(qkv, Hq, Hk, D), apart, split(expected, Hq, Hk, D), exact)
+    for found, new, reference, wanted in zip(*sides, strict=True):
+        assert new is not None
+        assert torch.equal(new, found)
+        for i, name in enumerate(AWKWARD_TOKENS):
+            one = slice(i, i + 1)
+            testing.assert_within_budget(found[one], wanted[one], reference[one])
+            assert bool(found[one].any()) == ("zeros" not in name), name
+    still = AWKWARD_TOKENS.index("not turned")
+    assert torch.equal(qkv[still], before[still])
+    assert torch.equal(qkv[:, (Hq + Hk) * D :], before[:, (Hq + Hk) * D :])
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("neox", [False, True])
+def test_gpu_awkward_tokens(neox: bool, dtype: torch.dtype) -> None:
+    """Each token is held to a budget of its own, in place and apart."""
+    for R in (128, 40):
+        check_awkward_tokens(R, neox, dtype)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("apart", [False, True])
+def test_gpu_op_contract(apart: bool) -> None:
+    """The fake results against the launchers' own, which allocate without the dispatcher."""
+    positions, qkv, cache = make(3, 4, 2, 32, 20, torch.bfloat16, "cuda")
+    op = torch.ops.taut.rope_apart.default if apart else torch.ops.taut.rope.default
+    q, k = (x.unflatten(1, (-1, 32)) for x in split(qkv, 4, 2, 32))
+    # In place opcheck needs operands that share no memory.
+    views = (
+        ((q, k), (q.contiguous(), k.contiguous())) if apart else ((q.contiguous(), k.contiguous()),)
+    )
+    for first, second in views:
+        for other in (second, None):
+            torch.library.opcheck(op, (positions, first, other, cache, True))
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("neox", [False, True])
@@ -301,6 +389,27 @@ def test_gpu_graph_replays_on_new_data() -> None:
     graph.replay()
     rope(positions, *split(fresh, 32, 8, 128), cache, head_dim=128)
     assert torch.equal(qkv, fresh)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("rotated", [128, 64])
+def test_gpu_apart_follows_new_data_in_a_graph(rotated: int) -> None:
+    positions, qkv, cache = make(64, 32, 8, 128, rotated, torch.bfloat16, "cuda")
+    rope_apart(positions, *split(qkv, 32, 8, 128), cache, head_dim=128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q, k = rope_apart(positions, *split(qkv, 32, 8, 128), cache, head_dim=128)
+    assert k is not None
+    for _ in range(3):
+        qkv.copy_(torch.randn_like(qkv))
+        positions.copy_(torch.randint(0, 70, (64,), device="cuda"))
+        fresh = qkv.clone()
+        graph.replay()
+        assert torch.equal(qkv, fresh)
+        rope(positions, *split(fresh, 32, 8, 128), cache, head_dim=128)
+        assert torch.equal(q, fresh[:, : 32 * 128])
+        assert torch.equal(k, fresh[:, 32 * 128 : 40 * 128])
 
 
 def test_positions_of_another_type_have_a_plan_of_their_own() -> None:

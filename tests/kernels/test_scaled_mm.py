@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from taut_kernels.bench import scaled_mm_rivals
 from taut_kernels.bench.scaled_mm_layer import SHAPES, make_layer
 from taut_kernels.gemm import _scaled_mm_launch, fp8, scaled_mm_variants, w8a8
 from taut_kernels.gemm._scaled_mm_launch import launch, launch_block
-from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.testing_scaled_mm import (
+    ScaledMmCase,
+    fp8_tensor_core_sums,
+    make_scaled_mm_case,
+)
+from taut_kernels.tiles_scaled_mm import BLOCK_GROUP, ScaledMmTile
 
 INTERPRET = Path(__file__).with_name("interpret_scaled_mm.py")
 gpu = pytest.mark.gpu
@@ -153,7 +158,6 @@ BAD_FOR_BOTH = [
     ({"x": torch.zeros(2, 48)}, "x must have 64 columns like weight, got 48"),
     ({"weight": torch.zeros(40)}, "weight must have two dimensions, got 1"),
     ({"weight": torch.zeros(40, 64)}, "weight must be"),
-    ({"weight": torch.zeros(40, 64, device="meta")}, "weight must be"),
     ({"x_scale": torch.zeros(3)}, r"x_scale must have 2 or 1 elements, got \(3,\)"),
     ({"x_scale": torch.zeros(2, dtype=HALF)}, "x_scale must be torch.float32"),
     ({"x_scale": torch.zeros(2, device="meta")}, "x_scale must be on cpu, got meta"),
@@ -161,8 +165,10 @@ BAD_FOR_BOTH = [
     ({"x_scale": torch.zeros(2, requires_grad=True)}, "forward only"),
     ({"weight_scale": torch.zeros(39)}, "weight_scale must have 40 or 1 elements"),
     ({"weight_scale": torch.zeros(40, dtype=HALF)}, "weight_scale must be torch.float32"),
+    ({"weight_scale": torch.zeros(40, device="meta")}, "weight_scale must be on cpu, got meta"),
     ({"bias": torch.zeros(40)}, "bias must be torch.float16"),
     ({"bias": torch.zeros(39, dtype=HALF)}, "bias must have 40 elements"),
+    ({"bias": torch.zeros(40, dtype=HALF, device="meta")}, "bias must be on cpu, got meta"),
     ({"arrivals": torch.zeros(2, dtype=I32)}, "arrivals must have 1 elements"),
     ({"arrivals": torch.zeros(1)}, "arrivals must be torch.int32"),
     ({"out_dtype": torch.float32}, "out_dtype must be torch.bfloat16 or torch.float16"),
@@ -170,6 +176,7 @@ BAD_FOR_BOTH = [
 BAD_ZERO_POINTS = [
     ({"azp_adj": torch.zeros(39, dtype=I32)}, "azp_adj must have 40 elements"),
     ({"azp_adj": torch.zeros(40)}, "azp_adj must be torch.int32"),
+    ({"azp_adj": torch.zeros(40, dtype=I32, device="meta")}, "azp_adj must be on cpu, got meta"),
     ({"azp": torch.zeros(3, dtype=I32)}, "azp must have 2 elements"),
     ({"azp_adj": None}, "azp needs azp_adj"),
 ]
@@ -182,6 +189,17 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str, op: str) -> No
     assert _public(case).shape == (2, 40)
     with pytest.raises(ValueError, match=message):
         _public(case, **change)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_rejects_a_weight_on_another_device(op: str) -> None:
+    case = make_scaled_mm_case(op, 2, 40, 64)
+    for changes, message in (
+        ({"weight": case.weight.to("meta")}, "^weight must be on cpu, got meta"),
+        ({"x": case.x.to("meta")}, "^weight must be on meta, got cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _public(case, **changes)
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_ZERO_POINTS)
@@ -384,6 +402,109 @@ def test_gpu_kernels_match_reference(
         assert not case.arrivals.any()
 
 
+FP8_FORMS = [
+    *FORMS[:3],
+    ScaledMmTile("few", 128, 64, 256, 4, 4),
+    ScaledMmTile("few", 64, 64, 256, 4, 6, split_k=2),
+    *BLOCK_FORMS,
+]
+FP8_EXTREMES = {
+    "zeros": (0.0, 0.0, 1.0),
+    "minus zeros": (-0.0, 1.0, 1.0),
+    "largest e4m3": (448.0, -448.0, 2.0**-16),
+    "least e4m3": (2.0**-9, 2.0**-9, 2.0**10),
+}
+"""Of x, of the weights, and their scale."""
+
+
+def _extreme_case(name: str, K: int, scaling: str, device: str) -> ScaledMmCase:
+    """Everything one value, but for a column of outliers in every second feature."""
+    x, weight, scale = FP8_EXTREMES[name]
+    case = make_scaled_mm_case("fp8_gemm", 13, 200, K, scaling=scaling, device=device)
+    case.x.fill_(x)
+    case.weight.fill_(weight)
+    case.weight[::2, 5] = 100
+    case.x_scale.fill_(1.0)
+    case.weight_scale.fill_(scale)
+    return case
+
+
+def _cut_sums(case: ScaledMmCase, step: int) -> torch.Tensor:
+    """Return the product [1, 2] as tensor cores add it that cut sums, ``step`` products a sum.
+
+    Where an instruction converts e4m3 first, or K is split, less is lost.
+    """
+    x, weight = case.x[:1].split(step, 1), case.weight[:2].split(step, 1)
+    sums = sum(fp8_tensor_core_sums(*pair) for pair in zip(x, weight, strict=True))
+    assert isinstance(sums, torch.Tensor)
+    return (sums * case.weight_scale.flatten()[0].double()).to(case.out_dtype)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tile", FP8_FORMS, ids=str)
+def test_gpu_fp8_extreme_values(tile: ScaledMmTile) -> None:
+    """Features with and without outliers are held to budgets of their own."""
+    scaling, K = ("block", 2000) if tile in BLOCK_FORMS else ("row", 2064)
+    step = BLOCK_GROUP if scaling == "block" else K
+    for name in FP8_EXTREMES:
+        case = _extreme_case(name, K, scaling, "cuda")
+        gold, cut = case.gold(), _cut_sums(case, step)
+        with testing.nan_poison():
+            actual = _launch_case(tile, case)
+        for first in (0, 1):
+            reference = cut[:, first : first + 1].expand_as(gold[:, first::2])
+            testing.assert_within_budget(actual[:, first::2], gold[:, first::2], reference)
+        assert "zeros" not in name or not actual[:, 1::2].any(), name
+        assert not case.arrivals.any()
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tile", FP8_FORMS, ids=str)
+def test_gpu_fp8_outliers_and_scales_at_the_ends(tile: ScaledMmTile) -> None:
+    """A row of outliers leaves the others their budgets; one of two scales may be subnormal."""
+    scaling, K = ("block", 2000) if tile in BLOCK_FORMS else ("row", 2064)
+
+    def check(case: ScaledMmCase, rows: slice) -> None:
+        with testing.nan_poison():
+            actual = _launch_case(tile, case)
+        # Rows do not see each other: those of a smaller product have a smaller budget.
+        part = dataclasses.replace(case, x=case.x[rows], x_scale=case.x_scale[rows])
+        assert part.why_wrong(actual[rows]) is None
+        assert actual[rows].any()
+
+    for x_scale, weight_scale in ((1.0, 2.0**-6), (2.0**-130, 2.0**120), (2.0**120, 2.0**-130)):
+        case = make_scaled_mm_case("fp8_gemm", 13, 200, K, scaling=scaling, device="cuda")
+        case.x_scale.fill_(x_scale)
+        case.weight_scale.fill_(weight_scale)
+        if x_scale == 1.0:
+            case.x[3] = 448.0
+        check(case, slice(4, 13))
+        check(case, slice(3, 4))
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(("op", "scaling", "zero_points"), VARIETIES)
+def test_gpu_op_contract(op: str, scaling: str, zero_points: str) -> None:
+    """The fake results against the launchers' own, which allocate without the dispatcher."""
+    case = make_scaled_mm_case(
+        op,
+        3,
+        136,
+        144,
+        scaling=scaling,
+        zero_points=zero_points,
+        with_bias=scaling == "row",
+        device="cuda",
+    )
+    checks = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"][op == "fp8_gemm" :]
+    permuted = case.x.t().contiguous().t()
+    for x in (case.x, permuted):
+        torch.library.opcheck(OPS[op].default, (x, *case.operands()[1:]), test_utils=checks)
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("tile", BLOCK_FORMS, ids=str)
@@ -443,9 +564,16 @@ def test_gpu_saturated_sums_are_exact() -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("tile", FORMS, ids=str)
-def test_gpu_graph_replays_on_new_activations(tile: ScaledMmTile) -> None:
-    case = make_scaled_mm_case("w8a8_gemm", 4, 256, 1024, device="cuda")
+@pytest.mark.parametrize(
+    ("tile", "op", "scaling"),
+    [
+        *((tile, op, "row") for op in OPS for tile in FORMS),
+        *((tile, "fp8_gemm", "block") for tile in BLOCK_FORMS),
+    ],
+    ids=str,
+)
+def test_gpu_graph_replays_on_new_activations(tile: ScaledMmTile, op: str, scaling: str) -> None:
+    case = make_scaled_mm_case(op, 4, 256, 1024, scaling=scaling, device="cuda")
     _launch_case(tile, case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -453,13 +581,17 @@ def test_gpu_graph_replays_on_new_activations(tile: ScaledMmTile) -> None:
         # Started early, the second call must still see what the first one wrote before it.
         case.x_scale.mul_(y[:, :1].abs().float() + 0.5)
         again = _launch_case(tile, case)
-    case.x.copy_(torch.randint_like(case.x, -127, 128))
     start = case.x_scale.clone()
-    graph.replay()
-    expected = _launch_case(tile, case)
-    assert torch.equal(again, expected)
-    case.x_scale.copy_(start)
-    assert torch.equal(y, _launch_case(tile, case))
+    for seed in (1, 2):
+        fresh = make_scaled_mm_case(op, 4, 256, 1024, scaling=scaling, device="cuda", seed=seed)
+        case.x.copy_(fresh.x)
+        case.x_scale.copy_(start)
+        graph.replay()
+        expected = _launch_case(tile, case)
+        assert torch.equal(again, expected)
+        case.x_scale.copy_(start)
+        assert torch.equal(y, _launch_case(tile, case))
+        assert case.why_wrong(y) is None
 
 
 @gpu

@@ -57,8 +57,13 @@ def _extreme_weights(case: testing.W4A16Case) -> testing.W4A16Case:
     )
 
 
+def _smallest_activations(case: testing.W4A16Case) -> testing.W4A16Case:
+    case.x.fill_(torch.finfo(case.x.dtype).smallest_normal / 4)
+    return case
+
+
 def _subnormal_scales(case: testing.W4A16Case) -> testing.W4A16Case:
-    case.weight_scale.fill_(torch.finfo(torch.float16).smallest_normal / 4)
+    case.weight_scale.fill_(torch.finfo(case.weight_scale.dtype).smallest_normal / 4)
     return case
 
 
@@ -69,9 +74,7 @@ ZEROS = {
 EDITS = ZEROS | {
     "one column of outliers": _activations(lambda x: x[:, 5].fill_(20000.0)),
     "one token of outliers": _activations(lambda x: x[0].mul_(3000.0)),
-    "smallest activations": _activations(
-        lambda x: x.fill_(torch.finfo(torch.float16).smallest_normal / 4)
-    ),
+    "smallest activations": _smallest_activations,
     "extreme weights": _extreme_weights,
     "subnormal scales": _subnormal_scales,
 }
@@ -109,11 +112,14 @@ def test_rings_on_numpy(tile: str, edit: str) -> None:
     assert not operands[5].any(), "arrivals must be 0 again"
 
 
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("asymmetric", [False, True])
-@pytest.mark.parametrize("M", [1, 8, 16, 32, 64, 128, 256, 1024, 4096])
+@pytest.mark.parametrize("M", TOKENS)
 def test_gpu_every_regime(M: int, asymmetric: bool, edit: str) -> None:
     case = EDITS[edit](
         testing.make_w4a16_case(
@@ -124,3 +130,20 @@ def test_gpu_every_regime(M: int, asymmetric: bool, edit: str) -> None:
         actual = torch.ops.taut.w4a16_gemm(*case.operands())
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     assert edit not in ZEROS or not actual.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("M", TOKENS)
+def test_gpu_every_regime_in_bf16(M: int) -> None:
+    for asymmetric in (False, True):
+        drawn = testing.make_w4a16_case(
+            M, 4096, 4096, 128, dtype=torch.bfloat16, asymmetric=asymmetric, device="cuda"
+        )
+        for edit, change in EDITS.items():
+            x, weight_scale = drawn.x.clone(), drawn.weight_scale.clone()
+            case = change(dataclasses.replace(drawn, x=x, weight_scale=weight_scale))
+            with testing.nan_poison():
+                actual = torch.ops.taut.w4a16_gemm(*case.operands())
+            testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+            assert actual.any() == (edit not in ZEROS), edit

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from taut_kernels import _launch, testing
-from taut_kernels.gemm import w4a16
+from taut_kernels.gemm import w4a16, w4a16_launch
 from taut_kernels.gemm.w4a16 import w4a16_gemm, w4a16_gemm_ref
+from taut_kernels.tiles_decode import DecodeTile
+from taut_kernels.tiles_decode_ring import RingTile
+from taut_kernels.tiles_wgmma import WgmmaTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -179,6 +184,113 @@ def test_gpu_every_regime(
     check(make_case(M, N, K, G, dtype, asymmetric, "cuda"))
 
 
+OLD = WgmmaTile(128, 1, 8, 1, 1, 3, reordered=True, early_wait=True)
+RING = WgmmaRingTile(64, 2, 1, 2, 1, 5, False, parts=2, running=2)
+FED = WgmmaRingTile(64, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True)
+REGIMES: dict[str, tuple[Any, int]] = {
+    "decode": (DecodeTile(1, 1, 1, 1, 4, 4, 1, False), 5),
+    "decode, split": (DecodeTile(1, 2, 2, 3, 4, 4, 2, True), 8),
+    "decode ring": (RingTile(2, 8, 1, 2, 1, 4), 16),
+    "decode ring, split": (RingTile(2, 4, 1, 2, 2, 4, scale_first=True), 24),
+    "wgmma": (WgmmaTile(64, 2, 4, 2, 3, 3, reordered=False, early_wait=True), 64),
+    "wgmma ring": (RING, 50),
+    "wgmma ring, summed": (
+        WgmmaRingTile(64, 2, 1, 2, 3, 4, True, parts=2, running=2, summed=True),
+        70,
+    ),
+    "wgmma by TMA": (FED, 50),
+    "wgmma by TMA, split": (
+        WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
+        33,
+    ),
+    "pairs of tiles": (
+        WavesTile(OLD, WgmmaTile(128, 1, 4, 1, 1, 3, reordered=True, early_wait=False), 2),
+        513,
+    ),
+    "pairs of tiles by TMA": (
+        WavesTile(
+            FED,
+            WgmmaRingTile(64, 1, 1, 2, 1, 4, False, parts=2, running=2, tma=True),
+            20,
+        ),
+        513,
+    ),
+    "dense": ("dense", 40),
+}
+"""A tile and a number of tokens for each way to run a product."""
+ROUNDS_LATE = ("decode", "decode, split", "decode ring")
+"""Those that multiply by scales in fp32 only; the others round the dequantised weight."""
+
+
+def test_pairs_of_tiles_have_a_tail() -> None:
+    for tile, M in REGIMES.values():
+        assert not isinstance(tile, WavesTile) or 0 < tile.head_rows(M, 640) < 640
+
+
+@gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no CUDA device of sm_90",
+)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_gpu_bias_without_zero_points_and_zero_points_without_bias(
+    regime: str, asymmetric: bool
+) -> None:
+    tile, M = REGIMES[regime]
+    for dtype in DTYPES:
+        case = testing.make_w4a16_case(
+            M,
+            640,
+            1152,
+            128,
+            dtype=dtype,
+            asymmetric=asymmetric,
+            with_bias=not asymmetric,
+            device="cuda",
+        )
+        assert (case.zeros is None) != (case.bias is None)
+        operands = case.operands()
+        with testing.nan_poison():
+            actual = w4a16_launch.launch(tile, *operands)
+        reference = case.reference() if regime in ROUNDS_LATE else case.rounded_reference()
+        testing.assert_within_budget(actual, case.gold(), reference)
+        assert not operands[5].any(), "arrivals must be 0 again"
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("M", [1, 16, 64, 300, 1344])
+def test_gpu_op_with_bias_or_zero_points_alone(M: int, asymmetric: bool) -> None:
+    """By the tables' tiles; the first is what a qkv of Qwen has."""
+    check(
+        testing.make_w4a16_case(
+            M,
+            4096,
+            4096,
+            128,
+            dtype=torch.bfloat16,
+            asymmetric=asymmetric,
+            with_bias=not asymmetric,
+            device="cuda",
+        )
+    )
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_gpu_op_contract(asymmetric: bool) -> None:
+    """The fake result against the launchers' own, which allocate without the dispatcher."""
+    op = torch.ops.taut.w4a16_gemm.default
+    for M in (3, 16, 40, 300):
+        case = make_case(M, 64, 128, 32, torch.bfloat16, asymmetric, "cuda")
+        torch.library.opcheck(op, case.operands())
+        permuted = case.x.t().contiguous().t()
+        torch.library.opcheck(op, (permuted, *case.operands()[1:]))
+
+
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("M", [5, 40, 300])
@@ -195,13 +307,25 @@ def test_gpu_strided_activations(M: int) -> None:
 @needs_gpu
 @pytest.mark.parametrize("M", [4, 16, 32, 64, 128, 300, 768, 1024, 2048])
 def test_gpu_graph_replays_on_new_activations(M: int) -> None:
-    case = make_case(M, 4096, 4096, 128, torch.bfloat16, False, "cuda")
+    check_replays(make_case(M, 4096, 4096, 128, torch.bfloat16, False, "cuda"), 10)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("M", "G"), [(4, 128), (16, 32), (32, 128), (64, 32), (300, 128), (1024, 32)]
+)
+def test_gpu_graph_replays_with_zero_points(M: int, G: int) -> None:
+    check_replays(make_case(M, 4096, 4096, G, torch.bfloat16, True, "cuda"), 3)
+
+
+def check_replays(case: testing.W4A16Case, seeds: int) -> None:
     operands = case.operands()
     torch.ops.taut.w4a16_gemm(*operands)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = torch.ops.taut.w4a16_gemm(*operands)
-    for seed in range(10):
+    for seed in range(seeds):
         case.x.copy_(torch.randn(case.x.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         testing.assert_within_budget(y, case.gold(), case.rounded_reference())

@@ -299,7 +299,25 @@ CHAINED_CASES = (
 )
 
 
-@pytest.mark.parametrize(("M", "N"), [case[:2] for case in CHAINED_CASES])
+CHAINED_FORMATS = (
+    # Tile, M, N, K, G, dtype, zero points, bias: pairs of these that the cases above lack.
+    (CHAINED[0], 530, 640, 1088, 32, torch.bfloat16, False, True),
+    (CHAINED[0], 513, 896, 1152, 128, torch.float16, True, False),
+    (CHAINED[1], 513, 640, 1088, 32, torch.float16, True, False),
+    (CHAINED[2], 530, 896, 576, 64, torch.bfloat16, False, True),
+    (CHAINED[3], 513, 640, 1088, 32, torch.float16, False, False),
+    (CHAINED[3], 530, 640, 704, -1, torch.float16, True, False),
+    (CHAINED[4], 513, 896, 1088, 32, torch.bfloat16, True, True),
+    (CHAINED[4], 530, 640, 1152, 128, torch.float16, False, True),
+    (CHAINED[5], 513, 640, 576, 64, torch.float16, False, True),
+    (CHAINED[5], 530, 896, 1024, -1, torch.bfloat16, False, False),
+)
+
+
+@pytest.mark.parametrize(
+    ("M", "N"),
+    sorted({*(case[:2] for case in CHAINED_CASES), *(case[1:3] for case in CHAINED_FORMATS)}),
+)
 def test_what_is_chained_on_a_card_has_a_tail(M: int, N: int) -> None:
     assert all(tile.head_rows(M, N) < N for tile in CHAINED)
 
@@ -314,6 +332,31 @@ def test_gpu_every_cut_chained_in_a_graph(
     case = testing.make_w4a16_case(
         M, N, K, G, dtype=dtype, asymmetric=asymmetric, with_bias=asymmetric, device="cuda"
     )
+    check_chained(tile, case)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("tile", "M", "N", "K", "G", "dtype", "asymmetric", "with_bias"), CHAINED_FORMATS, ids=str
+)
+def test_gpu_more_formats_chained_in_a_graph(
+    tile: WavesTile,
+    M: int,
+    N: int,
+    K: int,
+    G: int,
+    dtype: torch.dtype,
+    asymmetric: bool,
+    with_bias: bool,
+) -> None:
+    case = testing.make_w4a16_case(
+        M, N, K, G, dtype=dtype, asymmetric=asymmetric, with_bias=with_bias, device="cuda"
+    )
+    check_chained(tile, case)
+
+
+def check_chained(tile: WavesTile, case: testing.W4A16Case) -> None:
     operands = case.operands()
     with testing.nan_poison():
         actual = w4a16_launch.launch(tile, *operands)
