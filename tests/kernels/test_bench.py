@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from taut_kernels import testing, tiles_wgmma
+from taut_kernels import formats, testing, tiles_wgmma
 from taut_kernels.bench import (
     engine,
     engine_checkpoint,
@@ -212,6 +212,15 @@ TINY = engine_checkpoint.LLAMA_3_8B | {
             },
         ),
         (
+            "w4a16-g32-zp",
+            {
+                "weight_packed": (torch.int32, (128, 256 // 8)),
+                "weight_scale": (torch.bfloat16, (128, 256 // 32)),
+                "weight_zero_point": (torch.int32, (128 // 8, 256 // 32)),
+                "weight_shape": (torch.int64, (2,)),
+            },
+        ),
+        (
             "int8",
             {"weight": (torch.int8, (128, 256)), "weight_scale": (torch.bfloat16, (128, 1))},
         ),
@@ -233,7 +242,8 @@ def test_engine_checkpoint_is_what_vllm_and_our_layout_expect(
     quantization = json.loads((directory / "config.json").read_text())["quantization_config"]
     (group,) = quantization["config_groups"].values()
     assert quantization["format"] == engine_checkpoint._FORMATS[scheme]
-    assert (group["input_activations"] is None) == (scheme == "w4a16")
+    assert (group["input_activations"] is None) == scheme.startswith("w4a16")
+    assert group["weights"]["symmetric"] == (scheme != "w4a16-g32-zp")
     name = "model.layers.1.mlp.down_proj"
     found = {key.removeprefix(f"{name}.") for key in index if key.startswith(f"{name}.")}
     assert found == set(parts)
@@ -242,10 +252,22 @@ def test_engine_checkpoint_is_what_vllm_and_our_layout_expect(
             tensor = shard.get_tensor(f"{name}.{part}")
         assert (tensor.dtype, tensor.shape) == (dtype, shape)
         assert tensor.float().isfinite().all()
-        if part == "weight_packed":
+        if part == "weight_packed" and scheme == "w4a16":
             # No nibble of 0, which stands for -8: the weights' mean is 0.
             assert all((tensor >> place & 15).ne(0).all() for place in range(0, 32, 4))
     assert set(index.values()) == {path.name for path in directory.glob("*.safetensors")}
+
+
+def test_weights_with_zero_points_have_the_values_of_symmetric_ones() -> None:
+    N, K, G = 64, 256, 32
+    drawn = engine_checkpoint._four_bits(N, K, G, True, torch.Generator().manual_seed(0))
+    zeros = formats.unpack_zero_point(drawn["weight_zero_point"], N)
+    assert set(zeros.unique().tolist()) == {-1, 0}
+    values = formats.unpack_weight(drawn["weight_packed"], K)
+    assert values.min() == -8, "a nibble of 0 is used"
+    values = values.view(N, -1, G) - zeros.unsqueeze(-1)
+    assert set(values.unique().tolist()) == set(range(-7, 8))
+    assert abs(values.double().mean()) < 0.2
 
 
 def test_engine_report_has_the_ratio_to_stock(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """A checkpoint of Llama-3-8B's shape with random weights: there for its bytes, not its words.
 
-Standard compressed-tensors files: W4A16 (``pack-quantized``, symmetric groups of 128), W8A8 in int8
-(``int-quantized``) and in e4m3 (``float-quantized``), scales a channel, activations a token.
+Standard compressed-tensors files: W4A16 (``pack-quantized``) in symmetric groups of 128 and, as
+taut's own recipe has it, in groups of 32 with zero points; W8A8 in int8 (``int-quantized``) and in
+e4m3 (``float-quantized``), scales a channel, activations a token.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from taut_kernels import formats
 
 LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,16 +34,23 @@ LLAMA_3_8B: dict[str, Any] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-SCHEMES = ("w4a16", "int8", "fp8")
-_GROUP_SIZE = 128
-_FORMATS = {"w4a16": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
+_FOUR_BITS = {"w4a16": (128, False), "w4a16-g32-zp": (32, True)}
+"""Scheme → group size, and whether there are zero points."""
+_FORMATS = {
+    **dict.fromkeys(_FOUR_BITS, "pack-quantized"),
+    "int8": "int-quantized",
+    "fp8": "float-quantized",
+}
+SCHEMES = tuple(_FORMATS)
 
 
 def _quantization(scheme: str) -> dict[str, Any]:
     weights: dict[str, Any] = {"symmetric": True, "dynamic": False}
     activations: dict[str, Any] | None = None
-    if scheme == "w4a16":
-        weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": _GROUP_SIZE}
+    if scheme in _FOUR_BITS:
+        size, zero_points = _FOUR_BITS[scheme]
+        weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
+        weights["symmetric"] = not zero_points
     else:
         kind = {"num_bits": 8, "type": "float" if scheme == "fp8" else "int"}
         weights |= kind | {"strategy": "channel"}
@@ -126,23 +136,35 @@ def _layer(
 
 def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Draw a layer whose outputs are of order 1."""
+    if scheme in _FOUR_BITS:
+        return _four_bits(N, K, *_FOUR_BITS[scheme], generator)
     device = generator.device
-    groups = K // _GROUP_SIZE if scheme == "w4a16" else 1
-    scale = torch.rand(N, groups, generator=generator, device=device) + 0.5
-    if scheme == "w4a16":
-        # 1 to 15 stand for -7 to 7, of deviation 4.3. With -8, too, their mean would not be 0, and
-        # 32 layers of that answer every prompt with the same token (H200, 2026-11-23).
-        values = torch.randint(1, 16, (N, K // 8, 8), generator=generator, device=device)
-        places = torch.arange(0, 32, 4, device=device)
-        words = (values << places).sum(-1)
-        return {
-            "weight_packed": torch.where(words < 2**31, words, words - 2**32).to(torch.int32),
-            "weight_scale": (scale * (0.2 / K**0.5)).bfloat16(),
-            "weight_shape": torch.tensor([N, K]),
-        }
+    scale = torch.rand(N, 1, generator=generator, device=device) + 0.5
     values = torch.randn(N, K, generator=generator, device=device)
     if scheme == "fp8":
         weight, unit = values.to(torch.float8_e4m3fn), 1.0
     else:
         weight, unit = (values * 32).round().clamp(-127, 127).to(torch.int8), 1 / 32
     return {"weight": weight, "weight_scale": (scale * (unit / K**0.5)).bfloat16()}
+
+
+def _four_bits(
+    N: int, K: int, group_size: int, zero_points: bool, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    device = generator.device
+    scale = torch.rand(N, K // group_size, generator=generator, device=device) + 0.5
+    # 1 to 15 stand for -7 to 7, of deviation 4.3. With -8, too, their mean would not be 0, and 32
+    # layers of that answer every prompt with the same token (H200, 2026-11-23).
+    values = torch.randint(1, 16, (N, K // 8, 8), generator=generator, device=device)
+    tensors = {
+        "weight_scale": (scale * (0.2 / K**0.5)).bfloat16(),
+        "weight_shape": torch.tensor([N, K]),
+    }
+    values = (values.view(N, K) - formats.SYMMETRIC_ZERO).to(torch.int8)
+    if zero_points:
+        # -1 or 0: with either -7 to 7 above it are in 4 bits.
+        zeros = torch.randint(0, 2, scale.shape, generator=generator, device=device)
+        zeros = (zeros - 1).to(torch.int8)
+        tensors["weight_zero_point"] = formats.pack_zero_point(zeros)
+        values += zeros.repeat_interleave(group_size, dim=1)
+    return tensors | {"weight_packed": formats.pack_weight(values)}
