@@ -27,7 +27,9 @@ _FEW_TOKENS = "1,4,8,16,32,64,128,256,384,512,768,1024,1664,2048,4096,8192"
 _BETWEEN_TOKENS = "24,40,80,96,160,192,300,448,600,700,900,1300,1800,3000"
 """That fill no tile: what they cost is easily overlooked (kernels/README.md, "Fed by TMA")."""
 _W4A16_MODES = ("off", "prefer", "prefer+attention", "prefer+fused", "prefer+fused+attention")
-_FUSED_MODES = ("--mode", "off", "--mode", "prefer+fused")
+_ALL_MODES = ("--mode", "off", "--mode", "prefer+fused+attention")
+_OUR_RECIPE = ("--group-size", "32", "--zero-points")
+"""How taut's own recipe of 4 bits quantises."""
 _VLLM_ONLY = ("--kernel", "taut", "--kernel", "Marlin", "--kernel", "Machete")
 _DENSE_TOO = ("--kernel", "cuBLAS", "--kernel", "FP8 CUTLASS (other weights)")
 _SHARE_OF_CORES = 0.85
@@ -66,7 +68,7 @@ def _tests() -> Step:
     jobs = max(1, int(_SHARE_OF_CORES * (os.cpu_count() or 1)))
     parallel = ("-n", str(jobs)) if find_spec("xdist") else ()
     arguments = (*_PYTEST, "-q", "-W", "ignore", "--tb=short", "-m", "gpu", *parallel)
-    return Step("tests", "pytest", (*arguments, "tests/kernels"), 240)
+    return Step("tests", "pytest", (*arguments, "tests/kernels"), 300)
 
 
 def _bench(name: str, module: str, limit_s: float, *arguments: str) -> Step:
@@ -77,14 +79,18 @@ def _bench(name: str, module: str, limit_s: float, *arguments: str) -> Step:
 PARTS: dict[str, tuple[Step, ...]] = {
     "tests": (
         _tests(),
-        _bench("attention", "attention", 100),
         _bench("w4a16", "w4a16", 160, *_VLLM_ONLY, *_DENSE_TOO, "--tokens", _FEW_TOKENS),
         _bench("w4a16-between", "w4a16", 70, *_VLLM_ONLY, "--tokens", _BETWEEN_TOKENS),
+    ),
+    "formats": (
+        _bench("w4a16-g32-zp", "w4a16", 280, *_OUR_RECIPE, "--tokens", "1,4,16,64,256,1024,2048"),
+        _bench("engine-w4a16-g32-zp", "engine", 280, "--scheme", "w4a16-g32-zp", *_ALL_MODES),
     ),
     "library": (
         _bench("loss", "loss", 180),
         _bench("fused_backward", "fused_backward", 120),
         _bench("primitives", "primitives", 90),
+        _bench("attention", "attention", 100),
     ),
     "engine": (
         _bench(
@@ -103,8 +109,8 @@ PARTS: dict[str, tuple[Step, ...]] = {
         _bench("scaled_mm", "scaled_mm", 160, "--tokens", "1,16,64,256,1024,4096"),
     ),
     "engine-8bit": (
-        _bench("engine-fp8", "engine", 240, "--scheme", "fp8", *_FUSED_MODES),
-        _bench("engine-int8", "engine", 240, "--scheme", "int8", *_FUSED_MODES),
+        _bench("engine-fp8", "engine", 240, "--scheme", "fp8", *_ALL_MODES),
+        _bench("engine-int8", "engine", 240, "--scheme", "int8", *_ALL_MODES),
     ),
     "fused": (
         _bench("fused", "fused", 280, "--shapes", "llama3-8b", "--tokens", "1,64,4096,8192"),
