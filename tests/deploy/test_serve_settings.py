@@ -52,6 +52,12 @@ def test_the_command_line_wins_over_the_file(tmp_path):
     assert load_serve_settings(None, {}) == ServeSettings()
 
 
+def test_a_bare_off_is_not_read_as_false(tmp_path):
+    (tmp_path / "s.yaml").write_text("kernels: off\nfused_ops: off\n")
+    settings = load_serve_settings(tmp_path / "s.yaml", {})
+    assert (settings.kernels, settings.fused_ops) == ("off", False)
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """A compressed tiny model beside its baseline, prepared twice."""
@@ -168,6 +174,10 @@ def test_kernels_and_fused_ops_reach_the_workers_of_the_compressed_model(prepare
     assert compressed[compressed.index("--kernels") + 1] == "require"
     assert {"--no-fused-ops", "--decode-attention"} <= set(compressed) & set(baseline)
     assert "--kernels" not in baseline, "it has no layers of taut's to require"
+    stock = settings.model_copy(update={"kernels": "off"})
+    for model in models:
+        argv = worker_child(model, 0, stock, tmp_path).argv
+        assert argv[argv.index("--kernels") + 1] == "off"
 
 
 def test_the_curl_line_survives_a_shell():

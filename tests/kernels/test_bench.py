@@ -7,6 +7,7 @@ import json
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -363,6 +364,30 @@ open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps(rows))
     assert "- off: 0 kinds of kernel compiled after warm-up (JIT monitor: error)" in out
     ended = "the engine ended with 1 because late_kernel compiled after warm-up"
     assert f"- prefer: not measured: {ended}, see engine-prefer.log" in out
+
+
+def test_a_profiler_that_fails_costs_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Engine:
+        def __init__(self, **options: Any) -> None:
+            traces.append(Path(options["profiler_config"]["torch_profiler_dir"]))
+
+        def generate(self, prompts: list[Any], sampling: Any, use_tqdm: bool) -> None:
+            pass
+
+        def start_profile(self) -> None:
+            raise OSError("no CUPTI here")
+
+    traces: list[Path] = []
+    vllm = types.SimpleNamespace(LLM=Engine, SamplingParams=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    path = tmp_path / "profile.csv"
+    rows = engine.measure(Path("checkpoint"), "off", [1, 4], profile=path)
+    assert [row.batch for row in rows] == [1, 4]
+    assert "off: the profile failed: no CUPTI here" in capsys.readouterr().out
+    assert not path.exists()
+    assert not traces[0].exists()
 
 
 @pytest.mark.parametrize("jit_monitor", engine.JIT_MONITOR)

@@ -115,7 +115,7 @@ def test_vllm_takes_our_providers_and_classes(answer: dict[str, Any]) -> None:
 
 @pytest.mark.vllm
 def test_norms_that_ours_does_not_take_are_recorded_once(answer: dict[str, Any]) -> None:
-    loaded, traced, asked = answer["refusals"]["found"]
+    loaded, traced, asked, lowered, without_ops = answer["refusals"]["found"]
     assert loaded == traced == {}
     assert asked == {
         "rms_norm": [
@@ -127,6 +127,8 @@ def test_norms_that_ours_does_not_take_are_recorded_once(answer: dict[str, Any])
             "the residual: a row of 64 columns at stride 3",
         ],
     }
+    assert lowered == "the weight is torch.float64, the activations are torch.float32"
+    assert without_ops is False, "gauges could not read such ops"
     assert answer["refusals"]["again"] == [{}, {}], "the next model starts anew"
 
 

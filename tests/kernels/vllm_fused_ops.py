@@ -202,6 +202,14 @@ def refusals() -> dict[str, object]:
             add_norm(x, x.half(), weight, 1e-5)
             add_norm(x, torch.zeros(64, 3).t(), weight, 1e-5)
         found.append(record.read(path)["ops"]["refused"])
+        # As vLLM asks: in a backend, while Dynamo has a session.
+        torch.compile(
+            lambda y: y + 1, backend=lambda graph, _: norm(x, weight.double(), 1e-5) or graph
+        )(x)
+        found.append(record.read(path)["ops"]["refused"]["rms_norm"][-1])
+        record.write([], "require", path)
+        norm(x, weight.half(), 1e-5)
+        found.append("ops" in record.read(path))
         # A record that is gone must not end a worker.
         path.unlink()
         norm(x.half(), weight.half().double(), 1e-5)

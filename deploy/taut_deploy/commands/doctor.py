@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -230,15 +231,15 @@ def _plain_choices(
         if quantised is None:
             quantised = quantization.quantises(name)
         parts[name] = (layer.n, layer.k, quantization.scheme_of(name) if quantised else DENSE)
-    suited = suits_fused_ops(config, ())
+    suited, half = suits_fused_ops(config, ()), _is_half(config)
     choices = Counter[tuple[int, int, str, str]]()
     for name, (n, k, scheme) in _fuse(parts).items():
-        choices[n, k, *_choose_plain(name, n, k, scheme, suited=suited)] += 1
+        choices[n, k, *_choose_plain(name, (n, k), scheme, suited=suited, half=half)] += 1
     return choices
 
 
 def _choose_plain(
-    name: str, n: int, k: int, scheme: "LayerScheme", *, suited: bool
+    name: str, shape: tuple[int, int], scheme: "LayerScheme", *, suited: bool, half: bool
 ) -> tuple[str, str]:
     """Which kernel a layer [N, K] of others' making runs on, and what is against ours there."""
     if not scheme.judged:
@@ -247,7 +248,7 @@ def _choose_plain(
         return _THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
     if scheme.obstacle is not None:
         return _THEIR_KERNEL, scheme.obstacle
-    return _choose(scheme, (n, k), suited=suited)
+    return _choose(scheme, shape, suited=suited, half=half)
 
 
 def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, int, str, str]]:
@@ -258,16 +259,24 @@ def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int
     from taut_deploy.unasked import config_of, suits_fused_ops
 
     choices: Counter[tuple[int, int, str, str]] = Counter()
-    suited = suits_fused_ops(config_of(checkpoint), ())
+    config = config_of(checkpoint)
+    suited, half = suits_fused_ops(config, ()), _is_half(config)
     for (n, k, scheme), count in _fused_layers(checkpoint, manifest).items():
-        choices[n, k, *_choose(scheme, (n, k), suited=suited)] += count
+        choices[n, k, *_choose(scheme, (n, k), suited=suited, half=half)] += count
     return choices
 
 
-def _choose(layer: "LayerScheme", shape: tuple[int, int], *, suited: bool) -> tuple[str, str]:
+def _is_half(config: Mapping[str, Any]) -> bool:
+    """Whether a worker computes in fp16: on CUDA it takes the model's type, on a CPU bf16."""
+    return config.get("dtype", config.get("torch_dtype")) == "float16" and _gpu() is not None
+
+
+def _choose(
+    layer: "LayerScheme", shape: tuple[int, int], *, suited: bool, half: bool
+) -> tuple[str, str]:
     """Which kernel a layer of a scheme and shape [N, K] runs on, and what is against ours there.
 
-    ``suited``: whether fused ops are used unasked where engines were measured.
+    ``suited``: whether fused ops are used unasked where engines were measured; ``half``: fp16.
     """
     from taut_kernels.vllm_plugin import requested_mode
 
@@ -280,19 +289,20 @@ def _choose(layer: "LayerScheme", shape: tuple[int, int], *, suited: bool) -> tu
         return _THEIR_KERNEL, "TAUT_KERNELS=off"
     if layer.name in ("W8A8", "FP8"):
         return _choose_eight_bit(layer.name, gpu, mode, shape, suited=suited)
-    return _choose_four_bit(ours, gpu, mode, layer, shape)
+    return _choose_four_bit(ours, mode, layer, shape, half=half)
 
 
 def _choose_four_bit(
-    ours: str, gpu: str | None, mode: str, layer: "LayerScheme", shape: tuple[int, int]
+    ours: str, mode: str, layer: "LayerScheme", shape: tuple[int, int], *, half: bool
 ) -> tuple[str, str]:
-    """Likewise of W4A16 in bf16, where a layer is ours at every number of tokens or at none."""
+    """Likewise of W4A16, where a layer is ours at every number of tokens or at none."""
     import torch
 
     from taut_kernels.measured_w4a16 import remark
     from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
-    group, dtype = layer.group_size, torch.bfloat16
+    gpu, group = _gpu(), layer.group_size
+    dtype = torch.float16 if half else torch.bfloat16
     reason = why_not_ours(*shape, group, dtype=dtype, device="cuda" if gpu else "cpu")
     if reason := reason or why_not_preferred(gpu, mode, *shape):
         return _THEIR_KERNEL, reason

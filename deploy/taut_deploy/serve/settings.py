@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from taut_deploy.errors import RecipeError
 from taut_deploy.strict_yaml import parse_mapping, validate_mapping
@@ -14,9 +14,9 @@ class ServeSettings(BaseModel):
     """Settings of one ``taut serve``.
 
     ``kernels``, ``fused_ops`` and ``decode_attention`` are those of ``taut worker``, which chooses
-    where they are left out; the uncompressed baseline chooses its kernels itself. ``gateway`` is
-    merged into the gateway's configuration file as it is (admission, timeouts,
-    api_keys …).
+    where they are left out; the uncompressed baseline is not told ``require``, which nothing of it
+    could meet. ``gateway`` is merged into the gateway's configuration file as it is (admission,
+    timeouts, api_keys …).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,6 +35,12 @@ class ServeSettings(BaseModel):
     decode_attention: bool | None = None
     vllm_args: tuple[str, ...] = ()
     gateway: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("kernels", mode="before")
+    @classmethod
+    def _read_off(cls, value: object) -> object:
+        # YAML reads a bare `off` as false.
+        return "off" if value is False else value
 
 
 def load_serve_settings(path: Path | None, overrides: dict[str, Any]) -> ServeSettings:

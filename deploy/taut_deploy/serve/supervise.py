@@ -30,6 +30,7 @@ _GATEWAY_GRACE_S = 35.0
 
 def worker_child(model: ServedModel, index: int, settings: ServeSettings, logs: Path) -> ChildSpec:
     """How to start one worker of ``model``: through ``taut worker``, as anybody else would."""
+    requires = settings.kernels == "require"
     spec = WorkerSpec(
         checkpoint=model.directory,
         name=model.name,
@@ -37,7 +38,7 @@ def worker_child(model: ServedModel, index: int, settings: ServeSettings, logs: 
         max_model_len=settings.max_model_len,
         kv_cache_dtype=settings.kv_cache_dtype,
         kv_cache_gib=settings.kv_cache_gib,
-        kernels=settings.kernels if model.manifest else None,
+        kernels=None if requires and model.manifest is None else settings.kernels,
         fused_ops=settings.fused_ops,
         decode_attention=settings.decode_attention,
         extra=settings.vllm_args,

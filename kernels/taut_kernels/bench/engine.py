@@ -71,7 +71,7 @@ def measure(
         repeats: the median counts.
         jit_monitor: of :data:`JIT_MONITOR`.
         kv_cache_dtype: of vLLM's option of that name.
-        profile: the CSV for decode steps by kernel; traces lie beside it while they are read.
+        profile: the CSV for decode steps by kernel; none is written where it fails.
 
     Returns:
         One row a batch size.
@@ -124,8 +124,12 @@ def measure(
         rows.append(Row(mode, batch, batch * _ANSWER_TOKENS / whole, step))
     if profile and traces:
         calls = {b: functools.partial(seconds, b, _PROFILED_TOKENS) for b in batches}
-        engine_profile.record_all(llm, mode, calls, traces, profile)
-        shutil.rmtree(traces)
+        try:
+            engine_profile.record_all(llm, mode, calls, traces, profile)
+        except Exception as error:  # no profile is worth the figures before it
+            sys.stdout.write(f"{mode}: the profile failed: {error}\n")
+        finally:
+            shutil.rmtree(traces, ignore_errors=True)
     return rows
 
 

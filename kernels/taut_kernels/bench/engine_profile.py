@@ -1,6 +1,7 @@
 """Where an engine's decode step goes, by the card's clock: ``bench.engine --profile``.
 
-vLLM's own torch profiler records some steps of each batch size. A decode step is one CUDA graph,
+vLLM's own torch profiler records some steps of each batch size; it is configured, and idle, while
+the figures are measured. Where attention is in graphs a decode step is one CUDA graph,
 and all kernels of a replay carry the number of the launch, so the steps are found without marks.
 What a step takes beyond its replay is the sampler's and the host's: where it is more than a few
 hundred µs the host sets the pace.
@@ -44,15 +45,15 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A decode step of one batch size; µs, medians over the replays.
+    """A decode step of one batch size; µs, times of steps and replays are medians over them.
 
     Attributes:
         mode: of the engine.
         batch: sequences.
         step_us: from one replay's start to the next one's.
         replay_us: from a replay's first kernel to the end of its last.
-        kernels: name → calls and µs of one replay; early starts overlap, so that they may sum up
-            to more than ``replay_us``.
+        kernels: name → calls and µs of a replay, means; early starts overlap, so that they may sum
+            up to more than ``replay_us``.
     """
 
     mode: str
@@ -65,7 +66,7 @@ class Profile:
         """Yield the rows of the CSV, the longest first."""
         for name, (calls, us) in sorted(self.kernels.items(), key=lambda item: -item[1][1]):
             step, replay = f"{self.step_us:.1f}", f"{self.replay_us:.1f}"
-            yield (self.mode, self.batch, name, f"{calls:g}", f"{us:.1f}", step, replay)
+            yield (self.mode, self.batch, name[:_NAME], f"{calls:g}", f"{us:.1f}", step, replay)
 
 
 def options(directory: Path) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def _kernels(events: Iterable[dict[str, Any]]) -> Iterable[Kernel]:
     for event in events:
         if event.get("cat") == "kernel":
             launch = event["args"].get("correlation", -1)
-            yield Kernel(event["name"][:_NAME], event["ts"], event["dur"], launch)
+            yield Kernel(event["name"], event["ts"], event["dur"], launch)
 
 
 def _replays(kernels: Iterable[Kernel]) -> list[list[Kernel]]:

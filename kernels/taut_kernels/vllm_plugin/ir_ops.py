@@ -82,19 +82,20 @@ def _takes_add_norm(
 def _said_if_not(op: str, reason: str | None) -> bool:
     """Say whether a call is ours; log and record once why one is not.
 
-    vLLM asks where it lowers a graph, also where none of ours is live (nothing is then said). A
-    graph from its cache is not lowered again, and one that Dynamo traces may keep no side effects.
+    vLLM asks where it lowers a graph, and only providers that it was told of. A graph from its
+    cache is not lowered again, and one that Dynamo traces may keep no side effects.
     """
-    if reason is None or torch.compiler.is_compiling() or reason in refused.get(op, ()):
+    if reason is None or torch.compiler.is_dynamo_compiling() or reason in refused.get(op, ()):
         return reason is None
     refused.setdefault(op, []).append(reason)
     _logger.info("%s: calls that are not ours: %s", op, reason)
-    path = record.place()
-    if path is not None and path.exists():
-        try:
+    try:
+        path = record.place()
+        # One without ops is of a worker whose norms nobody asked about.
+        if path is not None and path.exists() and "ops" in record.read(path):
             record.amend(path, {"refused": refused})
-        except (OSError, ValueError) as error:
-            _logger.warning("the record says of norms what it did at loading: %s", error)
+    except (OSError, TypeError, ValueError) as error:
+        _logger.warning("the record says of norms what it did at loading: %s", error)
     return False
 
 
