@@ -2,7 +2,7 @@
 
 import sys
 
-from taut_deploy.worker import LOOPBACK, WorkerSpec
+from taut_deploy.worker import WorkerSpec
 
 
 def worker_command(spec: WorkerSpec) -> tuple[str, ...]:
@@ -15,9 +15,8 @@ def worker_command(spec: WorkerSpec) -> tuple[str, ...]:
         This interpreter, ``-m taut_deploy worker`` and its arguments.
     """
     argv = [sys.executable, "-m", "taut_deploy", "worker", str(spec.checkpoint)]
-    if spec.host != LOOPBACK:
-        argv += ["--host", spec.host]
-    argv += ["--port", str(spec.port), "--shutdown-timeout", str(spec.shutdown_timeout_s)]
+    argv += ["--host", spec.host, "--port", str(spec.port)]
+    argv += ["--shutdown-timeout", str(spec.shutdown_timeout_s)]
     argv += ["--kv-cache-dtype", spec.kv_cache_dtype, "--kv-cache-gib", str(spec.kv_cache_gib)]
     named = {
         "name": spec.name,

@@ -177,3 +177,36 @@ def make_scaled_mm_case(
         arrivals=make_arrivals(N, torch.device(device)),
         out_dtype=out_dtype,
     )
+
+
+EXTREMES = {
+    "zeros": ("fp8_gemm", 0.0, 0.0, 1.0),
+    "minus zeros": ("fp8_gemm", -0.0, 1.0, 1.0),
+    "largest e4m3": ("fp8_gemm", 448.0, -448.0, 2.0**-16),
+    "least e4m3": ("fp8_gemm", 2.0**-9, 2.0**-9, 2.0**10),
+    "saturated int8": ("w8a8_gemm", -128, 127, 2.0**-16),
+}
+"""Name → op, and the value of x, of the weights, and of their scale."""
+
+
+def extreme_case(
+    name: str, M: int, N: int, K: int, *, scaling: str = "row", device: str = "cpu"
+) -> ScaledMmCase:
+    """Everything one value, but for a column of outliers in every second feature.
+
+    Args:
+        name: of :data:`EXTREMES`.
+        M: rows.
+        N: output features.
+        K: input features.
+        scaling: as for :func:`make_scaled_mm_case`.
+        device: of all tensors.
+    """
+    op, x, weight, scale = EXTREMES[name]
+    case = make_scaled_mm_case(op, M, N, K, scaling=scaling, device=device)
+    case.x.fill_(x)
+    case.weight.fill_(weight)
+    case.weight[::2, 5] = 100
+    case.x_scale.fill_(1.0)
+    case.weight_scale.fill_(scale)
+    return case

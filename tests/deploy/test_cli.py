@@ -425,8 +425,8 @@ def test_help_names_every_option_in_full_on_a_narrow_terminal(room, command):
 
 def test_doctor_reads_a_checkpoint_s_zero_points(room):
     checkpoint = room / "checkpoint"
-    found = doctor._fused_layers(checkpoint, read_manifest(checkpoint))
     config = json.loads((checkpoint / "config.json").read_text())
+    found = doctor._manifest_layers(checkpoint, read_manifest(checkpoint), config).values()
     (group,) = config["quantization_config"]["config_groups"].values()
     zero_points = not group["weights"]["symmetric"]
     schemes = {(scheme.name, scheme.group_size, scheme.zero_points) for _, _, scheme in found}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from taut_kernels import formats, testing, tiles_wgmma
+from taut_kernels import formats, tiles_wgmma
 from taut_kernels.bench import (
     engine,
     engine_checkpoint,
@@ -23,7 +23,6 @@ from taut_kernels.bench import (
     tune_w4a16_decode,
     tune_w4a16_wgmma,
     w4a16,
-    w4a16_rivals,
 )
 from taut_kernels.bench.w4a16_layer import Layer, rows_to_check
 from taut_kernels.tiles_decode import DecodeTile
@@ -57,38 +56,6 @@ def test_report_names_the_best_rival_and_the_share(
         cells = list(csv.DictReader(file))
     assert [(c["kernel"], c["us"]) for c in cells][1] == ("Marlin", "15.000")
     assert cells[0]["weight_GB_per_s"] == "400.0"
-
-
-def test_vllms_triton_kernel_gets_the_layout_it_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its module's docstring (0.26 and 0.32): words [K, N/8] along N, scales [K/G, N]."""
-    asked: list[int] = []
-
-    def gemm(
-        a: torch.Tensor,
-        b_q: torch.Tensor,
-        scales: torch.Tensor,
-        qzeros: torch.Tensor | None,
-        group_size: int,
-        zp_bias: int = 8,
-    ) -> torch.Tensor:
-        assert a.is_contiguous() and b_q.is_contiguous() and scales.is_contiguous()
-        assert qzeros is None
-        asked.append(len(a))
-        nibbles = (b_q.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 0xF
-        weight = (nibbles.flatten(1) - zp_bias) * scales.repeat_interleave(group_size, 0).float()
-        return (a.float() @ weight).to(a.dtype)
-
-    name = "model_executor.kernels.linear.mixed_precision.triton_w4a16"
-    module = types.SimpleNamespace(triton_w4a16_gemm=gemm)
-    monkeypatch.setattr(w4a16_rivals, "_vllm", lambda *names: [{name: module}[n] for n in names])
-    case = testing.make_w4a16_case(5, 48, 128, 32, dtype=torch.bfloat16)
-    budget = 2 * testing.max_error(case.rounded_reference(), case.gold())
-    disk = (case.weight_packed, case.weight_scale, 32)
-    layer = Layer(case.x, *disk, rows_to_check(5, "cpu"), case.gold(), budget)
-    call = w4a16_rivals.PREPARE["vLLM Triton"](layer)
-    assert layer.why_wrong(call(case.x)) is None
-    assert layer.why_wrong(call(case.x[:2])) is None
-    assert asked == [5, 2]
 
 
 def test_a_wrong_result_is_named() -> None:

@@ -221,11 +221,15 @@ def test_machete_gets_what_its_kernel_class_prepares_within_the_budget(
 
 
 @every_format
-def test_vllms_triton_kernel_gets_zero_points_along_n(
+def test_vllms_triton_kernel_gets_the_layout_it_documents(
     given: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its module's docstring (0.26 and 0.32): qzeros [K/G, N/8], a bias where they are None."""
+    """Its module's docstring (0.26 and 0.32): words [K, N/8] along N, scales [K/G, N].
+
+    Zero points are [K/G, N/8], a bias where they are None.
+    """
     layer, group = _layer(given), _group(given)
+    asked: list[int] = []
 
     def gemm(
         a: torch.Tensor,
@@ -235,6 +239,8 @@ def test_vllms_triton_kernel_gets_zero_points_along_n(
         group_size: int,
         zp_bias: int = 8,
     ) -> torch.Tensor:
+        assert a.is_contiguous() and b_q.is_contiguous() and scales.is_contiguous()
+        asked.append(len(a))
         assert (group_size, scales.shape) == (group, (K // group, N))
         assert (qzeros is not None) == given.zero_points
         zeros: torch.Tensor | int = zp_bias
@@ -246,7 +252,10 @@ def test_vllms_triton_kernel_gets_zero_points_along_n(
         return (a.float() @ weight).to(a.dtype)
 
     _give(monkeypatch, triton_w4a16=types.SimpleNamespace(triton_w4a16_gemm=gemm))
-    assert layer.why_wrong(w4a16_rivals.vllm_triton(layer)(layer.x)) is None
+    call = w4a16_rivals.PREPARE["vLLM Triton"](layer)
+    assert layer.why_wrong(call(layer.x)) is None
+    assert layer.why_wrong(call(layer.x[:2])) is None
+    assert asked == [ROWS, 2]
 
 
 @every_format

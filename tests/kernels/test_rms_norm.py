@@ -257,14 +257,14 @@ def assert_quantised_alike(
     assert (q32 != wanted32).float().mean() <= 0.01
 
 
+def copy_of(residual: torch.Tensor | None) -> torch.Tensor | None:
+    return None if residual is None else residual.clone()
+
+
 def check_on_gpu(M: int, N: int, dtype: torch.dtype, with_residual: bool) -> None:
     x, weight, residual = operands(M, N, dtype, residual=with_residual, device="cuda")
     expected = gold(x, weight, residual)
-
-    def fresh() -> torch.Tensor | None:
-        return None if residual is None else residual.clone()
-
-    ours, theirs = fresh(), fresh()
+    ours, theirs = copy_of(residual), copy_of(residual)
     with testing.nan_poison():
         y = torch.ops.taut.rms_norm(x, weight, ours, EPSILON)
     testing.assert_within_budget(y, expected, rn.rms_norm_ref(x, weight, theirs, EPSILON))
@@ -273,10 +273,12 @@ def check_on_gpu(M: int, N: int, dtype: torch.dtype, with_residual: bool) -> Non
     scale = torch.tensor([0.02], device="cuda")
     for quantised in (row_quant.FP8, row_quant.INT8):
         with testing.nan_poison():
-            q, scales = torch.ops.taut.rms_norm_quant(x, weight, fresh(), EPSILON, quantised)
+            q, scales = torch.ops.taut.rms_norm_quant(
+                x, weight, copy_of(residual), EPSILON, quantised
+            )
         wanted, wanted_scales = row_quant.quantize_rows_ref(y, quantised)
         assert_quantised_alike(q, scales, wanted, wanted_scales)
-    static = torch.ops.taut.rms_norm_static_quant(x, weight, fresh(), EPSILON, scale)
+    static = torch.ops.taut.rms_norm_static_quant(x, weight, copy_of(residual), EPSILON, scale)
     wanted = row_quant.quantize_static_ref(y, scale)
     assert_quantised_alike(static, scale, wanted, scale)
 
@@ -341,19 +343,15 @@ def awkward_rows(
 def check_awkward_rows(N: int, with_residual: bool, dtype: torch.dtype) -> None:
     x, weight, residual = awkward_rows(N, dtype, residual=with_residual, device="cuda")
     expected = gold(x, weight, residual)
-
-    def fresh() -> torch.Tensor | None:
-        return None if residual is None else residual.clone()
-
-    ours, theirs = fresh(), fresh()
+    ours, theirs = copy_of(residual), copy_of(residual)
     with testing.nan_poison():
         y = torch.ops.taut.rms_norm(x, weight, ours, EPSILON)
     reference = rn.rms_norm_ref(x, weight, theirs, EPSILON)
     scale = torch.tensor([0.01], device="cuda")
     with testing.nan_poison():
-        static = torch.ops.taut.rms_norm_static_quant(x, weight, fresh(), EPSILON, scale)
+        static = torch.ops.taut.rms_norm_static_quant(x, weight, copy_of(residual), EPSILON, scale)
         dynamic = [
-            torch.ops.taut.rms_norm_quant(x, weight, fresh(), EPSILON, quantised)
+            torch.ops.taut.rms_norm_quant(x, weight, copy_of(residual), EPSILON, quantised)
             for quantised in (row_quant.FP8, row_quant.INT8)
         ]
     for i, name in enumerate(AWKWARD_ROWS):

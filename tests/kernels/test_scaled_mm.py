@@ -17,7 +17,9 @@ from taut_kernels.bench.scaled_mm_layer import SHAPES, make_layer
 from taut_kernels.gemm import _scaled_mm_launch, fp8, scaled_mm_variants, w8a8
 from taut_kernels.gemm._scaled_mm_launch import launch, launch_block
 from taut_kernels.testing_scaled_mm import (
+    EXTREMES,
     ScaledMmCase,
+    extreme_case,
     fp8_tensor_core_sums,
     make_scaled_mm_case,
 )
@@ -408,25 +410,7 @@ FP8_FORMS = [
     ScaledMmTile("few", 64, 64, 256, 4, 6, split_k=2),
     *BLOCK_FORMS,
 ]
-FP8_EXTREMES = {
-    "zeros": (0.0, 0.0, 1.0),
-    "minus zeros": (-0.0, 1.0, 1.0),
-    "largest e4m3": (448.0, -448.0, 2.0**-16),
-    "least e4m3": (2.0**-9, 2.0**-9, 2.0**10),
-}
-"""Of x, of the weights, and their scale."""
-
-
-def _extreme_case(name: str, K: int, scaling: str, device: str) -> ScaledMmCase:
-    """Everything one value, but for a column of outliers in every second feature."""
-    x, weight, scale = FP8_EXTREMES[name]
-    case = make_scaled_mm_case("fp8_gemm", 13, 200, K, scaling=scaling, device=device)
-    case.x.fill_(x)
-    case.weight.fill_(weight)
-    case.weight[::2, 5] = 100
-    case.x_scale.fill_(1.0)
-    case.weight_scale.fill_(scale)
-    return case
+FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
 def _cut_sums(case: ScaledMmCase, step: int) -> torch.Tensor:
@@ -448,7 +432,7 @@ def test_gpu_fp8_extreme_values(tile: ScaledMmTile) -> None:
     scaling, K = ("block", 2000) if tile in BLOCK_FORMS else ("row", 2064)
     step = BLOCK_GROUP if scaling == "block" else K
     for name in FP8_EXTREMES:
-        case = _extreme_case(name, K, scaling, "cuda")
+        case = extreme_case(name, 13, 200, K, scaling=scaling, device="cuda")
         gold, cut = case.gold(), _cut_sums(case, step)
         with testing.nan_poison():
             actual = _launch_case(tile, case)

@@ -17,7 +17,9 @@ from taut_kernels.gemm._scaled_mm_launch import launch
 from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.testing_gluon_memory import Shared, block, floats
 from taut_kernels.testing_scaled_mm import (
+    EXTREMES,
     ScaledMmCase,
+    extreme_case,
     fp8_tensor_core_sums,
     make_scaled_mm_case,
 )
@@ -126,32 +128,11 @@ def test_body_on_numpy_is_the_reference(
     check(tile, case)
 
 
-EXTREMES = {
-    "zeros": ("fp8_gemm", 0.0, 0.0, 1.0),
-    "minus zeros": ("fp8_gemm", -0.0, 1.0, 1.0),
-    "largest e4m3": ("fp8_gemm", 448.0, -448.0, 2.0**-16),
-    "least e4m3": ("fp8_gemm", 2.0**-9, 2.0**-9, 2.0**10),
-    "saturated int8": ("w8a8_gemm", -128, 127, 2.0**-16),
-}
-
-
-def extreme_case(name: str, N: int, K: int, device: str = "cpu") -> ScaledMmCase:
-    """Everything one value, but for a column of outliers in every second feature."""
-    op, x, weight, scale = EXTREMES[name]
-    case = make_scaled_mm_case(op, 70, N, K, device=device)
-    case.x.fill_(x)
-    case.weight.fill_(weight)
-    case.weight[::2, 5] = 100
-    case.x_scale.fill_(1.0)
-    case.weight_scale.fill_(scale)
-    return case
-
-
 @pytest.mark.usefixtures("on_numpy")
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("tile", [WIDE, TURNS, PARTS[0]], ids=str)
 def test_extreme_values_on_numpy(tile: ScaledMmTile, extreme: str) -> None:
-    check(tile, extreme_case(extreme, 264, 400))
+    check(tile, extreme_case(extreme, 70, 264, 400))
 
 
 @pytest.mark.usefixtures("on_numpy")
@@ -233,7 +214,7 @@ def test_gpu_matches_the_reference(
 def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
     if (tile.kernel, tile.block_n, EXTREMES[extreme][0]) == ("turns", 256, "w8a8_gemm"):
         pytest.skip("Triton has no int8 product of 256 columns")
-    case = extreme_case(extreme, 1104, 2064, "cuda")
+    case = extreme_case(extreme, 70, 1104, 2064, device="cuda")
     if case.op == "w8a8_gemm":
         check(tile, case)
         return
@@ -246,7 +227,7 @@ def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
 def test_the_sums_of_an_h200() -> None:
     """Errors the card made on 2026-11-23, in fp16: the model of its sums has to make the same."""
     for extreme, measured in (("largest e4m3", 109.3), ("least e4m3", 8.059)):
-        case = extreme_case(extreme, 2, 2064)
+        case = extreme_case(extreme, 70, 2, 2064)
         sums = fp8_tensor_core_sums(case.x[:1], case.weight) * EXTREMES[extreme][3]
         error = testing.max_error(sums.to(torch.float16), case.gold()[:1])
         assert error == pytest.approx(measured, rel=5e-4)

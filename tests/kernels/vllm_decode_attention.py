@@ -262,7 +262,9 @@ def recorded(backend: Any) -> None:
     lines: list[str] = []
     heard = logging.Handler()
     heard.emit = lambda line: lines.append(line.getMessage())
-    decode_attention._logger.addHandler(heard)
+    loggers = (decode_attention._logger, record._logger)
+    for logger in loggers:
+        logger.addHandler(heard)
     decode_attention._said.clear()
     model = torch.nn.ModuleList()
     for shared in (None, None, "layers.0.attn"):
@@ -307,7 +309,8 @@ def recorded(backend: Any) -> None:
     out = torch.zeros(2, HEADS, DIM).bfloat16()
     model[1].impl.forward(layer(), out, out, out, kv, batch([9, 9]), out)
     ANSWER["recorded"] = {"stages": stages, "lines": lines, "theirs": len(CALLS)}
-    decode_attention._logger.removeHandler(heard)
+    for logger in loggers:
+        logger.removeHandler(heard)
 
 
 def refused(backend: Any) -> None:

@@ -6,7 +6,7 @@ import platform
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from taut_deploy.layer_schemes import LayerScheme, Quantization
     from taut_deploy.layer_shapes import StoredLayer
 
-_Facts = TypeVar("_Facts")
+_Layers = dict[str, tuple[int, int, "LayerScheme"]]
+"""Name → N, K and how it is quantised."""
 
 _PACKAGES = (
     "taut",
@@ -189,7 +190,7 @@ def _explain_plain(directory: Path) -> dict[str, Any]:
     reason = quantization.why_not_judged()
     if reason is None:
         source, stored = _find_layers(directory, config, quantization)
-        choices = _plain_choices(config, quantization, stored)
+        choices = _count_choices(_plain_layers(quantization, stored), config)
     else:
         source = f"{_UNKNOWN_KERNEL}: {reason}"
     return {
@@ -218,51 +219,40 @@ def _find_layers(
     return f"{_UNKNOWN_KERNEL}: no safetensors here, and the sizes of {family!r} do not tell", {}
 
 
-def _plain_choices(
-    config: dict[str, Any], quantization: "Quantization", stored: "dict[str, StoredLayer]"
-) -> Counter[tuple[int, int, str, str]]:
-    """How many layers of each shape [N, K] run on which kernel, as :func:`_kernel_choices`."""
+def _plain_layers(quantization: "Quantization", stored: "dict[str, StoredLayer]") -> _Layers:
+    """Linear layers of others' making, as they are stored."""
     from taut_deploy.layer_schemes import DENSE
-    from taut_deploy.unasked import suits_fused_ops
 
-    parts: dict[str, tuple[int, int, LayerScheme]] = {}
+    layers: _Layers = {}
     for name, layer in stored.items():
         quantised = layer.quantised
         if quantised is None:
             quantised = quantization.quantises(name)
-        parts[name] = (layer.n, layer.k, quantization.scheme_of(name) if quantised else DENSE)
-    suited, half = suits_fused_ops(config, ()), _is_half(config)
-    choices = Counter[tuple[int, int, str, str]]()
-    for name, (n, k, scheme) in _fuse(parts).items():
-        choices[n, k, *_choose_plain(name, (n, k), scheme, suited=suited, half=half)] += 1
-    return choices
-
-
-def _choose_plain(
-    name: str, shape: tuple[int, int], scheme: "LayerScheme", *, suited: bool, half: bool
-) -> tuple[str, str]:
-    """Which kernel a layer [N, K] of others' making runs on, and what is against ours there."""
-    if not scheme.judged:
-        return _UNKNOWN_KERNEL, scheme.obstacle or ""
-    if ".experts." in name:
-        return _THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
-    if scheme.obstacle is not None:
-        return _THEIR_KERNEL, scheme.obstacle
-    return _choose(scheme, shape, suited=suited, half=half)
+        layers[name] = (layer.n, layer.k, quantization.scheme_of(name) if quantised else DENSE)
+    return layers
 
 
 def _kernel_choices(checkpoint: Path, manifest: "Manifest") -> Counter[tuple[int, int, str, str]]:
+    """As :func:`_count_choices`, of a taut checkpoint."""
+    from taut_deploy.unasked import config_of
+
+    config = config_of(checkpoint)
+    return _count_choices(_manifest_layers(checkpoint, manifest, config), config)
+
+
+def _count_choices(
+    layers: _Layers, config: Mapping[str, Any]
+) -> Counter[tuple[int, int, str, str]]:
     """How many layers of each shape [N, K] run on which kernel, and what is against ours.
 
     Asked of the layers as vLLM builds them on one device; tensor parallelism cuts other shapes.
     """
-    from taut_deploy.unasked import config_of, suits_fused_ops
+    from taut_deploy.unasked import suits_fused_ops
 
-    choices: Counter[tuple[int, int, str, str]] = Counter()
-    config = config_of(checkpoint)
     suited, half = suits_fused_ops(config, ()), _is_half(config)
-    for (n, k, scheme), count in _fused_layers(checkpoint, manifest).items():
-        choices[n, k, *_choose(scheme, (n, k), suited=suited, half=half)] += count
+    choices = Counter[tuple[int, int, str, str]]()
+    for name, (n, k, scheme) in _fuse(layers).items():
+        choices[n, k, *_choose(name, scheme, (n, k), suited=suited, half=half)] += 1
     return choices
 
 
@@ -272,12 +262,18 @@ def _is_half(config: Mapping[str, Any]) -> bool:
 
 
 def _choose(
-    layer: "LayerScheme", shape: tuple[int, int], *, suited: bool, half: bool
+    name: str, layer: "LayerScheme", shape: tuple[int, int], *, suited: bool, half: bool
 ) -> tuple[str, str]:
     """Which kernel a layer of a scheme and shape [N, K] runs on, and what is against ours there.
 
     ``suited``: whether fused ops are used unasked where engines were measured; ``half``: fp16.
     """
+    if not layer.judged:
+        return _UNKNOWN_KERNEL, layer.obstacle or ""
+    if ".experts." in name:
+        return _THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
+    if layer.obstacle is not None:
+        return _THEIR_KERNEL, layer.obstacle
     from taut_kernels.vllm_plugin import requested_mode
 
     gpu, mode = _gpu(), requested_mode()
@@ -336,31 +332,27 @@ def _choose_eight_bit(
     return kernel, remark.removeprefix("; ")
 
 
-def _fused_layers(
-    checkpoint: Path, manifest: "Manifest"
-) -> "Counter[tuple[int, int, LayerScheme]]":
-    """How many layers vLLM builds of each [N, K] and scheme."""
+def _manifest_layers(checkpoint: Path, manifest: "Manifest", config: Mapping[str, Any]) -> _Layers:
+    """Compressed layers of a taut checkpoint, as they are stored."""
     from taut_deploy.layer_schemes import LayerScheme, read_quantization
-    from taut_deploy.unasked import config_of
 
-    shapes, told = _layer_shapes(checkpoint), read_quantization(config_of(checkpoint))
-    parts: dict[str, tuple[int, int, LayerScheme]] = {}
+    shapes, told = _layer_shapes(checkpoint), read_quantization(config)
+    layers: _Layers = {}
     for layer in manifest.layers:
         name, group = str(layer["name"]), layer["group_size"] or -1
         zero_points = told.scheme_of(name).zero_points
-        scheme = LayerScheme(manifest.scheme, group, zero_points=zero_points)
-        parts[name] = (*shapes[name], scheme)
-    return Counter(_fuse(parts).values())
+        layers[name] = (*shapes[name], LayerScheme(manifest.scheme, group, zero_points=zero_points))
+    return layers
 
 
-def _fuse(layers: dict[str, tuple[int, int, _Facts]]) -> dict[str, tuple[int, int, _Facts]]:
-    """Put layers [N, K] together as vLLM does, with the facts of the last part."""
-    fused: dict[str, tuple[int, int, _Facts]] = {}
-    for name, (n, k, facts) in layers.items():
+def _fuse(layers: _Layers) -> _Layers:
+    """Put layers together as vLLM does, with the scheme of the last part."""
+    fused: _Layers = {}
+    for name, (n, k, scheme) in layers.items():
         parent, _, leaf = name.rpartition(".")
         merged = f"{parent}.{_MERGED.get(leaf, leaf)}"
         before = fused[merged][0] if merged in fused else 0
-        fused[merged] = (before + n, k, facts)
+        fused[merged] = (before + n, k, scheme)
     return fused
 
 

@@ -157,7 +157,7 @@ def _in_own_process(
     command += [argument for batch in batches for argument in ("--batch", str(batch))]
     by_kernel = directory / f"engine-{_in_a_name(mode)}-profile.csv"
     if profile:
-        command += ["--profile", str(by_kernel)]
+        command += ["--profile-to", str(by_kernel)]
     variables = environment(mode, directory / f"engine-{_in_a_name(mode)}-kernels.json")
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "rows.json"
@@ -218,12 +218,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-cache-dtype", default="auto", help="of every mode, as vLLM spells it")
     parser.add_argument(
         "--profile",
-        nargs="?",
-        const=True,
-        type=Path,
+        action="store_true",
         help="profile some steps of each mode, too, after its figures: where a step goes",
     )
     parser.add_argument("--worker", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--profile-to", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -292,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             batches,
             jit_monitor=arguments.jit_monitor,
             kv_cache_dtype=arguments.kv_cache_dtype,
-            profile=arguments.profile,
+            profile=arguments.profile_to,
         )
         text = json.dumps([asdict(row) for row in rows])
         arguments.output.write_text(text, encoding="utf-8")
@@ -320,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             csv_path,
             arguments.jit_monitor,
             cached,
-            profile=bool(arguments.profile),
+            profile=arguments.profile,
         )
 
 

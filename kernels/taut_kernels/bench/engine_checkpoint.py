@@ -155,12 +155,12 @@ def _four_bits(
     scale = torch.rand(N, K // group_size, generator=generator, device=device) + 0.5
     # 1 to 15 stand for -7 to 7, of deviation 4.3. With -8, too, their mean would not be 0, and 32
     # layers of that answer every prompt with the same token (H200, 2026-11-23).
-    values = torch.randint(1, 16, (N, K // 8, 8), generator=generator, device=device)
+    stored = torch.randint(1, 16, (N, K), generator=generator, device=device)
     tensors = {
         "weight_scale": (scale * (0.2 / K**0.5)).bfloat16(),
         "weight_shape": torch.tensor([N, K]),
     }
-    values = (values.view(N, K) - formats.SYMMETRIC_ZERO).to(torch.int8)
+    values = (stored - formats.SYMMETRIC_ZERO).to(torch.int8)
     if zero_points:
         # -1 or 0: with either -7 to 7 above it are in 4 bits.
         zeros = torch.randint(0, 2, scale.shape, generator=generator, device=device)

@@ -7,7 +7,7 @@ import datetime
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,7 +105,12 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object
 
 
 def write(
-    rows: Sequence[Row], notes: Sequence[str], ceiling: float, directory: Path, name: str
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    ceiling: float,
+    directory: Path,
+    name: str,
+    more: Mapping[str, str] | None = None,
 ) -> None:
     """Write ``<name>.csv`` and ``<name>.md``.
 
@@ -115,22 +120,23 @@ def write(
         ceiling: copy rate of the card, bytes a second.
         directory: made if missing.
         name: of the files.
+        more: last columns of the CSV, and what every row has there.
 
     Raises:
         OSError: they cannot be written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(_COLUMNS)
-        for row in rows:
-            time = row.timing
-            cells = (row.shape, row.N, row.K, row.M, row.kernel)
-            figures = (time.median, time.p20, time.p80)
-            rates = (f"{row.rate / 1e9:.1f}", f"{row.rate / row.ceiling:.4f}")
-            writer.writerow([*cells, *(f"{us:.3f}" for us in figures), *rates])
+    more = more or {}
+    cells = ([*_cells(row), *more.values()] for row in rows)
+    write_csv(directory / f"{name}.csv", [*_COLUMNS, *more], cells)
     text = _markdown(rows, notes, ceiling)
     (directory / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    time = row.timing
+    figures = (f"{us:.3f}" for us in (time.median, time.p20, time.p80))
+    rates = (f"{row.rate / 1e9:.1f}", f"{row.rate / row.ceiling:.4f}")
+    return (row.shape, row.N, row.K, row.M, row.kernel, *figures, *rates)
 
 
 def _markdown(rows: Sequence[Row], notes: Sequence[str], ceiling: float) -> str:

@@ -7,7 +7,7 @@ alone. ``-tp8`` is one rank's slice of eight: qkv and gate_up are cut along N, o
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -73,12 +73,25 @@ TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 384, 512, 768, 1024, 1664, 2048,
 """What ``--tokens all`` stands for."""
 
 
-def _models(text: str) -> list[str]:
-    names = text.split(",")
+def some_of(text: str, known: Iterable[str]) -> list[str]:
+    """Read names with commas between them from a command line.
+
+    Args:
+        text: the names.
+        known: those there are.
+
+    Raises:
+        ArgumentTypeError: one is none of them.
+    """
+    names, known = text.split(","), list(known)
     for name in names:
-        if name not in MODELS:
-            raise argparse.ArgumentTypeError(f"{name!r}: use some of {', '.join(MODELS)}")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r}: use some of {', '.join(known)}")
     return names
+
+
+def _models(text: str) -> list[str]:
+    return some_of(text, MODELS)
 
 
 def token_counts(text: str) -> list[int]:

@@ -9,14 +9,13 @@ ours (:mod:`.measured_table`), and no figure of another format must come into it
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from taut_kernels.bench import report
+from taut_kernels.bench import report, shapes
 from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE
 from taut_kernels.gemm import w4a16
 
@@ -66,10 +65,7 @@ DEFAULT = Format()
 
 
 def _group_sizes(text: str) -> list[int]:
-    for part in text.split(","):
-        if part not in _GROUPS:
-            raise argparse.ArgumentTypeError(f"{part!r}: use some of {', '.join(_GROUPS)}")
-    return [_GROUPS[part] for part in text.split(",")]
+    return [_GROUPS[name] for name in shapes.some_of(text, _GROUPS)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,12 +123,8 @@ def write(
         return
     named = [replace(row, kernel=given.kernel(row.kernel)) for row in rows]
     notes = [f"every row: {_in_words(given)}", *notes]
-    report.write(named, notes, ceiling, directory, given.file_name)
-    path = directory / f"{given.file_name}.csv"
-    with path.open(newline="", encoding="utf-8") as file:
-        head, *cells = csv.reader(file)
-    ended = [[*row, *given.cells()] for row in cells]
-    report.write_csv(path, [*head, *COLUMNS], ended)
+    more = dict(zip(COLUMNS, given.cells(), strict=True))
+    report.write(named, notes, ceiling, directory, given.file_name, more)
 
 
 def _in_words(given: Format) -> str:

@@ -274,13 +274,7 @@ def conclude(model: torch.nn.Module, mode: str) -> dict[str, list[dict[str, Any]
 
 def correct_record() -> None:
     """Count again and write that to the record: a layer turned out otherwise than at loading."""
-    path = record.place()
-    if path is None or not path.exists():
-        return
-    try:
-        record.amend(path, _counted(requested_mode()))
-    except (OSError, ValueError) as error:
-        _logger.warning("the record says of attention what it did at loading: %s", error)
+    record.correct(_counted(requested_mode()))
 
 
 def _counted(mode: str) -> dict[str, list[dict[str, Any]]]:

@@ -89,13 +89,7 @@ def _said_if_not(op: str, reason: str | None) -> bool:
         return reason is None
     refused.setdefault(op, []).append(reason)
     _logger.info("%s: calls that are not ours: %s", op, reason)
-    try:
-        path = record.place()
-        # One without ops is of a worker whose norms nobody asked about.
-        if path is not None and path.exists() and "ops" in record.read(path):
-            record.amend(path, {"refused": refused})
-    except (OSError, TypeError, ValueError) as error:
-        _logger.warning("the record says of norms what it did at loading: %s", error)
+    record.correct({"refused": refused})
     return False
 
 

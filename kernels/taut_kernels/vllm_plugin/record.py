@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 
 REPORT_VARIABLE = "TAUT_KERNELS_REPORT"
 FORMAT = 1
+_logger = logging.getLogger(__name__)
 
 
 def make_place() -> None:
@@ -81,6 +83,22 @@ def amend(path: Path, ops: dict[str, Any]) -> None:
     document = read(path)
     document["ops"] = document.get("ops", {}) | ops
     _replace(path, document)
+
+
+def correct(ops: dict[str, Any]) -> None:
+    """Amend this worker's record, if there is one; log why where it cannot be, and go on.
+
+    Args:
+        ops: as for :func:`amend`.
+    """
+    try:
+        path = place()
+        # A record without ops is of a worker whose norms and attention nobody asked about.
+        if path is not None and path.exists() and "ops" in read(path):
+            amend(path, ops)
+    except (OSError, TypeError, ValueError) as error:
+        parts = ", ".join(ops)
+        _logger.warning("the record says of %s what it did at loading: %s", parts, error)
 
 
 def _replace(path: Path, document: dict[str, Any]) -> None:
