@@ -229,9 +229,10 @@ def test_engine_checkpoint_is_what_vllm_and_our_layout_expect(
 def test_weights_with_zero_points_have_the_values_of_symmetric_ones() -> None:
     N, K, G = 64, 256, 32
     drawn = engine_checkpoint._four_bits(N, K, G, True, torch.Generator().manual_seed(0))
-    zeros = formats.unpack_zero_point(drawn["weight_zero_point"], N)
+    packed = engine_checkpoint._pack_quantized(*drawn)
+    zeros = formats.unpack_zero_point(packed["weight_zero_point"], N)
     assert set(zeros.unique().tolist()) == {-1, 0}
-    values = formats.unpack_weight(drawn["weight_packed"], K)
+    values = formats.unpack_weight(packed["weight_packed"], K)
     assert values.min() == -8, "a nibble of 0 is used"
     values = values.view(N, -1, G) - zeros.unsqueeze(-1)
     assert set(values.unique().tolist()) == set(range(-7, 8))

@@ -2,7 +2,15 @@
 
 Standard compressed-tensors files: W4A16 (``pack-quantized``) in symmetric groups of 128 and, as
 taut's own recipe has it, in groups of 32 with zero points; W8A8 in int8 (``int-quantized``) and in
-e4m3 (``float-quantized``), scales a channel, activations a token.
+e4m3 (``float-quantized``), scales a channel, activations a token. Also what GPTQModel (AutoGPTQ)
+and AutoAWQ write, 4 bits in groups of 128; a nibble at bits 4i..4i+3 of a word is its i-th:
+
+``gptq`` (version 1: stored zeros are one less; symmetric, no act-order)
+    ``qweight``  [K/8, N] int32 along K    ``qzeros``  [K/G, N/8] int32 along N
+    ``scales``   [K/G, N] float16          ``g_idx``   [K] int32: a column's group
+``awq`` (``gemm``, zero points)
+    ``qweight``  [K, N/8] int32 along N    ``qzeros``  [K/G, N/8] int32 along N
+    ``scales``   [K/G, N] float16          place i of a word is column ``_AWQ_ORDER[i]`` of its 8
 """
 
 from __future__ import annotations
@@ -34,17 +42,52 @@ LLAMA_3_8B: dict[str, Any] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-_FOUR_BITS = {"w4a16": (128, False), "w4a16-g32-zp": (32, True)}
+_FOUR_BITS = {
+    "w4a16": (128, False),
+    "w4a16-g32-zp": (32, True),
+    "gptq": (128, False),
+    "awq": (128, True),
+}
 """Scheme → group size, and whether there are zero points."""
 _FORMATS = {
-    **dict.fromkeys(_FOUR_BITS, "pack-quantized"),
+    "w4a16": "pack-quantized",
+    "w4a16-g32-zp": "pack-quantized",
     "int8": "int-quantized",
     "fp8": "float-quantized",
 }
-SCHEMES = tuple(_FORMATS)
+_OTHER_FILES: dict[str, dict[str, Any]] = {
+    "gptq": {
+        "bits": 4,
+        "checkpoint_format": "gptq",
+        "desc_act": False,
+        "group_size": 128,
+        "lm_head": False,
+        "pack_dtype": "int32",
+        "quant_method": "gptq",
+        "sym": True,
+    },
+    "awq": {
+        "bits": 4,
+        "group_size": 128,
+        "modules_to_not_convert": None,
+        "quant_method": "awq",
+        "version": "gemm",
+        "zero_point": True,
+    },
+}
+"""Schemes that are not compressed-tensors → their ``quantization_config``."""
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+SCHEMES = (*_FORMATS, *_OTHER_FILES)
+
+
+def _dtype(scheme: str) -> torch.dtype:
+    # AutoGPTQ and AutoAWQ quantise in fp16 and keep scales so; their checkpoints say float16.
+    return torch.float16 if scheme in _OTHER_FILES else torch.bfloat16
 
 
 def _quantization(scheme: str) -> dict[str, Any]:
+    if scheme in _OTHER_FILES:
+        return _OTHER_FILES[scheme]
     weights: dict[str, Any] = {"symmetric": True, "dynamic": False}
     activations: dict[str, Any] | None = None
     if scheme in _FOUR_BITS:
@@ -79,8 +122,12 @@ def write(directory: Path, scheme: str, config: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True)
-    text = json.dumps(config | {"quantization_config": _quantization(scheme)})
-    (directory / "config.json").write_text(text, encoding="utf-8")
+    dtype = _dtype(scheme)
+    said = {
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "quantization_config": _quantization(scheme),
+    }
+    (directory / "config.json").write_text(json.dumps(config | said), encoding="utf-8")
     generator = torch.Generator(_device()).manual_seed(0)
     files: dict[str, str] = {}
     for layer in range(config["num_hidden_layers"]):
@@ -90,9 +137,9 @@ def write(directory: Path, scheme: str, config: dict[str, Any]) -> None:
         files |= dict.fromkeys(tensors, name)
     vocabulary, hidden = config["vocab_size"], config["hidden_size"]
     outer = {
-        "model.embed_tokens.weight": _normal((vocabulary, hidden), 0.08, generator),
-        "lm_head.weight": _normal((vocabulary, hidden), 0.05, generator),
-        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+        "model.embed_tokens.weight": _normal((vocabulary, hidden), 0.08, generator).to(dtype),
+        "lm_head.weight": _normal((vocabulary, hidden), 0.05, generator).to(dtype),
+        "model.norm.weight": torch.ones(hidden, dtype=dtype),
     }
     save_file(outer, directory / "model-outer.safetensors")
     files |= dict.fromkeys(outer, "model-outer.safetensors")
@@ -130,14 +177,15 @@ def _layer(
         for part, tensor in _linear(N, K, scheme, generator).items():
             tensors[f"{prefix}{name}.{part}"] = tensor.cpu()
     for name in ("input_layernorm", "post_attention_layernorm"):
-        tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        tensors[f"{prefix}{name}.weight"] = torch.ones(hidden, dtype=_dtype(scheme))
     return tensors
 
 
 def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Draw a layer whose outputs are of order 1."""
     if scheme in _FOUR_BITS:
-        return _four_bits(N, K, *_FOUR_BITS[scheme], generator)
+        write_out = {"gptq": _gptq, "awq": _awq}.get(scheme, _pack_quantized)
+        return write_out(*_four_bits(N, K, *_FOUR_BITS[scheme], generator))
     device = generator.device
     scale = torch.rand(N, 1, generator=generator, device=device) + 0.5
     values = torch.randn(N, K, generator=generator, device=device)
@@ -150,21 +198,62 @@ def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str
 
 def _four_bits(
     N: int, K: int, group_size: int, zero_points: bool, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Draw int8 weights [N, K] in -8..7, scales [N, K/G], and zero points [N, K/G] if asked for."""
     device = generator.device
     scale = torch.rand(N, K // group_size, generator=generator, device=device) + 0.5
     # 1 to 15 stand for -7 to 7, of deviation 4.3. With -8, too, their mean would not be 0, and 32
     # layers of that answer every prompt with the same token (H200, 2026-11-23).
     stored = torch.randint(1, 16, (N, K), generator=generator, device=device)
-    tensors = {
-        "weight_scale": (scale * (0.2 / K**0.5)).bfloat16(),
-        "weight_shape": torch.tensor([N, K]),
-    }
     values = (stored - formats.SYMMETRIC_ZERO).to(torch.int8)
-    if zero_points:
-        # -1 or 0: with either -7 to 7 above it are in 4 bits.
-        zeros = torch.randint(0, 2, scale.shape, generator=generator, device=device)
-        zeros = (zeros - 1).to(torch.int8)
+    scale *= 0.2 / K**0.5
+    if not zero_points:
+        return values, scale, None
+    # -1 or 0: with either -7 to 7 above it are in 4 bits.
+    zeros = torch.randint(0, 2, scale.shape, generator=generator, device=device)
+    zeros = (zeros - 1).to(torch.int8)
+    return values + zeros.repeat_interleave(group_size, dim=1), scale, zeros
+
+
+def _pack_quantized(
+    values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    tensors = {
+        "weight_packed": formats.pack_weight(values),
+        "weight_scale": scale.bfloat16(),
+        "weight_shape": torch.tensor(values.shape),
+    }
+    if zeros is not None:
         tensors["weight_zero_point"] = formats.pack_zero_point(zeros)
-        values += zeros.repeat_interleave(group_size, dim=1)
-    return tensors | {"weight_packed": formats.pack_weight(values)}
+    return tensors
+
+
+def _gptq(
+    values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    K = values.shape[1]
+    columns = torch.arange(K, dtype=torch.int32, device=values.device)
+    one_less = (torch.zeros_like(scale, dtype=torch.int8) if zeros is None else zeros) - 1
+    return {
+        "qweight": formats.pack_weight(values).t().contiguous(),
+        "qzeros": formats.pack_weight(one_less.t()),
+        "scales": scale.t().half().contiguous(),
+        "g_idx": columns // (K // scale.shape[1]),
+    }
+
+
+def _awq(
+    values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    assert zeros is not None, "AutoAWQ's files have zero points"
+    return {
+        "qweight": _awq_words(values.t()),
+        "qzeros": _awq_words(zeros.t()),
+        "scales": scale.t().half().contiguous(),
+    }
+
+
+def _awq_words(rows: torch.Tensor) -> torch.Tensor:
+    """Pack int8 [rows, columns] along columns, eight to a word in AWQ's order."""
+    eights = rows.reshape(len(rows), -1, formats.NIBBLES_PER_WORD)
+    return formats.pack_weight(eights[:, :, _AWQ_ORDER].flatten(1))
