@@ -214,6 +214,8 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
     """
     if op == "fp8_block" and (tile.kernel, tile.block_k) != ("ring", BLOCK_GROUP):
         return f"fp8_block needs kernel ring and block_k 128, got {tile}"
+    if op == "fp8_block" and tile.block_n > BLOCK_GROUP:
+        return f"fp8_block needs block_n of at most 128, one block of weights, got {tile}"
     if tile.kernel != "ring" and N % 8:
         return f"kernel {tile.kernel} needs N % 8 == 0 (16-byte rows), got {N}"
     if (tile.kernel, tile.block_n, op) == ("turns", 256, "w8a8_gemm"):

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench.scaled_mm_candidates import BUCKETS, SHARED_BYTES, candidates, ring_bytes
+from taut_kernels.bench.scaled_mm_candidates import (
+    BUCKETS,
+    SHARED_BYTES,
+    block_candidates,
+    candidates,
+    ring_bytes,
+)
 from taut_kernels.bench.scaled_mm_layer import SHAPES
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
@@ -173,6 +179,7 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
         ([_row(tile=FEW | {"early": True})], "early needs kernel ring"),
         ([_row(tile=FEW, N=60)], "kernel few needs N % 8 == 0"),
         ([_row(tile=FEW, op="fp8_block")], "fp8_block needs kernel ring"),
+        ([_row(op="fp8_block", tile=TILE | {"block_n": 256})], "block_n of at most 128"),
         ([_row(tile=FEW | {"block_m": 32})], "few needs block_m 64 or 128 and .* got 32×64"),
         ([_row(tile=FEW | {"block_n": 192})], "few needs block_m 64 or 128 and .* got 128×192"),
         ([_row(tile=FEW | {"block_k": 64})], "few needs block_k 128 or 256, num_warps 4 and"),
@@ -278,3 +285,20 @@ def test_candidates_fit_the_card_and_the_tables(shape: str) -> None:
             assert ring_bytes(tile) <= SHARED_BYTES
             assert K % (tile.block_k * tile.split_k) == 0
             assert isinstance(tile, ScaledMmTile)
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_candidates_of_blocks_fit_the_card_the_kernel_and_the_tables(shape: str) -> None:
+    N, K = SHAPES[shape]
+    for max_m, Ms in BUCKETS:
+        found = list(block_candidates(N, K, Ms[-1]))
+        assert found[0] == rule("fp8_block", N, K, Ms[-1])
+        assert len(set(found)) > 5
+        for tile in found:
+            row = _row(op="fp8_block", N=N, K=K, tile=dataclasses.asdict(tile), max_m=max_m)
+            parse(_text(row, *(() if max_m is None else (_row(op="fp8_block", N=N, K=K),))), shape)
+            assert not tile.early
+            assert ring_bytes(tile) <= SHARED_BYTES
+            assert (tile.block_m, tile.block_n, tile.num_warps) != (128, 128, 4), "it spills"
+            # A layer's counters are for 64 features a program.
+            assert tile.block_n >= 64

@@ -2,6 +2,7 @@
 
 Every kernel computes every M once and is held to the error budget first; what fails is reported and
 not timed. Writes ``scaled_mm_<kind>.csv``, ``.md`` with GPU, driver, versions and date, and a plot.
+Block-wise FP8 has rivals of its own and runs with ``--kind fp8-block`` only.
 """
 
 from __future__ import annotations
@@ -13,10 +14,24 @@ from pathlib import Path
 
 import torch
 
-from taut_kernels.bench import plots, report, scaled_mm_rivals, shapes, timing
-from taut_kernels.bench.scaled_mm_layer import KINDS, SHAPES, make_layer
+from taut_kernels.bench import (
+    plots,
+    report,
+    scaled_mm_block_rivals,
+    scaled_mm_rivals,
+    shapes,
+    timing,
+)
+from taut_kernels.bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, KINDS, SHAPES, make_layer
 
 DEFAULT_TOKENS = (1, 4, 16, 32, 64, 128, 256, 1024, 4096)
+_PREPARE = dict.fromkeys(KINDS, scaled_mm_rivals.PREPARE) | {
+    BLOCK_KIND: scaled_mm_block_rivals.PREPARE
+}
+_NOT_RIVALS = dict.fromkeys(KINDS, scaled_mm_rivals.NOT_RIVALS) | {
+    BLOCK_KIND: scaled_mm_block_rivals.NOT_RIVALS
+}
+_KERNELS = sorted({name for table in _PREPARE.values() for name in table})
 
 
 def _measure_shape(
@@ -28,9 +43,9 @@ def _measure_shape(
     notes: list[str],
 ) -> list[report.Row]:
     N, K = shapes.PRODUCTS[shape]
-    layer = make_layer(KINDS[kind], N, K, max(tokens))
+    layer = make_layer(ALL_KINDS[kind], N, K, max(tokens))
     copies = [layer.weight.clone() for _ in range(timing.copies_needed(layer.weight_bytes()))]
-    ready = scaled_mm_rivals.prepare_all(layer, list(names), copies, notes)
+    ready = scaled_mm_rivals.prepare_all(layer, list(names), copies, notes, _PREPARE[kind])
     rows = []
     for M in tokens:
         subjects = scaled_mm_rivals.checked_subjects(layer, ready, M, notes)
@@ -47,9 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where ours was wrong or did not run."""
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.scaled_mm")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--kind", action="append", choices=sorted(KINDS))
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=sorted(ALL_KINDS),
+        help=f"of product, repeatable; without it: {', '.join(KINDS)}",
+    )
     shapes.add_arguments(parser)
-    parser.add_argument("--kernel", action="append", choices=sorted(scaled_mm_rivals.PREPARE))
+    parser.add_argument("--kernel", action="append", choices=_KERNELS)
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.stderr.write("error: taut_kernels.bench.scaled_mm needs a CUDA device\n")
@@ -59,13 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = False
     for kind in arguments.kind or KINDS:
         rows: list[report.Row] = []
-        notes = list(scaled_mm_rivals.NOT_RIVALS)
+        notes = list(_NOT_RIVALS[kind])
         for shape in shapes.chosen(arguments, SHAPES):
             rows += _measure_shape(
                 kind,
                 shape,
                 arguments.tokens or DEFAULT_TOKENS,
-                arguments.kernel or tuple(scaled_mm_rivals.PREPARE),
+                arguments.kernel or tuple(_PREPARE[kind]),
                 ceiling,
                 notes,
             )

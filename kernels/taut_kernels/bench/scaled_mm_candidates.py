@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from taut_kernels.tiles_scaled_mm import (
     MULTIPROCESSORS,
     ScaledMmTile,
+    rule,
     tiles_of_few,
     tiles_of_parts,
+    why_not_for,
 )
 
 BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
@@ -81,19 +83,23 @@ def _middling_tokens(N: int, K: int, M: int, fp8: bool) -> Iterator[ScaledMmTile
         (128, 256, 8, 4),
         (256, 128, 8, 4),
     ):
-        if block_m > max(64, M):
-            continue
-        programs = -(-N // block_n) * -(-M // block_m)
-        for split in (1, 2, 4):
-            if split > 1 and (block_m < M or programs * split > 2 * MULTIPROCESSORS):
-                continue
-            if K % (128 * split) == 0:
-                yield ScaledMmTile("ring", block_m, block_n, 128, warps, stages, split)
+        if block_m <= max(64, M):
+            yield from _splits(ScaledMmTile("ring", block_m, block_n, 128, warps, stages), N, K, M)
     if M > 64:
         yield from _many_tokens(fp8)
     if is_of_few(M):
         for tile in dict.fromkeys(dataclasses.replace(t, split_k=1) for t in tiles_of_few()):
             yield from cuts_of_few(tile, N, K, M)
+
+
+def _splits(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
+    """Yield a ring with K split while one tile holds the tokens and two waves the programs."""
+    programs = -(-N // tile.block_n) * -(-M // tile.block_m)
+    for split in (1, 2, 4):
+        if split > 1 and (tile.block_m < M or programs * split > 2 * MULTIPROCESSORS):
+            continue
+        if K % (tile.block_k * split) == 0:
+            yield dataclasses.replace(tile, split_k=split)
 
 
 def is_of_few(M: int) -> bool:
@@ -158,6 +164,34 @@ def candidates(
         yield from _middling_tokens(N, K, M, fp8)
     if M > 256:
         yield from _many_tokens(fp8)
+
+
+def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTile]:
+    """Yield the tiles of block-wise FP8 worth compiling: rings within one block of weights.
+
+    The rule's comes first, so that tuning never ends behind it.
+
+    Args:
+        N: output features.
+        K: input features.
+        M: most tokens of the bucket.
+        early: as of :func:`candidates`.
+
+    Yields:
+        Tiles, maybe twice; all but the rule's divide K evenly.
+    """
+    yield rule("fp8_block", N, K, M)
+    if M <= 64:
+        few = _few_tokens(N, K, max(16, M), early)
+        yield from (tile for tile in few if why_not_for(tile, "fp8_block", N) is None)
+    if M < 64:
+        return
+    for block_m, block_n, warps, stages in itertools.product(
+        (64, 128), (64, 128), (4, 8), (3, 4, 5, 6)
+    ):
+        # A thread holds the sum and a step's product: with 4 warps 128 × 128 of each do not fit.
+        if block_m <= M and (block_m, block_n, warps) != (128, 128, 4):
+            yield from _splits(ScaledMmTile("ring", block_m, block_n, 128, warps, stages), N, K, M)
 
 
 def early_starts(tile: ScaledMmTile) -> list[ScaledMmTile]:

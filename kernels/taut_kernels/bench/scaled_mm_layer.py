@@ -9,15 +9,21 @@ import torch
 from taut_kernels import testing
 from taut_kernels.bench.shapes import LLAMA3_8B_PRODUCTS
 from taut_kernels.gemm import fp8, w8a8
+from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
 
 SHAPES = LLAMA3_8B_PRODUCTS
 """N × K of the products measured unless others are asked for."""
 KINDS = {"fp8": "fp8_gemm", "int8": "w8a8_gemm"}
 """Name on the command line → op."""
+BLOCK_KIND = "fp8-block"
+"""FP8 with 128×128 blocks of weights and groups of 128 activations: measured where asked for."""
+ALL_KINDS = KINDS | {BLOCK_KIND: fp8.BLOCK_OP}
 OUT_DTYPE = torch.bfloat16
 
 _NOTHING_GRANTED = 14336
 """K up to which FP8 results held the budget without what the tensor cores cut off."""
+_CUT_A_STEP = 2.0**-14
+"""Share of the largest output that Hopper's FP8 tensor cores lose in 32 products."""
 
 
 def _rms(values: torch.Tensor) -> float:
@@ -30,14 +36,14 @@ def _rms_error(values: torch.Tensor, gold: torch.Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Operands of one product, scales per token and per channel as vLLM's dynamic schemes have.
+    """Operands of one product, scaled as vLLM's dynamic schemes do it.
 
     Attributes:
-        op: ``fp8_gemm`` or ``w8a8_gemm``.
+        op: ``fp8_gemm`` or ``w8a8_gemm``, scales per token and per channel; or ``fp8_block``.
         x: [M, K] e4m3 or int8.
         weight: [N, K] as ``x``.
-        x_scale: [M, 1] fp32.
-        weight_scale: [N, 1] fp32.
+        x_scale: [M, 1] fp32; with ``fp8_block`` [M, ceil(K/128)].
+        weight_scale: [N, 1] fp32; with ``fp8_block`` [ceil(N/128), ceil(K/128)].
         gold: [M, N] fp64.
         reference: [M, N] bf16, the specification's result.
     """
@@ -59,11 +65,11 @@ class Layer:
 
         What Hopper's FP8 tensor cores cut off a sum (`testing_scaled_mm`) is granted beyond the
         longest K for which it was never needed; there the RMS error has to be small, too, as one
-        step of K left out would not leave it.
+        step of K left out would not leave it. Block-wise sums end after 128 products.
         """
-        M, K = y.shape[0], self.x.shape[1]
+        M = y.shape[0]
         gold, reference = self.gold[:M], self.reference[:M]
-        lost = K / 32 * 2.0**-14 if self.op == "fp8_gemm" and K > _NOTHING_GRANTED else 0.0
+        lost = self._granted_loss()
         if lost and y.isfinite().all():
             most = 2 * (_rms_error(reference, gold) + torch.finfo(y.dtype).eps * _rms(gold))
             most += lost / 2 * _rms(gold)
@@ -77,34 +83,46 @@ class Layer:
             return str(error)
         return None
 
+    def _granted_loss(self) -> float:
+        """Return the share of the largest output that tensor cores may have cut off."""
+        K = self.x.shape[1]
+        if self.op == fp8.BLOCK_OP:
+            return BLOCK_GROUP / 32 * _CUT_A_STEP
+        return K / 32 * _CUT_A_STEP if self.op == fp8.OP and K > _NOTHING_GRANTED else 0.0
 
-def make_layer(op: str, N: int, K: int, M: int, seed: int = 0) -> Layer:
-    """Draw a product on the current CUDA device, outputs of order 1.
+
+def make_layer(op: str, N: int, K: int, M: int, seed: int = 0, device: str = "cuda") -> Layer:
+    """Draw a product whose outputs are of order 1.
 
     Args:
-        op: ``fp8_gemm`` or ``w8a8_gemm``.
+        op: ``fp8_gemm``, ``w8a8_gemm`` or ``fp8_block``.
         N: output features.
         K: input features.
         M: most tokens that will be asked for.
         seed: of the generator.
+        device: where to put the operands.
 
     Returns:
         The layer.
     """
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def draw(rows: int) -> torch.Tensor:
-        values = torch.randn(rows, K, generator=generator, device="cuda")
-        if op == "fp8_gemm":
+        values = torch.randn(rows, K, generator=generator, device=device)
+        if op != w8a8.OP:
             return values.to(fp8.DTYPE)
         return (values * 32).round().clamp(-127, 127).to(torch.int8)
 
     def scale(rows: int, middle: float) -> torch.Tensor:
-        return (torch.rand(rows, 1, generator=generator, device="cuda") + 0.5) * middle
+        uniform = torch.rand(rows, scale_columns, generator=generator, device=device)
+        return (uniform + 0.5) * middle
 
-    unit = 1.0 if op == "fp8_gemm" else 1 / 32
+    block_wise = op == fp8.BLOCK_OP
+    scale_columns = -(-K // BLOCK_GROUP) if block_wise else 1
+    scale_rows = -(-N // BLOCK_GROUP) if block_wise else N
+    unit = 1 / 32 if op == w8a8.OP else 1.0
     x, weight = draw(M), draw(N)
-    x_scale, weight_scale = scale(M, unit), scale(N, unit / K**0.5)
+    x_scale, weight_scale = scale(M, unit), scale(scale_rows, unit / K**0.5)
     gold = _product(op, x, weight, x_scale.double(), weight_scale.double(), torch.float64)
     reference = _product(op, x, weight, x_scale, weight_scale, OUT_DTYPE)
     return Layer(op, x, weight, x_scale, weight_scale, gold, reference)
@@ -118,6 +136,6 @@ def _product(
     weight_scale: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    if op == "fp8_gemm":
+    if op != w8a8.OP:
         return fp8.fp8_gemm_ref(x, weight, x_scale, weight_scale, None, None, out_dtype)
     return w8a8.w8a8_gemm_ref(x, weight, x_scale, weight_scale, None, None, None, None, out_dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from taut_kernels.bench import report
-from taut_kernels.bench.scaled_mm_layer import KINDS
+from taut_kernels.bench.scaled_mm_layer import ALL_KINDS
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.timing import Timing
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
@@ -109,7 +109,7 @@ class Results:
         """Keep the times of a bucket's candidates, best first.
 
         Args:
-            kind: of :data:`KINDS`.
+            kind: of :data:`ALL_KINDS`.
             shape: of :data:`PRODUCTS`.
             Ms: numbers of tokens.
             found: µs at each of them.
@@ -129,7 +129,7 @@ class Results:
         """Make a bucket's rows.
 
         Args:
-            kind: of :data:`KINDS`.
+            kind: of :data:`ALL_KINDS`.
             shape: of :data:`PRODUCTS`.
             max_m: most tokens of the bucket.
             finals: at each of its numbers of tokens.
@@ -142,7 +142,7 @@ class Results:
         N, K = PRODUCTS[shape]
         rivals = [{name: t.median for name, t in final.rivals.items()} for final in part.finals]
         return {
-            "op": KINDS[kind],
+            "op": ALL_KINDS[kind],
             "N": N,
             "K": K,
             "max_m": part.max_m,

@@ -8,7 +8,7 @@ installed raises `UnavailableError` with the reason.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class UnavailableError(RuntimeError):
 
 
 def taut(layer: Layer, weight: torch.Tensor) -> Call:
-    """Our op, as the plugin calls it."""
+    """Our op, as the plugin calls it; the layer's scales say which form of FP8 it is."""
     arrivals = make_arrivals(weight.shape[0], weight.device)
 
     def fp8_call(M: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ def taut(layer: Layer, weight: torch.Tensor) -> Call:
         )
         return y
 
-    return fp8_call if layer.op == "fp8_gemm" else int8_call
+    return int8_call if layer.op == "w8a8_gemm" else fp8_call
 
 
 def _vllm(name: str) -> Any:
@@ -154,7 +154,8 @@ NOT_RIVALS = (
     "torch.compile: no row: it calls torch._scaled_mm or torch._int_mm, which are there",
 )
 """Named in every report, with the reason."""
-UNSCALED = ("_scaled_mm tensor", "_int_mm")
+DENSE = "cuBLAS bf16 (other weights)"
+UNSCALED = ("_scaled_mm tensor", "_int_mm", DENSE)
 """Rivals that leave the scales out: their results are not comparable."""
 
 
@@ -169,25 +170,33 @@ def subject(name: str, calls: list[Call], M: int) -> Subject:
 
 
 def prepare_all(
-    layer: Layer, names: list[str], copies: list[torch.Tensor], notes: list[str]
+    layer: Layer,
+    names: list[str],
+    copies: list[torch.Tensor],
+    notes: list[str],
+    table: Mapping[str, Prepare] = PREPARE,
 ) -> dict[str, list[Call]]:
     """Prepare each kernel on every copy of the weights; one that cannot run leaves a note.
 
     Args:
         layer: the product.
-        names: keys of :data:`PREPARE`.
+        names: of kernels.
         copies: of the weights, each [N, K].
         notes: where reasons go.
+        table: how to prepare the kernels of this kind.
 
     Returns:
         Calls by name.
     """
     ready = {}
     for name in names:
+        where = f"{name} on {layer.op} {tuple(layer.weight.shape)}"
+        if name not in table:
+            notes.append(f"{where}: not run: not among the kernels of this kind")
+            continue
         try:
-            ready[name] = [PREPARE[name](layer, weight) for weight in copies]
+            ready[name] = [table[name](layer, weight) for weight in copies]
         except REFUSED as error:
-            where = f"{name} on {layer.op} {tuple(layer.weight.shape)}"
             notes.append(f"{where}: not run: {first_line(error)}")
     return ready
 

@@ -3,7 +3,8 @@
 Candidates are compiled first, in parallel (their form does not depend on N and K), then held to the
 error budget and timed at each number of tokens; the best of each bucket are timed against the
 rivals in turn, which makes a table for ``taut_kernels/tiles``. At few tokens the second kind tries
-only what did best for the first: both move the same bytes through the same kernel.
+only what did best for the first: both move the same bytes through the same kernel. Block-wise FP8
+has a kernel, candidates and rivals of its own and runs with ``--kind fp8-block`` only.
 
 Written after every bucket: ``table.json`` (products whose every bucket was timed), ``finals.csv``
 (ours and the rivals in turn) and ``all.json`` (every candidate). What fails is a line of the log.
@@ -27,18 +28,29 @@ from pathlib import Path
 import torch
 import triton
 
-from taut_kernels.bench import scaled_mm_rivals, shapes, timing
+from taut_kernels.bench import scaled_mm_block_rivals, scaled_mm_rivals, shapes, timing
 from taut_kernels.bench.refusal import REFUSED, first_line
-from taut_kernels.bench.scaled_mm_candidates import BUCKETS, candidates
+from taut_kernels.bench.scaled_mm_candidates import BUCKETS, block_candidates, candidates
 from taut_kernels.bench.scaled_mm_known_tiles import known_tiles
-from taut_kernels.bench.scaled_mm_layer import KINDS, OUT_DTYPE, SHAPES, Layer, make_layer
+from taut_kernels.bench.scaled_mm_layer import (
+    ALL_KINDS,
+    BLOCK_KIND,
+    KINDS,
+    OUT_DTYPE,
+    SHAPES,
+    Layer,
+    make_layer,
+)
 from taut_kernels.bench.scaled_mm_results import Final, Results
-from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.gemm import fp8
+from taut_kernels.gemm._scaled_mm_launch import launch, launch_block, make_arrivals
+from taut_kernels.tiles_scaled_mm import BLOCK_GROUP, ScaledMmTile
 
 VLLM = "CUTLASS"
-"""The kernel vLLM itself runs on Hopper."""
+"""The kernel vLLM itself runs on Hopper; of block-wise FP8 where it has no DeepGEMM."""
 RIVALS = (VLLM, "_scaled_mm rows", "_scaled_mm tensor", "_int_mm")
+BLOCK_RIVALS = (VLLM, "cuBLAS blocks")
+"""DeepGEMM compiles for seconds at most numbers of tokens: `bench.scaled_mm` times it."""
 KNOWN = "try only tiles that won on a measured shape, with K split otherwise; look less long"
 _FEW_TOKENS = 64
 """Most for which the second kind tries only what did best for the first."""
@@ -75,6 +87,22 @@ class Effort:
 FULL, QUICK = Effort(12, 30, 1500, 8), Effort(3, 12, 800, 4)
 
 
+def _launch(
+    op: str,
+    tile: ScaledMmTile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    arrivals: torch.Tensor,
+) -> torch.Tensor:
+    """Run a product of any kind, without zero points and bias."""
+    scales = (x_scale, weight_scale)
+    if op == fp8.BLOCK_OP:
+        return launch_block(tile, x, weight, *scales, None, arrivals, OUT_DTYPE)
+    return launch(tile, x, weight, *scales, None, None, None, arrivals, OUT_DTYPE)
+
+
 def _compile(job: Job) -> str | None:
     """Compile one form into Triton's cache; a line where it does not compile."""
     op, tile = job
@@ -82,11 +110,13 @@ def _compile(job: Job) -> str | None:
     dtype = torch.int8 if op == "w8a8_gemm" else torch.float8_e4m3fn
     x = torch.zeros(tile.block_m, K, dtype=torch.int8, device="cuda").view(dtype)
     weight = torch.zeros(tile.block_n, K, dtype=torch.int8, device="cuda").view(dtype)
-    x_scale = torch.ones(tile.block_m, 1, device="cuda")
-    w_scale = torch.ones(tile.block_n, 1, device="cuda")
+    of_blocks = op == fp8.BLOCK_OP
+    groups = K // BLOCK_GROUP if of_blocks else 1
+    x_scale = torch.ones(tile.block_m, groups, device="cuda")
+    w_scale = torch.ones(1 if of_blocks else tile.block_n, groups, device="cuda")
     arrivals = make_arrivals(tile.block_n, x.device)
     try:
-        launch(tile, x, weight, x_scale, w_scale, None, None, None, arrivals, OUT_DTYPE)
+        _launch(op, tile, x, weight, x_scale, w_scale, arrivals)
         torch.cuda.synchronize()
     except (triton.CompilationError, triton.OutOfResources, RuntimeError) as error:
         return f"{op} {tile}: {first_line(error)}"
@@ -144,7 +174,7 @@ class Tuning:
         """Tune one product, bucket by bucket.
 
         Args:
-            kind: of :data:`KINDS`.
+            kind: of :data:`ALL_KINDS`.
             shape: of :data:`taut_kernels.bench.shapes.PRODUCTS`.
             tiles: candidates, by bucket.
         """
@@ -153,7 +183,7 @@ class Tuning:
             return
         try:
             layer, copies = self._operands(kind, shape, tiles)
-            ready = scaled_mm_rivals.prepare_all(layer, list(RIVALS), copies, self.results.notes)
+            ready = _prepared_rivals(kind, layer, copies, self.results.notes)
         except REFUSED as error:
             _say(f"{kind} {shape}: not run: {first_line(error)}")
             return
@@ -170,7 +200,7 @@ class Tuning:
     def _operands(self, kind: str, shape: str, buckets: Iterable[Bucket]) -> tuple[Layer, Copies]:
         torch.cuda.empty_cache()
         most = max(M for _, Ms in buckets for M in Ms)
-        layer = make_layer(KINDS[kind], *shapes.PRODUCTS[shape], most)
+        layer = make_layer(ALL_KINDS[kind], *shapes.PRODUCTS[shape], most)
         count = timing.copies_needed(layer.weight_bytes())
         return layer, [layer.weight.clone() for _ in range(count)]
 
@@ -193,13 +223,13 @@ class Tuning:
         self.results.add_candidates(kind, shape, Ms, found)
         for tile, us in list(found.items())[: self.top]:
             shown = " ".join(f"{value:8.2f}" for value in us)
-            _say(f"{kind:5}{shape:22} M={Ms} {shown}  {tile}")
+            _say(f"{kind} {shape:22} M={Ms} {shown}  {tile}")
         if not found:
             return
         best = finalists(found)
         finals = [self._final(layer, M, best, copies, ready) for M in Ms]
         for final in finals:
-            _say(f"{kind:5}{shape:22} {final}")
+            _say(f"{kind} {shape:22} {final}")
         self.results.conclude(kind, shape, max_m, finals)
 
     def _search(
@@ -266,22 +296,21 @@ def finalists(found: Times) -> list[ScaledMmTile]:
     return list(dict.fromkeys([*list(found)[:2], *best]))
 
 
+def _prepared_rivals(
+    kind: str, layer: Layer, copies: Copies, notes: list[str]
+) -> dict[str, list[scaled_mm_rivals.Call]]:
+    if kind == BLOCK_KIND:
+        table = scaled_mm_block_rivals.PREPARE
+        return scaled_mm_rivals.prepare_all(layer, list(BLOCK_RIVALS), copies, notes, table)
+    return scaled_mm_rivals.prepare_all(layer, list(RIVALS), copies, notes)
+
+
 def _subject(layer: Layer, tile: ScaledMmTile, M: int, copies: Copies) -> timing.Subject:
     arrivals = [make_arrivals(layer.weight.shape[0], layer.x.device) for _ in copies]
 
     def call(i: int) -> torch.Tensor:
-        return launch(
-            tile,
-            layer.x[:M],
-            copies[i],
-            layer.x_scale[:M],
-            layer.weight_scale,
-            None,
-            None,
-            None,
-            arrivals[i],
-            OUT_DTYPE,
-        )
+        operands = (layer.x[:M], copies[i], layer.x_scale[:M], layer.weight_scale)
+        return _launch(layer.op, tile, *operands, arrivals[i])
 
     return timing.Subject(str(tile), call, len(copies))
 
@@ -297,17 +326,24 @@ def _plan(
     plan: Tiles = {}
     for kind in kinds:
         for name in names:
-            (N, K), op = shapes.PRODUCTS[name], KINDS[kind]
+            (N, K), op = shapes.PRODUCTS[name], ALL_KINDS[kind]
             for bucket in buckets:
                 Ms = bucket[1]
                 if known:
                     # Its lower end may want another tile, but for few tokens.
                     ends = Ms if Ms[0] > _FEW_TOKENS else Ms[-1:]
                     found = [tile for M in ends for tile in known_tiles(op, N, K, M)]
+                elif kind == BLOCK_KIND:
+                    found = list(block_candidates(N, K, Ms[-1], early=early))
                 else:
                     found = list(candidates(N, K, Ms[-1], early=early, fp8=op == KINDS["fp8"]))
                 plan[kind, name, bucket] = list(dict.fromkeys(found))
     return plan
+
+
+def _borrows(kind: str, first_kind: str) -> bool:
+    """Say whether what did best for the first kind does for this one, where bytes count."""
+    return kind != first_kind and BLOCK_KIND not in (kind, first_kind)
 
 
 def _first_jobs(plan: Tiles, at_once: bool) -> list[Job]:
@@ -319,9 +355,9 @@ def _first_jobs(plan: Tiles, at_once: bool) -> list[Job]:
     """
     first_kind = next(iter(plan))[0]
     return [
-        (KINDS[kind], tile)
+        (ALL_KINDS[kind], tile)
         for (kind, _, (_, Ms)), tiles in plan.items()
-        if at_once or kind == first_kind or Ms[-1] > _FEW_TOKENS
+        if at_once or not _borrows(kind, first_kind) or Ms[-1] > _FEW_TOKENS
         for tile in tiles
     ]
 
@@ -342,13 +378,13 @@ def run(tuning: Tuning, compilers: Compilers, plan: Tiles) -> None:
                 for (its_kind, its_shape, bucket), some in plan.items()
                 if (its_kind, its_shape) == (kind, shape)
             }
-            if kind != first_kind:
-                # Where bytes count, what did best for one kind does for the other.
+            if _borrows(kind, first_kind):
                 for bucket in tiles:
                     best = tuning.results.best(first_kind, shape, bucket[1], tuning.effort.kept)
                     if best and bucket[1][-1] <= _FEW_TOKENS:
                         tiles[bucket] = best
-                compilers.compile((KINDS[kind], tile) for some in tiles.values() for tile in some)
+                jobs = ((ALL_KINDS[kind], tile) for some in tiles.values() for tile in some)
+                compilers.compile(jobs)
             tuning.product(kind, shape, tiles)
 
 
@@ -365,7 +401,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.tune_scaled_mm")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--kind", action="append", choices=sorted(KINDS))
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=sorted(ALL_KINDS),
+        help=f"of product, repeatable; without it: {', '.join(KINDS)}",
+    )
     shapes.add_arguments(parser)
     parser.add_argument("--known", action="store_true", help=KNOWN)
     parser.add_argument("--seconds", type=float, help="start nothing new after so long")
