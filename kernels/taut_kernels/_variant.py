@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,3 +41,17 @@ class KernelVariant:
     targets: tuple[str, ...] = ("sm_80", "sm_90")
     allowed_spill_bytes: int = 0
     descriptors: dict[str, str] = field(default_factory=dict)
+
+
+def each_once(variants: Iterable[KernelVariant]) -> Iterator[KernelVariant]:
+    """Yield variants without those that were there before: a table may name a rule's own tile.
+
+    Args:
+        variants: whose labels tell them apart, with the tile and the targets.
+    """
+    seen: set[tuple[object, ...]] = set()
+    for variant in variants:
+        key = (variant.label, variant.tile, variant.targets)
+        if key not in seen:
+            seen.add(key)
+            yield variant

@@ -13,9 +13,13 @@ where decode ≥ 1 and √(decode · prefill) ≥ 1: a worker spends its steps i
 may be bought with as large a loss in prefill. Each half counts once, however many M it was measured
 at. A shape or a card nobody measured is not preferred.
 
-Measured is bf16 with symmetric groups of 128; other groups, zero points and fp16 of the same shape
-are taken to stand as these do, and :func:`remark` says so of such a layer.
-`taut_kernels.bench.measured_table` writes a table from benchmarks.
+A row is of bf16, and of symmetric groups of 128 unless it has a ``format``
+(:mod:`.weight_format`); the row of a layer's own format decides where there is one. Without one,
+groups of 64 and of a channel, zero points with groups of 128 and fp16 are taken to stand as the
+shape does in symmetric groups of 128, and :func:`remark` says so of such a layer. Groups of 32 are
+not: with them the same tiles lost up to half of their lead and more. They stand or fall by a row of
+groups of 32, with zero points or without. `taut_kernels.bench.measured_table` writes a table from
+benchmarks.
 """
 
 from __future__ import annotations
@@ -28,11 +32,12 @@ from typing import Any
 
 import torch
 
-from taut_kernels import _tile_tables
+from taut_kernels import _tile_tables, weight_format
+from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 _ROW_FIELDS = {"N", "K", "M", "us", "vllm_us"}
-_GROUP_SIZE = 128
-"""Of what was measured, symmetric and with bf16 activations."""
+_ALONE = 32
+"""Groups that no row of other groups stands for."""
 DECODE_TOKENS = 64
 """Most tokens of what counts as decode; above, a call is mostly prefill."""
 
@@ -75,23 +80,37 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTable:
-    """The measured shapes of one card, by (N, K)."""
+    """The measured shapes of one card, by (N, K, format)."""
 
     gpu: str
-    shapes: dict[tuple[int, int], Measured]
+    shapes: dict[tuple[int, int, WeightFormat], Measured]
+
+    def standing(self, N: int, K: int, weights: WeightFormat) -> WeightFormat | None:
+        """Return the format whose row a layer stands by, None where there is none.
+
+        Args:
+            N: output features of the layer's shard.
+            K: input features of the layer's shard.
+            weights: its format.
+        """
+        alone = weights.group_size == _ALONE
+        others = [near for near in weights.tried if near is not DEFAULT] if alone else [DEFAULT]
+        found = (near for near in (weights, *others) if (N, K, near) in self.shapes)
+        return next(found, None)
 
 
 def _geomean(ratios: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
 
 
-def _parse_row(row: dict[str, Any]) -> tuple[tuple[int, int], Measured]:
-    if set(row) != _ROW_FIELDS or len({len(row[key]) for key in ("M", "us", "vllm_us")}) > 1:
+def _parse_row(row: dict[str, Any]) -> Measured:
+    fields = set(row) - {weight_format.FIELD}
+    if fields != _ROW_FIELDS or len({len(row[key]) for key in ("M", "us", "vllm_us")}) > 1:
         raise ValueError(f"a row needs exactly {sorted(_ROW_FIELDS)}, the last three of one length")
     if len(set(row["M"])) != len(row["M"]):
         raise ValueError("an M is there twice")
     times = zip(row["M"], row["us"], row["vllm_us"], strict=True)
-    return (row["N"], row["K"]), Measured({M: theirs / ours for M, ours, theirs in times})
+    return Measured({M: theirs / ours for M, ours, theirs in times})
 
 
 def parse(text: str, where: str) -> MeasuredTable:
@@ -109,16 +128,18 @@ def parse(text: str, where: str) -> MeasuredTable:
             ``where`` and the shape.
     """
     gpu, listed = _tile_tables.rows_of(text, where)
-    found: dict[tuple[int, int], Measured] = {}
+    found: dict[tuple[int, int, WeightFormat], Measured] = {}
     for row in listed:
+        place = f"{where}: N={row.get('N')} K={row.get('K')}"
+        weights = weight_format.of_row(row, place)
         try:
-            shape, measured = _parse_row(row)
+            measured = _parse_row(row)
         except (ValueError, ZeroDivisionError) as error:
-            place = f"{where}: N={row.get('N')} K={row.get('K')}"
             raise ValueError(f"{place}: {error}") from error
-        if shape in found:
-            raise ValueError(f"{where}: N={shape[0]} K={shape[1]} is there twice")
-        found[shape] = measured
+        key = (row["N"], row["K"], weights)
+        if key in found:
+            raise ValueError(f"{place} is there twice in {weights}")
+        found[key] = measured
     return MeasuredTable(gpu, found)
 
 
@@ -128,13 +149,14 @@ def tables() -> dict[str, MeasuredTable]:
     return _tile_tables.load_all("w4a16_measured", parse)
 
 
-def why_not_preferred(gpu: str, N: int, K: int) -> str | None:
-    """Say why a layer of this shape stays with vLLM.
+def why_not_preferred(gpu: str, N: int, K: int, weights: WeightFormat = DEFAULT) -> str | None:
+    """Say why a layer of this shape and format stays with vLLM.
 
     Args:
         gpu: card name.
         N: output features of the layer's shard.
         K: input features of the layer's shard.
+        weights: its format.
 
     Returns:
         A reason, or None where ours won by the module's rule.
@@ -142,9 +164,11 @@ def why_not_preferred(gpu: str, N: int, K: int) -> str | None:
     table = tables().get(gpu)
     if table is None:
         return f"not measured against vLLM's kernels on {gpu}"
-    measured = table.shapes.get((N, K))
-    if measured is None:
-        return f"{N}×{K} not measured against vLLM's kernels on {gpu}"
+    standing = table.standing(N, K, weights)
+    if standing is None:
+        groups = f" in groups of {_ALONE}" if weights.group_size == _ALONE else ""
+        return f"{N}×{K}{groups} not measured against vLLM's kernels on {gpu}"
+    measured = table.shapes[N, K, standing]
     if measured.wins:
         return None
     return (
@@ -153,21 +177,26 @@ def why_not_preferred(gpu: str, N: int, K: int) -> str | None:
     )
 
 
-def slower_in_places(gpu: str | None, N: int, K: int) -> str | None:
+def slower_in_places(
+    gpu: str | None, N: int, K: int, weights: WeightFormat = DEFAULT
+) -> str | None:
     """Say at which numbers of tokens ours was measured slower on a layer it serves all the same.
 
     Args:
         gpu: card name, None outside CUDA.
         N: output features of the layer's shard.
         K: input features of the layer's shard.
+        weights: its format.
 
     Returns:
         For example ``slower than vLLM's at 32, 256 tokens (0.89 to 0.96 of its speed)``; None where
         it never was, or nobody measured.
     """
     table = tables().get(gpu or "")
-    measured = table.shapes.get((N, K)) if table else None
-    slow = {M: ratio for M, ratio in measured.ratios.items() if ratio < 1} if measured else {}
+    standing = table.standing(N, K, weights) if table else None
+    if table is None or standing is None:
+        return None
+    slow = {M: ratio for M, ratio in table.shapes[N, K, standing].ratios.items() if ratio < 1}
     if not slow:
         return None
     tokens = ", ".join(str(M) for M in sorted(slow))
@@ -194,14 +223,20 @@ def remark(
         that was timed; None where nothing is to be said, or no such card or shape was measured.
     """
     table = tables().get(gpu or "")
-    if table is None or (N, K) not in table.shapes:
+    weights = weight_format.of_layer(group_size, K, has_zeros=has_zeros)
+    if table is None:
         return None
-    parts = [slower_in_places(gpu, N, K)]
-    if (group_size, dtype, has_zeros) != (_GROUP_SIZE, torch.bfloat16, False):
+    # Groups of 32 without a row run where they are asked for.
+    timed = table.standing(N, K, weights) or table.standing(N, K, DEFAULT)
+    if timed is None:
+        return None
+    parts = [slower_in_places(gpu, N, K, weights)]
+    if (group_size, dtype, has_zeros) != (timed.group_size, torch.bfloat16, timed.zero_points):
         form = "a channel" if group_size in (-1, 0, K) else str(group_size)
         zeros = " with zero points" if has_zeros else ""
+        symmetric = "" if timed.zero_points else "symmetric "
         parts.append(
-            f"timed in symmetric groups of {_GROUP_SIZE} in bf16, not in groups of {form}{zeros}"
-            f" in {str(dtype).removeprefix('torch.')}"
+            f"timed in {symmetric}{weight_format.in_words(timed)} in bf16, not in groups of"
+            f" {form}{zeros} in {str(dtype).removeprefix('torch.')}"
         )
     return "; ".join(filter(None, parts)) or None

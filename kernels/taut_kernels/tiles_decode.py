@@ -5,8 +5,9 @@ A table is ``tiles/w4a16_decode-<card>.json``::
     {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
      "rows": [{"N": …, "K": …, "max_m": 8 | 16, "tile": {…}, "us": [µs per call, …]}, …]}
 
-``tile`` has exactly the fields of :class:`DecodeTile`. A shape that no table of the card
-names takes :func:`rule`. The layout of the weights does not depend on the tile.
+``tile`` has exactly the fields of :class:`DecodeTile`. A row may have a ``format``
+(:mod:`.weight_format`); a layer takes the row of its own, else of the nearest. A shape that no
+table of the card names takes :func:`rule`. The layout of the weights does not depend on the tile.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from taut_kernels import _tile_tables
+from taut_kernels import _tile_tables, weight_format
 from taut_kernels.tiles_w4a16_cost import MULTIPROCESSORS, Cost, Cut, estimate, fastest
+from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 UNIT = 512
@@ -88,10 +90,10 @@ class DecodeTile:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTable:
-    """The measured tiles of one card, by (N, K, token tiles)."""
+    """The measured tiles of one card, by (N, K, token tiles, format)."""
 
     gpu: str
-    tiles: dict[tuple[int, int, int], DecodeTile]
+    tiles: dict[tuple[int, int, int, WeightFormat], DecodeTile]
 
 
 def parse(text: str, where: str) -> DecodeTable:
@@ -108,13 +110,14 @@ def parse(text: str, where: str) -> DecodeTable:
         ValueError: an unknown key, a missing field, or a shape named twice; names ``where``.
     """
     gpu, listed = _tile_tables.rows_of(text, where)
-    found: dict[tuple[int, int, int], DecodeTile] = {}
+    found: dict[tuple[int, int, int, WeightFormat], DecodeTile] = {}
     for row in listed:
-        if set(row) != _ROW_FIELDS or row["max_m"] not in (8, 16):
+        if set(row) - {weight_format.FIELD} != _ROW_FIELDS or row["max_m"] not in (8, 16):
             raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, max_m 8 or 16")
-        key = (row["N"], row["K"], row["max_m"] // 8)
+        place = f"{where}: N={row['N']} K={row['K']} max_m={row['max_m']}"
+        key = (row["N"], row["K"], row["max_m"] // 8, weight_format.of_row(row, place))
         if key in found:
-            raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={8 * key[2]} is there twice")
+            raise ValueError(f"{place} is there twice in {key[3]}")
         found[key] = DecodeTile(**row["tile"])
     return DecodeTable(gpu, found)
 
@@ -232,7 +235,15 @@ def plain_rule(N: int, K: int, token_tiles: int) -> DecodeTile:
 
 
 @cache
-def lookup(gpu: str | None, N: int, K: int, token_tiles: int, *, hopper: bool) -> DecodeTile:
+def lookup(
+    gpu: str | None,
+    N: int,
+    K: int,
+    token_tiles: int,
+    weights: WeightFormat = DEFAULT,
+    *,
+    hopper: bool,
+) -> DecodeTile:
     """Choose the tile of one shape on one card.
 
     Args:
@@ -240,11 +251,14 @@ def lookup(gpu: str | None, N: int, K: int, token_tiles: int, *, hopper: bool) -
         N: output features.
         K: input features.
         token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+        weights: the layer's format.
         hopper: the card is of sm_90.
 
     Returns:
-        The measured tile, or that of :func:`rule`.
+        The tile measured in the nearest format, or that of :func:`rule`.
     """
     table = _tile_tables.of_card(tables(), gpu)
-    measured = table.tiles.get((N, K, token_tiles)) if table else None
-    return measured or rule(N, K, token_tiles, hopper=hopper)
+    for near in weights.tried:
+        if table is not None and (N, K, token_tiles, near) in table.tiles:
+            return table.tiles[N, K, token_tiles, near]
+    return rule(N, K, token_tiles, hopper=hopper)

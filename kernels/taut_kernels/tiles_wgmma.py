@@ -12,7 +12,8 @@ A table is ``tiles/w4a16_wgmma-<card>.json``::
 :class:`taut_kernels.tiles_wgmma_waves.WavesTile`, made of such; ``dense`` stands for dequantising
 the layer and multiplying densely (:mod:`taut_kernels.gemm.w4a16_dense`), ``decode`` (up to 16
 tokens) for :mod:`taut_kernels.gemm.w4a16_decode`. A shape that no table of the card names takes
-:func:`rule`. The layout of the weights does not depend on any of it.
+:func:`rule`. A row may have a ``format`` (:mod:`.weight_format`); a layer takes the row of its own,
+else of the nearest. The layout of the weights does not depend on any of it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from taut_kernels import _tile_tables, tiles_decode_ring, tiles_wgmma_ring, tiles_wgmma_rule
+from taut_kernels import (
+    _tile_tables,
+    tiles_decode_ring,
+    tiles_wgmma_ring,
+    tiles_wgmma_rule,
+    weight_format,
+)
 from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_tile import WgmmaTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
+from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 __all__ = [
     "BUCKETS",
@@ -55,10 +63,13 @@ Choice = WgmmaTile | RingTile | WgmmaRingTile | WavesTile | Literal["decode", "d
 
 @dataclass(frozen=True, slots=True)
 class WgmmaTable:
-    """What was measured on one card, by (N, K, bucket); bucket ``len(BUCKETS)`` has no limit."""
+    """What was measured on one card, by (N, K, bucket, format).
+
+    Bucket ``len(BUCKETS)`` has no limit.
+    """
 
     gpu: str
-    choices: dict[tuple[int, int, int], Choice]
+    choices: dict[tuple[int, int, int, WeightFormat], Choice]
 
 
 def parse(text: str, where: str) -> WgmmaTable:
@@ -75,22 +86,23 @@ def parse(text: str, where: str) -> WgmmaTable:
         ValueError: an unknown key, a missing field, or a shape named twice; names ``where``.
     """
     gpu, listed = _tile_tables.rows_of(text, where)
-    found: dict[tuple[int, int, int], Choice] = {}
+    found: dict[tuple[int, int, int, WeightFormat], Choice] = {}
     for row in listed:
-        if set(row) != _ROW_FIELDS or row["max_m"] not in (*BUCKETS, None):
+        if set(row) - {weight_format.FIELD} != _ROW_FIELDS or row["max_m"] not in (*BUCKETS, None):
             raise ValueError(
                 f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, max_m one of {BUCKETS}, null"
             )
         bucket = len(BUCKETS) if row["max_m"] is None else BUCKETS.index(row["max_m"])
-        key = (row["N"], row["K"], bucket)
+        place = f"{where}: N={row['N']} K={row['K']} max_m={row['max_m']}"
+        key = (row["N"], row["K"], bucket, weight_format.of_row(row, place))
         if key in found:
-            raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']} is there twice")
+            raise ValueError(f"{place} is there twice in {key[3]}")
         found[key] = _choice(row["tile"], row["max_m"], where)
         ring = found[key]
         # Without a limit K is whole, and as many tokens as may be meet nobody.
         most = row["max_m"] or BUCKETS[-1]
         if isinstance(ring, WgmmaRingTile | WavesTile) and (why := ring.why_not(row["N"], most)):
-            raise ValueError(f"{where}: N={key[0]} K={key[1]} max_m={row['max_m']}: {why}")
+            raise ValueError(f"{place}: {why}")
         waves = found[key]
         if isinstance(waves, WavesTile) and waves.head_rows(row["max_m"], row["N"]) == row["N"]:
             # Warm-up, which runs the largest M, would not compile the tail that others need.
@@ -181,7 +193,9 @@ def bucket_of(M: int) -> int:
 
 
 @cache
-def lookup(gpu: str | None, N: int, K: int, bucket: int, *, hopper: bool) -> Choice:
+def lookup(
+    gpu: str | None, N: int, K: int, bucket: int, weights: WeightFormat = DEFAULT, *, hopper: bool
+) -> Choice:
     """Choose for one shape on one card.
 
     Args:
@@ -189,12 +203,14 @@ def lookup(gpu: str | None, N: int, K: int, bucket: int, *, hopper: bool) -> Cho
         N: output features.
         K: input features.
         bucket: of :func:`bucket_of`.
+        weights: the layer's format.
         hopper: the card has `wgmma`.
 
     Returns:
-        What was measured to be fastest, or what :func:`rule` says.
+        What was measured to be fastest in the nearest format, or what :func:`rule` says.
     """
     table = _tile_tables.of_card(tables(), gpu)
-    if table is not None and (N, K, bucket) in table.choices:
-        return table.choices[N, K, bucket]
+    for near in weights.tried:
+        if table is not None and (N, K, bucket, near) in table.choices:
+            return table.choices[N, K, bucket, near]
     return rule(N, K, bucket, hopper=hopper)

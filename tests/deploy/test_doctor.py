@@ -218,9 +218,31 @@ def test_four_bit_layers_of_others_are_ours(case, card, explain):
         n, k = map(int, shape.split("x"))
         said = measured_w4a16.remark(H200, n, k, group, torch.bfloat16, has_zeros=zero_points)
         assert found[shape] == ("taut::w4a16_gemm", said or "")
-    assert ("timed in symmetric groups" in found[QKV][1]) == ((group, zero_points) != (128, False))
+    timed = (group, zero_points) in ((128, False), (128, True))
+    assert ("timed in symmetric groups" in found[QKV][1]) != timed
     card(None)
     assert explain(quantization)[QKV][0] == "taut::w4a16_gemm_cpu (ATen int4)"
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_of_32_are_judged_by_rows_of_their_own(symmetric, card, explain, monkeypatch):
+    small = compressed(INT4_WEIGHTS | {"group_size": 32, "symmetric": symmetric})
+    row = {"N": 6144, "K": 4096, "M": [1, 256], "us": [1.0, 1.0], "vllm_us": [2.0, 0.9]}
+
+    def measure(*rows: dict[str, Any]) -> None:
+        text = json.dumps({"gpu": H200, "source": "", "rows": rows})
+        table = measured_w4a16.parse(text, "t.json")
+        monkeypatch.setattr(measured_w4a16, "tables", lambda: {H200: table})
+
+    measure(row)
+    reason = (
+        f"{QKV.replace('x', '×')} in groups of 32 not measured against vLLM's kernels on {H200}"
+    )
+    assert explain(small)[QKV] == (THEIRS, f"{reason}; TAUT_KERNELS=require runs it")
+    measure(row | {"vllm_us": [0.5, 0.5]}, row | {"format": "g32" if symmetric else "g32-zp"})
+    said = "slower than vLLM's at 256 tokens (0.90 of its speed)"
+    assert explain(small)[QKV] == ("taut::w4a16_gemm", said)
+    assert explain(compressed(INT4_WEIGHTS))[QKV][0] == THEIRS
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
+import json
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -12,19 +14,26 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import formats
+from taut_kernels import formats, tiles_decode, tiles_wgmma
 from taut_kernels.bench import (
     measured_table,
     plots,
     report,
     shapes,
     timing,
+    tune_w4a16_decode,
+    tune_w4a16_wgmma,
     w4a16,
     w4a16_format,
+    w4a16_known_tiles,
     w4a16_rivals,
 )
 from taut_kernels.bench.w4a16_format import DTYPES, Format
-from taut_kernels.bench.w4a16_layer import Layer, make_layer
+from taut_kernels.bench.w4a16_layer import Layer, empty_weight, make_layer
+from taut_kernels.gemm import w4a16_launch
+from taut_kernels.gemm.w4a16 import w4a16_gemm_ref
+from taut_kernels.tiles_decode import DecodeTile
+from taut_kernels.tiles_decode_ring import token_tiles
 
 N, K, ROWS = 48, 256, 20
 FORMATS = [
@@ -301,6 +310,98 @@ def test_a_format_a_rival_does_not_take_is_a_note(monkeypatch: pytest.MonkeyPatc
         assert list(w4a16._prepared(_layer(other), names, ROWS, notes)) == ["taut", "Machete"]
 
 
+# --- tuners --------------------------------------------------------------------------------------
+
+TILE = DecodeTile(1, 1, 1, 1, 4, 4, 1, fence=False)
+
+
+@every_format
+def test_tuners_run_a_tile_on_the_formats_own_operands(
+    given: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the specification in place of the kernel: only with its zero points is it right."""
+
+    def launch(tile: object, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        assert tile == TILE
+        return w4a16_gemm_ref(x, *operands)
+
+    monkeypatch.setattr(w4a16_launch, "launch", launch)
+    layer = _layer(given)
+    weights = layer.packed(2)
+    assert weights[0].qweight.data_ptr() != weights[1].qweight.data_ptr()
+    for module in (tune_w4a16_decode, tune_w4a16_wgmma):
+        subject = module._subject(layer, ROWS, TILE, weights)
+        assert subject.copies == 2
+        for i in range(2):
+            y = subject.call(i)
+            assert isinstance(y, torch.Tensor)
+            assert layer.why_wrong(y) is None
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_tiles_are_compiled_by_operands_like_the_layers(group_size: int, zero_points: bool) -> None:
+    (own,) = _layer(Format(group_size, zero_points)).packed(1)
+    empty = empty_weight(N, K, group_size, zero_points=zero_points, device="cpu")
+    for one, other in zip(own, empty, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _tuned(*words: str) -> Format:
+    parser = argparse.ArgumentParser()
+    w4a16_format.add_tuned_arguments(parser)
+    return w4a16_format.tuned(parser.parse_args(words))
+
+
+def test_a_tuner_takes_one_format_and_its_rows_say_so() -> None:
+    assert _tuned() == w4a16_format.DEFAULT
+    given = _tuned("--group-size", "32", "--zero-points")
+    assert given == Format(32, zero_points=True)
+    assert w4a16_format.tuner("a.b", given) == "python -m a.b --group-size 32 --zero-points"
+    assert w4a16_format.tuner("a.b", _tuned()) == "python -m a.b"
+    one = tune_w4a16_decode.Result("o", 64, 128, 1, 2.0, TILE)
+    other = tune_w4a16_wgmma.Result("o", 64, 128, 16, 2.0, "decode")
+    for format_, field in ((given, {"format": "g32-zp"}), (_tuned(), {})):
+        for rows in (
+            tune_w4a16_decode._table_rows([one], format_),
+            tune_w4a16_wgmma.table_rows([other], format_),
+        ):
+            assert {k: v for k, v in rows[0].items() if k == "format"} == field
+    text = {"gpu": "card", "source": "s"}
+    rows = tune_w4a16_decode._table_rows([one], given)
+    assert tiles_decode.parse(json.dumps(text | {"rows": rows}), "t.json").tiles
+    rows = tune_w4a16_wgmma.table_rows([other], given)
+    assert tiles_wgmma.parse(json.dumps(text | {"rows": rows}), "t.json").choices
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_ring_candidates_of_a_format_keep_their_stages(group_size: int, has_zeros: bool) -> None:
+    given = Format(group_size, has_zeros)
+    for (wide, deep), M in itertools.product(shapes.PRODUCTS.values(), (16, 32, 64)):
+        for tile in tune_w4a16_wgmma.ring_candidates(wide, deep, M, given):
+            tokens = token_tiles(M)
+            assert tile.stages_that_fit(tokens, group_size, has_zeros=has_zeros) == tile.stages
+    forms = {t.registers for t in tune_w4a16_wgmma.ring_candidates(8192, 8192, 16, given)}
+    assert (168 in forms) == (group_size == 32)
+
+
+@pytest.mark.parametrize("M", [1, 8, 16])
+def test_few_tokens_in_small_groups_are_tried_with_shorter_queues(M: int) -> None:
+    size, lean = (4096, 4096), set(w4a16_known_tiles.lean_decode_tiles(4096, 4096))
+    plain, small = Format(), Format(32, zero_points=True)
+    for known in (False, True):
+        tried = tune_w4a16_decode._tried(*size, M, plain, known=known)
+        more = tune_w4a16_decode._tried(*size, M, small, known=known)
+        assert len(more) == len(set(more))
+        if M > 8:
+            assert more == tried
+        else:
+            assert set(more) == (lean if known else lean | set(tried))
+
+
 # --- options and files ---------------------------------------------------------------------------
 
 
@@ -372,14 +473,16 @@ def test_rows_say_their_format_and_the_default_file_is_as_it_was(
 
 
 @every_format
-def test_no_table_of_kernels_is_made_of_another_format(
+def test_a_table_of_kernels_is_made_of_groups_in_bf16_each_format_apart(
     given: Format, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "environment", lambda: {"GPU": "card"})
     w4a16_format.write(_rows(), [], 1e12, tmp_path, given)
     path = tmp_path / f"{given.file_name}.csv"
-    if given == w4a16_format.DEFAULT:
-        assert set(measured_table.read([path])) == {(64, 128)}
+    if given.dtype == "bf16" and given.group_size != w4a16_format.CHANNEL:
+        cells = measured_table.read([path])
+        assert set(cells) == {(64, 128, given.weights)}
+        assert cells[64, 128, given.weights][1] == {"taut": 10.0, "Marlin": 15.0, "Machete": 25.0}
     else:
         with pytest.raises(ValueError, match="rows of another format"):
             measured_table.read([path])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from taut_kernels import _tile_tables, measured_w4a16
-from taut_kernels.bench import measured_table
+from taut_kernels.bench import measured_table, w4a16_format
+from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results"
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
@@ -55,7 +57,9 @@ def test_the_rule(ratios: dict[int, float], decode: float, overall: float, wins:
         ([_row(us=[0.0, 1.0])], "N=64 K=128"),
         ([_row(vllm_us=[0.0, 1.0])], "times must be positive"),
         ([_row(M=[1, 1])], "an M is there twice"),
-        ([_row(), _row()], "N=64 K=128 is there twice"),
+        ([_row(), _row()], "N=64 K=128 is there twice in g128"),
+        ([_row(format="g32")] * 2, "N=64 K=128 is there twice in g32"),
+        ([_row(format="g16")], "t.json: N=64 K=128: format must be one of"),
     ],
 )
 def test_a_table_that_cannot_be_judged_is_refused(rows: list[dict[str, Any]], message: str) -> None:
@@ -112,6 +116,79 @@ def test_a_format_nobody_timed_is_said(
             assert said in str(found)
 
 
+SMALL = "groups of 32 not measured against vLLM's kernels on card"
+
+
+@pytest.mark.parametrize(
+    ("measured", "refused"),
+    [
+        # Only in the default, which wins: everything stands as it but groups of 32.
+        ({"g128": 4.0}, {"g32": SMALL, "g32-zp": SMALL}),
+        # A row of its own decides, and of groups of 32 either stands for the other.
+        (
+            {"g128": 1.0, "g64": 4.0, "g32-zp": 4.0},
+            dict.fromkeys(("g128", "g64-zp", "g128-zp"), "slower"),
+        ),
+        ({"g128": 4.0, "g128-zp": 1.0}, {"g128-zp": "slower", "g32": SMALL, "g32-zp": SMALL}),
+        ({"g128": 4.0, "g32": 1.0}, {"g32": "slower", "g32-zp": "slower"}),
+        ({"g128": 4.0, "g32": 1.0, "g32-zp": 4.0}, {"g32": "slower"}),
+        ({"g32": 4.0}, dict.fromkeys(("g128", "g64", "g64-zp", "g128-zp"), "64×128 not measured")),
+    ],
+)
+def test_a_format_stands_by_its_own_row_or_by_one_that_may_stand_for_it(
+    measured: dict[str, float], refused: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        _row(vllm_us=[us, 4.0]) | ({} if name == "g128" else {"format": name})
+        for name, us in measured.items()
+    ]
+    table = _parse(*rows)
+    monkeypatch.setattr(measured_w4a16, "tables", lambda: {"card": table})
+    for weights in WeightFormat:
+        reason = measured_w4a16.why_not_preferred("card", 64, 128, weights)
+        if weights in refused:
+            assert refused[weights] in str(reason)
+        else:
+            assert reason is None, weights
+
+
+def test_what_is_said_of_a_layer_is_of_the_row_it_stands_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, fast = [1.0, 9.0], [8.0, 9.0]
+    table = _parse(
+        _row(K=256),
+        _row(K=256, format="g32-zp", vllm_us=slow),
+        _row(K=256, format="g128-zp", vllm_us=fast),
+        _row(K=256, N=80, vllm_us=slow),
+    )
+    monkeypatch.setattr(measured_w4a16, "tables", lambda: {"card": table})
+
+    def ask(N: int, group: int, zeros: bool, dtype: torch.dtype = torch.bfloat16) -> str | None:
+        return measured_w4a16.remark("card", N, 256, group, dtype, has_zeros=zeros)
+
+    places = "slower than vLLM's at 1 tokens (0.50 of its speed)"
+    timed = "timed in groups of 32 with zero points in bf16, not in groups of 32"
+    assert ask(64, 32, True) == places
+    assert ask(64, 32, True, torch.float16) == f"{places}; {timed} with zero points in float16"
+    assert ask(64, 32, False) == f"{places}; {timed} in bfloat16"
+    assert ask(64, 128, True) is None
+    assert ask(64, -1, True) == (
+        "timed in groups of 128 with zero points in bf16, not in groups of a channel with zero"
+        " points in bfloat16"
+    )
+    assert ask(64, 64, True) == (
+        "timed in symmetric groups of 128 in bf16, not in groups of 64 with zero points in bfloat16"
+    )
+    # Asked for without a row: what is slower in other groups says nothing of it.
+    assert ask(80, 32, False) == (
+        "timed in symmetric groups of 128 in bf16, not in groups of 32 in bfloat16"
+    )
+    of_rows = measured_w4a16.slower_in_places
+    assert of_rows("card", 64, 256, WeightFormat.G32) == places
+    assert of_rows("card", 80, 256, WeightFormat.G32) is None
+
+
 def test_a_card_is_not_judged_by_the_figures_of_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _tile_tables.TWINS[H100] == H200
     monkeypatch.setattr(measured_w4a16, "tables", lambda: {H200: _parse(_row(vllm_us=[1.0, 9.0]))})
@@ -136,7 +213,7 @@ def test_every_shipped_table_parses() -> None:
     ids=["h200", "h100"],
 )
 def test_every_measured_shape_is_ours_on_both_cards(gpu: str, slow: str) -> None:
-    shapes = measured_w4a16.tables()[gpu].shapes
+    shapes = [key[:2] for key in measured_w4a16.tables()[gpu].shapes if key[2] is DEFAULT]
     assert len(shapes) == 20
     for N, K in shapes:
         assert measured_w4a16.why_not_preferred(gpu, N, K) is None
@@ -147,6 +224,18 @@ def test_every_measured_shape_is_ours_on_both_cards(gpu: str, slow: str) -> None
 
 
 # --- from the benchmark's CSV --------------------------------------------------------------------
+
+
+RUNS_OF_FORMATS = (
+    "g32-zp-bf16-before",
+    "g32-zp-bf16",
+    "g32-bf16-before",
+    "g32-bf16",
+    "g64-bf16",
+    "g128-zp-bf16-before",
+    "g128-zp-bf16",
+)
+"""Few tokens again with tiles of their own; prefill of the runs before."""
 
 
 @pytest.mark.parametrize(
@@ -160,6 +249,7 @@ def test_every_measured_shape_is_ours_on_both_cards(gpu: str, slow: str) -> None
                 "2026-11-25-h200/w4a16.csv@512",
                 "2026-11-25-h200-04h/w4a16.csv",
                 "2026-11-25-h200-04h/w4a16-down.csv",
+                *(f"2026-11-25-h200-10h/w4a16-{run}.csv" for run in RUNS_OF_FORMATS),
             ],
             "w4a16_measured-h200.json",
             "1.4",
@@ -190,6 +280,17 @@ def test_the_shipped_tables_are_what_the_committed_benchmarks_say(
         assert f"bench_results/{name}" in table["source"]
 
 
+def test_the_shipped_verdicts_of_formats_are_ours_and_say_where_slower() -> None:
+    shapes = measured_w4a16.tables()[H200].shapes
+    formats = {weights for _, _, weights in shapes} - {DEFAULT}
+    assert formats == {WeightFormat(run) for run in ("g32", "g32-zp", "g64", "g128-zp")}
+    for N, K, weights in shapes:
+        assert measured_w4a16.why_not_preferred(H200, N, K, weights) is None
+    note = measured_w4a16.slower_in_places(H200, 28672, 4096, WeightFormat.G32)
+    assert note == "slower than vLLM's at 16 tokens (0.92 of its speed)"
+    assert measured_w4a16.slower_in_places(H200, 28672, 4096, WeightFormat.G32_ZP) is None
+
+
 def _csv(path: Path, *cells: tuple[int, str, float]) -> Path:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -210,8 +311,8 @@ def test_figures_of_two_runs_never_meet_in_one_ratio(tmp_path: Path) -> None:
         (512, "gemlite", 1.0),  # no kernel of vLLM's
     )
     cells = measured_table.read([first, second])
-    assert cells[64, 128][1] == {"taut": 5.0, "Marlin": 6.0}
-    assert 256 not in cells[64, 128]
+    assert cells[64, 128, DEFAULT][1] == {"taut": 5.0, "Marlin": 6.0}
+    assert 256 not in cells[64, 128, DEFAULT]
     (row,) = json.loads(measured_table.table(cells, "card", "s"))["rows"]
     assert row == {"N": 64, "K": 128, "M": [1, 512], "us": [5.0, 2.0], "vllm_us": [6.0, 3.0]}
 
@@ -220,11 +321,50 @@ def test_a_file_may_count_from_some_tokens_on(tmp_path: Path) -> None:
     first = _csv(tmp_path / "a.csv", (1, "taut", 5.0), (1, "Marlin", 6.0))
     cells = [(M, kernel, 2.0) for M in (1, 256, 512, 1024) for kernel in ("taut", "Machete")]
     odd = _csv(tmp_path / "b@512", *cells)
-    found = measured_table.read([first, f"{odd}@512"])[64, 128]
+    found = measured_table.read([first, f"{odd}@512"])[64, 128, DEFAULT]
     assert sorted(found) == [1, 512, 1024]
     assert found[1] == {"taut": 5.0, "Marlin": 6.0}
     with pytest.raises(FileNotFoundError):  # of a file so named, the end is a number of tokens
         measured_table.read([odd])
+
+
+def _csv_of(path: Path, given: w4a16_format.Format, us: float) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["N", "K", "M", "kernel", "us", *w4a16_format.COLUMNS])
+        for M, (kernel, time) in itertools.product((1, 256), (("taut", us), ("Marlin", 4.0))):
+            writer.writerow([64, 128, M, given.kernel(kernel), time, *given.cells()])
+    return path
+
+
+def test_files_of_formats_make_rows_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = _csv(
+        tmp_path / "a.csv", *((M, name, 2.0) for M in (1, 256) for name in ("taut", "Marlin"))
+    )
+    small = w4a16_format.Format(32, zero_points=True)
+    files = [
+        default,
+        _csv_of(tmp_path / "b.csv", small, 9.0),
+        _csv_of(tmp_path / "c.csv", w4a16_format.Format(64), 1.0),
+        _csv_of(tmp_path / "d.csv", small, 1.0),
+    ]
+    output = tmp_path / "t.json"
+    words = [*map(str, files), "--gpu", "card", "--source", "s", "--output", str(output)]
+    assert measured_table.main(words) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == ["64×128", "64×128 g32-zp", "64×128 g64"]
+    text = output.read_text()
+    assert [row.get("format") for row in json.loads(text)["rows"]] == [None, "g32-zp", "g64"]
+    shapes = measured_w4a16.parse(text, "t.json").shapes
+    assert shapes[64, 128, DEFAULT].decode == 1.0
+    assert shapes[64, 128, WeightFormat.G32_ZP].decode == 4.0  # the later file counts
+    half = _csv_of(tmp_path / "e.csv", w4a16_format.Format(32, dtype="fp16"), 1.0)
+    channel = _csv_of(tmp_path / "f.csv", w4a16_format.Format(-1, zero_points=True), 1.0)
+    for refused in (half, channel):
+        with pytest.raises(ValueError, match="rows of another format"):
+            measured_table.read([refused])
 
 
 def test_a_wrong_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

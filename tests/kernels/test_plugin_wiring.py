@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from taut_kernels import vllm_plugin
+from taut_kernels import measured_w4a16, vllm_plugin
 from taut_kernels.vllm_plugin import compat, selection, selfcheck
+from taut_kernels.weight_format import WeightFormat
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -230,6 +231,26 @@ def test_audit_names_each_layer_kernel_and_reason() -> None:
     assert "another kernel" in str(_audit(model)[1].reason)
 
 
+def test_a_layer_of_a_method_without_kernels_is_named_and_refused() -> None:
+    class AutoAWQLinearMethod:
+        quant_config = types.SimpleNamespace(quant_type="uint4")
+
+    model = _model(a=TautW4A16LinearKernel())
+    for name in ("b", "experts"):
+        layer = torch.nn.Module()
+        layer.quant_method = AutoAWQLinearMethod()  # type: ignore[assignment]
+        model.add_module(name, layer)
+    model.b.output_size_per_partition = 48  # type: ignore[assignment, union-attr]
+    model.b.input_size_per_partition = 64  # type: ignore[assignment, union-attr]
+    found = _audit(model)
+    assert [(choice.layer, choice.shape, choice.in_scope) for choice in found] == [
+        ("a", None, True),
+        ("b", "48x64", True),
+    ]
+    with pytest.raises(selection.KernelsNotUsedError, match="b: vLLM AutoAWQLinearMethod chooses"):
+        selection.conclude(found, "require")
+
+
 def test_summary_counts_kernels_and_reasons() -> None:
     model = _model(a=OtherKernel("uint4"), b=OtherKernel("uint4"), c=TautW4A16LinearKernel())
     assert selection.summary(_audit(model, "too odd")) == (
@@ -292,6 +313,21 @@ def test_prefer_takes_only_shapes_of_cards_where_ours_was_measured() -> None:
     assert ask(None, "prefer") is None
 
 
+def test_prefer_asks_about_the_layers_own_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[WeightFormat] = []
+
+    def why(gpu: str, N: int, K: int, weights: WeightFormat) -> str | None:
+        asked.append(weights)
+        return "slow" if weights.group_size == 32 else None
+
+    monkeypatch.setattr(measured_w4a16, "why_not_preferred", why)
+    for weights in WeightFormat:
+        reason = selection.why_not_preferred("card", "prefer", 64, 128, weights)
+        assert (reason == "slow; TAUT_KERNELS=require runs it") == (weights.group_size == 32)
+        assert selection.why_not_preferred("card", "require", 64, 128, weights) is None
+    assert asked == list(WeightFormat)
+
+
 # --- the installed vLLM, without starting an engine ----------------------------------------------
 
 REGISTER = """
@@ -340,6 +376,7 @@ KERNEL = """
 import types
 import torch
 from vllm.scalar_type import scalar_types
+from taut_kernels.vllm_plugin import linear
 from taut_kernels.vllm_plugin.linear import refusal
 
 def config(**change):
@@ -354,6 +391,11 @@ assert "zero_points=True" in refusal(config(zero_points=True))
 assert "uint8b128" in refusal(config(weight_type=scalar_types.uint8b128))
 assert "out" in refusal(config(out_type=torch.float16))
 assert "got 16" in refusal(config(group_size=16))
+linear._gpu = lambda: "card"
+linear.why_not_preferred = lambda gpu, mode, N, K, weights: f"{gpu} {N} {K} {weights}"
+assert refusal(config()) == "card 64 128 g32"
+four = config(weight_type=scalar_types.uint4, zero_points=True, group_size=-1)
+assert refusal(four) == "card 64 128 g128-zp"
 print("RESULT ok")
 """
 

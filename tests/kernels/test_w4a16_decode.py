@@ -15,12 +15,22 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, tiles_decode
-from taut_kernels.gemm import w4a16, w4a16_decode_variants, w4a16_launch
+from taut_kernels import _launch, testing, tiles_decode, tiles_wgmma
+from taut_kernels.gemm import (
+    w4a16,
+    w4a16_decode_ring_variants,
+    w4a16_decode_variants,
+    w4a16_launch,
+    w4a16_wgmma_ring_variants,
+    w4a16_wgmma_variants,
+)
 from taut_kernels.gemm import w4a16_decode as decode
 from taut_kernels.gemm._w4a16_decode_jit import w4a16_decode_kernel
 from taut_kernels.gemm.w4a16 import w4a16_gemm_ref
 from taut_kernels.tiles_decode import DecodeTile
+from taut_kernels.tiles_decode_ring import RingTile
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.weight_format import WeightFormat
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -215,6 +225,67 @@ def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
     labels = " ".join(v.label for v in variants)
     for word in ("bf16", "fp16", " asym", " sym", "group=32", "group=64", "group=128", "channel"):
         assert word in labels
+
+
+@pytest.mark.parametrize("name", ["g32-zp", "g64", "g128-zp"])
+def test_a_row_of_a_format_is_compiled_in_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, though the rule compiles one of them in its largest format too."""
+    weights = WeightFormat(name)
+    odd = DecodeTile(1, 1, 2, 1, 2, 2, 2, True)
+    decodes = {(4096, 4096, 1, weights): odd, (4096, 4096, 2, weights): odd}
+    decodes[32768, 1024, 1, weights] = tiles_decode.rule(32768, 1024, 1, hopper=True)
+    tables = {"card": tiles_decode.DecodeTable("card", decodes)}
+    monkeypatch.setattr(tiles_decode, "tables", lambda: tables)
+    choices: dict[Any, tiles_wgmma.Choice] = {
+        (4096, 4096, 0, weights): RingTile(1, 8, 1, 2, 5, 4),
+        (4096, 4096, 2, weights): tiles_wgmma.WgmmaTile(64, 1, 4, 2, 4, 3, True, False),
+        (4096, 4096, 3, weights): WgmmaRingTile(128, 1, 2, 2, 3, 3, True),
+    }
+    products = {"card": tiles_wgmma.WgmmaTable("card", choices)}
+    monkeypatch.setattr(tiles_wgmma, "tables", lambda: products)
+    scheme = f"{'asym' if weights.zero_points else 'sym'} group={weights.group_size} K="
+    for module, tiles in (
+        (w4a16_decode_variants, decodes.values()),
+        (w4a16_decode_ring_variants, [choices[4096, 4096, 0, weights]]),
+        (w4a16_wgmma_variants, [choices[4096, 4096, 2, weights]]),
+        (w4a16_wgmma_ring_variants, [choices[4096, 4096, 3, weights]]),
+    ):
+        variants = list(module.kernel_variants())
+        assert len(variants) == len({(v.label, v.tile, v.targets) for v in variants})
+        for tile in tiles:
+            own = [v for v in variants if v.tile == tile and f"bf16 {scheme}" in v.label]
+            assert own
+            for variant in own:
+                assert variant.constants["GROUP_SIZE"] == weights.group_size
+                assert ("zeros_ptr" in variant.pointers) == weights.zero_points
+
+
+@pytest.mark.parametrize("M", [1, 9, 16])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 4096])
+def test_a_call_takes_its_formats_tile(
+    group_size: int, has_zeros: bool, M: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[WeightFormat] = []
+    tile = DecodeTile(1, 1, 2, 1, 2, 2, 2, True)
+
+    def decode_tile(*shape: Any, hopper: bool) -> DecodeTile:
+        asked.append(shape[4])
+        return tile
+
+    def regime(*shape: Any, hopper: bool) -> str:
+        asked.append(shape[4])
+        return "decode"
+
+    monkeypatch.setattr(tiles_decode, "lookup", decode_tile)
+    monkeypatch.setattr(tiles_wgmma, "lookup", regime)
+    monkeypatch.setattr(w4a16_launch, "plan", lambda tile, call: (tile, call.weights))
+    form = (group_size, torch.bfloat16, torch.device("cpu"), has_zeros, False)
+    planned, weights = w4a16._plan.__wrapped__(M, 4096, 4096, *form)
+    assert planned == tile
+    size = group_size if group_size < 128 else 128
+    assert (weights.group_size, weights.zero_points) == (size, has_zeros)
+    assert asked == [weights] * (1 if M <= 8 else 2)
 
 
 class Recorder:

@@ -19,6 +19,7 @@ from taut_kernels.gemm import w4a16_decode_ring_variants, w4a16_launch
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
 from taut_kernels.tiles_decode_ring import SHARED_BYTES, RingTile, token_tiles
 from taut_kernels.tiles_wgmma import BUCKETS
+from taut_kernels.weight_format import DEFAULT
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -101,7 +102,7 @@ def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
         return json.dumps({"gpu": "card", "source": "test", "rows": [row | change]})
 
     parsed = tiles_wgmma.parse(table(), "t.json")
-    assert parsed.choices[64, 128, BUCKETS.index(32)] == RingTile(2, 8, 1, 2, 1, 4)
+    assert parsed.choices[64, 128, BUCKETS.index(32), DEFAULT] == RingTile(2, 8, 1, 2, 1, 4)
     for max_m in (128, None):
         with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
             tiles_wgmma.parse(table(max_m=max_m), "t.json")

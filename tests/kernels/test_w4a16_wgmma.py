@@ -7,6 +7,7 @@ ahead of time (test_aot.py) and run on a GPU (marker `gpu`).
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from taut_kernels.gemm import w4a16_wgmma as wgmma
 from taut_kernels.gemm._w4a16_plan import Weight
 from taut_kernels.gemm._w4a16_wgmma_jit import w4a16_wgmma_kernel
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
+from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -65,11 +67,26 @@ def test_table_maps_shapes_and_buckets_to_tiles_or_the_dense_product() -> None:
         table(row(), row(max_m=None, tile="dense"), row(max_m=16, tile="decode")), "t.json"
     )
     assert parsed.gpu == "card"
-    assert parsed.choices[64, 128, BUCKETS.index(64)] == WgmmaTile(
+    assert parsed.choices[64, 128, BUCKETS.index(64), DEFAULT] == WgmmaTile(
         64, 1, 4, 2, 4, 3, reordered=True, early_wait=False
     )
-    assert parsed.choices[64, 128, len(BUCKETS)] == "dense"
-    assert parsed.choices[64, 128, 0] == "decode"
+    assert parsed.choices[64, 128, len(BUCKETS), DEFAULT] == "dense"
+    assert parsed.choices[64, 128, 0, DEFAULT] == "decode"
+
+
+def test_a_format_takes_its_own_rows_then_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(tile="dense"), row(tile="dense", max_m=16), row(tile="decode", max_m=16)]
+    rows[2] |= {"format": "g32-zp"}
+    parsed = tiles_wgmma.parse(table(*rows), "t.json")
+    monkeypatch.setattr(tiles_wgmma, "tables", lambda: {"card": parsed})
+    for kind in WeightFormat:
+        ask = partial(tiles_wgmma.lookup.__wrapped__, "card", 64, 128, hopper=False)
+        assert ask(BUCKETS.index(64), kind) == "dense"
+        assert ask(0, kind) == ("decode" if kind.group_size == 32 else "dense")
+    with pytest.raises(ValueError, match="N=64 K=128 max_m=16 is there twice in g32-zp"):
+        tiles_wgmma.parse(table(*rows, rows[2]), "t.json")
+    with pytest.raises(ValueError, match="max_m=64: format must be one of"):
+        tiles_wgmma.parse(table(row(format="g48")), "t.json")
 
 
 @pytest.mark.parametrize(

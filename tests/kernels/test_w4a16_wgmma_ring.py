@@ -22,6 +22,7 @@ from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
 from taut_kernels.tiles_decode_ring import SHARED_BYTES
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.weight_format import DEFAULT
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(
@@ -113,7 +114,7 @@ def test_table_tells_the_tiles_of_the_rings_and_of_wgmma_apart() -> None:
 
     for max_m in (128, 1024):
         parsed = tiles_wgmma.parse(table(max_m=max_m), "t.json")
-        assert parsed.choices[64, 128, BUCKETS.index(max_m)] == WgmmaRingTile(**fields())
+        assert parsed.choices[64, 128, BUCKETS.index(max_m), DEFAULT] == WgmmaRingTile(**fields())
     with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
         tiles_wgmma.parse(table(max_m=None), "t.json")
 

@@ -29,6 +29,7 @@ from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
 from taut_kernels.tiles_decode_ring import SHARED_BYTES
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.weight_format import DEFAULT
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(
@@ -153,7 +154,8 @@ def test_table_refuses_a_tile_that_its_own_shape_could_not_launch() -> None:
         row = {"N": N, "K": 4096, "max_m": max_m, "tile": tile, "us": 1.5}
         return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
 
-    assert tiles_wgmma.parse(table(128, 64), "t.json").choices[128, 4096, 2] == TILES["two"]
+    parsed = tiles_wgmma.parse(table(128, 64), "t.json")
+    assert parsed.choices[128, 4096, 2, DEFAULT] == TILES["two"]
     with pytest.raises(ValueError, match=r"t.json: N=112 K=4096 .* takes 128 features"):
         tiles_wgmma.parse(table(112, 64), "t.json")
     # 272 rows in 64s at 512 tokens in 64s: 5 · 8 meetings, 17 are counted.
@@ -167,7 +169,7 @@ def test_every_measured_tile_can_be_launched_at_its_most_tokens() -> None:
     """The op's own path: no table's choice raises for want of arrivals or features."""
     fed = 0
     for table in tiles_wgmma.tables().values():
-        for (N, _, bucket), choice in table.choices.items():
+        for (N, _, bucket, _), choice in table.choices.items():
             if isinstance(choice, WgmmaRingTile):
                 assert choice.why_not(N, (*BUCKETS, 4096)[bucket]) is None
                 fed += choice.tma

@@ -27,6 +27,7 @@ from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
+from taut_kernels.weight_format import DEFAULT
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(
@@ -107,10 +108,10 @@ def test_table_refuses_a_tail_that_makes_too_many_sums_meet() -> None:
 def test_table_reads_two_tiles() -> None:
     tile = WavesTile(OLD, SPLIT, 264)
     parsed = tiles_wgmma.parse(table(dataclasses.asdict(tile)), "t.json")
-    assert parsed.choices[6144, 4096, BUCKETS.index(1024)] == tile
+    assert parsed.choices[6144, 4096, BUCKETS.index(1024), DEFAULT] == tile
     tile = WavesTile(MANY, HALF, 132)
     parsed = tiles_wgmma.parse(table(dataclasses.asdict(tile)), "t.json")
-    assert parsed.choices[6144, 4096, BUCKETS.index(1024)] == tile
+    assert parsed.choices[6144, 4096, BUCKETS.index(1024), DEFAULT] == tile
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_candidates_could_stand_in_a_table(M: int) -> None:
             row = {"N": N, "K": K, "max_m": M, "tile": dataclasses.asdict(tile), "us": 1.0}
             text = json.dumps({"gpu": "card", "source": "test", "rows": [row]})
             parsed = tiles_wgmma.parse(text, "t.json")
-            assert parsed.choices[N, K, BUCKETS.index(M)] == tile
+            assert parsed.choices[N, K, BUCKETS.index(M), DEFAULT] == tile
             for part, _ in w4a16_wgmma_variants.products_of(tile):
                 if isinstance(part, WgmmaRingTile):
                     assert part.stages_that_fit(32, has_zeros=True) >= 3
@@ -255,7 +256,7 @@ def test_candidates_fed_by_tma_could_stand_in_a_table(M: int) -> None:
             row = {"N": N, "K": K, "max_m": M, "tile": dataclasses.asdict(tile), "us": 1.0}
             text = json.dumps({"gpu": "card", "source": "test", "rows": [row]})
             parsed = tiles_wgmma.parse(text, "t.json")
-            assert parsed.choices[N, K, BUCKETS.index(M)] == tile
+            assert parsed.choices[N, K, BUCKETS.index(M), DEFAULT] == tile
             assert tune_w4a16_wgmma.regime_of(tile) == "tma-waves"
             for part in (tile.head, tile.tail):
                 assert isinstance(part, WgmmaRingTile)

@@ -296,11 +296,13 @@ def _choose_four_bit(
 
     from taut_kernels.measured_w4a16 import remark
     from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
+    from taut_kernels.weight_format import of_layer
 
     gpu, group = _gpu(), layer.group_size
+    weights = of_layer(group, shape[1], has_zeros=layer.zero_points)
     dtype = torch.float16 if half else torch.bfloat16
     reason = why_not_ours(*shape, group, dtype=dtype, device="cuda" if gpu else "cpu")
-    if reason := reason or why_not_preferred(gpu, mode, *shape):
+    if reason := reason or why_not_preferred(gpu, mode, *shape, weights):
         return _THEIR_KERNEL, reason
     return ours, remark(gpu, *shape, group, dtype, has_zeros=layer.zero_points) or ""
 

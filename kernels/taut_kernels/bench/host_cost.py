@@ -34,7 +34,7 @@ from taut_kernels.bench import (
 )
 from taut_kernels.bench.host_cost_parts import PARTS, Call, Case, parts
 from taut_kernels.bench.refusal import REFUSED, first_line
-from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE
+from taut_kernels.bench.w4a16_format import GROUP_SIZE
 from taut_kernels.fused import rms_norm, rope, silu_mul
 from taut_kernels.gemm import fp8, w4a16, w8a8
 

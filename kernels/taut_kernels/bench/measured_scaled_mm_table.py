@@ -35,7 +35,7 @@ def rows(op: str, path: Path) -> list[dict[str, Any]]:
     if not cells:
         raise ValueError(f"{path}: no cell with times of {measured_table.OURS} and {VLLM}")
     found = []
-    for (N, K), by_tokens in cells.items():
+    for (N, K, _), by_tokens in cells.items():
         tokens = sorted(by_tokens)
         times = {
             key: [by_tokens[M][name] for M in tokens]

@@ -3,7 +3,8 @@
 Reads the CSV files of `taut_kernels.bench.w4a16` (of one card; where two have a cell, the later
 file counts; ``FILE@512``: of 512 and more tokens alone, as where a run left Marlin out, which is
 behind Machete there) and writes ``tiles/w4a16_measured-<card>.json``,
-:mod:`taut_kernels.measured_w4a16`. Needs no GPU.
+:mod:`taut_kernels.measured_w4a16`. Files of another format in bf16 make rows of that format; fp16
+and groups of a channel are no rows' own. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from taut_kernels import measured_w4a16
+from taut_kernels import measured_w4a16, weight_format
+from taut_kernels.bench import w4a16_format
+from taut_kernels.gemm.w4a16 import GROUP_SIZES
+from taut_kernels.weight_format import WeightFormat
 
 OURS = "taut"
 VLLM = ("Marlin", "Machete")
 """The kernels a layer falls to where it is not ours, by their names in the benchmark."""
 
-Cells = dict[tuple[int, int], dict[int, dict[str, float]]]
-"""(N, K) → M → kernel → µs."""
+Cells = dict[tuple[int, int, WeightFormat], dict[int, dict[str, float]]]
+"""(N, K, format) → M → kernel, without the format behind its name → µs."""
 
 
 def read(files: Sequence[str | Path], vllm: Sequence[str] = VLLM) -> Cells:
@@ -44,11 +48,11 @@ def read(files: Sequence[str | Path], vllm: Sequence[str] = VLLM) -> Cells:
         seen: Cells = {}
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                if row.get("group_size") is not None:
-                    raise ValueError(f"{path}: rows of another format than the verdicts' are of")
+                given = _format_of(row, path)
                 try:
-                    shape, M = (int(row["N"]), int(row["K"])), int(row["M"])
-                    seen.setdefault(shape, {}).setdefault(M, {})[row["kernel"]] = float(row["us"])
+                    shape, M = (int(row["N"]), int(row["K"]), given.weights), int(row["M"])
+                    kernel = row["kernel"].removesuffix(given.kernel(""))
+                    seen.setdefault(shape, {}).setdefault(M, {})[kernel] = float(row["us"])
                 except (KeyError, ValueError) as error:
                     raise ValueError(f"{path}: not a CSV of a benchmark: {error}") from error
         for shape, by_tokens in seen.items():
@@ -62,13 +66,24 @@ def read(files: Sequence[str | Path], vllm: Sequence[str] = VLLM) -> Cells:
     return {shape: by_tokens for shape, by_tokens in cells.items() if by_tokens}
 
 
+def _format_of(row: Mapping[str, str], path: Path) -> w4a16_format.Format:
+    """Return the format of a row of a CSV; refuse what no verdict's row is of."""
+    if row.get("group_size") is None:
+        return w4a16_format.DEFAULT
+    group, zero_points, dtype = (row.get(column) for column in w4a16_format.COLUMNS)
+    sizes = {str(size): size for size in GROUP_SIZES}
+    if group not in sizes or zero_points not in ("yes", "no") or dtype != "bf16":
+        raise ValueError(f"{path}: rows of another format than the verdicts' are of")
+    return w4a16_format.Format(sizes[group], zero_points == "yes", dtype)
+
+
 def _path_and_tokens(named: str) -> tuple[Path, int]:
     path, _, tokens = named.rpartition("@")
     return (Path(path), int(tokens)) if path and tokens.isdecimal() else (Path(named), 0)
 
 
 def table(cells: Cells, gpu: str, source: str) -> str:
-    """Return the table's JSON, one shape a line.
+    """Return the table's JSON, one shape and format a line.
 
     Args:
         cells: of :func:`read`.
@@ -79,13 +94,14 @@ def table(cells: Cells, gpu: str, source: str) -> str:
         ValueError: a shape lacks figures the rule needs.
     """
     rows = []
-    for (N, K), by_tokens in cells.items():
+    for (N, K, weights), by_tokens in cells.items():
         tokens = sorted(by_tokens)
         ours = [round(by_tokens[M][OURS], 2) for M in tokens]
         theirs = [
             round(min(us for name, us in by_tokens[M].items() if name in VLLM), 2) for M in tokens
         ]
-        rows.append(json.dumps({"N": N, "K": K, "M": tokens, "us": ours, "vllm_us": theirs}))
+        named = {"N": N, "K": K} | weight_format.as_field(weights)
+        rows.append(json.dumps(named | {"M": tokens, "us": ours, "vllm_us": theirs}))
     head = f'{{"gpu": {json.dumps(gpu)}, "source": {json.dumps(source)}, "rows": [\n'
     text = head + ",\n".join(rows) + "\n]}\n"
     measured_w4a16.parse(text, "the table")
@@ -108,10 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    for (N, K), found in measured_w4a16.parse(text, "the table").shapes.items():
+    for (N, K, weights), found in measured_w4a16.parse(text, "the table").shapes.items():
         verdict = "ours" if found.wins else "vLLM's"
         figures = f"decode {found.decode:.2f}, overall {found.overall:.2f}"
-        sys.stdout.write(f"{N}×{K}: {figures}: {verdict}\n")
+        form = "".join(f" {name}" for name in weight_format.as_field(weights).values())
+        sys.stdout.write(f"{N}×{K}{form}: {figures}: {verdict}\n")
     return 0
 
 

@@ -34,7 +34,7 @@ from taut_kernels.bench import (
 )
 from taut_kernels.bench.refusal import REFUSED, first_line
 from taut_kernels.bench.scaled_mm_layer import KINDS, SHAPES, make_layer
-from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE
+from taut_kernels.bench.w4a16_format import GROUP_SIZE
 
 DEFAULT_TOKENS = (1, 16, 64)
 PRODUCTS = ("taut", "CUTLASS", "_scaled_mm rows")

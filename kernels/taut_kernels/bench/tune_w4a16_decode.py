@@ -1,7 +1,9 @@
 """Find the decode kernel's tiles on this card: ``python -m taut_kernels.bench.tune_w4a16_decode``.
 
 Every candidate is compiled first, in parallel, then held to the error budget, then timed; the
-fastest one of each shape and token tile goes into a table for ``taut_kernels/tiles``.
+fastest one of each shape and token tile goes into a table for ``taut_kernels/tiles``: of symmetric
+groups of 128, or, with ``--group-size`` and ``--zero-points``, rows of another format.
+`taut_kernels.bench.merge_tiles` brings them into the shipped table.
 """
 
 from __future__ import annotations
@@ -14,25 +16,28 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from taut_kernels import formats_mma, tiles_decode
-from taut_kernels.bench import report, timing, w4a16_known_tiles
+from taut_kernels import tiles_decode, weight_format
+from taut_kernels.bench import report, timing, w4a16_format, w4a16_known_tiles
 from taut_kernels.bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
-from taut_kernels.bench.w4a16_layer import Layer, make_layer
+from taut_kernels.bench.w4a16_format import DEFAULT, Format
+from taut_kernels.bench.w4a16_layer import Layer, empty_weight, make_layer
 from taut_kernels.gemm import w4a16_launch
-from taut_kernels.gemm.w4a16 import make_arrivals
+from taut_kernels.gemm._w4a16_plan import Weight
 from taut_kernels.tiles_decode import DecodeTile
 
 SHAPES = LLAMA3_8B_PRODUCTS | SQUARE
 """N × K of a Llama-3-8B layer's products, and the square of the literature."""
-GROUP_SIZE = 128
 KNOWN = "try only tiles that won on a measured shape, with K split otherwise"
 _WARPS_PER_GPU = (850, 4500)
+_REFUSED = (triton.TritonError, RuntimeError, ValueError)
+"""A tile that the compiler, the card or a plan does not take: in small groups stages are larger."""
 
 
 _QUEUES = {
@@ -75,32 +80,27 @@ def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
             )
 
 
-def _compile(job: tuple[int, int, int, DecodeTile]) -> str | None:
+def _tried(N: int, K: int, M: int, given: Format, *, known: bool) -> list[DecodeTile]:
+    """Return the candidates of one shape and number of tokens, each once."""
+    lean = M <= 8 and given.weights is not DEFAULT.weights
+    found: list[DecodeTile] = w4a16_known_tiles.lean_decode_tiles(N, K) if lean else []
+    if not (lean and known):
+        search = w4a16_known_tiles.decode_tiles if known else candidates
+        found += search(N, K, 1 if M <= 8 else 2)
+    return list(dict.fromkeys(found))
+
+
+def _compile(job: tuple[int, int, int, DecodeTile], given: Format) -> str | None:
     """Compile one candidate into Triton's cache; a line where it does not compile."""
     N, K, M, tile = job
-    x, qweight, scales, arrivals = _operands(N, K, M)
+    x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
+    weight = empty_weight(N, K, given.group_size, zero_points=given.zero_points)
     try:
-        w4a16_launch.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+        w4a16_launch.launch(tile, x, *weight, given.group_size)
         torch.cuda.synchronize()
-    except (triton.CompilationError, RuntimeError) as error:
+    except _REFUSED as error:
         return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
     return None
-
-
-def _operands(
-    N: int, K: int, M: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make operands of the right shapes and types; only their compiled form matters."""
-    x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
-    qweight = torch.zeros(N // 16, K // 64, 32, 4, dtype=torch.int32, device="cuda")
-    quads = -(-K // GROUP_SIZE // 4)
-    scales = torch.zeros(N // 16, quads, 8, 4, 2, dtype=torch.bfloat16, device="cuda")
-    arrivals = torch.zeros(N // 16, dtype=torch.int32, device="cuda")
-    return x, qweight, scales, arrivals
-
-
-Weights = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""Copies of a layer's qweight, scales and arrivals."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,33 +115,29 @@ class Result:
     tile: DecodeTile
 
 
-def _subject(layer: Layer, M: int, tile: DecodeTile, weights: Weights) -> timing.Subject:
+def _subject(layer: Layer, M: int, tile: DecodeTile, weights: list[Weight]) -> timing.Subject:
     x = layer.x[:M]
 
     def call(i: int) -> torch.Tensor:
-        qweight, scales, arrivals = weights[i]
-        return w4a16_launch.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+        return w4a16_launch.launch(tile, x, *weights[i], layer.group_size)
 
     return timing.Subject(str(tile), call, len(weights))
 
 
 def _time_shape(
-    name: str, N: int, K: int, Ms: Sequence[int], tiles: dict[int, list[DecodeTile]]
+    name: str, given: Format, Ms: Sequence[int], tiles: dict[int, list[DecodeTile]]
 ) -> list[Result]:
-    layer = make_layer(N, K, GROUP_SIZE, 16, torch.bfloat16)
-    copies = timing.copies_needed(layer.weight_bytes())
-    qweight = formats_mma.repack_weight(layer.weight_packed, K)
-    scales = formats_mma.repack_scale(layer.weight_scale)
-    weights = [
-        (qweight.clone(), scales.clone(), make_arrivals(N, layer.x.device)) for _ in range(copies)
-    ]
+    N, K = PRODUCTS[name]
+    size, zero_points = given.group_size, given.zero_points
+    layer = make_layer(N, K, size, 16, torch.bfloat16, zero_points=zero_points)
+    weights = layer.packed(timing.copies_needed(layer.weight_bytes()))
     results: list[Result] = []
     for M in Ms:
         for tile in tiles[M]:
             subject = _subject(layer, M, tile, weights)
             try:
                 y = subject.call(0)
-            except (triton.CompilationError, RuntimeError) as error:
+            except _REFUSED as error:
                 sys.stdout.write(f"{name} M={M} {tile}: {str(error).splitlines()[0]}\n")
                 continue
             assert isinstance(y, torch.Tensor)
@@ -153,7 +149,7 @@ def _time_shape(
     return results
 
 
-def _table_rows(results: list[Result]) -> list[dict[str, Any]]:
+def _table_rows(results: list[Result], given: Format = DEFAULT) -> list[dict[str, Any]]:
     """Put the best tile of each shape and token tile into the rows of a table of ``tiles/``.
 
     With 8 token columns the least sum over the measured M counts, so that no M pays for another.
@@ -167,7 +163,8 @@ def _table_rows(results: list[Result]) -> list[dict[str, Any]]:
         most = max(len(us) for us in tiles.values())
         complete = {tile: us for tile, us in tiles.items() if len(us) == most}
         tile, us = min(complete.items(), key=lambda item: sum(item[1]))
-        rows.append({"N": N, "K": K, "max_m": max_m, "tile": dataclasses.asdict(tile), "us": us})
+        named = {"N": N, "K": K, "max_m": max_m} | weight_format.as_field(given.weights)
+        rows.append(named | {"tile": dataclasses.asdict(tile), "us": us})
     return rows
 
 
@@ -179,34 +176,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, action="append", choices=(1, 8, 16))
     parser.add_argument("--known", action="store_true", help=KNOWN)
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
+    w4a16_format.add_tuned_arguments(parser)
     parser.add_argument("--top", type=int, default=6, help="rows printed for each shape")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.stderr.write("error: taut_kernels.bench.tune_w4a16_decode needs a CUDA device\n")
         return 2
     shapes = {name: PRODUCTS[name] for name in arguments.shape or SHAPES}
-    Ms = arguments.tokens or [1, 8, 16]
-    search = w4a16_known_tiles.decode_tiles if arguments.known else candidates
+    Ms, given = arguments.tokens or [1, 8, 16], w4a16_format.tuned(arguments)
     tiles = {
-        (name, M): list(search(*shape, 1 if M <= 8 else 2))
+        (name, M): _tried(*shape, M, given, known=arguments.known)
         for name, shape in shapes.items()
         for M in Ms
     }
+    # N is no constant of the kernel: shapes of one K share what is compiled.
     jobs = {
-        (*shapes[name], 8 if M <= 8 else 16, tile): None
+        (shapes[name][1], M <= 8, tile): (*shapes[name], 8 if M <= 8 else 16, tile)
         for (name, M), some in tiles.items()
         for tile in some
     }
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for line in pool.map(_compile, jobs, chunksize=max(1, len(jobs) // 200)):
+        compiled = partial(_compile, given=given)
+        for line in pool.map(compiled, jobs.values(), chunksize=max(1, len(jobs) // 200)):
             if line:
                 sys.stdout.write(f"does not compile: {line}\n")
     sys.stdout.write(f"compiled {len(jobs)} candidates\n")
     arguments.output.mkdir(parents=True, exist_ok=True)
     results: list[Result] = []
-    for name, (N, K) in shapes.items():
-        found = _time_shape(name, N, K, Ms, {M: tiles[name, M] for M in Ms})
+    for name in shapes:
+        found = _time_shape(name, given, Ms, {M: tiles[name, M] for M in Ms})
         results += found
         for M in Ms:
             mine = sorted((r for r in found if r.M == M), key=lambda r: r.us)
@@ -215,15 +214,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stdout.write(line + "\n")
         sys.stdout.flush()
         # After every shape: what was measured survives a run that is cut off.
-        _write_results(results, arguments.output)
+        _write_results(results, arguments.output, given)
     return 0
 
 
-def _write_results(results: list[Result], folder: Path) -> None:
-    source = "python -m taut_kernels.bench.tune_w4a16_decode, " + ", ".join(
-        f"{key} {value}" for key, value in report.environment().items()
-    )
-    rows = _table_rows(results)
+def _write_results(results: list[Result], folder: Path, given: Format) -> None:
+    command = w4a16_format.tuner("taut_kernels.bench.tune_w4a16_decode", given)
+    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
+    source, rows = f"{command}, {facts}", _table_rows(results, given)
     table = {"gpu": torch.cuda.get_device_name(), "source": source, "rows": rows}
     _write(table, folder / "table.json")
     _write([dataclasses.asdict(result) for result in results], folder / "all.json")

@@ -6,7 +6,9 @@ parallel, then held to the error budget, called again and again for the same bit
 the dense (to 16 tokens: the decode) regime and what ships today; the fastest one of each shape and
 bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the activations is inside the
 time. With ``--between`` the fastest ones meet again, in turn, at numbers of tokens spread over the
-bucket, and the best of these by geometric mean is taken.
+bucket, and the best of these by geometric mean is taken. ``--group-size`` and ``--zero-points``
+make rows of another format than symmetric groups of 128; `taut_kernels.bench.merge_tiles` brings
+them into the shipped table.
 """
 
 from __future__ import annotations
@@ -19,18 +21,20 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from taut_kernels import formats_mma, tiles_wgmma
+from taut_kernels import tiles_wgmma, weight_format
 from taut_kernels._launch import gpu_name, is_hopper
-from taut_kernels.bench import report, timing, w4a16_finalists, w4a16_known_tiles
+from taut_kernels.bench import report, timing, w4a16_finalists, w4a16_format, w4a16_known_tiles
 from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE, KNOWN, SHAPES
-from taut_kernels.bench.w4a16_layer import Layer, make_layer
+from taut_kernels.bench.tune_w4a16_decode import KNOWN, SHAPES
+from taut_kernels.bench.w4a16_format import DEFAULT, Format
+from taut_kernels.bench.w4a16_layer import Layer, empty_weight, make_layer
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
 from taut_kernels.bench.wgmma_tma_candidates import tma_candidates
 from taut_kernels.bench.wgmma_waves_candidates import (
@@ -39,7 +43,7 @@ from taut_kernels.bench.wgmma_waves_candidates import (
     waves_candidates,
 )
 from taut_kernels.gemm import w4a16_launch
-from taut_kernels.gemm.w4a16 import make_arrivals
+from taut_kernels.gemm._w4a16_plan import Call, Weight
 from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
 from taut_kernels.tiles_wgmma import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
@@ -54,7 +58,7 @@ _SHARED_BYTES = 200_000
 _MULTIPROCESSORS = 132
 _REGISTERS = 65536
 _RING_BYTES = 220_000
-_RING_FORMS = {
+_RING_FORMS: dict[tuple[int, int], tuple[tuple[int, bool], ...]] = {
     (1, 2): ((96, False),),
     (2, 2): ((128, False), (128, True), (80, True)),
     (1, 4): ((104, False),),
@@ -63,12 +67,16 @@ _RING_FORMS = {
     (2, 8): ((255, False), (168, True)),
 }
 """Registers a thread to allow, about what ptxas wants, and ``scale_first``; by row, token tiles."""
+_SMALL_GROUP_FORMS = ((168, False), (168, True))
+"""Of two row and token tiles: scales and zero points of groups of 32 spill under a cap of 128."""
 REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "waves", "tma-waves")
 RING_TOKENS = 128
 """Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
 _WAVES = (256, 1024)
 _FED_WAVES = (256, 2048)
 Tile = WgmmaTile | RingTile | WgmmaRingTile | WavesTile
+_REFUSED = (triton.TritonError, RuntimeError, ValueError)
+"""A tile that the compiler, the card or a plan does not take: in small groups stages are larger."""
 
 
 def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
@@ -96,7 +104,7 @@ def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
             yield WgmmaTile(block_m, reps, warps, chunks, split, stages, reordered, early, ahead)
 
 
-def ring_candidates(N: int, K: int, M: int) -> Iterator[RingTile]:
+def ring_candidates(N: int, K: int, M: int, given: Format = DEFAULT) -> Iterator[RingTile]:
     """Yield the ring tiles worth compiling: several programs a multiprocessor, each place taken.
 
     A grid that leaves places empty is spread unevenly where kernels start early: the next kernel's
@@ -114,8 +122,11 @@ def ring_candidates(N: int, K: int, M: int) -> Iterator[RingTile]:
             continue
         tile = RingTile(row_tiles, row_warps, k_warps, per_step, split, 2)
         programs = triton.cdiv(N, tile.rows) * split
-        size = tile.stage_bytes(tokens, GROUP_SIZE, has_zeros=False)
-        for cap, first in _RING_FORMS.get((row_tiles, tokens), ()):
+        size = tile.stage_bytes(tokens, given.group_size, has_zeros=given.zero_points)
+        forms = _RING_FORMS.get((row_tiles, tokens), ())
+        if given.group_size == 32 and (row_tiles, tokens) == (2, 2):
+            forms += _SMALL_GROUP_FORMS
+        for cap, first in forms:
             most = _REGISTERS // (32 * tile.num_warps * cap)
             for resident in range(2, most + 1):
                 stages = min(_RING_BYTES // resident // size // 2 * 2, 6, steps)
@@ -129,15 +140,17 @@ def ring_candidates(N: int, K: int, M: int) -> Iterator[RingTile]:
                     yield dataclasses.replace(tile, stages=stages, registers=cap, scale_first=first)
 
 
-def all_candidates(N: int, K: int, M: int, regimes: Sequence[str]) -> list[Tile]:
+def all_candidates(
+    N: int, K: int, M: int, regimes: Sequence[str], given: Format = DEFAULT
+) -> list[Tile]:
     """Return the candidates of some regimes, each once."""
     found: list[Tile] = []
     if "ring" in regimes and M <= MAX_TOKENS:
-        found += ring_candidates(N, K, M)
+        found += ring_candidates(N, K, M, given)
     if "wgmma" in regimes:
         found += candidates(N, K, M)
     if "wgmma-ring" in regimes and M <= RING_TOKENS:
-        found += wgmma_ring_candidates(N, K, M)
+        found += wgmma_ring_candidates(N, K, M, given)
     if "tma" in regimes:
         found += tma_candidates(N, K, M)
     if "waves" in regimes and _WAVES[0] <= M <= _WAVES[1]:
@@ -178,18 +191,15 @@ def _job(N: int, K: int, M: int, tile: Tile) -> tuple[tuple[int, Tile, int], Job
     return (K, tile, 0), (N, K, M, tile)
 
 
-def _compile(job: Job) -> str | None:
+def _compile(job: Job, given: Format) -> str | None:
     """Compile one candidate into Triton's cache; a line where it does not compile."""
     N, K, M, tile = job
     x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
-    qweight = torch.zeros(N // 16, K // 64, 32, 4, dtype=torch.int32, device="cuda")
-    quads = -(-K // GROUP_SIZE // 4)
-    scales = torch.zeros(N // 16, quads, 8, 4, 2, dtype=torch.bfloat16, device="cuda")
-    arrivals = make_arrivals(N, x.device)
+    weight = empty_weight(N, K, given.group_size, zero_points=given.zero_points)
     try:
-        w4a16_launch.launch(tile, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+        w4a16_launch.launch(tile, x, *weight, given.group_size)
         torch.cuda.synchronize()
-    except (triton.CompilationError, RuntimeError) as error:
+    except _REFUSED as error:
         return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
     return None
 
@@ -206,16 +216,14 @@ class Result:
     tile: Choice
 
 
-Weights = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-def _subject(layer: Layer, M: int, tile: Choice, weights: Weights) -> timing.Subject:
-    x = layer.x[:M]
-    cut = w4a16_launch.tile_of(tile, (M, layer.N, layer.K), x.device)
+def _subject(layer: Layer, M: int, tile: Choice, weights: list[Weight]) -> timing.Subject:
+    x, has_zeros = layer.x[:M], layer.weight_zero_point is not None
+    shape = (M, layer.N, layer.K)
+    call_of = Call(*shape, layer.group_size, x.dtype, x.device, has_zeros, has_bias=False)
+    cut = w4a16_launch.tile_of(tile, call_of)
 
     def call(i: int) -> torch.Tensor:
-        qweight, scales, arrivals = weights[i]
-        return w4a16_launch.launch(cut, x, qweight, scales, None, None, arrivals, GROUP_SIZE)
+        return w4a16_launch.launch(cut, x, *weights[i], layer.group_size)
 
     return timing.Subject(str(tile), call, len(weights))
 
@@ -235,28 +243,31 @@ def _why_wrong(layer: Layer, subject: timing.Subject) -> str | None:
 
 
 def _time_shape(
-    name: str, Ms: Sequence[int], tiles: dict[int, list[Tile]], replays: int, *, between: bool
+    name: str,
+    given: Format,
+    Ms: Sequence[int],
+    tiles: dict[int, list[Tile]],
+    replays: int,
+    *,
+    between: bool,
 ) -> tuple[list[Result], list[Result]]:
     """Return every candidate's time, and those that a table is made of."""
     N, K = PRODUCTS[name]
-    layer = make_layer(N, K, GROUP_SIZE, max(Ms), torch.bfloat16)
-    qweight = formats_mma.repack_weight(layer.weight_packed, K)
-    scales = formats_mma.repack_scale(layer.weight_scale)
-    weights = [
-        (qweight.clone(), scales.clone(), make_arrivals(N, layer.x.device))
-        for _ in range(timing.copies_needed(layer.weight_bytes()))
-    ]
+    size, zero_points = given.group_size, given.zero_points
+    layer = make_layer(N, K, size, max(Ms), torch.bfloat16, zero_points=zero_points)
+    weights = layer.packed(timing.copies_needed(layer.weight_bytes()))
     results: list[Result] = []
     kept: list[Result] = []
     for M in Ms:
         other: Choice = "decode" if M <= DECODE_TOKENS else "dense"
         bucket, device = tiles_wgmma.bucket_of(M), layer.x.device
-        ships = tiles_wgmma.lookup(gpu_name(device), N, K, bucket, hopper=is_hopper(device))
+        gpu, hopper = gpu_name(device), is_hopper(device)
+        ships = tiles_wgmma.lookup(gpu, N, K, bucket, given.weights, hopper=hopper)
         for tile in dict.fromkeys((other, ships, *tiles[M])):
             subject = _subject(layer, M, tile, weights)
             try:
                 reason = _why_wrong(layer, subject)
-            except (triton.CompilationError, RuntimeError) as error:
+            except _REFUSED as error:
                 sys.stdout.write(f"{name} M={M} {tile}: {str(error).splitlines()[0]}\n")
                 continue
             if reason:
@@ -312,7 +323,7 @@ def _print_best(results: list[Result], top: int = 6) -> None:
     sys.stdout.flush()
 
 
-def table_rows(results: list[Result]) -> list[dict[str, Any]]:
+def table_rows(results: list[Result], given: Format = DEFAULT) -> list[dict[str, Any]]:
     """Put the fastest choice of each shape and number of tokens into rows of a ``tiles/`` table."""
     fastest: dict[tuple[int, int, int], Result] = {}
     for r in results:
@@ -322,8 +333,8 @@ def table_rows(results: list[Result]) -> list[dict[str, Any]]:
     rows = []
     for (N, K, M), r in fastest.items():
         max_m = M if M in BUCKETS else None
-        tile = _as_json(r.tile)
-        rows.append({"N": N, "K": K, "max_m": max_m, "tile": tile, "us": round(r.us, 3)})
+        named = {"N": N, "K": K, "max_m": max_m} | weight_format.as_field(given.weights)
+        rows.append(named | {"tile": _as_json(r.tile), "us": round(r.us, 3)})
     return rows
 
 
@@ -340,13 +351,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=8)
+    w4a16_format.add_tuned_arguments(parser)
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.stderr.write("error: taut_kernels.bench.tune_w4a16_wgmma needs a CUDA device\n")
         return 2
     shapes = arguments.shape or list(SHAPES)
     Ms = arguments.tokens or list(TOKENS)
-    regimes = arguments.regime or REGIMES
+    regimes, given = arguments.regime or REGIMES, w4a16_format.tuned(arguments)
     tiles: dict[tuple[str, int], list[Tile]] = {
         (name, M): [
             tile
@@ -354,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if regime_of(tile) in regimes
         ]
         if arguments.known
-        else all_candidates(*PRODUCTS[name], M, regimes)
+        else all_candidates(*PRODUCTS[name], M, regimes, given)
         for name in shapes
         for M in Ms
     }
@@ -366,27 +378,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for line in pool.map(_compile, jobs.values(), chunksize=4):
+        for line in pool.map(partial(_compile, given=given), jobs.values(), chunksize=4):
             if line:
                 sys.stdout.write(f"does not compile: {line}\n")
     sys.stdout.write(f"compiled {len(jobs)} candidates\n")
     sys.stdout.flush()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    source = "python -m taut_kernels.bench.tune_w4a16_wgmma, " + ", ".join(
-        f"{key} {value}" for key, value in report.environment().items()
-    )
+    command = w4a16_format.tuner("taut_kernels.bench.tune_w4a16_wgmma", given)
+    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
     results: list[Result] = []
     kept: list[Result] = []
     for name in shapes:
         own = {M: tiles[name, M] for M in Ms}
         timed_here, kept_here = _time_shape(
-            name, Ms, own, arguments.replays, between=arguments.between
+            name, given, Ms, own, arguments.replays, between=arguments.between
         )
         results, kept = results + timed_here, kept + kept_here
         table = {
             "gpu": torch.cuda.get_device_name(),
-            "source": source,
-            "rows": table_rows(kept),
+            "source": f"{command}, {facts}",
+            "rows": table_rows(kept, given),
         }
         # After every shape: what was measured survives a run that is cut off.
         timed = [

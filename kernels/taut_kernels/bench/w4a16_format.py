@@ -15,11 +15,13 @@ from pathlib import Path
 
 import torch
 
+from taut_kernels import weight_format
 from taut_kernels.bench import report, shapes
-from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE
 from taut_kernels.gemm import w4a16
 
 NAME = "w4a16"
+GROUP_SIZE = 128
+"""Where no command line names one."""
 COLUMNS = ("group_size", "zero_points", "dtype")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CHANNEL = -1
@@ -51,6 +53,11 @@ class Format:
         """Of its results, without an ending."""
         return NAME if self == DEFAULT else f"{NAME}-{self.name.replace(' ', '-')}"
 
+    @property
+    def weights(self) -> weight_format.WeightFormat:
+        """The class of it that tiles are looked up by."""
+        return weight_format.of_layer(self.group_size, 0, has_zeros=self.zero_points)
+
     def cells(self) -> tuple[str, str, str]:
         """Return what a row has under :data:`COLUMNS`."""
         group = "channel" if self.group_size == CHANNEL else str(self.group_size)
@@ -81,6 +88,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), default=DEFAULT.dtype, help="of the activations"
     )
+
+
+def add_tuned_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--group-size`` and ``--zero-points`` to a tuner's command line: one format a run."""
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        choices=w4a16.GROUP_SIZES,
+        default=GROUP_SIZE,
+        help="weights a scale covers",
+    )
+    parser.add_argument("--zero-points", action="store_true", help="zero points, else symmetric")
+
+
+def tuned(arguments: argparse.Namespace) -> Format:
+    """Return the format a tuner's command line asks for.
+
+    Args:
+        arguments: parsed, with what :func:`add_tuned_arguments` added.
+    """
+    return Format(arguments.group_size, arguments.zero_points)
+
+
+def tuner(module: str, given: Format) -> str:
+    """Return how a table's source names the command that tuned a format."""
+    words = "" if given.group_size == GROUP_SIZE else f" --group-size {given.group_size}"
+    return f"python -m {module}{words}{' --zero-points' if given.zero_points else ''}"
 
 
 def chosen(arguments: argparse.Namespace, products: Mapping[str, tuple[int, int]]) -> list[Format]:

@@ -15,8 +15,10 @@ from taut_kernels import tiles_decode, tiles_wgmma
 from taut_kernels.bench.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
 from taut_kernels.tiles_decode import UNIT, DecodeTile
 from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile
+from taut_kernels.tiles_w4a16_cost import estimate
 from taut_kernels.tiles_wgmma import WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.weight_format import DEFAULT
 
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _PROGRAMS = (60, 1100)
@@ -36,6 +38,8 @@ _ONE_BLOCK_TOKENS = 128
 def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
     """Return decode tiles for a shape: what won on it, and what won on several shapes.
 
+    Of symmetric groups of 128; other formats want :func:`lean_decode_tiles`, too.
+
     Args:
         N: output features.
         K: input features.
@@ -48,7 +52,7 @@ def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
             if token_tiles > 1
             else dataclasses.replace(tile, split_k=1, registers=0)
             for key, tile in table.tiles.items()
-            if key[2] == token_tiles
+            if key[2:] == (token_tiles, DEFAULT)
         }
         for tile, count in Counter(won.values()).items():
             if count == 1 and token_tiles == 1 and won.get((N, K)) != tile:
@@ -92,8 +96,12 @@ def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRi
     found = [cut for tile in won for cut in _cuts(tile, N, K, M)]
     # Few shapes have tiles with `tma` as yet: the best filled cut of every kind.
     found += tma_candidates(N, K, M, splits=1, forms=((2, 2),))
-    owns = (table.choices.get((N, K, bucket)) for table in tiles_wgmma.tables().values())
-    found += [own for own in owns if isinstance(own, RingTile | WgmmaTile | WgmmaRingTile)]
+    found += [
+        own
+        for table in tiles_wgmma.tables().values()
+        for key, own in table.choices.items()
+        if key[:3] == (N, K, bucket) and isinstance(own, RingTile | WgmmaTile | WgmmaRingTile)
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -137,3 +145,41 @@ def _tma_cuts(tile: WgmmaRingTile, N: int, K: int, M: int) -> Iterator[WgmmaRing
 
 def _enough(programs: int, split: int) -> bool:
     return split == 1 or _PROGRAMS[0] <= programs <= _PROGRAMS[1]
+
+
+_LEAN_QUEUES = ((8, 8, 2), (8, 4, 1), (8, 2, 1), (4, 4, 4), (4, 4, 1), (4, 2, 1), (2, 2, 2))
+"""(depth, x_depth, batch) where the scales of small groups take the registers of longer queues."""
+_LEAN_CUTS = 7
+
+
+def lean_decode_tiles(N: int, K: int) -> list[DecodeTile]:
+    """Return tiles for up to 8 tokens and small groups or zero points: shorter queues, too.
+
+    Two sets of scales and zero points wait in registers, 64 a lane in groups of 32: the queues that
+    won with groups of 128 then spill, or leave room for half as many warps.
+
+    Args:
+        N: output features.
+        K: input features.
+    """
+    cuts = [
+        (estimate(tiles_decode.cut(tile, N, K, 1), cost), tile)
+        for known, figures in tiles_decode.CANDIDATES
+        for tile, cost in tiles_decode.splits_of(known, figures, N, K)
+    ]
+    best = [tile for _, tile in sorted(cuts, key=lambda item: item[0])[:_LEAN_CUTS]]
+    won = [
+        tile
+        for table in tiles_decode.tables().values()
+        for key, tile in table.tiles.items()
+        if key[:3] == (N, K, 1)
+    ]
+    found = [
+        dataclasses.replace(
+            tile, depth=depth, x_depth=x_depth, batch=batch, fence=False, registers=cap
+        )
+        for tile in (*won, *best)
+        for depth, x_depth, batch in _LEAN_QUEUES
+        for cap in (0, 128)
+    ]
+    return list(dict.fromkeys((*won, *found)))

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from taut_kernels import formats
+from taut_kernels import formats, formats_mma
 from taut_kernels.gemm import w4a16
+from taut_kernels.gemm._w4a16_plan import Weight
 
 _CHECKED_ROWS = 256
 
@@ -68,6 +69,24 @@ class Layer:
             groups = groups - (self.stored_zeros() - formats.SYMMETRIC_ZERO).to(dtype).unsqueeze(-1)
         scale = self.weight_scale.to(dtype).unsqueeze(-1)
         return (groups * scale).view(self.N, self.K)
+
+    def packed(self, copies: int) -> list[Weight]:
+        """Return the operands of our kernels that are the layer's, so many times."""
+        qweight = formats_mma.repack_weight(self.weight_packed, self.K)
+        scales = formats_mma.repack_scale(self.weight_scale)
+        zeros = None
+        if self.weight_zero_point is not None:
+            zeros = formats_mma.repack_zero_point(self.weight_zero_point, self.N, self.x.dtype)
+        return [
+            Weight(
+                qweight.clone(),
+                scales.clone(),
+                None if zeros is None else zeros.clone(),
+                None,
+                w4a16.make_arrivals(self.N, self.x.device),
+            )
+            for _ in range(copies)
+        ]
 
     def why_wrong(self, y: torch.Tensor) -> str | None:
         """Hold the first rows' result to the budget; return a reason, None where it is right."""
@@ -136,6 +155,25 @@ def make_layer(
     checked = rows_to_check(rows, device)
     weight_scale = (scale / (5 * K**0.5)).to(dtype)
     return _judged(Layer(x, packed, weight_scale, group, checked, x, 0.0, zeros))
+
+
+def empty_weight(
+    N: int, K: int, group_size: int, *, zero_points: bool, device: str = "cuda"
+) -> Weight:
+    """Make operands of the right shapes and types: enough to compile a kernel by.
+
+    Args:
+        N: output features.
+        K: input features.
+        group_size: G in {32, 64, 128}.
+        zero_points: with zero points, else symmetric.
+        device: where to.
+    """
+    qweight = torch.zeros(N // 16, K // 64, 32, 4, dtype=torch.int32, device=device)
+    quads = -(-K // group_size // formats_mma.GROUPS_PER_QUAD)
+    scales = torch.zeros(N // 16, quads, 8, 4, 2, dtype=torch.bfloat16, device=device)
+    zeros = torch.zeros_like(scales) if zero_points else None
+    return Weight(qweight, scales, zeros, None, w4a16.make_arrivals(N, qweight.device))
 
 
 def _random_words(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:

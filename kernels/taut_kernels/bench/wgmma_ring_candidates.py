@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import triton
 
-from taut_kernels.bench.tune_w4a16_decode import GROUP_SIZE
+from taut_kernels.bench.w4a16_format import DEFAULT, Format
 from taut_kernels.tiles_decode_ring import SHARED_BYTES
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
@@ -34,7 +34,9 @@ _FORMS = ((1, 1), (2, 2), (4, 3))
 """Parts of a chunk, and how many run."""
 
 
-def wgmma_ring_candidates(N: int, K: int, M: int) -> Iterator[WgmmaRingTile]:
+def wgmma_ring_candidates(
+    N: int, K: int, M: int, given: Format = DEFAULT
+) -> Iterator[WgmmaRingTile]:
     """Yield the tiles worth compiling for one shape and number of tokens, 16..128.
 
     Programs fill the places of all multiprocessors once, or nearly, or several times.
@@ -52,7 +54,7 @@ def wgmma_ring_candidates(N: int, K: int, M: int) -> Iterator[WgmmaRingTile]:
             continue
         cap = min(255, _REGISTERS // (resident * threads) // 8 * 8)
         tile = WgmmaRingTile(M, tiles, groups, per_step, split, 3, reordered)
-        size = tile.stage_bytes(GROUP_SIZE, has_zeros=False)
+        size = tile.stage_bytes(given.group_size, has_zeros=given.zero_points)
         stages = min((SHARED_BYTES // resident - 1024) // size, 10, steps + 2)
         in_flight = (stages - 2) * tile.rows * per_step * 32 * resident
         if stages < 3 or in_flight < _IN_FLIGHT_BYTES:

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from taut_kernels import _launch
+from taut_kernels import _launch, weight_format
 
 ELEMENT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 """How kernels name the type of activations."""
@@ -67,6 +67,11 @@ class Call(NamedTuple):
     def group(self) -> int:
         """G as kernels take it: 0 for one group a channel."""
         return 0 if self.group_size == self.K else self.group_size
+
+    @property
+    def weights(self) -> weight_format.WeightFormat:
+        """The format that tiles are looked up by."""
+        return weight_format.of_layer(self.group_size, self.K, has_zeros=self.has_zeros)
 
     @property
     def form(self) -> tuple[int, int, int, torch.dtype, bool, bool]:

@@ -93,12 +93,12 @@ def _plan(
 ) -> Runs:
     """Return how to run a call: by the tile the tables or their rule choose."""
     gpu, hopper = _launch.gpu_name(device), _launch.is_hopper(device)
+    call = Call(M, N, K, group_size, dtype, device, has_zeros, has_bias)
     choice: tiles_wgmma.Choice = "decode"
     if M > w4a16_launch.ONE_TOKEN_TILE:
-        choice = tiles_wgmma.lookup(gpu, N, K, tiles_wgmma.bucket_of(M), hopper=hopper)
-    tile = w4a16_launch.tile_of(choice, (M, N, K), device)
-    call = Call(M, N, K, group_size, dtype, device, has_zeros, has_bias)
-    return w4a16_launch.plan(tile, call)
+        bucket = tiles_wgmma.bucket_of(M)
+        choice = tiles_wgmma.lookup(gpu, N, K, bucket, call.weights, hopper=hopper)
+    return w4a16_launch.plan(w4a16_launch.tile_of(choice, call), call)
 
 
 def _launch_w4a16_gemm(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_wgmma, tiles_wgmma_rule
-from taut_kernels._variant import KernelVariant
+from taut_kernels._variant import KernelVariant, each_once
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
 from taut_kernels.gemm.w4a16_decode_ring import launch_constants
 from taut_kernels.gemm.w4a16_decode_variants import MAX_SPILL_BYTES
@@ -24,15 +24,19 @@ def kernel_variants() -> Iterator[KernelVariant]:
 
     Tables and the rule choose the kernel on cards of compute capability 9.0 alone.
     """
+    yield from each_once(_variants())
+
+
+def _variants() -> Iterator[KernelVariant]:
     tables = tiles_wgmma.tables().values()
     measured = {
-        (K, tile, BUCKETS[bucket] // 8): None
+        (K, tile, BUCKETS[bucket] // 8, own): None
         for t in tables
-        for (_, K, bucket), tile in t.choices.items()
+        for (_, K, bucket, own), tile in t.choices.items()
         if isinstance(tile, RingTile)
     }
-    for K, tile, token_tiles in measured:
-        yield _variant(tile, K, token_tiles, "bf16", False, 128)
+    for K, tile, token_tiles, own in measured:
+        yield _variant(tile, K, token_tiles, "bf16", own.zero_points, own.group_size)
     for tile in tiles_wgmma_rule.every_tile(RingTile):
         yield _variant(tile, 4096, 2, *_LARGEST_FORMAT)
     for dtype, has_zeros, group_size in _FORMATS:

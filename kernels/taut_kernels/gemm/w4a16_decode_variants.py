@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_decode
-from taut_kernels._variant import KernelVariant
+from taut_kernels._variant import KernelVariant, each_once
 from taut_kernels.gemm._w4a16_decode_jit import w4a16_decode_kernel
 from taut_kernels.gemm.w4a16_decode import launch_constants
 
@@ -19,11 +19,15 @@ def kernel_variants() -> Iterator[KernelVariant]:
     K is a constant of the kernel, so that the shapes of a model not named in a table compile when
     it is loaded; these variants stand for them.
     """
+    yield from each_once(_variants())
+
+
+def _variants() -> Iterator[KernelVariant]:
     tables = tiles_decode.tables().values()
-    measured = {(K, m, tile): None for t in tables for (_, K, m), tile in t.tiles.items()}
+    measured = {(K, m, own, tile): None for t in tables for (_, K, m, own), tile in t.tiles.items()}
     # Only cards of compute capability 9.0 were measured.
-    for K, token_tiles, tile in measured:
-        yield _variant(tile, K, token_tiles, "bf16", False, 128, "sm_90")
+    for K, token_tiles, own, tile in measured:
+        yield _variant(tile, K, token_tiles, "bf16", own.zero_points, own.group_size, "sm_90")
     for target in ("sm_80", "sm_90"):
         yield from _every_format(target)
     # Without a loop (K = 1024) registers may be capped; the format that takes most of them.

@@ -28,22 +28,18 @@ Tile = DecodeTile | RingTile | WgmmaTile | WgmmaRingTile | WavesTile
 """How a kernel cuts the work; its type names the regime."""
 
 
-def tile_of(
-    choice: tiles_wgmma.Choice, shape: tuple[int, int, int], device: torch.device
-) -> Tile | Literal["dense"]:
-    """Return the tile of a choice: a table's own, or the one the decode regime has for a shape.
+def tile_of(choice: tiles_wgmma.Choice, call: Call) -> Tile | Literal["dense"]:
+    """Return the tile of a choice: a table's own, or the one the decode regime has for a call.
 
     Args:
         choice: of :mod:`taut_kernels.tiles_wgmma`.
-        shape: M, N, K.
-        device: where the product runs.
+        call: what to run.
     """
     if choice == "dense" or not isinstance(choice, str):
         return choice
-    M, N, K = shape
-    gpu, hopper = _launch.gpu_name(device), _launch.is_hopper(device)
-    token_tiles = 1 if M <= ONE_TOKEN_TILE else 2
-    return tiles_decode.lookup(gpu, N, K, token_tiles, hopper=hopper)
+    gpu, hopper = _launch.gpu_name(call.device), _launch.is_hopper(call.device)
+    token_tiles = 1 if call.M <= ONE_TOKEN_TILE else 2
+    return tiles_decode.lookup(gpu, call.N, call.K, token_tiles, call.weights, hopper=hopper)
 
 
 def plan(tile: Tile | Literal["dense"], call: Call) -> Runs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_wgmma, tiles_wgmma_rule
-from taut_kernels._variant import KernelVariant
+from taut_kernels._variant import KernelVariant, each_once
 from taut_kernels.gemm import w4a16_sum, w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_sum_jit import sum_splits_kernel
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
@@ -27,16 +27,20 @@ def kernel_variants() -> Iterator[KernelVariant]:
 
     Tables and the rule choose the kernel on cards of compute capability 9.0 alone.
     """
+    yield from each_once(_variants())
+
+
+def _variants() -> Iterator[KernelVariant]:
     measured = {
-        (K, tile, role): None
+        (K, tile, role, own): None
         for table in tiles_wgmma.tables().values()
-        for (_, K, _), choice in table.choices.items()
+        for (_, K, _, own), choice in table.choices.items()
         for tile, role in products_of(choice)
         if isinstance(tile, WgmmaRingTile)
     }
-    for K, tile, role in measured:
-        yield _any_variant(tile, K, "bf16", False, 128, role)
-    for tile in {tile: None for _, tile, _ in measured if tile.summed}:
+    for K, tile, role, own in measured:
+        yield _any_variant(tile, K, "bf16", own.zero_points, own.group_size, role)
+    for tile in {tile: None for _, tile, _, _ in measured if tile.summed}:
         yield _sums(tile)
     for tile in tiles_wgmma_rule.every_tile(WgmmaRingTile):
         yield _any_variant(tile, 4096, *_LARGEST_FORMAT)

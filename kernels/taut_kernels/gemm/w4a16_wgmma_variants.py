@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_wgmma, tiles_wgmma_rule
-from taut_kernels._variant import KernelVariant
+from taut_kernels._variant import KernelVariant, each_once
 from taut_kernels.gemm import w4a16_dense
 from taut_kernels.gemm._w4a16_dense_jit import w4a16_dequantize_kernel
 from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
@@ -23,17 +23,21 @@ def kernel_variants() -> Iterator[KernelVariant]:
     K is a constant of the kernels, so that the shapes of a model not named in a table compile when
     it is loaded; these variants stand for them.
     """
+    yield from each_once(_variants())
+
+
+def _variants() -> Iterator[KernelVariant]:
     tables = tiles_wgmma.tables().values()
     measured = {
-        (K, tile, role): None
+        (K, tile, role, own): None
         for t in tables
-        for (_, K, _), choice in t.choices.items()
+        for (_, K, _, own), choice in t.choices.items()
         for tile, role in products_of(choice)
         if isinstance(tile, WgmmaTile)
     }
     # Only cards of compute capability 9.0 were measured.
-    for K, tile, role in measured:
-        yield _product(tile, K, "bf16", False, 128, "sm_90", role)
+    for K, tile, role, own in measured:
+        yield _product(tile, K, "bf16", own.zero_points, own.group_size, "sm_90", role)
     yield from _every_format()
     for dtype, has_zeros, group_size in _FORMATS:
         yield _dequantize(dtype, has_zeros, group_size)

@@ -16,7 +16,7 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
-from taut_kernels import formats, formats_mma, measured_w4a16
+from taut_kernels import formats, formats_mma, measured_w4a16, weight_format
 from taut_kernels.gemm import w4a16
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.vllm_plugin import compat, requested_mode
@@ -148,9 +148,10 @@ def refusal(config: Any) -> str | None:
         return f"no taut kernel for {current_platform.device_type}"
     K, N = config.partition_weight_shape
     device = "cpu" if current_platform.is_cpu() else "cuda"
+    weights = weight_format.of_layer(config.group_size, K, has_zeros=bool(config.zero_points))
     return why_not_ours(
         N, K, config.group_size, dtype=config.act_type, device=device
-    ) or why_not_preferred(_gpu(), requested_mode(), N, K)
+    ) or why_not_preferred(_gpu(), requested_mode(), N, K, weights)
 
 
 def remark(config: Any) -> str | None:

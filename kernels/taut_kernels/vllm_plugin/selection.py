@@ -19,6 +19,7 @@ import torch
 from taut_kernels import measured_w4a16
 from taut_kernels.gemm import w4a16, w4a16_cpu
 from taut_kernels.vllm_plugin import record
+from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 OUR_PREFIX = "Taut"
 FOUR_BIT = ("uint4", "uint4b8")
@@ -74,11 +75,13 @@ def why_not_ours(N: int, K: int, group_size: int, *, dtype: torch.dtype, device:
     return w4a16.why_not_supported(N, K, group_size, dtype)
 
 
-def why_not_preferred(gpu: str | None, mode: str, N: int, K: int) -> str | None:
+def why_not_preferred(
+    gpu: str | None, mode: str, N: int, K: int, weights: WeightFormat = DEFAULT
+) -> str | None:
     """Say why ``prefer`` leaves a W4A16 layer to vLLM although our kernel could run it.
 
-    A kernel that may be slower is never put in silently: ours is preferred for shapes that were
-    measured against Marlin and Machete on this card and won by the rule of
+    A kernel that may be slower is never put in silently: ours is preferred for shapes and formats
+    that were measured against Marlin and Machete on this card and won by the rule of
     :mod:`taut_kernels.measured_w4a16`.
 
     Args:
@@ -86,13 +89,14 @@ def why_not_preferred(gpu: str | None, mode: str, N: int, K: int) -> str | None:
         mode: value of ``TAUT_KERNELS``.
         N: output features of the layer's shard.
         K: input features of the layer's shard.
+        weights: its format.
 
     Returns:
         A reason, or None where ours is used.
     """
     if gpu is None or mode != "prefer":
         return None
-    reason = measured_w4a16.why_not_preferred(gpu, N, K)
+    reason = measured_w4a16.why_not_preferred(gpu, N, K, weights)
     return reason and f"{reason}; TAUT_KERNELS=require runs it"
 
 
@@ -103,6 +107,22 @@ def _kernel_of(module: torch.nn.Module) -> Any | None:
             if (kernel := getattr(holder, name, None)) is not None:
                 return kernel
     return None
+
+
+def _without_kernel(name: str, module: torch.nn.Module) -> LayerChoice | None:
+    """Describe a 4-bit linear layer whose method asks for no kernel, None for any other module.
+
+    vLLM (0.26, 0.32) has one for AWQ: without zero points, with ``VLLM_BATCH_INVARIANT``, and for
+    shapes that Marlin does not take.
+    """
+    method = getattr(module, "quant_method", None)
+    scheme = str(getattr(getattr(method, "quant_config", None), "quant_type", None))
+    shape = _shape_of(module, None)
+    if scheme not in FOUR_BIT or shape is None:
+        return None
+    used = type(method).__name__
+    reason = f"vLLM {used} chooses no kernel by layer"
+    return LayerChoice(name, used, scheme, reason, in_scope=True, shape=shape)
 
 
 def _shape_of(module: torch.nn.Module, config: Any) -> str | None:
@@ -131,12 +151,13 @@ def audit(
         note: what is known against our kernel on an `MPLinearLayerConfig` it serves.
 
     Yields:
-        One choice a layer, in module order; layers without a kernel object (unquantised) are left
-        out.
+        One choice a layer, in module order; unquantised layers are left out.
     """
     for name, module in model.named_modules():
         kernel = _kernel_of(module)
         if kernel is None:
+            if (choice := _without_kernel(name, module)) is not None:
+                yield choice
             continue
         kernel_name = type(kernel).__name__
         config = getattr(kernel, "config", None)
