@@ -17,9 +17,9 @@ A row is of bf16, and of symmetric groups of 128 unless it has a ``format``
 (:mod:`.weight_format`); the row of a layer's own format decides where there is one. Without one,
 groups of 64 and of a channel, zero points with groups of 128 and fp16 are taken to stand as the
 shape does in symmetric groups of 128, and :func:`remark` says so of such a layer. Groups of 32 are
-not: with them the same tiles lost up to half of their lead and more. They stand or fall by a row of
-groups of 32, with zero points or without. `taut_kernels.bench.measured_table` writes a table from
-benchmarks.
+not: in them the same tiles fell to 0.53 of Marlin's speed (H200, 2026-11-25). They stand or fall by
+a row of groups of 32, with zero points or without. `taut_kernels.bench.measured_table` writes a
+table from benchmarks.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from taut_kernels import _tile_tables, weight_format
 from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 _ROW_FIELDS = {"N", "K", "M", "us", "vllm_us"}
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ALONE = 32
 """Groups that no row of other groups stands for."""
 DECODE_TOKENS = 64
@@ -231,12 +232,9 @@ def remark(
     if timed is None:
         return None
     parts = [slower_in_places(gpu, N, K, weights)]
-    if (group_size, dtype, has_zeros) != (timed.group_size, torch.bfloat16, timed.zero_points):
-        form = "a channel" if group_size in (-1, 0, K) else str(group_size)
-        zeros = " with zero points" if has_zeros else ""
-        symmetric = "" if timed.zero_points else "symmetric "
-        parts.append(
-            f"timed in {symmetric}{weight_format.in_words(timed)} in bf16, not in groups of"
-            f" {form}{zeros} in {str(dtype).removeprefix('torch.')}"
-        )
+    size = -1 if group_size in (0, K) else group_size
+    if (size, dtype, has_zeros) != (timed.group_size, torch.bfloat16, timed.zero_points):
+        known = weight_format.in_words(timed.group_size, zero_points=timed.zero_points)
+        own = weight_format.in_words(size, zero_points=has_zeros)
+        parts.append(f"timed in {known} in bf16, not in {own} in {_SHORT[dtype]}")
     return "; ".join(filter(None, parts)) or None

@@ -89,7 +89,14 @@ def as_field(weight_format: WeightFormat) -> dict[str, str]:
     return {} if weight_format is DEFAULT else {FIELD: weight_format.value}
 
 
-def in_words(weight_format: WeightFormat) -> str:
-    """Return a format as a sentence names it: ``groups of 32 with zero points``."""
-    zeros = " with zero points" if weight_format.zero_points else ""
-    return f"groups of {weight_format.group_size}{zeros}"
+def in_words(group_size: int, *, zero_points: bool) -> str:
+    """Return a format as a sentence names it: ``groups of 32 with zero points``.
+
+    Args:
+        group_size: G; -1 for one group a channel.
+        zero_points: whether every group has one.
+    """
+    kind, behind = ("", " with zero points") if zero_points else ("symmetric ", "")
+    if group_size == -1:
+        return f"one {kind}group a channel{behind}"
+    return f"{kind}groups of {group_size}{behind}"

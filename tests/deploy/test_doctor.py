@@ -182,8 +182,8 @@ def test_why_a_layer_of_others_is_not_ours(case, card, explain):
 
 
 def test_a_card_takes_the_model_s_type_and_a_cpu_bf16(card, explain):
-    assert "groups of 128 in float16" in explain(GPTQ, torch_dtype="float16")[QKV][1]
-    assert "groups of 128 in float16" in explain(GPTQ, dtype="float16")[QKV][1]
+    assert "groups of 128 in fp16" in explain(GPTQ, torch_dtype="float16")[QKV][1]
+    assert "groups of 128 in fp16" in explain(GPTQ, dtype="float16")[QKV][1]
     assert explain(GPTQ, torch_dtype="bfloat16")[QKV][1] == ""
     card(None)
     assert explain(GPTQ, torch_dtype="float16")[QKV][0] == "taut::w4a16_gemm_cpu (ATen int4)"

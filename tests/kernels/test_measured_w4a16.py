@@ -94,9 +94,9 @@ def test_reasons_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     ("layer", "said"),
     [
         ((64, 128, torch.bfloat16, False), None),
-        ((64, 32, torch.bfloat16, True), "not in groups of 32 with zero points in bfloat16"),
-        ((64, 128, torch.float16, False), "not in groups of 128 in float16"),
-        ((64, -1, torch.bfloat16, False), "not in groups of a channel in bfloat16"),
+        ((64, 32, torch.bfloat16, True), "not in groups of 32 with zero points in bf16"),
+        ((64, 128, torch.float16, False), "not in symmetric groups of 128 in fp16"),
+        ((64, -1, torch.bfloat16, False), "not in one symmetric group a channel in bf16"),
         ((80, 128, torch.bfloat16, False), "slower than vLLM's at 1 tokens (0.50 of its speed)"),
         ((80, 64, torch.bfloat16, False), "1 tokens (0.50 of its speed); timed in symmetric"),
         ((1, 32, torch.float16, True), None),
@@ -168,21 +168,24 @@ def test_what_is_said_of_a_layer_is_of_the_row_it_stands_by(
         return measured_w4a16.remark("card", N, 256, group, dtype, has_zeros=zeros)
 
     places = "slower than vLLM's at 1 tokens (0.50 of its speed)"
-    timed = "timed in groups of 32 with zero points in bf16, not in groups of 32"
+    timed = "timed in groups of 32 with zero points in bf16, not in"
     assert ask(64, 32, True) == places
-    assert ask(64, 32, True, torch.float16) == f"{places}; {timed} with zero points in float16"
-    assert ask(64, 32, False) == f"{places}; {timed} in bfloat16"
+    assert (
+        ask(64, 32, True, torch.float16)
+        == f"{places}; {timed} groups of 32 with zero points in fp16"
+    )
+    assert ask(64, 32, False) == f"{places}; {timed} symmetric groups of 32 in bf16"
     assert ask(64, 128, True) is None
     assert ask(64, -1, True) == (
-        "timed in groups of 128 with zero points in bf16, not in groups of a channel with zero"
-        " points in bfloat16"
+        "timed in groups of 128 with zero points in bf16, not in one group a channel with zero"
+        " points in bf16"
     )
     assert ask(64, 64, True) == (
-        "timed in symmetric groups of 128 in bf16, not in groups of 64 with zero points in bfloat16"
+        "timed in symmetric groups of 128 in bf16, not in groups of 64 with zero points in bf16"
     )
     # Asked for without a row: what is slower in other groups says nothing of it.
     assert ask(80, 32, False) == (
-        "timed in symmetric groups of 128 in bf16, not in groups of 32 in bfloat16"
+        "timed in symmetric groups of 128 in bf16, not in symmetric groups of 32 in bf16"
     )
     of_rows = measured_w4a16.slower_in_places
     assert of_rows("card", 64, 256, WeightFormat.G32) == places

@@ -42,7 +42,14 @@ def test_a_row_names_its_format_unless_it_is_the_default() -> None:
         row = weight_format.as_field(known)
         assert bool(row) == (known is not DEFAULT)
         assert weight_format.of_row(row, "t.json") is known
-    assert weight_format.in_words(WeightFormat.G32_ZP) == "groups of 32 with zero points"
+
+
+def test_a_format_in_words() -> None:
+    words = weight_format.in_words
+    assert words(32, zero_points=True) == "groups of 32 with zero points"
+    assert words(64, zero_points=False) == "symmetric groups of 64"
+    assert words(-1, zero_points=False) == "one symmetric group a channel"
+    assert words(-1, zero_points=True) == "one group a channel with zero points"
 
 
 def test_every_format_ends_at_the_default_and_begins_with_itself() -> None:

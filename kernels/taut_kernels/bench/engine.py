@@ -87,7 +87,7 @@ def measure(
     traces = Path(tempfile.mkdtemp(prefix="taut-traces-")) if profile else None
     llm = LLM(
         model=str(checkpoint),
-        dtype="bfloat16",
+        dtype="auto",  # the checkpoint's own, as served: fp16 of GPTQ and AWQ
         max_model_len=1024,
         max_num_seqs=max(batches),
         max_num_batched_tokens=8192,

@@ -144,7 +144,7 @@ def answer(
     sizes = sorted({1, 8, 16, 32, 64, len(prompts)})
     llm = LLM(
         model=str(checkpoint),
-        dtype="bfloat16",
+        dtype="auto",
         max_model_len=max(map(len, prompts)) + length,
         max_num_seqs=len(prompts),
         # Engines run side by side: what each finds free says nothing of what it may take.
