@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 
@@ -43,15 +44,22 @@ class KernelVariant:
     descriptors: dict[str, str] = field(default_factory=dict)
 
 
-def each_once(variants: Iterable[KernelVariant]) -> Iterator[KernelVariant]:
-    """Yield variants without those that were there before: a table may name a rule's own tile.
+def each_once(
+    variants: Callable[[], Iterator[KernelVariant]],
+) -> Callable[[], Iterator[KernelVariant]]:
+    """Let a generator of variants leave out those it had: a table may name a rule's own tile.
 
     Args:
-        variants: whose labels tell them apart, with the tile and the targets.
+        variants: yields some whose labels tell them apart, with the tile and the targets.
     """
-    seen: set[tuple[object, ...]] = set()
-    for variant in variants:
-        key = (variant.label, variant.tile, variant.targets)
-        if key not in seen:
-            seen.add(key)
-            yield variant
+
+    @wraps(variants)
+    def without_copies() -> Iterator[KernelVariant]:
+        seen: set[tuple[object, ...]] = set()
+        for variant in variants():
+            key = (variant.label, variant.tile, variant.targets)
+            if key not in seen:
+                seen.add(key)
+                yield variant
+
+    return without_copies

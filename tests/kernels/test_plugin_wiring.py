@@ -372,6 +372,12 @@ def test_nothing_is_registered_where_excluded_or_off(env: dict[str, str], run_py
     assert not hooked
 
 
+def assert_ok(process: Any) -> None:
+    """Ask of a script's process that it ended well and came to its last line."""
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "RESULT ok" in process.stdout
+
+
 KERNEL = """
 import types
 import torch
@@ -403,9 +409,7 @@ print("RESULT ok")
 @needs_vllm
 @pytest.mark.vllm
 def test_linear_kernel_refuses_what_it_must(run_python: Any) -> None:
-    process = run_python("-c", KERNEL)
-    assert process.returncode == 0, process.stderr[-2000:]
-    assert "RESULT ok" in process.stdout
+    assert_ok(run_python("-c", KERNEL))
 
 
 ON_A_CARD = """
@@ -469,9 +473,7 @@ print("RESULT ok")
 @needs_vllm
 @pytest.mark.vllm
 def test_a_layer_is_laid_out_for_a_card(run_python: Any) -> None:
-    process = run_python("-c", ON_A_CARD, "cpu", env={"TAUT_KERNELS": "require"})
-    assert process.returncode == 0, process.stderr[-2000:]
-    assert "RESULT ok" in process.stdout
+    assert_ok(run_python("-c", ON_A_CARD, "cpu", env={"TAUT_KERNELS": "require"}))
 
 
 @needs_vllm
@@ -479,9 +481,7 @@ def test_a_layer_is_laid_out_for_a_card(run_python: Any) -> None:
 @pytest.mark.vllm
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gpu_a_layer_is_right_at_every_number_of_tokens(run_python: Any) -> None:
-    process = run_python("-c", ON_A_CARD, "cuda", env={"TAUT_KERNELS": "require"})
-    assert process.returncode == 0, process.stderr[-2000:]
-    assert "RESULT ok" in process.stdout
+    assert_ok(run_python("-c", ON_A_CARD, "cuda", env={"TAUT_KERNELS": "require"}))
 
 
 FROM_DISK = """
@@ -596,8 +596,7 @@ def test_a_layer_of_another_format_as_vllm_loads_it_is_ours_and_right(
 ) -> None:
     arguments = ("-c", FROM_DISK, form, "cpu", "bfloat16", "float16")
     process = run_python(*arguments, env={"TAUT_KERNELS": "require"})
-    assert process.returncode == 0, process.stderr[-2000:]
-    assert "RESULT ok" in process.stdout
+    assert_ok(process)
 
 
 @needs_vllm
@@ -609,6 +608,5 @@ def test_a_layer_of_another_format_as_vllm_loads_it_is_ours_and_right(
 def test_gpu_a_layer_of_another_format_is_right(form: str, dtype: str, run_python: Any) -> None:
     arguments = ("-c", FROM_DISK, form, "cuda", dtype)
     process = run_python(*arguments, env={"TAUT_KERNELS": "require"}, timeout=550)
-    assert process.returncode == 0, process.stderr[-2000:]
-    assert "RESULT ok" in process.stdout
+    assert_ok(process)
     print(process.stdout[process.stdout.index(form) :])

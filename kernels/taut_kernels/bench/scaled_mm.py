@@ -25,13 +25,14 @@ from taut_kernels.bench import (
 from taut_kernels.bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, KINDS, SHAPES, make_layer
 
 DEFAULT_TOKENS = (1, 4, 16, 32, 64, 128, 256, 1024, 4096)
-_PREPARE = dict.fromkeys(KINDS, scaled_mm_rivals.PREPARE) | {
+PREPARE = dict.fromkeys(KINDS, scaled_mm_rivals.PREPARE) | {
     BLOCK_KIND: scaled_mm_block_rivals.PREPARE
 }
+"""Kind → how to prepare its kernels, by name."""
 _NOT_RIVALS = dict.fromkeys(KINDS, scaled_mm_rivals.NOT_RIVALS) | {
     BLOCK_KIND: scaled_mm_block_rivals.NOT_RIVALS
 }
-_KERNELS = sorted({name for table in _PREPARE.values() for name in table})
+_KERNELS = sorted({name for table in PREPARE.values() for name in table})
 
 
 def _measure_shape(
@@ -45,7 +46,7 @@ def _measure_shape(
     N, K = shapes.PRODUCTS[shape]
     layer = make_layer(ALL_KINDS[kind], N, K, max(tokens))
     copies = [layer.weight.clone() for _ in range(timing.copies_needed(layer.weight_bytes()))]
-    ready = scaled_mm_rivals.prepare_all(layer, list(names), copies, notes, _PREPARE[kind])
+    ready = scaled_mm_rivals.prepare_all(layer, list(names), copies, notes, PREPARE[kind])
     rows = []
     for M in tokens:
         subjects = scaled_mm_rivals.checked_subjects(layer, ready, M, notes)
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 kind,
                 shape,
                 arguments.tokens or DEFAULT_TOKENS,
-                arguments.kernel or tuple(_PREPARE[kind]),
+                arguments.kernel or tuple(PREPARE[kind]),
                 ceiling,
                 notes,
             )

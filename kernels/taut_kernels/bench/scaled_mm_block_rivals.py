@@ -25,7 +25,14 @@ import torch
 from torch.nn import functional
 
 from taut_kernels.bench.scaled_mm_layer import OUT_DTYPE, Layer
-from taut_kernels.bench.scaled_mm_rivals import DENSE, Call, Prepare, UnavailableError, taut
+from taut_kernels.bench.scaled_mm_rivals import (
+    DENSE,
+    OTHER_WORK,
+    Call,
+    Prepare,
+    UnavailableError,
+    taut,
+)
 from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
 
 _TRITON = "vllm.model_executor.layers.quantization.utils.fp8_utils"
@@ -200,9 +207,7 @@ NOT_RIVALS = (
     "FlashInfer: no row: as vLLM calls it (under 32 tokens), it quantises the activations in the"
     " same call, which is other work",
     "Marlin: no row: it takes activations in bf16, which is other work",
-    "gemlite: no row: its 8-bit products quantise the activations in the same call, which is other"
-    " work",
-    "Liger: no row: it has no product with quantised weights",
+    *OTHER_WORK,
     "torch.compile: no row: torch._scaled_mm by way of torch.nn.functional.scaled_mm is there",
 )
 """Named in every report, with the reason."""

@@ -147,10 +147,13 @@ PREPARE: dict[str, Prepare] = {
     "_int_mm": int_mm,
     "vLLM Triton": vllm_triton,
 }
-NOT_RIVALS = (
+OTHER_WORK = (
     "gemlite: no row: its 8-bit products quantise the activations in the same call, which is other"
     " work",
     "Liger: no row: it has no product with quantised weights",
+)
+NOT_RIVALS = (
+    *OTHER_WORK,
     "torch.compile: no row: it calls torch._scaled_mm or torch._int_mm, which are there",
 )
 """Named in every report, with the reason."""

@@ -28,8 +28,9 @@ from pathlib import Path
 import torch
 import triton
 
-from taut_kernels.bench import scaled_mm_block_rivals, scaled_mm_rivals, shapes, timing
+from taut_kernels.bench import scaled_mm_rivals, shapes, timing
 from taut_kernels.bench.refusal import REFUSED, first_line
+from taut_kernels.bench.scaled_mm import PREPARE
 from taut_kernels.bench.scaled_mm_candidates import BUCKETS, block_candidates, candidates
 from taut_kernels.bench.scaled_mm_known_tiles import known_tiles
 from taut_kernels.bench.scaled_mm_layer import (
@@ -183,7 +184,8 @@ class Tuning:
             return
         try:
             layer, copies = self._operands(kind, shape, tiles)
-            ready = _prepared_rivals(kind, layer, copies, self.results.notes)
+            names, notes = list(BLOCK_RIVALS if kind == BLOCK_KIND else RIVALS), self.results.notes
+            ready = scaled_mm_rivals.prepare_all(layer, names, copies, notes, PREPARE[kind])
         except REFUSED as error:
             _say(f"{kind} {shape}: not run: {first_line(error)}")
             return
@@ -294,15 +296,6 @@ def finalists(found: Times) -> list[ScaledMmTile]:
     ends = range(len(next(iter(found.values()))))
     best = [min(found, key=lambda tile: found[tile][end]) for end in ends]
     return list(dict.fromkeys([*list(found)[:2], *best]))
-
-
-def _prepared_rivals(
-    kind: str, layer: Layer, copies: Copies, notes: list[str]
-) -> dict[str, list[scaled_mm_rivals.Call]]:
-    if kind == BLOCK_KIND:
-        table = scaled_mm_block_rivals.PREPARE
-        return scaled_mm_rivals.prepare_all(layer, list(BLOCK_RIVALS), copies, notes, table)
-    return scaled_mm_rivals.prepare_all(layer, list(RIVALS), copies, notes)
 
 
 def _subject(layer: Layer, tile: ScaledMmTile, M: int, copies: Copies) -> timing.Subject:

@@ -25,6 +25,7 @@ import triton
 
 from taut_kernels import tiles_decode, weight_format
 from taut_kernels.bench import report, timing, w4a16_format, w4a16_known_tiles
+from taut_kernels.bench.refusal import first_line
 from taut_kernels.bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
 from taut_kernels.bench.w4a16_format import DEFAULT, Format
 from taut_kernels.bench.w4a16_layer import Layer, empty_weight, make_layer
@@ -36,7 +37,7 @@ SHAPES = LLAMA3_8B_PRODUCTS | SQUARE
 """N × K of a Llama-3-8B layer's products, and the square of the literature."""
 KNOWN = "try only tiles that won on a measured shape, with K split otherwise"
 _WARPS_PER_GPU = (850, 4500)
-_REFUSED = (triton.TritonError, RuntimeError, ValueError)
+REFUSED = (triton.TritonError, RuntimeError, ValueError)
 """A tile that the compiler, the card or a plan does not take: in small groups stages are larger."""
 
 
@@ -90,16 +91,24 @@ def _tried(N: int, K: int, M: int, given: Format, *, known: bool) -> list[Decode
     return list(dict.fromkeys(found))
 
 
-def _compile(job: tuple[int, int, int, DecodeTile], given: Format) -> str | None:
-    """Compile one candidate into Triton's cache; a line where it does not compile."""
+def compile_tile(job: tuple[int, int, int, w4a16_launch.Tile], given: Format) -> str | None:
+    """Compile one candidate into Triton's cache, in a process of its own.
+
+    Args:
+        job: N, K, M and the tile.
+        given: the weights' format.
+
+    Returns:
+        A line where it does not compile.
+    """
     N, K, M, tile = job
     x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
     weight = empty_weight(N, K, given.group_size, zero_points=given.zero_points)
     try:
         w4a16_launch.launch(tile, x, *weight, given.group_size)
         torch.cuda.synchronize()
-    except _REFUSED as error:
-        return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
+    except REFUSED as error:
+        return f"N={N} K={K} M={M} {tile}: {first_line(error)}"
     return None
 
 
@@ -137,8 +146,8 @@ def _time_shape(
             subject = _subject(layer, M, tile, weights)
             try:
                 y = subject.call(0)
-            except _REFUSED as error:
-                sys.stdout.write(f"{name} M={M} {tile}: {str(error).splitlines()[0]}\n")
+            except REFUSED as error:
+                sys.stdout.write(f"{name} M={M} {tile}: {first_line(error)}\n")
                 continue
             assert isinstance(y, torch.Tensor)
             if reason := layer.why_wrong(y):
@@ -197,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        compiled = partial(_compile, given=given)
+        compiled = partial(compile_tile, given=given)
         for line in pool.map(compiled, jobs.values(), chunksize=max(1, len(jobs) // 200)):
             if line:
                 sys.stdout.write(f"does not compile: {line}\n")

@@ -31,10 +31,11 @@ import triton
 from taut_kernels import tiles_wgmma, weight_format
 from taut_kernels._launch import gpu_name, is_hopper
 from taut_kernels.bench import report, timing, w4a16_finalists, w4a16_format, w4a16_known_tiles
+from taut_kernels.bench.refusal import first_line
 from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.tune_w4a16_decode import KNOWN, SHAPES
+from taut_kernels.bench.tune_w4a16_decode import KNOWN, REFUSED, SHAPES, compile_tile
 from taut_kernels.bench.w4a16_format import DEFAULT, Format
-from taut_kernels.bench.w4a16_layer import Layer, empty_weight, make_layer
+from taut_kernels.bench.w4a16_layer import Layer, make_layer
 from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
 from taut_kernels.bench.wgmma_tma_candidates import tma_candidates
 from taut_kernels.bench.wgmma_waves_candidates import (
@@ -75,8 +76,6 @@ RING_TOKENS = 128
 _WAVES = (256, 1024)
 _FED_WAVES = (256, 2048)
 Tile = WgmmaTile | RingTile | WgmmaRingTile | WavesTile
-_REFUSED = (triton.TritonError, RuntimeError, ValueError)
-"""A tile that the compiler, the card or a plan does not take: in small groups stages are larger."""
 
 
 def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
@@ -191,19 +190,6 @@ def _job(N: int, K: int, M: int, tile: Tile) -> tuple[tuple[int, Tile, int], Job
     return (K, tile, 0), (N, K, M, tile)
 
 
-def _compile(job: Job, given: Format) -> str | None:
-    """Compile one candidate into Triton's cache; a line where it does not compile."""
-    N, K, M, tile = job
-    x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
-    weight = empty_weight(N, K, given.group_size, zero_points=given.zero_points)
-    try:
-        w4a16_launch.launch(tile, x, *weight, given.group_size)
-        torch.cuda.synchronize()
-    except _REFUSED as error:
-        return f"N={N} K={K} M={M} {tile}: {str(error).splitlines()[0]}"
-    return None
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
     """One timed choice; ``us`` is microseconds a call, ``tile`` None for the dense regime."""
@@ -267,8 +253,8 @@ def _time_shape(
             subject = _subject(layer, M, tile, weights)
             try:
                 reason = _why_wrong(layer, subject)
-            except _REFUSED as error:
-                sys.stdout.write(f"{name} M={M} {tile}: {str(error).splitlines()[0]}\n")
+            except REFUSED as error:
+                sys.stdout.write(f"{name} M={M} {tile}: {first_line(error)}\n")
                 continue
             if reason:
                 sys.stdout.write(f"WRONG {name} M={M} {tile}: {reason}\n")
@@ -378,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for line in pool.map(partial(_compile, given=given), jobs.values(), chunksize=4):
+        for line in pool.map(partial(compile_tile, given=given), jobs.values(), chunksize=4):
             if line:
                 sys.stdout.write(f"does not compile: {line}\n")
     sys.stdout.write(f"compiled {len(jobs)} candidates\n")

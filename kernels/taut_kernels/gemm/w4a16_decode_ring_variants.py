@@ -19,15 +19,12 @@ _MANY_SCALES_SPILL_BYTES = 144
 """120 to 128 under Triton 3.6, 136 to 144 under 3.9; what it costs was not measured."""
 
 
+@each_once
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield what ahead-of-time compilation checks: every measured tile, and every weight format.
 
     Tables and the rule choose the kernel on cards of compute capability 9.0 alone.
     """
-    yield from each_once(_variants())
-
-
-def _variants() -> Iterator[KernelVariant]:
     tables = tiles_wgmma.tables().values()
     measured = {
         (K, tile, BUCKETS[bucket] // 8, own): None

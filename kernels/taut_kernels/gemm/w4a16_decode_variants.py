@@ -13,16 +13,13 @@ MAX_SPILL_BYTES = 80
 """Local memory a thread of a register-capped tile may use (README, "Measured facts")."""
 
 
+@each_once
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield what ahead-of-time compilation checks: every measured tile, and every weight format.
 
     K is a constant of the kernel, so that the shapes of a model not named in a table compile when
     it is loaded; these variants stand for them.
     """
-    yield from each_once(_variants())
-
-
-def _variants() -> Iterator[KernelVariant]:
     tables = tiles_decode.tables().values()
     measured = {(K, m, own, tile): None for t in tables for (_, K, m, own), tile in t.tiles.items()}
     # Only cards of compute capability 9.0 were measured.

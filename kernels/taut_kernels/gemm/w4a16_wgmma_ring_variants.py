@@ -22,15 +22,12 @@ _MAX_SPILL_BYTES = 32
 """Under a cap on registers ptxas spills a few addresses outside the loop; measured, it pays."""
 
 
+@each_once
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield what ahead-of-time compilation checks: every measured tile, and every weight format.
 
     Tables and the rule choose the kernel on cards of compute capability 9.0 alone.
     """
-    yield from each_once(_variants())
-
-
-def _variants() -> Iterator[KernelVariant]:
     measured = {
         (K, tile, role, own): None
         for table in tiles_wgmma.tables().values()

@@ -17,16 +17,13 @@ from taut_kernels.tiles_wgmma_waves import WavesTile
 _FORMATS = (("bf16", True, 32), ("fp16", False, 64), ("fp16", True, 128), ("bf16", True, 0))
 
 
+@each_once
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield what ahead-of-time compilation checks: every measured tile, and every weight format.
 
     K is a constant of the kernels, so that the shapes of a model not named in a table compile when
     it is loaded; these variants stand for them.
     """
-    yield from each_once(_variants())
-
-
-def _variants() -> Iterator[KernelVariant]:
     tables = tiles_wgmma.tables().values()
     measured = {
         (K, tile, role, own): None
