@@ -65,8 +65,8 @@ def suits_fused_ops(config: Mapping[str, Any], extra: Sequence[str]) -> bool:
 def has_measured_products(config: Mapping[str, Any]) -> bool:
     """Say whether all quantised products are of one kind whose engines were measured.
 
-    Int8 or FP8, by channel and, while running, by token; or W4A16 in groups. Of dense weights in
-    compressed-tensors' format, without zero points.
+    Int8 or FP8, by channel and, while running, by token, without zero points; or W4A16 in groups.
+    Of dense weights in compressed-tensors' format.
 
     Args:
         config: the model's ``config.json``.
@@ -86,7 +86,7 @@ def has_measured_products(config: Mapping[str, Any]) -> bool:
 def _is_w4a16(group: Mapping[str, Any]) -> bool:
     if group.get("input_activations") is not None:
         return False
-    expected = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    expected = {"num_bits": 4, "type": "int", "strategy": "group"}
     return _says(group.get("weights"), expected)
 
 

@@ -137,10 +137,10 @@ class Shared:
         return Shared(self.memory[int(place)], self.dtype)
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        """Return some places along the first axis."""
-        assert dim == 0
-        assert start + length <= len(self.memory)
-        return Shared(self.memory[start : start + length], self.dtype)
+        """Return some places along an axis."""
+        assert start + length <= self.memory.shape[dim]
+        before = (slice(None),) * dim
+        return Shared(self.memory[*before, start : start + length], self.dtype)
 
     def reshape(self, shape: Any) -> Shared:
         """Return the same memory in another shape."""

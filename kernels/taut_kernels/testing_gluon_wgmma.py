@@ -71,13 +71,11 @@ def _language(program: tuple[int, int, int], grid: tuple[int, int, int]) -> Any:
         "allocate_shared_memory": lambda _, shape, __: SharedMatrix(np.full(tuple(shape), POISON)),
         "bfloat16": "bf16",
         "float16": "f16",
-        "convert_layout": lambda value, _, assert_trivial=False: value,
         "inline_asm_elementwise": inline_asm,
         "join": lambda a, b: block(np.stack([a, b], -1)),
         "num_programs": lambda axis: grid[axis],
         "permute": lambda value, order: block(np.transpose(value, order)),
         "program_id": lambda axis: np.int32(program[axis]),
-        "reshape": lambda value, shape: block(np.reshape(value, shape)),
     }
     return types.SimpleNamespace(**(vars(gl) | more))
 

@@ -91,9 +91,9 @@ class RingTile:
         """
         weights = self.num_warps * self.chunks_per_step * self.row_tiles * 512
         activations = self.k_warps * self.chunks_per_step * 2 * token_tiles * 512
-        groups = 64 * self.chunks_per_step // group_size if group_size else 0
-        quads = groups * self.row_tiles * self.num_warps * 128
-        return weights + activations + quads * (2 if has_zeros else 1)
+        lines = scale_lines(self.chunks_per_step, group_size) if group_size else 0
+        scales = lines * self.row_tiles * self.num_warps * 128
+        return weights + activations + scales * (2 if has_zeros else 1)
 
     def stages_that_fit(self, token_tiles: int, group_size: int, *, has_zeros: bool) -> int:
         """Return how many stages the ring gets.
@@ -111,6 +111,36 @@ class RingTile:
         if fit < 2:
             raise ValueError(f"{self}: two stages of {size} bytes do not fit shared memory")
         return min(self.stages, fit - fit % 2)
+
+
+def whole_quads(chunks: int, group_size: int) -> bool:
+    """Say whether a warp's part of a step is whole quads of groups.
+
+    A quad's scales of 16 rows are 32 words that lie together (:mod:`.formats_mma`). Then a stage
+    keeps each of them once, and one copy brings them all; else it keeps a group's eight words once
+    a lane: four times.
+
+    Args:
+        chunks: of 64 columns, the warp's in a step.
+        group_size: G, or 0 for one group a channel.
+    """
+    return group_size != 0 and 64 * chunks % (4 * group_size) == 0
+
+
+def scale_lines(chunks: int, group_size: int) -> int:
+    """Count the lines of 32 words that a row tile's scales of a step take in shared memory.
+
+    A line is a quad's (:func:`whole_quads`) or a group's; a channel's scales, and those of a group
+    longer than the step, take one.
+
+    Args:
+        chunks: of 64 columns, a warp's in a step.
+        group_size: G, or 0 for one group a channel.
+    """
+    if group_size == 0:
+        return 1
+    columns = 64 * chunks
+    return columns // (4 * group_size) or max(1, columns // group_size)
 
 
 def token_tiles(M: int) -> int:

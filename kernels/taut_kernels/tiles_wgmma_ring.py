@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from taut_kernels.tiles_decode_ring import SHARED_BYTES
+from taut_kernels.tiles_decode_ring import SHARED_BYTES, scale_lines
 
 MAX_TOKENS = 1024
 """Largest bucket of M that a table may give a tile without ``tma``."""
@@ -113,9 +113,9 @@ class WgmmaRingTile:
         activations = self.block_m * self.chunks_per_step * 128
         if self.tma:
             return weights + activations
-        groups = max(1, 64 * self.chunks_per_step // group_size) if group_size else 0
-        quads = groups * self.rows * 8
-        return weights + activations + quads * (2 if has_zeros else 1)
+        lines = scale_lines(self.chunks_per_step, group_size) if group_size else 0
+        scales = lines * self.rows * 8
+        return weights + activations + scales * (2 if has_zeros else 1)
 
     def stages_that_fit(self, group_size: int, *, has_zeros: bool) -> int:
         """Return how many stages the ring gets.

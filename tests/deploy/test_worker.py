@@ -388,7 +388,7 @@ def of_two_groups(first, second):
         (config_in_4_bits(), (), True),
         (config_in_4_bits("mistral"), ("-tp", "2"), False),
         (config_in_4_bits("gpt_oss"), (), False),
-        (config_in_4_bits(symmetric=False), (), False),
+        (config_in_4_bits(symmetric=False, group_size=32), (), True),
         (config_in_4_bits(num_bits=3), (), False),
         (config_in_4_bits(strategy="channel"), (), False),
         (config_in_4_bits(type="float"), (), False),

@@ -17,7 +17,13 @@ from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm import w4a16_decode_ring as ring
 from taut_kernels.gemm import w4a16_decode_ring_variants, w4a16_launch
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
-from taut_kernels.tiles_decode_ring import SHARED_BYTES, RingTile, token_tiles
+from taut_kernels.tiles_decode_ring import (
+    SHARED_BYTES,
+    RingTile,
+    scale_lines,
+    token_tiles,
+    whole_quads,
+)
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.weight_format import DEFAULT
 
@@ -78,13 +84,35 @@ def test_ring_takes_the_stages_that_fit() -> None:
     tile = RingTile(2, 8, 2, 2, 1, 6)
     assert tile.stage_bytes(2, 128, has_zeros=False) == 16 * 2 * 2 * 512 + 16 * 512 + 2 * 16 * 128
     assert tile.stages_that_fit(2, 128, has_zeros=False) == 4
-    assert tile.stages_that_fit(2, 32, has_zeros=True) == 2
+    assert tile.stage_bytes(2, 64, has_zeros=True) == 16 * 2 * 2 * 512 + 16 * 512 + 8 * 16 * 128
+    assert tile.stage_bytes(2, 32, has_zeros=True) == 16 * 2 * 2 * 512 + 16 * 512 + 4 * 16 * 128
+    assert tile.stages_that_fit(2, 32, has_zeros=True) == 4
     for tokens in (1, 2, 4, 8):
         for group in (0, 32, 64, 128):
             stages = tile.stages_that_fit(tokens, group, has_zeros=True)
             assert 2 <= stages * tile.stage_bytes(tokens, group, has_zeros=True) < SHARED_BYTES
-    with pytest.raises(ValueError, match="two stages of 196608 bytes do not fit"):
+    with pytest.raises(ValueError, match="two stages of 147456 bytes do not fit"):
         RingTile(2, 8, 2, 4, 1, 2).stages_that_fit(8, 32, has_zeros=True)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "group_size", "lines", "quads"),
+    [
+        (1, 32, 2, False),
+        (2, 32, 1, True),
+        (4, 32, 2, True),
+        (2, 64, 2, False),
+        (4, 64, 1, True),
+        (1, 128, 1, False),
+        (4, 128, 2, False),
+        (4, 0, 1, False),
+    ],
+)
+def test_a_stage_keeps_the_scales_of_whole_quads_once(
+    chunks: int, group_size: int, lines: int, quads: bool
+) -> None:
+    assert scale_lines(chunks, group_size) == lines
+    assert whole_quads(chunks, group_size) is quads
 
 
 def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:

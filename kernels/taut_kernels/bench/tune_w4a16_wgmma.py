@@ -69,7 +69,7 @@ _RING_FORMS: dict[tuple[int, int], tuple[tuple[int, bool], ...]] = {
 }
 """Registers a thread to allow, about what ptxas wants, and ``scale_first``; by row, token tiles."""
 _SMALL_GROUP_FORMS = ((168, False), (168, True))
-"""Of two row and token tiles: scales and zero points of groups of 32 spill under a cap of 128."""
+"""Of two row tiles: scales and zero points of groups of 32 spill under a cap of 128."""
 REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "waves", "tma-waves")
 RING_TOKENS = 128
 """Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
@@ -123,7 +123,7 @@ def ring_candidates(N: int, K: int, M: int, given: Format = DEFAULT) -> Iterator
         programs = triton.cdiv(N, tile.rows) * split
         size = tile.stage_bytes(tokens, given.group_size, has_zeros=given.zero_points)
         forms = _RING_FORMS.get((row_tiles, tokens), ())
-        if given.group_size == 32 and (row_tiles, tokens) == (2, 2):
+        if given.group_size == 32 and row_tiles == 2 and tokens in (2, 4):
             forms += _SMALL_GROUP_FORMS
         for cap, first in forms:
             most = _REGISTERS // (32 * tile.num_warps * cap)

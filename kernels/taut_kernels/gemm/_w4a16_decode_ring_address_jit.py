@@ -11,6 +11,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from taut_kernels import tiles_decode_ring
+
+whole_quads = gluon.constexpr_function(tiles_decode_ring.whole_quads)
+scale_lines = gluon.constexpr_function(tiles_decode_ring.scale_lines)
+
 
 @gluon.constexpr_function
 def _axis_layout(axis, layout, rank):
@@ -70,23 +75,26 @@ def scale_addresses(
     N,
     first_group,
     ALL_QUADS: gl.constexpr,
-    WARP_GROUPS: gl.constexpr,
+    WARP_LINES: gl.constexpr,  # of scale_lines
+    QUADS: gl.constexpr,  # of whole_quads: a line is a quad's, not a group's
     ROW_TILES: gl.constexpr,
     ROW_WARPS: gl.constexpr,
     K_WARPS: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     LS: gl.constexpr,
 ):
-    """Return pointers to each lane's rows' scales and zero points, and the first step's groups."""
-    copied = axis(0, WARP_GROUPS * ROW_TILES, LS, 4)
+    """Return pointers to each lane's word of a quad, and the first step's quads or groups."""
+    copied = axis(0, WARP_LINES * ROW_TILES, LS, 4)
     tile = copied % ROW_TILES + _first_tile(N, LS, ROW_TILES, ROW_WARPS, 4)
-    group = copied // ROW_TILES + first_group + axis(1, K_WARPS, LS, 4) * WARP_GROUPS
-    quads = tile * (ALL_QUADS * 32) + (axis(3, 32, LS, 4) // 4) * 4
+    first = first_group // 4 if QUADS else first_group
+    line = copied // ROW_TILES + first + axis(1, K_WARPS, LS, 4) * WARP_LINES
+    lane = axis(3, 32, LS, 4)
+    quads = tile * (ALL_QUADS * 32) + (lane if QUADS else lane // 4 * 4)
     scale_ptrs = scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + quads
     zero_ptrs = scale_ptrs
     if HAS_ZEROS:
         zero_ptrs = zeros_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + quads
-    return scale_ptrs, zero_ptrs, group
+    return scale_ptrs, zero_ptrs, line
 
 
 @gluon.jit

@@ -26,6 +26,8 @@ from taut_kernels.gemm._w4a16_decode_ring_address_jit import (
     activation_addresses,
     channel_words,
     scale_addresses,
+    scale_lines,
+    whole_quads,
     word_addresses,
 )
 from taut_kernels.gemm._w4a16_decode_ring_stage_jit import (
@@ -139,6 +141,7 @@ def _step(
     CHUNKS_PER_STEP: gl.constexpr,
     K_WARPS: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    QUADS: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     SCALE_FIRST: gl.constexpr,
     ELEMENT: gl.constexpr,
@@ -162,6 +165,7 @@ def _step(
                     CHUNKS,
                     STEP_CHUNKS,
                     GROUP_SIZE,
+                    QUADS,
                     HAS_ZEROS,
                     MASKED,
                 )
@@ -178,6 +182,7 @@ def _step(
             TOKEN_TILES,
             K_WARPS,
             GROUP_SIZE,
+            QUADS,
             HAS_ZEROS,
             SCALE_FIRST,
             ELEMENT,
@@ -230,6 +235,8 @@ def w4a16_decode_ring_kernel(
     MASKED: gl.constexpr = CHUNKS != STEP_CHUNKS * SPLIT_K * STEPS
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     WARP_GROUPS: gl.constexpr = CHUNKS_PER_STEP * 64 // GROUP_SIZE if GROUP_SIZE else 1
+    WARP_LINES: gl.constexpr = scale_lines(CHUNKS_PER_STEP, GROUP_SIZE)
+    QUADS: gl.constexpr = whole_quads(CHUNKS_PER_STEP, GROUP_SIZE)
     FULL: gl.constexpr = STAGES - 1 if STAGES - 1 < STEPS else STEPS
 
     if PDL:
@@ -245,7 +252,8 @@ def w4a16_decode_ring_kernel(
         N,
         split * (STEPS * K_WARPS * WARP_GROUPS),
         ALL_QUADS,
-        WARP_GROUPS,
+        WARP_LINES,
+        QUADS,
         ROW_TILES,
         ROW_WARPS,
         K_WARPS,
@@ -259,7 +267,7 @@ def w4a16_decode_ring_kernel(
         STAGES,
         CHUNKS_PER_STEP * ROW_TILES,
         STEP_CHUNKS * 2 * TOKEN_TILES,
-        WARP_GROUPS * ROW_TILES,
+        WARP_LINES * ROW_TILES,
         K_WARPS,
         ROW_WARPS,
         GROUP_SIZE != 0,
@@ -275,6 +283,7 @@ def w4a16_decode_ring_kernel(
                 CHUNKS,
                 STEP_CHUNKS,
                 GROUP_SIZE,
+                QUADS,
                 HAS_ZEROS,
                 MASKED,
             )
@@ -317,6 +326,7 @@ def w4a16_decode_ring_kernel(
                 CHUNKS_PER_STEP,
                 K_WARPS,
                 GROUP_SIZE,
+                QUADS,
                 HAS_ZEROS,
                 SCALE_FIRST,
                 ELEMENT,

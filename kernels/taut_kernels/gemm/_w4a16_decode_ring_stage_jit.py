@@ -42,6 +42,7 @@ def copy_stage(
     CHUNKS: gl.constexpr,
     STEP_CHUNKS: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    QUADS: gl.constexpr,  # of whole_quads
     HAS_ZEROS: gl.constexpr,
     MASKED: gl.constexpr,
 ):
@@ -56,13 +57,15 @@ def copy_stage(
     else:
         _copy(slots[0], ptrs, cache_modifier=".cg")
     if GROUP_SIZE:
-        if STEP_CHUNKS * 64 % GROUP_SIZE:
-            group = scales[2] + step * (STEP_CHUNKS * 64) // GROUP_SIZE
+        COLUMNS: gl.constexpr = GROUP_SIZE * 4 if QUADS else GROUP_SIZE
+        if STEP_CHUNKS * 64 % COLUMNS:
+            line = scales[2] + step * (STEP_CHUNKS * 64) // COLUMNS
         else:
-            group = scales[2] + step * (STEP_CHUNKS * 64 // GROUP_SIZE)
-        offset = (group // 4) * 32 + group % 4
+            line = scales[2] + step * (STEP_CHUNKS * 64 // COLUMNS)
+        offset = line * 32 if QUADS else (line // 4) * 32 + line % 4
         if MASKED:
-            mask = group < CHUNKS * 64 // GROUP_SIZE
+            # A quad's groups beyond K are zeros (taut_kernels.formats_mma).
+            mask = line * COLUMNS < CHUNKS * 64
             _copy(slots[1], scales[0] + offset, mask=mask)
             if HAS_ZEROS:
                 _copy(slots[2], scales[1] + offset, mask=mask)
@@ -120,12 +123,32 @@ def lane_word(
     ROW_TILE: gl.constexpr,
     ROW_TILES: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    QUADS: gl.constexpr,  # of whole_quads
     L: gl.constexpr,
 ):
     """Read a lane's scale (or zero point) word for the group of a column, for all four elements."""
-    FIRST: gl.constexpr = COLUMN // GROUP_SIZE * ROW_TILES + ROW_TILE
+    GROUP: gl.constexpr = COLUMN // GROUP_SIZE
     LANES: gl.constexpr = gl.SliceLayout(4, L)
-    return gl.expand_dims(slot.slice(FIRST, 1, 0).load(LANES), 4)
+    if QUADS:
+        word = _word_of_quad(slot, GROUP // 4 * ROW_TILES + ROW_TILE, GROUP % 4, LANES)
+    else:
+        word = slot.slice(GROUP * ROW_TILES + ROW_TILE, 1, 0).load(LANES)
+    return gl.expand_dims(word, 4)
+
+
+@gluon.jit
+def _word_of_quad(slot, LINE: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr):
+    """Read a group's eight words out of a quad's 32, each for four lanes."""
+    K_WARPS: gl.constexpr = slot.shape[1]
+    ROW_WARPS: gl.constexpr = slot.shape[2]
+    EIGHT: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, 1, 1], [1, 1, 1, 8, 4], [1, K_WARPS, ROW_WARPS, 1, 1], [4, 3, 2, 1, 0]
+    )
+    lines = slot.reshape([slot.shape[0], K_WARPS, ROW_WARPS, 8, 4])
+    word = lines.slice(LINE, 1, 0).slice(GROUP, 1, 4).load(EIGHT)
+    word = word + gl.full([1, K_WARPS, ROW_WARPS, 8, 4], 0, gl.int32, EIGHT)  # to all four lanes
+    word = gl.reshape(word, (1, K_WARPS, ROW_WARPS, 32))
+    return gl.convert_layout(word, LANES, assert_trivial=True)
 
 
 @gluon.jit
@@ -185,6 +208,7 @@ def multiply_chunks(
     TOKEN_TILES: gl.constexpr,
     K_WARPS: gl.constexpr,
     GROUP_SIZE: gl.constexpr,  # 0: one group a channel, never closed here
+    QUADS: gl.constexpr,  # of whole_quads
     HAS_ZEROS: gl.constexpr,
     SCALE_FIRST: gl.constexpr,  # weights before the product; no group is closed then
     ELEMENT: gl.constexpr,
@@ -202,13 +226,15 @@ def multiply_chunks(
             if HAS_ZEROS:
                 for h in gl.static_range(2):
                     if GROUP_SIZE:
-                        zero = lane_word(slots[2], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, L)
+                        zero = lane_word(
+                            slots[2], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, QUADS, L
+                        )
                         operands = operands + (zero,)
                     else:
                         operands = operands + (channel_zeros[r],)
             if SCALED:
                 for h in gl.static_range(2):
-                    scale = lane_word(slots[1], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, L)
+                    scale = lane_word(slots[1], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, QUADS, L)
                     operands = operands + (scale,)
             weights = weights + gl.inline_asm_elementwise(
                 CONVERT,
@@ -234,7 +260,7 @@ def multiply_chunks(
                 new_sums, new_totals = (), ()
                 for i in gl.static_range(len(sums)):
                     scale = lane_word(
-                        slots[1], 64 * c + 32 * h, i // TOKEN_TILES, ROW_TILES, GROUP_SIZE, L
+                        slots[1], 64 * c + 32 * h, i // TOKEN_TILES, ROW_TILES, GROUP_SIZE, QUADS, L
                     )
                     total = gl.inline_asm_elementwise(
                         SCALE,

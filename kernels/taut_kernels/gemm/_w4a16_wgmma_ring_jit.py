@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from taut_kernels.gemm._w4a16_decode_ring_address_jit import (
     channel_words,
     scale_addresses,
+    scale_lines,
+    whole_quads,
     word_addresses,
 )
 from taut_kernels.gemm._w4a16_decode_ring_stage_jit import barrier, copy_stage, early_start
@@ -51,12 +53,6 @@ def _steps(chunks, chunks_a_step, split_k):
     """
     steps = max(2, -(-chunks // (chunks_a_step * split_k)))
     return steps + steps % 2 if chunks_a_step == 1 else steps
-
-
-@gluon.constexpr_function
-def _groups(chunks, group_size):
-    """Count the groups of a step; one that is shorter than a group has its scales all the same."""
-    return max(1, chunks * 64 // group_size) if group_size else 1
 
 
 @gluon.constexpr_function
@@ -164,6 +160,7 @@ def _copy_ahead(
     CHUNKS: gl.constexpr,
     CHUNKS_PER_STEP: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    QUADS: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
     MASKED: gl.constexpr,
 ):
@@ -171,7 +168,7 @@ def _copy_ahead(
     if step < STEPS:
         into = slots(rings, slot, GROUP_SIZE)
         copy_stage(
-            into, step, words, scales, CHUNKS, CHUNKS_PER_STEP, GROUP_SIZE, HAS_ZEROS, MASKED
+            into, step, words, scales, CHUNKS, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, HAS_ZEROS, MASKED
         )
         copy_tokens(x_rings, slot, tokens, step, first_chunk, CHUNKS, CHUNKS_PER_STEP, MASKED)
     async_copy.commit_group()
@@ -231,7 +228,8 @@ def w4a16_wgmma_ring_kernel(
     STEPS: gl.constexpr = _steps(CHUNKS, CHUNKS_PER_STEP, SPLIT_K)
     MASKED: gl.constexpr = CHUNKS != CHUNKS_PER_STEP * SPLIT_K * STEPS
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
-    WARP_GROUPS: gl.constexpr = _groups(CHUNKS_PER_STEP, GROUP_SIZE)
+    WARP_LINES: gl.constexpr = scale_lines(CHUNKS_PER_STEP, GROUP_SIZE)
+    QUADS: gl.constexpr = whole_quads(CHUNKS_PER_STEP, GROUP_SIZE)
     TILES: gl.constexpr = CHUNKS_PER_STEP * ROW_TILES
     # One stage stays empty: the last product of the step before still reads its activations.
     AHEAD: gl.constexpr = STAGES - 2
@@ -249,7 +247,8 @@ def w4a16_wgmma_ring_kernel(
         N,
         first_chunk * 64 // GROUP_SIZE if GROUP_SIZE else 0,
         ALL_QUADS,
-        WARP_GROUPS,
+        WARP_LINES,
+        QUADS,
         ROW_TILES,
         WARPS,
         1,
@@ -260,7 +259,7 @@ def w4a16_wgmma_ring_kernel(
     rings, x_rings = _allocate(
         STAGES,
         TILES,
-        WARP_GROUPS * ROW_TILES,
+        WARP_LINES * ROW_TILES,
         WARPS,
         BLOCK_M,
         CHUNKS_PER_STEP,
@@ -271,7 +270,16 @@ def w4a16_wgmma_ring_kernel(
         if stage < STEPS:
             into = slots(rings, stage, GROUP_SIZE)
             copy_stage(
-                into, stage, words, scales, CHUNKS, CHUNKS_PER_STEP, GROUP_SIZE, HAS_ZEROS, MASKED
+                into,
+                stage,
+                words,
+                scales,
+                CHUNKS,
+                CHUNKS_PER_STEP,
+                GROUP_SIZE,
+                QUADS,
+                HAS_ZEROS,
+                MASKED,
             )
     if PDL:
         # The first weights, which nobody writes while serving, are on their way: now wait for the
@@ -313,10 +321,11 @@ def w4a16_wgmma_ring_kernel(
             CHUNKS,
             CHUNKS_PER_STEP,
             GROUP_SIZE,
+            QUADS,
             HAS_ZEROS,
             MASKED,
         )
-        operands = load_operands(now, channels, TILES, ROW_TILES, GROUP_SIZE, HAS_ZEROS, L)
+        operands = load_operands(now, channels, TILES, ROW_TILES, GROUP_SIZE, QUADS, HAS_ZEROS, L)
         for i in gl.static_range(TILES * PARTS):
             sums = _next_product(
                 sums,

@@ -77,6 +77,7 @@ def load_operands(
     TILES: gl.constexpr,  # chunks of row tiles in a step
     ROW_TILES: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    QUADS: gl.constexpr,  # of whole_quads
     HAS_ZEROS: gl.constexpr,
     L: gl.constexpr,
 ):
@@ -96,6 +97,7 @@ def load_operands(
                         i % ROW_TILES,
                         ROW_TILES,
                         GROUP_SIZE,
+                        QUADS,
                         L,
                     )
                     operands = operands + (word,)

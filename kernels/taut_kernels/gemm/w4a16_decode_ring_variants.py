@@ -15,8 +15,6 @@ from taut_kernels.tiles_wgmma import BUCKETS
 _FORMATS = (("bf16", True, 32), ("fp16", False, 64), ("fp16", True, 128), ("bf16", True, 0))
 _LARGEST_FORMAT = _FORMATS[0]
 """Takes most registers and shared memory."""
-_MANY_SCALES_SPILL_BYTES = 144
-"""120 to 128 under Triton 3.6, 136 to 144 under 3.9; what it costs was not measured."""
 
 
 @each_once
@@ -79,13 +77,5 @@ def _variant(
         targets=("sm_90",),
         # Under a cap on registers ptxas spills a few addresses; measured, it pays. Without one it
         # still aims at 80 or 128 and spills one or two, outside the loop.
-        allowed_spill_bytes=_allowed_spill_bytes(tile, has_zeros, group_size),
+        allowed_spill_bytes=MAX_SPILL_BYTES if tile.registers else 16,
     )
-
-
-def _allowed_spill_bytes(tile: RingTile, has_zeros: bool, group_size: int) -> int:
-    if not tile.registers:
-        return 16
-    # Scales and zero points of four chunks are four times those of groups of 128.
-    many_scales = has_zeros and group_size == 32 and tile.chunks_per_step == 4
-    return _MANY_SCALES_SPILL_BYTES if many_scales else MAX_SPILL_BYTES
