@@ -1,9 +1,9 @@
 """Run the whole suite: what ``make test`` does without ARGS.
 
-Three runs of pytest. Where images are built and vLLM starts, mostly one core works: the kernels'
-tests, which disturb nobody, have the last core meanwhile. Tests that measure times, or kill and
-restart what they started, have the machine to themselves afterwards. ``PYTEST_ADDOPTS`` reaches
-all. The last line counts all; the exit status is 1 if one failed.
+Three runs of pytest. Where images are built and vLLM starts, mostly one core works: tests that
+disturb nobody and wait for nobody, the kernels' above all, have the last core meanwhile. Tests that
+measure times, or serve under load, have the machine to themselves afterwards. ``PYTEST_ADDOPTS``
+reaches all. The last line counts all; the exit status is 1 if one failed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,35 @@ from pathlib import Path
 from typing import IO
 
 TESTS = Path(__file__).parent
-BEHIND = ("kernels",)
-FIRST = ("chart", "e2e", "images")
+BEHIND = ("kernels", "chart", "deploy")
+"""Folders; of them what neither of the others has."""
+FIRST = ("chart/test_pods_gateway.py", "chart/test_pods_model.py", "e2e", "images")
+ALONE = (
+    "deploy/test_bench_gateway.py",
+    "deploy/test_bench_serve.py",
+    "deploy/test_mock_engine.py",
+    "deploy/test_serve_process.py",
+    "deploy/test_validate_latency.py",
+    "deploy/test_validate_latency_job.py",
+)
+"""Of the folders behind, what measures times or has to answer within some."""
 _SUMMARY = re.compile(r"^=+ (.*) in [0-9.]+s.* =+$")
 _COUNT = re.compile(r"(\d+) ([a-z]+)")
 
 
+def behind() -> list[str]:
+    """Return pytest's arguments for what runs behind the first run."""
+    elsewhere = [TESTS / name for name in (*FIRST, *ALONE)]
+    return [*(str(TESTS / name) for name in BEHIND), *(f"--ignore={f}" for f in elsewhere)]
+
+
 def others() -> list[str]:
-    """Return what is neither in the first run nor behind it, this folder's own tests included."""
-    left = [f for f in sorted(TESTS.iterdir()) if f.name not in (*BEHIND, *FIRST)]
-    return [str(f) for f in left if f.is_dir() and any(f.glob("test_*.py"))] + [
-        str(f) for f in left if f.match("test_*.py")
-    ]
+    """Return what is in neither of these runs, this folder's own tests included."""
+    taken = {Path(name).parts[0] for name in (*BEHIND, *FIRST)}
+    left = [file for file in sorted(TESTS.iterdir()) if file.name not in taken]
+    folders = [file for file in left if file.is_dir() and any(file.glob("test_*.py"))]
+    files = [file for file in left if file.match("test_*.py")]
+    return [str(file) for file in (*(TESTS / name for name in ALONE), *folders, *files)]
 
 
 def counts_of(output: str) -> Counter[str]:
@@ -79,18 +96,18 @@ def main() -> int:
     """Run everything; return the exit status."""
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
-        behind = start_behind([str(TESTS / name) for name in BEHIND], output)
+        second = start_behind(behind(), output)
         try:
             first = run([str(TESTS / name) for name in FIRST])
             sys.stdout.write("\n===== what ran behind them =====\n")
             sys.stdout.flush()
-            behind.wait()
+            second.wait()
         finally:
-            behind.kill()
+            second.kill()
         output.seek(0)
         text = output.read()
     sys.stdout.write(text)
-    results = [first, (behind.returncode, counts_of(text)), run(others())]
+    results = [first, (second.returncode, counts_of(text)), run(others())]
     total = sum((counts for _, counts in results), Counter[str]())
     names = ", ".join(f"{many} {name}" for name, many in sorted(total.items()))
     took = time.monotonic() - started

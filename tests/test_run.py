@@ -36,13 +36,23 @@ def runner() -> ModuleType:
 
 def test_no_test_is_left_out(runner: ModuleType) -> None:
     here = Path(__file__).parent
-    chosen = [here / name for name in (*runner.BEHIND, *runner.FIRST)]
-    chosen += map(Path, runner.others())
+    ignored = [Path(a.removeprefix("--ignore=")) for a in runner.behind() if a[0] == "-"]
+    folders = [Path(a) for a in runner.behind() if a[0] != "-"]
+    alone = [*(here / name for name in runner.FIRST), *map(Path, runner.others())]
+    assert all(place.exists() for place in (*ignored, *folders, *alone))
+
+    def of(file: Path, places: list[Path]) -> int:
+        return sum(file.is_relative_to(place) for place in places)
+
     for file in here.rglob("test_*.py"):
-        assert sum(file.is_relative_to(place) for place in chosen) == 1, file
+        is_behind = of(file, folders) - bool(of(file, ignored) and of(file, folders))
+        assert is_behind + of(file, alone) == 1, file
 
 
-@pytest.mark.parametrize("bad", [None, "kernels", "service"])
+@pytest.mark.parametrize(
+    "bad",
+    [None, "kernels/test_of_kernels.py", "chart/test_pods_model.py", "deploy/test_mock_engine.py"],
+)
 def test_all_runs_are_counted_and_any_can_fail(
     bad: str | None,
     runner: ModuleType,
@@ -50,15 +60,19 @@ def test_all_runs_are_counted_and_any_can_fail(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in ("kernels", "chart", "e2e", "images", "service", "test_own.py"):
+    names = (*runner.BEHIND, "e2e", "images", "service")
+    folders = [f"{name}/test_of_{name}.py" for name in names]
+    files = [name for name in (*runner.FIRST, *runner.ALONE) if name.endswith(".py")]
+    for name in ("test_own.py", *folders, *files):
         file = tmp_path / name
-        if not file.suffix:
-            file.mkdir()
-            file = file / f"test_{name}.py"
+        file.parent.mkdir(exist_ok=True)
         file.write_text(TESTS.format(good=name != bad))
     monkeypatch.setattr(runner, "TESTS", tmp_path)
     monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null -p no:cacheprovider -p no:schemathesis")
     assert runner.main() == (bad is not None)
     last = capsys.readouterr().out.splitlines()[-1]
     failed = "1 failed, " if bad else ""
-    assert last.startswith(f"===== all runs: {failed}{18 - bool(bad)} passed, 6 skipped in ")
+    many = 1 + len(folders) + len(files)
+    assert many == 15
+    counted = f"{failed}{3 * many - bool(bad)} passed, {many} skipped"
+    assert last.startswith(f"===== all runs: {counted} in ")

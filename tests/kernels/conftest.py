@@ -1,12 +1,13 @@
-"""Fixtures of the kernel tests: a tiny Llama in W4A16, subprocesses with a chosen environment."""
+"""Fixtures of the kernel tests: a tiny Llama in W4A16, processes with a chosen environment."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ def _two_threads() -> None:
     torch.set_num_threads(2)
 
 
+def _environment(env: dict[str, str] | None) -> dict[str, str]:
+    """Ours without what asks vLLM, Triton or our kernels for something, `env` on top."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TAUT_", "VLLM_", "TRITON_INTERPRET"))
+    }
+    return inherited | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2"} | (env or {})
+
+
 @pytest.fixture(scope="session")
 def run_python() -> RunPython:
     """Run this Python in a fresh process; `env` comes on top of our environment."""
@@ -42,20 +53,75 @@ def run_python() -> RunPython:
     def run(
         *arguments: str, env: dict[str, str] | None = None, timeout: float = 300
     ) -> subprocess.CompletedProcess[str]:
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("TAUT_", "VLLM_", "TRITON_INTERPRET"))
-        }
         return subprocess.run(
             [sys.executable, *arguments],
-            env=inherited | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2"} | (env or {}),
+            env=_environment(env),
             capture_output=True,
             text=True,
             timeout=timeout,
         )
 
     return run
+
+
+class CheckServer:
+    """A process that has imported a script and forks for its checks: see forked_checks.py."""
+
+    def __init__(self, script: Path, env: dict[str, str], folder: Path) -> None:
+        self._folder = folder
+        self._errors = (folder / "import_errors").open("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "forked_checks.py"), str(script)],
+            env=_environment(env),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def run(self, names: tuple[str, ...], timeout: int) -> subprocess.CompletedProcess[str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        streams = {name: self._folder / name for name in ("stdout", "stderr")}
+        for path in streams.values():
+            path.write_text("")
+        request = {"names": names, "timeout": timeout} | {n: str(p) for n, p in streams.items()}
+        with contextlib.suppress(BrokenPipeError):  # it ended in its imports: said below
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        if not (answer := self._process.stdout.readline()):
+            self._errors.seek(0)
+            return subprocess.CompletedProcess(names, 1, "", self._errors.read())
+        out, errors = (path.read_text() for path in streams.values())
+        return subprocess.CompletedProcess(names, int(answer), out, errors)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+
+@pytest.fixture(scope="session")
+def run_checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunPython]:
+    """Run checks of a script, each call in a process of its own that has its imports behind it.
+
+    The last script is kept imported: files of tests mostly have one script and many checks.
+    """
+    kept: dict[str, CheckServer] = {}
+
+    def run(
+        script: Path, *names: str, env: dict[str, str] | None = None, timeout: int = 300
+    ) -> subprocess.CompletedProcess[str]:
+        wanted = f"{script} {env}"
+        if wanted not in kept:
+            while kept:
+                kept.popitem()[1].close()
+            kept[wanted] = CheckServer(script, env or {}, tmp_path_factory.mktemp("checks"))
+        return kept[wanted].run(names, timeout)
+
+    yield run
+    for server in kept.values():
+        server.close()
 
 
 def _quantised_linear(

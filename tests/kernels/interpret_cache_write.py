@@ -130,6 +130,11 @@ def codes():
     return 4
 
 
-if __name__ == "__main__":
+def main(names):
     torch.set_num_threads(2)
-    print(sys.argv[1], globals()[sys.argv[1]]())
+    for name in names:
+        print(name, globals()[name]())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -344,6 +344,11 @@ def conversions():
     return 2
 
 
-if __name__ == "__main__":
+def main(names):
     torch.set_num_threads(2)
-    print(sys.argv[1], globals()[sys.argv[1]]())
+    for name in names:
+        print(name, globals()[name]())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

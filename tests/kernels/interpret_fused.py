@@ -367,6 +367,11 @@ CHECKS = {
     )
 }
 
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
+
+def main(names):
+    for name in names:
         sys.stdout.write(f"{name} {CHECKS[name]()}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -389,7 +389,11 @@ def sums_of_two_gradients():
     return count
 
 
-if __name__ == "__main__":
+def main(names):
     with mock.patch.object(_launch, "empty", testing._empty_nan):
-        for name in sys.argv[1:]:
+        for name in names:
             print(name, globals()[name]())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -413,9 +413,14 @@ CHECKS = {
     )
 }
 
-if __name__ == "__main__":
+
+def main(names):
     torch.set_num_threads(2)
     # NumPy warns of the infinities and NaN that the kernels mask.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
-    for name in sys.argv[1:]:
+    for name in names:
         sys.stdout.write(f"{name} {CHECKS[name]()}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -8,7 +8,6 @@ tensors, which have shapes without memory.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import triton
@@ -51,13 +50,7 @@ class Compiler:
         self.forms: list[str] = []
         self._used: set[JITFunction[Any]] = set()
         self._kept: dict[_launch.Form, Compiled] = {}
-        self._launchers = [
-            value
-            for module in list(sys.modules.values())
-            if getattr(module, "__name__", "").startswith("taut_kernels.")
-            for value in vars(module).values()
-            if isinstance(value, _launch.Launcher)
-        ]
+        self._known: list[_launch.Form] = []
 
     def __call__(self, kernel: JITFunction[Any], key: Any) -> Compiled:
         self.forms.append(f"{kernel._fn_name.rpartition('.')[2]} {key}")
@@ -79,19 +72,31 @@ class Compiler:
 
         A key of a launcher must stand for one form of Triton's, whatever was launched first.
         """
-        for launcher in self._launchers:
-            for key, form in launcher._forms.items():
-                if form._compiled is not None:
-                    kept = self._kept.setdefault(form, form._compiled)
-                    assert kept is form._compiled, key
-                # In place: plans keep forms.
-                form._compiled = None
+        for form in self._known:
+            kept = self._kept.setdefault(form, form._compiled)
+            assert kept is form._compiled, f"{form._kernel._fn_name} {form._values}"
+            # In place: plans keep forms.
+            form._compiled = None
+        self._known.clear()
+
+    def note_what_is_known(self) -> None:
+        """Note each form that keeps what was compiled: a look at all of them takes a millisecond,
+        which the launches between two looks do not take.
+        """
+        keep = _launch.Form._keep
+
+        def keep_and_note(form: _launch.Form, compiled: Any) -> None:
+            keep(form, compiled)
+            self._known.append(form)
+
+        _launch.Form._keep = keep_and_note
 
 
 def pretend_hopper() -> Compiler:
     """Replace Triton's driver and compiler, and what launchers ask about the card."""
     triton.runtime.driver.set_active(Driver())
     compiler = Compiler()
+    compiler.note_what_is_known()
     JITFunction._do_compile = lambda self, key, *rest: compiler(self, key)
     _launch.capability = lambda device: (9, 0)
     _launch.multiprocessors = lambda device: 132

@@ -139,8 +139,8 @@ def test_packed_sequences_are_attended_one_by_one(causal: bool) -> None:
     ("check", "count"),
     [("batches", 30), ("packed", 15), ("wide_heads", 2), ("large_scores", 1), ("registered", 1)],
 )
-def test_interpreted_kernels(check: str, count: int, run_python: Any) -> None:
-    process = run_python(str(INTERPRET), check, env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernels(check: str, count: int, run_checks: Any) -> None:
+    process = run_checks(INTERPRET, check, env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == [check, str(count)]
 

@@ -141,8 +141,8 @@ def test_what_is_written_is_what_decode_reads() -> None:
 @pytest.mark.parametrize(
     ("check", "count"), [("shapes", 24), ("padding", 3), ("large_slots", 1), ("codes", 4)]
 )
-def test_interpreted_kernel(check: str, count: int, run_python: Any) -> None:
-    process = run_python(str(INTERPRET), check, env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernel(check: str, count: int, run_checks: Any) -> None:
+    process = run_checks(INTERPRET, check, env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == [check, str(count)]
 

@@ -86,8 +86,8 @@ def expected(
         },
     ],
 )
-def test_interpreted_kernel(checks: dict[str, int], run_python: Any) -> None:
-    process = run_python(str(INTERPRET), *checks, env={"TRITON_INTERPRET": "1"}, timeout=570)
+def test_interpreted_kernel(checks: dict[str, int], run_checks: Any) -> None:
+    process = run_checks(INTERPRET, *checks, env={"TRITON_INTERPRET": "1"}, timeout=570)
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.splitlines() == [f"{name} {count}" for name, count in checks.items()]
 

@@ -123,26 +123,7 @@ def test_the_benchmarks_of_engines_take_every_scheme(scheme: str) -> None:
     assert greedy._parser().parse_args(asked).scheme == scheme
 
 
-SERVE = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-def main():
-    llm = LLM(model=sys.argv[1], dtype="bfloat16", enforce_eager=True, max_model_len=128,
-              max_num_seqs=8, skip_tokenizer_init=True)
-    sampling = SamplingParams(
-        temperature=0, max_tokens=12, logprobs=1, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(sys.argv[2])]
-    answers = []
-    for result in llm.generate(prompts, sampling, use_tqdm=False):
-        (output,) = result.outputs
-        steps = zip(output.token_ids, output.logprobs, strict=True)
-        answers.append([(token, step[token].logprob) for token, step in steps])
-    print("\\nANSWERS " + json.dumps(answers))
-
-if __name__ == "__main__":
-    main()
-"""
+SERVE = Path(__file__).with_name("serve_on_our_kernel.py")
 PROMPTS = [[2, 3, 5, 7, 11, 13], list(range(40, 80)), [90], [17, 4, 17, 60], [31, 32]]
 
 
@@ -165,14 +146,13 @@ def _gold(directory: Path, scheme: str) -> Any:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_engine_serves_the_checkpoint_on_our_kernel(
-    scheme: str, tmp_path: Path, run_python: Any
+    scheme: str, tmp_path: Path, run_checks: Any
 ) -> None:
-    checkpoint, report, script = (tmp_path / name for name in ("c", "kernels.json", "serve.py"))
+    checkpoint, report = tmp_path / "c", tmp_path / "kernels.json"
     engine_checkpoint.write(checkpoint, scheme, SMALL)
-    script.write_text(SERVE)
-    asked = {"TAUT_KERNELS": "require", "TAUT_KERNELS_REPORT": str(report)}
     serving = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}
-    process = run_python(str(script), str(checkpoint), json.dumps(PROMPTS), env=serving | asked)
+    arguments = (str(checkpoint), str(report), json.dumps(PROMPTS))
+    process = run_checks(SERVE, *arguments, env=serving | {"TAUT_KERNELS": "require"})
     assert process.returncode == 0, (process.stdout + process.stderr)[-6000:]
     kernels = [choice["kernel"] for choice in json.loads(report.read_text())["layers"]]
     assert kernels == ["TautW4A16LinearKernel"] * 8

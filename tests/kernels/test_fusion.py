@@ -26,15 +26,15 @@ SCRIPT = Path(__file__).with_name("fuse_graph.py")
         ("leaves_an_asymmetric_quantisation", 1),
     ],
 )
-def test_pass(check: str, count: int, run_python: Any) -> None:
-    process = run_python(str(SCRIPT), check)
+def test_pass(check: str, count: int, run_checks: Any) -> None:
+    process = run_checks(SCRIPT, check)
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == [check, str(count)]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on CPU needs g++")
-def test_inductor_compiles_the_fused_graph(run_python: Any) -> None:
-    process = run_python(str(SCRIPT), "inductor_compiles_the_fused_graph")
+def test_inductor_compiles_the_fused_graph(run_checks: Any) -> None:
+    process = run_checks(SCRIPT, "inductor_compiles_the_fused_graph")
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == ["inductor_compiles_the_fused_graph", "1"]
 

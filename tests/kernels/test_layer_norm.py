@@ -74,8 +74,8 @@ CHECKS = {
 
 
 @interpreter
-def test_interpreted_kernels(run_python: Any) -> None:
-    process = run_python(str(INTERPRET), *CHECKS, env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernels(run_checks: Any) -> None:
+    process = run_checks(INTERPRET, *CHECKS, env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.splitlines() == [f"{check} {count}" for check, count in CHECKS.items()]
 

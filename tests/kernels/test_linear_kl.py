@@ -107,9 +107,9 @@ def results(function: Any, student: list[torch.Tensor], *arguments: Any, **cut: 
 
 
 @interpreter
-def test_interpreted_kernel(run_python: Any) -> None:
+def test_interpreted_kernel(run_checks: Any) -> None:
     checks = {"divergence_rows": 50, "divergence_of_impossible_tokens": 5, "linear_divergences": 6}
-    process = run_python(str(INTERPRET), *checks, env={"TRITON_INTERPRET": "1"}, timeout=570)
+    process = run_checks(INTERPRET, *checks, env={"TRITON_INTERPRET": "1"}, timeout=570)
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.splitlines() == [f"{name} {count}" for name, count in checks.items()]
 

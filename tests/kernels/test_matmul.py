@@ -54,8 +54,8 @@ def test_reference_is_the_product_with_bias_and_activation(dtype: torch.dtype) -
         (["epilogues", "adversarial_products", "nothing_to_do"], [40, 4, 1]),
     ],
 )
-def test_interpreted_kernels(checks: list[str], counts: list[int], run_python: Any) -> None:
-    process = run_python(str(INTERPRET), *checks, env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernels(checks: list[str], counts: list[int], run_checks: Any) -> None:
+    process = run_checks(INTERPRET, *checks, env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     pairs = zip(checks, counts, strict=True)
     assert process.stdout.splitlines() == [f"{check} {count}" for check, count in pairs]

@@ -73,8 +73,8 @@ def test_a_context_beyond_the_table_is_cut_and_one_below_zero_is_empty() -> None
         ("merges", 9),
     ],
 )
-def test_interpreted_kernel(check: str, count: int, run_python: Any) -> None:
-    process = run_python(str(INTERPRET), check, env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernel(check: str, count: int, run_checks: Any) -> None:
+    process = run_checks(INTERPRET, check, env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == [check, str(count)]
 

@@ -36,8 +36,8 @@ def draw(*shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
         (["reductions", "reductions_of_strange_values"], [116, 4]),
     ],
 )
-def test_interpreted_kernels(checks: list[str], counts: list[int], run_python: Any) -> None:
-    process = run_python(str(INTERPRET), *checks, env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernels(checks: list[str], counts: list[int], run_checks: Any) -> None:
+    process = run_checks(INTERPRET, *checks, env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     pairs = zip(checks, counts, strict=True)
     assert process.stdout.splitlines() == [f"{check} {count}" for check, count in pairs]

@@ -70,8 +70,8 @@ def test_int8_dequantises_as_vllms_definition() -> None:
 @pytest.mark.parametrize(
     ("check", "count"), [("quantisations", 28), ("quantisation_adversarial_values", 6)]
 )
-def test_interpreted_kernel(check: str, count: int, run_python: Any) -> None:
-    process = run_python(str(INTERPRET), check, env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernel(check: str, count: int, run_checks: Any) -> None:
+    process = run_checks(INTERPRET, check, env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == [check, str(count)]
 

@@ -99,8 +99,8 @@ def test_jit_constants_are_the_formats() -> None:
         ("launchers_write_every_element", 3),
     ],
 )
-def test_interpreted_kernel(check: str, count: int, run_python: Any) -> None:
-    process = run_python(str(INTERPRET), check, env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernel(check: str, count: int, run_checks: Any) -> None:
+    process = run_checks(INTERPRET, check, env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == [check, str(count)]
 

@@ -93,8 +93,8 @@ def test_apart_has_the_bits_of_in_place_and_leaves_its_operands(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
 )
-def test_interpreted_kernel(run_python: Any) -> None:
-    process = run_python(str(INTERPRET), "rotations", env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernel(run_checks: Any) -> None:
+    process = run_checks(INTERPRET, "rotations", env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == ["rotations", "20"]
 

@@ -54,8 +54,8 @@ def test_reference_is_the_tanh_form_of_gpt_oss() -> None:
 @pytest.mark.parametrize(
     ("check", "count"), [("activation_shapes", 112), ("activation_adversarial_values", 5)]
 )
-def test_interpreted_kernel(check: str, count: int, run_python: Any) -> None:
-    process = run_python(str(INTERPRET), check, env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernel(check: str, count: int, run_checks: Any) -> None:
+    process = run_checks(INTERPRET, check, env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == [check, str(count)]
 

@@ -29,8 +29,8 @@ def draw(*shape: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
 
 
 @interpreter
-def test_interpreted_kernels(run_python: Any) -> None:
-    process = run_python(str(INTERPRET), "transposes", env={"TRITON_INTERPRET": "1"})
+def test_interpreted_kernels(run_checks: Any) -> None:
+    process = run_checks(INTERPRET, "transposes", env={"TRITON_INTERPRET": "1"})
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.stdout.split() == ["transposes", "88"]
 

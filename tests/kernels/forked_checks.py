@@ -1,0 +1,88 @@
+"""Runs checks of a script, each in a process of its own that begins behind the script's imports.
+
+Usage: ``python forked_checks.py SCRIPT``, as ``conftest.run_checks`` does. Importing torch, Triton
+or vLLM takes some seconds, so that a start a check took longer than most checks. Here the script
+is imported once; a check is a fork of that process, and what it changes or breaks ends with it. A
+line of stdin is a request in JSON, a line of stdout the exit status it ended with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load(path: Path) -> ModuleType:
+    """Import a script by its path; its ``main`` takes names of checks."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def patch_language_once() -> None:
+    """Let a device function's call leave ``triton.language`` alone where its kernel changed it.
+
+    While a kernel is interpreted, the builtins of the modules it sees are replaced. Triton 3.9
+    looks for more of them in every call of a device function, a third of all the time, and finds
+    none: what was replaced is no builtin any more.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    def patch_what_is_left(function: Any) -> Any:
+        seen = [module for module in function.__globals__.values() if module in (tl, tl.core)]
+        if seen and not any(tl.core.is_builtin(module.load) for module in seen):
+            return interpreter._LangPatchScope()
+        return patch(function)
+
+    interpreter._patch_lang = patch_what_is_left
+
+
+def run(module: ModuleType, request: dict[str, Any]) -> int:
+    """Run the checks of a request in a fork; return its exit status, negative for a signal."""
+    if (child := os.fork()) == 0:
+        _be_the_check(module, request)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _be_the_check(module: ModuleType, request: dict[str, Any]) -> None:
+    """Run the checks and end, whatever happens: nothing of the parent's may go on here."""
+    code = 1
+    try:
+        signal.alarm(request["timeout"])  # nobody takes it: it ends this process
+        for stream, path in ((1, request["stdout"]), (2, request["stderr"])):
+            os.dup2(os.open(path, os.O_WRONLY), stream)
+        module.main(request["names"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main(script: str) -> None:
+    """Serve requests until stdin ends."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_language_once()
+    module = load(Path(script))
+    for line in sys.stdin:
+        print(run(module, json.loads(line)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
