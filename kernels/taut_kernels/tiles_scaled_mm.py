@@ -33,10 +33,11 @@ from taut_kernels import _early_start, _tile_tables, measured_scaled_mm
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 _LAYER_FIELDS = {"prefetch", "M", "us", "vllm_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
-KERNELS = ("ring", "hopper", "turns", "few")
+KERNELS = ("ring", "hopper", "turns", "few", "blocks")
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
     "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
+    "blocks": {(128, 128): 6, (256, 128): 4},
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 _FEW_RING_BYTES = 222 * 1024
@@ -46,6 +47,8 @@ SERVED = ("ring", "few", "hopper", "turns")
 within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
+_OF_BLOCKS = ("ring", "blocks")
+"""Kernels that know scales of blocks."""
 MULTIPROCESSORS = 132
 """Of the cards the rule knows."""
 _PREFETCH = 2
@@ -60,8 +63,9 @@ class ScaledMmTile:
         kernel: ``ring`` (`cp.async` ring, weights as the row operand); or, with a warp of its own
             for TMA, sm_90 only: ``few`` (weights as the row operand) or, persistent, ``hopper``
             (two groups of warps share a tile) or ``turns`` (each has tiles of its own, and they
-            multiply in turn).
-        block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128.
+            multiply in turn); ``blocks``, persistent, for block-wise FP8 alone.
+        block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128,
+            with ``blocks`` 128 or 256 (and 128 features).
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
             256, with ``few`` 64 (one group of warps), 128 or 256 (two). With ``turns`` tiles are
             128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only).
@@ -70,7 +74,7 @@ class ScaledMmTile:
         num_stages: steps in flight, ≥ 1.
         split_k: programs along K, 1..32, ``ring``, and ``few`` with 64 features, only; only where
             one token tile holds every M.
-        group_m: token tiles of a group, ``hopper`` and ``turns`` only.
+        group_m: token tiles of a group, ``hopper``, ``turns`` and ``blocks`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
             on sm_90 only.
         prefetch: lines of 128 bytes of each row asked for until it has, 0 or a power of two.
@@ -180,6 +184,15 @@ def tiles_of_few() -> list[ScaledMmTile]:
     ]
 
 
+def tiles_of_blocks() -> list[ScaledMmTile]:
+    """Return the tiles of kernel ``blocks``: both sizes, in groups of several token tiles."""
+    return [
+        ScaledMmTile("blocks", block_m, block_n, BLOCK_GROUP, 4, stages, group_m=group_m)
+        for (block_m, block_n), stages in _MOST_STAGES["blocks"].items()
+        for group_m in (8, 16)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The tile for up to ``max_m`` tokens (None: any number) and whether `prefer` takes it."""
@@ -212,10 +225,12 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
         op: one of :data:`OPS`.
         N: output features.
     """
-    if op == "fp8_block" and (tile.kernel, tile.block_k) != ("ring", BLOCK_GROUP):
-        return f"fp8_block needs kernel ring and block_k 128, got {tile}"
+    if op == "fp8_block" and (tile.kernel not in _OF_BLOCKS or tile.block_k != BLOCK_GROUP):
+        return f"fp8_block needs kernel ring or blocks and block_k 128, got {tile}"
     if op == "fp8_block" and tile.block_n > BLOCK_GROUP:
         return f"fp8_block needs block_n of at most 128, one block of weights, got {tile}"
+    if op != "fp8_block" and tile.kernel == "blocks":
+        return f"kernel blocks is for fp8_block alone, got {op}"
     if tile.kernel != "ring" and N % 8:
         return f"kernel {tile.kernel} needs N % 8 == 0 (16-byte rows), got {N}"
     if (tile.kernel, tile.block_n, op) == ("turns", 256, "w8a8_gemm"):

@@ -10,6 +10,7 @@ from taut_kernels.tiles_scaled_mm import (
     MULTIPROCESSORS,
     ScaledMmTile,
     rule,
+    tiles_of_blocks,
     tiles_of_few,
     tiles_of_parts,
     why_not_for,
@@ -167,7 +168,7 @@ def candidates(
 
 
 def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTile]:
-    """Yield the tiles of block-wise FP8 worth compiling: rings within one block of weights.
+    """Yield the tiles of block-wise FP8 worth compiling: rings within one block, and ``blocks``.
 
     The rule's comes first, so that tuning never ends behind it.
 
@@ -192,6 +193,7 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
         # A thread holds the sum and a step's product: with 4 warps 128 × 128 of each do not fit.
         if block_m <= M and (block_m, block_n, warps) != (128, 128, 4):
             yield from _splits(ScaledMmTile("ring", block_m, block_n, 128, warps, stages), N, K, M)
+    yield from (tile for tile in tiles_of_blocks() if why_not_for(tile, "fp8_block", N) is None)
 
 
 def early_starts(tile: ScaledMmTile) -> list[ScaledMmTile]:

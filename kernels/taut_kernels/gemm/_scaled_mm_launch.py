@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from taut_kernels import _launch
+from taut_kernels.gemm._fp8_block_hopper import launch_blocks
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
 from taut_kernels.gemm._scaled_mm_few import launch_few
 from taut_kernels.gemm._scaled_mm_hopper import launch_hopper
@@ -195,7 +196,7 @@ def launch_block(
     """Run a product with one scale a 128×128 block of weights and 128 activations of a token.
 
     Args:
-        tile: how to cut the work; ``kernel`` ring, ``block_k`` 128.
+        tile: how to cut the work; ``kernel`` ring or blocks, ``block_k`` 128.
         x: [M, K] e4m3.
         weight: [N, K] e4m3; rows 16-byte aligned.
         x_scale: [M, ceil(K/128)] fp32, any strides.
@@ -215,6 +216,9 @@ def launch_block(
     if M == 0:
         return y
     x = _prepared(x, weight)
+    if tile.kernel == "blocks":
+        launch_blocks(tile, x, weight, x_scale, weight_scale, bias, y)
+        return y
     grid = (-(-M // tile.block_m), -(-N // tile.block_n), tile.split_k)
     partial = _workspace(tile, grid[0] * grid[1], x, arrivals)
 

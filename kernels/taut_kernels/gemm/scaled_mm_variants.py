@@ -8,8 +8,10 @@ from typing import Any
 
 from taut_kernels import tiles_scaled_mm
 from taut_kernels._variant import KernelVariant
+from taut_kernels.gemm import _fp8_block_hopper as blocks
 from taut_kernels.gemm import _scaled_mm_few as few
 from taut_kernels.gemm import _scaled_mm_hopper as hopper
+from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
 from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
@@ -29,8 +31,8 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
     for N, K in _RULE_SHAPES:
         for M in _RULE_TOKENS:
             yield tiles_scaled_mm.rule(op, N, K, M), K, targets
-    few_tokens = tiles_scaled_mm.tiles_of_few()
-    for tile in (*tiles_scaled_mm.FED_BY_TMA, *tiles_scaled_mm.tiles_of_parts(), *few_tokens):
+    searched = (*tiles_scaled_mm.tiles_of_parts(), *tiles_scaled_mm.tiles_of_few())
+    for tile in (*tiles_scaled_mm.FED_BY_TMA, *searched, *tiles_scaled_mm.tiles_of_blocks()):
         if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
     for table in tiles_scaled_mm.tables().values():
@@ -94,6 +96,8 @@ def variant(
     """
     if tile.kernel == "few":
         return _few_variant(op, tile, has_azp_adj, has_azp)
+    if tile.kernel == "blocks":
+        return _blocks_variant(op, tile)
     if tile.kernel != "ring":
         return _hopper_variant(op, tile, has_azp_adj, has_azp)
     constants: dict[str, Any] = {
@@ -195,6 +199,34 @@ def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: boo
     )
 
 
+def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
+    constants = blocks.launch_constants(tile)
+    pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
+    element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
+    rows = hopper.ROWS
+    descriptors = {
+        "x_desc": f"{element}[{rows}, {hopper.STEP}],{layout!r}",
+        "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
+        "y_desc": f"bf16[{rows}, {rows}],{hopper.RESULT_LAYOUT!r}",
+    }
+    known = {*constants, *pointers, *descriptors}
+    return KernelVariant(
+        label=f"{op} blocks",
+        kernel=fp8_block_hopper_kernel,
+        tile=tile,
+        pointers=pointers,
+        integers=tuple(n for n in fp8_block_hopper_kernel.arg_names if n not in known),
+        divisible_by_16=(),
+        constants=constants,
+        descriptors=descriptors,
+        targets=HOPPER,
+        options={"num_warps": tile.num_warps},
+        allowed_spill_bytes=_BLOCKS_SPILL_BYTES,
+    )
+
+
+_BLOCKS_SPILL_BYTES = 48
+"""Of two products of 64 tokens: addresses of scales, three of them in the loop (SASS)."""
 _INTEGERS = {
     "w8a8_gemm": ("M", "N", "K", "stride_xs", "stride_ws"),
     "fp8_gemm": ("M", "N", "K", "stride_xs", "stride_ws"),

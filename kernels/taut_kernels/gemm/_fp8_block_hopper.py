@@ -1,0 +1,67 @@
+"""Launches the kernel of sm_90 for FP8 products with 128 × 128 blocks of weights."""
+
+from __future__ import annotations
+
+import torch
+
+from taut_kernels import _launch
+from taut_kernels._descriptors import Describe
+from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
+from taut_kernels.gemm._scaled_mm_hopper import RESULT_LAYOUT, ROWS, STEP, operand
+from taut_kernels.tiles_scaled_mm import BLOCK_GROUP, ScaledMmTile
+
+_blocks = _launch.Launcher(fp8_block_hopper_kernel)
+_RESULTS = Describe([ROWS, ROWS], RESULT_LAYOUT)
+
+
+def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
+    """Return the constants of the kernel.
+
+    Args:
+        tile: ``kernel`` blocks.
+    """
+    halves = tile.block_m // (2 * ROWS)
+    return {"HALVES": halves, "STAGES": tile.num_stages, "GROUP_M": tile.group_m}
+
+
+def launch_blocks(
+    tile: ScaledMmTile,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    """Run the kernel.
+
+    Args:
+        tile: ``kernel`` blocks.
+        x: [M, K] e4m3, M ≥ 1; rows 16-byte aligned.
+        weight: [N, K] e4m3, N % 8 == 0; rows 16-byte aligned.
+        x_scale: [M, ceil(K/128)] fp32, any strides.
+        weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
+        bias: [N] or None.
+        y: [M, N], contiguous; written.
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    tiles_m, tiles_n = -(-M // tile.block_m), -(-N // BLOCK_GROUP)
+    _blocks(
+        (tile, y.dtype, bias is None),
+        (min(tiles_m * tiles_n, _launch.multiprocessors(x.device)), 1, 1),
+        (x_scale, weight_scale, bias),
+        (
+            operand(x, ROWS),
+            operand(weight, BLOCK_GROUP),
+            _RESULTS(y, [M, N], [N, 1]),
+            M,
+            N,
+            -(-K // STEP),
+            tiles_m,
+            tiles_n,
+            x_scale.stride(0),
+            x_scale.stride(1),
+            weight_scale.stride(0),
+        ),
+        lambda: (launch_constants(tile), {"num_warps": tile.num_warps}),
+    )

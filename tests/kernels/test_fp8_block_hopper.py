@@ -1,0 +1,143 @@
+"""Kernel ``blocks``, FP8 with 128 × 128 blocks of weights: its body on NumPy, and the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from taut_kernels import _launch, testing, testing_gluon_hopper
+from taut_kernels.bench.scaled_mm_candidates import block_candidates
+from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
+from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
+from taut_kernels.gemm._scaled_mm_launch import launch_block
+from taut_kernels.testing_scaled_mm import EXTREMES, ScaledMmCase, extreme_case, make_scaled_mm_case
+from taut_kernels.tiles_scaled_mm import ScaledMmTile, tiles_of_blocks, why_not_for
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no CUDA device of sm_90",
+)
+SMALL, LARGE, SHALLOW = (
+    ScaledMmTile("blocks", block_m, 128, 128, 4, stages, group_m=group_m)
+    for block_m, stages, group_m in ((128, 6, 2), (256, 4, 3), (256, 2, 1))
+)
+TILES = (SMALL, LARGE, SHALLOW)
+FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
+
+
+class OnNumPy:
+    """Stands in for the jit kernel: runs it on NumPy."""
+
+    arg_names = fp8_block_hopper_kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def run(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            assert num_warps == 4
+            named = dict(zip(self.arg_names, arguments, strict=False)) | constants
+            testing_gluon_hopper.run(fp8_block_hopper_kernel, grid[0], named)
+
+        return run
+
+
+@pytest.fixture
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_fp8_block_hopper, "_blocks", _launch.Launcher(OnNumPy()))
+
+
+def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
+    tensors = (case.x, case.weight, case.x_scale, case.weight_scale, case.bias)
+    with testing.nan_poison():
+        return launch_block(tile, *tensors, None, case.out_dtype)
+
+
+def case_of(M: int, N: int, K: int, **options: Any) -> ScaledMmCase:
+    return make_scaled_mm_case("fp8_gemm", M, N, K, scaling="block", **options)
+
+
+@pytest.mark.usefixtures("on_numpy")
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(333, 520, 400), (700, 264, 272), (129, 600, 128), (1, 8, 16)]
+)
+def test_body_on_numpy_is_the_reference(tile: ScaledMmTile, M: int, N: int, K: int) -> None:
+    case = case_of(M, N, K, with_bias=M % 2 == 1)
+    assert case.why_wrong(run(tile, case)) is None
+
+
+@pytest.mark.usefixtures("on_numpy")
+def test_scales_of_tokens_may_lie_as_they_like() -> None:
+    case = case_of(200, 136, 400)
+    by_group = case.x_scale.t().contiguous().t()
+    apart = torch.full((200, 9), torch.nan)[:, 1::2]
+    apart.copy_(case.x_scale)
+    expected = run(SMALL, case)
+    for scales in (by_group, apart):
+        assert scales.stride() != case.x_scale.stride()
+        assert torch.equal(run(SMALL, replace(case, x_scale=scales)), expected)
+
+
+def test_tiles_are_for_blocks_alone_and_fit() -> None:
+    for tile in (*TILES, *tiles_of_blocks()):
+        assert why_not_for(tile, "fp8_block", 4096) is None
+        assert "N % 8 == 0" in str(why_not_for(tile, "fp8_block", 4100))
+        assert "fp8_block alone" in str(why_not_for(tile, "fp8_gemm", 4096))
+    with pytest.raises(ValueError, match="blocks needs block_m × block_n 128×128 or 256×128"):
+        replace(SMALL, block_m=64)
+    with pytest.raises(ValueError, match="has room for 4 stages of 256×128, got 5"):
+        replace(LARGE, num_stages=5)
+
+
+def test_every_tile_is_tried_and_compiled() -> None:
+    assert set(tiles_of_blocks()) <= set(block_candidates(4096, 4096, 1024))
+    assert set(tiles_of_blocks()).isdisjoint(block_candidates(4100, 4096, 1024))
+    assert set(tiles_of_blocks()).isdisjoint(block_candidates(4096, 4096, 32))
+    compiled = {
+        v.tile for v in scaled_mm_variants.kernel_variants() if v.label == "fp8_block blocks"
+    }
+    assert set(tiles_of_blocks()) <= compiled
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_gpu_matches_the_reference(tile: ScaledMmTile) -> None:
+    for M, N, K in ((333, 1104, 400), (1, 8, 16), (2100, 3000, 2064)):
+        out_dtype = torch.bfloat16 if M == 333 else torch.float16
+        case = case_of(M, N, K, with_bias=M == 333, out_dtype=out_dtype, device="cuda")
+        actual = run(tile, case)
+        assert case.why_wrong(actual) is None
+        for _ in range(3):
+            assert torch.equal(run(tile, case), actual), "bits differ between runs"
+        by_group = replace(case, x_scale=case.x_scale.t().contiguous().t())
+        assert torch.equal(run(tile, by_group), actual)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("extreme", FP8_EXTREMES)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
+    case = extreme_case(extreme, 70, 1104, 2064, scaling="block", device="cuda")
+    assert case.why_wrong(run(tile, case)) is None
+
+
+@gpu
+@needs_gpu
+def test_gpu_graph_replay_follows_the_operands() -> None:
+    case = case_of(300, 264, 400, device="cuda")
+    run(SMALL, case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = launch_block(
+            SMALL, case.x, case.weight, case.x_scale, case.weight_scale, None, None, case.out_dtype
+        )
+    for seed in (1, 2):
+        other = case_of(300, 264, 400, device="cuda", seed=seed)
+        for name in ("x", "weight", "x_scale", "weight_scale"):
+            getattr(case, name).copy_(getattr(other, name))
+        graph.replay()
+        assert other.why_wrong(y) is None
