@@ -91,9 +91,8 @@ class RingTile:
         """
         weights = self.num_warps * self.chunks_per_step * self.row_tiles * 512
         activations = self.k_warps * self.chunks_per_step * 2 * token_tiles * 512
-        lines = scale_lines(self.chunks_per_step, group_size) if group_size else 0
-        scales = lines * self.row_tiles * self.num_warps * 128
-        return weights + activations + scales * (2 if has_zeros else 1)
+        scales = scale_bytes(self.chunks_per_step, group_size, has_zeros=has_zeros)
+        return weights + activations + scales * self.row_tiles * self.num_warps
 
     def stages_that_fit(self, token_tiles: int, group_size: int, *, has_zeros: bool) -> int:
         """Return how many stages the ring gets.
@@ -141,6 +140,18 @@ def scale_lines(chunks: int, group_size: int) -> int:
         return 1
     columns = 64 * chunks
     return columns // (4 * group_size) or max(1, columns // group_size)
+
+
+def scale_bytes(chunks: int, group_size: int, *, has_zeros: bool) -> int:
+    """Return what a stage of a ring holds of a row tile's scales and zero points.
+
+    Args:
+        chunks: of 64 columns, a warp's in a step.
+        group_size: G, or 0 for one group a channel, which no stage holds.
+        has_zeros: with zero points.
+    """
+    lines = scale_lines(chunks, group_size) if group_size else 0
+    return 128 * lines * (2 if has_zeros else 1)
 
 
 def token_tiles(M: int) -> int:

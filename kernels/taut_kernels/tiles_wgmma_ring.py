@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from taut_kernels.tiles_decode_ring import SHARED_BYTES, scale_lines
+from taut_kernels.tiles_decode_ring import SHARED_BYTES, scale_bytes
 
 MAX_TOKENS = 1024
 """Largest bucket of M that a table may give a tile without ``tma``."""
@@ -113,9 +113,8 @@ class WgmmaRingTile:
         activations = self.block_m * self.chunks_per_step * 128
         if self.tma:
             return weights + activations
-        lines = scale_lines(self.chunks_per_step, group_size) if group_size else 0
-        scales = lines * self.rows * 8
-        return weights + activations + scales * (2 if has_zeros else 1)
+        scales = scale_bytes(self.chunks_per_step, group_size, has_zeros=has_zeros)
+        return weights + activations + scales * (self.rows // 16)
 
     def stages_that_fit(self, group_size: int, *, has_zeros: bool) -> int:
         """Return how many stages the ring gets.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, testing_gluon_hopper
+from taut_kernels import _launch, testing, testing_gluon, testing_gluon_hopper
 from taut_kernels.bench.scaled_mm_candidates import block_candidates
 from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
 from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
@@ -29,23 +29,11 @@ TILES = (SMALL, LARGE, SHALLOW)
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
-class OnNumPy:
-    """Stands in for the jit kernel: runs it on NumPy."""
-
-    arg_names = fp8_block_hopper_kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def run(*arguments: Any, num_warps: int, **constants: Any) -> None:
-            assert num_warps == 4
-            named = dict(zip(self.arg_names, arguments, strict=False)) | constants
-            testing_gluon_hopper.run(fp8_block_hopper_kernel, grid[0], named)
-
-        return run
-
-
 @pytest.fixture
-def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_fp8_block_hopper, "_blocks", _launch.Launcher(OnNumPy()))
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
+    kernel = testing_gluon.OnNumPy(fp8_block_hopper_kernel, testing_gluon_hopper.run)
+    monkeypatch.setattr(_fp8_block_hopper, "_blocks", _launch.Launcher(kernel))
+    return kernel
 
 
 def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
@@ -58,14 +46,16 @@ def case_of(M: int, N: int, K: int, **options: Any) -> ScaledMmCase:
     return make_scaled_mm_case("fp8_gemm", M, N, K, scaling="block", **options)
 
 
-@pytest.mark.usefixtures("on_numpy")
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
     ("M", "N", "K"), [(333, 520, 400), (700, 264, 272), (129, 600, 128), (1, 8, 16)]
 )
-def test_body_on_numpy_is_the_reference(tile: ScaledMmTile, M: int, N: int, K: int) -> None:
+def test_body_on_numpy_is_the_reference(
+    tile: ScaledMmTile, M: int, N: int, K: int, on_numpy: testing_gluon.OnNumPy
+) -> None:
     case = case_of(M, N, K, with_bias=M % 2 == 1)
     assert case.why_wrong(run(tile, case)) is None
+    assert on_numpy.constants["num_warps"] == 4
 
 
 @pytest.mark.usefixtures("on_numpy")

@@ -300,6 +300,7 @@ def test_candidates_of_blocks_fit_the_card_the_kernel_and_the_tables(shape: str)
             assert not tile.early
             assert ring_bytes(tile) <= SHARED_BYTES
             spilling = ("ring", 128, 128, 4)
-            assert (tile.kernel, tile.block_m, tile.block_n, tile.num_warps) != spilling
+            cut = (tile.kernel, tile.block_m, tile.block_n, tile.num_warps)
+            assert cut != spilling, "it spills"
             # A layer's counters are for 64 features a program.
             assert tile.block_n >= 64

@@ -3,9 +3,9 @@
 As :mod:`taut_kernels.gemm._scaled_mm_hopper_jit`: a warp asks TMA for blocks of both operands, two
 groups of four warps share a tile, programs walk through tiles. But a step of K is one group of
 scales, so its product starts from zero and enters the sums in fp32 times both scales. While one
-group does that, the other one's product has the tensor cores: no group waits for its own product
-with them idle. With 128 tokens a group they come as two products of 64, one after the other, since
-sums and a step's product of 128 × 128 would not fit a thread's registers twice.
+group does that, the other one's product is to have the tensor cores (not seen on a card yet). With
+128 tokens a group they come as two products of 64, one after the other, since sums and a step's
+product of 128 × 128 would not fit a thread's registers twice.
 """
 
 # ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them)

@@ -184,19 +184,8 @@ def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: boo
     else:
         constants |= {"more_desc": None}
     kernel = scaled_mm_turns_kernel if tile.kernel == "turns" else scaled_mm_hopper_kernel
-    known = {*constants, *pointers, *descriptors}
-    return KernelVariant(
-        label=f"{op} {tile.kernel}{' azp_adj' * has_azp_adj}{' azp' * has_azp}",
-        kernel=kernel,
-        tile=tile,
-        pointers=pointers,
-        integers=tuple(n for n in kernel.arg_names if n not in known),
-        divisible_by_16=(),
-        constants=constants,
-        descriptors=descriptors,
-        targets=HOPPER,
-        options={"num_warps": tile.num_warps},
-    )
+    label = f"{op} {tile.kernel}{' azp_adj' * has_azp_adj}{' azp' * has_azp}"
+    return _persistent_variant(label, kernel, tile, pointers, constants, descriptors)
 
 
 def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
@@ -209,19 +198,33 @@ def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
         "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
         "y_desc": f"bf16[{rows}, {rows}],{hopper.RESULT_LAYOUT!r}",
     }
+    described = _persistent_variant(
+        f"{op} blocks", fp8_block_hopper_kernel, tile, pointers, constants, descriptors
+    )
+    return dataclasses.replace(described, allowed_spill_bytes=_BLOCKS_SPILL_BYTES)
+
+
+def _persistent_variant(
+    label: str,
+    kernel: Any,
+    tile: ScaledMmTile,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    descriptors: dict[str, str],
+) -> KernelVariant:
+    """Describe a kernel that TMA feeds and whose other arguments are integers of any value."""
     known = {*constants, *pointers, *descriptors}
     return KernelVariant(
-        label=f"{op} blocks",
-        kernel=fp8_block_hopper_kernel,
+        label=label,
+        kernel=kernel,
         tile=tile,
         pointers=pointers,
-        integers=tuple(n for n in fp8_block_hopper_kernel.arg_names if n not in known),
+        integers=tuple(n for n in kernel.arg_names if n not in known),
         divisible_by_16=(),
         constants=constants,
         descriptors=descriptors,
         targets=HOPPER,
         options={"num_warps": tile.num_warps},
-        allowed_spill_bytes=_BLOCKS_SPILL_BYTES,
     )
 
 
