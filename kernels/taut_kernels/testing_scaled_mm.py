@@ -114,6 +114,24 @@ def fp8_tensor_core_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return sums
 
 
+def cut_results(case: ScaledMmCase) -> torch.Tensor:
+    """Return what tensor cores that cut sums make of a case of :func:`extreme_case`.
+
+    Block-wise sums begin anew every 128 products. Where an instruction converts e4m3 first, or K is
+    split, less is lost.
+
+    Args:
+        case: FP8, without a bias; rows are equal, and every second feature.
+
+    Returns:
+        [1, 2] in ``out_dtype``: a feature with an outlier, and one without.
+    """
+    step = BLOCK_GROUP if fp8.is_block_wise(case.weight, case.weight_scale) else case.x.shape[1]
+    x, weight = torch.split(case.x[:1], step, 1), torch.split(case.weight[:2], step, 1)
+    sums = torch.stack([fp8_tensor_core_sums(*pair) for pair in zip(x, weight, strict=True)])
+    return (sums.sum(0) * case.weight_scale.flatten()[0].double()).to(case.out_dtype)
+
+
 def make_scaled_mm_case(
     op: str,
     M: int,

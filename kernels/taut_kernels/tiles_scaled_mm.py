@@ -37,7 +37,7 @@ KERNELS = ("ring", "hopper", "turns", "few", "blocks")
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
     "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
-    "blocks": {(128, 128): 6, (256, 128): 4},
+    "blocks": {(128, 128): 6},
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 _FEW_RING_BYTES = 222 * 1024
@@ -65,7 +65,7 @@ class ScaledMmTile:
             (two groups of warps share a tile) or ``turns`` (each has tiles of its own, and they
             multiply in turn); ``blocks``, persistent, for block-wise FP8 alone.
         block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128,
-            with ``blocks`` 128 or 256 (and 128 features).
+            with ``blocks`` 128 (and 128 features).
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
             256, with ``few`` 64 (one group of warps), 128 or 256 (two). With ``turns`` tiles are
             128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only).
@@ -185,7 +185,7 @@ def tiles_of_few() -> list[ScaledMmTile]:
 
 
 def tiles_of_blocks() -> list[ScaledMmTile]:
-    """Return the tiles of kernel ``blocks``: both sizes, in groups of several token tiles."""
+    """Return the tiles of kernel ``blocks``, in groups of several token tiles."""
     return [
         ScaledMmTile("blocks", block_m, block_n, BLOCK_GROUP, 4, stages, group_m=group_m)
         for (block_m, block_n), stages in _MOST_STAGES["blocks"].items()

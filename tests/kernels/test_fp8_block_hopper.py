@@ -13,7 +13,13 @@ from taut_kernels.bench.scaled_mm_candidates import block_candidates
 from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
 from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch_block
-from taut_kernels.testing_scaled_mm import EXTREMES, ScaledMmCase, extreme_case, make_scaled_mm_case
+from taut_kernels.testing_scaled_mm import (
+    EXTREMES,
+    ScaledMmCase,
+    cut_results,
+    extreme_case,
+    make_scaled_mm_case,
+)
 from taut_kernels.tiles_scaled_mm import ScaledMmTile, tiles_of_blocks, why_not_for
 
 gpu = pytest.mark.gpu
@@ -21,11 +27,11 @@ needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="no CUDA device of sm_90",
 )
-SMALL, LARGE, SHALLOW = (
-    ScaledMmTile("blocks", block_m, 128, 128, 4, stages, group_m=group_m)
-    for block_m, stages, group_m in ((128, 6, 2), (256, 4, 3), (256, 2, 1))
+DEEP, SHALLOW = (
+    ScaledMmTile("blocks", 128, 128, 128, 4, stages, group_m=group_m)
+    for stages, group_m in ((6, 3), (2, 1))
 )
-TILES = (SMALL, LARGE, SHALLOW)
+TILES = (DEEP, SHALLOW)
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
@@ -48,7 +54,8 @@ def case_of(M: int, N: int, K: int, **options: Any) -> ScaledMmCase:
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
-    ("M", "N", "K"), [(333, 520, 400), (700, 264, 272), (129, 600, 128), (1, 8, 16)]
+    ("M", "N", "K"),
+    [(333, 520, 400), (700, 264, 272), (129, 600, 128), (1, 8, 16), (300, 136, 640)],
 )
 def test_body_on_numpy_is_the_reference(
     tile: ScaledMmTile, M: int, N: int, K: int, on_numpy: testing_gluon.OnNumPy
@@ -64,10 +71,10 @@ def test_scales_of_tokens_may_lie_as_they_like() -> None:
     by_group = case.x_scale.t().contiguous().t()
     apart = torch.full((200, 9), torch.nan)[:, 1::2]
     apart.copy_(case.x_scale)
-    expected = run(SMALL, case)
+    expected = run(DEEP, case)
     for scales in (by_group, apart):
         assert scales.stride() != case.x_scale.stride()
-        assert torch.equal(run(SMALL, replace(case, x_scale=scales)), expected)
+        assert torch.equal(run(DEEP, replace(case, x_scale=scales)), expected)
 
 
 def test_tiles_are_for_blocks_alone_and_fit() -> None:
@@ -75,10 +82,10 @@ def test_tiles_are_for_blocks_alone_and_fit() -> None:
         assert why_not_for(tile, "fp8_block", 4096) is None
         assert "N % 8 == 0" in str(why_not_for(tile, "fp8_block", 4100))
         assert "fp8_block alone" in str(why_not_for(tile, "fp8_gemm", 4096))
-    with pytest.raises(ValueError, match="blocks needs block_m × block_n 128×128 or 256×128"):
-        replace(SMALL, block_m=64)
-    with pytest.raises(ValueError, match="has room for 4 stages of 256×128, got 5"):
-        replace(LARGE, num_stages=5)
+    with pytest.raises(ValueError, match="blocks needs block_m × block_n 128×128"):
+        replace(DEEP, block_m=64)
+    with pytest.raises(ValueError, match="has room for 6 stages of 128×128, got 7"):
+        replace(DEEP, num_stages=7)
 
 
 def test_every_tile_is_tried_and_compiled() -> None:
@@ -112,18 +119,27 @@ def test_gpu_matches_the_reference(tile: ScaledMmTile) -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
     case = extreme_case(extreme, 70, 1104, 2064, scaling="block", device="cuda")
-    assert case.why_wrong(run(tile, case)) is None
+    # Rows are equal, and every second feature. What the tensor cores lose is no error of ours.
+    expected = cut_results(case).repeat(len(case.x), len(case.weight) // 2)
+    torch.testing.assert_close(run(tile, case), expected, rtol=2**-10, atol=0)
+
+
+def test_the_sums_of_an_h100() -> None:
+    """The card's error on 2026-11-25, in fp16: the model of its sums has to make the same."""
+    case = extreme_case("least e4m3", 70, 2, 2064, scaling="block")
+    error = testing.max_error(cut_results(case), case.gold()[:1])
+    assert error == pytest.approx(0.5586, rel=5e-4)
 
 
 @gpu
 @needs_gpu
 def test_gpu_graph_replay_follows_the_operands() -> None:
     case = case_of(300, 264, 400, device="cuda")
-    run(SMALL, case)
+    run(DEEP, case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = launch_block(
-            SMALL, case.x, case.weight, case.x_scale, case.weight_scale, None, None, case.out_dtype
+            DEEP, case.x, case.weight, case.x_scale, case.weight_scale, None, None, case.out_dtype
         )
     for seed in (1, 2):
         other = case_of(300, 264, 400, device="cuda", seed=seed)

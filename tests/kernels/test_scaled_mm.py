@@ -19,11 +19,11 @@ from taut_kernels.gemm._scaled_mm_launch import launch, launch_block
 from taut_kernels.testing_scaled_mm import (
     EXTREMES,
     ScaledMmCase,
+    cut_results,
     extreme_case,
-    fp8_tensor_core_sums,
     make_scaled_mm_case,
 )
-from taut_kernels.tiles_scaled_mm import BLOCK_GROUP, ScaledMmTile
+from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 INTERPRET = Path(__file__).with_name("interpret_scaled_mm.py")
 gpu = pytest.mark.gpu
@@ -413,27 +413,15 @@ FP8_FORMS = [
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
-def _cut_sums(case: ScaledMmCase, step: int) -> torch.Tensor:
-    """Return the product [1, 2] as tensor cores add it that cut sums, ``step`` products a sum.
-
-    Where an instruction converts e4m3 first, or K is split, less is lost.
-    """
-    x, weight = case.x[:1].split(step, 1), case.weight[:2].split(step, 1)
-    sums = sum(fp8_tensor_core_sums(*pair) for pair in zip(x, weight, strict=True))
-    assert isinstance(sums, torch.Tensor)
-    return (sums * case.weight_scale.flatten()[0].double()).to(case.out_dtype)
-
-
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("tile", FP8_FORMS, ids=str)
 def test_gpu_fp8_extreme_values(tile: ScaledMmTile) -> None:
     """Features with and without outliers are held to budgets of their own."""
     scaling, K = ("block", 2000) if tile in BLOCK_FORMS else ("row", 2064)
-    step = BLOCK_GROUP if scaling == "block" else K
     for name in FP8_EXTREMES:
         case = extreme_case(name, 13, 200, K, scaling=scaling, device="cuda")
-        gold, cut = case.gold(), _cut_sums(case, step)
+        gold, cut = case.gold(), cut_results(case)
         with testing.nan_poison():
             actual = _launch_case(tile, case)
         for first in (0, 1):

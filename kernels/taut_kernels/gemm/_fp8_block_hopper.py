@@ -20,8 +20,7 @@ def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
     Args:
         tile: ``kernel`` blocks.
     """
-    halves = tile.block_m // (2 * ROWS)
-    return {"HALVES": halves, "STAGES": tile.num_stages, "GROUP_M": tile.group_m}
+    return {"STAGES": tile.num_stages, "GROUP_M": tile.group_m}
 
 
 def launch_blocks(
