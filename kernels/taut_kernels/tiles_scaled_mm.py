@@ -72,8 +72,8 @@ class ScaledMmTile:
         block_k: K indices a step, a power of two ≥ 32; 128 where TMA feeds, or 256 with ``few``.
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
-        split_k: programs along K, 1..32, ``ring``, and ``few`` with 64 features, only; only where
-            one token tile holds every M.
+        split_k: programs along K, 1..32, ``ring``, ``blocks``, and ``few`` with 64 features, only;
+            only where one token tile holds every M.
         group_m: token tiles of a group, ``hopper``, ``turns`` and ``blocks`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
             on sm_90 only.
@@ -98,7 +98,7 @@ class ScaledMmTile:
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
         ring = f"{self.kernel} {size}/{self.num_warps}w/{self.num_stages}s"
         if self.kernel in _MOST_STAGES:
-            return f"{ring}/g{self.group_m}"
+            return f"{ring}/g{self.group_m}" + (f"/k{self.split_k}" if self.split_k > 1 else "")
         return f"{ring}/k{self.split_k}" + (f"/e{self.prefetch}" if self.early else "")
 
     def __post_init__(self) -> None:
@@ -126,14 +126,18 @@ class ScaledMmTile:
             raise ValueError("prefetch needs early and block_k of at least 128")
         if self.kernel == "few":
             self._check_few()
-        if self.kernel not in _MOST_STAGES:
-            return
+        if self.kernel in _MOST_STAGES:
+            self._check_persistent()
+
+    def _check_persistent(self) -> None:
         most = _MOST_STAGES[self.kernel].get((self.block_m, self.block_n))
         if most is None:
             sizes = " or ".join(f"{m}×{n}" for m, n in _MOST_STAGES[self.kernel])
             raise ValueError(f"kernel {self.kernel} needs block_m × block_n {sizes}")
-        if (self.block_k, self.num_warps, self.split_k) != (128, 4, 1):
-            raise ValueError(f"kernel {self.kernel} needs block_k 128, num_warps 4 and split_k 1")
+        if (self.block_k, self.num_warps) != (128, 4):
+            raise ValueError(f"kernel {self.kernel} needs block_k 128 and num_warps 4")
+        if self.split_k > 1 and self.kernel != "blocks":
+            raise ValueError(f"kernel {self.kernel} needs split_k 1, got {self.split_k}")
         if self.num_stages < 2:
             raise ValueError(f"kernel {self.kernel} needs num_stages of at least 2, got 1")
         if self.num_stages > most:
@@ -231,6 +235,8 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
         return f"fp8_block needs block_n of at most 128, one block of weights, got {tile}"
     if op != "fp8_block" and tile.kernel == "blocks":
         return f"kernel blocks is for fp8_block alone, got {op}"
+    if tile.kernel == "blocks" and tile.split_k > 1 and 0 < N % BLOCK_GROUP <= 64:
+        return f"kernel blocks splits K only where the last tile has over 64 features, got {N}"
     if tile.kernel != "ring" and N % 8:
         return f"kernel {tile.kernel} needs N % 8 == 0 (16-byte rows), got {N}"
     if (tile.kernel, tile.block_n, op) == ("turns", 256, "w8a8_gemm"):

@@ -32,6 +32,7 @@ DEEP, SHALLOW = (
     for stages, group_m in ((6, 3), (2, 1))
 )
 TILES = (DEEP, SHALLOW)
+SPLIT = tuple(replace(DEEP, split_k=split_k) for split_k in (2, 3, 8))
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
@@ -45,7 +46,9 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
 def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
     tensors = (case.x, case.weight, case.x_scale, case.weight_scale, case.bias)
     with testing.nan_poison():
-        return launch_block(tile, *tensors, None, case.out_dtype)
+        y = launch_block(tile, *tensors, case.arrivals, case.out_dtype)
+    assert not case.arrivals.any()
+    return y
 
 
 def case_of(M: int, N: int, K: int, **options: Any) -> ScaledMmCase:
@@ -63,6 +66,15 @@ def test_body_on_numpy_is_the_reference(
     case = case_of(M, N, K, with_bias=M % 2 == 1)
     assert case.why_wrong(run(tile, case)) is None
     assert on_numpy.constants["num_warps"] == 4
+
+
+@pytest.mark.usefixtures("on_numpy")
+@pytest.mark.parametrize("tile", SPLIT, ids=str)
+@pytest.mark.parametrize(("M", "N", "K"), [(128, 512, 1408), (77, 344, 400), (1, 256, 128)])
+def test_programs_that_share_a_tile_on_numpy(tile: ScaledMmTile, M: int, N: int, K: int) -> None:
+    """Steps of K need be no multiple of the programs that share them, nor be as many."""
+    case = case_of(M, N, K, with_bias=M == 77)
+    assert case.why_wrong(run(tile, case)) is None
 
 
 @pytest.mark.usefixtures("on_numpy")
@@ -86,6 +98,13 @@ def test_tiles_are_for_blocks_alone_and_fit() -> None:
         replace(DEEP, block_m=64)
     with pytest.raises(ValueError, match="has room for 6 stages of 128×128, got 7"):
         replace(DEEP, num_stages=7)
+    with pytest.raises(ValueError, match="turns needs split_k 1, got 2"):
+        replace(DEEP, kernel="turns", split_k=2)
+    assert "over 64 features, got 4160" in str(why_not_for(SPLIT[0], "fp8_block", 4160))
+    assert why_not_for(SPLIT[0], "fp8_block", 4168) is None
+    case = case_of(1, 256, 128)
+    with pytest.raises(ValueError, match="arrivals must hold 4 elements"):
+        run(SPLIT[0], replace(case, arrivals=case.arrivals[:3]))
 
 
 def test_every_tile_is_tried_and_compiled() -> None:
@@ -115,6 +134,18 @@ def test_gpu_matches_the_reference(tile: ScaledMmTile) -> None:
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("tile", SPLIT, ids=str)
+def test_gpu_programs_that_share_a_tile(tile: ScaledMmTile) -> None:
+    for M, N, K in ((128, 4096, 4096), (77, 1104, 2064), (1, 256, 128)):
+        case = case_of(M, N, K, with_bias=M == 77, device="cuda")
+        actual = run(tile, case)
+        assert case.why_wrong(actual) is None
+        for _ in range(20):
+            assert torch.equal(run(tile, case), actual), "bits differ between runs"
+
+
+@gpu
+@needs_gpu
 @pytest.mark.parametrize("extreme", FP8_EXTREMES)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
@@ -133,16 +164,16 @@ def test_the_sums_of_an_h100() -> None:
 
 @gpu
 @needs_gpu
-def test_gpu_graph_replay_follows_the_operands() -> None:
-    case = case_of(300, 264, 400, device="cuda")
-    run(DEEP, case)
+@pytest.mark.parametrize(("tile", "M"), [(DEEP, 300), (SPLIT[0], 100)], ids=str)
+def test_gpu_graph_replay_follows_the_operands(tile: ScaledMmTile, M: int) -> None:
+    case = case_of(M, 328, 400, device="cuda")
+    run(tile, case)
+    operands = (case.x, case.weight, case.x_scale, case.weight_scale, None, case.arrivals)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = launch_block(
-            DEEP, case.x, case.weight, case.x_scale, case.weight_scale, None, None, case.out_dtype
-        )
+        y = launch_block(tile, *operands, case.out_dtype)
     for seed in (1, 2):
-        other = case_of(300, 264, 400, device="cuda", seed=seed)
+        other = case_of(M, 328, 400, device="cuda", seed=seed)
         for name in ("x", "weight", "x_scale", "weight_scale"):
             getattr(case, name).copy_(getattr(other, name))
         graph.replay()

@@ -170,7 +170,7 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
         ([_row(tile=TURNS | {"block_m": 128})], "turns needs block_m × block_n 128×128 or 64×2"),
         ([_row(tile=TURNS | {"num_stages": 6})], "room for 5 stages of 64×256, got 6"),
         ([_row(tile=TURNS, op="w8a8_gemm")], "tiles of 256 features for FP8 only"),
-        ([_row(tile=HOPPER | {"split_k": 2})], "needs block_k 128, num_warps 4 and split_k 1"),
+        ([_row(tile=HOPPER | {"split_k": 2})], "needs block_k 128 and num_warps 4"),
         ([_row(tile=HOPPER | {"num_stages": 1})], "needs num_stages of at least 2"),
         ([_row(tile=TILE | {"prefetch": 3})], "prefetch must be 0 or a power of two"),
         ([_row(tile=TILE | {"prefetch": 2})], "prefetch needs early"),

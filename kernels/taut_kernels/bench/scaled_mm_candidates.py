@@ -94,7 +94,7 @@ def _middling_tokens(N: int, K: int, M: int, fp8: bool) -> Iterator[ScaledMmTile
 
 
 def _splits(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
-    """Yield a ring with K split while one tile holds the tokens and two waves the programs."""
+    """Yield a tile with K split while one holds the tokens and two waves the programs."""
     programs = -(-N // tile.block_n) * -(-M // tile.block_m)
     for split in (1, 2, 4):
         if split > 1 and (tile.block_m < M or programs * split > 2 * MULTIPROCESSORS):
@@ -193,7 +193,9 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
         # A thread holds the sum and a step's product: with 4 warps 128 × 128 of each do not fit.
         if block_m <= M and (block_m, block_n, warps) != (128, 128, 4):
             yield from _splits(ScaledMmTile("ring", block_m, block_n, 128, warps, stages), N, K, M)
-    yield from (tile for tile in tiles_of_blocks() if why_not_for(tile, "fp8_block", N) is None)
+    for tile in tiles_of_blocks():
+        cuts = _splits(tile, N, K, M)
+        yield from (cut for cut in cuts if why_not_for(cut, "fp8_block", N) is None)
 
 
 def early_starts(tile: ScaledMmTile) -> list[ScaledMmTile]:

@@ -20,7 +20,7 @@ def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
     Args:
         tile: ``kernel`` blocks.
     """
-    return {"STAGES": tile.num_stages, "GROUP_M": tile.group_m}
+    return {"STAGES": tile.num_stages, "GROUP_M": tile.group_m, "SPLIT_K": tile.split_k}
 
 
 def launch_blocks(
@@ -30,6 +30,8 @@ def launch_blocks(
     x_scale: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    partial: torch.Tensor | None,
+    arrivals: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
     """Run the kernel.
@@ -41,14 +43,16 @@ def launch_blocks(
         x_scale: [M, ceil(K/128)] fp32, any strides.
         weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
         bias: [N] or None.
+        partial: the parts of sums, as many as ``tile.split_k`` a tile, or None for 1.
+        arrivals: two zeros for every tile; not read for a ``split_k`` of 1.
         y: [M, N], contiguous; written.
     """
     (M, K), N = x.shape, weight.shape[0]
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // BLOCK_GROUP)
     _blocks(
         (tile, y.dtype, bias is None),
-        (min(tiles_m * tiles_n, _launch.multiprocessors(x.device)), 1, 1),
-        (x_scale, weight_scale, bias),
+        (min(tiles_m * tiles_n * tile.split_k, _launch.multiprocessors(x.device)), 1, 1),
+        (x_scale, weight_scale, bias, partial, None if partial is None else arrivals),
         (
             operand(x, ROWS),
             operand(weight, BLOCK_GROUP),

@@ -16,7 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from taut_kernels.attention._hopper_tile_jit import barrier, barriers, load_block, seen_as
+from taut_kernels.attention._hopper_tile_jit import barriers, load_block, seen_as
+from taut_kernels.gemm._scaled_mm_parts_jit import add_parts
 
 
 @gluon.jit
@@ -136,61 +137,6 @@ def _store(y_ptr, values, M, N, first_row, first_token):
 
 
 @gluon.jit
-def _by_register(acc):
-    """Bring sums [64, COLS] into [COLS / 8, lanes, registers]: a lane's four lie together."""
-    EIGHTS: gl.constexpr = acc.shape[1] // 8
-    acc = gl.reshape(acc, (4, 2, 8, EIGHTS, 4, 2))
-    return gl.reshape(gl.permute(acc, (3, 0, 2, 4, 1, 5)), (EIGHTS, 128, 4))
-
-
-@gluon.jit
-def _by_row(value, SUMS: gl.constexpr):
-    """Undo :func:`_by_register`."""
-    EIGHTS: gl.constexpr = value.shape[0]
-    value = gl.reshape(value, (EIGHTS, 4, 8, 4, 2, 2))
-    value = gl.reshape(gl.permute(value, (1, 4, 2, 0, 3, 5)), (64, EIGHTS * 8))
-    return gl.convert_layout(value, SUMS, assert_trivial=True)
-
-
-@gluon.jit
-def _cells(partial_ptr, tile, tokens, COLS: gl.constexpr, SPLIT_K: gl.constexpr, C: gl.constexpr):
-    """Point at a tile's first part as :func:`_by_register` has it; say where a token is."""
-    eight = gl.arange(0, COLS // 8, gl.SliceLayout(1, gl.SliceLayout(2, C)))
-    lane = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(2, C)))
-    register = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, C)))
-    eight = gl.expand_dims(gl.expand_dims(eight, 1), 2)
-    lane = gl.expand_dims(gl.expand_dims(lane, 0), 2)
-    inside = lane * 4 + gl.expand_dims(gl.expand_dims(register, 0), 1)
-    cells = partial_ptr + gl.cast(tile, gl.int64) * (SPLIT_K * 64 * COLS)
-    return cells + (eight * 512 + inside), eight * 8 + inside * 0 < tokens
-
-
-@gluon.jit
-def _add_parts(acc, pointers, tokens, SPLIT_K: gl.constexpr, SUMS: gl.constexpr):
-    """Leave this program's part in memory; return (all parts' sum, True) in the last to arrive."""
-    SIZE: gl.constexpr = acc.shape[0] * acc.shape[1]
-    C: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [1, 4, 1], [2, 1, 0])
-    partial_ptr, arrivals_ptr = pointers[6], pointers[7]
-    tile = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
-    cells, mask = _cells(partial_ptr, tile, tokens, acc.shape[1], SPLIT_K, C)
-    part = gl.convert_layout(_by_register(acc), C, assert_trivial=True)
-    gl.store(cells + gl.program_id(1) * SIZE, part, mask=mask)
-    # Every thread's part is stored before one of them announces the program.
-    barrier()
-    arrived = gl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu")
-    last = arrived == SPLIT_K - 1
-    if last:
-        # In order of the splits: the same bits from run to run. Past L1, which does not see what
-        # other programs store.
-        part = gl.load(cells, mask=mask, other=0, cache_modifier=".cg")
-        for s in range(1, SPLIT_K):
-            part += gl.load(cells + s * SIZE, mask=mask, other=0, cache_modifier=".cg")
-        acc = _by_row(part, SUMS)
-        gl.store(arrivals_ptr + tile, 0)
-    return acc, last
-
-
-@gluon.jit
 def _multiply(
     pointers, strides, rings, sizes,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, SPLIT_K: gl.constexpr, STEP: gl.constexpr,
@@ -206,7 +152,10 @@ def _multiply(
     acc = _sums(rings, steps, GROUP, GROUPS, STEP, SUMS)
     finished = True
     if SPLIT_K > 1:
-        acc, finished = _add_parts(acc, pointers, M - first_token, SPLIT_K, SUMS)
+        tile = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
+        acc, finished = add_parts(
+            acc, pointers[6], pointers[7], tile, gl.program_id(1), M - first_token, SPLIT_K, SUMS
+        )
     if finished:
         values = _scaled(acc, pointers, found, SUMS)
         _store(pointers[5], values, M, N, first_row, first_token)

@@ -61,17 +61,15 @@ def _key(
 
 
 def _workspace(
-    tile: ScaledMmTile, programs: int, x: torch.Tensor, arrivals: torch.Tensor | None
+    tile: ScaledMmTile, places: int, each: int, x: torch.Tensor, arrivals: torch.Tensor | None
 ) -> torch.Tensor | None:
+    """Return room for the parts of sums of which ``each`` meet in a place; None unsplit."""
     if tile.split_k == 1:
         return None
-    if arrivals is None or arrivals.numel() < programs:
-        raise ValueError(
-            f"arrivals must hold {programs} elements for this shape, from make_arrivals"
-        )
-    size = programs * tile.split_k * tile.block_n * tile.block_m
+    if arrivals is None or arrivals.numel() < places:
+        raise ValueError(f"arrivals must hold {places} elements for this shape, from make_arrivals")
     kind = torch.int32 if x.dtype is torch.int8 else torch.float32
-    return _launch.empty((size,), dtype=kind, device=x.device)
+    return _launch.empty((places * tile.split_k * each,), dtype=kind, device=x.device)
 
 
 # Asked in every call: kept by everything the answer follows from.
@@ -123,7 +121,7 @@ def _launch_ring(
     given = azp_adj is not None, azp is not None, bias is not None
     wide = x_row >> 31, weight_row >> 31
     form, grid, constants = _prepared_ring(tile, M, N, K, x.dtype, y.dtype, wide, *given, x.device)
-    partial = _workspace(tile, grid[0] * grid[1], x, arrivals)
+    partial = _workspace(tile, grid[0] * grid[1], tile.block_m * tile.block_n, x, arrivals)
     counters = None if partial is None else arrivals
     by_row, by_column = int(x_scale.numel() > 1), int(weight_scale.numel() > 1)
     form(
@@ -177,7 +175,8 @@ def launch(
         _launch_ring(tile, *operands, arrivals, y)
     elif tile.kernel == "few":
         programs = -(-M // tile.block_m) * -(-N // tile.block_n)
-        launch_few(tile, *operands, _workspace(tile, programs, x, arrivals), arrivals, y)
+        partial = _workspace(tile, programs, tile.block_m * tile.block_n, x, arrivals)
+        launch_few(tile, *operands, partial, arrivals, y)
     else:
         launch_hopper(tile, *operands, y)
     return y
@@ -217,10 +216,12 @@ def launch_block(
         return y
     x = _prepared(x, weight)
     if tile.kernel == "blocks":
-        launch_blocks(tile, x, weight, x_scale, weight_scale, bias, y)
+        halves = 2 * -(-M // tile.block_m) * -(-N // tile.block_n)
+        partial = _workspace(tile, halves, tile.block_m // 2 * tile.block_n, x, arrivals)
+        launch_blocks(tile, x, weight, x_scale, weight_scale, bias, partial, arrivals, y)
         return y
     grid = (-(-M // tile.block_m), -(-N // tile.block_n), tile.split_k)
-    partial = _workspace(tile, grid[0] * grid[1], x, arrivals)
+    partial = _workspace(tile, grid[0] * grid[1], tile.block_m * tile.block_n, x, arrivals)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
         return {"HAS_BIAS": bias is not None} | _constants(tile, K), _options(tile)

@@ -32,7 +32,9 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
         for M in _RULE_TOKENS:
             yield tiles_scaled_mm.rule(op, N, K, M), K, targets
     searched = (*tiles_scaled_mm.tiles_of_parts(), *tiles_scaled_mm.tiles_of_few())
-    for tile in (*tiles_scaled_mm.FED_BY_TMA, *searched, *tiles_scaled_mm.tiles_of_blocks()):
+    blocks_too = tiles_scaled_mm.tiles_of_blocks()
+    searched += (*blocks_too, *(dataclasses.replace(tile, split_k=2) for tile in blocks_too))
+    for tile in (*tiles_scaled_mm.FED_BY_TMA, *searched):
         if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
     for table in tiles_scaled_mm.tables().values():
@@ -191,6 +193,7 @@ def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: boo
 def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
     constants = blocks.launch_constants(tile)
     pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
+    _add_parts(op, tile, pointers, constants)
     element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
     rows = hopper.ROWS
     descriptors = {
@@ -198,10 +201,9 @@ def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
         "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
         "y_desc": f"bf16[{rows}, {rows}],{hopper.RESULT_LAYOUT!r}",
     }
-    described = _persistent_variant(
-        f"{op} blocks", fp8_block_hopper_kernel, tile, pointers, constants, descriptors
-    )
-    return dataclasses.replace(described, allowed_spill_bytes=_BLOCKS_SPILL_BYTES)
+    label = f"{op} blocks"
+    kernel = fp8_block_hopper_kernel
+    return _persistent_variant(label, kernel, tile, pointers, constants, descriptors)
 
 
 def _persistent_variant(
@@ -228,8 +230,6 @@ def _persistent_variant(
     )
 
 
-_BLOCKS_SPILL_BYTES = 48
-"""Of two products of 64 tokens: addresses of scales, three of them in the loop (SASS)."""
 _INTEGERS = {
     "w8a8_gemm": ("M", "N", "K", "stride_xs", "stride_ws"),
     "fp8_gemm": ("M", "N", "K", "stride_xs", "stride_ws"),
