@@ -12,10 +12,13 @@ input features, ``G`` the group size; N % 16 == 0 and K % 64 == 0.
              of four thereby reads 16 consecutive bytes of activations for two instructions.
 ``scales``   [N/16, ceil(K/G/4), 8, 4, 2] float16 or bfloat16: scale of row 16·tile + 8r + g and
              group 4·quad + i at (tile, quad, g, i, r). Groups beyond K/G are 0.
-``zeros``    as ``scales``: -(m + stored zero), with m = 128 (bf16) or 1024 (fp16), exact in either
-             type. The conversion leaves m + q; one fused multiply-add makes it q - zero.
+``zeros``    [N/16, ceil(K/G/4), 8] int32. Word (tile, quad, g), bits 4i + 16r..4i + 16r + 3, hold
+             the stored zero point of row 16·tile + 8r + g and group 4·quad + i. Groups beyond K/G
+             are 0. ``(word >> 4i) & 0x000F000F | M`` is -(m + zero) of both rows, r = 0 in the low
+             half: M = 0xC300C300, m = 128 (bf16) or M = 0xE400E400, m = 1024 (fp16), exact in
+             either type. The conversion leaves m + q; one fused multiply-add makes it q - zero.
 
-Bytes a weight at G = 128: 0.5 + 2/128, with zero points + 2/128 more.
+Bytes a weight at G = 128: 0.5 + 2/128, with zero points + 0.5/128 more.
 """
 
 from __future__ import annotations
@@ -27,8 +30,7 @@ from taut_kernels import formats
 ROW_TILE = 16
 CHUNK = 64
 GROUPS_PER_QUAD = 4
-ZERO_BIAS = {torch.bfloat16: 128, torch.float16: 1024}
-"""What ``m + q`` starts from: the value whose last mantissa bit is worth 1."""
+SCALE_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def why_no_layout(N: int, K: int) -> str | None:
@@ -101,7 +103,7 @@ def _pair_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpair_rows(pairs: torch.Tensor, groups: int) -> torch.Tensor:
-    """Bring ``scales`` or ``zeros`` [N/16, quads, 8, 4, 2] back to [N, groups]."""
+    """Bring ``scales`` [N/16, quads, 8, 4, 2], or zero points so ordered, back to [N, groups]."""
     tiles, quads = pairs.shape[:2]
     axes = pairs.permute(0, 4, 2, 1, 3).reshape(tiles * 16, quads * GROUPS_PER_QUAD)
     return axes[:, :groups]
@@ -117,35 +119,39 @@ def repack_scale(weight_scale: torch.Tensor) -> torch.Tensor:
     return _pair_rows(weight_scale)
 
 
-def repack_zero_point(weight_zero_point: torch.Tensor, N: int, dtype: torch.dtype) -> torch.Tensor:
+def repack_zero_point(weight_zero_point: torch.Tensor, N: int) -> torch.Tensor:
     """Convert disk zero points to ``zeros``.
 
     Args:
         weight_zero_point: [ceil(N/8), K/G] int32.
         N: output features, a multiple of 16.
-        dtype: of the activations, float16 or bfloat16.
 
     Returns:
-        ``zeros`` [N/16, quads, 8, 4, 2] of ``dtype``.
+        ``zeros`` [N/16, quads, 8] int32.
 
     Raises:
-        ValueError: the tensor does not hold N rows, or another dtype.
+        ValueError: the tensor does not hold N rows.
     """
     signed = formats.unpack_zero_point(weight_zero_point, N)
-    if dtype not in ZERO_BIAS:
-        raise ValueError(f"dtype must be float16 or bfloat16, got {dtype}")
-    stored = signed.to(torch.int32) + formats.SYMMETRIC_ZERO
-    return _pair_rows((-(stored + ZERO_BIAS[dtype])).to(dtype))
+    pairs = _pair_rows(signed.to(torch.int32) + formats.SYMMETRIC_ZERO)
+    # Nibbles of different bits: their sum is their union.
+    return (pairs << _zero_shifts(pairs.device)).sum((3, 4), dtype=torch.int32)
 
 
 def stored_zero_points(zeros: torch.Tensor, groups: int) -> torch.Tensor:
     """Return the stored zero points [N, groups] uint8, 0..15, behind ``zeros``."""
-    offsets = unpair_rows(zeros, groups).to(torch.int32)
-    return (-offsets - ZERO_BIAS[zeros.dtype]).to(torch.uint8)
+    pairs = (zeros[..., None, None] >> _zero_shifts(zeros.device)) & 0xF
+    return unpair_rows(pairs, groups).to(torch.uint8)
+
+
+def _zero_shifts(device: torch.device) -> torch.Tensor:
+    """Return the bit at which a word of ``zeros`` holds group i of row r: [4, 2] int32."""
+    groups = torch.arange(0, 16, 4, dtype=torch.int32, device=device)
+    return groups[:, None] + torch.tensor([0, 16], dtype=torch.int32, device=device)
 
 
 def _check_scale(weight_scale: torch.Tensor) -> None:
-    if weight_scale.dim() != 2 or weight_scale.dtype not in ZERO_BIAS:
+    if weight_scale.dim() != 2 or weight_scale.dtype not in SCALE_DTYPES:
         shape = tuple(weight_scale.shape)
         raise ValueError(
             f"weight_scale must be 2-D float16 or bfloat16, got {weight_scale.dtype} {shape}"

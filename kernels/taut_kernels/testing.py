@@ -55,7 +55,7 @@ class W4A16Case:
             self.x,
             formats_mma.repack_weight(self.weight_packed, K),
             formats_mma.repack_scale(self.weight_scale),
-            None if zero is None else formats_mma.repack_zero_point(zero, N, self.x.dtype),
+            None if zero is None else formats_mma.repack_zero_point(zero, N),
             self.bias,
             torch.zeros(N // formats_mma.ROW_TILE, dtype=torch.int32, device=self.x.device),
             self.group_size,

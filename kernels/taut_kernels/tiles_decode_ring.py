@@ -142,6 +142,18 @@ def scale_lines(chunks: int, group_size: int) -> int:
     return columns // (4 * group_size) or max(1, columns // group_size)
 
 
+def zero_quads(chunks: int, group_size: int) -> int:
+    """Count the quads whose zero points, eight words each, a row tile takes in a step.
+
+    Part of a quad takes them all: a word holds those of four groups (:mod:`.formats_mma`).
+
+    Args:
+        chunks: of 64 columns, a warp's in a step.
+        group_size: G, or 0 for one group a channel.
+    """
+    return max(1, 64 * chunks // (4 * group_size)) if group_size else 1
+
+
 def scale_bytes(chunks: int, group_size: int, *, has_zeros: bool) -> int:
     """Return what a stage of a ring holds of a row tile's scales and zero points.
 
@@ -150,8 +162,10 @@ def scale_bytes(chunks: int, group_size: int, *, has_zeros: bool) -> int:
         group_size: G, or 0 for one group a channel, which no stage holds.
         has_zeros: with zero points.
     """
-    lines = scale_lines(chunks, group_size) if group_size else 0
-    return 128 * lines * (2 if has_zeros else 1)
+    if group_size == 0:
+        return 0
+    zeros = 32 * zero_quads(chunks, group_size) if has_zeros else 0
+    return 128 * scale_lines(chunks, group_size) + zeros
 
 
 def token_tiles(M: int) -> int:

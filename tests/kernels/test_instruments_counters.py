@@ -27,7 +27,8 @@ CPU = torch.device("cpu")
 BY_HAND: list[tuple[str, dict[str, int], Work]] = [
     # x 3·128·2, weights 64·128/2, scales (2 groups fill one quad of 4) 64·4·2
     ("w4a16_gemm", {}, Work(2 * 3 * 64 * 128, 768 + 4096 + 512, 384)),
-    ("w4a16_gemm", {"zeros": 1, "bias": 1}, Work(49152, 768 + 4096 + 512 + 512 + 128, 384)),
+    # zeros 64·4/2, bias 64·2
+    ("w4a16_gemm", {"zeros": 1, "bias": 1}, Work(49152, 768 + 4096 + 512 + 128 + 128, 384)),
     # scales and zeros as pairs: 2 groups · 64 · 2 · 2
     ("w4a16_gemm_cpu", {}, Work(49152, 768 + 4096 + 512, 384)),
     # x 3·128, weight 64·128, scales 3·4 and 64·4

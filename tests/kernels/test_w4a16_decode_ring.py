@@ -20,9 +20,11 @@ from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
 from taut_kernels.tiles_decode_ring import (
     SHARED_BYTES,
     RingTile,
+    scale_bytes,
     scale_lines,
     token_tiles,
     whole_quads,
+    zero_quads,
 )
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.weight_format import DEFAULT
@@ -84,35 +86,43 @@ def test_ring_takes_the_stages_that_fit() -> None:
     tile = RingTile(2, 8, 2, 2, 1, 6)
     assert tile.stage_bytes(2, 128, has_zeros=False) == 16 * 2 * 2 * 512 + 16 * 512 + 2 * 16 * 128
     assert tile.stages_that_fit(2, 128, has_zeros=False) == 4
-    assert tile.stage_bytes(2, 64, has_zeros=True) == 16 * 2 * 2 * 512 + 16 * 512 + 8 * 16 * 128
-    assert tile.stage_bytes(2, 32, has_zeros=True) == 16 * 2 * 2 * 512 + 16 * 512 + 4 * 16 * 128
+    for group, lines in ((64, 2), (32, 1)):
+        # A row tile's scales and one quad's zero points.
+        scales = 2 * 16 * (128 * lines + 32)
+        expected = 16 * 2 * 2 * 512 + 16 * 512 + scales
+        assert tile.stage_bytes(2, group, has_zeros=True) == expected
     assert tile.stages_that_fit(2, 32, has_zeros=True) == 4
     for tokens in (1, 2, 4, 8):
         for group in (0, 32, 64, 128):
             stages = tile.stages_that_fit(tokens, group, has_zeros=True)
             assert 2 <= stages * tile.stage_bytes(tokens, group, has_zeros=True) < SHARED_BYTES
-    with pytest.raises(ValueError, match="two stages of 147456 bytes do not fit"):
+    with pytest.raises(ValueError, match="two stages of 141312 bytes do not fit"):
         RingTile(2, 8, 2, 4, 1, 2).stages_that_fit(8, 32, has_zeros=True)
 
 
 @pytest.mark.parametrize(
-    ("chunks", "group_size", "lines", "quads"),
+    ("chunks", "group_size", "lines", "whole", "quads"),
     [
-        (1, 32, 2, False),
-        (2, 32, 1, True),
-        (4, 32, 2, True),
-        (2, 64, 2, False),
-        (4, 64, 1, True),
-        (1, 128, 1, False),
-        (4, 128, 2, False),
-        (4, 0, 1, False),
+        (1, 32, 2, False, 1),
+        (2, 32, 1, True, 1),
+        (4, 32, 2, True, 2),
+        (2, 64, 2, False, 1),
+        (4, 64, 1, True, 1),
+        (1, 128, 1, False, 1),
+        (4, 128, 2, False, 1),
+        (4, 0, 1, False, 1),
     ],
 )
 def test_a_stage_keeps_the_scales_of_whole_quads_once(
-    chunks: int, group_size: int, lines: int, quads: bool
+    chunks: int, group_size: int, lines: int, whole: bool, quads: int
 ) -> None:
     assert scale_lines(chunks, group_size) == lines
-    assert whole_quads(chunks, group_size) is quads
+    assert whole_quads(chunks, group_size) is whole
+    assert zero_quads(chunks, group_size) == quads
+    zeros = scale_bytes(chunks, group_size, has_zeros=True)
+    zeros -= scale_bytes(chunks, group_size, has_zeros=False)
+    # A quarter of the scales where both are whole quads; a channel's wait in registers.
+    assert zeros == (32 * quads if group_size else 0)
 
 
 def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
@@ -144,7 +154,11 @@ def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
         ("both", 5, 272, 1088, 32, torch.float16, True, (3, 1, 1)),
         ("split", 33, 80, 576, 64, torch.bfloat16, True, (2, 3, 1)),
         ("split", 17, 64, 1024, 128, torch.float16, False, (1, 3, 1)),
+        ("both", 12, 144, 1408, 128, torch.bfloat16, True, (2, 1, 1)),
+        ("wide", 13, 48, 832, 64, torch.float16, True, (1, 2, 1)),
         ("k_warps", 29, 144, 1088, 32, torch.bfloat16, True, (5, 2, 1)),
+        ("k_warps", 9, 64, 2432, 128, torch.float16, True, (2, 2, 1)),
+        ("k_warps", 21, 32, 2112, 64, torch.bfloat16, True, (1, 2, 1)),
         ("scaled", 24, 144, 640, 128, torch.bfloat16, False, (2, 2, 1)),
         ("scaled", 11, 64, 1088, 32, torch.float16, True, (1, 2, 1)),
         ("scaled", 9, 64, 704, -1, torch.bfloat16, True, (1, 2, 1)),

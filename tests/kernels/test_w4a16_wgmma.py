@@ -1,7 +1,7 @@
 """The regimes of `taut::w4a16_gemm` beyond 16 tokens: tiles, launchers, variants, GPU.
 
 The jit kernels are inline assembly, which the Triton interpreter cannot run: they are compiled
-ahead of time (test_aot.py) and run on a GPU (marker `gpu`).
+ahead of time (test_aot.py) and run on a GPU (marker `gpu`); the conversion's text runs on NumPy.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,8 +18,10 @@ from taut_kernels import _launch, formats_mma, testing, tiles_wgmma
 from taut_kernels.gemm import w4a16_dense as dense
 from taut_kernels.gemm import w4a16_launch, w4a16_wgmma_variants
 from taut_kernels.gemm import w4a16_wgmma as wgmma
-from taut_kernels.gemm._w4a16_plan import Weight
+from taut_kernels.gemm._w4a16_convert_ptx import convert_ptx
+from taut_kernels.gemm._w4a16_plan import ELEMENT, Weight
 from taut_kernels.gemm._w4a16_wgmma_jit import w4a16_wgmma_kernel
+from taut_kernels.testing_gluon_ptx import run_ptx
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
 from taut_kernels.weight_format import DEFAULT, WeightFormat
 
@@ -230,6 +233,38 @@ def check(case: testing.W4A16Case, tile: WgmmaTile) -> torch.Tensor:
         assert torch.equal(w4a16_launch.launch(tile, *operands), actual), "bits differ between runs"
     assert not operands[5].any(), "arrivals must be 0 again"
     return actual
+
+
+def converted(case: testing.W4A16Case, chunk: int) -> torch.Tensor:
+    """Run the conversion's text on one chunk of one row tile: [16, 64] of the case's type."""
+    x, qweight, scales, zeros, *_ = case.operands()
+    element = ELEMENT[x.dtype]
+    g = torch.arange(32) // 4
+    words = [qweight[0, chunk, :, i] for i in range(4)]
+    words += [scales[0, 0].view(torch.int32)[g, i, 0] for i in range(4)]
+    words += [] if zeros is None else [zeros[0, 0][g]] * 4
+    words += [torch.full((32,), chunk * 64 // case.group_size, dtype=torch.int32)] * 4
+    registers = {f"${16 + i}": word.numpy().view(np.uint32) for i, word in enumerate(words)}
+    run_ptx(convert_ptx(element, zeros is not None, case.group_size != 32), registers)
+    found = np.stack([registers[f"${i}"] for i in range(16)], -1)
+    # g, t, h, i, r, j, b: rows are (r, g), columns (h, t, i, j, b).
+    values = torch.from_numpy(found.view(np.int16)).view(x.dtype).view(8, 4, 2, 2, 2, 2, 2)
+    return values.permute(4, 0, 2, 1, 3, 5, 6).reshape(16, 64)
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("G", [32, 64, 128])
+def test_conversion_takes_a_chunks_group_out_of_its_quad(
+    G: int, dtype: torch.dtype, asymmetric: bool
+) -> None:
+    case = make_case(1, 16, 4 * G, G, dtype, asymmetric)
+    values = case.values.float().view(16, 4, G)
+    if case.zeros is not None:
+        values = values - case.zeros.float().unsqueeze(-1)
+    weight = (values * case.weight_scale.float().unsqueeze(-1)).view(16, 4 * G).to(dtype)
+    for chunk in range(4 * G // 64):
+        assert torch.equal(converted(case, chunk), weight[:, 64 * chunk : 64 * chunk + 64])
 
 
 @gpu

@@ -87,9 +87,9 @@ def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, int], message:
 
 def test_ring_takes_the_stages_that_fit() -> None:
     tile = WgmmaRingTile(64, 2, 2, 2, 1, 12, False)
-    # Weights 256 x 128 / 2, activations 64 x 128 x 2, a scale word of four lanes a row pair.
+    # Weights 256 x 128 / 2, activations 64 x 128 x 2, a line of scales and 8 zero words a row tile.
     assert tile.stage_bytes(128, has_zeros=False) == 16384 + 16384 + 2048
-    assert tile.stage_bytes(32, has_zeros=True) == 16384 + 16384 + 2048 * 2
+    assert tile.stage_bytes(32, has_zeros=True) == 16384 + 16384 + 2048 + 512
     assert tile.stages_that_fit(128, has_zeros=False) == 6
     for group in (0, 32, 64, 128):
         stages = tile.stages_that_fit(group, has_zeros=True)

@@ -115,8 +115,8 @@ def pretend_cuda() -> None:
     # Shapes only: torch takes its time over meta tensors. The dense product is cuBLAS'.
     formats_mma.repack_weight = repacked_weight
     formats_mma.repack_scale = repacked_scale
-    formats_mma.repack_zero_point = lambda packed, N, dtype: repacked_scale(
-        empty(N, packed.shape[1], dtype=dtype)
+    formats_mma.repack_zero_point = lambda packed, N: empty(
+        N // 16, -(-packed.shape[1] // 4), 8, dtype=torch.int32
     )
     w4a16_dense._linear = lambda x, weight, bias, y: None
 

@@ -155,7 +155,7 @@ _LEAN_CUTS = 7
 def lean_decode_tiles(N: int, K: int) -> list[DecodeTile]:
     """Return tiles for up to 8 tokens and small groups or zero points: shorter queues, too.
 
-    Two sets of scales and zero points wait in registers, 64 a lane in groups of 32: the queues that
+    Two sets of scales and zero points wait in registers, 40 a lane in groups of 32: the queues that
     won with groups of 128 then spill, or leave room for half as many warps.
 
     Args:

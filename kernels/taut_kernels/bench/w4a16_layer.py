@@ -76,7 +76,7 @@ class Layer:
         scales = formats_mma.repack_scale(self.weight_scale)
         zeros = None
         if self.weight_zero_point is not None:
-            zeros = formats_mma.repack_zero_point(self.weight_zero_point, self.N, self.x.dtype)
+            zeros = formats_mma.repack_zero_point(self.weight_zero_point, self.N)
         return [
             Weight(
                 qweight.clone(),
@@ -172,7 +172,9 @@ def empty_weight(
     qweight = torch.zeros(N // 16, K // 64, 32, 4, dtype=torch.int32, device=device)
     quads = -(-K // group_size // formats_mma.GROUPS_PER_QUAD)
     scales = torch.zeros(N // 16, quads, 8, 4, 2, dtype=torch.bfloat16, device=device)
-    zeros = torch.zeros_like(scales) if zero_points else None
+    zeros = None
+    if zero_points:
+        zeros = torch.zeros(N // 16, quads, 8, dtype=torch.int32, device=device)
     return Weight(qweight, scales, zeros, None, w4a16.make_arrivals(N, qweight.device))
 
 

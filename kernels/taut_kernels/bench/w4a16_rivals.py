@@ -37,7 +37,7 @@ def operands(layer: Layer) -> tuple[Any, ...]:
     scales = formats_mma.repack_scale(layer.weight_scale)
     zeros = None
     if layer.weight_zero_point is not None:
-        zeros = formats_mma.repack_zero_point(layer.weight_zero_point, layer.N, layer.x.dtype)
+        zeros = formats_mma.repack_zero_point(layer.weight_zero_point, layer.N)
     arrivals = w4a16.make_arrivals(layer.N, layer.x.device)
     return qweight, scales, zeros, None, arrivals, layer.group_size
 

@@ -14,7 +14,14 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE, shifted
+from taut_kernels.gemm._w4a16_decode_ptx import (
+    MAGIC,
+    MINUS_MIDDLE,
+    ONE,
+    both_rows,
+    shifted,
+    unpack_zeros,
+)
 
 _OUTPUTS = 16
 _NEGATIVE_ZERO = 0x80008000
@@ -24,8 +31,8 @@ _NEGATIVE_ZERO = 0x80008000
 def convert_ptx(element: str, has_zeros: bool, same_group: bool) -> str:
     """Write the PTX of ``(q - zero) * scale`` for one lane's four words.
 
-    Operands: sixteen results (two a tensor), four words, the four scale words of a quad, the four
-    zero words (if any), then four copies of the index of this chunk's group in the quad.
+    Operands: sixteen results (two a tensor), four words, the four scale words of a quad, four
+    copies of its zero points (if any), then four of the index of this chunk's group in the quad.
 
     Args:
         element: ``bf16`` or ``f16``.
@@ -45,7 +52,8 @@ def convert_ptx(element: str, has_zeros: bool, same_group: bool) -> str:
         text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
     for half in (0, 1):
         if half == 0 or not same_group:
-            text += _pick_group(half, index, scales, zeros if has_zeros else None)
+            text += _pick_scale(half, index, scales)
+            text += _pick_zeros(half, index, zeros, element) if has_zeros else []
         for step in (2 * half, 2 * half + 1):
             for register in range(4):
                 j, row = register // 2, register % 2
@@ -62,24 +70,28 @@ def convert_ptx(element: str, has_zeros: bool, same_group: bool) -> str:
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def _pick_group(half: int, index: int, scales: int, zeros: int | None) -> list[str]:
-    """Write the choice of a group's scale (and zero) pair out of a quad, each twice a register."""
+def _pick_scale(half: int, index: int, scales: int) -> list[str]:
+    """Write the choice of a group's pair of scales out of a quad, each twice a register."""
     text = [f"and.b32 bit, ${index}, 1;"]
     if half:
         # Groups of 32: the first half's group has an even index, so the next one only flips a bit.
         text += ["xor.b32 bit, bit, 1;"]
     text += ["setp.ne.u32 odd, bit, 0;", f"and.b32 bit, ${index}, 2;", "setp.ne.u32 upper, bit, 0;"]
-    for name, first in (("scale", scales), ("offset", zeros)):
-        if first is None:
-            continue
-        text += [
-            f"selp.b32 low, ${first + 1}, ${first}, odd;",
-            f"selp.b32 high, ${first + 3}, ${first + 2}, odd;",
-            "selp.b32 pair, high, low, upper;",
-            f"prmt.b32 {name}0, pair, 0, 0x1010;",
-            f"prmt.b32 {name}1, pair, 0, 0x3232;",
-        ]
-    return text
+    text += [
+        f"selp.b32 low, ${scales + 1}, ${scales}, odd;",
+        f"selp.b32 high, ${scales + 3}, ${scales + 2}, odd;",
+        "selp.b32 pair, high, low, upper;",
+    ]
+    return [*text, *both_rows("scale", "pair")]
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def _pick_zeros(half: int, index: int, zeros: int, element: str) -> list[str]:
+    """Write likewise the choice of its offsets -(magic + zero)."""
+    text = [f"shl.b32 bit, ${index}, 2;"]
+    if half:
+        text += ["add.u32 bit, bit, 4;"]
+    return [*text, f"shr.u32 shifted, ${zeros}, bit;", *unpack_zeros(element)]
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

@@ -27,6 +27,7 @@ from taut_kernels.gemm._w4a16_decode_unit_jit import (
     multiply_unit,
     zero_accumulators,
 )
+from taut_kernels.gemm._w4a16_zeros_jit import lane_axis
 
 
 @triton.jit
@@ -96,12 +97,30 @@ def _reduce_and_store(
             tl.store(arrivals_ptr + pid, 0)
 
 
+@triton.jit
+def _places(
+    warp,
+    N,
+    STEPS: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    ROW_WARPS: tl.constexpr,
+    K_WARPS: tl.constexpr,
+):
+    """Return each warp's first row tile and first unit.
+
+    A program's spare row tiles repeat the last one: two warps then store equal values.
+    """
+    first_tile = (tl.program_id(0) * ROW_WARPS + warp % ROW_WARPS) * ROW_TILES
+    first_tile = tl.minimum(first_tile, N // 16 - ROW_TILES)
+    return first_tile, tl.program_id(1) * K_WARPS * STEPS + warp // ROW_WARPS
+
+
 @triton.jit(do_not_specialize=["M"])
 def w4a16_decode_kernel(
     x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1
     qweight_ptr,  # [N/16, K/64, 32, 4] int32
     scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
-    zeros_ptr,  # as scales; unused without HAS_ZEROS
+    zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
     bias_ptr,  # [N]; unused without HAS_BIAS
     y_ptr,  # [M, N], contiguous
     partial_ptr,  # [programs, SPLIT_K, ROW_TILES · TOKEN_TILES, ROW_WARPS · 128] fp32
@@ -137,13 +156,9 @@ def w4a16_decode_kernel(
 
     if PDL:
         gdc_launch_dependents()
-    pid, split = tl.program_id(0), tl.program_id(1)
     element = tl.arange(0, WARPS * 128)
-    warp, lane_element = element // 128, element % 128
-    # A program's spare row tiles repeat the last one: two warps then store equal values.
-    first_tile = (pid * ROW_WARPS + warp % ROW_WARPS) * ROW_TILES
-    first_tile = tl.minimum(first_tile, N // 16 - ROW_TILES)
-    unit = split * K_WARPS * STEPS + warp // ROW_WARPS
+    lane_element = element % 128
+    first_tile, unit = _places(element // 128, N, STEPS, ROW_TILES, ROW_WARPS, K_WARPS)
 
     word_offsets = (first_tile * CHUNKS + unit * 8) * 128 + lane_element
     word_ptrs = qweight_ptr + tl.max_contiguous(tl.multiple_of(word_offsets, 4), 4)
@@ -161,20 +176,23 @@ def w4a16_decode_kernel(
     chunk = unit * 8
 
     quad_ptrs = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + quad_offsets
-    zero_ptrs = quad_ptrs
-    if HAS_ZEROS:
-        zero_ptrs = zeros_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + quad_offsets
     first_quad = unit * UNIT_QUADS
+    zero_ptrs, first_zeros = quad_ptrs, first_quad
+    if HAS_ZEROS:
+        lane = lane_axis(WARPS)
+        zero_tile, zero_unit = _places(lane // 32, N, STEPS, ROW_TILES, ROW_WARPS, K_WARPS)
+        first_zeros = zero_unit * UNIT_QUADS
+        zero_ptrs = zeros_ptr + ((zero_tile * ALL_QUADS + first_zeros) * 8 + lane % 32 // 4)
     word_queue, value_queue = (), ()
     for c in tl.static_range(DEPTH):
         words = load_weights(
             word_ptrs + c * 128, chunk + c < CHUNKS, ROW_TILES, MASKED, ROW_TILE_WORDS
         )
         word_queue = word_queue + (words,)
-    scales = load_quads(quad_ptrs, first_quad, ROW_TILES, QUADS, ALL_QUADS, MASKED)
+    scales = load_quads(quad_ptrs, first_quad, ROW_TILES, QUADS, ALL_QUADS, 32, MASKED)
     zeros = scales
     if HAS_ZEROS:
-        zeros = load_quads(zero_ptrs, first_quad, ROW_TILES, QUADS, ALL_QUADS, MASKED)
+        zeros = load_quads(zero_ptrs, first_zeros, ROW_TILES, QUADS, ALL_QUADS, 8, MASKED)
     if PDL:
         # The first weights, which nobody writes while serving, are on their way: now wait for the
         # kernel that makes the activations (and the one that used arrivals and partial before).
@@ -198,12 +216,18 @@ def w4a16_decode_kernel(
         if GROUP_SIZE:
             ahead = (step + 1) * K_WARPS * QUADS
             next_scales = load_quads(
-                quad_ptrs + ahead * 32, first_quad + ahead, ROW_TILES, QUADS, ALL_QUADS, MASKED
+                quad_ptrs + ahead * 32, first_quad + ahead, ROW_TILES, QUADS, ALL_QUADS, 32, MASKED
             )
             next_zeros = next_scales
             if HAS_ZEROS:
                 next_zeros = load_quads(
-                    zero_ptrs + ahead * 32, first_quad + ahead, ROW_TILES, QUADS, ALL_QUADS, MASKED
+                    zero_ptrs + ahead * 8,
+                    first_zeros + ahead,
+                    ROW_TILES,
+                    QUADS,
+                    ALL_QUADS,
+                    8,
+                    MASKED,
                 )
         word_queue, value_queue, sums, totals = multiply_unit(
             word_queue,

@@ -20,6 +20,8 @@ MAGIC = {"bf16": 0x43004300, "f16": 0x64006400}
 ONE = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
 MINUS_MIDDLE = {"bf16": 0xC308C308, "f16": 0xE408E408}
 """Two floats -(magic + 8): what a symmetric scheme adds to ``magic + q`` to get ``q - 8``."""
+MINUS_MAGIC = {"bf16": 0xC300C300, "f16": 0xE400E400}
+"""Two floats -magic: ``minus magic | zero`` is ``-(magic + zero)``."""
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
@@ -31,19 +33,37 @@ def shifted(operand: int, nibbles: int) -> list[str]:
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
+def both_rows(name: str, pair: str) -> list[str]:
+    """Write what brings each half of a register twice into a register of its own."""
+    return [f"prmt.b32 {name}0, {pair}, 0, 0x1010;", f"prmt.b32 {name}1, {pair}, 0, 0x3232;"]
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
+def unpack_zeros(element: str) -> list[str]:
+    """Write what turns the lowest zero points of the register ``shifted`` into ``offset0`` and 1.
+
+    They are those of rows g and g + 8 (:mod:`taut_kernels.formats_mma`); each is needed twice in
+    one register.
+    """
+    # 0xEA is (source & mask) | magic.
+    pair = f"lop3.b32 shifted, shifted, 0x000f000f, {MINUS_MAGIC[element]:#x}, 0xEA;"
+    return [pair, *both_rows("offset", "shifted")]
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
 def multiply_ptx(
     element: str, half: int, token_tiles: int, zero_index: int, has_zeros: bool
 ) -> str:
     """Write the PTX that adds 32 K indices of one 16-row tile to its accumulators.
 
     Operands: four accumulators a token tile (out), four weight words, four activation words a token
-    tile, four zero words (if any), then the accumulators (in).
+    tile, four copies of a quad's zero points (if any), then the accumulators (in).
 
     Args:
         element: ``bf16`` or ``f16``.
         half: which half of the 64 K indices of the weight words, 0 or 1.
         token_tiles: tiles of 8 tokens, 1 or 2.
-        zero_index: which of the four zero words holds this group's pair, 0..3.
+        zero_index: which of the quad's groups this is, 0..3.
         has_zeros: with zero points; otherwise 8 is subtracted.
 
     Returns:
@@ -56,9 +76,7 @@ def multiply_ptx(
     text += [f"mov.f32 ${i}, ${accumulators + i};" for i in range(outputs)]
     text += [f"mov.b32 one, {ONE[element]:#x};"]
     if has_zeros:
-        # The word holds the offsets of rows g and g + 8; each is needed twice in one register.
-        text += [f"prmt.b32 offset0, ${zeros + zero_index}, 0, 0x1010;"]
-        text += [f"prmt.b32 offset1, ${zeros + zero_index}, 0, 0x3232;"]
+        text += shifted(zeros, zero_index) + unpack_zeros(element)
     else:
         text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
     for step in (0, 1):

@@ -37,7 +37,7 @@ def axis(AXIS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr, RANK: gl.
 
 
 @gluon.jit
-def _first_tile(
+def first_tile(
     N, LAYOUT: gl.constexpr, ROW_TILES: gl.constexpr, ROW_WARPS: gl.constexpr, RANK: gl.constexpr
 ):
     """Return each row warp's first 16-row tile, along axis 2 of a layout.
@@ -62,7 +62,7 @@ def word_addresses(
 ):
     """Return pointers to the first step's weights, and which chunk each is of."""
     copied = axis(0, CHUNKS_PER_STEP * ROW_TILES, L, 5)
-    tile = copied % ROW_TILES + _first_tile(N, L, ROW_TILES, ROW_WARPS, 5)
+    tile = copied % ROW_TILES + first_tile(N, L, ROW_TILES, ROW_WARPS, 5)
     chunk = copied // ROW_TILES + first_chunk + axis(1, K_WARPS, L, 5) * CHUNKS_PER_STEP
     lane_word = axis(3, 32, L, 5) * 4 + axis(4, 4, L, 5)
     return qweight_ptr + ((tile * CHUNKS + chunk) * 128 + lane_word), chunk
@@ -71,7 +71,6 @@ def word_addresses(
 @gluon.jit
 def scale_addresses(
     scales_ptr,
-    zeros_ptr,
     N,
     first_group,
     ALL_QUADS: gl.constexpr,
@@ -80,21 +79,16 @@ def scale_addresses(
     ROW_TILES: gl.constexpr,
     ROW_WARPS: gl.constexpr,
     K_WARPS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
     LS: gl.constexpr,
 ):
     """Return pointers to each lane's word of a quad, and the first step's quads or groups."""
     copied = axis(0, WARP_LINES * ROW_TILES, LS, 4)
-    tile = copied % ROW_TILES + _first_tile(N, LS, ROW_TILES, ROW_WARPS, 4)
+    tile = copied % ROW_TILES + first_tile(N, LS, ROW_TILES, ROW_WARPS, 4)
     first = first_group // 4 if QUADS else first_group
     line = copied // ROW_TILES + first + axis(1, K_WARPS, LS, 4) * WARP_LINES
     lane = axis(3, 32, LS, 4)
     quads = tile * (ALL_QUADS * 32) + (lane if QUADS else lane // 4 * 4)
-    scale_ptrs = scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + quads
-    zero_ptrs = scale_ptrs
-    if HAS_ZEROS:
-        zero_ptrs = zeros_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + quads
-    return scale_ptrs, zero_ptrs, line
+    return scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + quads, line
 
 
 @gluon.jit
@@ -127,9 +121,9 @@ def activation_addresses(
 
 @gluon.jit
 def channel_words(words_ptr, N, ROW_TILES: gl.constexpr, ROW_WARPS: gl.constexpr, L: gl.constexpr):
-    """Load each row tile's scale (or zero point) words where a channel is one group."""
+    """Load each row tile's scale words where a channel is one group."""
     ptrs = words_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    ptrs += _first_tile(N, L, ROW_TILES, ROW_WARPS, 5) * 32 + (axis(3, 32, L, 5) // 4) * 4
+    ptrs += first_tile(N, L, ROW_TILES, ROW_WARPS, 5) * 32 + (axis(3, 32, L, 5) // 4) * 4
     words = ()
     for r in gl.static_range(ROW_TILES):
         words = words + (gl.load(ptrs + r * 32),)

@@ -39,6 +39,12 @@ from taut_kernels.gemm._w4a16_decode_ring_stage_jit import (
     multiply_chunks,
 )
 from taut_kernels.gemm._w4a16_decode_ring_store_jit import reduce_and_store
+from taut_kernels.gemm._w4a16_ring_zeros_jit import (
+    channel_offsets,
+    zero_addresses,
+    zero_places,
+    zero_quads,
+)
 
 
 @gluon.constexpr_function
@@ -79,6 +85,7 @@ def _allocate(
     WARP_TILES: gl.constexpr,
     FRAGMENTS: gl.constexpr,
     WARP_SCALES: gl.constexpr,
+    WARP_ZEROS: gl.constexpr,
     K_WARPS: gl.constexpr,
     ROW_WARPS: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
@@ -102,7 +109,7 @@ def _allocate(
         zeros = scales
         if HAS_ZEROS:
             zeros = gl.allocate_shared_memory(
-                gl.int32, [S_HALF, WARP_SCALES, K_WARPS, ROW_WARPS, 32], _row_major(4)
+                gl.int32, [S_HALF, WARP_ZEROS, K_WARPS, ROW_WARPS, 8], _row_major(4)
             )
         values = gl.allocate_shared_memory(gl.int32, [HALF, FRAGMENTS, 32, 4], _row_major(3))
         w, s, z, x = w + (words,), s + (scales,), z + (zeros,), x + (values,)
@@ -128,8 +135,10 @@ def _step(
     step,
     slots,  # what this step multiplies
     next_slots,  # what it fills, for the step AHEAD of it: read one step ago, by every warp
+    first_chunk,
     words,
     scales,
+    zeros,
     activations,
     channel_zeros,
     AHEAD: gl.constexpr,
@@ -153,6 +162,7 @@ def _step(
     HALF: gl.constexpr = CHUNKS_PER_STEP // 2
     async_copy.wait_group(AHEAD - 1)
     barrier()
+    place = zero_places(first_chunk, step, CHUNKS_PER_STEP, K_WARPS, GROUP_SIZE, QUADS, L)
     for part in gl.static_range(2):
         if part == (1 if LATE else 0):
             ahead = step + AHEAD
@@ -162,6 +172,7 @@ def _step(
                     ahead,
                     words,
                     scales,
+                    zeros,
                     CHUNKS,
                     STEP_CHUNKS,
                     GROUP_SIZE,
@@ -175,6 +186,7 @@ def _step(
             sums,
             totals,
             slots,
+            place,
             channel_zeros,
             part * HALF,
             part * HALF + HALF,
@@ -196,7 +208,7 @@ def w4a16_decode_ring_kernel(
     x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1
     qweight_ptr,  # [N/16, K/64, 32, 4] int32
     scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
-    zeros_ptr,  # as scales; unused without HAS_ZEROS
+    zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
     bias_ptr,  # [N]; unused without HAS_BIAS
     y_ptr,  # [M, N], contiguous
     partial_ptr,  # [programs, SPLIT_K, ROW_TILES · TOKEN_TILES, ROW_WARPS · 128] fp32
@@ -248,7 +260,6 @@ def w4a16_decode_ring_kernel(
     )
     scales = scale_addresses(
         scales_ptr,
-        zeros_ptr,
         N,
         split * (STEPS * K_WARPS * WARP_GROUPS),
         ALL_QUADS,
@@ -257,9 +268,21 @@ def w4a16_decode_ring_kernel(
         ROW_TILES,
         ROW_WARPS,
         K_WARPS,
-        HAS_ZEROS,
         LS,
     )
+    zeros = scales
+    if HAS_ZEROS and GROUP_SIZE:
+        zeros = zero_addresses(
+            zeros_ptr,
+            N,
+            first_chunk,
+            ALL_QUADS,
+            CHUNKS_PER_STEP,
+            GROUP_SIZE,
+            ROW_TILES,
+            ROW_WARPS,
+            K_WARPS,
+        )
     activations = activation_addresses(
         x_ptr, M, stride_xm, first_chunk, CHUNKS_PER_STEP, TOKEN_TILES, K_WARPS, LX
     )
@@ -268,6 +291,7 @@ def w4a16_decode_ring_kernel(
         CHUNKS_PER_STEP * ROW_TILES,
         STEP_CHUNKS * 2 * TOKEN_TILES,
         WARP_LINES * ROW_TILES,
+        zero_quads(CHUNKS_PER_STEP, GROUP_SIZE) * ROW_TILES,
         K_WARPS,
         ROW_WARPS,
         GROUP_SIZE != 0,
@@ -280,6 +304,7 @@ def w4a16_decode_ring_kernel(
                 stage,
                 words,
                 scales,
+                zeros,
                 CHUNKS,
                 STEP_CHUNKS,
                 GROUP_SIZE,
@@ -297,7 +322,7 @@ def w4a16_decode_ring_kernel(
 
     channel_zeros, sums = (), ()
     if GROUP_SIZE == 0 and HAS_ZEROS:
-        channel_zeros = channel_words(zeros_ptr, N, ROW_TILES, ROW_WARPS, L)
+        channel_zeros = channel_offsets(zeros_ptr, N, ROW_TILES, ROW_WARPS, ELEMENT, L)
     for _ in gl.static_range(ROW_TILES * TOKEN_TILES):
         sums = sums + (gl.full((1, K_WARPS, ROW_WARPS, 32, 4), 0.0, gl.float32, L),)
     totals = sums
@@ -313,8 +338,10 @@ def w4a16_decode_ring_kernel(
                 2 * pair + odd,
                 _slots(rings, odd, slot, GROUP_SIZE != 0),
                 _slots(rings, 1 - odd, slot if odd else before, GROUP_SIZE != 0),
+                first_chunk,
                 words,
                 scales,
+                zeros,
                 activations,
                 channel_zeros,
                 STAGES - 1,

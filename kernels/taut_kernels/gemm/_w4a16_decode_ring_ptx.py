@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE, shifted
+from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE, both_rows, shifted
 
 _OUTPUTS = 16
 _NEGATIVE_ZERO = 0x80008000
@@ -21,8 +21,8 @@ def ring_convert_ptx(element: str, has_zeros: bool, scaled: bool) -> str:
     """Write the PTX of ``q - zero``, or of that times its scale, for one lane's four words.
 
     Operands: sixteen results, four an MMA step; four words; then, with zero points, four copies of
-    the zero word of each half of the 64 columns; then, scaled, four copies of the scale word of
-    each half. Such a word holds what rows g (low half) and g + 8 (high half) need.
+    the offsets -(magic + zero) of each half of the 64 columns; then, scaled, four copies of the
+    scale word of each half. Such a word holds what rows g (low half) and g + 8 (high half) need.
 
     Args:
         element: ``bf16`` or ``f16``.
@@ -39,8 +39,8 @@ def ring_convert_ptx(element: str, has_zeros: bool, scaled: bool) -> str:
         text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
     for step in range(4):
         if step % 2 == 0:
-            text += _both_rows("offset", zeros + 2 * step) if has_zeros else []
-            text += _both_rows("scale", scales + 2 * step) if scaled else []
+            text += both_rows("offset", f"${zeros + 2 * step}") if has_zeros else []
+            text += both_rows("scale", f"${scales + 2 * step}") if scaled else []
         for register in range(4):
             result, row = f"${4 * step + register}", register % 2
             word = _OUTPUTS + step % 2 * 2 + register // 2
@@ -54,15 +54,6 @@ def ring_convert_ptx(element: str, has_zeros: bool, scaled: bool) -> str:
                 # Adding -0 keeps the product as it is.
                 text += [f"fma.rn.{element}x2 {result}, value, scale{row}, nothing;"]
     return "\n".join([*text, "}"])
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def _both_rows(name: str, operand: int) -> list[str]:
-    """Write what brings each half of a word twice into a register of its own."""
-    return [
-        f"prmt.b32 {name}0, ${operand}, 0, 0x1010;",
-        f"prmt.b32 {name}1, ${operand}, 0, 0x3232;",
-    ]
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

@@ -20,6 +20,7 @@ from taut_kernels.gemm._w4a16_decode_ring_ptx import (
     ring_convert_ptx,
     ring_multiply_ptx,
 )
+from taut_kernels.gemm._w4a16_ring_zeros_jit import zero_offsets
 
 # Triton 3.9 has the first name of each, 3.6 only the second.
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -39,6 +40,7 @@ def copy_stage(
     step,
     words,  # of word_addresses
     scales,  # of scale_addresses
+    zeros,  # of zero_addresses
     CHUNKS: gl.constexpr,
     STEP_CHUNKS: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -59,20 +61,42 @@ def copy_stage(
     if GROUP_SIZE:
         COLUMNS: gl.constexpr = GROUP_SIZE * 4 if QUADS else GROUP_SIZE
         if STEP_CHUNKS * 64 % COLUMNS:
-            line = scales[2] + step * (STEP_CHUNKS * 64) // COLUMNS
+            line = scales[1] + step * (STEP_CHUNKS * 64) // COLUMNS
         else:
-            line = scales[2] + step * (STEP_CHUNKS * 64 // COLUMNS)
+            line = scales[1] + step * (STEP_CHUNKS * 64 // COLUMNS)
         offset = line * 32 if QUADS else (line // 4) * 32 + line % 4
         if MASKED:
             # A quad's groups beyond K are zeros (taut_kernels.formats_mma).
             mask = line * COLUMNS < CHUNKS * 64
             _copy(slots[1], scales[0] + offset, mask=mask)
-            if HAS_ZEROS:
-                _copy(slots[2], scales[1] + offset, mask=mask)
         else:
             _copy(slots[1], scales[0] + offset)
-            if HAS_ZEROS:
-                _copy(slots[2], scales[1] + offset)
+        if HAS_ZEROS:
+            _copy_zeros(slots[2], step, zeros, CHUNKS, STEP_CHUNKS, GROUP_SIZE, MASKED)
+
+
+@gluon.jit
+def _copy_zeros(
+    slot,
+    step,
+    zeros,  # of zero_addresses
+    CHUNKS: gl.constexpr,
+    STEP_CHUNKS: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Ask for a stage's zero points, whole quads."""
+    QUAD_CHUNKS: gl.constexpr = GROUP_SIZE // 16
+    if STEP_CHUNKS % QUAD_CHUNKS:
+        quad = (zeros[1] + step * STEP_CHUNKS) // QUAD_CHUNKS
+    else:
+        quad = zeros[1] // QUAD_CHUNKS + step * (STEP_CHUNKS // QUAD_CHUNKS)
+    ptrs = zeros[0] + quad * 8
+    if MASKED:
+        mask = (quad + zeros[2]) * QUAD_CHUNKS < CHUNKS
+        _copy(slot, ptrs, mask=mask, cache_modifier=".cg")
+    else:
+        _copy(slot, ptrs, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -126,26 +150,50 @@ def lane_word(
     QUADS: gl.constexpr,  # of whole_quads
     L: gl.constexpr,
 ):
-    """Read a lane's scale (or zero point) word for the group of a column, for all four elements."""
+    """Read a lane's scale word for the group of a column, for all four elements."""
     GROUP: gl.constexpr = COLUMN // GROUP_SIZE
     LANES: gl.constexpr = gl.SliceLayout(4, L)
     if QUADS:
-        word = _word_of_quad(slot, GROUP // 4 * ROW_TILES + ROW_TILE, GROUP % 4, LANES)
+        word = _word_of_quad(slot, GROUP // 4 * ROW_TILES + ROW_TILE, GROUP % 4, 4, LANES)
     else:
         word = slot.slice(GROUP * ROW_TILES + ROW_TILE, 1, 0).load(LANES)
     return gl.expand_dims(word, 4)
 
 
 @gluon.jit
-def _word_of_quad(slot, LINE: gl.constexpr, GROUP: gl.constexpr, LANES: gl.constexpr):
-    """Read a group's eight words out of a quad's 32, each for four lanes."""
+def lane_offsets(
+    slot,
+    place,  # of zero_places
+    COLUMN: gl.constexpr,  # of the warp's chunks in this stage
+    ROW_TILE: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    ELEMENT: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Read a lane's zero points for the group of a column, as offsets for all four elements."""
+    GROUP: gl.constexpr = COLUMN // GROUP_SIZE
+    LINE: gl.constexpr = GROUP // 4 * ROW_TILES + ROW_TILE
+    words = gl.expand_dims(_word_of_quad(slot, LINE, 0, 1, gl.SliceLayout(4, L)), 4)
+    return zero_offsets(words, place + GROUP % 4, ELEMENT)
+
+
+@gluon.jit
+def _word_of_quad(
+    slot,
+    LINE: gl.constexpr,
+    WORD: gl.constexpr,
+    WORDS: gl.constexpr,  # for two rows: a group's scales a word, all zero points one
+    LANES: gl.constexpr,
+):
+    """Read eight words of a quad, each for four lanes."""
     K_WARPS: gl.constexpr = slot.shape[1]
     ROW_WARPS: gl.constexpr = slot.shape[2]
     EIGHT: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 1], [1, 1, 1, 8, 4], [1, K_WARPS, ROW_WARPS, 1, 1], [4, 3, 2, 1, 0]
     )
-    lines = slot.reshape([slot.shape[0], K_WARPS, ROW_WARPS, 8, 4])
-    word = lines.slice(LINE, 1, 0).slice(GROUP, 1, 4).load(EIGHT)
+    lines = slot.reshape([slot.shape[0], K_WARPS, ROW_WARPS, 8, WORDS])
+    word = lines.slice(LINE, 1, 0).slice(WORD, 1, 4).load(EIGHT)
     word = word + gl.full([1, K_WARPS, ROW_WARPS, 8, 4], 0, gl.int32, EIGHT)  # to all four lanes
     word = gl.reshape(word, (1, K_WARPS, ROW_WARPS, 32))
     return gl.convert_layout(word, LANES, assert_trivial=True)
@@ -201,7 +249,8 @@ def multiply_chunks(
     sums,  # of the open group, ROW_TILES · TOKEN_TILES
     totals,  # scaled sums of the closed groups, likewise
     slots,  # the stage's weights, scales, zero points and activations
-    channel_zeros,  # ROW_TILES, without GROUP_SIZE
+    place,  # of zero_places
+    channel_zeros,  # of channel_offsets, without GROUP_SIZE
     FIRST: gl.constexpr,  # chunks of the warp in this stage
     END: gl.constexpr,
     ROW_TILES: gl.constexpr,
@@ -226,8 +275,8 @@ def multiply_chunks(
             if HAS_ZEROS:
                 for h in gl.static_range(2):
                     if GROUP_SIZE:
-                        zero = lane_word(
-                            slots[2], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, QUADS, L
+                        zero = lane_offsets(
+                            slots[2], place, 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, ELEMENT, L
                         )
                         operands = operands + (zero,)
                     else:

@@ -20,6 +20,7 @@ from taut_kernels.gemm._w4a16_decode_ptx import (
     multiply_ptx,
     scale_ptx,
 )
+from taut_kernels.gemm._w4a16_zeros_jit import every_element
 
 
 @triton.jit
@@ -59,13 +60,14 @@ def load_quads(
     ROW_TILES: tl.constexpr,
     QUADS: tl.constexpr,
     ALL_QUADS: tl.constexpr,
+    WORDS: tl.constexpr,  # of a quad
     MASKED: tl.constexpr,
 ):
-    """Load a unit's scales (or zero points), four groups a tensor: row tiles outermost."""
+    """Load a unit's scales or zero points, four groups a tensor: row tiles outermost."""
     quads = ()
     for r in tl.static_range(ROW_TILES):
         for q in tl.static_range(QUADS):
-            quad_ptrs = ptrs + (r * ALL_QUADS + q) * 32
+            quad_ptrs = ptrs + (r * ALL_QUADS + q) * WORDS
             if MASKED:
                 quad = tl.load(quad_ptrs, mask=first + q < ALL_QUADS, other=0)
             else:
@@ -86,7 +88,7 @@ def zero_accumulators(COUNT: tl.constexpr, SIZE: tl.constexpr):
 def _multiply(
     words,
     values,
-    zeros,
+    zeros,  # of a quad, a word a lane
     sums,
     HALF: tl.constexpr,
     TOKEN_TILES: tl.constexpr,
@@ -99,7 +101,7 @@ def _multiply(
     for tile in tl.static_range(TOKEN_TILES):
         operands = operands + (values[HALF * TOKEN_TILES + tile],)
     if HAS_ZEROS:
-        operands = operands + (zeros,)
+        operands = operands + (every_element(zeros),)
     asm: tl.constexpr = multiply_ptx(ELEMENT, HALF, TOKEN_TILES, ZERO_INDEX, HAS_ZEROS)
     constraints: tl.constexpr = multiply_constraints(TOKEN_TILES, HAS_ZEROS)
     if TOKEN_TILES == 1:
@@ -186,7 +188,7 @@ def multiply_unit(
     word_queue,  # loaded chunks ahead, each a tuple of ROW_TILES
     value_queue,  # likewise activations
     scales,  # this unit's, ROW_TILES × QUADS
-    zeros,
+    zeros,  # likewise
     sums,  # of the open group, ROW_TILES × TOKEN_TILES; () where every group closes in its unit
     totals,  # scaled sums of the closed groups
     word_ptrs,

@@ -8,13 +8,14 @@ import triton
 import triton.language as tl
 
 from taut_kernels.gemm._w4a16_wgmma_jit import convert_words, group_index
+from taut_kernels.gemm._w4a16_zeros_jit import lane_axis
 
 
 @triton.jit(do_not_specialize=["first_tile"])
 def w4a16_dequantize_kernel(
     qweight_ptr,  # [N/16, K/64, 32, 4] int32
     scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
-    zeros_ptr,  # as scales; unused without HAS_ZEROS
+    zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
     weight_ptr,  # [rows, K], contiguous, rows from 16 · first_tile on
     first_tile,
     tiles,  # 16-row tiles to convert
@@ -37,9 +38,12 @@ def w4a16_dequantize_kernel(
     quad_offsets = tile * (QUADS * 32) + (lane_element // 16) * 4 + lane_element % 4
     quad_offsets = tl.max_contiguous(tl.multiple_of(quad_offsets, 4), 4)
     scale_words = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    zero_words = scale_words
+    zero_ptrs = scale_words
     if HAS_ZEROS:
-        zero_words = zeros_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        lane = lane_axis(WARPS)
+        own_tile = tl.program_id(0) * WARPS + lane // 32
+        zero_tile = first_tile + tl.minimum(own_tile, tiles - 1)
+        zero_ptrs = zeros_ptr + (zero_tile * (QUADS * 8) + lane % 32 // 4)
     rows = tl.program_id(0) * (WARPS * 16) + tl.arange(0, WARPS * 16)
     columns = tl.arange(0, 64)
     out = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]
@@ -53,7 +57,7 @@ def w4a16_dequantize_kernel(
             quads = tl.load(scale_words + quad_offsets + quad * 32)
             zeros = quads
             if HAS_ZEROS:
-                zeros = tl.load(zero_words + quad_offsets + quad * 32)
+                zeros = tl.load(zero_ptrs + quad * 8)
             index = group_index(chunk, GROUP_SIZE, WARPS * 128)
             part = convert_words(
                 words, quads, zeros, index, ELEMENT, HAS_ZEROS, GROUP_SIZE != 32, 1, WARPS

@@ -25,14 +25,15 @@ from taut_kernels.gemm._w4a16_convert_ptx import (
     convert_constraints,
     convert_ptx,
 )
+from taut_kernels.gemm._w4a16_zeros_jit import every_element, lane_axis
 
 
 @triton.jit
 def convert_words(
     words,  # [tiles · 128] int32
     quads,  # likewise: words of two scales, the quad of each lane's rows
-    zeros,  # likewise; unused without HAS_ZEROS
-    index,  # likewise: the chunk's group within the quad
+    zeros,  # [tiles · 32, 1] int32: the quad's zero points; unused without HAS_ZEROS
+    index,  # [tiles · 128] int32: the chunk's group within the quad
     ELEMENT: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     SAME_GROUP: tl.constexpr,
@@ -44,7 +45,7 @@ def convert_words(
     constraints: tl.constexpr = convert_constraints(HAS_ZEROS)
     operands = (words, quads)
     if HAS_ZEROS:
-        operands = operands + (zeros,)
+        operands = operands + (every_element(zeros),)
     operands = operands + (index,)
     if ELEMENT == "bf16":
         o = tl.inline_asm_elementwise(
@@ -170,7 +171,7 @@ def w4a16_wgmma_kernel(
     x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1; in fragment order if REORDERED
     qweight_ptr,  # [N/16, K/64, 32, 4] int32
     scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
-    zeros_ptr,  # as scales; unused without HAS_ZEROS
+    zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
     bias_ptr,  # [N]; unused without HAS_BIAS
     y_ptr,  # [M, N], contiguous
     partial_ptr,  # [tiles of y, SPLIT_K, rows, BLOCK_M] fp32
@@ -216,7 +217,9 @@ def w4a16_wgmma_kernel(
     quad_ptrs = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + quad_offsets
     zero_ptrs = quad_ptrs
     if HAS_ZEROS:
-        zero_ptrs = zeros_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + quad_offsets
+        lane = lane_axis(TILES)
+        zero_tile = tl.minimum(pid * TILES + lane // 32, N // 16 - 1)
+        zero_ptrs = zeros_ptr + (zero_tile * (QUADS * 8) + lane % 32 // 4)
 
     position = tl.arange(0, 64 * CHUNKS_PER_STEP)
     column = position
@@ -237,7 +240,7 @@ def w4a16_wgmma_kernel(
     quads = tl.load(quad_ptrs + quad * 32)
     zeros = quads
     if HAS_ZEROS:
-        zeros = tl.load(zero_ptrs + quad * 32)
+        zeros = tl.load(zero_ptrs + quad * 8)
     queue = ()
     for c in tl.static_range(AHEAD * CHUNKS_PER_STEP):
         mask = first + c // CHUNKS_PER_STEP < last
@@ -265,7 +268,7 @@ def w4a16_wgmma_kernel(
             quad = tl.minimum((chunk + CHUNKS_PER_STEP) * 64 // GROUP_SIZE // 4, QUADS - 1)
             next_quads = tl.load(quad_ptrs + quad * 32)
             if HAS_ZEROS:
-                next_zeros = tl.load(zero_ptrs + quad * 32)
+                next_zeros = tl.load(zero_ptrs + quad * 8)
         parts = ()
         for c in tl.static_range(CHUNKS_PER_STEP):
             if AHEAD:

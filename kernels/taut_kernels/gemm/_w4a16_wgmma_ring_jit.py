@@ -32,6 +32,12 @@ from taut_kernels.gemm._w4a16_decode_ring_address_jit import (
     word_addresses,
 )
 from taut_kernels.gemm._w4a16_decode_ring_stage_jit import barrier, copy_stage, early_start
+from taut_kernels.gemm._w4a16_ring_zeros_jit import (
+    channel_offsets,
+    zero_addresses,
+    zero_places,
+    zero_quads,
+)
 from taut_kernels.gemm._w4a16_wgmma_ring_stage_jit import (
     convert,
     copy_tokens,
@@ -70,6 +76,7 @@ def _allocate(
     STAGES: gl.constexpr,
     WARP_TILES: gl.constexpr,
     WARP_SCALES: gl.constexpr,
+    WARP_ZEROS: gl.constexpr,
     WARPS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     CHUNKS_PER_STEP: gl.constexpr,
@@ -87,7 +94,7 @@ def _allocate(
     zeros = scales
     if HAS_ZEROS:
         zeros = gl.allocate_shared_memory(
-            gl.int32, [S_STAGES, WARP_SCALES, 1, WARPS, 32], _row_major(4)
+            gl.int32, [S_STAGES, WARP_ZEROS, 1, WARPS, 8], _row_major(4)
         )
     # Words of two columns: rows of 128 bytes, swizzled as `wgmma` reads them.
     X_WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -154,6 +161,7 @@ def _copy_ahead(
     step,
     words,
     scales,
+    zeros,
     tokens,
     first_chunk,
     STEPS: gl.constexpr,
@@ -168,7 +176,17 @@ def _copy_ahead(
     if step < STEPS:
         into = slots(rings, slot, GROUP_SIZE)
         copy_stage(
-            into, step, words, scales, CHUNKS, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, HAS_ZEROS, MASKED
+            into,
+            step,
+            words,
+            scales,
+            zeros,
+            CHUNKS,
+            CHUNKS_PER_STEP,
+            GROUP_SIZE,
+            QUADS,
+            HAS_ZEROS,
+            MASKED,
         )
         copy_tokens(x_rings, slot, tokens, step, first_chunk, CHUNKS, CHUNKS_PER_STEP, MASKED)
     async_copy.commit_group()
@@ -189,7 +207,7 @@ def w4a16_wgmma_ring_kernel(
     x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1; in fragment order if REORDERED
     qweight_ptr,  # [N/16, K/64, 32, 4] int32
     scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
-    zeros_ptr,  # as scales; unused without HAS_ZEROS
+    zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
     bias_ptr,  # [N]; unused without HAS_BIAS
     y_ptr,  # [M, N], contiguous
     partial_ptr,  # [tiles of y, SPLIT_K, ROW_TILES, BLOCK_M/8, 128 · WARPS] fp32
@@ -243,7 +261,6 @@ def w4a16_wgmma_ring_kernel(
     )
     scales = scale_addresses(
         scales_ptr,
-        zeros_ptr,
         N,
         first_chunk * 64 // GROUP_SIZE if GROUP_SIZE else 0,
         ALL_QUADS,
@@ -252,14 +269,19 @@ def w4a16_wgmma_ring_kernel(
         ROW_TILES,
         WARPS,
         1,
-        HAS_ZEROS,
         LS,
     )
+    zeros = scales
+    if HAS_ZEROS and GROUP_SIZE:
+        zeros = zero_addresses(
+            zeros_ptr, N, first_chunk, ALL_QUADS, CHUNKS_PER_STEP, GROUP_SIZE, ROW_TILES, WARPS, 1
+        )
     tokens = token_addresses(x_ptr, M, stride_xm, first_chunk, BLOCK_M, REORDERED, LX)
     rings, x_rings = _allocate(
         STAGES,
         TILES,
         WARP_LINES * ROW_TILES,
+        zero_quads(CHUNKS_PER_STEP, GROUP_SIZE) * ROW_TILES,
         WARPS,
         BLOCK_M,
         CHUNKS_PER_STEP,
@@ -274,6 +296,7 @@ def w4a16_wgmma_ring_kernel(
                 stage,
                 words,
                 scales,
+                zeros,
                 CHUNKS,
                 CHUNKS_PER_STEP,
                 GROUP_SIZE,
@@ -298,7 +321,10 @@ def w4a16_wgmma_ring_kernel(
     if GROUP_SIZE == 0:
         channels = ((), channel_words(scales_ptr, N, ROW_TILES, WARPS, L))
         if HAS_ZEROS:
-            channels = (channel_words(zeros_ptr, N, ROW_TILES, WARPS, L), channels[1])
+            channels = (
+                channel_offsets(zeros_ptr, N, ROW_TILES, WARPS, ELEMENT, L),
+                channels[1],
+            )
     sums = ()
     for _ in gl.static_range(ROW_TILES):
         sums = sums + (gl.full((16 * WARPS, BLOCK_M), 0.0, gl.float32, ACC),)
@@ -315,6 +341,7 @@ def w4a16_wgmma_ring_kernel(
             step + AHEAD,
             words,
             scales,
+            zeros,
             tokens,
             first_chunk,
             STEPS,
@@ -325,7 +352,10 @@ def w4a16_wgmma_ring_kernel(
             HAS_ZEROS,
             MASKED,
         )
-        operands = load_operands(now, channels, TILES, ROW_TILES, GROUP_SIZE, QUADS, HAS_ZEROS, L)
+        place = zero_places(first_chunk, step, CHUNKS_PER_STEP, 1, GROUP_SIZE, QUADS, L)
+        operands = load_operands(
+            now, place, channels, TILES, ROW_TILES, GROUP_SIZE, QUADS, HAS_ZEROS, ELEMENT, L
+        )
         for i in gl.static_range(TILES * PARTS):
             sums = _next_product(
                 sums,

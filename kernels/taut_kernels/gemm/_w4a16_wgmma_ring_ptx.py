@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import triton
 
-from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE, shifted
+from taut_kernels.gemm._w4a16_decode_ptx import MAGIC, MINUS_MIDDLE, ONE, both_rows, shifted
 
 _NEGATIVE_ZERO = 0x80008000
 
@@ -18,9 +18,9 @@ _NEGATIVE_ZERO = 0x80008000
 def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
     """Write the PTX of ``(q - zero) * scale`` for some of a lane's four words.
 
-    Operands: four results a word; four words; then, with zero points, four copies of the zero word
-    of each half of the 64 columns the part is of; then likewise the scale words. Such a word holds
-    what rows g (low half) and g + 8 (high half) need.
+    Operands: four results a word; four words; then, with zero points, four copies of the offsets
+    -(magic + zero) of each half of the 64 columns the part is of; then likewise the scale words.
+    Such a word holds what rows g (low half) and g + 8 (high half) need.
 
     Args:
         element: ``bf16`` or ``f16``.
@@ -41,8 +41,8 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
         text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
     for step in range(count):
         if step % 2 == 0:
-            text += _both_rows("offset", zeros + 2 * step) if has_zeros else []
-            text += _both_rows("scale", scales + 2 * step)
+            text += both_rows("offset", f"${zeros + 2 * step}") if has_zeros else []
+            text += both_rows("scale", f"${scales + 2 * step}")
         place = part * count + step
         for register in range(4):
             word = first_word + place % 2 * 2 + register // 2
@@ -55,15 +55,6 @@ def part_ptx(element: str, has_zeros: bool, part: int, parts: int) -> str:
                 f"fma.rn.{element}x2 ${4 * step + register}, value, scale{register % 2}, nothing;",
             ]
     return "\n".join([*text, "}"])
-
-
-@triton.constexpr_function  # type: ignore[untyped-decorator]
-def _both_rows(name: str, operand: int) -> list[str]:
-    """Write what brings each half of a word twice into a register of its own."""
-    return [
-        f"prmt.b32 {name}0, ${operand}, 0, 0x1010;",
-        f"prmt.b32 {name}1, ${operand}, 0, 0x3232;",
-    ]
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

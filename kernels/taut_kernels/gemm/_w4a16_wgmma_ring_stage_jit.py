@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis
-from taut_kernels.gemm._w4a16_decode_ring_stage_jit import barrier, lane_word
+from taut_kernels.gemm._w4a16_decode_ring_stage_jit import barrier, lane_offsets, lane_word
 from taut_kernels.gemm._w4a16_wgmma_ring_ptx import part_constraints, part_ptx
 
 # Triton 3.9 has the first name, 3.6 only the second.
@@ -71,17 +71,43 @@ def slots(rings, slot, GROUP_SIZE: gl.constexpr):
 
 
 @gluon.jit
+def _operand(
+    stage,  # of slots
+    place,  # of zero_places
+    channels,  # as of load_operands
+    part: gl.constexpr,  # 0: offsets, 1: scales
+    COLUMN: gl.constexpr,
+    ROW_TILE: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    QUADS: gl.constexpr,  # of whole_quads
+    ELEMENT: gl.constexpr,
+    L: gl.constexpr,
+):
+    """Return a lane's word for a column's group of a row tile."""
+    if GROUP_SIZE == 0:
+        word = channels[part][ROW_TILE]
+    elif part == 0:
+        word = lane_offsets(stage[2], place, COLUMN, ROW_TILE, ROW_TILES, GROUP_SIZE, ELEMENT, L)
+    else:
+        word = lane_word(stage[1], COLUMN, ROW_TILE, ROW_TILES, GROUP_SIZE, QUADS, L)
+    return word
+
+
+@gluon.jit
 def load_operands(
     stage,  # of slots
-    channels,  # zero words and scale words, a row tile each, without GROUP_SIZE
+    place,  # of zero_places
+    channels,  # offsets and scale words, a row tile each, without GROUP_SIZE
     TILES: gl.constexpr,  # chunks of row tiles in a step
     ROW_TILES: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     QUADS: gl.constexpr,  # of whole_quads
     HAS_ZEROS: gl.constexpr,
+    ELEMENT: gl.constexpr,
     L: gl.constexpr,
 ):
-    """Return what converts each chunk of a row tile: words, zero points (if any) and scales.
+    """Return what converts each chunk of a row tile: words, offsets (if any) and scales.
 
     All at once, so that nothing waits for shared memory between two products.
     """
@@ -90,19 +116,20 @@ def load_operands(
         operands = (stage[0].slice(i, 1, 0).load(L),)
         for part in gl.static_range(0 if HAS_ZEROS else 1, 2):
             for h in gl.static_range(2):
-                if GROUP_SIZE:
-                    word = lane_word(
-                        stage[2 - part],
-                        64 * (i // ROW_TILES) + 32 * h,
-                        i % ROW_TILES,
-                        ROW_TILES,
-                        GROUP_SIZE,
-                        QUADS,
-                        L,
-                    )
-                    operands = operands + (word,)
-                else:
-                    operands = operands + (channels[part][i % ROW_TILES],)
+                word = _operand(
+                    stage,
+                    place,
+                    channels,
+                    part,
+                    64 * (i // ROW_TILES) + 32 * h,
+                    i % ROW_TILES,
+                    ROW_TILES,
+                    GROUP_SIZE,
+                    QUADS,
+                    ELEMENT,
+                    L,
+                )
+                operands = operands + (word,)
         every = every + (operands,)
     return every
 
@@ -128,7 +155,7 @@ def convert(
     KINDS: gl.constexpr = _outputs(ELEMENT, 8 // PARTS)
     inputs = operands
     if PARTS > 1:
-        # The zero word (if any) and the scale word of the part's half.
+        # The offsets (if any) and the scale word of the part's half.
         HALF: gl.constexpr = part * 2 // PARTS
         inputs = (operands[0],)
         for word in gl.static_range(2 if HAS_ZEROS else 1):

@@ -29,8 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from taut_kernels.attention._hopper_tile_jit import barriers, load_block, seen_as
 from taut_kernels.gemm._scaled_mm_hopper_jit import place
-from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis
+from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis, whole_quads
 from taut_kernels.gemm._w4a16_decode_ring_stage_jit import early_start
+from taut_kernels.gemm._w4a16_ring_zeros_jit import zero_offsets, zero_places, zero_quads
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import (
     _finished,
     _multiply,
@@ -132,12 +133,15 @@ def _first_tile(rows, N, ROW_TILES: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _scale_ptrs(
-    words_ptr, first_tile, ALL_QUADS: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constexpr,
-    L: gl.constexpr,
+    words_ptr, first_tile, WORDS: gl.constexpr, ALL_QUADS: gl.constexpr, ROW_TILES: gl.constexpr,
+    WARPS: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the first group's scale (or zero point) word of each lane's rows."""
+    """Return pointers to the first scale (or zero point) word of each lane's rows.
+
+    Of a quad two rows have WORDS of them: four of scales, one of zero points.
+    """
     tile = first_tile + axis(2, WARPS, L, 5) * ROW_TILES
-    place = tile * (ALL_QUADS * 32) + (axis(3, 32, L, 5) // 4) * 4
+    place = (tile * (ALL_QUADS * 8) + axis(3, 32, L, 5) // 4) * WORDS
     return words_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + place
 
 
@@ -152,6 +156,7 @@ def _prefetch(
     words_ptr,
     first_tile,
     first_chunk,
+    WORDS: gl.constexpr,  # as of _scale_ptrs
     CHUNKS: gl.constexpr,  # of the program
     K: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -162,12 +167,14 @@ def _prefetch(
 
     A register can be loaded one step ahead only: it is moved on in the next one.
     """
-    ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4
-    QUADS: gl.constexpr = _power(CHUNKS * 64 // GROUP_SIZE // 4 + 2)
-    LINES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    line = gl.arange(0, TILES * QUADS, LINES)
-    quad = gl.minimum(first_chunk * 64 // GROUP_SIZE // 4 + line % QUADS, ALL_QUADS - 1)
-    place = ((first_tile + line // QUADS) * ALL_QUADS + quad) * 32
+    OF_TILE: gl.constexpr = (K // GROUP_SIZE + 3) // 4 * (8 * WORDS)
+    # Up to the last quad's first word, from anywhere in a quad and in a line.
+    APART: gl.constexpr = (CHUNKS * 64 // GROUP_SIZE // 4 + 1) * (8 * WORDS)
+    LINES: gl.constexpr = _power((APART + 31) // 32 + 1)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    line = gl.arange(0, TILES * LINES, L)
+    word = first_chunk * 64 // GROUP_SIZE // 4 * (8 * WORDS) + line % LINES * 32
+    place = (first_tile + line // LINES) * OF_TILE + gl.minimum(word, OF_TILE - 1)
     ptrs = words_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + place
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
@@ -181,25 +188,45 @@ def _prefetch(
 
 @gluon.jit
 def _load_scales(
-    scale_ptrs,  # zero points' and scales', or scales' alone
+    ptrs,  # of _scale_ptrs
     first_chunk,
     GROUPS: gl.constexpr,  # of the step
     GROUP_SIZE: gl.constexpr,
     K: gl.constexpr,
     ROW_TILES: gl.constexpr,
 ):
-    """Ask for a step's words: of every kind, group and row tile."""
+    """Ask for a step's scales: of every group and row tile."""
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     found = ()
-    for kind in gl.static_range(len(scale_ptrs)):
-        for k in gl.static_range(GROUPS):
-            place = 0
-            if GROUP_SIZE:
-                # A group beyond K meets activations that are 0; any finite scale will do.
-                group = gl.minimum(first_chunk * 64 // GROUP_SIZE + k, K // GROUP_SIZE - 1)
-                place = group // 4 * 32 + group % 4
-            for r in gl.static_range(ROW_TILES):
-                found = found + (gl.load(scale_ptrs[kind] + (place + r * (ALL_QUADS * 32))),)
+    for k in gl.static_range(GROUPS):
+        place = 0
+        if GROUP_SIZE:
+            # A group beyond K meets activations that are 0; any finite scale will do.
+            group = gl.minimum(first_chunk * 64 // GROUP_SIZE + k, K // GROUP_SIZE - 1)
+            place = group // 4 * 32 + group % 4
+        for r in gl.static_range(ROW_TILES):
+            found = found + (gl.load(ptrs + (place + r * (ALL_QUADS * 32))),)
+    return found
+
+
+@gluon.jit
+def _load_zeros(
+    ptrs,  # of _scale_ptrs
+    first_chunk,
+    CHUNKS: gl.constexpr,  # of the step
+    GROUP_SIZE: gl.constexpr,
+    K: gl.constexpr,
+    ROW_TILES: gl.constexpr,
+):
+    """Ask for a step's zero points: of every quad and row tile."""
+    ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
+    found = ()
+    for q in gl.static_range(zero_quads(CHUNKS, GROUP_SIZE)):
+        quad = 0
+        if GROUP_SIZE:
+            quad = gl.minimum(first_chunk * 64 // GROUP_SIZE // 4 + q, ALL_QUADS - 1)
+        for r in gl.static_range(ROW_TILES):
+            found = found + (gl.load(ptrs + (quad + r * ALL_QUADS) * 8),)
     return found
 
 
@@ -212,21 +239,25 @@ def _group(column, group_size):
 @gluon.jit
 def _operands(
     words,  # of one chunk of one row tile
+    zeros,  # of _load_zeros
     scales,  # of _load_scales
+    place,  # of zero_places
     CHUNK: gl.constexpr,
     R: gl.constexpr,
-    GROUPS: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
+    HAS_ZEROS: gl.constexpr,
+    ELEMENT: gl.constexpr,
     ROW_TILES: gl.constexpr,
-    KINDS: gl.constexpr,
 ):
-    """Return what `convert` takes: words, then zero points and scales, as there are, by half."""
+    """Return what `convert` takes: words, then offsets (if any) and scales, by half."""
     result = (words,)
-    for kind in gl.static_range(KINDS):
+    if HAS_ZEROS:
         for h in gl.static_range(2):
-            result = result + (
-                scales[(kind * GROUPS + _group(64 * CHUNK + 32 * h, GROUP_SIZE)) * ROW_TILES + R],
-            )
+            packed = zeros[_group(64 * CHUNK + 32 * h, GROUP_SIZE) // 4 * ROW_TILES + R]
+            of_quad = place + _group(64 * CHUNK + 32 * h, GROUP_SIZE) % 4
+            result = result + (zero_offsets(packed, of_quad, ELEMENT),)
+    for h in gl.static_range(2):
+        result = result + (scales[_group(64 * CHUNK + 32 * h, GROUP_SIZE) * ROW_TILES + R],)
     return result
 
 
@@ -289,7 +320,8 @@ def _ask(x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk, STEPS
 @gluon.jit
 def _multiply_all(
     rings,
-    scale_ptrs,  # zero points' and scales', or scales' alone
+    scale_ptrs,
+    zero_ptrs,
     first_chunk,
     K: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -311,28 +343,38 @@ def _multiply_all(
     GROUPS: gl.constexpr = _groups(CHUNKS, GROUP_SIZE)
     # Scales come through registers, a step ahead; a channel's only one stays.
     scales = _load_scales(scale_ptrs, first_chunk, GROUPS, GROUP_SIZE, K, ROW_TILES)
+    zeros = ()
+    if HAS_ZEROS:
+        zeros = _load_zeros(zero_ptrs, first_chunk, CHUNKS, GROUP_SIZE, K, ROW_TILES)
     sums = ()
     for _ in gl.static_range(ROW_TILES):
         sums = sums + (gl.full((16 * WARPS, tokens.shape[1]), 0.0, gl.float32, ACC),)
     slot, phase = 0, 0
     for step in range(STEPS):
-        now = scales
+        now, zeros_now = scales, zeros
+        place = zero_places(
+            first_chunk, step, CHUNKS, 1, GROUP_SIZE, whole_quads(CHUNKS, GROUP_SIZE), L
+        )
         if GROUP_SIZE:
             ahead = first_chunk + (step + 1) * CHUNKS
             scales = _load_scales(scale_ptrs, ahead, GROUPS, GROUP_SIZE, K, ROW_TILES)
+            if HAS_ZEROS:
+                zeros = _load_zeros(zero_ptrs, ahead, CHUNKS, GROUP_SIZE, K, ROW_TILES)
         mbarrier.wait(full.index(slot), phase)
         every = _load_words(words.index(slot), ROW_TILES, WARPS, CHUNKS, L)
         for i in gl.static_range(CHUNKS * ROW_TILES * PARTS):
             x = tokens.index(slot * CHUNKS + i // PARTS // ROW_TILES).permute((1, 0))
             operands = _operands(
                 every[i // PARTS],
+                zeros_now,
                 now,
+                place,
                 i // PARTS // ROW_TILES,
                 i // PARTS % ROW_TILES,
-                GROUPS,
                 GROUP_SIZE,
+                HAS_ZEROS,
+                ELEMENT,
                 ROW_TILES,
-                2 if HAS_ZEROS else 1,
             )
             a = convert(operands, i % PARTS, PARTS, HAS_ZEROS, ELEMENT, WARPS, OPERAND)
             x = x.slice(i % PARTS * (64 // PARTS), 64 // PARTS, 0)
@@ -378,19 +420,20 @@ def _product(
     )
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
-    scale_ptrs = (_scale_ptrs(scales_ptr, first_tile, ALL_QUADS, ROW_TILES, WARPS, L),)
+    scale_ptrs = _scale_ptrs(scales_ptr, first_tile, 4, ALL_QUADS, ROW_TILES, WARPS, L)
+    zero_ptrs = scale_ptrs
     if HAS_ZEROS:
-        zero_ptrs = _scale_ptrs(zeros_ptr, first_tile, ALL_QUADS, ROW_TILES, WARPS, L)
-        scale_ptrs = (zero_ptrs,) + scale_ptrs
+        zero_ptrs = _scale_ptrs(zeros_ptr, first_tile, 1, ALL_QUADS, ROW_TILES, WARPS, L)
     if GROUP_SIZE:
         CHUNKS: gl.constexpr = STEPS * (rings[1].shape[0] // rings[0].shape[0])
         TILES: gl.constexpr = ROW_TILES * WARPS
-        _prefetch(scales_ptr, first_tile, first_chunk, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
+        _prefetch(scales_ptr, first_tile, first_chunk, 4, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
         if HAS_ZEROS:
-            _prefetch(zeros_ptr, first_tile, first_chunk, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
+            _prefetch(zeros_ptr, first_tile, first_chunk, 1, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
     sums = _multiply_all(
         rings,
         scale_ptrs,
+        zero_ptrs,
         first_chunk,
         K,
         GROUP_SIZE,
@@ -429,7 +472,7 @@ def _product(
 @gluon.jit(do_not_specialize=["M"])
 def w4a16_wgmma_tma_kernel(
     scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
-    zeros_ptr,  # as scales; unused without HAS_ZEROS
+    zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
     bias_ptr,  # [N]; unused without HAS_BIAS
     y_ptr,  # [M, N], contiguous
     partial_ptr,  # [tiles of y, SPLIT_K, ROW_TILES, BLOCK_M/8, 128 · WARPS] fp32

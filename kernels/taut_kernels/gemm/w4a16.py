@@ -3,7 +3,8 @@
 Maths     y[m, n] = Σ_k x[m, k] · (q[n, k] - z[n, k // G]) · s[n, k // G] + bias[n];
           z = 8 where symmetric
 Shapes    x [M, K] bf16|fp16   qweight [N/16, K/64, 32, 4] int32
-          scales, zeros [N/16, ceil(K/G/4), 8, 4, 2] as x   bias [N] as x or None
+          scales [N/16, ceil(K/G/4), 8, 4, 2] as x   zeros [N/16, ceil(K/G/4), 8] int32 or None
+          bias [N] as x or None
           arrivals [N/16] int32, 0 before and after every call   → y [M, N] as x, contiguous
 Packing   :mod:`taut_kernels.formats_mma`; on disk compressed-tensors ``pack-quantized``, repacked
           once after loading
@@ -57,7 +58,7 @@ def w4a16_gemm_ref(
         x: [M, K] float16 or bfloat16; accumulates in fp32.
         qweight: [N/16, K/64, 32, 4] int32.
         scales: [N/16, quads, 8, 4, 2].
-        zeros: as ``scales``, or None for 8 everywhere.
+        zeros: [N/16, quads, 8] int32, or None for 8 everywhere.
         bias: [N] or None.
         arrivals: [N/16] int32, not used here.
         group_size: G.
@@ -196,8 +197,8 @@ def w4a16_gemm(
         x: [..., K] fp16 or bf16, any strides; copied where rows are not 16-byte aligned.
         qweight: [N/16, K/64, 32, 4] int32, from :func:`formats_mma.repack_weight`.
         scales: [N/16, quads, 8, 4, 2], dtype of ``x``, from :func:`formats_mma.repack_scale`.
-        zeros: as ``scales``, from :func:`formats_mma.repack_zero_point`, or None for a symmetric
-            layer.
+        zeros: [N/16, quads, 8] int32, from :func:`formats_mma.repack_zero_point`, or None for a
+            symmetric layer.
         group_size: G in {32, 64, 128}, or -1 (or K) for one group a channel.
         arrivals: the layer's :func:`make_arrivals`.
         bias: [N] contiguous, dtype of ``x``, or None.
@@ -241,11 +242,11 @@ def _check_operands(
         t is not None and t.requires_grad for t in (x, scales, bias)
     ):
         raise ValueError("w4a16_gemm is forward only: call it under torch.no_grad()")
-    pairs = (N // 16, -(-K // group_size // formats_mma.GROUPS_PER_QUAD), 8, 4, 2)
+    quads = -(-K // group_size // formats_mma.GROUPS_PER_QUAD)
     operands: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]] = [
         ("qweight", qweight, (N // 16, K // 64, 32, 4), torch.int32),
-        ("scales", scales, pairs, x.dtype),
-        ("zeros", zeros, pairs, x.dtype),
+        ("scales", scales, (N // 16, quads, 8, 4, 2), x.dtype),
+        ("zeros", zeros, (N // 16, quads, 8), torch.int32),
         ("bias", bias, (N,), x.dtype),
         ("arrivals", arrivals, (N // 16,), torch.int32),
     ]

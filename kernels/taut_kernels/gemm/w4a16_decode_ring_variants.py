@@ -50,7 +50,7 @@ def _variant(
 ) -> KernelVariant:
     pointers = {"x_ptr": dtype, "qweight_ptr": "i32", "scales_ptr": dtype, "y_ptr": dtype}
     optional = {
-        "zeros_ptr": dtype if has_zeros else None,
+        "zeros_ptr": "i32" if has_zeros else None,
         "bias_ptr": dtype,
         "partial_ptr": "fp32" if tile.split_k > 1 else None,
         "arrivals_ptr": "i32" if tile.split_k > 1 else None,

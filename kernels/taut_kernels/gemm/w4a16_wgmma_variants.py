@@ -93,7 +93,7 @@ def _product(
     constants = launch_constants(tile, K, group_size, hopper=target == "sm_90", role=role)
     pointers = {"x_ptr": dtype, "qweight_ptr": "i32", "scales_ptr": dtype, "y_ptr": dtype}
     optional = {
-        "zeros_ptr": dtype if has_zeros else None,
+        "zeros_ptr": "i32" if has_zeros else None,
         "bias_ptr": dtype,
         "partial_ptr": "fp32" if tile.split_k > 1 else None,
         "arrivals_ptr": "i32" if tile.split_k > 1 else None,
@@ -122,7 +122,7 @@ def _dequantize(dtype: str, has_zeros: bool, group_size: int) -> KernelVariant:
         label=f"w4a16_dequantize {dtype} {_scheme(has_zeros, group_size)}",
         kernel=w4a16_dequantize_kernel,
         tile="one",
-        pointers=pointers | ({"zeros_ptr": dtype} if has_zeros else {}),
+        pointers=pointers | ({"zeros_ptr": "i32"} if has_zeros else {}),
         integers=("first_tile", "tiles"),
         divisible_by_16=(),
         constants={

@@ -63,10 +63,9 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
             weight, scale = formats.repack_for_cpu(weight.data, scale.data, _data(zero), K)
             zero = None
         else:
-            dtype = self.config.act_type
             weight = formats_mma.repack_weight(weight.data, K)
-            scale = formats_mma.repack_scale(scale.data.to(dtype))
-            zero = None if zero is None else formats_mma.repack_zero_point(zero.data, N, dtype)
+            scale = formats_mma.repack_scale(scale.data.to(self.config.act_type))
+            zero = None if zero is None else formats_mma.repack_zero_point(zero.data, N)
             arrivals = w4a16.make_arrivals(N, weight.device)
             layer.register_buffer(ARRIVALS, arrivals, persistent=False)
         _replace(layer, self.w_q_name, weight)
