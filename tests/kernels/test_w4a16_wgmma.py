@@ -7,14 +7,17 @@ ahead of time (test_aot.py) and run on a GPU (marker `gpu`); the conversion's te
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
 
-from taut_kernels import _launch, formats_mma, testing, tiles_wgmma
+from taut_kernels import _launch, aot, formats_mma, testing, tiles_wgmma
 from taut_kernels.gemm import w4a16_dense as dense
 from taut_kernels.gemm import w4a16_launch, w4a16_wgmma_variants
 from taut_kernels.gemm import w4a16_wgmma as wgmma
@@ -265,6 +268,21 @@ def test_conversion_takes_a_chunks_group_out_of_its_quad(
     weight = (values * case.weight_scale.float().unsqueeze(-1)).view(16, 4 * G).to(dtype)
     for chunk in range(4 * G // 64):
         assert torch.equal(converted(case, chunk), weight[:, 64 * chunk : 64 * chunk + 64])
+
+
+@pytest.mark.parametrize("tile", ["plain", "reps"])
+def test_the_conversion_is_given_neighbours(tile: str) -> None:
+    """Its text takes four neighbouring words a call, whatever layout Triton finds for them."""
+    variant = w4a16_wgmma_variants._product(TILES[tile], 1024, "bf16", True, 32, "sm_90")
+    target = GPUTarget("cuda", 90, 32)
+    compiled: Any = triton.compile(aot._source(variant), target=target, options=variant.options)
+    text = compiled.asm["ttgir"]
+    (line,) = (line for line in text.splitlines() if "offset0" in line and "inline_asm" in line)
+    layouts = set(re.findall(r"tensor<[0-9]+xi32, (#\w+)>", line))
+    assert len(layouts) == 1
+    described = re.search(rf"^{layouts.pop()} = (.*)$", text, re.MULTILINE)
+    assert described
+    assert re.search(r"sizePerThread = \[4\]|register = \[\[1\], \[2\]", described[1]), described[1]
 
 
 @gpu

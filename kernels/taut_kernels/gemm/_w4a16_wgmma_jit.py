@@ -32,7 +32,7 @@ from taut_kernels.gemm._w4a16_zeros_jit import every_element, lane_axis
 def convert_words(
     words,  # [tiles · 128] int32
     quads,  # likewise: words of two scales, the quad of each lane's rows
-    zeros,  # [tiles · 32, 1] int32: the quad's zero points; unused without HAS_ZEROS
+    zeros,  # as of zero_pointers: the quad's zero points; unused without HAS_ZEROS
     index,  # [tiles · 128] int32: the chunk's group within the quad
     ELEMENT: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -45,7 +45,7 @@ def convert_words(
     constraints: tl.constexpr = convert_constraints(HAS_ZEROS)
     operands = (words, quads)
     if HAS_ZEROS:
-        operands = operands + (every_element(zeros),)
+        operands = operands + (every_element(zeros) if REPS == 1 else zeros,)
     operands = operands + (index,)
     if ELEMENT == "bf16":
         o = tl.inline_asm_elementwise(
@@ -87,6 +87,31 @@ def convert_words(
     first = tl.join(tl.join(o[0], o[1]), tl.join(o[2], o[3]))
     second = tl.join(tl.join(o[4], o[5]), tl.join(o[6], o[7]))
     return tl.reshape(tl.join(first, second), (REPS, WARPS, 8, 4, 2, 2, 2, 2, 2))
+
+
+@triton.jit
+def zero_pointers(
+    zeros_ptr,
+    tile,  # of each element of the words
+    lane_element,  # likewise: which of the tile's words
+    first_tile,
+    N,
+    QUADS: tl.constexpr,
+    REPS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Return pointers to each lane's zero points of the first quad: [WARPS · 32, 1] int32.
+
+    Where a warp has several row tiles [tiles · 128], a pointer for every word: a lane's words are
+    no longer neighbours in a reshaped tensor, since Triton counts row tiles before columns there.
+    """
+    if REPS == 1:
+        lane = lane_axis(WARPS)
+        zero_tile = tl.minimum(first_tile + lane // 32, N // 16 - 1)
+        zero_ptrs = zeros_ptr + (zero_tile * (QUADS * 8) + lane % 32 // 4)
+    else:
+        zero_ptrs = zeros_ptr + (tile * (QUADS * 8) + lane_element // 16)
+    return zero_ptrs
 
 
 @triton.jit
@@ -217,9 +242,7 @@ def w4a16_wgmma_kernel(
     quad_ptrs = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + quad_offsets
     zero_ptrs = quad_ptrs
     if HAS_ZEROS:
-        lane = lane_axis(TILES)
-        zero_tile = tl.minimum(pid * TILES + lane // 32, N // 16 - 1)
-        zero_ptrs = zeros_ptr + (zero_tile * (QUADS * 8) + lane % 32 // 4)
+        zero_ptrs = zero_pointers(zeros_ptr, tile, lane_element, pid * TILES, N, QUADS, REPS, WARPS)
 
     position = tl.arange(0, 64 * CHUNKS_PER_STEP)
     column = position
