@@ -372,6 +372,8 @@ FED_BY_TMA = (
 """Of equal promise the first. ``turns`` of 128 × 160 loses to ``hopper`` on most shapes."""
 _LONG_K = 8192
 """From which on tiles fed by TMA beat FP8's rings of 64 × 128 up to 256 tokens; int8's always."""
+_FULL_WAVE = 0.8
+"""Share of the multiprocessors from which on programs that share tiles of blocks along K won."""
 _BESIDE_US = 3.0
 """What each wave but the last costs beside its products where groups do not take turns."""
 
@@ -390,7 +392,11 @@ def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
         The tile.
     """
     if op == "fp8_block":
-        return _rule_of_blocks(N, K, M)
+        return (
+            _rule_of_many_blocks(N, M)
+            if tma and M > 64 and N % 8 == 0
+            else _rule_of_blocks(N, K, M)
+        )
     if M <= 64:
         return _rule_of_few(N, K, M)
     narrow = -(-N // 64) <= MULTIPROCESSORS
@@ -419,6 +425,18 @@ def _rule_of_blocks(N: int, K: int, M: int) -> ScaledMmTile:
             break
         split *= 2
     return ScaledMmTile("ring", block_m, block_n, BLOCK_GROUP, num_warps, 4, split)
+
+
+def _rule_of_many_blocks(N: int, M: int) -> ScaledMmTile:
+    """Choose a tile of kernel ``blocks``: K split where that nearly makes one whole wave."""
+    tile = ScaledMmTile("blocks", BLOCK_GROUP, BLOCK_GROUP, BLOCK_GROUP, 4, 6, group_m=8)
+    programs = -(-N // BLOCK_GROUP)
+    for split_k in (4, 2) if M <= BLOCK_GROUP else ():
+        split = replace(tile, split_k=split_k)
+        full = _FULL_WAVE * MULTIPROCESSORS <= programs * split_k <= MULTIPROCESSORS
+        if full and why_not_for(split, "fp8_block", N) is None:
+            return split
+    return tile
 
 
 def _rule_of_few(N: int, K: int, M: int) -> ScaledMmTile:

@@ -305,3 +305,15 @@ def test_candidates_of_blocks_fit_the_card_the_kernel_and_the_tables(shape: str)
             assert cut != spilling, "it spills"
             # A layer's counters are for 64 features a program.
             assert tile.block_n >= 64
+
+
+def test_rule_of_blocks_shares_tiles_where_that_makes_a_wave() -> None:
+    def chosen(N: int, M: int, *, tma: bool = True) -> ScaledMmTile:
+        return rule("fp8_block", N, 8192, M, tma=tma)
+
+    assert chosen(4096, 128).kernel == "blocks"
+    splits = {N: chosen(N, 128).split_k for N in (4096, 3584, 8192, 6144, 28672, 4136)}
+    assert splits == {4096: 4, 3584: 4, 8192: 2, 6144: 1, 28672: 1, 4136: 1}
+    assert chosen(4096, 129).split_k == 1, "two tiles of tokens would meet in one place"
+    assert {chosen(4096, M).kernel for M in (1, 64)} == {"ring"}
+    assert chosen(4100, 4096).kernel == chosen(4096, 4096, tma=False).kernel == "ring"
