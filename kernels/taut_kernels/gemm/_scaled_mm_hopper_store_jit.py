@@ -106,19 +106,20 @@ def _store_four(
 @gluon.jit
 def store(
     y_desc, y, values, first_m, first_n,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr = 0,
 ):  # fmt: skip
     """Store a group's rows in one, two or four parts; the last are under way after it.
 
-    A group has as many places as divide its parts, so that the next tile's find theirs in turn.
+    A tile's parts are counted from FIRST on. A group has as many places as divide them, so that the
+    next tile's parts find theirs in turn.
     """
     PARTS: gl.constexpr = COLUMNS // y.shape[2]
     if PARTS == 1:
-        _store_part(y_desc, y, values, first_m, first_n, 0, GROUP)
+        _store_part(y_desc, y, values, first_m, first_n, FIRST, GROUP)
     else:
         left, right = _halves(values, ROWS, COLUMNS // 2)
         if PARTS == 2:
-            _store_part(y_desc, y, left, first_m, first_n, 0, GROUP)
-            _store_part(y_desc, y, right, first_m, first_n + COLUMNS // 2, 1, GROUP)
+            _store_part(y_desc, y, left, first_m, first_n, FIRST, GROUP)
+            _store_part(y_desc, y, right, first_m, first_n + COLUMNS // 2, FIRST + 1, GROUP)
         else:
             _store_four(y_desc, y, left, right, first_m, first_n, ROWS, COLUMNS, GROUP)
