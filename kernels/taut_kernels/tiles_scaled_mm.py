@@ -33,11 +33,13 @@ from taut_kernels import _early_start, _tile_tables, measured_scaled_mm
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 _LAYER_FIELDS = {"prefetch", "M", "us", "vllm_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
-KERNELS = ("ring", "hopper", "turns", "few", "blocks")
+BLOCK_KERNELS = ("blocks", "block_turns")
+"""For block-wise FP8 alone, and many tokens."""
+KERNELS = ("ring", "hopper", "turns", "few", *BLOCK_KERNELS)
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
     "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
-    "blocks": {(128, 128): 6},
+    **{kernel: {(128, 128): 6} for kernel in BLOCK_KERNELS},
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 _FEW_RING_BYTES = 222 * 1024
@@ -47,8 +49,6 @@ SERVED = ("ring", "few", "hopper", "turns")
 within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
-_OF_BLOCKS = ("ring", "blocks")
-"""Kernels that know scales of blocks."""
 MULTIPROCESSORS = 132
 """Of the cards the rule knows."""
 _PREFETCH = 2
@@ -63,9 +63,10 @@ class ScaledMmTile:
         kernel: ``ring`` (`cp.async` ring, weights as the row operand); or, with a warp of its own
             for TMA, sm_90 only: ``few`` (weights as the row operand) or, persistent, ``hopper``
             (two groups of warps share a tile) or ``turns`` (each has tiles of its own, and they
-            multiply in turn); ``blocks``, persistent, for block-wise FP8 alone.
+            multiply in turn); for block-wise FP8 alone, persistent, ``blocks`` or ``block_turns``
+            (whose groups begin their products in turn).
         block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128,
-            with ``blocks`` 128 (and 128 features).
+            with these two 128 (and 128 features).
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
             256, with ``few`` 64 (one group of warps), 128 or 256 (two). With ``turns`` tiles are
             128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only).
@@ -136,7 +137,7 @@ class ScaledMmTile:
             raise ValueError(f"kernel {self.kernel} needs block_m × block_n {sizes}")
         if (self.block_k, self.num_warps) != (128, 4):
             raise ValueError(f"kernel {self.kernel} needs block_k 128 and num_warps 4")
-        if self.split_k > 1 and self.kernel != "blocks":
+        if self.split_k > 1 and self.kernel not in BLOCK_KERNELS:
             raise ValueError(f"kernel {self.kernel} needs split_k 1, got {self.split_k}")
         if self.num_stages < 2:
             raise ValueError(f"kernel {self.kernel} needs num_stages of at least 2, got 1")
@@ -189,10 +190,10 @@ def tiles_of_few() -> list[ScaledMmTile]:
 
 
 def tiles_of_blocks() -> list[ScaledMmTile]:
-    """Return the tiles of kernel ``blocks``, in groups of several token tiles."""
+    """Return the tiles of :data:`BLOCK_KERNELS`, in groups of several token tiles."""
     return [
-        ScaledMmTile("blocks", block_m, block_n, BLOCK_GROUP, 4, stages, group_m=group_m)
-        for (block_m, block_n), stages in _MOST_STAGES["blocks"].items()
+        ScaledMmTile(kernel, BLOCK_GROUP, BLOCK_GROUP, BLOCK_GROUP, 4, 6, group_m=group_m)
+        for kernel in BLOCK_KERNELS
         for group_m in (8, 16)
     ]
 
@@ -229,14 +230,18 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
         op: one of :data:`OPS`.
         N: output features.
     """
-    if op == "fp8_block" and (tile.kernel not in _OF_BLOCKS or tile.block_k != BLOCK_GROUP):
+    if op == "fp8_block" and (
+        tile.kernel not in ("ring", *BLOCK_KERNELS) or tile.block_k != BLOCK_GROUP
+    ):
         return f"fp8_block needs kernel ring or blocks and block_k 128, got {tile}"
     if op == "fp8_block" and tile.block_n > BLOCK_GROUP:
         return f"fp8_block needs block_n of at most 128, one block of weights, got {tile}"
-    if op != "fp8_block" and tile.kernel == "blocks":
-        return f"kernel blocks is for fp8_block alone, got {op}"
-    if tile.kernel == "blocks" and tile.split_k > 1 and 0 < N % BLOCK_GROUP <= 64:
-        return f"kernel blocks splits K only where the last tile has over 64 features, got {N}"
+    if op != "fp8_block" and tile.kernel in BLOCK_KERNELS:
+        return f"kernel {tile.kernel} is for fp8_block alone, got {op}"
+    if tile.kernel in BLOCK_KERNELS and tile.split_k > 1 and 0 < N % BLOCK_GROUP <= 64:
+        return (
+            f"kernel {tile.kernel} splits K only where the last tile has over 64 features, got {N}"
+        )
     if tile.kernel != "ring" and N % 8:
         return f"kernel {tile.kernel} needs N % 8 == 0 (16-byte rows), got {N}"
     if (tile.kernel, tile.block_n, op) == ("turns", 256, "w8a8_gemm"):

@@ -31,8 +31,12 @@ DEEP, SHALLOW = (
     ScaledMmTile("blocks", 128, 128, 128, 4, stages, group_m=group_m)
     for stages, group_m in ((6, 3), (2, 1))
 )
-TILES = (DEEP, SHALLOW)
-SPLIT = tuple(replace(DEEP, split_k=split_k) for split_k in (2, 3, 8))
+TURNS, SHALLOW_TURNS = (replace(tile, kernel="block_turns") for tile in (DEEP, SHALLOW))
+TILES = (DEEP, SHALLOW, TURNS, SHALLOW_TURNS)
+SPLIT = (
+    *(replace(DEEP, split_k=split_k) for split_k in (2, 3, 8)),
+    *(replace(TURNS, split_k=split_k) for split_k in (2, 3)),
+)
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
@@ -112,7 +116,9 @@ def test_every_tile_is_tried_and_compiled() -> None:
     assert set(tiles_of_blocks()).isdisjoint(block_candidates(4100, 4096, 1024))
     assert set(tiles_of_blocks()).isdisjoint(block_candidates(4096, 4096, 32))
     compiled = {
-        v.tile for v in scaled_mm_variants.kernel_variants() if v.label == "fp8_block blocks"
+        v.tile
+        for v in scaled_mm_variants.kernel_variants()
+        if v.label.startswith("fp8_block block")
     }
     assert set(tiles_of_blocks()) <= compiled
 

@@ -18,9 +18,14 @@ def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
     """Return the constants of the kernel.
 
     Args:
-        tile: ``kernel`` blocks.
+        tile: ``kernel`` blocks or block_turns.
     """
-    return {"STAGES": tile.num_stages, "GROUP_M": tile.group_m, "SPLIT_K": tile.split_k}
+    return {
+        "STAGES": tile.num_stages,
+        "GROUP_M": tile.group_m,
+        "SPLIT_K": tile.split_k,
+        "IN_TURNS": tile.kernel == "block_turns",
+    }
 
 
 def launch_blocks(
@@ -37,7 +42,7 @@ def launch_blocks(
     """Run the kernel.
 
     Args:
-        tile: ``kernel`` blocks.
+        tile: ``kernel`` blocks or block_turns.
         x: [M, K] e4m3, M ≥ 1; rows 16-byte aligned.
         weight: [N, K] e4m3, N % 8 == 0; rows 16-byte aligned.
         x_scale: [M, ceil(K/128)] fp32, any strides.

@@ -13,7 +13,7 @@ from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
 from taut_kernels.gemm._scaled_mm_few import launch_few
 from taut_kernels.gemm._scaled_mm_hopper import launch_hopper
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm import BLOCK_KERNELS, ScaledMmTile
 
 ALIGNMENT = _launch.ALIGNMENT
 """Also what `cp.async` moves at once, and what a tensor descriptor demands of rows."""
@@ -195,7 +195,7 @@ def launch_block(
     """Run a product with one scale a 128×128 block of weights and 128 activations of a token.
 
     Args:
-        tile: how to cut the work; ``kernel`` ring or blocks, ``block_k`` 128.
+        tile: how to cut the work; ``kernel`` ring or one of :data:`BLOCK_KERNELS`, ``block_k`` 128.
         x: [M, K] e4m3.
         weight: [N, K] e4m3; rows 16-byte aligned.
         x_scale: [M, ceil(K/128)] fp32, any strides.
@@ -215,7 +215,7 @@ def launch_block(
     if M == 0:
         return y
     x = _prepared(x, weight)
-    if tile.kernel == "blocks":
+    if tile.kernel in BLOCK_KERNELS:
         halves = 2 * -(-M // tile.block_m) * -(-N // tile.block_n)
         partial = _workspace(tile, halves, tile.block_m // 2 * tile.block_n, x, arrivals)
         launch_blocks(tile, x, weight, x_scale, weight_scale, bias, partial, arrivals, y)

@@ -98,7 +98,7 @@ def variant(
     """
     if tile.kernel == "few":
         return _few_variant(op, tile, has_azp_adj, has_azp)
-    if tile.kernel == "blocks":
+    if tile.kernel in tiles_scaled_mm.BLOCK_KERNELS:
         return _blocks_variant(op, tile)
     if tile.kernel != "ring":
         return _hopper_variant(op, tile, has_azp_adj, has_azp)
@@ -201,9 +201,11 @@ def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
         "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
         "y_desc": f"bf16[{rows}, {rows}],{hopper.RESULT_LAYOUT!r}",
     }
-    label = f"{op} blocks"
+    label = f"{op} {tile.kernel}"
     kernel = fp8_block_hopper_kernel
-    return _persistent_variant(label, kernel, tile, pointers, constants, descriptors)
+    described = _persistent_variant(label, kernel, tile, pointers, constants, descriptors)
+    spill = _PARTS_SPILL_BYTES if tile.split_k > 2 else 0
+    return dataclasses.replace(described, allowed_spill_bytes=spill)
 
 
 def _persistent_variant(
@@ -230,6 +232,8 @@ def _persistent_variant(
     )
 
 
+_PARTS_SPILL_BYTES = 8
+"""Of blocks in four parts: a frame to which no instruction writes (SASS)."""
 _INTEGERS = {
     "w8a8_gemm": ("M", "N", "K", "stride_xs", "stride_ws"),
     "fp8_gemm": ("M", "N", "K", "stride_xs", "stride_ws"),
