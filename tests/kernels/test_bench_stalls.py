@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,3 +91,20 @@ def test_four_bit_products_that_are_wrong_or_missing_are_not_shown(monkeypatch, 
     said = capsys.readouterr().out
     assert said.count("Marlin: not run: Marlin: not here") == 2
     assert said.count("Machete: WRONG, not shown: error 1.000e+00") == 2
+
+
+def test_products_with_scales_of_blocks_have_rivals_of_their_own(monkeypatch):
+    asked = {}
+
+    def prepared(layer, names, copies, notes, table):
+        asked[layer.op] = names
+        assert set(names) <= set(table)
+        return {}
+
+    monkeypatch.setattr(stalls, "make_layer", lambda op, *_: SimpleNamespace(op=op, weight=None))
+    monkeypatch.setattr(stalls.scaled_mm_rivals, "prepare_all", prepared)
+    monkeypatch.setattr(stalls.scaled_mm_rivals, "checked_subjects", lambda *_: [])
+    for kind in ("fp8", "fp8-block"):
+        assert list(stalls.products(kind, ["o"], [16])) == []
+    assert asked["fp8_gemm"] == list(stalls.PRODUCTS)
+    assert asked["fp8_block"] == ["taut", "CUTLASS", "cuBLAS blocks", "DeepGEMM"]

@@ -33,11 +33,13 @@ from taut_kernels.bench import (
     w4a16_rivals,
 )
 from taut_kernels.bench.refusal import REFUSED, first_line
-from taut_kernels.bench.scaled_mm_layer import KINDS, SHAPES, make_layer
+from taut_kernels.bench.scaled_mm import PREPARE
+from taut_kernels.bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, SHAPES, make_layer
 from taut_kernels.bench.w4a16_format import GROUP_SIZE
 
 DEFAULT_TOKENS = (1, 16, 64)
 PRODUCTS = ("taut", "CUTLASS", "_scaled_mm rows")
+BLOCK_PRODUCTS = ("taut", "CUTLASS", "cuBLAS blocks", "DeepGEMM")
 W4A16 = "w4a16"
 FOUR_BITS = ("taut", "Marlin", "Machete", "cuBLAS", w4a16_rivals.OTHER_PRECISION)
 FUSED = ("taut", "vLLM", "torch.compile")
@@ -80,14 +82,15 @@ def products(kind: str, names: Sequence[str], tokens: Sequence[int]) -> Iterator
     """Yield a product's calls, ours and its rivals'.
 
     Args:
-        kind: of :data:`taut_kernels.bench.scaled_mm_layer.KINDS`.
+        kind: of :data:`taut_kernels.bench.scaled_mm_layer.ALL_KINDS`.
         names: shapes of :data:`taut_kernels.bench.shapes.PRODUCTS`.
         tokens: numbers of rows.
     """
+    kernels = list(BLOCK_PRODUCTS if kind == BLOCK_KIND else PRODUCTS)
     for shape in names:
-        layer = make_layer(KINDS[kind], *shapes.PRODUCTS[shape], max(tokens))
+        layer = make_layer(ALL_KINDS[kind], *shapes.PRODUCTS[shape], max(tokens))
         notes: list[str] = []
-        ready = scaled_mm_rivals.prepare_all(layer, list(PRODUCTS), [layer.weight], notes)
+        ready = scaled_mm_rivals.prepare_all(layer, kernels, [layer.weight], notes, PREPARE[kind])
         for M in tokens:
             for subject in scaled_mm_rivals.checked_subjects(layer, ready, M, notes):
                 yield Case(f"{kind} {shape} M={M} {subject.name}", lambda s=subject: s.call(0))  # type: ignore[misc]
@@ -279,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m taut_kernels.bench.stalls")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
     parser.add_argument(
-        "--kind", action="append", choices=sorted({*KINDS, W4A16}), help="of product"
+        "--kind", action="append", choices=sorted({*ALL_KINDS, W4A16}), help="of product"
     )
     shapes.add_arguments(parser)
     parser.add_argument("--form", action="append", choices=sorted(fused_cases.FORMS))
