@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import _tile_tables, tiles_decode, tiles_wgmma
+from taut_kernels import _tile_tables, tiles_decode
 from taut_kernels.bench import merge_tiles
 from taut_kernels.tiles_decode import DecodeTile
 from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 NAMES = ("w4a16_decode-h200.json", "w4a16_wgmma-nvidia-h200.json")
+EIGHT_BITS = "scaled_mm-h200.json"
+W4A16 = merge_tiles.FAMILIES["w4a16_wgmma"]
 
 
 def _row(**change: Any) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def _table(*rows: dict[str, Any], source: str = "s", gpu: str = "card") -> str:
 
 
 def _merged(*texts: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(merge_tiles.merged(texts[0], texts[1:], tiles_wgmma.parse))
+    found: dict[str, Any] = json.loads(merge_tiles.merged(texts[0], texts[1:], W4A16))
     return found
 
 
@@ -53,7 +55,7 @@ def test_tables_that_do_not_fit_together_are_refused() -> None:
         _merged(_table(), _table(_row(format="g16")))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, EIGHT_BITS])
 def test_a_shipped_table_stays_as_it_is_written(name: str, tmp_path: Path) -> None:
     before = (_tile_tables._DIRECTORY / name).read_text(encoding="utf-8")
     shipped, tuned = tmp_path / name, tmp_path / "tuned.json"
@@ -63,11 +65,33 @@ def test_a_shipped_table_stays_as_it_is_written(name: str, tmp_path: Path) -> No
     assert merge_tiles.main([str(shipped), str(tuned)]) == 0
     assert shipped.read_text(encoding="utf-8") == before
     # One row more is that row and the comma in front of it.
-    row = table["rows"][0] | {"N": 16}
+    row = table["rows"][0] | {"N": 16} | ({"max_m": None} if name == EIGHT_BITS else {})
     tuned.write_text(_table(row, source=table["source"], gpu=table["gpu"]), encoding="utf-8")
     assert merge_tiles.main([str(shipped), str(tuned)]) == 0
     after = shipped.read_text(encoding="utf-8")
     assert after.startswith(before.removesuffix("\n ]\n}\n") + ",\n")
+
+
+def test_an_eight_bit_products_buckets_give_way_from_the_first_tuned_one_on() -> None:
+    tile = {"kernel": "ring", "num_warps": 4, "num_stages": 3}
+    tile |= {"block_m": 64, "block_n": 64, "block_k": 128}
+
+    def bucket(max_m: int | None, us: float, N: int = 256) -> dict[str, Any]:
+        figures = {"M": [max_m or 4096], "us": [us], "vllm_us": [2.0], "rival_us": [2.0]}
+        return {"op": "fp8_gemm", "N": N, "K": 128, "max_m": max_m, "tile": tile} | figures
+
+    shipped = [bucket(limit, 1.0, N) for N in (256, 512) for limit in (16, 64, 256, None)]
+    tuned = [bucket(limit, 3.0) for limit in (64, 512, None)] + [bucket(None, 3.0, 1024)]
+    text = merge_tiles.merged(
+        _table(*shipped), [_table(*tuned, source="new")], merge_tiles.FAMILIES["scaled_mm"]
+    )
+    rows = json.loads(text)["rows"]
+    assert [(row["N"], row["max_m"], row["us"][0]) for row in rows] == [
+        (256, 16, 1.0),
+        *((256, limit, 3.0) for limit in (64, 512, None)),
+        *((512, limit, 1.0) for limit in (16, 64, 256, None)),
+        (1024, None, 3.0),
+    ]
 
 
 def test_a_merged_format_is_what_a_layer_of_it_takes(
@@ -79,7 +103,9 @@ def test_a_merged_format_is_what_a_layer_of_it_takes(
     tile = row["tile"] | {"depth": 4, "x_depth": 4, "batch": 4}
     new = {"gpu": before["gpu"], "source": "new"}
     new["rows"] = [row | {"format": "g32-zp", "tile": tile}]
-    text = merge_tiles.merged(json.dumps(before), [json.dumps(new)], tiles_decode.parse)
+    text = merge_tiles.merged(
+        json.dumps(before), [json.dumps(new)], merge_tiles.FAMILIES["w4a16_decode"]
+    )
     table = tiles_decode.parse(text, "t.json")
     monkeypatch.setattr(tiles_decode, "tables", lambda: {table.gpu: table})
     shape = (row["N"], row["K"], row["max_m"] // 8)

@@ -24,7 +24,7 @@ import torch
 import triton
 
 from taut_kernels import tiles_decode, weight_format
-from taut_kernels.bench import report, timing, w4a16_format, w4a16_known_tiles
+from taut_kernels.bench import report, timing, tune_best, w4a16_format, w4a16_known_tiles
 from taut_kernels.bench.refusal import first_line
 from taut_kernels.bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
 from taut_kernels.bench.w4a16_format import DEFAULT, Format
@@ -233,7 +233,9 @@ def _write_results(results: list[Result], folder: Path, given: Format) -> None:
     source, rows = f"{command}, {facts}", _table_rows(results, given)
     table = {"gpu": torch.cuda.get_device_name(), "source": source, "rows": rows}
     _write(table, folder / "table.json")
-    _write([dataclasses.asdict(result) for result in results], folder / "all.json")
+    timed = [dataclasses.asdict(result) for result in results]
+    _write(timed, folder / "all.json")
+    tune_best.write(timed, folder)
 
 
 def _write(document: object, path: Path) -> None:

@@ -30,7 +30,14 @@ import triton
 
 from taut_kernels import tiles_wgmma, weight_format
 from taut_kernels._launch import gpu_name, is_hopper
-from taut_kernels.bench import report, timing, w4a16_finalists, w4a16_format, w4a16_known_tiles
+from taut_kernels.bench import (
+    report,
+    timing,
+    tune_best,
+    w4a16_finalists,
+    w4a16_format,
+    w4a16_known_tiles,
+)
 from taut_kernels.bench.refusal import first_line
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.tune_w4a16_decode import KNOWN, REFUSED, SHAPES, compile_tile
@@ -392,6 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for file, document in (("w4a16_wgmma.json", table), ("all.json", timed)):
             text = json.dumps(document, indent=1) + "\n"
             (arguments.output / file).write_text(text, encoding="utf-8")
+        tune_best.write(timed, arguments.output)
     return 0
 
 
