@@ -396,12 +396,9 @@ def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
     Returns:
         The tile.
     """
+    fed = tma and N % 8 == 0
     if op == "fp8_block":
-        return (
-            _rule_of_many_blocks(N, M)
-            if tma and M > 64 and N % 8 == 0
-            else _rule_of_blocks(N, K, M)
-        )
+        return _rule_of_blocks(N, K, M, fed)
     if M <= 64:
         return _rule_of_few(N, K, M)
     narrow = -(-N // 64) <= MULTIPROCESSORS
@@ -411,7 +408,6 @@ def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
         return ScaledMmTile("ring", 64, 64, 128, 4, 6)
     if M <= 512 and -(-N // 64) * -(-M // 64) <= MULTIPROCESSORS:
         return ScaledMmTile("ring", 64, 64, 128, 4, 6)
-    fed = tma and N % 8 == 0
     short = K < _LONG_K and op == "fp8_gemm"
     if M <= 256 and (short or not fed) and -(-N // 128) * -(-M // 64) <= MULTIPROCESSORS:
         return ScaledMmTile("ring", 64, 128, 128, 8, 5)
@@ -420,8 +416,10 @@ def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
     return ScaledMmTile("ring", 128, 128, 128, 8, 4)
 
 
-def _rule_of_blocks(N: int, K: int, M: int) -> ScaledMmTile:
-    """Choose a tile of block-wise FP8: K split while there is room for two programs."""
+def _rule_of_blocks(N: int, K: int, M: int, fed: bool) -> ScaledMmTile:
+    """Choose a tile of block-wise FP8; of a ring with K split while two programs have room."""
+    if fed and M > 64:
+        return _rule_of_many_blocks(N, M)
     block_m = next((tokens for tokens in _RULE_TOKENS if tokens >= M), 128)
     block_n, num_warps = (128, 8) if block_m == 128 else (64, 4)
     split, most = 1, 8 if block_m <= 64 else 1  # the last program adds its tiles in registers
@@ -434,7 +432,7 @@ def _rule_of_blocks(N: int, K: int, M: int) -> ScaledMmTile:
 
 def _rule_of_many_blocks(N: int, M: int) -> ScaledMmTile:
     """Choose a tile of kernel ``blocks``: K split where that nearly makes one whole wave."""
-    tile = ScaledMmTile("blocks", BLOCK_GROUP, BLOCK_GROUP, BLOCK_GROUP, 4, 6, group_m=8)
+    tile = tiles_of_blocks()[0]
     programs = -(-N // BLOCK_GROUP)
     for split_k in (4, 2) if M <= BLOCK_GROUP else ():
         split = replace(tile, split_k=split_k)

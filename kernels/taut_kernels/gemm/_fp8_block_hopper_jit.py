@@ -9,7 +9,6 @@ card yet) the groups begin their products one after the other, so that they do n
 scaling while nothing multiplies.
 """
 
-
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,no-any-return"
 
 from __future__ import annotations

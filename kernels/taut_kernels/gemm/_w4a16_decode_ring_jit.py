@@ -136,9 +136,7 @@ def _step(
     slots,  # what this step multiplies
     next_slots,  # what it fills, for the step AHEAD of it: read one step ago, by every warp
     first_chunk,
-    words,
-    scales,
-    zeros,
+    weights,  # as of copy_stage
     activations,
     channel_zeros,
     AHEAD: gl.constexpr,
@@ -170,9 +168,7 @@ def _step(
                 copy_stage(
                     next_slots,
                     ahead,
-                    words,
-                    scales,
-                    zeros,
+                    weights,
                     CHUNKS,
                     STEP_CHUNKS,
                     GROUP_SIZE,
@@ -283,6 +279,7 @@ def w4a16_decode_ring_kernel(
             ROW_WARPS,
             K_WARPS,
         )
+    weights = (words, scales, zeros)
     activations = activation_addresses(
         x_ptr, M, stride_xm, first_chunk, CHUNKS_PER_STEP, TOKEN_TILES, K_WARPS, LX
     )
@@ -302,9 +299,7 @@ def w4a16_decode_ring_kernel(
             copy_stage(
                 _slots(rings, stage % 2, stage // 2, GROUP_SIZE != 0),
                 stage,
-                words,
-                scales,
-                zeros,
+                weights,
                 CHUNKS,
                 STEP_CHUNKS,
                 GROUP_SIZE,
@@ -339,9 +334,7 @@ def w4a16_decode_ring_kernel(
                 _slots(rings, odd, slot, GROUP_SIZE != 0),
                 _slots(rings, 1 - odd, slot if odd else before, GROUP_SIZE != 0),
                 first_chunk,
-                words,
-                scales,
-                zeros,
+                weights,
                 activations,
                 channel_zeros,
                 STAGES - 1,

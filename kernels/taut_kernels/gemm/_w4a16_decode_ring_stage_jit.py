@@ -38,9 +38,7 @@ def early_start(WAIT: gl.constexpr):
 def copy_stage(
     slots,  # the stage's weights, scales, zero points and activations
     step,
-    words,  # of word_addresses
-    scales,  # of scale_addresses
-    zeros,  # of zero_addresses
+    weights,  # of word_addresses, scale_addresses and zero_addresses
     CHUNKS: gl.constexpr,
     STEP_CHUNKS: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
@@ -52,6 +50,7 @@ def copy_stage(
 
     One copy each: Triton sets a barrier between two copies into the same allocation.
     """
+    words, scales, zeros = weights
     ptrs = words[0] + step * (STEP_CHUNKS * 128)
     if MASKED:
         mask = words[1] + step * STEP_CHUNKS < CHUNKS

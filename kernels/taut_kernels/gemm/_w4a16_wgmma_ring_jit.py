@@ -159,9 +159,7 @@ def _copy_ahead(
     x_rings,
     slot,
     step,
-    words,
-    scales,
-    zeros,
+    weights,  # as of copy_stage
     tokens,
     first_chunk,
     STEPS: gl.constexpr,
@@ -176,17 +174,7 @@ def _copy_ahead(
     if step < STEPS:
         into = slots(rings, slot, GROUP_SIZE)
         copy_stage(
-            into,
-            step,
-            words,
-            scales,
-            zeros,
-            CHUNKS,
-            CHUNKS_PER_STEP,
-            GROUP_SIZE,
-            QUADS,
-            HAS_ZEROS,
-            MASKED,
+            into, step, weights, CHUNKS, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, HAS_ZEROS, MASKED
         )
         copy_tokens(x_rings, slot, tokens, step, first_chunk, CHUNKS, CHUNKS_PER_STEP, MASKED)
     async_copy.commit_group()
@@ -276,6 +264,7 @@ def w4a16_wgmma_ring_kernel(
         zeros = zero_addresses(
             zeros_ptr, N, first_chunk, ALL_QUADS, CHUNKS_PER_STEP, GROUP_SIZE, ROW_TILES, WARPS, 1
         )
+    weights = (words, scales, zeros)
     tokens = token_addresses(x_ptr, M, stride_xm, first_chunk, BLOCK_M, REORDERED, LX)
     rings, x_rings = _allocate(
         STAGES,
@@ -292,17 +281,7 @@ def w4a16_wgmma_ring_kernel(
         if stage < STEPS:
             into = slots(rings, stage, GROUP_SIZE)
             copy_stage(
-                into,
-                stage,
-                words,
-                scales,
-                zeros,
-                CHUNKS,
-                CHUNKS_PER_STEP,
-                GROUP_SIZE,
-                QUADS,
-                HAS_ZEROS,
-                MASKED,
+                into, stage, weights, CHUNKS, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, HAS_ZEROS, MASKED
             )
     if PDL:
         # The first weights, which nobody writes while serving, are on their way: now wait for the
@@ -339,9 +318,7 @@ def w4a16_wgmma_ring_kernel(
             x_rings,
             next_slot,
             step + AHEAD,
-            words,
-            scales,
-            zeros,
+            weights,
             tokens,
             first_chunk,
             STEPS,
