@@ -27,7 +27,7 @@ from taut_kernels.gemm._w4a16_decode_unit_jit import (
     multiply_unit,
     zero_accumulators,
 )
-from taut_kernels.gemm._w4a16_zeros_jit import lane_axis
+from taut_kernels.gemm._w4a16_zeros_jit import lane_axis, lane_pointers
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def w4a16_decode_kernel(
         lane = lane_axis(WARPS)
         zero_tile, zero_unit = _places(lane // 32, N, STEPS, ROW_TILES, ROW_WARPS, K_WARPS)
         first_zeros = zero_unit * UNIT_QUADS
-        zero_ptrs = zeros_ptr + ((zero_tile * ALL_QUADS + first_zeros) * 8 + lane % 32 // 4)
+        zero_ptrs = lane_pointers(zeros_ptr, zero_tile * ALL_QUADS + first_zeros, lane)
     word_queue, value_queue = (), ()
     for c in tl.static_range(DEPTH):
         words = load_weights(

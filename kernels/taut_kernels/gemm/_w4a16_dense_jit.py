@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from taut_kernels.gemm._w4a16_wgmma_jit import convert_words, group_index
-from taut_kernels.gemm._w4a16_zeros_jit import lane_axis
+from taut_kernels.gemm._w4a16_zeros_jit import lane_axis, lane_pointers
 
 
 @triton.jit(do_not_specialize=["first_tile"])
@@ -43,7 +43,7 @@ def w4a16_dequantize_kernel(
         lane = lane_axis(WARPS)
         own_tile = tl.program_id(0) * WARPS + lane // 32
         zero_tile = first_tile + tl.minimum(own_tile, tiles - 1)
-        zero_ptrs = zeros_ptr + (zero_tile * (QUADS * 8) + lane % 32 // 4)
+        zero_ptrs = lane_pointers(zeros_ptr, zero_tile * QUADS, lane)
     rows = tl.program_id(0) * (WARPS * 16) + tl.arange(0, WARPS * 16)
     columns = tl.arange(0, 64)
     out = weight_ptr + rows[:, None].to(tl.int64) * K + columns[None, :]

@@ -25,7 +25,7 @@ from taut_kernels.gemm._w4a16_convert_ptx import (
     convert_constraints,
     convert_ptx,
 )
-from taut_kernels.gemm._w4a16_zeros_jit import every_element, lane_axis
+from taut_kernels.gemm._w4a16_zeros_jit import every_element, lane_axis, lane_pointers
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def zero_pointers(
     if REPS == 1:
         lane = lane_axis(WARPS)
         zero_tile = tl.minimum(first_tile + lane // 32, N // 16 - 1)
-        zero_ptrs = zeros_ptr + (zero_tile * (QUADS * 8) + lane % 32 // 4)
+        zero_ptrs = lane_pointers(zeros_ptr, zero_tile * QUADS, lane)
     else:
         zero_ptrs = zeros_ptr + (tile * (QUADS * 8) + lane_element // 16)
     return zero_ptrs

@@ -20,6 +20,12 @@ def lane_axis(WARPS: tl.constexpr):
 
 
 @triton.jit
+def lane_pointers(zeros_ptr, quad, lane):
+    """Return pointers to each lane's word of a quad, counted through all row tiles."""
+    return zeros_ptr + (quad * 8 + lane % 32 // 4)
+
+
+@triton.jit
 def every_element(words):
     """Repeat words of a lane each, [lanes, 1], for its four elements: [4 · lanes]."""
     return tl.reshape(tl.broadcast_to(words, (words.shape[0], 4)), (4 * words.shape[0],))
