@@ -7,6 +7,7 @@ with NaN (:func:`taut_kernels.testing.nan_poison`): an element a kernel forgets 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 import triton
 from triton import knobs
 
-from taut_kernels import _early_start, _triton_launch
+from taut_kernels import _assembler, _early_start, _triton_launch
 
 PDL_OPTIONS: tuple[dict[str, bool], dict[str, bool]] = ({}, {"launch_pdl": True})
 """Launch options without and with programmatic dependent launch: a kernel may start before the one
@@ -150,12 +151,15 @@ class Form:
     Args:
         kernel: a `triton.jit` function: pointers first, then numbers, then constants.
         device: number of the device, negative outside CUDA.
+        assembler: what Triton compiles in (:mod:`taut_kernels._assembler`); as it is by default.
     """
 
-    __slots__ = ("_compiled", "_device", "_kernel", "_route", "_stream", "_values")
+    __slots__ = ("_assembler", "_compiled", "_device", "_kernel", "_route", "_stream", "_values")
 
-    def __init__(self, kernel: Any, device: int) -> None:
-        self._kernel, self._device = kernel, device
+    def __init__(
+        self, kernel: Any, device: int, assembler: _assembler.Choice = nullcontext
+    ) -> None:
+        self._kernel, self._device, self._assembler = kernel, device, assembler
         self._compiled: Any = None
         self._values: tuple[Any, ...] = ()
         self._route: _triton_launch.Route
@@ -235,7 +239,8 @@ class Form:
         named, options = constants()
         names = self._kernel.arg_names[len(pointers) + len(numbers) :]
         self._values = tuple(named[name] for name in names)
-        return self._kernel[grid](*pointers, *numbers, **named, **options)
+        with self._assembler() if self._device >= 0 else nullcontext():
+            return self._kernel[grid](*pointers, *numbers, **named, **options)
 
 
 class Prepared(NamedTuple):
@@ -261,10 +266,11 @@ class Launcher:
 
     Args:
         kernel: a `triton.jit` function: pointers first, then numbers, then constants.
+        assembler: as of :class:`Form`.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, assembler: _assembler.Choice = nullcontext) -> None:
+        self.kernel, self._assembler = kernel, assembler
         self._forms: dict[Hashable, Form] = {}
 
     def __call__(
@@ -302,5 +308,5 @@ class Launcher:
         """
         found = self._forms.get((device, key))
         if found is None:
-            found = self._forms[device, key] = Form(self.kernel, device)
+            found = self._forms[device, key] = Form(self.kernel, device, self._assembler)
         return found

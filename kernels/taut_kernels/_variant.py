@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
+
+from taut_kernels import _assembler
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class KernelVariant:
             that is faster with it (kernels/README.md).
         descriptors: argument name → element type and block of a host-side tensor descriptor, as
             Triton spells them.
+        assembler: what the launcher compiles in (:mod:`taut_kernels._assembler`).
     """
 
     label: str
@@ -42,6 +46,7 @@ class KernelVariant:
     targets: tuple[str, ...] = ("sm_80", "sm_90")
     allowed_spill_bytes: int = 0
     descriptors: dict[str, str] = field(default_factory=dict)
+    assembler: _assembler.Choice = nullcontext
 
 
 def each_once(

@@ -142,7 +142,8 @@ def compile_variant(variant: KernelVariant, target: str) -> AotResult:
     name = str(variant.tile)
     gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     try:
-        compiled: Any = triton.compile(_source(variant), target=gpu, options=variant.options)
+        with variant.assembler():
+            compiled: Any = triton.compile(_source(variant), target=gpu, options=variant.options)
     except (CompilationError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         return AotResult(target, variant.label, name, 0, 0, 0, f"does not compile: {reason}")

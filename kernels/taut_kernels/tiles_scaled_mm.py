@@ -33,13 +33,13 @@ from taut_kernels import _early_start, _tile_tables, measured_scaled_mm
 _ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
 _LAYER_FIELDS = {"prefetch", "M", "us", "vllm_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
-BLOCK_KERNELS = ("blocks", "block_turns")
-"""For block-wise FP8 alone, and many tokens."""
-KERNELS = ("ring", "hopper", "turns", "few", *BLOCK_KERNELS)
+BLOCKS = "blocks"
+"""The kernel for block-wise FP8 alone, and many tokens."""
+KERNELS = ("ring", "hopper", "turns", "few", BLOCKS)
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
     "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
-    **{kernel: {(128, 128): 6} for kernel in BLOCK_KERNELS},
+    BLOCKS: {(256, 128): 4, (128, 128): 6},
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 _FEW_RING_BYTES = 222 * 1024
@@ -63,18 +63,17 @@ class ScaledMmTile:
         kernel: ``ring`` (`cp.async` ring, weights as the row operand); or, with a warp of its own
             for TMA, sm_90 only: ``few`` (weights as the row operand) or, persistent, ``hopper``
             (two groups of warps share a tile) or ``turns`` (each has tiles of its own, and they
-            multiply in turn); for block-wise FP8 alone, persistent, ``blocks`` or ``block_turns``
-            (whose groups begin their products in turn).
+            multiply in turn); for block-wise FP8 alone, persistent, ``blocks``.
         block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128,
-            with these two 128 (and 128 features).
+            with ``blocks`` 128 or 256 (and 128 features).
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
             256, with ``few`` 64 (one group of warps), 128 or 256 (two). With ``turns`` tiles are
             128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only).
         block_k: K indices a step, a power of two ≥ 32; 128 where TMA feeds, or 256 with ``few``.
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
-        split_k: programs along K, 1..32, ``ring``, ``blocks``, and ``few`` with 64 features, only;
-            only where one token tile holds every M.
+        split_k: programs along K, 1..32, ``ring``, ``blocks`` of 128 tokens, and ``few`` with 64
+            features, only; only where one token tile holds every M.
         group_m: token tiles of a group, ``hopper``, ``turns`` and ``blocks`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
             on sm_90 only.
@@ -137,8 +136,9 @@ class ScaledMmTile:
             raise ValueError(f"kernel {self.kernel} needs block_m × block_n {sizes}")
         if (self.block_k, self.num_warps) != (128, 4):
             raise ValueError(f"kernel {self.kernel} needs block_k 128 and num_warps 4")
-        if self.split_k > 1 and self.kernel not in BLOCK_KERNELS:
-            raise ValueError(f"kernel {self.kernel} needs split_k 1, got {self.split_k}")
+        if self.split_k > 1 and (self.kernel, self.block_m) != (BLOCKS, BLOCK_GROUP):
+            tile = f"{self.block_m}×{self.block_n}"
+            raise ValueError(f"kernel {self.kernel} of {tile} needs split_k 1, got {self.split_k}")
         if self.num_stages < 2:
             raise ValueError(f"kernel {self.kernel} needs num_stages of at least 2, got 1")
         if self.num_stages > most:
@@ -190,10 +190,10 @@ def tiles_of_few() -> list[ScaledMmTile]:
 
 
 def tiles_of_blocks() -> list[ScaledMmTile]:
-    """Return the tiles of :data:`BLOCK_KERNELS`, in groups of several token tiles."""
+    """Return the tiles of kernel ``blocks``, in groups of several token tiles."""
     return [
-        ScaledMmTile(kernel, BLOCK_GROUP, BLOCK_GROUP, BLOCK_GROUP, 4, 6, group_m=group_m)
-        for kernel in BLOCK_KERNELS
+        ScaledMmTile(BLOCKS, block_m, block_n, BLOCK_GROUP, 4, stages, group_m=group_m)
+        for (block_m, block_n), stages in _MOST_STAGES[BLOCKS].items()
         for group_m in (8, 16)
     ]
 
@@ -230,15 +230,13 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
         op: one of :data:`OPS`.
         N: output features.
     """
-    if op == "fp8_block" and (
-        tile.kernel not in ("ring", *BLOCK_KERNELS) or tile.block_k != BLOCK_GROUP
-    ):
+    if op == "fp8_block" and (tile.kernel not in ("ring", BLOCKS) or tile.block_k != BLOCK_GROUP):
         return f"fp8_block needs kernel ring or blocks and block_k 128, got {tile}"
     if op == "fp8_block" and tile.block_n > BLOCK_GROUP:
         return f"fp8_block needs block_n of at most 128, one block of weights, got {tile}"
-    if op != "fp8_block" and tile.kernel in BLOCK_KERNELS:
+    if op != "fp8_block" and tile.kernel == BLOCKS:
         return f"kernel {tile.kernel} is for fp8_block alone, got {op}"
-    if tile.kernel in BLOCK_KERNELS and tile.split_k > 1 and 0 < N % BLOCK_GROUP <= 64:
+    if tile.kernel == BLOCKS and tile.split_k > 1 and 0 < N % BLOCK_GROUP <= 64:
         return (
             f"kernel {tile.kernel} splits K only where the last tile has over 64 features, got {N}"
         )
@@ -379,6 +377,8 @@ _LONG_K = 8192
 """From which on tiles fed by TMA beat FP8's rings of 64 × 128 up to 256 tokens; int8's always."""
 _FULL_WAVE = 0.8
 """Share of the multiprocessors from which on programs that share tiles of blocks along K won."""
+_SHORT_WAVE = 0.55
+"""A wave of kernel ``blocks`` with 128 tokens a tile beside one with 256 (H100, 2026-11-25)."""
 _BESIDE_US = 3.0
 """What each wave but the last costs beside its products where groups do not take turns."""
 
@@ -431,9 +431,17 @@ def _rule_of_blocks(N: int, K: int, M: int, fed: bool) -> ScaledMmTile:
 
 
 def _rule_of_many_blocks(N: int, M: int) -> ScaledMmTile:
-    """Choose a tile of kernel ``blocks``: K split where that nearly makes one whole wave."""
-    tile = tiles_of_blocks()[0]
+    """Choose a tile of kernel ``blocks`` by its waves; K split where that nearly makes a whole one.
+
+    A wave of 128 tokens a tile takes more than half as long as one of 256 (:data:`_SHORT_WAVE`).
+    """
     programs = -(-N // BLOCK_GROUP)
+
+    def time(tile: ScaledMmTile) -> float:
+        waves = -(-programs * -(-M // tile.block_m) // MULTIPROCESSORS)
+        return waves * (_SHORT_WAVE if tile.block_m == BLOCK_GROUP else 1.0)
+
+    tile = min(tiles_of_blocks(), key=time)
     for split_k in (4, 2) if M <= BLOCK_GROUP else ():
         split = replace(tile, split_k=split_k)
         full = _FULL_WAVE * MULTIPROCESSORS <= programs * split_k <= MULTIPROCESSORS

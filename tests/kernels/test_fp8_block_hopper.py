@@ -1,4 +1,4 @@
-"""Kernel ``blocks``, FP8 with 128 × 128 blocks of weights: its body on NumPy, and the GPU."""
+"""Kernels ``blocks``, FP8 with 128 × 128 blocks of weights: their bodies on NumPy, and the GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from taut_kernels import _launch, testing, testing_gluon, testing_gluon_hopper
 from taut_kernels.bench.scaled_mm_candidates import block_candidates
 from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
 from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
+from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch_block
 from taut_kernels.testing_scaled_mm import (
     EXTREMES,
@@ -27,24 +28,24 @@ needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="no CUDA device of sm_90",
 )
-DEEP, SHALLOW = (
-    ScaledMmTile("blocks", 128, 128, 128, 4, stages, group_m=group_m)
-    for stages, group_m in ((6, 3), (2, 1))
+DEEP, SHALLOW, TALL, SHALLOW_TALL = TILES = tuple(
+    ScaledMmTile("blocks", block_m, 128, 128, 4, stages, group_m=group_m)
+    for block_m, stages, group_m in ((128, 6, 3), (128, 2, 1), (256, 4, 3), (256, 2, 1))
 )
-TURNS, SHALLOW_TURNS = (replace(tile, kernel="block_turns") for tile in (DEEP, SHALLOW))
-TILES = (DEEP, SHALLOW, TURNS, SHALLOW_TURNS)
-SPLIT = (
-    *(replace(DEEP, split_k=split_k) for split_k in (2, 3, 8)),
-    *(replace(TURNS, split_k=split_k) for split_k in (2, 3)),
-)
+SPLIT = tuple(replace(DEEP, split_k=split_k) for split_k in (2, 3, 8))
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
 @pytest.fixture
-def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
-    kernel = testing_gluon.OnNumPy(fp8_block_hopper_kernel, testing_gluon_hopper.run)
-    monkeypatch.setattr(_fp8_block_hopper, "_blocks", _launch.Launcher(kernel))
-    return kernel
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> dict[int, testing_gluon.OnNumPy]:
+    """Let both kernels run on NumPy; return them by tokens a tile."""
+    kernels = {
+        tokens: testing_gluon.OnNumPy(kernel, testing_gluon_hopper.run)
+        for tokens, kernel in ((128, fp8_block_hopper_kernel), (256, fp8_block_tall_kernel))
+    }
+    for tokens, name in ((128, "_blocks"), (256, "_tall")):
+        monkeypatch.setattr(_fp8_block_hopper, name, _launch.Launcher(kernels[tokens]))
+    return kernels
 
 
 def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
@@ -65,11 +66,11 @@ def case_of(M: int, N: int, K: int, **options: Any) -> ScaledMmCase:
     [(333, 520, 400), (700, 264, 272), (129, 600, 128), (1, 8, 16), (300, 136, 640)],
 )
 def test_body_on_numpy_is_the_reference(
-    tile: ScaledMmTile, M: int, N: int, K: int, on_numpy: testing_gluon.OnNumPy
+    tile: ScaledMmTile, M: int, N: int, K: int, on_numpy: dict[int, testing_gluon.OnNumPy]
 ) -> None:
     case = case_of(M, N, K, with_bias=M % 2 == 1)
     assert case.why_wrong(run(tile, case)) is None
-    assert on_numpy.constants["num_warps"] == 4
+    assert on_numpy[tile.block_m].constants["num_warps"] == 4
 
 
 @pytest.mark.usefixtures("on_numpy")
@@ -87,10 +88,11 @@ def test_scales_of_tokens_may_lie_as_they_like() -> None:
     by_group = case.x_scale.t().contiguous().t()
     apart = torch.full((200, 9), torch.nan)[:, 1::2]
     apart.copy_(case.x_scale)
-    expected = run(DEEP, case)
-    for scales in (by_group, apart):
-        assert scales.stride() != case.x_scale.stride()
-        assert torch.equal(run(DEEP, replace(case, x_scale=scales)), expected)
+    for tile in (DEEP, TALL):
+        expected = run(tile, case)
+        for scales in (by_group, apart):
+            assert scales.stride() != case.x_scale.stride()
+            assert torch.equal(run(tile, replace(case, x_scale=scales)), expected)
 
 
 def test_tiles_are_for_blocks_alone_and_fit() -> None:
@@ -98,12 +100,15 @@ def test_tiles_are_for_blocks_alone_and_fit() -> None:
         assert why_not_for(tile, "fp8_block", 4096) is None
         assert "N % 8 == 0" in str(why_not_for(tile, "fp8_block", 4100))
         assert "fp8_block alone" in str(why_not_for(tile, "fp8_gemm", 4096))
-    with pytest.raises(ValueError, match="blocks needs block_m × block_n 128×128"):
+    with pytest.raises(ValueError, match="blocks needs block_m × block_n 256×128 or 128×128"):
         replace(DEEP, block_m=64)
     with pytest.raises(ValueError, match="has room for 6 stages of 128×128, got 7"):
         replace(DEEP, num_stages=7)
-    with pytest.raises(ValueError, match="turns needs split_k 1, got 2"):
-        replace(DEEP, kernel="turns", split_k=2)
+    with pytest.raises(ValueError, match="has room for 4 stages of 256×128, got 5"):
+        replace(TALL, num_stages=5)
+    for unsplit in (replace(DEEP, kernel="turns"), TALL):
+        with pytest.raises(ValueError, match=f"{unsplit.kernel} of .* needs split_k 1, got 2"):
+            replace(unsplit, split_k=2)
     assert "over 64 features, got 4160" in str(why_not_for(SPLIT[0], "fp8_block", 4160))
     assert why_not_for(SPLIT[0], "fp8_block", 4168) is None
     case = case_of(1, 256, 128)
@@ -170,7 +175,7 @@ def test_the_sums_of_an_h100() -> None:
 
 @gpu
 @needs_gpu
-@pytest.mark.parametrize(("tile", "M"), [(DEEP, 300), (SPLIT[0], 100)], ids=str)
+@pytest.mark.parametrize(("tile", "M"), [(DEEP, 300), (TALL, 300), (SPLIT[0], 100)], ids=str)
 def test_gpu_graph_replay_follows_the_operands(tile: ScaledMmTile, M: int) -> None:
     case = case_of(M, 328, 400, device="cuda")
     run(tile, case)

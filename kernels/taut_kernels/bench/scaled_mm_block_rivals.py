@@ -3,7 +3,9 @@
 Each is fed the same layer, its scales laid out before the clock starts as its own quantiser would
 have left them. The layouts, for x_scale [M, G] and weight_scale [N/128, G], G = ceil(K/128):
 
-- ours and vLLM's Triton kernel: both as they are, rows contiguous;
+- vLLM's Triton kernel: both as they are, rows contiguous;
+- ours: x_scale with strides (1, M), as CUTLASS has it (any strides do; those are read fastest), the
+  weights' as they are;
 - vLLM's CUTLASS: x_scale with strides (1, M), the weights' transposed; tokens as they are, since it
   swaps the operands where M is no multiple of 4 (vLLM pull request 44572, in 0.26);
 - DeepGEMM: x_scale with strides (1, M rounded up to 4), which its TMA loads need; the weights' as
@@ -31,8 +33,8 @@ from taut_kernels.bench.scaled_mm_rivals import (
     Call,
     Prepare,
     UnavailableError,
-    taut,
 )
+from taut_kernels.gemm._scaled_mm_launch import make_arrivals
 from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
 
 _TRITON = "vllm.model_executor.layers.quantization.utils.fp8_utils"
@@ -98,6 +100,20 @@ def _padded(x: torch.Tensor, M: int, rows: int) -> torch.Tensor:
 @lru_cache(maxsize=1)
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.to(OUT_DTYPE)
+
+
+def taut(layer: Layer, weight: torch.Tensor) -> Call:
+    """Our op, its scales as vLLM's quantisation lays them out for CUTLASS."""
+    arrivals = make_arrivals(weight.shape[0], weight.device)
+
+    def call(M: int) -> torch.Tensor:
+        x_scale = token_major(layer.x_scale, M, M)
+        y: torch.Tensor = torch.ops.taut.fp8_gemm(
+            layer.x[:M], weight, x_scale, layer.weight_scale, None, arrivals, OUT_DTYPE
+        )
+        return y
+
+    return call
 
 
 def cutlass(layer: Layer, weight: torch.Tensor) -> Call:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from taut_kernels.tiles_scaled_mm import (
+    BLOCK_GROUP,
     MULTIPROCESSORS,
     ScaledMmTile,
     rule,
@@ -194,7 +195,7 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
         if block_m <= M and (block_m, block_n, warps) != (128, 128, 4):
             yield from _splits(ScaledMmTile("ring", block_m, block_n, 128, warps, stages), N, K, M)
     for tile in tiles_of_blocks():
-        cuts = _splits(tile, N, K, M)
+        cuts = _splits(tile, N, K, M) if tile.block_m == BLOCK_GROUP else (tile,)
         yield from (cut for cut in cuts if why_not_for(cut, "fp8_block", N) is None)
 
 

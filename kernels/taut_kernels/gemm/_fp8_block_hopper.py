@@ -1,31 +1,44 @@
-"""Launches the kernel of sm_90 for FP8 products with 128 × 128 blocks of weights."""
+"""Launches the kernels of sm_90 for FP8 products with 128 × 128 blocks of weights."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from taut_kernels import _launch
+from taut_kernels._assembler import newest_ptxas
 from taut_kernels._descriptors import Describe
 from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
-from taut_kernels.gemm._scaled_mm_hopper import RESULT_LAYOUT, ROWS, STEP, operand
+from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
+from taut_kernels.gemm._scaled_mm_hopper import (
+    NARROW_RESULT_LAYOUT,
+    RESULT_LAYOUT,
+    ROWS,
+    STEP,
+    operand,
+)
 from taut_kernels.tiles_scaled_mm import BLOCK_GROUP, ScaledMmTile
 
 _blocks = _launch.Launcher(fp8_block_hopper_kernel)
+_tall = _launch.Launcher(fp8_block_tall_kernel, newest_ptxas)
 _RESULTS = Describe([ROWS, ROWS], RESULT_LAYOUT)
+_NARROW_RESULTS = Describe([ROWS, ROWS // 2], NARROW_RESULT_LAYOUT)
+
+
+def is_tall(tile: ScaledMmTile) -> bool:
+    """Say which of the two kernels a tile of ``blocks`` is of: a group's tokens are twice 64."""
+    return tile.block_m == 4 * ROWS
 
 
 def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
-    """Return the constants of the kernel.
+    """Return the constants of a tile's kernel.
 
     Args:
-        tile: ``kernel`` blocks or block_turns.
+        tile: ``kernel`` blocks.
     """
-    return {
-        "STAGES": tile.num_stages,
-        "GROUP_M": tile.group_m,
-        "SPLIT_K": tile.split_k,
-        "IN_TURNS": tile.kernel == "block_turns",
-    }
+    constants = {"STAGES": tile.num_stages, "GROUP_M": tile.group_m}
+    return constants if is_tall(tile) else constants | {"SPLIT_K": tile.split_k}
 
 
 def launch_blocks(
@@ -39,13 +52,13 @@ def launch_blocks(
     arrivals: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
-    """Run the kernel.
+    """Run a tile's kernel.
 
     Args:
-        tile: ``kernel`` blocks or block_turns.
+        tile: ``kernel`` blocks.
         x: [M, K] e4m3, M ≥ 1; rows 16-byte aligned.
         weight: [N, K] e4m3, N % 8 == 0; rows 16-byte aligned.
-        x_scale: [M, ceil(K/128)] fp32, any strides.
+        x_scale: [M, ceil(K/128)] fp32, any strides; read fastest where tokens are contiguous.
         weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
         bias: [N] or None.
         partial: the parts of sums, as many as ``tile.split_k`` a tile, or None for 1.
@@ -54,22 +67,26 @@ def launch_blocks(
     """
     (M, K), N = x.shape, weight.shape[0]
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // BLOCK_GROUP)
-    _blocks(
+    numbers: tuple[Any, ...] = (
+        operand(x, ROWS),
+        operand(weight, BLOCK_GROUP),
+        (_NARROW_RESULTS if is_tall(tile) else _RESULTS)(y, [M, N], [N, 1]),
+        M,
+        N,
+        -(-K // STEP),
+        tiles_m,
+        tiles_n,
+        x_scale.stride(0),
+        x_scale.stride(1),
+        weight_scale.stride(0),
+    )
+    pointers: tuple[torch.Tensor | None, ...] = (x_scale, weight_scale, bias)
+    if not is_tall(tile):
+        pointers += (partial, None if partial is None else arrivals)
+    (_tall if is_tall(tile) else _blocks)(
         (tile, y.dtype, bias is None),
         (min(tiles_m * tiles_n * tile.split_k, _launch.multiprocessors(x.device)), 1, 1),
-        (x_scale, weight_scale, bias, partial, None if partial is None else arrivals),
-        (
-            operand(x, ROWS),
-            operand(weight, BLOCK_GROUP),
-            _RESULTS(y, [M, N], [N, 1]),
-            M,
-            N,
-            -(-K // STEP),
-            tiles_m,
-            tiles_n,
-            x_scale.stride(0),
-            x_scale.stride(1),
-            weight_scale.stride(0),
-        ),
+        pointers,
+        numbers,
         lambda: (launch_constants(tile), {"num_warps": tile.num_warps}),
     )

@@ -4,9 +4,8 @@ As :mod:`taut_kernels.gemm._scaled_mm_hopper_jit`: a warp asks TMA for blocks of
 groups of four warps share a tile of 128 tokens, programs walk through tiles. But a step of K is one
 group of scales, so its product starts from zero and enters the sums in fp32 times both scales. A
 group has two products on their way: one is scaled while the other one multiplies. Where tiles are
-fewer than multiprocessors, several programs share one along K. In turns (``IN_TURNS``, not run on a
-card yet) the groups begin their products one after the other, so that they do not go in step, both
-scaling while nothing multiplies.
+fewer than multiprocessors, several programs share one along K. Of many tokens
+:mod:`taut_kernels.gemm._fp8_block_tall_jit` is faster.
 """
 
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,no-any-return"
@@ -52,27 +51,10 @@ def _scaled(ring, at, sums, product, token, weight, RUNNING: gl.constexpr):
 
 
 @gluon.jit
-def _take_turn(turns, turn, GROUP: gl.constexpr, IN_TURNS: gl.constexpr):
-    """Wait for a group's ``turn``-th turn; nobody gives the very first one."""
-    if IN_TURNS:
-        mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (1 - GROUP))
-
-
-@gluon.jit
-def _pass_turn(turns, GROUP: gl.constexpr, IN_TURNS: gl.constexpr):
-    """Let the other group's products queue up behind this one's."""
-    if IN_TURNS:
-        mbarrier.arrive(turns.index(1 - GROUP), count=1)
-
-
-@gluon.jit
 def _sums(
-    ring, turns, at, turn, steps, x_scales, stride_xsk, w_scales,
-    GROUP: gl.constexpr, SUMS: gl.constexpr, IN_TURNS: gl.constexpr,
+    ring, at, steps, x_scales, stride_xsk, w_scales, GROUP: gl.constexpr, SUMS: gl.constexpr
 ):  # fmt: skip
     """Return a group's scaled sums over ``steps`` blocks of K, the first of them the ``at``-th.
-
-    A pair of steps is a turn, the first of them the group's ``turn``-th.
 
     No product is on its way from one pair of steps to the next: ptxas copied it, and waited for
     that. Scales are asked for behind the products: ptxas multiplies a pair of them at once, and
@@ -81,25 +63,22 @@ def _sums(
     COLUMNS: gl.constexpr = ring[1].shape[1]
     sums = gl.zeros([64, COLUMNS], gl.float32, SUMS)
     for k in range(0, steps - 1, 2):
-        _take_turn(turns, turn + k // 2, GROUP, IN_TURNS)
         even = _begin(ring, at + k, GROUP, SUMS)
         odd = _begin(ring, at + k + 1, GROUP, SUMS)
-        _pass_turn(turns, GROUP, IN_TURNS)
         even_token, even_weight = gl.load(x_scales), gl.load(w_scales + k)
         odd_token, odd_weight = gl.load(x_scales + stride_xsk), gl.load(w_scales + k + 1)
         sums = _scaled(ring, at + k, sums, even, even_token, even_weight, 1)
         sums = _scaled(ring, at + k + 1, sums, odd, odd_token, odd_weight, 0)
         x_scales += 2 * stride_xsk
     for k in range(steps // 2 * 2, steps):  # the last step of an odd number
-        _take_turn(turns, turn + k // 2, GROUP, IN_TURNS)
         product = _begin(ring, at + k, GROUP, SUMS)
-        _pass_turn(turns, GROUP, IN_TURNS)
         sums = _scaled(ring, at + k, sums, product, gl.load(x_scales), gl.load(w_scales + k), 0)
     return sums
 
 
 @gluon.jit
-def _with_bias(sums, bias_ptr, first_n, N, COLUMNS: gl.constexpr, SUMS: gl.constexpr):
+def with_bias(sums, bias_ptr, first_n, N, COLUMNS: gl.constexpr, SUMS: gl.constexpr):
+    """Add the bias of some features, if there is one, to sums [rows, COLUMNS]."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if bias_ptr is not None:
         offs_n = first_n + gl.arange(0, COLUMNS, LINE)
@@ -119,8 +98,8 @@ def _share(item, tiles_m, tiles_n, steps, GROUP_M: gl.constexpr, SPLIT_K: gl.con
 
 @gluon.jit
 def _multiply(
-    ring, turns, out, pointers, strides, sizes,
-    GROUP: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr, IN_TURNS: gl.constexpr,
+    ring, out, pointers, strides, sizes,
+    GROUP: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     """Run a group that multiplies: its half of the tokens of every share of the program."""
     y, y_desc = out
@@ -128,7 +107,7 @@ def _multiply(
     M, N, steps, tiles_m, tiles_n = sizes
     COLUMNS: gl.constexpr = ring[1].shape[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    at, turn = 0, 0
+    at = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
         pid_m, pid_n, first, own = _share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
         first_m, first_n = (pid_m * 2 + GROUP) * 64, pid_n * COLUMNS
@@ -138,11 +117,8 @@ def _multiply(
         x_scales = x_scale_ptr + (token * strides[0] + first * strides[1])
         # A tile's features are one block of weights.
         w_scales = w_scale_ptr + (pid_n * strides[2] + first)
-        sums = _sums(
-            ring, turns, at, turn, own, x_scales, strides[1], w_scales, GROUP, SUMS, IN_TURNS
-        )
+        sums = _sums(ring, at, own, x_scales, strides[1], w_scales, GROUP, SUMS)
         at += own
-        turn += (own + 1) // 2
         finished = True
         if SPLIT_K > 1:
             half = item // SPLIT_K * 2 + GROUP
@@ -150,7 +126,7 @@ def _multiply(
                 sums, partial_ptr, arrivals_ptr, half, item % SPLIT_K, COLUMNS, SPLIT_K, SUMS
             )
         if finished:
-            values = _with_bias(sums, bias_ptr, first_n, N, COLUMNS, SUMS).to(y.dtype)
+            values = with_bias(sums, bias_ptr, first_n, N, COLUMNS, SUMS).to(y.dtype)
             store(y_desc, y, values, first_m, first_n, 64, COLUMNS, GROUP)
     tma.store_wait(0)
 
@@ -202,7 +178,6 @@ def fp8_block_hopper_kernel(
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     SPLIT_K: gl.constexpr,
-    IN_TURNS: gl.constexpr,
 ):
     COLUMNS: gl.constexpr = 128
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
@@ -210,7 +185,7 @@ def fp8_block_hopper_kernel(
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, 128], BYTES)
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], BYTES)
     y = gl.allocate_shared_memory(y_desc.dtype, [4, 64, 64], RESULTS)
-    full, empty, turns = barriers(STAGES, 1), barriers(STAGES, 2), barriers(2, 1)
+    full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
     hopper.fence_async_shared()
     ring, out = (a, b, full, empty), (y, y_desc)
     pointers = (x_scale_ptr, w_scale_ptr, bias_ptr, partial_ptr, arrivals_ptr)
@@ -218,14 +193,8 @@ def fp8_block_hopper_kernel(
     # 2 · 232 + 40 registers for 128 threads each are a multiprocessor's.
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (ring, turns, out, pointers, strides, sizes, 0, GROUP_M, SPLIT_K, IN_TURNS),
-            ),
-            (
-                _multiply,
-                (ring, turns, out, pointers, strides, sizes, 1, GROUP_M, SPLIT_K, IN_TURNS),
-            ),
+            (_multiply, (ring, out, pointers, strides, sizes, 0, GROUP_M, SPLIT_K)),
+            (_multiply, (ring, out, pointers, strides, sizes, 1, GROUP_M, SPLIT_K)),
             (_ask, (x_desc, w_desc, ring, sizes, GROUP_M, SPLIT_K)),
         ],
         [4, 1],

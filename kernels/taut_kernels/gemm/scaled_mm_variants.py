@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from taut_kernels import tiles_scaled_mm
+from taut_kernels._assembler import newest_ptxas
 from taut_kernels._variant import KernelVariant
 from taut_kernels.gemm import _fp8_block_hopper as blocks
 from taut_kernels.gemm import _scaled_mm_few as few
 from taut_kernels.gemm import _scaled_mm_hopper as hopper
 from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
+from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
@@ -32,8 +34,9 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
         for M in _RULE_TOKENS:
             yield tiles_scaled_mm.rule(op, N, K, M), K, targets
     searched = (*tiles_scaled_mm.tiles_of_parts(), *tiles_scaled_mm.tiles_of_few())
-    blocks_too = tiles_scaled_mm.tiles_of_blocks()
-    searched += (*blocks_too, *(dataclasses.replace(tile, split_k=2) for tile in blocks_too))
+    of_blocks = tiles_scaled_mm.tiles_of_blocks()
+    apart = (tile for tile in of_blocks if tile.block_m == tiles_scaled_mm.BLOCK_GROUP)
+    searched += (*of_blocks, *(dataclasses.replace(tile, split_k=2) for tile in apart))
     for tile in (*tiles_scaled_mm.FED_BY_TMA, *searched):
         if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
@@ -98,7 +101,7 @@ def variant(
     """
     if tile.kernel == "few":
         return _few_variant(op, tile, has_azp_adj, has_azp)
-    if tile.kernel in tiles_scaled_mm.BLOCK_KERNELS:
+    if tile.kernel == tiles_scaled_mm.BLOCKS:
         return _blocks_variant(op, tile)
     if tile.kernel != "ring":
         return _hopper_variant(op, tile, has_azp_adj, has_azp)
@@ -191,19 +194,26 @@ def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: boo
 
 
 def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
+    tall = blocks.is_tall(tile)
     constants = blocks.launch_constants(tile)
     pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
-    _add_parts(op, tile, pointers, constants)
+    if not tall:
+        _add_parts(op, tile, pointers, constants)
     element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
     rows = hopper.ROWS
+    width, result = (
+        (rows // 2, hopper.NARROW_RESULT_LAYOUT) if tall else (rows, hopper.RESULT_LAYOUT)
+    )
     descriptors = {
         "x_desc": f"{element}[{rows}, {hopper.STEP}],{layout!r}",
         "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
-        "y_desc": f"bf16[{rows}, {rows}],{hopper.RESULT_LAYOUT!r}",
+        "y_desc": f"bf16[{rows}, {width}],{result!r}",
     }
-    label = f"{op} {tile.kernel}"
-    kernel = fp8_block_hopper_kernel
+    label = f"{op} {tile.kernel}{' of 256 tokens' if tall else ''}"
+    kernel = fp8_block_tall_kernel if tall else fp8_block_hopper_kernel
     described = _persistent_variant(label, kernel, tile, pointers, constants, descriptors)
+    if tall:
+        return dataclasses.replace(described, assembler=newest_ptxas)
     spill = _PARTS_SPILL_BYTES if tile.split_k > 2 else 0
     return dataclasses.replace(described, allowed_spill_bytes=spill)
 
