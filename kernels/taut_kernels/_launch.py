@@ -270,7 +270,7 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, assembler: _assembler.Choice = nullcontext) -> None:
-        self.kernel, self._assembler = kernel, assembler
+        self.kernel, self.assembler = kernel, assembler
         self._forms: dict[Hashable, Form] = {}
 
     def __call__(
@@ -308,5 +308,5 @@ class Launcher:
         """
         found = self._forms.get((device, key))
         if found is None:
-            found = self._forms[device, key] = Form(self.kernel, device, self._assembler)
+            found = self._forms[device, key] = Form(self.kernel, device, self.assembler)
         return found

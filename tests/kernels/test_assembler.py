@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 from triton import knobs
 
-from taut_kernels import _assembler, _launch, aot, testing_gluon, testing_gluon_hopper
+from taut_kernels import (
+    _assembler,
+    _launch,
+    aot,
+    testing_gluon,
+    testing_gluon_hopper,
+    tiles_scaled_mm,
+)
 from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
 from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch_block
@@ -79,6 +86,8 @@ def test_variants_are_compiled_by_what_their_launcher_takes() -> None:
     }
     assert chosen[256] is _assembler.newest_ptxas
     assert chosen[128] is not _assembler.newest_ptxas
+    for tile in tiles_scaled_mm.tiles_of_blocks():
+        assert chosen[tile.block_m] is _fp8_block_hopper.launcher(tile).assembler
     entered = []
 
     @contextmanager

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from taut_kernels import _launch
 from taut_kernels._assembler import newest_ptxas
-from taut_kernels._descriptors import Describe
 from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
 from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
-from taut_kernels.gemm._scaled_mm_hopper import (
-    NARROW_RESULT_LAYOUT,
-    RESULT_LAYOUT,
-    ROWS,
-    STEP,
-    operand,
-)
+from taut_kernels.gemm._scaled_mm_hopper import ROWS, STEP, operand, results
 from taut_kernels.tiles_scaled_mm import BLOCK_GROUP, ScaledMmTile
 
 _blocks = _launch.Launcher(fp8_block_hopper_kernel)
 _tall = _launch.Launcher(fp8_block_tall_kernel, newest_ptxas)
-_RESULTS = Describe([ROWS, ROWS], RESULT_LAYOUT)
-_NARROW_RESULTS = Describe([ROWS, ROWS // 2], NARROW_RESULT_LAYOUT)
 
 
 def is_tall(tile: ScaledMmTile) -> bool:
     """Say which of the two kernels a tile of ``blocks`` is of: a group's tokens are twice 64."""
     return tile.block_m == 4 * ROWS
+
+
+def launcher(tile: ScaledMmTile) -> _launch.Launcher:
+    """Return what launches a tile of ``blocks``, with its kernel and its assembler."""
+    return _tall if is_tall(tile) else _blocks
 
 
 def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
@@ -67,26 +61,23 @@ def launch_blocks(
     """
     (M, K), N = x.shape, weight.shape[0]
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // BLOCK_GROUP)
-    numbers: tuple[Any, ...] = (
-        operand(x, ROWS),
-        operand(weight, BLOCK_GROUP),
-        (_NARROW_RESULTS if is_tall(tile) else _RESULTS)(y, [M, N], [N, 1]),
-        M,
-        N,
-        -(-K // STEP),
-        tiles_m,
-        tiles_n,
-        x_scale.stride(0),
-        x_scale.stride(1),
-        weight_scale.stride(0),
-    )
-    pointers: tuple[torch.Tensor | None, ...] = (x_scale, weight_scale, bias)
-    if not is_tall(tile):
-        pointers += (partial, None if partial is None else arrivals)
-    (_tall if is_tall(tile) else _blocks)(
+    parts = () if is_tall(tile) else (partial, None if partial is None else arrivals)
+    launcher(tile)(
         (tile, y.dtype, bias is None),
         (min(tiles_m * tiles_n * tile.split_k, _launch.multiprocessors(x.device)), 1, 1),
-        pointers,
-        numbers,
+        (x_scale, weight_scale, bias, *parts),
+        (
+            operand(x, ROWS),
+            operand(weight, BLOCK_GROUP),
+            results(tile)(y, [M, N], [N, 1]),
+            M,
+            N,
+            -(-K // STEP),
+            tiles_m,
+            tiles_n,
+            x_scale.stride(0),
+            x_scale.stride(1),
+            weight_scale.stride(0),
+        ),
         lambda: (launch_constants(tile), {"num_warps": tile.num_warps}),
     )

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from taut_kernels.attention._hopper_tile_jit import barriers, load_block
 from taut_kernels.gemm._scaled_mm_hopper_jit import place
-from taut_kernels.gemm._scaled_mm_hopper_store_jit import store
+from taut_kernels.gemm._scaled_mm_hopper_store_jit import store, with_bias
 from taut_kernels.gemm._scaled_mm_parts_jit import add_parts
 
 
@@ -73,17 +73,6 @@ def _sums(
     for k in range(steps // 2 * 2, steps):  # the last step of an odd number
         product = _begin(ring, at + k, GROUP, SUMS)
         sums = _scaled(ring, at + k, sums, product, gl.load(x_scales), gl.load(w_scales + k), 0)
-    return sums
-
-
-@gluon.jit
-def with_bias(sums, bias_ptr, first_n, N, COLUMNS: gl.constexpr, SUMS: gl.constexpr):
-    """Add the bias of some features, if there is one, to sums [rows, COLUMNS]."""
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    if bias_ptr is not None:
-        offs_n = first_n + gl.arange(0, COLUMNS, LINE)
-        bias = gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
-        sums += gl.expand_dims(gl.convert_layout(bias, gl.SliceLayout(0, SUMS)), 0)
     return sums
 
 

@@ -24,9 +24,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from taut_kernels.attention._hopper_tile_jit import barriers, load_block
-from taut_kernels.gemm._fp8_block_hopper_jit import with_bias
 from taut_kernels.gemm._scaled_mm_hopper_jit import place
-from taut_kernels.gemm._scaled_mm_hopper_store_jit import store
+from taut_kernels.gemm._scaled_mm_hopper_store_jit import store, with_bias
 
 
 @gluon.jit

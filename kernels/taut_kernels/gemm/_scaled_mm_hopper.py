@@ -40,8 +40,11 @@ def columns_of_blocks(tile: ScaledMmTile) -> tuple[int, int]:
 
 
 def result_layout(tile: ScaledMmTile) -> tuple[int, gl.NVMMASharedLayout]:
-    """Return the columns of a block that TMA stores, and its layout."""
-    if columns_of_blocks(tile)[1]:
+    """Return the columns of a block that TMA stores, and its layout.
+
+    Narrow ones for tiles of two parts, and where the ring leaves no room for others.
+    """
+    if columns_of_blocks(tile)[1] or tile.block_m == 4 * ROWS:
         return ROWS // 2, NARROW_RESULT_LAYOUT
     return ROWS, RESULT_LAYOUT
 
@@ -64,7 +67,8 @@ def _blocks(rows: int) -> Describe:
 
 
 @cache
-def _results(tile: ScaledMmTile) -> Describe:
+def results(tile: ScaledMmTile) -> Describe:
+    """Return what describes the results in the blocks TMA stores."""
     width, layout = result_layout(tile)
     return Describe([rows_of_block(tile), width], layout)
 
@@ -121,7 +125,7 @@ def launch_hopper(
             operand(x, rows),
             operand(weight, columns),
             more,
-            _results(tile)(y, [M, N], [N, 1]),
+            results(tile)(y, [M, N], [N, 1]),
             M,
             N,
             -(-K // STEP),

@@ -65,6 +65,17 @@ def scaled(acc, pointers, found, SUMS: gl.constexpr):
 
 
 @gluon.jit
+def with_bias(sums, bias_ptr, first_n, N, COLUMNS: gl.constexpr, SUMS: gl.constexpr):
+    """Add the bias of some features, if there is one, to sums [rows, COLUMNS] that are scaled."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if bias_ptr is not None:
+        offs_n = first_n + gl.arange(0, COLUMNS, LINE)
+        bias = gl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
+        sums += _columns(bias, SUMS)
+    return sums
+
+
+@gluon.jit
 def _halves(values, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Return the left and the right columns of some rows: registers get other names, no more."""
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels._assembler import newest_ptxas
 from taut_kernels._variant import KernelVariant
 from taut_kernels.gemm import _fp8_block_hopper as blocks
 from taut_kernels.gemm import _scaled_mm_few as few
 from taut_kernels.gemm import _scaled_mm_hopper as hopper
-from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
-from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
@@ -201,21 +198,17 @@ def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
         _add_parts(op, tile, pointers, constants)
     element, layout = ELEMENT[op], hopper.OPERAND_LAYOUT
     rows = hopper.ROWS
-    width, result = (
-        (rows // 2, hopper.NARROW_RESULT_LAYOUT) if tall else (rows, hopper.RESULT_LAYOUT)
-    )
+    width, result = hopper.result_layout(tile)
     descriptors = {
         "x_desc": f"{element}[{rows}, {hopper.STEP}],{layout!r}",
         "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
         "y_desc": f"bf16[{rows}, {width}],{result!r}",
     }
     label = f"{op} {tile.kernel}{' of 256 tokens' if tall else ''}"
-    kernel = fp8_block_tall_kernel if tall else fp8_block_hopper_kernel
-    described = _persistent_variant(label, kernel, tile, pointers, constants, descriptors)
-    if tall:
-        return dataclasses.replace(described, assembler=newest_ptxas)
+    launcher = blocks.launcher(tile)
+    described = _persistent_variant(label, launcher.kernel, tile, pointers, constants, descriptors)
     spill = _PARTS_SPILL_BYTES if tile.split_k > 2 else 0
-    return dataclasses.replace(described, allowed_spill_bytes=spill)
+    return dataclasses.replace(described, allowed_spill_bytes=spill, assembler=launcher.assembler)
 
 
 def _persistent_variant(
