@@ -1,7 +1,8 @@
 """Runs a Gluon kernel of Hopper on NumPy: TMA, `wgmma`, barriers, partitions of warps as threads.
 
 Extends :mod:`taut_kernels.testing_gluon`. Everything asynchronous happens as late as it may: a
-block of TMA lands when somebody waits for its barrier (until then its place holds NaN), a product
+block of TMA lands when somebody waits for its barrier (until then its place holds NaN), so does
+what a warp copies by `cp.async` for a barrier; a product
 is computed, from what shared memory holds then, when it is waited for, and so is a block stored. So
 a missing wait, a place given back too early and a wrong phase show as wrong results, and a barrier
 that nobody completes as a deadlock. Layouts, registers and fences have no meaning here.
@@ -21,10 +22,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from taut_kernels import testing_gluon
 from taut_kernels.testing_gluon import Layout
-from taut_kernels.testing_gluon_memory import POISON, Pointer, Shared, block, floats, rounded
+from taut_kernels.testing_gluon_memory import POISON, Pointer, Shared, block, floats, load, rounded
 
 PATIENCE = 10.0
 """Seconds a partition waits before the kernel counts as deadlocked."""
+_LANES = 32
 _LOCK = threading.Condition()
 _BYTE_KINDS: dict[torch.dtype, Any] = {torch.int8: np.int8, torch.float8_e4m3fn: "e4m3"}
 """Types of one byte, which are read only; their values are kept as fp32."""
@@ -83,7 +85,7 @@ class Descriptor:
 
 
 class Barrier:
-    """An `mbarrier`: a phase ends when all have arrived and all bytes have landed."""
+    """An `mbarrier`: a phase ends when all have arrived, and all bytes and copies have landed."""
 
     def __init__(self) -> None:
         self.count = self.missing = self.bytes = self.phase = 0
@@ -110,7 +112,7 @@ class Barrier:
                     raise RuntimeError("deadlock: nobody completes a barrier")
 
     def _advance(self) -> None:
-        if self.missing == 0 and self.bytes == 0:
+        if self.missing == 0 and self.bytes == 0 and not self.blocks:
             self.phase += 1
             self.missing = self.count
             _LOCK.notify_all()
@@ -157,6 +159,25 @@ def load_block(descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared)
         _LOCK.notify_all()
 
 
+def _copy(place: Shared, source: Pointer) -> None:
+    """Stand in for `cp.async`."""
+    values = load(source)
+    assert place.memory.shape == values.shape
+    with _LOCK:
+        place.memory[...] = _poison(place.dtype)
+    _copies().append((place, values, 0))
+
+
+def _arrive_with_copies(barrier: Barrier, increment_count: bool) -> None:
+    """Let each lane of a warp arrive at a barrier with its copies so far."""
+    assert not increment_count
+    with _LOCK:
+        barrier.blocks.extend(_copies())
+        _copies().clear()
+        barrier.arrive(_LANES)
+        _LOCK.notify_all()
+
+
 def store_block(descriptor: Descriptor, at: Any, place: Shared) -> None:
     """Stand in for TMA's store of a block."""
     assert place.memory.shape == descriptor.shape
@@ -193,6 +214,13 @@ def _stores() -> list[tuple[Descriptor, tuple[int, ...], Shared]]:
     if not hasattr(_running, "stores"):
         _running.stores = []
     found: list[tuple[Descriptor, tuple[int, ...], Shared]] = _running.stores
+    return found
+
+
+def _copies() -> list[tuple[Shared, Any, int]]:
+    if not hasattr(_running, "copies"):
+        _running.copies = []
+    found: list[tuple[Shared, Any, int]] = _running.copies
     return found
 
 
@@ -238,6 +266,7 @@ def _partitions(functions: Any, _warps: Any, _registers: Any) -> None:
                 function(*arguments)
             assert not _queue(), "a partition ends with products under way"
             assert not _stores(), "a partition ends with stores under way"
+            assert not _copies(), "a partition ends with copies that no barrier waits for"
         except BaseException as error:  # handed to the thread that waits for all of them
             failures.append(error)
 
@@ -308,6 +337,8 @@ def _stand_ins() -> dict[str, Any]:
         wait=lambda barrier, parity: barrier.wait(parity),
     )
     return {
+        "_copy": _copy,
+        "async_copy": types.SimpleNamespace(mbarrier_arrive=_arrive_with_copies),
         "barrier": lambda: None,
         "hopper": hopper,
         "load_block": load_block,

@@ -73,7 +73,7 @@ class ScaledMmTile:
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
         split_k: programs along K, 1..32, ``ring``, ``blocks`` of 128 tokens, and ``few`` with 64
-            features, only; only where one token tile holds every M.
+            features, only; only up to :func:`most_shared_tokens`.
         group_m: token tiles of a group, ``hopper``, ``turns`` and ``blocks`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
             on sm_90 only.
@@ -198,6 +198,11 @@ def tiles_of_blocks() -> list[ScaledMmTile]:
     ]
 
 
+def most_shared_tokens(tile: ScaledMmTile) -> int:
+    """Return the most tokens whose tiles programs may share: those of one, of ``blocks`` two."""
+    return tile.block_m * (2 if tile.kernel == BLOCKS else 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """The tile for up to ``max_m`` tokens (None: any number) and whether `prefer` takes it."""
@@ -295,8 +300,9 @@ def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], B
     if not row["M"] or len({len(row[key]) for key in ("M", "us", "vllm_us", "rival_us")}) > 1:
         raise ValueError(f"{where}: M and the figures must be of one length, at least 1")
     tile = ScaledMmTile(**row["tile"])
-    if tile.split_k > 1 and (row["max_m"] is None or row["max_m"] > tile.block_m):
-        raise ValueError(f"{where}: split_k needs block_m ≥ max_m, got {tile} at {row['max_m']}")
+    most = most_shared_tokens(tile)
+    if tile.split_k > 1 and (row["max_m"] is None or row["max_m"] > most):
+        raise ValueError(f"{where}: split_k needs max_m ≤ {most}, got {tile} at {row['max_m']}")
     if reason := why_not_for(tile, row["op"], row["N"]):
         raise ValueError(f"{where}: {reason}")
     bucket = Bucket(row["max_m"], tile, _is_faster(row) and tile.kernel in SERVED)
@@ -434,20 +440,25 @@ def _rule_of_many_blocks(N: int, M: int) -> ScaledMmTile:
     """Choose a tile of kernel ``blocks`` by its waves; K split where that nearly makes a whole one.
 
     A wave of 128 tokens a tile takes more than half as long as one of 256 (:data:`_SHORT_WAVE`).
+    Where four programs a tile would make a wave, two do better (H100, 2026-11-26).
     """
-    programs = -(-N // BLOCK_GROUP)
+
+    def tiles(tile: ScaledMmTile) -> int:
+        return -(-N // BLOCK_GROUP) * -(-M // tile.block_m)
 
     def time(tile: ScaledMmTile) -> float:
-        waves = -(-programs * -(-M // tile.block_m) // MULTIPROCESSORS)
+        waves = -(-tiles(tile) // MULTIPROCESSORS)
         return waves * (_SHORT_WAVE if tile.block_m == BLOCK_GROUP else 1.0)
 
-    tile = min(tiles_of_blocks(), key=time)
-    for split_k in (4, 2) if M <= BLOCK_GROUP else ():
-        split = replace(tile, split_k=split_k)
-        full = _FULL_WAVE * MULTIPROCESSORS <= programs * split_k <= MULTIPROCESSORS
-        if full and why_not_for(split, "fp8_block", N) is None:
-            return split
-    return tile
+    best = min(tiles_of_blocks(), key=time)
+    if best.block_m != BLOCK_GROUP or most_shared_tokens(best) < M:
+        return best
+    full = any(
+        _FULL_WAVE * MULTIPROCESSORS <= tiles(best) * split_k <= MULTIPROCESSORS
+        for split_k in (2, 4)
+    )
+    split = replace(best, split_k=2)
+    return split if full and why_not_for(split, "fp8_block", N) is None else best
 
 
 def _rule_of_few(N: int, K: int, M: int) -> ScaledMmTile:

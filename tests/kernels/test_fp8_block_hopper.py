@@ -75,7 +75,9 @@ def test_body_on_numpy_is_the_reference(
 
 @pytest.mark.usefixtures("on_numpy")
 @pytest.mark.parametrize("tile", SPLIT, ids=str)
-@pytest.mark.parametrize(("M", "N", "K"), [(128, 512, 1408), (77, 344, 400), (1, 256, 128)])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(128, 512, 1408), (77, 344, 400), (1, 256, 128), (200, 384, 640)]
+)
 def test_programs_that_share_a_tile_on_numpy(tile: ScaledMmTile, M: int, N: int, K: int) -> None:
     """Steps of K need be no multiple of the programs that share them, nor be as many."""
     case = case_of(M, N, K, with_bias=M == 77)
@@ -147,7 +149,7 @@ def test_gpu_matches_the_reference(tile: ScaledMmTile) -> None:
 @needs_gpu
 @pytest.mark.parametrize("tile", SPLIT, ids=str)
 def test_gpu_programs_that_share_a_tile(tile: ScaledMmTile) -> None:
-    for M, N, K in ((128, 4096, 4096), (77, 1104, 2064), (1, 256, 128)):
+    for M, N, K in ((128, 4096, 4096), (77, 1104, 2064), (1, 256, 128), (256, 4096, 14336)):
         case = case_of(M, N, K, with_bias=M == 77, device="cuda")
         actual = run(tile, case)
         assert case.why_wrong(actual) is None

@@ -171,8 +171,8 @@ BAD_FOR_BOTH = [
     ({"bias": torch.zeros(40)}, "bias must be torch.float16"),
     ({"bias": torch.zeros(39, dtype=HALF)}, "bias must have 40 elements"),
     ({"bias": torch.zeros(40, dtype=HALF, device="meta")}, "bias must be on cpu, got meta"),
-    ({"arrivals": torch.zeros(2, dtype=I32)}, "arrivals must have 1 elements"),
-    ({"arrivals": torch.zeros(1)}, "arrivals must be torch.int32"),
+    ({"arrivals": torch.zeros(1, dtype=I32)}, "arrivals must have 2 elements"),
+    ({"arrivals": torch.zeros(2)}, "arrivals must be torch.int32"),
     ({"out_dtype": torch.float32}, "out_dtype must be torch.bfloat16 or torch.float16"),
 ]
 BAD_ZERO_POINTS = [

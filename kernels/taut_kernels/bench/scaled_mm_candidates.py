@@ -10,6 +10,7 @@ from taut_kernels.tiles_scaled_mm import (
     BLOCK_GROUP,
     MULTIPROCESSORS,
     ScaledMmTile,
+    most_shared_tokens,
     rule,
     tiles_of_blocks,
     tiles_of_few,
@@ -98,7 +99,8 @@ def _splits(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile
     """Yield a tile with K split while one holds the tokens and two waves the programs."""
     programs = -(-N // tile.block_n) * -(-M // tile.block_m)
     for split in (1, 2, 4):
-        if split > 1 and (tile.block_m < M or programs * split > 2 * MULTIPROCESSORS):
+        shared = most_shared_tokens(tile) >= M and programs * split <= 2 * MULTIPROCESSORS
+        if split > 1 and not shared:
             continue
         if K % (tile.block_k * split) == 0:
             yield dataclasses.replace(tile, split_k=split)

@@ -75,7 +75,8 @@ def _cuts(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
         yield from cuts_of_few(tile, N, K, M)
         return
     if tile.kernel != "ring":
-        if M > 64:
+        shared = tile.split_k == 1 or tiles_scaled_mm.most_shared_tokens(tile) >= M
+        if M > 64 and shared:
             yield tile
         return
     if M <= 64 and tile.block_m != max(16, M):

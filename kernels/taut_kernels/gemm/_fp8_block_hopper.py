@@ -11,7 +11,7 @@ from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_hopper import ROWS, STEP, operand, results
 from taut_kernels.tiles_scaled_mm import BLOCK_GROUP, ScaledMmTile
 
-_blocks = _launch.Launcher(fp8_block_hopper_kernel)
+_blocks = _launch.Launcher(fp8_block_hopper_kernel, newest_ptxas)
 _tall = _launch.Launcher(fp8_block_tall_kernel, newest_ptxas)
 
 

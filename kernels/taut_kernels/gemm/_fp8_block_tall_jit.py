@@ -2,16 +2,8 @@
 
 As :mod:`taut_kernels.gemm._fp8_block_hopper_jit`, but a group of four warps has twice 64 tokens, so
 that a quarter less comes from L2, and one product under way: while it scales, the other multiplies.
-The warp that asks for blocks multiplies both scales, too, and lays the factors beside the blocks:
-whoever multiplies blocks waits for no load.
-
-What the compilers do decides the time (H100, Triton 3.6, 2026-11-25; README, "Measured facts"):
-
-- LLVM puts a product's scaling behind the last wait there is, past the next product, and sums end
-  in local memory. A wait for nothing that names the sums (:func:`_add`) keeps it where it stands.
-- ``use_acc`` is false in every call, yet no constant: with a constant each product gets registers
-  of its own, and those of the one before are taken, too.
-- `ptxas` has to be 12.9 or newer (:mod:`taut_kernels._assembler`).
+The warp that asks for blocks loads the scales, too, multiplies them and lays the factors beside the
+blocks: a multiplication less for those who have no registers left.
 """
 
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,no-any-return"
@@ -23,53 +15,49 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from taut_kernels.attention._hopper_tile_jit import barriers, load_block
+from taut_kernels.attention._hopper_tile_jit import barriers
+from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, landed
 from taut_kernels.gemm._scaled_mm_hopper_jit import place
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import store, with_bias
 
 
 @gluon.jit
-def _begin(ring, slot, product, never, QUARTER: gl.constexpr):
-    """Begin a product of a quarter of a tile's tokens in the registers of a former one."""
-    columns = ring[1].index(slot).permute([1, 0])
-    return hopper.warpgroup_mma(
-        ring[0].index(slot * 4 + QUARTER), columns, product, use_acc=never, is_async=True
-    )
-
-
-@gluon.jit
-def _factors(ring, slot, QUARTER: gl.constexpr, SUMS: gl.constexpr):
-    return ring[2].index(slot).slice(QUARTER * 64, 64).load(gl.SliceLayout(1, SUMS))
-
-
-@gluon.jit
-def _add(sums, product, factors):
-    """Add a finished product times its tokens' factors; here, and not behind the next wait."""
-    sums += product * gl.expand_dims(factors, 1)
-    return hopper.warpgroup_mma_wait(0, deps=[sums])
+def _factors(ring, slot, PART: gl.constexpr, SUMS: gl.constexpr):
+    return ring[2].index(slot).slice(PART * 64, 64).load(gl.SliceLayout(1, SUMS))
 
 
 @gluon.jit
 def _sums(ring, at, steps, never, GROUP: gl.constexpr, SUMS: gl.constexpr):
-    """Return both halves of a group's scaled sums over K, whose first blocks are the ``at``-th."""
+    """Return both halves of a group's scaled sums over K, whose first blocks are the ``at``-th.
+
+    What the next step needs is waited for and read behind the second product.
+    """
     COLUMNS: gl.constexpr = ring[1].shape[1]
-    STAGES: gl.constexpr = ring[1].shape[0]
     UPPER: gl.constexpr = GROUP * 2
     LOWER: gl.constexpr = GROUP * 2 + 1
     upper = gl.zeros([64, COLUMNS], gl.float32, SUMS)
     lower = gl.zeros([64, COLUMNS], gl.float32, SUMS)
     product = gl.zeros([64, COLUMNS], gl.float32, SUMS)
+    slot = landed(ring, at)
+    above, below = _factors(ring, slot, UPPER, SUMS), _factors(ring, slot, LOWER, SUMS)
     for k in range(steps):
-        slot = (at + k) % STAGES
-        mbarrier.wait(ring[3].index(slot), ((at + k) // STAGES) & 1)
-        product = _begin(ring, slot, product, never, UPPER)
-        above, below = _factors(ring, slot, UPPER, SUMS), _factors(ring, slot, LOWER, SUMS)
-        product, above, below = hopper.warpgroup_mma_wait(0, deps=[product, above, below])
-        upper = _add(upper, product, above)
-        product = _begin(ring, slot, product, never, LOWER)
+        # The second group's first product of all comes behind one of the first group's, so that
+        # they take turns. Asked once outside of the loop that gains nothing (H100, 2026-11-26: 1 %
+        # in here; why is not known).
+        if GROUP == 1 and at + k == 0:
+            mbarrier.wait(ring[5].index(0), 0)
+        product = begin(ring, slot, product, never, UPPER)
         product = hopper.warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(ring[4].index(slot), count=1)
-        lower = _add(lower, product, below)
+        if GROUP == 0:
+            mbarrier.arrive(ring[5].index(0), count=1, pred=at + k == 0)
+        upper = add(upper, product, above, 0)
+        product = begin(ring, slot, product, never, LOWER)
+        slot = landed(ring, at + gl.minimum(k + 1, steps - 1))
+        above, following = _factors(ring, slot, UPPER, SUMS), _factors(ring, slot, LOWER, SUMS)
+        product, above, following = hopper.warpgroup_mma_wait(0, deps=[product, above, following])
+        give_back(ring, at + k)
+        lower = add(lower, product, below, 0)
+        below = following
     return upper, lower
 
 
@@ -94,41 +82,55 @@ def _multiply(ring, out, bias_ptr, sizes, GROUP: gl.constexpr, GROUP_M: gl.const
 
 
 @gluon.jit
-def _ask(x_desc, w_desc, ring, scales, strides, M, sizes, GROUP_M: gl.constexpr):
-    """Run the warp that asks for blocks of both operands and multiplies their scales."""
-    a, b, factors, full, empty = ring
+def _put(ring, slot, at, x_scale, w_scale):
+    """Lay the factors of the ring's ``at``-th blocks beside them."""
+    STAGES: gl.constexpr = ring[1].shape[0]
+    # It is over at once: without it ptxas multiplies first, and blocks wait for scales.
+    mbarrier.wait(ring[4].index(slot), ((at // STAGES) & 1) ^ 1)
+    ring[2].index(slot).store(gl.reshape(x_scale * w_scale, [256]))
+    mbarrier.arrive(ring[3].index(slot), count=1)
+
+
+@gluon.jit
+def _feed(x_desc, w_desc, ring, scales, strides, M, sizes, GROUP_M: gl.constexpr):
+    """Run the warp that asks for blocks of both operands and multiplies their scales.
+
+    Even and odd steps have scales of their own, loaded two steps ahead. In one set of registers
+    that follow each other, a load would be waited for a step behind it.
+    """
     x_scale_ptr, w_scale_ptr = scales
     stride_xsm, stride_xsk, stride_wsn = strides
     _, steps, tiles_m, tiles_n = sizes
-    STAGES: gl.constexpr = b.shape[0]
-    COLUMNS: gl.constexpr = b.shape[1]
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    # A tile's tokens as [8, 32]: a lane has one of each row, and its own copy of a weights' scale.
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
+    rows = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, LANES)), 1) * 32
+    lanes = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LANES)), 0)
+    # All 0, which the compiler cannot know: one scale for all lanes it moves to a uniform register,
+    # and waits for its load there, every step.
+    same = lanes * gl.where(M < 0, 1, 0)
     at, last = 0, steps - 1
     for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pid_m, pid_n = place(item, tiles_m, tiles_n, GROUP_M)
         # Tokens beyond M are never stored: no mask. A tile's features are one block of weights.
-        token = gl.minimum(pid_m * 256 + gl.arange(0, 256, LINE), M - 1).to(gl.int64)
-        x_scales, w_scales = x_scale_ptr + token * stride_xsm, w_scale_ptr + pid_n * stride_wsn
-        x_scale, w_scale = gl.load(x_scales), gl.load(w_scales)
+        token = gl.minimum(pid_m * 256 + rows + lanes, M - 1).to(gl.int64)
+        x_scales = x_scale_ptr + token * stride_xsm
+        w_scales = w_scale_ptr + (pid_n * stride_wsn + same)
         second = gl.minimum(1, last)
-        next_x, next_w = gl.load(x_scales + second * stride_xsk), gl.load(w_scales + second)
-        for k in range(steps):
-            slot = at % STAGES
-            landed, room, phase = full.index(slot), empty.index(slot), ((at // STAGES) & 1) ^ 1
-            mbarrier.wait(room, phase)
-            mbarrier.expect(landed, (256 + COLUMNS) * 128)
-            for quarter in gl.static_range(4):
-                first = [(pid_m * 4 + quarter) * 64, k * 128]
-                load_block(x_desc, first, landed, a.index(slot * 4 + quarter))
-            load_block(w_desc, [pid_n * COLUMNS, k * 128], landed, b.index(slot))
-            # It is over at once: without it ptxas multiplies first, and blocks wait for scales.
-            mbarrier.wait(room, phase)
-            factors.index(slot).store(x_scale * w_scale)
-            mbarrier.arrive(landed, count=1)
-            x_scale, w_scale = next_x, next_w
+        even_x, even_w = gl.load(x_scales), gl.load(w_scales)
+        odd_x, odd_w = gl.load(x_scales + second * stride_xsk), gl.load(w_scales + second)
+        for k in range(0, last, 2):
+            slot = ask(x_desc, w_desc, ring, pid_m, pid_n, at + k, k)
+            _put(ring, slot, at + k, even_x, even_w)
             third = gl.minimum(k + 2, last)
-            next_x, next_w = gl.load(x_scales + third * stride_xsk), gl.load(w_scales + third)
-            at += 1
+            even_x, even_w = gl.load(x_scales + third * stride_xsk), gl.load(w_scales + third)
+            slot = ask(x_desc, w_desc, ring, pid_m, pid_n, at + k + 1, k + 1)
+            _put(ring, slot, at + k + 1, odd_x, odd_w)
+            fourth = gl.minimum(k + 3, last)
+            odd_x, odd_w = gl.load(x_scales + fourth * stride_xsk), gl.load(w_scales + fourth)
+        if steps % 2 == 1:
+            slot = ask(x_desc, w_desc, ring, pid_m, pid_n, at + last, last)
+            _put(ring, slot, at + last, even_x, even_w)
+        at += steps
 
 
 @gluon.jit(
@@ -163,9 +165,9 @@ def fp8_block_tall_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [STAGES, 256], LINE)
     y = gl.allocate_shared_memory(y_desc.dtype, [4, 64, 32], RESULTS)
     # Blocks and factors come apart; both groups give them back.
-    full, empty = barriers(STAGES, 2), barriers(STAGES, 2)
+    full, empty, behind = barriers(STAGES, 2), barriers(STAGES, 2), barriers(1, 1)
     hopper.fence_async_shared()
-    ring, out = (a, b, factors, full, empty), (y, y_desc)
+    ring, out = (a, b, factors, full, empty, behind), (y, y_desc)
     sizes = (N, steps, tiles_m, tiles_n)
     scales, strides = (x_scale_ptr, w_scale_ptr), (stride_xsm, stride_xsk, stride_wsn)
     # 2 · 216 + 72 registers for 128 threads each are a multiprocessor's.
@@ -173,7 +175,7 @@ def fp8_block_tall_kernel(
         [
             (_multiply, (ring, out, bias_ptr, sizes, 0, GROUP_M)),
             (_multiply, (ring, out, bias_ptr, sizes, 1, GROUP_M)),
-            (_ask, (x_desc, w_desc, ring, scales, strides, M, sizes, GROUP_M)),
+            (_feed, (x_desc, w_desc, ring, scales, strides, M, sizes, GROUP_M)),
         ],
         [4, 1],
         [216, 72],

@@ -13,7 +13,7 @@ from taut_kernels import _launch
 from taut_kernels._descriptors import Describe
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm import BLOCKS, ScaledMmTile
 
 ROWS = 64
 """Tokens a group of warps multiplies where both share a tile; columns of a block TMA stores."""
@@ -44,7 +44,7 @@ def result_layout(tile: ScaledMmTile) -> tuple[int, gl.NVMMASharedLayout]:
 
     Narrow ones for tiles of two parts, and where the ring leaves no room for others.
     """
-    if columns_of_blocks(tile)[1] or tile.block_m == 4 * ROWS:
+    if columns_of_blocks(tile)[1] or tile.kernel == BLOCKS:
         return ROWS // 2, NARROW_RESULT_LAYOUT
     return ROWS, RESULT_LAYOUT
 

@@ -23,8 +23,17 @@ _BLOCK = _launch.Launcher(fp8_block_kernel)
 
 
 def make_arrivals(N: int, device: torch.device) -> torch.Tensor:
-    """Allocate a layer's ``arrivals``: [ceil(N/64)] int32 zeros, kept as long as the layer."""
-    return torch.zeros(-(-N // _LEAST_BLOCK_N), dtype=torch.int32, device=device)
+    """Allocate a layer's ``arrivals``, int32 zeros, kept as long as the layer.
+
+    Returns:
+        [2 · ceil(N/64)].
+    """
+    return torch.zeros(arrivals_size(N), dtype=torch.int32, device=device)
+
+
+def arrivals_size(N: int) -> int:
+    """Return the elements of ``arrivals``: for two tiles of tokens, of 64 features at least."""
+    return 2 * -(-N // _LEAST_BLOCK_N)
 
 
 def _prepared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels.gemm._scaled_mm_launch import ALIGNMENT
+from taut_kernels.gemm._scaled_mm_launch import ALIGNMENT, arrivals_size
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -93,7 +93,7 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
 
 def check_arrivals(arrivals: torch.Tensor | None, N: int, device: torch.device) -> None:
     """Check a layer's arrival counters."""
-    check_vector("arrivals", arrivals, (-(-N // 64),), torch.int32, device)
+    check_vector("arrivals", arrivals, (arrivals_size(N),), torch.int32, device)
 
 
 def check_no_gradient(op: str, *tensors: torch.Tensor | None) -> None:

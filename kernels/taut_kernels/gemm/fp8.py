@@ -7,7 +7,7 @@ Shapes    x [..., K] e4m3   weight [N, K] e4m3, stride_wk = 1, rows 16-byte alig
           x_scale one element, or [M] (any shape of M elements); block-wise [M, ceil(K/128)], any
           strides   weight_scale one element, or [N]; block-wise [ceil(N/128), ceil(K/128)]; all
           fp32   bias [N] out_dtype or None
-          arrivals [ceil(N/64)] int32, 0 before and after every call, or None
+          arrivals [2 · ceil(N/64)] int32, 0 before and after every call, or None
           → y [..., N] bf16|fp16, contiguous
 Packing   none: vLLM's and compressed-tensors' ``float-quantized`` weights as they lie on disk
 Numerics  Hopper's FP8 tensor cores add with about 14 bits (as CUTLASS with fast accumulation does);

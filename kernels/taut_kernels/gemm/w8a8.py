@@ -6,7 +6,7 @@ Maths     y[m, n] = (Σ_k x[m, k] · w[n, k] - azp[m] · azp_adj[n]) · s_w[n] �
 Shapes    x [..., K] int8   weight [N, K] int8, stride_wk = 1, rows 16-byte aligned
           x_scale [M] (any shape of M elements) or one element, fp32   weight_scale [N] or one
           azp_adj [N] int32 or None   azp [M] int32 or None   bias [N] out_dtype or None
-          arrivals [ceil(N/64)] int32, 0 before and after every call, or None
+          arrivals [2 · ceil(N/64)] int32, 0 before and after every call, or None
           → y [..., N] bf16|fp16, contiguous
 Packing   none: vLLM's and compressed-tensors' ``int-quantized`` weights as they lie on disk
 Numerics  sums and zero points in int32, exact (K < 65536 keeps them below 2**31), hence the same
