@@ -39,7 +39,7 @@ KERNELS = ("ring", "hopper", "turns", "few", BLOCKS)
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
     "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
-    BLOCKS: {(256, 128): 4, (128, 128): 6},
+    BLOCKS: {(256, 128): 4, (128, 128): 6, (128, 64): 8, (128, 32): 10},
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 _FEW_RING_BYTES = 222 * 1024
@@ -65,15 +65,16 @@ class ScaledMmTile:
             (two groups of warps share a tile) or ``turns`` (each has tiles of its own, and they
             multiply in turn); for block-wise FP8 alone, persistent, ``blocks``.
         block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128,
-            with ``blocks`` 128 or 256 (and 128 features).
+            with ``blocks`` 128 or 256.
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
             256, with ``few`` 64 (one group of warps), 128 or 256 (two). With ``turns`` tiles are
-            128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only).
+            128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only); with ``blocks`` 256×128,
+            128×128, 128×64 or 128×32.
         block_k: K indices a step, a power of two ≥ 32; 128 where TMA feeds, or 256 with ``few``.
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
-        split_k: programs along K, 1..32, ``ring``, ``blocks`` of 128 tokens, and ``few`` with 64
-            features, only; only up to :func:`most_shared_tokens`.
+        split_k: programs along K, 1..32, ``ring``, ``blocks`` of 128 tokens and 64 features or
+            more, and ``few`` with 64 features, only; only up to :func:`most_shared_tokens`.
         group_m: token tiles of a group, ``hopper``, ``turns`` and ``blocks`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
             on sm_90 only.
@@ -136,7 +137,7 @@ class ScaledMmTile:
             raise ValueError(f"kernel {self.kernel} needs block_m × block_n {sizes}")
         if (self.block_k, self.num_warps) != (128, 4):
             raise ValueError(f"kernel {self.kernel} needs block_k 128 and num_warps 4")
-        if self.split_k > 1 and (self.kernel, self.block_m) != (BLOCKS, BLOCK_GROUP):
+        if self.split_k > 1 and not most_shared_tokens(self):
             tile = f"{self.block_m}×{self.block_n}"
             raise ValueError(f"kernel {self.kernel} of {tile} needs split_k 1, got {self.split_k}")
         if self.num_stages < 2:
@@ -194,13 +195,20 @@ def tiles_of_blocks() -> list[ScaledMmTile]:
     return [
         ScaledMmTile(BLOCKS, block_m, block_n, BLOCK_GROUP, 4, stages, group_m=group_m)
         for (block_m, block_n), stages in _MOST_STAGES[BLOCKS].items()
-        for group_m in (8, 16)
+        for group_m in ((8, 16) if block_n == BLOCK_GROUP else (8,))
     ]
 
 
 def most_shared_tokens(tile: ScaledMmTile) -> int:
-    """Return the most tokens whose tiles programs may share: those of one, of ``blocks`` two."""
-    return tile.block_m * (2 if tile.kernel == BLOCKS else 1)
+    """Return the most tokens whose tiles programs may share: what a layer's ``arrivals`` count.
+
+    Those of one tile; with ``blocks`` of 128 features, whose two groups arrive apart, of two. 0
+    where a tile's programs share none.
+    """
+    if tile.kernel not in _MOST_STAGES:
+        return tile.block_m
+    apart = tile.kernel == BLOCKS and tile.block_m == BLOCK_GROUP and tile.block_n >= 64
+    return tile.block_m * tile.block_n // 64 if apart else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +458,7 @@ def _rule_of_many_blocks(N: int, M: int) -> ScaledMmTile:
         waves = -(-tiles(tile) // MULTIPROCESSORS)
         return waves * (_SHORT_WAVE if tile.block_m == BLOCK_GROUP else 1.0)
 
-    best = min(tiles_of_blocks(), key=time)
+    best = min((tile for tile in tiles_of_blocks() if tile.block_n == BLOCK_GROUP), key=time)
     if best.block_m != BLOCK_GROUP or most_shared_tokens(best) < M:
         return best
     full = any(

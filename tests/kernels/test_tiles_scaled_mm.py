@@ -304,7 +304,7 @@ def test_candidates_of_blocks_fit_the_card_the_kernel_and_the_tables(shape: str)
             cut = (tile.kernel, tile.block_m, tile.block_n, tile.num_warps)
             assert cut != spilling, "it spills"
             # A layer's counters are for 64 features a program.
-            assert tile.block_n >= 64
+            assert tile.split_k == 1 or tile.block_n >= 64
 
 
 def test_rule_of_blocks_shares_tiles_where_that_makes_a_wave() -> None:

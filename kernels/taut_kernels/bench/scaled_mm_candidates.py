@@ -35,6 +35,7 @@ of 128 tokens costs the same for any part of them; from 65 to 128 `few` leaves o
 SHARED_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024  # a program's share the driver keeps
 _MOST_PROGRAMS = 8  # a multiprocessor: registers and threads end there
+_MOST_NARROW = 512  # tokens for which tiles of fewer features than a block of weights may do
 _LEAST_IN_FLIGHT = 40 * 1024  # bytes a multiprocessor; see kernel-anchors A.2
 
 
@@ -197,7 +198,9 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
         if block_m <= M and (block_m, block_n, warps) != (128, 128, 4):
             yield from _splits(ScaledMmTile("ring", block_m, block_n, 128, warps, stages), N, K, M)
     for tile in tiles_of_blocks():
-        cuts = _splits(tile, N, K, M) if tile.block_m == BLOCK_GROUP else (tile,)
+        if tile.block_n < BLOCK_GROUP and M > _MOST_NARROW:
+            continue
+        cuts = _splits(tile, N, K, M)
         yield from (cut for cut in cuts if why_not_for(cut, "fp8_block", N) is None)
 
 

@@ -9,7 +9,7 @@ from taut_kernels._assembler import newest_ptxas
 from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
 from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_hopper import ROWS, STEP, operand, results
-from taut_kernels.tiles_scaled_mm import BLOCK_GROUP, ScaledMmTile
+from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
 _blocks = _launch.Launcher(fp8_block_hopper_kernel, newest_ptxas)
 _tall = _launch.Launcher(fp8_block_tall_kernel, newest_ptxas)
@@ -32,7 +32,9 @@ def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
         tile: ``kernel`` blocks.
     """
     constants = {"STAGES": tile.num_stages, "GROUP_M": tile.group_m}
-    return constants if is_tall(tile) else constants | {"SPLIT_K": tile.split_k}
+    if is_tall(tile):
+        return constants
+    return constants | {"COLUMNS": tile.block_n, "SPLIT_K": tile.split_k}
 
 
 def launch_blocks(
@@ -60,7 +62,7 @@ def launch_blocks(
         y: [M, N], contiguous; written.
     """
     (M, K), N = x.shape, weight.shape[0]
-    tiles_m, tiles_n = -(-M // tile.block_m), -(-N // BLOCK_GROUP)
+    tiles_m, tiles_n = -(-M // tile.block_m), -(-N // tile.block_n)
     parts = () if is_tall(tile) else (partial, None if partial is None else arrivals)
     launcher(tile)(
         (tile, y.dtype, bias is None),
@@ -68,7 +70,7 @@ def launch_blocks(
         (x_scale, weight_scale, bias, *parts),
         (
             operand(x, ROWS),
-            operand(weight, BLOCK_GROUP),
+            operand(weight, tile.block_n),
             results(tile)(y, [M, N], [N, 1]),
             M,
             N,

@@ -1,11 +1,12 @@
 """The Gluon kernel of FP8 products with 128 × 128 blocks of weights, for many tokens on sm_90.
 
 As :mod:`taut_kernels.gemm._scaled_mm_hopper_jit`: a warp asks TMA for blocks of both operands, two
-groups of four warps share a tile of 128 tokens, programs walk through tiles. Scales come beside the
-blocks, by `cp.async`: activations' as they lie, and a step's one of the weights; whoever waits for
-a stage has them, and nobody waits for a load. A group has two products on their way: one is scaled
-while the other one multiplies. Where tiles are fewer than multiprocessors, several programs share
-one along K. Of many tokens :mod:`taut_kernels.gemm._fp8_block_tall_jit` is faster.
+groups of four warps share a tile of 128 tokens, programs walk through tiles. Another warp asks for
+scales, by `cp.async` beside the blocks: activations' as they lie, and a step's one of the weights.
+Whoever waits for a stage has them, and nobody waits for a load. A group has two products on their
+way: one is scaled while the other one multiplies. Where tiles are fewer than multiprocessors,
+several programs share one along K. Of many tokens :mod:`taut_kernels.gemm._fp8_block_tall_jit` is
+faster.
 """
 
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,no-any-return"
@@ -16,11 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from taut_kernels.attention._hopper_tile_jit import barriers
-from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, landed
-from taut_kernels.gemm._scaled_mm_hopper_jit import place
+from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, landed, share
+from taut_kernels.gemm._scaled_mm_hopper_jit import first_token
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import store, with_bias
 from taut_kernels.gemm._scaled_mm_parts_jit import add_parts
 
@@ -69,15 +70,6 @@ def _sums(ring, at, steps, never, GROUP: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _share(item, tiles_m, tiles_n, steps, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr):
-    """Return the tile of tokens and of features, the first step and the steps of a share of one."""
-    pid_m, pid_n = place(item // SPLIT_K, tiles_m, tiles_n, GROUP_M)
-    split = item % SPLIT_K
-    first = steps * split // SPLIT_K
-    return pid_m, pid_n, first, steps * (split + 1) // SPLIT_K - first
-
-
-@gluon.jit
 def _multiply(
     ring, out, pointers, sizes,
     GROUP: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
@@ -85,13 +77,13 @@ def _multiply(
     """Run a group that multiplies: its half of the tokens of every share of the program."""
     y, y_desc = out
     bias_ptr, partial_ptr, arrivals_ptr = pointers
-    N, steps, tiles_m, tiles_n = sizes
+    M, N, steps, tiles_m, tiles_n = sizes
     COLUMNS: gl.constexpr = ring[1].shape[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     at = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
-        pid_m, pid_n, _, own = _share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
-        first_m, first_n = (pid_m * 2 + GROUP) * 64, pid_n * COLUMNS
+        pid_m, pid_n, _, own = share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
+        first_m, first_n = first_token(pid_m * 2 + GROUP, M, 64), pid_n * COLUMNS
         sums = _sums(ring, at, own, steps < 0, GROUP, SUMS)
         at += own
         finished = True
@@ -107,24 +99,26 @@ def _multiply(
 
 
 @gluon.jit
-def _feed(
-    x_desc, w_desc, ring, scales, strides, M, sizes,
-    GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
-):  # fmt: skip
-    """Run the warp that asks for blocks of both operands and for their scales."""
+def _ask_scales(ring, scales, strides, sizes, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr):
+    """Run the warp that asks for scales of both operands."""
     x_scale_ptr, w_scale_ptr = scales
     stride_xsm, stride_xsk, stride_wsn = strides
-    _, steps, tiles_m, tiles_n = sizes
+    M, _, steps, tiles_m, tiles_n = sizes
+    STAGES: gl.constexpr = ring[1].shape[0]
+    COLUMNS: gl.constexpr = ring[1].shape[1]
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    row = gl.arange(0, 128, LINE)
     at = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
-        pid_m, pid_n, first, own = _share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
-        # Tokens beyond M are never stored: no mask. A tile's features are one block of weights.
-        token = gl.minimum(pid_m * 128 + gl.arange(0, 128, LINE), M - 1).to(gl.int64)
-        x_scales = x_scale_ptr + token * stride_xsm
-        w_scales = w_scale_ptr + (pid_n * stride_wsn + gl.arange(0, 1, LINE))
+        pid_m, pid_n, first, own = share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
+        # Tokens beyond M are never stored: no mask. A tile's features are of one block of weights.
+        token = first_token(pid_m * 2 + row // 64, M, 64) + row % 64
+        x_scales = x_scale_ptr + gl.minimum(token, M - 1).to(gl.int64) * stride_xsm
+        block = pid_n * COLUMNS // 128
+        w_scales = w_scale_ptr + (block * stride_wsn + gl.arange(0, 1, LINE))
         for k in range(first, first + own):
-            slot = ask(x_desc, w_desc, ring, pid_m, pid_n, at, k)
+            slot = at % STAGES
+            mbarrier.wait(ring[4].index(slot), ((at // STAGES) & 1) ^ 1)
             _copy(ring[2].index(slot), x_scales + k * stride_xsk)
             _copy(ring[5].index(slot), w_scales + k)
             # Each lane arrives once its copies are there.
@@ -141,10 +135,10 @@ def fp8_block_hopper_kernel(
     x_scale_ptr,  # [M, ceil(K/128)] fp32, any strides
     w_scale_ptr,  # [ceil(N/128), ceil(K/128)] fp32, contiguous along K
     bias_ptr,  # [N], or None
-    partial_ptr,  # [tiles, 2, SPLIT_K, 64 * 128] fp32; both None unsplit
+    partial_ptr,  # [tiles, 2, SPLIT_K, 64 * COLUMNS] fp32; both None unsplit
     arrivals_ptr,  # [tiles * 2] int32, 0 before and after
     x_desc,  # [M, K] e4m3 in blocks [64, 128]
-    w_desc,  # [N, K] e4m3 in blocks [128, 128]
+    w_desc,  # [N, K] e4m3 in blocks [COLUMNS, 128]
     y_desc,  # [M, N] in blocks [64, 32]
     M,
     N,
@@ -154,11 +148,12 @@ def fp8_block_hopper_kernel(
     stride_xsm,
     stride_xsk,
     stride_wsn,
+    COLUMNS: gl.constexpr,  # 32, 64 or 128
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     SPLIT_K: gl.constexpr,
 ):
-    COLUMNS: gl.constexpr = 128
+    PLACES: gl.constexpr = 1 if COLUMNS == 32 else 2
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     RESULTS: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -166,20 +161,21 @@ def fp8_block_hopper_kernel(
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], BYTES)
     x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 128], LINE)
     w_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1], LINE)
-    y = gl.allocate_shared_memory(y_desc.dtype, [4, 64, 32], RESULTS)
+    y = gl.allocate_shared_memory(y_desc.dtype, [2 * PLACES, 64, 32], RESULTS)
     # Blocks arrive as one, scales by 32 lanes; both groups give them back.
     full, empty = barriers(STAGES, 33), barriers(STAGES, 2)
     hopper.fence_async_shared()
     ring, out = (a, b, x_scales, full, empty, w_scales), (y, y_desc)
-    pointers, sizes = (bias_ptr, partial_ptr, arrivals_ptr), (N, steps, tiles_m, tiles_n)
+    pointers, sizes = (bias_ptr, partial_ptr, arrivals_ptr), (M, N, steps, tiles_m, tiles_n)
     scales, strides = (x_scale_ptr, w_scale_ptr), (stride_xsm, stride_xsk, stride_wsn)
     # 2 · 216 + 72 registers for 128 threads each are a multiprocessor's.
     gl.warp_specialize(
         [
             (_multiply, (ring, out, pointers, sizes, 0, GROUP_M, SPLIT_K)),
             (_multiply, (ring, out, pointers, sizes, 1, GROUP_M, SPLIT_K)),
-            (_feed, (x_desc, w_desc, ring, scales, strides, M, sizes, GROUP_M, SPLIT_K)),
+            (ask, (x_desc, w_desc, ring, sizes, GROUP_M, SPLIT_K)),
+            (_ask_scales, (ring, scales, strides, sizes, GROUP_M, SPLIT_K)),
         ],
-        [4, 1],
-        [216, 72],
+        [4, 1, 1],
+        [216, 72, 72],
     )

@@ -2,8 +2,8 @@
 
 As :mod:`taut_kernels.gemm._fp8_block_hopper_jit`, but a group of four warps has twice 64 tokens, so
 that a quarter less comes from L2, and one product under way: while it scales, the other multiplies.
-The warp that asks for blocks loads the scales, too, multiplies them and lays the factors beside the
-blocks: a multiplication less for those who have no registers left.
+The warp of the scales multiplies them, too, and lays the factors beside the blocks: a
+multiplication less for those who have no registers left.
 """
 
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,no-any-return"
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from taut_kernels.attention._hopper_tile_jit import barriers
 from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, landed
-from taut_kernels.gemm._scaled_mm_hopper_jit import place
+from taut_kernels.gemm._scaled_mm_hopper_jit import first_token, place
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import store, with_bias
 
 
@@ -65,71 +65,68 @@ def _sums(ring, at, steps, never, GROUP: gl.constexpr, SUMS: gl.constexpr):
 def _multiply(ring, out, bias_ptr, sizes, GROUP: gl.constexpr, GROUP_M: gl.constexpr):
     """Run a group that multiplies: its half of the tokens of every tile of the program."""
     y, y_desc = out
-    N, steps, tiles_m, tiles_n = sizes
+    M, N, steps, tiles_m, tiles_n = sizes
     COLUMNS: gl.constexpr = ring[1].shape[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     at = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pid_m, pid_n = place(item, tiles_m, tiles_n, GROUP_M)
-        first_m, first_n = (pid_m * 2 + GROUP) * 128, pid_n * COLUMNS
+        part, first_n = (pid_m * 2 + GROUP) * 2, pid_n * COLUMNS
         upper, lower = _sums(ring, at, steps, steps < 0, GROUP, SUMS)
         at += steps
         lower = with_bias(lower, bias_ptr, first_n, N, COLUMNS, SUMS).to(y.dtype)
-        store(y_desc, y, lower, first_m + 64, first_n, 64, COLUMNS, GROUP)
+        store(y_desc, y, lower, first_token(part + 1, M, 64), first_n, 64, COLUMNS, GROUP)
         upper = with_bias(upper, bias_ptr, first_n, N, COLUMNS, SUMS).to(y.dtype)
-        store(y_desc, y, upper, first_m, first_n, 64, COLUMNS, GROUP)
+        store(y_desc, y, upper, first_token(part, M, 64), first_n, 64, COLUMNS, GROUP)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _put(ring, slot, at, x_scale, w_scale):
+def _put(ring, at, factors):
     """Lay the factors of the ring's ``at``-th blocks beside them."""
     STAGES: gl.constexpr = ring[1].shape[0]
-    # It is over at once: without it ptxas multiplies first, and blocks wait for scales.
+    slot = at % STAGES
     mbarrier.wait(ring[4].index(slot), ((at // STAGES) & 1) ^ 1)
-    ring[2].index(slot).store(gl.reshape(x_scale * w_scale, [256]))
+    ring[2].index(slot).store(gl.reshape(factors, [256]))
     mbarrier.arrive(ring[3].index(slot), count=1)
 
 
 @gluon.jit
-def _feed(x_desc, w_desc, ring, scales, strides, M, sizes, GROUP_M: gl.constexpr):
-    """Run the warp that asks for blocks of both operands and multiplies their scales.
+def _multiply_scales(ring, scales, strides, sizes, GROUP_M: gl.constexpr):
+    """Run the warp that multiplies scales of both operands.
 
-    Even and odd steps have scales of their own, loaded two steps ahead. In one set of registers
-    that follow each other, a load would be waited for a step behind it.
+    Two steps at a time, for it waits for all it has asked for at once: the next two steps' scales
+    come while it puts these.
     """
     x_scale_ptr, w_scale_ptr = scales
     stride_xsm, stride_xsk, stride_wsn = strides
-    _, steps, tiles_m, tiles_n = sizes
+    M, _, steps, tiles_m, tiles_n = sizes
     # A tile's tokens as [8, 32]: a lane has one of each row, and its own copy of a weights' scale.
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0])
-    rows = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, LANES)), 1) * 32
+    rows = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, LANES)), 1)
     lanes = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LANES)), 0)
     # All 0, which the compiler cannot know: one scale for all lanes it moves to a uniform register,
-    # and waits for its load there, every step.
+    # and waits for its load there.
     same = lanes * gl.where(M < 0, 1, 0)
     at, last = 0, steps - 1
     for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pid_m, pid_n = place(item, tiles_m, tiles_n, GROUP_M)
         # Tokens beyond M are never stored: no mask. A tile's features are one block of weights.
-        token = gl.minimum(pid_m * 256 + rows + lanes, M - 1).to(gl.int64)
-        x_scales = x_scale_ptr + token * stride_xsm
+        token = first_token(pid_m * 4 + rows // 2, M, 64) + rows % 2 * 32 + lanes
+        x_scales = x_scale_ptr + gl.minimum(token, M - 1).to(gl.int64) * stride_xsm
         w_scales = w_scale_ptr + (pid_n * stride_wsn + same)
         second = gl.minimum(1, last)
         even_x, even_w = gl.load(x_scales), gl.load(w_scales)
         odd_x, odd_w = gl.load(x_scales + second * stride_xsk), gl.load(w_scales + second)
         for k in range(0, last, 2):
-            slot = ask(x_desc, w_desc, ring, pid_m, pid_n, at + k, k)
-            _put(ring, slot, at + k, even_x, even_w)
-            third = gl.minimum(k + 2, last)
+            even, odd = even_x * even_w, odd_x * odd_w
+            third, fourth = gl.minimum(k + 2, last), gl.minimum(k + 3, last)
             even_x, even_w = gl.load(x_scales + third * stride_xsk), gl.load(w_scales + third)
-            slot = ask(x_desc, w_desc, ring, pid_m, pid_n, at + k + 1, k + 1)
-            _put(ring, slot, at + k + 1, odd_x, odd_w)
-            fourth = gl.minimum(k + 3, last)
             odd_x, odd_w = gl.load(x_scales + fourth * stride_xsk), gl.load(w_scales + fourth)
+            _put(ring, at + k, even)
+            _put(ring, at + k + 1, odd)
         if steps % 2 == 1:
-            slot = ask(x_desc, w_desc, ring, pid_m, pid_n, at + last, last)
-            _put(ring, slot, at + last, even_x, even_w)
+            _put(ring, at + last, even_x * even_w)
         at += steps
 
 
@@ -168,15 +165,16 @@ def fp8_block_tall_kernel(
     full, empty, behind = barriers(STAGES, 2), barriers(STAGES, 2), barriers(1, 1)
     hopper.fence_async_shared()
     ring, out = (a, b, factors, full, empty, behind), (y, y_desc)
-    sizes = (N, steps, tiles_m, tiles_n)
+    sizes = (M, N, steps, tiles_m, tiles_n)
     scales, strides = (x_scale_ptr, w_scale_ptr), (stride_xsm, stride_xsk, stride_wsn)
     # 2 · 216 + 72 registers for 128 threads each are a multiprocessor's.
     gl.warp_specialize(
         [
             (_multiply, (ring, out, bias_ptr, sizes, 0, GROUP_M)),
             (_multiply, (ring, out, bias_ptr, sizes, 1, GROUP_M)),
-            (_feed, (x_desc, w_desc, ring, scales, strides, M, sizes, GROUP_M)),
+            (ask, (x_desc, w_desc, ring, sizes, GROUP_M, 1)),
+            (_multiply_scales, (ring, scales, strides, sizes, GROUP_M)),
         ],
-        [4, 1],
-        [216, 72],
+        [4, 1, 1],
+        [216, 72, 72],
     )

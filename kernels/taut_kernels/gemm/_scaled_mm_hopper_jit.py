@@ -33,6 +33,16 @@ def place(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
+def first_token(part, M, ROWS: gl.constexpr):
+    """Return where the ``part``-th ROWS tokens begin: earlier where M ends within or before them.
+
+    So some are computed twice, to the same bits. TMA takes several times as long to fill a row with
+    zeros as to load one.
+    """
+    return gl.maximum(gl.minimum(part * ROWS, M - ROWS), 0)
+
+
+@gluon.jit
 def _sums(
     a, b, full, empty, at, steps, GROUP: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr
 ):
@@ -93,8 +103,8 @@ def _multiply_both(
     MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FURTHER, 32])
     at = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        first_m, first_n = place(tile, tiles_m, tiles_n, GROUP_M)
-        first_m, first_n = first_m * 128 + 64 * GROUP, first_n * (COLUMNS + FURTHER)
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
+        first_m, first_n = first_token(pid_m * 2 + GROUP, M, 64), pid_n * (COLUMNS + FURTHER)
         second_n = first_n + COLUMNS
         found = vectors(pointers, strides, first_m, first_n, M, N, 64, COLUMNS, SUMS)
         others = vectors(pointers, strides, first_m, second_n, M, N, 64, FURTHER, MORE)
@@ -121,8 +131,8 @@ def _multiply(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 32])
     at = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        first_m, first_n = place(tile, tiles_m, tiles_n, GROUP_M)
-        first_m, first_n = first_m * 128 + 64 * GROUP, first_n * COLUMNS
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
+        first_m, first_n = first_token(pid_m * 2 + GROUP, M, 64), pid_n * COLUMNS
         # Asked for before the products, used behind them.
         found = vectors(pointers, strides, first_m, first_n, M, N, 64, COLUMNS, SUMS)
         acc = _sums(a, b, full, empty, at, steps, GROUP, STAGES, SUMS)
@@ -138,7 +148,7 @@ def _ask(
 ):  # fmt: skip
     """Run the warp that asks for blocks of both operands."""
     a, b, full, empty, _, _, c = shared
-    steps, tiles_m, tiles_n = sizes[2], sizes[3], sizes[4]
+    M, _, steps, tiles_m, tiles_n = sizes
     STAGES: gl.constexpr = b.shape[0]
     COLUMNS: gl.constexpr = b.shape[1]
     WIDTH: gl.constexpr = COLUMNS + FURTHER
@@ -151,7 +161,7 @@ def _ask(
             mbarrier.wait(empty.index(slot), ((at // STAGES) & 1) ^ 1)
             mbarrier.expect(landed, (128 + WIDTH) * 128)
             for group in gl.static_range(2):
-                first = (pid_m * 2 + group) * 64
+                first = first_token(pid_m * 2 + group, M, 64)
                 load_block(x_desc, [first, k * 128], landed, a.index(slot * 2 + group))
             load_block(w_desc, [pid_n * WIDTH, k * 128], landed, b.index(slot))
             if FURTHER:

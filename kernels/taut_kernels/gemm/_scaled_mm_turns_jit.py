@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from taut_kernels.attention._hopper_tile_jit import barriers, load_block
-from taut_kernels.gemm._scaled_mm_hopper_jit import place
+from taut_kernels.gemm._scaled_mm_hopper_jit import first_token, place
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import scaled, store, vectors
 
 
@@ -114,8 +114,8 @@ def _multiply_both(
     MORE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FURTHER, 32])
     programs = gl.num_programs(0)
     for tile in range(gl.program_id(0) + GROUP * programs, tiles_m * tiles_n, 2 * programs):
-        first_m, first_n = place(tile, tiles_m, tiles_n, GROUP_M)
-        first_m, first_n = first_m * ROWS, first_n * (COLUMNS + FURTHER)
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
+        first_m, first_n = first_token(pid_m, M, ROWS), pid_n * (COLUMNS + FURTHER)
         second_n = first_n + COLUMNS
         found = vectors(pointers, strides, first_m, first_n, M, N, ROWS, COLUMNS, SUMS)
         others = vectors(pointers, strides, first_m, second_n, M, N, ROWS, FURTHER, MORE)
@@ -139,8 +139,8 @@ def _multiply(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     programs = gl.num_programs(0)
     for tile in range(gl.program_id(0) + GROUP * programs, tiles_m * tiles_n, 2 * programs):
-        first_m, first_n = place(tile, tiles_m, tiles_n, GROUP_M)
-        first_m, first_n = first_m * ROWS, first_n * COLUMNS
+        pid_m, pid_n = place(tile, tiles_m, tiles_n, GROUP_M)
+        first_m, first_n = first_token(pid_m, M, ROWS), pid_n * COLUMNS
         # Asked for before the products, used behind them.
         found = vectors(pointers, strides, first_m, first_n, M, N, ROWS, COLUMNS, SUMS)
         acc = _sums(ring, turns, tile // programs, steps, GROUP, SUMS)
@@ -153,7 +153,7 @@ def _multiply(
 def _ask(x_desc, w_desc, more_desc, ring, sizes, GROUP_M: gl.constexpr, FURTHER: gl.constexpr):
     """Run the warp that asks for blocks of both operands, for both groups in turn."""
     a, b, full, empty, c = ring
-    steps, tiles_m, tiles_n = sizes[2], sizes[3], sizes[4]
+    M, _, steps, tiles_m, tiles_n = sizes
     STAGES: gl.constexpr = a.shape[0]
     ROWS: gl.constexpr = a.shape[1]
     COLUMNS: gl.constexpr = b.shape[1]
@@ -166,7 +166,7 @@ def _ask(x_desc, w_desc, more_desc, ring, sizes, GROUP_M: gl.constexpr, FURTHER:
             landed = full.index(slot)
             mbarrier.wait(empty.index(slot), ((at // STAGES) & 1) ^ 1)
             mbarrier.expect(landed, (ROWS + WIDTH) * 128)
-            load_block(x_desc, [pid_m * ROWS, k * 128], landed, a.index(slot))
+            load_block(x_desc, [first_token(pid_m, M, ROWS), k * 128], landed, a.index(slot))
             load_block(w_desc, [pid_n * WIDTH, k * 128], landed, b.index(slot))
             if FURTHER:
                 first = pid_n * WIDTH + COLUMNS

@@ -32,7 +32,7 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
             yield tiles_scaled_mm.rule(op, N, K, M), K, targets
     searched = (*tiles_scaled_mm.tiles_of_parts(), *tiles_scaled_mm.tiles_of_few())
     of_blocks = tiles_scaled_mm.tiles_of_blocks()
-    apart = (tile for tile in of_blocks if tile.block_m == tiles_scaled_mm.BLOCK_GROUP)
+    apart = (tile for tile in of_blocks if tiles_scaled_mm.most_shared_tokens(tile))
     searched += (*of_blocks, *(dataclasses.replace(tile, split_k=2) for tile in apart))
     for tile in (*tiles_scaled_mm.FED_BY_TMA, *searched):
         if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
