@@ -24,6 +24,7 @@ can lose. There rings of other products start early by the same pattern (:func:`
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -213,11 +214,15 @@ def most_shared_tokens(tile: ScaledMmTile) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The tile for up to ``max_m`` tokens (None: any number) and whether `prefer` takes it."""
+    """The tile for up to ``max_m`` tokens (None: any number) and whether `prefer` takes it.
+
+    ``measured`` are the numbers of tokens that chose it.
+    """
 
     max_m: int | None
     tile: ScaledMmTile
     wins: bool
+    measured: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +270,11 @@ def _is_faster(figures: dict[str, Any]) -> bool:
     return all(ours <= theirs for ours, theirs in times)
 
 
+def _bucket(max_m: int | None, tile: ScaledMmTile, figures: dict[str, Any]) -> Bucket:
+    wins = _is_faster(figures) and tile.kernel in SERVED
+    return Bucket(max_m, tile, wins, tuple(figures["M"]))
+
+
 def early_in_layer(tile: ScaledMmTile, op: str, N: int, max_m: int | None) -> ScaledMmTile:
     """Return what becomes of a tile between kernels that start early, where nobody timed it there.
 
@@ -292,14 +302,14 @@ def early_in_layer(tile: ScaledMmTile, op: str, N: int, max_m: int | None) -> Sc
 def _bucket_in_layer(row: dict[str, Any], tile: ScaledMmTile, where: str) -> Bucket:
     if "layer" not in row:
         early = early_in_layer(tile, row["op"], row["N"], row["max_m"])
-        return Bucket(row["max_m"], early, _is_faster(row) and tile.kernel in SERVED)
+        return _bucket(row["max_m"], early, row)
     layer = row["layer"]
     lengths = {len(layer.get(key, ())) for key in ("M", "us", "vllm_us")}
     if set(layer) != _LAYER_FIELDS or len(lengths) > 1 or 0 in lengths:
         raise ValueError(f"{where}: layer needs {sorted(_LAYER_FIELDS)}, of one length, at least 1")
     if layer["prefetch"] is not None:
         tile = replace(tile, early=True, prefetch=layer["prefetch"])
-    return Bucket(row["max_m"], tile, _is_faster(layer) and tile.kernel in SERVED)
+    return _bucket(row["max_m"], tile, layer)
 
 
 def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], Bucket, Bucket]:
@@ -313,7 +323,7 @@ def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], B
         raise ValueError(f"{where}: split_k needs max_m ≤ {most}, got {tile} at {row['max_m']}")
     if reason := why_not_for(tile, row["op"], row["N"]):
         raise ValueError(f"{where}: {reason}")
-    bucket = Bucket(row["max_m"], tile, _is_faster(row) and tile.kernel in SERVED)
+    bucket = _bucket(row["max_m"], tile, row)
     return (row["op"], row["N"], row["K"]), bucket, _bucket_in_layer(row, tile, where)
 
 
@@ -373,7 +383,8 @@ def waves_us(tile: ScaledMmTile, N: int, K: int, M: int) -> float:
 
 
 _RULE_TOKENS = (16, 32, 64, 128)
-_TMA_TOKENS = (*_RULE_TOKENS, 256, 512, 1024, 2048)
+_TMA_TOKENS = (16, 32, 63, 64, 128, 256, 512, 1024, 2048)
+"""Up to 63, blocks of 64 tokens would hold some that do not exist."""
 _RULE_SHARED_BYTES = 160 * 1024
 """For a ring: what a multiprocessor of sm_80 has, less what the driver keeps."""
 FED_BY_TMA = (
@@ -389,12 +400,16 @@ FED_BY_TMA = (
 """Of equal promise the first. ``turns`` of 128 × 160 loses to ``hopper`` on most shapes."""
 _LONG_K = 8192
 """From which on tiles fed by TMA beat FP8's rings of 64 × 128 up to 256 tokens; int8's always."""
-_FULL_WAVE = 0.8
-"""Share of the multiprocessors from which on programs that share tiles of blocks along K won."""
 _SHORT_WAVE = 0.55
 """A wave of kernel ``blocks`` with 128 tokens a tile beside one with 256 (H100, 2026-11-25)."""
 _BESIDE_US = 3.0
 """What each wave but the last costs beside its products where groups do not take turns."""
+_CUT = 128
+"""Tokens of a part of a wide bucket."""
+_LEAST_CUT, _MOST_CUT = 1024, 4096
+"""Least limit of a bucket that is cut, and most tokens one without a limit is cut for."""
+_CLEARLY = 0.88
+"""What another tile may take of the measured one's time; the estimate errs by less."""
 
 
 def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
@@ -432,7 +447,7 @@ def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
 
 def _rule_of_blocks(N: int, K: int, M: int, fed: bool) -> ScaledMmTile:
     """Choose a tile of block-wise FP8; of a ring with K split while two programs have room."""
-    if fed and M > 64:
+    if fed and M >= 64:
         return _rule_of_many_blocks(N, M)
     block_m = next((tokens for tokens in _RULE_TOKENS if tokens >= M), 128)
     block_n, num_warps = (128, 8) if block_m == 128 else (64, 4)
@@ -445,28 +460,22 @@ def _rule_of_blocks(N: int, K: int, M: int, fed: bool) -> ScaledMmTile:
 
 
 def _rule_of_many_blocks(N: int, M: int) -> ScaledMmTile:
-    """Choose a tile of kernel ``blocks`` by its waves; K split where that nearly makes a whole one.
+    """Choose a tile of kernel ``blocks``: most programs of one wave, or the shortest waves.
 
     A wave of 128 tokens a tile takes more than half as long as one of 256 (:data:`_SHORT_WAVE`).
-    Where four programs a tile would make a wave, two do better (H100, 2026-11-26).
     """
 
     def tiles(tile: ScaledMmTile) -> int:
-        return -(-N // BLOCK_GROUP) * -(-M // tile.block_m)
+        return -(-N // tile.block_n) * -(-M // tile.block_m)
 
     def time(tile: ScaledMmTile) -> float:
         waves = -(-tiles(tile) // MULTIPROCESSORS)
         return waves * (_SHORT_WAVE if tile.block_m == BLOCK_GROUP else 1.0)
 
-    best = min((tile for tile in tiles_of_blocks() if tile.block_n == BLOCK_GROUP), key=time)
-    if best.block_m != BLOCK_GROUP or most_shared_tokens(best) < M:
-        return best
-    full = any(
-        _FULL_WAVE * MULTIPROCESSORS <= tiles(best) * split_k <= MULTIPROCESSORS
-        for split_k in (2, 4)
-    )
-    split = replace(best, split_k=2)
-    return split if full and why_not_for(split, "fp8_block", N) is None else best
+    at_once = [tile for tile in tiles_of_blocks() if tiles(tile) <= MULTIPROCESSORS]
+    if at_once:
+        return max(at_once, key=tiles)
+    return min((tile for tile in tiles_of_blocks() if tile.block_n == BLOCK_GROUP), key=time)
 
 
 def _rule_of_few(N: int, K: int, M: int) -> ScaledMmTile:
@@ -487,15 +496,49 @@ def _rule_of_few(N: int, K: int, M: int) -> ScaledMmTile:
     return ScaledMmTile("ring", block_m, 64, block_k, 4, stages, split)
 
 
+def _promised_us(tile: ScaledMmTile, N: int, K: int, M: int) -> float:
+    """Estimate a call as :func:`waves_us` does, and what lies between its waves."""
+    waves = -(-(-(-M // tile.block_m) * -(-N // tile.block_n)) // MULTIPROCESSORS)
+    beside = _BESIDE_US * (waves - 1) if tile.kernel == "hopper" else 0.0
+    return waves_us(tile, N, K, M) + beside
+
+
 def _rule_of_waves(op: str, N: int, K: int, M: int) -> ScaledMmTile:
     """Choose the kernel and tile whose waves promise to be the shortest."""
+    able = (tile for tile in FED_BY_TMA if why_not_for(tile, op, N) is None)
+    return min(able, key=lambda tile: _promised_us(tile, N, K, M))
 
-    def us(tile: ScaledMmTile) -> float:
-        waves = -(-(-(-M // tile.block_m) * -(-N // tile.block_n)) // MULTIPROCESSORS)
-        beside = _BESIDE_US * (waves - 1) if tile.kernel == "hopper" else 0.0
-        return waves_us(tile, N, K, M) + beside
 
-    return min((t for t in FED_BY_TMA if why_not_for(t, op, N) is None), key=us)
+def _between(op: str, N: int, K: int, found: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+    """Cut wide buckets of tiles fed by TMA where another tile's waves fit better.
+
+    A bucket's tile won at one or two numbers of tokens; between them its waves may be half empty.
+    The numbers measured keep it.
+    """
+    cut: list[Bucket] = []
+    first = 1
+    for bucket in found:
+        last = bucket.max_m or _MOST_CUT
+        limits: tuple[int | None, ...] = (bucket.max_m,)
+        if bucket.tile.kernel in ("hopper", "turns") and last >= _LEAST_CUT:
+            limits = (*range(-(-first // _CUT) * _CUT, last, _CUT), *limits)
+        for limit in limits:
+            tile = bucket.tile if limit is None else _better(op, N, K, limit, bucket)
+            part = replace(bucket, max_m=limit, tile=tile)
+            if limit != limits[0] and replace(cut[-1], max_m=limit) == part:
+                cut.pop()
+            cut.append(part)
+        first = last + 1
+    return tuple(cut)
+
+
+def _better(op: str, N: int, K: int, limit: int, bucket: Bucket) -> ScaledMmTile:
+    """Return the tile for the last :data:`_CUT` tokens up to a limit of a bucket."""
+    if limit < _LEAST_CUT // 2 or any(limit - _CUT < M <= limit for M in bucket.measured):
+        return bucket.tile
+    other = _rule_of_waves(op, N, K, limit)
+    clearly = _promised_us(other, N, K, limit) < _CLEARLY * _promised_us(bucket.tile, N, K, limit)
+    return other if clearly else bucket.tile
 
 
 @cache
@@ -513,7 +556,7 @@ def buckets(
     """
     table = _tile_tables.of_card(tables(), gpu)
     if measured := _measured(table, op, gpu, N, K, in_layer=in_layer):
-        return measured
+        return _between(op, N, K, measured)
     # A card that runs them has them in its table.
     tma = table is not None and any(
         bucket.tile.kernel != "ring" for some in table.buckets.values() for bucket in some
@@ -547,10 +590,17 @@ def _measured(
 
 def lookup(op: str, gpu: str | None, N: int, K: int, M: int, *, in_layer: bool = False) -> Bucket:
     """Choose the bucket of one call: the first that holds ``M`` tokens."""
-    for bucket in buckets(op, gpu, N, K, in_layer=in_layer):
-        if bucket.max_m is None or bucket.max_m >= M:
-            return bucket
-    raise AssertionError("unreachable: parse() demands an unbounded last bucket")
+    limits, found = _by_limit(op, gpu, N, K, in_layer=in_layer)
+    return found[bisect_left(limits, M)]
+
+
+@cache
+def _by_limit(
+    op: str, gpu: str | None, N: int, K: int, *, in_layer: bool
+) -> tuple[tuple[int, ...], tuple[Bucket, ...]]:
+    """Return a product's buckets behind their limits; the last has none."""
+    found = buckets(op, gpu, N, K, in_layer=in_layer)
+    return tuple(bucket.max_m for bucket in found if bucket.max_m is not None), found
 
 
 def why_not_preferred(

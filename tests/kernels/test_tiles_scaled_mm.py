@@ -19,7 +19,7 @@ from taut_kernels.bench.scaled_mm_candidates import (
 from taut_kernels.bench.scaled_mm_layer import SHAPES
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.tiles_scaled_mm import ScaledMmTile, parse, rule
+from taut_kernels.tiles_scaled_mm import Bucket, ScaledMmTile, parse, rule
 
 TILE = {"kernel": "ring", "block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4}
 TILE |= {"num_stages": 4}
@@ -212,7 +212,7 @@ def test_the_rule_holds_every_shape(op: str, M: int, N: int, K: int, tma: bool) 
     tile = rule(op, N, K, M, tma=tma)
     assert tiles_scaled_mm.why_not_for(tile, op, N) is None
     if tile.kernel != "ring":
-        assert tma and M > 64
+        assert tma and 64 - (op == "fp8_block") < M
         return
     assert tile.split_k == 1 or tile.block_m >= M
     assert ring_bytes(tile) <= 163 * 1024, "an sm_80 card runs it"
@@ -307,14 +307,43 @@ def test_candidates_of_blocks_fit_the_card_the_kernel_and_the_tables(shape: str)
             assert tile.split_k == 1 or tile.block_n >= 64
 
 
-def test_rule_of_blocks_shares_tiles_where_that_makes_a_wave() -> None:
+def test_rule_of_blocks_fills_a_wave_where_one_will_do() -> None:
     def chosen(N: int, M: int, *, tma: bool = True) -> ScaledMmTile:
         return rule("fp8_block", N, 8192, M, tma=tma)
 
     assert chosen(4096, 128).kernel == "blocks"
-    splits = {N: chosen(N, 128).split_k for N in (4096, 3584, 8192, 6144, 28672, 4136)}
-    assert splits == {4096: 2, 3584: 2, 8192: 2, 6144: 1, 28672: 1, 4136: 1}
-    assert chosen(4096, 256).split_k == 2
-    assert chosen(4096, 257).split_k == 1, "three tiles of tokens have no arrivals"
-    assert {chosen(4096, M).kernel for M in (1, 64)} == {"ring"}
+    sizes = {N: chosen(N, 128).block_n for N in (4096, 3584, 8192, 6144, 28672, 4136)}
+    assert sizes == {4096: 32, 3584: 32, 8192: 64, 6144: 64, 28672: 128, 4136: 32}
+    assert {N: chosen(N, 256).block_n for N in (4096, 6144)} == {4096: 64, 6144: 128}
+    assert (chosen(28672, 256).block_m, chosen(4096, 512).block_m) == (256, 128)
+    assert {chosen(4096, M).kernel for M in (1, 63)} == {"ring"}
     assert chosen(4100, 4096).kernel == chosen(4096, 4096, tma=False).kernel == "ring"
+
+
+def test_wide_buckets_are_cut_where_another_tile_has_fuller_waves() -> None:
+    wide = ScaledMmTile("hopper", 128, 256, 128, 4, 4, group_m=16)
+    few = Bucket(512, ScaledMmTile("ring", 64, 64, 128, 4, 6), wins=True, measured=(512,))
+    found = (
+        few,
+        Bucket(2048, wide, wins=True, measured=(1280, 2048)),
+        Bucket(None, wide, wins=False, measured=(4096,)),
+    )
+    cut = tiles_scaled_mm._between("fp8_gemm", 4096, 14336, found)
+    assert cut[0] == few
+    assert [bucket.max_m for bucket in cut[:-1]] == sorted({b.max_m for b in cut[:-1] if b.max_m})
+    assert cut[-1] == found[-1]
+
+    def at(M: int) -> Bucket:
+        return next(bucket for bucket in cut if bucket.max_m is None or bucket.max_m >= M)
+
+    # Twelve tiles of tokens: two waves of 192 programs of 256 features, or less than three of 384.
+    assert at(1500).tile.block_n < 256
+    assert {at(M).tile for M in (1280, 2048, 4096, 9000)} == {wide}
+    assert {at(M).wins for M in (513, 1500, 2048)} == {True}
+    assert {at(M).wins for M in (2049, 3000, 9000)} == {False}
+    for bucket in cut[1:-1]:
+        promised = [
+            tiles_scaled_mm._promised_us(t, 4096, 14336, bucket.max_m or 0)
+            for t in (bucket.tile, wide)
+        ]
+        assert bucket.tile == wide or promised[0] < 0.88 * promised[1]

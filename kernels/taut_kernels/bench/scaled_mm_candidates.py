@@ -21,6 +21,7 @@ from taut_kernels.tiles_scaled_mm import (
 BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
     (16, (1, 16)),
     (32, (32,)),
+    (63, (48,)),
     (64, (64,)),
     (128, (72, 96, 128)),
     (256, (256,)),
@@ -30,13 +31,19 @@ BUCKETS: tuple[tuple[int | None, tuple[int, ...]], ...] = (
     (None, (4096,)),
 )
 """Most tokens of a bucket, and the numbers measured in it: near both ends from 65 on, where a tile
-of 128 tokens costs the same for any part of them; from 65 to 128 `few` leaves out quarters."""
+of 128 tokens costs the same for any part of them; from 65 to 128 `few` leaves out quarters. From 64
+on there are kernels that TMA feeds."""
 
 SHARED_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024  # a program's share the driver keeps
 _MOST_PROGRAMS = 8  # a multiprocessor: registers and threads end there
 _MOST_NARROW = 512  # tokens for which tiles of fewer features than a block of weights may do
 _LEAST_IN_FLIGHT = 40 * 1024  # bytes a multiprocessor; see kernel-anchors A.2
+
+
+def rows_of(M: int) -> int:
+    """Return the tokens of the smallest ring tile that holds M."""
+    return max(16, 1 << (M - 1).bit_length())
 
 
 def ring_bytes(tile: ScaledMmTile) -> int:
@@ -164,7 +171,7 @@ def candidates(
         Tiles, all with every K divided evenly.
     """
     if M <= 64:
-        yield from _few_tokens(N, K, max(16, M), early)
+        yield from _few_tokens(N, K, rows_of(M), early)
     if 64 <= M <= 256:
         yield from _middling_tokens(N, K, M, fp8)
     if M > 256:
@@ -187,7 +194,7 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
     """
     yield rule("fp8_block", N, K, M)
     if M <= 64:
-        few = _few_tokens(N, K, max(16, M), early)
+        few = _few_tokens(N, K, rows_of(M), early)
         yield from (tile for tile in few if why_not_for(tile, "fp8_block", N) is None)
     if M < 64:
         return

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench.scaled_mm_candidates import cuts_of_few, is_of_few, resident
+from taut_kernels.bench.scaled_mm_candidates import cuts_of_few, is_of_few, resident, rows_of
 from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, waves_us
 
 _SPLITS = (1, 2, 4, 8)
@@ -56,7 +56,7 @@ def _near(buckets: tuple[tiles_scaled_mm.Bucket, ...], M: int) -> Iterator[Scale
         tile, last = bucket.tile, bucket.max_m or 2 * M
         if first <= 2 * M and last >= M / 2:
             if M <= 64 and tile.kernel == "ring" and tile.block_m <= 64:
-                tile = dataclasses.replace(tile, block_m=max(16, M))
+                tile = dataclasses.replace(tile, block_m=rows_of(M))
             if tile.kernel != "few" or is_of_few(M):
                 yield tile
         first = last + 1
@@ -79,7 +79,7 @@ def _cuts(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
         if M > 64 and shared:
             yield tile
         return
-    if M <= 64 and tile.block_m != max(16, M):
+    if M <= 64 and tile.block_m != rows_of(M):
         return  # weights read twice, or half of a tile without a token
     programs = -(-N // tile.block_n) * -(-M // tile.block_m)
     if not (places := resident(tile) * MULTIPROCESSORS):

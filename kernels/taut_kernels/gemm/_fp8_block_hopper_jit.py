@@ -17,11 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from taut_kernels.attention._hopper_tile_jit import barriers
-from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, landed, share
-from taut_kernels.gemm._scaled_mm_hopper_jit import first_token
+from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, has_room, landed
+from taut_kernels.gemm._scaled_mm_hopper_jit import first_token, place
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import store, with_bias
 from taut_kernels.gemm._scaled_mm_parts_jit import add_parts
 
@@ -70,6 +70,15 @@ def _sums(ring, at, steps, never, GROUP: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
+def _share(item, tiles_m, tiles_n, steps, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr):
+    """Return the tile of tokens and of features, the first step and the steps of a share of one."""
+    pid_m, pid_n = place(item // SPLIT_K, tiles_m, tiles_n, GROUP_M)
+    split = item % SPLIT_K
+    first = steps * split // SPLIT_K
+    return pid_m, pid_n, first, steps * (split + 1) // SPLIT_K - first
+
+
+@gluon.jit
 def _multiply(
     ring, out, pointers, sizes,
     GROUP: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
@@ -82,7 +91,7 @@ def _multiply(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     at = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
-        pid_m, pid_n, _, own = share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
+        pid_m, pid_n, _, own = _share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
         first_m, first_n = first_token(pid_m * 2 + GROUP, M, 64), pid_n * COLUMNS
         sums = _sums(ring, at, own, steps < 0, GROUP, SUMS)
         at += own
@@ -99,26 +108,36 @@ def _multiply(
 
 
 @gluon.jit
+def _ask(x_desc, w_desc, ring, sizes, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr):
+    """Run the warp that asks for blocks of both operands."""
+    M, _, steps, tiles_m, tiles_n = sizes
+    at = 0
+    for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
+        pid_m, pid_n, first, own = _share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
+        for k in range(first, first + own):
+            ask(x_desc, w_desc, ring, pid_m, pid_n, at, k, M)
+            at += 1
+
+
+@gluon.jit
 def _ask_scales(ring, scales, strides, sizes, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr):
     """Run the warp that asks for scales of both operands."""
     x_scale_ptr, w_scale_ptr = scales
     stride_xsm, stride_xsk, stride_wsn = strides
     M, _, steps, tiles_m, tiles_n = sizes
-    STAGES: gl.constexpr = ring[1].shape[0]
     COLUMNS: gl.constexpr = ring[1].shape[1]
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     row = gl.arange(0, 128, LINE)
     at = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
-        pid_m, pid_n, first, own = share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
+        pid_m, pid_n, first, own = _share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
         # Tokens beyond M are never stored: no mask. A tile's features are of one block of weights.
         token = first_token(pid_m * 2 + row // 64, M, 64) + row % 64
         x_scales = x_scale_ptr + gl.minimum(token, M - 1).to(gl.int64) * stride_xsm
         block = pid_n * COLUMNS // 128
         w_scales = w_scale_ptr + (block * stride_wsn + gl.arange(0, 1, LINE))
         for k in range(first, first + own):
-            slot = at % STAGES
-            mbarrier.wait(ring[4].index(slot), ((at // STAGES) & 1) ^ 1)
+            slot = has_room(ring, at)
             _copy(ring[2].index(slot), x_scales + k * stride_xsk)
             _copy(ring[5].index(slot), w_scales + k)
             # Each lane arrives once its copies are there.
@@ -173,7 +192,7 @@ def fp8_block_hopper_kernel(
         [
             (_multiply, (ring, out, pointers, sizes, 0, GROUP_M, SPLIT_K)),
             (_multiply, (ring, out, pointers, sizes, 1, GROUP_M, SPLIT_K)),
-            (ask, (x_desc, w_desc, ring, sizes, GROUP_M, SPLIT_K)),
+            (_ask, (x_desc, w_desc, ring, sizes, GROUP_M, SPLIT_K)),
             (_ask_scales, (ring, scales, strides, sizes, GROUP_M, SPLIT_K)),
         ],
         [4, 1, 1],

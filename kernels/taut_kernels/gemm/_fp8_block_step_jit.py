@@ -24,39 +24,34 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from taut_kernels.attention._hopper_tile_jit import load_block
-from taut_kernels.gemm._scaled_mm_hopper_jit import first_token, place
+from taut_kernels.gemm._scaled_mm_hopper_jit import first_token
 
 
 @gluon.jit
-def share(item, tiles_m, tiles_n, steps, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr):
-    """Return the tile of tokens and of features, the first step and the steps of a share of one."""
-    pid_m, pid_n = place(item // SPLIT_K, tiles_m, tiles_n, GROUP_M)
-    split = item % SPLIT_K
-    first = steps * split // SPLIT_K
-    return pid_m, pid_n, first, steps * (split + 1) // SPLIT_K - first
+def has_room(ring, at):
+    """Wait until the ring's ``at``-th blocks may be written; return their stage."""
+    STAGES: gl.constexpr = ring[1].shape[0]
+    slot = at % STAGES
+    mbarrier.wait(ring[4].index(slot), ((at // STAGES) & 1) ^ 1)
+    return slot
 
 
 @gluon.jit
-def ask(x_desc, w_desc, ring, sizes, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr):
-    """Run the warp that asks TMA for blocks of both operands."""
-    a, b, _, full, empty = ring[:5]
-    M, _, steps, tiles_m, tiles_n = sizes
-    STAGES: gl.constexpr = b.shape[0]
+def ask(x_desc, w_desc, ring, pid_m, pid_n, at, k, M):
+    """Ask TMA for the ``k``-th blocks of a tile, the ring's ``at``-th, once there is room.
+
+    Weights first: they come from afar.
+    """
+    a, b, full = ring[0], ring[1], ring[3]
+    PARTS: gl.constexpr = a.shape[0] // b.shape[0]
     COLUMNS: gl.constexpr = b.shape[1]
-    PARTS: gl.constexpr = a.shape[0] // STAGES
-    at = 0
-    for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
-        pid_m, pid_n, first, own = share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
-        for k in range(first, first + own):
-            slot = at % STAGES
-            landed = full.index(slot)
-            mbarrier.wait(empty.index(slot), ((at // STAGES) & 1) ^ 1)
-            mbarrier.expect(landed, (PARTS * 64 + COLUMNS) * 128)
-            for part in gl.static_range(PARTS):
-                token = first_token(pid_m * PARTS + part, M, 64)
-                load_block(x_desc, [token, k * 128], landed, a.index(slot * PARTS + part))
-            load_block(w_desc, [pid_n * COLUMNS, k * 128], landed, b.index(slot))
-            at += 1
+    slot = has_room(ring, at)
+    landed = full.index(slot)
+    mbarrier.expect(landed, (PARTS * 64 + COLUMNS) * 128)
+    load_block(w_desc, [pid_n * COLUMNS, k * 128], landed, b.index(slot))
+    for part in gl.static_range(PARTS):
+        first = first_token(pid_m * PARTS + part, M, 64)
+        load_block(x_desc, [first, k * 128], landed, a.index(slot * PARTS + part))
 
 
 @gluon.jit

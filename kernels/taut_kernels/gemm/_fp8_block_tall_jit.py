@@ -2,8 +2,8 @@
 
 As :mod:`taut_kernels.gemm._fp8_block_hopper_jit`, but a group of four warps has twice 64 tokens, so
 that a quarter less comes from L2, and one product under way: while it scales, the other multiplies.
-The warp of the scales multiplies them, too, and lays the factors beside the blocks: a
-multiplication less for those who have no registers left.
+The warp that asks for blocks loads the scales, too, multiplies them and lays the factors beside the
+blocks: a multiplication less for those who have no registers left.
 """
 
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,no-any-return"
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from taut_kernels.attention._hopper_tile_jit import barriers
-from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, landed
+from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, has_room, landed
 from taut_kernels.gemm._scaled_mm_hopper_jit import first_token, place
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import store, with_bias
 
@@ -41,15 +41,8 @@ def _sums(ring, at, steps, never, GROUP: gl.constexpr, SUMS: gl.constexpr):
     slot = landed(ring, at)
     above, below = _factors(ring, slot, UPPER, SUMS), _factors(ring, slot, LOWER, SUMS)
     for k in range(steps):
-        # The second group's first product of all comes behind one of the first group's, so that
-        # they take turns. Asked once outside of the loop that gains nothing (H100, 2026-11-26: 1 %
-        # in here; why is not known).
-        if GROUP == 1 and at + k == 0:
-            mbarrier.wait(ring[5].index(0), 0)
         product = begin(ring, slot, product, never, UPPER)
         product = hopper.warpgroup_mma_wait(0, deps=[product])
-        if GROUP == 0:
-            mbarrier.arrive(ring[5].index(0), count=1, pred=at + k == 0)
         upper = add(upper, product, above, 0)
         product = begin(ring, slot, product, never, LOWER)
         slot = landed(ring, at + gl.minimum(k + 1, steps - 1))
@@ -84,19 +77,17 @@ def _multiply(ring, out, bias_ptr, sizes, GROUP: gl.constexpr, GROUP_M: gl.const
 @gluon.jit
 def _put(ring, at, factors):
     """Lay the factors of the ring's ``at``-th blocks beside them."""
-    STAGES: gl.constexpr = ring[1].shape[0]
-    slot = at % STAGES
-    mbarrier.wait(ring[4].index(slot), ((at // STAGES) & 1) ^ 1)
+    slot = has_room(ring, at)
     ring[2].index(slot).store(gl.reshape(factors, [256]))
     mbarrier.arrive(ring[3].index(slot), count=1)
 
 
 @gluon.jit
-def _multiply_scales(ring, scales, strides, sizes, GROUP_M: gl.constexpr):
-    """Run the warp that multiplies scales of both operands.
+def _feed(x_desc, w_desc, ring, scales, strides, sizes, GROUP_M: gl.constexpr):
+    """Run the warp that asks for blocks of both operands and multiplies their scales.
 
-    Two steps at a time, for it waits for all it has asked for at once: the next two steps' scales
-    come while it puts these.
+    It waits for all loads under way at once, so it multiplies two steps' scales together and asks
+    for the next two's right behind: they come while two steps' blocks do.
     """
     x_scale_ptr, w_scale_ptr = scales
     stride_xsm, stride_xsk, stride_wsn = strides
@@ -119,13 +110,18 @@ def _multiply_scales(ring, scales, strides, sizes, GROUP_M: gl.constexpr):
         even_x, even_w = gl.load(x_scales), gl.load(w_scales)
         odd_x, odd_w = gl.load(x_scales + second * stride_xsk), gl.load(w_scales + second)
         for k in range(0, last, 2):
+            ask(x_desc, w_desc, ring, pid_m, pid_n, at + k, k, M)
+            # It is over at once: without it ptxas multiplies first, and blocks wait for scales.
+            has_room(ring, at + k)
             even, odd = even_x * even_w, odd_x * odd_w
             third, fourth = gl.minimum(k + 2, last), gl.minimum(k + 3, last)
             even_x, even_w = gl.load(x_scales + third * stride_xsk), gl.load(w_scales + third)
             odd_x, odd_w = gl.load(x_scales + fourth * stride_xsk), gl.load(w_scales + fourth)
             _put(ring, at + k, even)
+            ask(x_desc, w_desc, ring, pid_m, pid_n, at + k + 1, k + 1, M)
             _put(ring, at + k + 1, odd)
         if steps % 2 == 1:
+            ask(x_desc, w_desc, ring, pid_m, pid_n, at + last, last, M)
             _put(ring, at + last, even_x * even_w)
         at += steps
 
@@ -162,9 +158,9 @@ def fp8_block_tall_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [STAGES, 256], LINE)
     y = gl.allocate_shared_memory(y_desc.dtype, [4, 64, 32], RESULTS)
     # Blocks and factors come apart; both groups give them back.
-    full, empty, behind = barriers(STAGES, 2), barriers(STAGES, 2), barriers(1, 1)
+    full, empty = barriers(STAGES, 2), barriers(STAGES, 2)
     hopper.fence_async_shared()
-    ring, out = (a, b, factors, full, empty, behind), (y, y_desc)
+    ring, out = (a, b, factors, full, empty), (y, y_desc)
     sizes = (M, N, steps, tiles_m, tiles_n)
     scales, strides = (x_scale_ptr, w_scale_ptr), (stride_xsm, stride_xsk, stride_wsn)
     # 2 · 216 + 72 registers for 128 threads each are a multiprocessor's.
@@ -172,9 +168,8 @@ def fp8_block_tall_kernel(
         [
             (_multiply, (ring, out, bias_ptr, sizes, 0, GROUP_M)),
             (_multiply, (ring, out, bias_ptr, sizes, 1, GROUP_M)),
-            (ask, (x_desc, w_desc, ring, sizes, GROUP_M, 1)),
-            (_multiply_scales, (ring, scales, strides, sizes, GROUP_M)),
+            (_feed, (x_desc, w_desc, ring, scales, strides, sizes, GROUP_M)),
         ],
-        [4, 1, 1],
-        [216, 72, 72],
+        [4, 1],
+        [216, 72],
     )
