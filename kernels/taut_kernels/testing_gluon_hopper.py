@@ -10,9 +10,10 @@ that nobody completes as a deadlock. Layouts, registers and fences have no meani
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +158,27 @@ def load_block(descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared)
         place.memory[...] = _poison(place.dtype)
         barrier.blocks.append((place, values, descriptor.bytes))
         _LOCK.notify_all()
+
+
+@contextlib.contextmanager
+def no_block_beyond(tokens: int) -> Iterator[None]:
+    """Demand that blocks of activations have no row that does not exist.
+
+    Args:
+        tokens: of the activations, which tells them from the weights; at least a block's.
+    """
+    usual = globals()["load_block"]
+
+    def load(descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared) -> None:
+        if len(descriptor.values) == tokens:
+            assert 0 <= int(at[0]) <= tokens - descriptor.shape[0], f"block at {int(at[0])}"
+        usual(descriptor, at, barrier, place)
+
+    globals()["load_block"] = load
+    try:
+        yield
+    finally:
+        globals()["load_block"] = usual
 
 
 def _copy(place: Shared, source: Pointer) -> None:

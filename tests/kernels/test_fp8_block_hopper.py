@@ -82,6 +82,15 @@ def test_body_on_numpy_is_the_reference(
 
 
 @pytest.mark.usefixtures("on_numpy")
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("M", [64, 65, 200, 300, 449])
+def test_no_token_is_asked_for_that_does_not_exist(tile: ScaledMmTile, M: int) -> None:
+    case = case_of(M, 136, 144)
+    with testing_gluon_hopper.no_block_beyond(M):
+        assert case.why_wrong(run(tile, case)) is None
+
+
+@pytest.mark.usefixtures("on_numpy")
 @pytest.mark.parametrize("tile", SPLIT, ids=str)
 @pytest.mark.parametrize(
     ("M", "N", "K"), [(128, 512, 1408), (77, 344, 400), (1, 256, 128), (200, 384, 640)]

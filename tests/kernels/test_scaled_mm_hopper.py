@@ -136,6 +136,14 @@ def test_extreme_values_on_numpy(tile: ScaledMmTile, extreme: str) -> None:
 
 
 @pytest.mark.usefixtures("on_numpy")
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("M", [128, 129, 200, 321])
+def test_no_token_is_asked_for_that_does_not_exist(tile: ScaledMmTile, M: int) -> None:
+    with testing_gluon_hopper.no_block_beyond(M):
+        check(tile, make_scaled_mm_case("fp8_gemm", M, 136, 144))
+
+
+@pytest.mark.usefixtures("on_numpy")
 @pytest.mark.parametrize("tiles", range(1, 7))
 def test_groups_in_turns_end_at_any_number_of_tiles(tiles: int) -> None:
     """One group may have a tile more than the other, or all, and programs none."""
