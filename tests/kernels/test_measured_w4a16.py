@@ -260,7 +260,13 @@ LATER_RUNS_OF_FORMATS = ("g32-zp-bf16", "g32-bf16", "g64-bf16")
             "w4a16_measured-h200.json",
             "1.4",
         ),
-        (H100, "2026-11-23-h100", [], "w4a16_measured-h100.json", "1.3"),
+        (
+            H100,
+            "2026-11-23-h100",
+            ["2026-11-26-h100-01h/w4a16-g32-zp-bf16.csv"],
+            "w4a16_measured-h100.json",
+            "1.3",
+        ),
     ],
     ids=["h200", "h100"],
 )
