@@ -2,18 +2,17 @@
 
 Extends :mod:`taut_kernels.testing_gluon`. Everything asynchronous happens as late as it may: a
 block of TMA lands when somebody waits for its barrier (until then its place holds NaN), so does
-what a warp copies by `cp.async` for a barrier; a product
-is computed, from what shared memory holds then, when it is waited for, and so is a block stored. So
-a missing wait, a place given back too early and a wrong phase show as wrong results, and a barrier
-that nobody completes as a deadlock. Layouts, registers and fences have no meaning here.
+what a warp copies by `cp.async` for a barrier; a product is computed, from what shared memory holds
+then, when it is waited for, and so is a block stored. So a missing wait, a place given back too
+early and a wrong phase show as wrong results, and a barrier that nobody completes as a deadlock.
+Layouts, registers and fences have no meaning here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,25 +159,20 @@ def load_block(descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared)
         _LOCK.notify_all()
 
 
-@contextlib.contextmanager
-def no_block_beyond(tokens: int) -> Iterator[None]:
-    """Demand that blocks of activations have no row that does not exist.
+def load_within(tokens: int) -> Callable[[Descriptor, Any, Barrier, Shared], None]:
+    """Return a :func:`load_block` that refuses activations' rows that do not exist.
 
     Args:
         tokens: of the activations, which tells them from the weights; at least a block's.
     """
-    usual = globals()["load_block"]
 
     def load(descriptor: Descriptor, at: Any, barrier: Barrier, place: Shared) -> None:
         if len(descriptor.values) == tokens:
             assert 0 <= int(at[0]) <= tokens - descriptor.shape[0], f"block at {int(at[0])}"
         usual(descriptor, at, barrier, place)
 
-    globals()["load_block"] = load
-    try:
-        yield
-    finally:
-        globals()["load_block"] = usual
+    usual = load_block
+    return load
 
 
 def _copy(place: Shared, source: Pointer) -> None:

@@ -408,6 +408,8 @@ _CUT = 128
 """Tokens of a part of a wide bucket."""
 _LEAST_CUT, _MOST_CUT = 1024, 4096
 """Least limit of a bucket that is cut, and most tokens one without a limit is cut for."""
+_FIRST_CUT = 512
+"""Least limit of a part that gets another tile."""
 _CLEARLY = 0.88
 """What another tile may take of the measured one's time; the estimate errs by less."""
 
@@ -534,7 +536,7 @@ def _between(op: str, N: int, K: int, found: tuple[Bucket, ...]) -> tuple[Bucket
 
 def _better(op: str, N: int, K: int, limit: int, bucket: Bucket) -> ScaledMmTile:
     """Return the tile for the last :data:`_CUT` tokens up to a limit of a bucket."""
-    if limit < _LEAST_CUT // 2 or any(limit - _CUT < M <= limit for M in bucket.measured):
+    if limit < _FIRST_CUT or any(limit - _CUT < M <= limit for M in bucket.measured):
         return bucket.tile
     other = _rule_of_waves(op, N, K, limit)
     clearly = _promised_us(other, N, K, limit) < _CLEARLY * _promised_us(bucket.tile, N, K, limit)
