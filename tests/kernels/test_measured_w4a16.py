@@ -256,6 +256,8 @@ LATER_RUNS_OF_FORMATS = ("g32-zp-bf16", "g32-bf16", "g64-bf16")
                 "2026-11-25-h200-04h/w4a16-down.csv",
                 *(f"2026-11-25-h200-10h/w4a16-{run}.csv" for run in RUNS_OF_FORMATS),
                 *(f"2026-11-25-h200-14h/w4a16-{run}.csv" for run in LATER_RUNS_OF_FORMATS),
+                "2026-11-26-h200-04h/w4a16-g32-zp-bf16-before.csv",
+                "2026-11-26-h200-04h/w4a16-g32-zp-bf16.csv",
             ],
             "w4a16_measured-h200.json",
             "1.4",

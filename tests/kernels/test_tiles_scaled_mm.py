@@ -127,13 +127,16 @@ def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
         return bucket.tile.kernel, bucket.wins
 
     for op in ("fp8_gemm", "w8a8_gemm"):
-        for M in (512, 1024, 2048, 4096):
+        for M in (512, 1024):
             assert wins(op, "gate_up", M) == ("turns", True)
+        # Within 1 % of CUTLASS, and behind it.
+        for M in (2048, 4096):
+            assert wins(op, "gate_up", M) == ("turns", False)
         assert wins(op, "down", 1024) == ("hopper", True)
         assert wins(op, "down", 2048) == ("hopper", True)
     assert wins("fp8_gemm", "down", 64) == ("ring", False)
     assert wins("fp8_gemm", "down", 64, in_layer=True) == ("ring", True)
-    assert wins("w8a8_gemm", "o", 4096) == ("turns", False)
+    assert wins("w8a8_gemm", "o", 4096) == ("turns", True)
 
 
 def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:

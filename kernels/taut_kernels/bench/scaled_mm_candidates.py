@@ -145,7 +145,7 @@ def _many_tokens(fp8: bool) -> Iterator[ScaledMmTile]:
     for block_n, stages in ((256, 4), (128, 6)):
         for group_m in (8, 16, 32):
             yield ScaledMmTile("hopper", 128, block_n, 128, 4, stages, group_m=group_m)
-    for group_m in (8, 16):
+    for group_m in (4, 8, 16):
         yield ScaledMmTile("turns", 128, 128, 128, 4, 6, group_m=group_m)
     if fp8:
         yield ScaledMmTile("turns", 64, 256, 128, 4, 5, group_m=16)
