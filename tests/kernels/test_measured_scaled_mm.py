@@ -93,7 +93,7 @@ def test_a_verdict_without_a_lent_tile_or_a_served_kernel_is_none(
 
 @pytest.mark.parametrize("in_layer", [False, True])
 def test_an_h100_takes_tiles_but_no_verdicts(in_layer: bool) -> None:
-    """FP8 gate_up at 256 tokens is CUTLASS's there, and ours on the H200; at 4096 it is reversed."""
+    """FP8 gate_up is CUTLASS's there at 256 tokens and ours on the H200; at 4096 reversed."""
     for op, N, K in measured_scaled_mm.products(H100):
         ours, lent = (
             tiles_scaled_mm.buckets(op, gpu, N, K, in_layer=in_layer) for gpu in (H100, H200)

@@ -21,6 +21,17 @@ from taut_kernels.gemm._scaled_mm_parts_jit import add_parts
 
 
 @gluon.jit
+def _token(first_token, column, M):
+    """Return a column's token: a block of 32 begins earlier where M ends within it.
+
+    So some are computed twice, to the same bits. TMA takes several times as long to fill a row with
+    zeros as to load one.
+    """
+    block = first_token + column // 32 * 32
+    return gl.maximum(gl.minimum(block, M - 32), 0) + column % 32
+
+
+@gluon.jit
 def _ask(x_desc, w_desc, rings, sizes, first, STEP: gl.constexpr):
     """Run the warp that asks for a program's steps of K, the first of which is the ``first``-th.
 
@@ -43,7 +54,7 @@ def _ask(x_desc, w_desc, rings, sizes, first, STEP: gl.constexpr):
             block, column = slot * STEP + j, ((first + k) * STEP + j) * 128
             load_block(w_desc, [first_row, column], landed, w.index(block))
             for box in range(boxes):
-                token = first_token + box * 32
+                token = _token(first_token, box * 32, M)
                 load_block(x_desc, [token, column], landed, x.index(block * BOXES + box))
         phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
@@ -87,7 +98,7 @@ def _vectors(
     """
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offs_n = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    offs_m = first_token + gl.arange(0, COLS, LINE)
+    offs_m = _token(first_token, gl.arange(0, COLS, LINE), M)
     mask_n, mask_m = offs_n < N, offs_m < M
     x_scale = gl.load(pointers[0] + offs_m * strides[0], mask=mask_m, other=0.0)
     w_scale = gl.load(pointers[1] + offs_n * strides[1], mask=mask_n, other=0.0)
@@ -129,10 +140,14 @@ def _store(y_ptr, values, M, N, first_row, first_token):
     W: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
     values = gl.convert_layout(values.to(y_ptr.dtype.element_ty), W)
     offs_n = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, W))
-    offs_m = gl.arange(0, COLS, gl.SliceLayout(0, W))
-    mask = gl.expand_dims(offs_n < N, 1) & gl.expand_dims(offs_m < M - first_token, 0)
+    columns = gl.arange(0, COLS, gl.SliceLayout(0, W))
+    # Blocks beyond M have no tokens, and those of fewer than 32 in all some that do not exist.
+    offs_m = _token(first_token, columns, M)
+    there = (first_token + columns // 32 * 32 < M) & (offs_m < M)
+    mask = gl.expand_dims(offs_n < N, 1) & gl.expand_dims(there, 0)
     # int64: M · N passes 2**31 on long prompts.
     rows = y_ptr + gl.cast(first_token, gl.int64) * N
+    offs_m -= first_token
     gl.store(rows + (gl.expand_dims(offs_m * N, 0) + gl.expand_dims(offs_n, 1)), values, mask=mask)
 
 
@@ -154,7 +169,14 @@ def _multiply(
     if SPLIT_K > 1:
         tile = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
         acc, finished = add_parts(
-            acc, pointers[6], pointers[7], tile, gl.program_id(1), M - first_token, SPLIT_K, SUMS
+            acc,
+            pointers[6],
+            pointers[7],
+            tile,
+            gl.program_id(1),
+            (M - first_token + 31) // 32 * 32,
+            SPLIT_K,
+            SUMS,
         )
     if finished:
         values = _scaled(acc, pointers, found, SUMS)
