@@ -7,13 +7,16 @@ same tile may lose. A table is ``tiles/scaled_mm_measured-<card>.json``::
      "rows": [{"op": "w8a8_gemm" | "fp8_gemm", "N": …, "K": …, "M": [tokens, …],
                "us": [µs per call, …], "vllm_us": [µs of the kernel vLLM runs there, …]}, …]}
 
+A row may also have ``"layer": {"M": […], "us": […], "vllm_us": […]}``: µs of a whole decoder layer
+whose kernels start early, with ours and with vLLM's in this product. There it decides for the
+numbers of tokens it names: an early start gains more than a kernel alone may lose.
+
 `taut_kernels.bench.measured_scaled_mm_table` writes one from benchmarks.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cache
@@ -25,26 +28,40 @@ OPS = ("w8a8_gemm", "fp8_gemm")
 _ROW_FIELDS = {"op", "N", "K", "M", "us", "vllm_us"}
 Product = tuple[str, int, int]
 """op, N, K."""
+Ratios = dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTable:
-    """One card's products: tokens → vLLM's time ÷ ours."""
+    """One card's products: tokens → vLLM's time ÷ ours.
+
+    Attributes:
+        gpu: card name.
+        ratios: of calls alone.
+        in_layer: of whole layers, where these were timed.
+    """
 
     gpu: str
-    ratios: dict[Product, dict[int, float]]
+    ratios: dict[Product, Ratios]
+    in_layer: dict[Product, Ratios]
 
 
-def _why_not_judged(row: dict[str, Any]) -> str | None:
-    """Say why a row's figures say nothing; None where they do."""
-    tokens = row["M"]
-    if not tokens or len({len(row[key]) for key in ("M", "us", "vllm_us")}) > 1:
-        return "M, us and vllm_us must be of one length, at least 1"
+def _ratios(figures: dict[str, Any], where: str) -> Ratios:
+    """Return vLLM's time ÷ ours by tokens.
+
+    Raises:
+        ValueError: the figures say nothing; names ``where``.
+    """
+    lengths = {len(figures.get(key, ())) for key in ("M", "us", "vllm_us")}
+    if len(lengths) > 1 or 0 in lengths:
+        raise ValueError(f"{where}: M, us and vllm_us must be of one length, at least 1")
+    tokens = figures["M"]
     if len(set(tokens)) < len(tokens) or not all(type(M) is int and M > 0 for M in tokens):
-        return f"M must be different numbers of tokens, got {tokens}"
-    if not all(math.isfinite(us) and us > 0 for us in (*row["us"], *row["vllm_us"])):
-        return "times must be positive"
-    return None
+        raise ValueError(f"{where}: M must be different numbers of tokens, got {tokens}")
+    if not all(math.isfinite(us) and us > 0 for us in (*figures["us"], *figures["vllm_us"])):
+        raise ValueError(f"{where}: times must be positive")
+    times = zip(tokens, figures["us"], figures["vllm_us"], strict=True)
+    return {M: theirs / ours for M, ours, theirs in times}
 
 
 def parse(text: str, where: str) -> MeasuredTable:
@@ -59,18 +76,18 @@ def parse(text: str, where: str) -> MeasuredTable:
             named twice; names ``where``.
     """
     gpu, listed = _tile_tables.rows_of(text, where)
-    found: dict[Product, dict[int, float]] = {}
+    alone: dict[Product, Ratios] = {}
+    in_layer: dict[Product, Ratios] = {}
     for row in listed:
-        if set(row) != _ROW_FIELDS or row["op"] not in OPS:
+        if set(row) - {"layer"} != _ROW_FIELDS or row["op"] not in OPS:
             raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op one of {OPS}")
         product = (row["op"], row["N"], row["K"])
-        if product in found:
+        if product in alone:
             raise ValueError(f"{where}: {product} is there twice")
-        if reason := _why_not_judged(row):
-            raise ValueError(f"{where}: {product}: {reason}")
-        times = zip(row["M"], row["us"], row["vllm_us"], strict=True)
-        found[product] = {M: theirs / ours for M, ours, theirs in times}
-    return MeasuredTable(gpu, found)
+        alone[product] = _ratios(row, f"{where}: {product}")
+        if "layer" in row:
+            in_layer[product] = _ratios(row["layer"], f"{where}: {product}: layer")
+    return MeasuredTable(gpu, alone, in_layer)
 
 
 @cache
@@ -89,10 +106,20 @@ def products(gpu: str | None) -> Set[Product]:
     return table.ratios.keys() if table else frozenset()
 
 
-def wins(gpu: str, op: str, N: int, K: int, first: int, last: int | None) -> bool:
+def wins(
+    gpu: str,
+    op: str,
+    N: int,
+    K: int,
+    first: int,
+    last: int | None,
+    *,
+    in_layer: bool = False,
+) -> bool:
     """Say whether ours was at least as fast for a range of tokens.
 
-    At all numbers of tokens measured in the range; where none was, at the nearest on both sides.
+    At all numbers of tokens measured in the range; where none was, at the nearest on both sides. In
+    a layer those at which whole layers were timed decide, where there are some in the range.
 
     Args:
         gpu: card name.
@@ -101,17 +128,28 @@ def wins(gpu: str, op: str, N: int, K: int, first: int, last: int | None) -> boo
         K: input features.
         first: fewest tokens.
         last: most tokens, None without a bound.
+        in_layer: between kernels of ours that start early.
 
     Returns:
         False where nobody measured the product on the card.
     """
-    table = tables().get(gpu)
-    ratios = table.ratios.get((op, N, K)) if table else None
-    if not ratios:
+    if (table := tables().get(gpu)) is None:
         return False
-    measured = sorted(ratios)
-    start = bisect_left(measured, first)
-    end = len(measured) if last is None else bisect_right(measured, last)
-    if start == end:
-        start, end = max(start - 1, 0), end + 1
-    return all(ratios[M] >= 1 for M in measured[start:end])
+    of_layers = table.in_layer.get((op, N, K), {}) if in_layer else {}
+    if within := _inside(of_layers, first, last):
+        return all(of_layers[M] >= 1 for M in within)
+    ratios = table.ratios.get((op, N, K), {})
+    decide = _inside(ratios, first, last) or _beside(ratios, first)
+    return bool(decide) and all(ratios[M] >= 1 for M in decide)
+
+
+def _inside(ratios: Ratios, first: int, last: int | None) -> list[int]:
+    """Return the numbers of tokens measured in a range."""
+    return [tokens for tokens in ratios if tokens >= first and (last is None or tokens <= last)]
+
+
+def _beside(ratios: Ratios, first: int) -> list[int]:
+    """Return the nearest numbers of tokens measured around a range in which none was."""
+    below = sorted(tokens for tokens in ratios if tokens < first)
+    above = sorted(tokens for tokens in ratios if tokens > first)
+    return [*below[-1:], *above[:1]]

@@ -588,7 +588,7 @@ def _measured(
         replace(
             bucket,
             wins=bucket.tile.kernel in SERVED
-            and measured_scaled_mm.wins(gpu, op, N, K, first, bucket.max_m),
+            and measured_scaled_mm.wins(gpu, op, N, K, first, bucket.max_m, in_layer=in_layer),
         )
         for first, bucket in zip(firsts, found, strict=True)
     )

@@ -53,6 +53,24 @@ def test_a_range_wins_where_it_and_its_neighbours_won(
     assert not measured_scaled_mm.wins("other", "fp8_gemm", 64, 128, first, last)
 
 
+def test_whole_layers_decide_where_they_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = {"M": [64, 128], "us": [9.0, 9.0], "vllm_us": [10.0, 8.0]}
+    table = measured_scaled_mm.parse(_text(ROW | {"layer": layer}), "t.json")
+    monkeypatch.setattr(measured_scaled_mm, "tables", lambda: {"card": table})
+
+    def wins(first: int, last: int | None, *, in_layer: bool) -> bool:
+        return measured_scaled_mm.wins("card", "fp8_gemm", 64, 128, first, last, in_layer=in_layer)
+
+    assert not wins(33, 64, in_layer=False)  # alone it lost at 64
+    assert wins(33, 64, in_layer=True)
+    assert not wins(65, 256, in_layer=True)  # alone it won at 256, the layer lost at 128
+    assert wins(65, 256, in_layer=False)
+    assert wins(1, 32, in_layer=True)  # no layer was timed: 16 alone
+    assert not wins(17, 32, in_layer=True)
+    with pytest.raises(ValueError, match=r"t\.json: .*layer: M, us and vllm_us must be of one"):
+        measured_scaled_mm.parse(_text(ROW | {"layer": {"M": [1], "us": [1.0]}}), "t.json")
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -105,8 +123,11 @@ def test_an_h100_takes_tiles_but_no_verdicts(in_layer: bool) -> None:
         bucket = tiles_scaled_mm.lookup("fp8_gemm", H200, 28672, 4096, M, in_layer=in_layer)
         assert bucket.wins is not here
     ask = tiles_scaled_mm.why_not_preferred
-    reason = ask("fp8_gemm", H100, 28672, 4096, in_layer=in_layer)
-    assert reason == "not measured to be as fast as vLLM's at 65–384 tokens"
+    reason = ask("w8a8_gemm", H100, 28672, 4096, in_layer=in_layer)
+    assert reason == "not measured to be as fast as vLLM's at 65–128 tokens"
+    # Alone 0.98 of vLLM's at 16 tokens; a layer with it is 2.5 % the faster one.
+    assert tiles_scaled_mm.lookup("fp8_gemm", H100, 4096, 4096, 16).wins is False
+    assert tiles_scaled_mm.lookup("fp8_gemm", H100, 4096, 4096, 16, in_layer=True).wins
     assert ask("fp8_gemm", H100, 6144, 4096, in_layer=in_layer) is None
     elsewhere = ask("fp8_gemm", H100, 2048, 2048, in_layer=in_layer)
     assert elsewhere == f"2048×2048 not measured on {H100}"
@@ -117,14 +138,44 @@ def test_the_shipped_table_is_what_the_committed_benchmarks_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "t.json"
-    files = ["--fp8", str(RESULTS / "scaled_mm_fp8.csv")]
-    files += ["--int8", str(RESULTS / "scaled_mm_int8.csv")]
+    files = ["--layers", str(RESULTS / "decode_chain-forms.csv")]
+    for kind in ("fp8", "int8"):
+        names = (f"scaled_mm_{kind}.csv", f"scaled_mm_{kind}-64.csv")
+        files += [f"--{kind}", *(str(RESULTS / name) for name in names)]
     arguments = [*files, "--gpu", H100, "--source", "x", "--output", str(output)]
     assert measured_scaled_mm_table.main(arguments) == 0
     assert "fp8_gemm 28672×4096: vLLM's time ÷ ours at 1: 1.03" in capsys.readouterr().out
     shipped = json.loads((_tile_tables._DIRECTORY / "scaled_mm_measured-h100.json").read_text())
     assert json.loads(output.read_text())["rows"] == shipped["rows"]
     assert set(measured_scaled_mm.tables()) == {H100}
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (["fp8,1,qkv table (o late),2.0"], "not every layer was timed with ours and with CUTLASS"),
+        (["fp8,1,as shipped,2.0"], "not every layer was timed with ours and with CUTLASS"),
+        (["fp8,1,qkv table,2.0", "fp8,1,qkv table,3.0"], "qkv table is there twice"),
+        (["fp8,1,qkv table,fast"], "not a CSV of decode_chain"),
+        (["w4a16,1,qkv table,2.0"], "not a CSV of decode_chain: 'w4a16'"),
+    ],
+)
+def test_a_csv_of_layers_that_says_nothing_is_refused(
+    tmp_path: Path, lines: list[str], reason: str
+) -> None:
+    path = tmp_path / "chain.csv"
+    path.write_text("\n".join(["scheme,tokens,kernels,us", *lines]))
+    with pytest.raises(ValueError, match=f"{path}: .*{reason}"):
+        measured_scaled_mm_table.layers(path)
+
+
+def test_a_csv_of_layers_is_read_by_product(tmp_path: Path) -> None:
+    path = tmp_path / "chain.csv"
+    lines = ["fp8,16,o table (x),3.0", "fp8,16,o late (x),9.0", "fp8,16,o CUTLASS (x),4.0"]
+    lines += ["fp8,1,o table (x),1.0", "fp8,1,o CUTLASS (x),2.0"]
+    path.write_text("\n".join(["scheme,tokens,kernels,us", *lines]))
+    figures = {"M": [1, 16], "us": [1.0, 3.0], "vllm_us": [2.0, 4.0]}
+    assert measured_scaled_mm_table.layers(path) == {("fp8_gemm", 4096, 4096): figures}
 
 
 @pytest.mark.parametrize(

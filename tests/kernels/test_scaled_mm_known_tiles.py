@@ -10,6 +10,7 @@ from taut_kernels.bench.scaled_mm_candidates import (
     SHARED_BYTES,
     candidates,
     ring_bytes,
+    widths_of,
 )
 from taut_kernels.bench.scaled_mm_known_tiles import known_tiles
 from taut_kernels.bench.shapes import PRODUCTS
@@ -20,7 +21,7 @@ from taut_kernels.bench.shapes import PRODUCTS
 def test_every_product_has_some_tiles_that_fit_it(op: str, M: int) -> None:
     for N, K in sorted(set(PRODUCTS.values())):
         tiles = known_tiles(op, N, K, M)
-        assert 2 <= len(tiles) <= 26, (N, K)
+        assert 2 <= len(tiles) <= 30, (N, K)
         assert len(tiles) == len(set(tiles))
         for tile in tiles:
             assert tiles_scaled_mm.why_not_for(tile, op, N) is None
@@ -28,6 +29,19 @@ def test_every_product_has_some_tiles_that_fit_it(op: str, M: int) -> None:
             assert K % (tile.block_k * tile.split_k) == 0
             if tile.split_k > 1:
                 assert tile.block_m >= M
+
+
+def test_half_the_tokens_are_tried_where_whole_tiles_do_not_fill_a_wave() -> None:
+    """o has 64 tiles of 64 features: two of 32 tokens each are a wave, without splitting K."""
+    for at_64 in (known_tiles("fp8_gemm", *PRODUCTS["o"], 64), [*candidates(*PRODUCTS["o"], 64)]):
+        halves = [t for t in at_64 if t.kernel == "ring" and t.block_m == 32]
+        assert halves
+        assert all(t.split_k == 1 for t in halves)
+        assert all(t.block_m in (32, 64) for t in at_64 if t.kernel == "ring" and t.block_m <= 64)
+    wide = known_tiles("fp8_gemm", *PRODUCTS["qwen2.5-32b/gate_up"], 64)
+    assert all(tile.block_m >= 64 for tile in wide)
+    assert widths_of(16) == (16,)
+    assert widths_of(17) == (32, 16)
 
 
 @pytest.mark.parametrize("M", [64, 65, 96, 128, 129])

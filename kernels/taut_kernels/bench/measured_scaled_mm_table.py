@@ -1,48 +1,87 @@
 """Make a table of verdicts on 8-bit products: ``python -m …bench.measured_scaled_mm_table``.
 
-Takes the CSVs of `taut_kernels.bench.scaled_mm`, one a kind, and writes what
+Takes the CSVs of `taut_kernels.bench.scaled_mm` of each kind (where two have a cell, the later one
+counts), maybe one of `taut_kernels.bench.decode_chain --forms`, and writes what
 :mod:`taut_kernels.measured_scaled_mm` reads. Only what vLLM runs there is a rival: CUTLASS.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from taut_kernels import measured_scaled_mm
-from taut_kernels.bench import measured_table
+from taut_kernels.bench import measured_table, shapes
 
 VLLM = "CUTLASS"
 """The kernel a call falls to where it is not ours, by its name in the benchmark."""
 
 
-def rows(op: str, path: Path) -> list[dict[str, Any]]:
-    """Return a CSV's products as rows of the table.
+OPS = {"fp8": "fp8_gemm", "int8": "w8a8_gemm"}
+_TILE_OF_THE_TABLE = "table"
+"""The form of ours that ships, by its name in `decode_chain`."""
+
+Figures = dict[str, list[Any]]
+"""``M``, ``us`` and ``vllm_us``."""
+
+
+def _figures(by_tokens: Mapping[int, Mapping[str, float]], ours: str) -> Figures:
+    tokens = sorted(by_tokens)
+    named = (("us", ours), ("vllm_us", VLLM))
+    return {"M": tokens} | {key: [by_tokens[M][name] for M in tokens] for key, name in named}
+
+
+def rows(op: str, paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return products as rows of the table.
 
     Args:
         op: whose they are.
-        path: of `bench.scaled_mm`.
+        paths: CSVs of `bench.scaled_mm`, the later ones count.
 
     Raises:
-        ValueError: it is no such CSV, or has no cell in which both ours and vLLM's were timed;
-            names it.
+        ValueError: one is no such CSV, or they have no cell in which both ours and vLLM's were
+            timed; names it.
     """
-    cells = measured_table.read([path], (VLLM,))
+    cells = measured_table.read(paths, (VLLM,))
     if not cells:
-        raise ValueError(f"{path}: no cell with times of {measured_table.OURS} and {VLLM}")
-    found = []
-    for (N, K, _), by_tokens in cells.items():
-        tokens = sorted(by_tokens)
-        times = {
-            key: [by_tokens[M][name] for M in tokens]
-            for key, name in (("us", measured_table.OURS), ("vllm_us", VLLM))
-        }
-        found.append({"op": op, "N": N, "K": K, "M": tokens} | times)
-    return found
+        named = ", ".join(map(str, paths))
+        raise ValueError(f"{named}: no cell with times of {measured_table.OURS} and {VLLM}")
+    return [
+        {"op": op, "N": N, "K": K} | _figures(by_tokens, measured_table.OURS)
+        for (N, K, _), by_tokens in cells.items()
+    ]
+
+
+def layers(path: Path) -> dict[tuple[str, int, int], Figures]:
+    """Return whole layers' figures by op, N and K of the product in which they differ.
+
+    Args:
+        path: CSV of `bench.decode_chain --forms`, of one length of context.
+
+    Raises:
+        ValueError: it is no such CSV; names it.
+    """
+    found: dict[tuple[str, int, int], dict[int, dict[str, float]]] = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            try:
+                product, _, form = row["kernels"].partition(" (")[0].partition(" ")
+                if product not in shapes.PRODUCTS or form not in (_TILE_OF_THE_TABLE, VLLM):
+                    continue
+                key = OPS[row["scheme"]], *shapes.PRODUCTS[product]
+                times = found.setdefault(key, {}).setdefault(int(row["tokens"]), {})
+                if times.setdefault(form, float(row["us"])) != float(row["us"]):
+                    raise ValueError(f"{product} {form} is there twice")
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"{path}: not a CSV of decode_chain: {error}") from error
+    if not found or any(len(times) < 2 for some in found.values() for times in some.values()):
+        raise ValueError(f"{path}: not every layer was timed with ours and with {VLLM}")
+    return {key: _figures(some, _TILE_OF_THE_TABLE) for key, some in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,14 +89,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m taut_kernels.bench.measured_scaled_mm_table", description=__doc__
     )
-    parser.add_argument("--fp8", type=Path, required=True, help="scaled_mm_fp8.csv")
-    parser.add_argument("--int8", type=Path, required=True, help="scaled_mm_int8.csv")
+    for kind in OPS:
+        parser.add_argument(
+            f"--{kind}", type=Path, nargs="+", required=True, help=f"scaled_mm_{kind}.csv …"
+        )
+    parser.add_argument("--layers", type=Path, help="decode_chain.csv of --forms")
     parser.add_argument("--gpu", required=True, help="as torch.cuda.get_device_name spells it")
     parser.add_argument("--source", required=True, help="command, date, versions")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")
     arguments = parser.parse_args(argv)
     try:
-        listed = rows("fp8_gemm", arguments.fp8) + rows("w8a8_gemm", arguments.int8)
+        listed = rows(OPS["fp8"], arguments.fp8) + rows(OPS["int8"], arguments.int8)
+        within = layers(arguments.layers) if arguments.layers else {}
+        for row in listed:
+            if layer := within.get((row["op"], row["N"], row["K"])):
+                row["layer"] = layer
         head = f'"gpu": {json.dumps(arguments.gpu)}, "source": {json.dumps(arguments.source)}'
         text = f'{{{head}, "rows": [\n' + ",\n".join(map(json.dumps, listed)) + "\n]}\n"
         table = measured_scaled_mm.parse(text, "the table")

@@ -46,6 +46,16 @@ def rows_of(M: int) -> int:
     return max(16, 1 << (M - 1).bit_length())
 
 
+def widths_of(M: int) -> tuple[int, ...]:
+    """Return the tokens of ring tiles to try: all of M, or half where that is 16 at least.
+
+    Two tiles of half the tokens read the weights twice, once from L2, and fill a wave where whole
+    ones would have to split K.
+    """
+    rows = rows_of(M)
+    return (rows, rows // 2) if rows > 16 else (rows,)
+
+
 def ring_bytes(tile: ScaledMmTile) -> int:
     """Return the shared memory of a ring: every stage holds a tile of weights and of tokens."""
     return tile.num_stages * (tile.block_m + tile.block_n) * tile.block_k
@@ -56,16 +66,26 @@ def resident(tile: ScaledMmTile) -> int:
     return min(SHARED_BYTES // (ring_bytes(tile) + _RESERVED_BYTES), _MOST_PROGRAMS)
 
 
-def _few_tokens(N: int, K: int, block_m: int, early: bool) -> Iterator[ScaledMmTile]:
-    """Tiles whose programs are all resident at once, with enough weight bytes in flight."""
+def _few_tokens(
+    N: int, K: int, block_m: int, early: bool, parts: int = 1
+) -> Iterator[ScaledMmTile]:
+    """Tiles whose programs are all resident at once, with enough weight bytes in flight.
+
+    Args:
+        N: output features.
+        K: input features.
+        block_m: tokens of a tile.
+        early: with tiles that start early.
+        parts: tiles of tokens; of several none splits K.
+    """
     for block_n, block_k, stages, split in itertools.product(
         (64, 128, 256), (128, 256, 512), (3, 4, 6, 8, 12), (1, 2, 4)
     ):
-        if K % (block_k * split) or (block_n == 256 and block_m > 32):
+        if K % (block_k * split) or (block_n == 256 and block_m > 32) or min(split, parts) > 1:
             continue
         for warps in (4, 8) if block_n == 128 else ((8,) if block_n == 256 else (4,)):
             tile = ScaledMmTile("ring", block_m, block_n, block_k, warps, stages, split)
-            programs = -(-N // block_n) * split
+            programs = -(-N // block_n) * split * parts
             places = resident(tile)
             steps = K // block_k // split
             if not places or steps < 2 or stages > steps + 1:
@@ -171,7 +191,8 @@ def candidates(
         Tiles, all with every K divided evenly.
     """
     if M <= 64:
-        yield from _few_tokens(N, K, rows_of(M), early)
+        for rows in widths_of(M):
+            yield from _few_tokens(N, K, rows, early, -(-M // rows))
     if 64 <= M <= 256:
         yield from _middling_tokens(N, K, M, fp8)
     if M > 256:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench.scaled_mm_candidates import cuts_of_few, is_of_few, resident, rows_of
+from taut_kernels.bench.scaled_mm_candidates import cuts_of_few, is_of_few, resident, widths_of
 from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, waves_us
 
 _SPLITS = (1, 2, 4, 8)
@@ -49,15 +49,16 @@ def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
 def _near(buckets: tuple[tiles_scaled_mm.Bucket, ...], M: int) -> Iterator[ScaledMmTile]:
     """Yield the tiles of the buckets that reach into half to twice as many tokens.
 
-    Rings of few tokens come as wide as M asks for, kernel ``few`` for its own tokens only.
+    Rings of few tokens come as wide as M asks for, and half as wide; kernel ``few`` for its own
+    tokens only.
     """
     first = 1
     for bucket in buckets:
         tile, last = bucket.tile, bucket.max_m or 2 * M
         if first <= 2 * M and last >= M / 2:
             if M <= 64 and tile.kernel == "ring" and tile.block_m <= 64:
-                tile = dataclasses.replace(tile, block_m=rows_of(M))
-            if tile.kernel != "few" or is_of_few(M):
+                yield from (dataclasses.replace(tile, block_m=rows) for rows in widths_of(M))
+            elif tile.kernel != "few" or is_of_few(M):
                 yield tile
         first = last + 1
 
@@ -79,11 +80,13 @@ def _cuts(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
         if M > 64 and shared:
             yield tile
         return
-    if M <= 64 and tile.block_m != rows_of(M):
-        return  # weights read twice, or half of a tile without a token
+    if M <= 64 and tile.block_m not in widths_of(M):
+        return  # weights read several times, or half of a tile without a token
     programs = -(-N // tile.block_n) * -(-M // tile.block_m)
     if not (places := resident(tile) * MULTIPROCESSORS):
         return
+    if M <= 64 and tile.block_m < M and programs > places:
+        return  # enough programs without reading weights twice
     splits = [s for s in _SPLITS if K % (tile.block_k * s) == 0 and K // (tile.block_k * s) >= 2]
     if tile.block_m < M or M > _SPLIT_TOKENS:
         splits = [s for s in splits if s == 1]
