@@ -486,9 +486,13 @@ def _rule_of_many_blocks(N: int, M: int) -> ScaledMmTile:
 def _rule_of_few(N: int, K: int, M: int) -> ScaledMmTile:
     """Choose a ring for at most 64 tokens: deep where a multiprocessor holds one program.
 
-    K is split as far as every program still has a multiprocessor of its own.
+    Where two tiles of half the tokens fill a wave and K is short, these; else K is split as far as
+    every program still has a multiprocessor of its own.
     """
     block_m = next(tokens for tokens in _RULE_TOKENS if tokens >= M)
+    half_fills = MULTIPROCESSORS < 3 * -(-N // 64) <= 1.5 * MULTIPROCESSORS
+    if M > 16 and half_fills and K < _LONG_K:
+        return ScaledMmTile("ring", block_m // 2, 64, 256, 4, 6)
     if -(-N // 64) > MULTIPROCESSORS:
         held = -(-N // 128 // MULTIPROCESSORS)
         stage = (block_m + 128) * 128

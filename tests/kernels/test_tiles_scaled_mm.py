@@ -235,6 +235,18 @@ def test_the_rule_does_about_what_the_measured_table_says(op: str) -> None:
     assert same >= 0.75 * cells, (same, cells)
 
 
+def test_the_rule_takes_half_the_tokens_where_they_fill_a_wave() -> None:
+    def chosen(N: int, K: int, M: int) -> tuple[int, int]:
+        tile = rule("fp8_gemm", N, K, M)
+        return tile.block_m, tile.split_k
+
+    assert [chosen(4096, 4096, M) for M in (17, 32, 33, 64)] == [(16, 1), (16, 1), (32, 1), (32, 1)]
+    assert chosen(4096, 4096, 16) == (16, 2), "there is no half"
+    assert chosen(4096, 14336, 64) == (64, 2), "a longer K is worth the parts' sum"
+    assert chosen(64 * 44, 4096, 64) == (64, 2), "two halves leave a third of a wave"
+    assert chosen(64 * 67, 4096, 64) == (64, 1), "two halves are more than a wave"
+
+
 def test_an_unmeasured_product_gets_what_its_card_runs() -> None:
     def kernel(gpu: str | None, N: int, M: int) -> str:
         return tiles_scaled_mm.lookup("w8a8_gemm", gpu, N, 640, M).tile.kernel
