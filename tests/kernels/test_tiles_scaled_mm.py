@@ -317,6 +317,9 @@ def test_candidates_of_blocks_fit_the_card_the_kernel_and_the_tables(shape: str)
             assert cut != spilling, "it spills"
             # A layer's counters are for 64 features a program.
             assert tile.split_k == 1 or tile.block_n >= 64
+        halves = [t for t in found if t.kernel == "ring" and t.block_m < Ms[-1] <= 64]
+        assert bool(halves) == (16 < Ms[-1] <= 64 and not (shape == "gate_up" and Ms[-1] > 32))
+        assert all(tile.split_k == 1 for tile in halves)
 
 
 def test_rule_of_blocks_fills_a_wave_where_one_will_do() -> None:

@@ -101,6 +101,12 @@ def _few_tokens(
                 yield from early_starts(tile)
 
 
+def _all_of_few_tokens(N: int, K: int, M: int, early: bool) -> Iterator[ScaledMmTile]:
+    """Yield rings for at most 64 tokens, one tile of tokens wide or two."""
+    for rows in widths_of(M):
+        yield from _few_tokens(N, K, rows, early, -(-M // rows))
+
+
 def _middling_tokens(N: int, K: int, M: int, fp8: bool) -> Iterator[ScaledMmTile]:
     for block_m, block_n, warps, stages in (
         (64, 64, 4, 6),
@@ -191,8 +197,7 @@ def candidates(
         Tiles, all with every K divided evenly.
     """
     if M <= 64:
-        for rows in widths_of(M):
-            yield from _few_tokens(N, K, rows, early, -(-M // rows))
+        yield from _all_of_few_tokens(N, K, M, early)
     if 64 <= M <= 256:
         yield from _middling_tokens(N, K, M, fp8)
     if M > 256:
@@ -215,7 +220,7 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
     """
     yield rule("fp8_block", N, K, M)
     if M <= 64:
-        few = _few_tokens(N, K, rows_of(M), early)
+        few = _all_of_few_tokens(N, K, M, early)
         yield from (tile for tile in few if why_not_for(tile, "fp8_block", N) is None)
     if M < 64:
         return
