@@ -125,6 +125,29 @@ def test_ours_computes_the_layer() -> None:
     _check_every_count("taut", _layer())
 
 
+def test_ours_gets_scales_of_as_many_tokens_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of more has a stride vLLM's quantisation never leaves, and is read more slowly."""
+    strides = []
+
+    def fp8_gemm(
+        x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, *rest: object
+    ) -> torch.Tensor:
+        assert len(x) == len(x_scale)
+        strides.append(x_scale.stride())
+        return _product(x, weight, x_scale, layer.weight_scale)
+
+    layer, ops = _layer(), types.SimpleNamespace(taut=types.SimpleNamespace(fp8_gemm=fp8_gemm))
+    monkeypatch.setattr(block_rivals, "torch", types.SimpleNamespace(zeros=torch.zeros, ops=ops))
+    _check_every_count("taut", layer)
+    assert strides == [(1, m) for m in (1, 2, 3, 4, 8, M)]
+    tile = tiles_scaled_mm.rule(fp8.BLOCK_OP, N, K, M)
+    monkeypatch.setattr(
+        tune_scaled_mm, "launch_block", lambda tile, *operands: strides.append(operands[2].stride())
+    )
+    tune_scaled_mm._subject(layer, tile, 4, [layer.weight]).call(0)
+    assert strides[-1] == (1, 4)
+
+
 def test_cutlass_gets_scales_as_vllm_lays_them_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def cutlass_scaled_mm(
         a: torch.Tensor,
@@ -280,9 +303,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run the command line without a card; collects the ops that layers were made of."""
     ops: list[str] = []
 
-    def make(op: str, *_: int) -> Layer:
+    def make(op: str, *sizes: int) -> Layer:
         ops.append(op)
-        return make_layer(op, N, K, M, device="cpu")
+        return make_layer(op, N, K, sizes[-1], device="cpu")
 
     def measure(subjects: list[timing.Subject], *_: int) -> list[timing.Timing]:
         return [timing.Timing(10.0, 9.0, 11.0) for _ in subjects]

@@ -4,8 +4,8 @@ Each is fed the same layer, its scales laid out before the clock starts as its o
 have left them. The layouts, for x_scale [M, G] and weight_scale [N/128, G], G = ceil(K/128):
 
 - vLLM's Triton kernel: both as they are, rows contiguous;
-- ours: x_scale with tokens contiguous, as CUTLASS has it (any strides do; those are read fastest),
-  the weights' as they are;
+- ours: x_scale with strides (1, M), as CUTLASS has it (any do; those are read fastest), the
+  weights' as they are;
 - vLLM's CUTLASS: x_scale with strides (1, M), the weights' transposed; tokens as they are, since it
   swaps the operands where M is no multiple of 4 (vLLM pull request 44572, in 0.26);
 - DeepGEMM: x_scale with strides (1, M rounded up to 4), which its TMA loads need; the weights' as
@@ -19,7 +19,6 @@ aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_block1x128_block128x128`.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from functools import lru_cache
 from typing import Any
@@ -27,7 +26,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from taut_kernels.bench import scaled_mm_rivals
 from taut_kernels.bench.scaled_mm_layer import OUT_DTYPE, Layer
 from taut_kernels.bench.scaled_mm_rivals import (
     DENSE,
@@ -36,6 +34,7 @@ from taut_kernels.bench.scaled_mm_rivals import (
     Prepare,
     UnavailableError,
 )
+from taut_kernels.gemm._scaled_mm_launch import make_arrivals
 from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
 
 _TRITON = "vllm.model_executor.layers.quantization.utils.fp8_utils"
@@ -103,15 +102,27 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.to(OUT_DTYPE)
 
 
-def tokens_contiguous(layer: Layer) -> Layer:
-    """Return a layer whose activations' scales have tokens contiguous, as CUTLASS wants them."""
-    rows = len(layer.x_scale)
-    return dataclasses.replace(layer, x_scale=token_major(layer.x_scale, rows, rows))
-
-
 def taut(layer: Layer, weight: torch.Tensor) -> Call:
-    """Our op, its scales as vLLM's quantisation lays them out for CUTLASS."""
-    return scaled_mm_rivals.taut(tokens_contiguous(layer), weight)
+    """Our op, its scales as vLLM's quantisation of M tokens lays them out for CUTLASS.
+
+    A slice of more tokens' scales would not do: those of the next 128 of K would lie as far away as
+    if all tokens were there.
+    """
+    arrivals = make_arrivals(weight.shape[0], weight.device)
+
+    def call(M: int) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.taut.fp8_gemm(
+            layer.x[:M],
+            weight,
+            token_major(layer.x_scale, M, M),
+            layer.weight_scale,
+            None,
+            arrivals,
+            OUT_DTYPE,
+        )
+        return y
+
+    return call
 
 
 def cutlass(layer: Layer, weight: torch.Tensor) -> Call:
