@@ -25,15 +25,17 @@ from typing import Any
 from taut_kernels import _tile_tables
 
 OPS = ("w8a8_gemm", "fp8_gemm")
-_ROW_FIELDS = {"op", "N", "K", "M", "us", "vllm_us"}
+_FIGURES = {"M", "us", "vllm_us"}
+_ROW_FIELDS = {"op", "N", "K"} | _FIGURES
 Product = tuple[str, int, int]
 """op, N, K."""
 Ratios = dict[int, float]
+"""Tokens → vLLM's time ÷ ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTable:
-    """One card's products: tokens → vLLM's time ÷ ours.
+    """One card's products.
 
     Attributes:
         gpu: card name.
@@ -47,12 +49,12 @@ class MeasuredTable:
 
 
 def _ratios(figures: dict[str, Any], where: str) -> Ratios:
-    """Return vLLM's time ÷ ours by tokens.
+    """Return what a row's or a layer's figures say.
 
     Raises:
         ValueError: the figures say nothing; names ``where``.
     """
-    lengths = {len(figures.get(key, ())) for key in ("M", "us", "vllm_us")}
+    lengths = {len(figures.get(key, ())) for key in _FIGURES}
     if len(lengths) > 1 or 0 in lengths:
         raise ValueError(f"{where}: M, us and vllm_us must be of one length, at least 1")
     tokens = figures["M"]
@@ -85,8 +87,10 @@ def parse(text: str, where: str) -> MeasuredTable:
         if product in alone:
             raise ValueError(f"{where}: {product} is there twice")
         alone[product] = _ratios(row, f"{where}: {product}")
-        if "layer" in row:
-            in_layer[product] = _ratios(row["layer"], f"{where}: {product}: layer")
+        if (layer := row.get("layer")) is not None:
+            if unknown := set(layer) - _FIGURES:
+                raise ValueError(f"{where}: {product}: layer: unknown {sorted(unknown)}")
+            in_layer[product] = _ratios(layer, f"{where}: {product}: layer")
     return MeasuredTable(gpu, alone, in_layer)
 
 

@@ -490,8 +490,8 @@ def _rule_of_few(N: int, K: int, M: int) -> ScaledMmTile:
     every program still has a multiprocessor of its own.
     """
     block_m = next(tokens for tokens in _RULE_TOKENS if tokens >= M)
-    half_fills = MULTIPROCESSORS < 3 * -(-N // 64) <= 1.5 * MULTIPROCESSORS
-    if M > 16 and half_fills and K < _LONG_K:
+    fill = 2 * -(-N // 64) / MULTIPROCESSORS
+    if M > 16 and 2 / 3 < fill <= 1 and K < _LONG_K:
         return ScaledMmTile("ring", block_m // 2, 64, 256, 4, 6)
     if -(-N // 64) > MULTIPROCESSORS:
         held = -(-N // 128 // MULTIPROCESSORS)

@@ -17,6 +17,7 @@ from taut_kernels.bench import (
     plots,
     report,
     scaled_mm,
+    scaled_mm_layer,
     scaled_mm_rivals,
     timing,
     tune_scaled_mm,
@@ -137,7 +138,7 @@ def test_ours_gets_scales_of_as_many_tokens_as_there_are(monkeypatch: pytest.Mon
         return _product(x, weight, x_scale, layer.weight_scale)
 
     layer, ops = _layer(), types.SimpleNamespace(taut=types.SimpleNamespace(fp8_gemm=fp8_gemm))
-    monkeypatch.setattr(block_rivals, "torch", types.SimpleNamespace(zeros=torch.zeros, ops=ops))
+    monkeypatch.setattr(scaled_mm_rivals, "torch", types.SimpleNamespace(ops=ops))
     _check_every_count("taut", layer)
     assert strides == [(1, m) for m in (1, 2, 3, 4, 8, M)]
     tile = tiles_scaled_mm.rule(fp8.BLOCK_OP, N, K, M)
@@ -253,8 +254,8 @@ def test_the_dense_product_is_run_and_not_compared() -> None:
 
 def test_scales_laid_out_once_serve_every_copy_of_the_weights() -> None:
     layer = _layer()
-    first = block_rivals.token_major(layer.x_scale, 5, 8)
-    assert block_rivals.token_major(layer.x_scale, 5, 8) is first
+    first = scaled_mm_layer.token_major(layer.x_scale, 5, 8)
+    assert scaled_mm_layer.token_major(layer.x_scale, 5, 8) is first
     assert torch.equal(first[:5], layer.x_scale[:5])
     assert not first[5:].any()
 

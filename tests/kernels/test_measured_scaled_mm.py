@@ -69,6 +69,8 @@ def test_whole_layers_decide_where_they_were_timed(monkeypatch: pytest.MonkeyPat
     assert not wins(17, 32, in_layer=True)
     with pytest.raises(ValueError, match=r"t\.json: .*layer: M, us and vllm_us must be of one"):
         measured_scaled_mm.parse(_text(ROW | {"layer": {"M": [1], "us": [1.0]}}), "t.json")
+    with pytest.raises(ValueError, match=r"t\.json: .*layer: unknown \['prefetch'\]"):
+        measured_scaled_mm.parse(_text(ROW | {"layer": layer | {"prefetch": 2}}), "t.json")
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,10 @@ from typing import Any
 
 from taut_kernels import measured_scaled_mm
 from taut_kernels.bench import measured_table, shapes
+from taut_kernels.bench.scaled_mm_layer import KINDS
 
 VLLM = "CUTLASS"
 """The kernel a call falls to where it is not ours, by its name in the benchmark."""
-
-
-OPS = {"fp8": "fp8_gemm", "int8": "w8a8_gemm"}
 _TILE_OF_THE_TABLE = "table"
 """The form of ours that ships, by its name in `decode_chain`."""
 
@@ -73,10 +71,11 @@ def layers(path: Path) -> dict[tuple[str, int, int], Figures]:
                 product, _, form = row["kernels"].partition(" (")[0].partition(" ")
                 if product not in shapes.PRODUCTS or form not in (_TILE_OF_THE_TABLE, VLLM):
                     continue
-                key = OPS[row["scheme"]], *shapes.PRODUCTS[product]
+                key = KINDS[row["scheme"]], *shapes.PRODUCTS[product]
                 times = found.setdefault(key, {}).setdefault(int(row["tokens"]), {})
-                if times.setdefault(form, float(row["us"])) != float(row["us"]):
+                if form in times:
                     raise ValueError(f"{product} {form} is there twice")
+                times[form] = float(row["us"])
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{path}: not a CSV of decode_chain: {error}") from error
     if not found or any(len(times) < 2 for some in found.values() for times in some.values()):
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m taut_kernels.bench.measured_scaled_mm_table", description=__doc__
     )
-    for kind in OPS:
+    for kind in KINDS:
         parser.add_argument(
             f"--{kind}", type=Path, nargs="+", required=True, help=f"scaled_mm_{kind}.csv …"
         )
@@ -99,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")
     arguments = parser.parse_args(argv)
     try:
-        listed = rows(OPS["fp8"], arguments.fp8) + rows(OPS["int8"], arguments.int8)
+        listed = rows(KINDS["fp8"], arguments.fp8) + rows(KINDS["int8"], arguments.int8)
         within = layers(arguments.layers) if arguments.layers else {}
         for row in listed:
             if layer := within.get((row["op"], row["N"], row["K"])):

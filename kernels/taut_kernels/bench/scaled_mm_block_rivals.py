@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from taut_kernels.bench.scaled_mm_layer import OUT_DTYPE, Layer
+from taut_kernels.bench import scaled_mm_rivals
+from taut_kernels.bench.scaled_mm_layer import OUT_DTYPE, Layer, token_major
 from taut_kernels.bench.scaled_mm_rivals import (
     DENSE,
     OTHER_WORK,
@@ -34,7 +35,6 @@ from taut_kernels.bench.scaled_mm_rivals import (
     Prepare,
     UnavailableError,
 )
-from taut_kernels.gemm._scaled_mm_launch import make_arrivals
 from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
 
 _TRITON = "vllm.model_executor.layers.quantization.utils.fp8_utils"
@@ -69,24 +69,6 @@ def _rounded_up(count: int) -> int:
     return -(-count // _PADDED_TO) * _PADDED_TO
 
 
-# Kept for all copies of the weights: a call that a graph records must lay nothing out.
-@lru_cache(maxsize=8)
-def token_major(x_scale: torch.Tensor, M: int, rows: int) -> torch.Tensor:
-    """Lay the first M tokens' scales out with tokens contiguous.
-
-    Args:
-        x_scale: [≥ M, G].
-        M: tokens.
-        rows: of the result, at least M; the others are 0.
-
-    Returns:
-        [rows, G], strides (1, rows).
-    """
-    columns = torch.zeros(x_scale.shape[1], rows, dtype=x_scale.dtype, device=x_scale.device)
-    columns[:, :M] = x_scale[:M].t()
-    return columns.t()
-
-
 @lru_cache(maxsize=2)
 def _padded(x: torch.Tensor, M: int, rows: int) -> torch.Tensor:
     """Return the first M rows of x [≥ M, K], and zeros up to ``rows``."""
@@ -100,29 +82,6 @@ def _padded(x: torch.Tensor, M: int, rows: int) -> torch.Tensor:
 @lru_cache(maxsize=1)
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.to(OUT_DTYPE)
-
-
-def taut(layer: Layer, weight: torch.Tensor) -> Call:
-    """Our op, its scales as vLLM's quantisation of M tokens lays them out for CUTLASS.
-
-    A slice of more tokens' scales would not do: those of the next 128 of K would lie as far away as
-    if all tokens were there.
-    """
-    arrivals = make_arrivals(weight.shape[0], weight.device)
-
-    def call(M: int) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.taut.fp8_gemm(
-            layer.x[:M],
-            weight,
-            token_major(layer.x_scale, M, M),
-            layer.weight_scale,
-            None,
-            arrivals,
-            OUT_DTYPE,
-        )
-        return y
-
-    return call
 
 
 def cutlass(layer: Layer, weight: torch.Tensor) -> Call:
@@ -221,7 +180,7 @@ def dense(layer: Layer, weight: torch.Tensor) -> Call:
 
 
 PREPARE: dict[str, Prepare] = {
-    "taut": taut,
+    "taut": scaled_mm_rivals.taut,
     "CUTLASS": cutlass,
     "DeepGEMM": deep_gemm,
     "cuBLAS blocks": cublas,

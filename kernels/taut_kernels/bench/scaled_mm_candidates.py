@@ -66,26 +66,21 @@ def resident(tile: ScaledMmTile) -> int:
     return min(SHARED_BYTES // (ring_bytes(tile) + _RESERVED_BYTES), _MOST_PROGRAMS)
 
 
-def _few_tokens(
-    N: int, K: int, block_m: int, early: bool, parts: int = 1
-) -> Iterator[ScaledMmTile]:
-    """Tiles whose programs are all resident at once, with enough weight bytes in flight.
+def _few_tokens(N: int, K: int, M: int, early: bool) -> Iterator[ScaledMmTile]:
+    """Rings for at most 64 tokens: all programs resident, enough weight bytes in flight.
 
-    Args:
-        N: output features.
-        K: input features.
-        block_m: tokens of a tile.
-        early: with tiles that start early.
-        parts: tiles of tokens; of several none splits K.
+    Two tiles of half the tokens never split K.
     """
-    for block_n, block_k, stages, split in itertools.product(
-        (64, 128, 256), (128, 256, 512), (3, 4, 6, 8, 12), (1, 2, 4)
+    for block_m, block_n, block_k, stages, split in itertools.product(
+        widths_of(M), (64, 128, 256), (128, 256, 512), (3, 4, 6, 8, 12), (1, 2, 4)
     ):
-        if K % (block_k * split) or (block_n == 256 and block_m > 32) or min(split, parts) > 1:
+        if K % (block_k * split) or (block_n == 256 and block_m > 32):
+            continue
+        if split > 1 and block_m < M:
             continue
         for warps in (4, 8) if block_n == 128 else ((8,) if block_n == 256 else (4,)):
             tile = ScaledMmTile("ring", block_m, block_n, block_k, warps, stages, split)
-            programs = -(-N // block_n) * split * parts
+            programs = -(-N // block_n) * -(-M // block_m) * split
             places = resident(tile)
             steps = K // block_k // split
             if not places or steps < 2 or stages > steps + 1:
@@ -99,12 +94,6 @@ def _few_tokens(
             if early and places <= 2:
                 # As many programs of the next call find room as leave: they may start early.
                 yield from early_starts(tile)
-
-
-def _all_of_few_tokens(N: int, K: int, M: int, early: bool) -> Iterator[ScaledMmTile]:
-    """Yield rings for at most 64 tokens, one tile of tokens wide or two."""
-    for rows in widths_of(M):
-        yield from _few_tokens(N, K, rows, early, -(-M // rows))
 
 
 def _middling_tokens(N: int, K: int, M: int, fp8: bool) -> Iterator[ScaledMmTile]:
@@ -197,7 +186,7 @@ def candidates(
         Tiles, all with every K divided evenly.
     """
     if M <= 64:
-        yield from _all_of_few_tokens(N, K, M, early)
+        yield from _few_tokens(N, K, M, early)
     if 64 <= M <= 256:
         yield from _middling_tokens(N, K, M, fp8)
     if M > 256:
@@ -220,7 +209,7 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
     """
     yield rule("fp8_block", N, K, M)
     if M <= 64:
-        few = _all_of_few_tokens(N, K, M, early)
+        few = _few_tokens(N, K, M, early)
         yield from (tile for tile in few if why_not_for(tile, "fp8_block", N) is None)
     if M < 64:
         return

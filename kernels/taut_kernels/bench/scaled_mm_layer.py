@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -34,6 +35,24 @@ def _rms_error(values: torch.Tensor, gold: torch.Tensor) -> float:
     return _rms(values.double() - gold)
 
 
+# Kept for all copies of the weights: a call that a graph records must lay nothing out.
+@lru_cache(maxsize=8)
+def token_major(x_scale: torch.Tensor, M: int, rows: int) -> torch.Tensor:
+    """Lay the first M tokens' scales out with tokens contiguous.
+
+    Args:
+        x_scale: [≥ M, G].
+        M: tokens.
+        rows: of the result, at least M; the others are 0.
+
+    Returns:
+        [rows, G], strides (1, rows).
+    """
+    columns = torch.zeros(x_scale.shape[1], rows, dtype=x_scale.dtype, device=x_scale.device)
+    columns[:, :M] = x_scale[:M].t()
+    return columns.t()
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Operands of one product, scaled as vLLM's dynamic schemes do it.
@@ -59,6 +78,16 @@ class Layer:
     def weight_bytes(self) -> int:
         """Return the bytes of weights and scales one call reads."""
         return self.weight.nbytes + self.weight_scale.nbytes
+
+    def scales_of(self, M: int) -> torch.Tensor:
+        """Return the first M tokens' scales as vLLM's quantisation of M tokens leaves them.
+
+        With ``fp8_block`` no slice of all tokens': there the next 128 of K would lie as far away as
+        if all tokens were there.
+        """
+        if self.op == fp8.BLOCK_OP:
+            return token_major(self.x_scale, M, M)
+        return self.x_scale[:M]
 
     def why_wrong(self, y: torch.Tensor) -> str | None:
         """Return why the first rows' result is outside the error budget, None where it is not.

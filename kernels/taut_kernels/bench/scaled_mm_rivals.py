@@ -36,7 +36,7 @@ def taut(layer: Layer, weight: torch.Tensor) -> Call:
         y: torch.Tensor = torch.ops.taut.fp8_gemm(
             layer.x[:M],
             weight,
-            layer.x_scale[:M],
+            layer.scales_of(M),
             layer.weight_scale,
             None,
             arrivals,

@@ -31,7 +31,6 @@ import triton
 from taut_kernels.bench import scaled_mm_rivals, shapes, timing
 from taut_kernels.bench.refusal import REFUSED, first_line
 from taut_kernels.bench.scaled_mm import PREPARE
-from taut_kernels.bench.scaled_mm_block_rivals import token_major
 from taut_kernels.bench.scaled_mm_candidates import BUCKETS, block_candidates, candidates
 from taut_kernels.bench.scaled_mm_known_tiles import known_tiles
 from taut_kernels.bench.scaled_mm_layer import (
@@ -301,12 +300,9 @@ def finalists(found: Times) -> list[ScaledMmTile]:
 
 def _subject(layer: Layer, tile: ScaledMmTile, M: int, copies: Copies) -> timing.Subject:
     arrivals = [make_arrivals(layer.weight.shape[0], layer.x.device) for _ in copies]
-    x_scale = layer.x_scale[:M]
-    if layer.op == fp8.BLOCK_OP:
-        x_scale = token_major(layer.x_scale, M, M)
 
     def call(i: int) -> torch.Tensor:
-        operands = (layer.x[:M], copies[i], x_scale, layer.weight_scale)
+        operands = (layer.x[:M], copies[i], layer.scales_of(M), layer.weight_scale)
         return _launch(layer.op, tile, *operands, arrivals[i])
 
     return timing.Subject(str(tile), call, len(copies))

@@ -17,18 +17,14 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from taut_kernels.attention._hopper_tile_jit import barriers, load_block, seen_as
+from taut_kernels.gemm._scaled_mm_hopper_jit import first_token as first_of_part
 from taut_kernels.gemm._scaled_mm_parts_jit import add_parts
 
 
 @gluon.jit
-def _token(first_token, column, M):
-    """Return a column's token: a block of 32 begins earlier where M ends within it.
-
-    So some are computed twice, to the same bits. TMA takes several times as long to fill a row with
-    zeros as to load one.
-    """
-    block = first_token + column // 32 * 32
-    return gl.maximum(gl.minimum(block, M - 32), 0) + column % 32
+def _token(begin, column, M):
+    """Return the token of a column of a tile that begins at one: blocks of 32 end with M."""
+    return first_of_part((begin + column) // 32, M, 32) + column % 32
 
 
 @gluon.jit
