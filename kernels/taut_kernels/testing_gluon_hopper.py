@@ -2,7 +2,7 @@
 
 Extends :mod:`taut_kernels.testing_gluon`. Everything asynchronous happens as late as it may: a
 block of TMA lands when somebody waits for its barrier (until then its place holds NaN), so does
-what a warp copies by `cp.async` for a barrier; a product is computed, from what shared memory holds
+what a warp copies by `cp.async` for a barrier, or when its group is waited for; a product is computed, from what shared memory holds
 then, when it is waited for, and so is a block stored. So a missing wait, a place given back too
 early and a wrong phase show as wrong results, and a barrier that nobody completes as a deadlock.
 Layouts, registers and fences have no meaning here.
@@ -175,13 +175,26 @@ def load_within(tokens: int) -> Callable[[Descriptor, Any, Barrier, Shared], Non
     return load
 
 
-def _copy(place: Shared, source: Pointer) -> None:
+def _copy(place: Shared, source: Pointer, mask: Any = None) -> None:
     """Stand in for `cp.async`."""
-    values = load(source)
+    values = load(source, mask)
     assert place.memory.shape == values.shape
     with _LOCK:
         place.memory[...] = _poison(place.dtype)
     _copies().append((place, values, 0))
+
+
+def _commit() -> None:
+    """Stand in for `cp.async.commit_group`."""
+    _groups().append(list(_copies()))
+    _copies().clear()
+
+
+def _wait_groups(outstanding: int) -> None:
+    """Stand in for `cp.async.wait_group`."""
+    while len(_groups()) > outstanding:
+        for place, values, _ in _groups().pop(0):
+            place.memory[...] = values
 
 
 def _arrive_with_copies(barrier: Barrier, increment_count: bool) -> None:
@@ -237,6 +250,13 @@ def _copies() -> list[tuple[Shared, Any, int]]:
     if not hasattr(_running, "copies"):
         _running.copies = []
     found: list[tuple[Shared, Any, int]] = _running.copies
+    return found
+
+
+def _groups() -> list[list[tuple[Shared, Any, int]]]:
+    if not hasattr(_running, "groups"):
+        _running.groups = []
+    found: list[list[tuple[Shared, Any, int]]] = _running.groups
     return found
 
 
@@ -354,7 +374,9 @@ def _stand_ins() -> dict[str, Any]:
     )
     return {
         "_copy": _copy,
-        "async_copy": types.SimpleNamespace(mbarrier_arrive=_arrive_with_copies),
+        "async_copy": types.SimpleNamespace(
+            mbarrier_arrive=_arrive_with_copies, commit_group=_commit, wait_group=_wait_groups
+        ),
         "barrier": lambda: None,
         "hopper": hopper,
         "load_block": load_block,

@@ -16,6 +16,9 @@ POISON = np.int32(0x7FC17FC1)
 """A NaN in fp32, and two in bf16 and fp16 (0x7FC1 has all exponent bits of either)."""
 
 
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+
+
 class Tensor(np.ndarray):
     """A block value: an array with the methods of `gl.tensor` that kernels use."""
 
@@ -38,8 +41,8 @@ def block(value: Any) -> Any:
 class Pointer:
     """A tensor's memory and an offset, in elements, for every element of a block."""
 
-    memory: Any  # 1-D; bf16 as uint16
-    kind: Any  # "bf16", "f16" or a NumPy type
+    memory: Any  # 1-D; bf16 as uint16, e4m3 as uint8
+    kind: Any  # "bf16", "f16", "e4m3" or a NumPy type
     offset: Any = 0
 
     @property
@@ -67,6 +70,8 @@ class Pointer:
         else:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             flat = tensor.as_strided((size - tensor.storage_offset(),), (1,))
+        if tensor.dtype is torch.float8_e4m3fn:
+            return Pointer(flat.view(torch.uint8).numpy(), "e4m3")
         if kind is None:
             memory = flat.numpy()
             return Pointer(memory, memory.dtype.type)
@@ -74,7 +79,9 @@ class Pointer:
 
 
 def floats(bits: Any, kind: str) -> Any:
-    """Read 16-bit patterns as fp32."""
+    """Read patterns of 16 bits, or of 8, as fp32."""
+    if kind == "e4m3":
+        return _E4M3[np.asarray(bits)]
     if kind == "bf16":
         return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
     return np.asarray(bits).astype(np.uint16).view(np.float16).astype(np.float32)

@@ -40,7 +40,8 @@ KERNELS = ("ring", "hopper", "turns", "few", BLOCKS)
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
     "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
-    BLOCKS: {(256, 128): 4, (128, 128): 6, (128, 64): 8, (128, 32): 10},
+    BLOCKS: {(256, 128): 4, (128, 128): 6, (128, 64): 8, (128, 32): 10}
+    | {(64, 128): 8, (64, 64): 12, (64, 32): 16},
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 _FEW_RING_BYTES = 222 * 1024
@@ -50,6 +51,8 @@ SERVED = ("ring", "few", "hopper", "turns")
 within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
+_BLOCK_STEPS = {"ring": (128, 256), "few": (256,), BLOCKS: (128,)}
+"""Of kernels for block-wise FP8: K indices a step, one or two blocks."""
 MULTIPROCESSORS = 132
 """Of the cards the rule knows."""
 _PREFETCH = 2
@@ -66,7 +69,7 @@ class ScaledMmTile:
             (two groups of warps share a tile) or ``turns`` (each has tiles of its own, and they
             multiply in turn); for block-wise FP8 alone, persistent, ``blocks``.
         block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128,
-            with ``blocks`` 128 or 256.
+            with ``blocks`` 64, 128 or 256.
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
             256, with ``few`` 64 (one group of warps), 128 or 256 (two). With ``turns`` tiles are
             128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only); with ``blocks`` 256×128,
@@ -150,9 +153,9 @@ class ScaledMmTile:
             )
 
     def _check_few(self) -> None:
-        if self.block_m not in (64, 128) or self.block_n not in (64, 128, 256):
+        if self.block_m > 128 or self.block_n not in (64, 128, 256):
             raise ValueError(
-                f"kernel few needs block_m 64 or 128 and block_n 64, 128 or 256, "
+                f"kernel few needs block_m of at most 128 and block_n 64, 128 or 256, "
                 f"got {self.block_m}×{self.block_n}"
             )
         if self.block_k not in (128, 256) or (self.num_warps, self.group_m) != (4, 1):
@@ -192,12 +195,22 @@ def tiles_of_few() -> list[ScaledMmTile]:
 
 
 def tiles_of_blocks() -> list[ScaledMmTile]:
-    """Return the tiles of kernel ``blocks``, in groups of several token tiles."""
+    """Return the tiles of kernel ``blocks``, in groups of several token tiles.
+
+    Those of 64 tokens with all the stages there is room for, and with half of them, where two
+    programs share a multiprocessor.
+    """
     return [
         ScaledMmTile(BLOCKS, block_m, block_n, BLOCK_GROUP, 4, stages, group_m=group_m)
-        for (block_m, block_n), stages in _MOST_STAGES[BLOCKS].items()
-        for group_m in ((8, 16) if block_n == BLOCK_GROUP else (8,))
+        for (block_m, block_n), most in _MOST_STAGES[BLOCKS].items()
+        for stages in ((most, most // 2) if block_m == 64 else (most,))
+        for group_m in ((8, 16) if block_n == BLOCK_GROUP <= block_m else (8,))
     ]
+
+
+def tiles_of_few_blocks() -> list[ScaledMmTile]:
+    """Return the tiles of kernel ``few`` for block-wise FP8, by tokens."""
+    return [ScaledMmTile("few", block_m, 64, 256, 4, 4) for block_m in (16, 32, 64)]
 
 
 def most_shared_tokens(tile: ScaledMmTile) -> int:
@@ -208,8 +221,10 @@ def most_shared_tokens(tile: ScaledMmTile) -> int:
     """
     if tile.kernel not in _MOST_STAGES:
         return tile.block_m
-    apart = tile.kernel == BLOCKS and tile.block_m == BLOCK_GROUP and tile.block_n >= 64
-    return tile.block_m * tile.block_n // 64 if apart else 0
+    if tile.kernel != BLOCKS or tile.block_m > BLOCK_GROUP:
+        return 0
+    most = 2 * tile.block_n  # two arrivals for 64 features, one for 64 tokens of a tile
+    return most if most >= tile.block_m else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +263,12 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
         op: one of :data:`OPS`.
         N: output features.
     """
-    if op == "fp8_block" and (tile.kernel not in ("ring", BLOCKS) or tile.block_k != BLOCK_GROUP):
-        return f"fp8_block needs kernel ring or blocks and block_k 128, got {tile}"
+    if op == "fp8_block" and tile.block_k not in _BLOCK_STEPS.get(tile.kernel, ()):
+        return f"fp8_block needs kernel ring (block_k 128 or 256), few (256) or blocks, got {tile}"
+    if tile.kernel == "few" and op == "fp8_block" and (tile.block_m > 64 or tile.block_n > 64):
+        return f"kernel few of fp8_block needs block_m of at most 64 and block_n 64, got {tile}"
+    if tile.kernel == "few" and op != "fp8_block" and tile.block_m < 64:
+        return f"kernel few needs block_m 64 or 128 but for fp8_block, got {tile}"
     if op == "fp8_block" and tile.block_n > BLOCK_GROUP:
         return f"fp8_block needs block_n of at most 128, one block of weights, got {tile}"
     if op != "fp8_block" and tile.kernel == BLOCKS:

@@ -33,14 +33,17 @@ needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="no CUDA device of sm_90",
 )
-DEEP, SHALLOW, TALL, SHALLOW_TALL, HALF, QUARTER = TILES = tuple(
+DEEP, SHALLOW, TALL, SHALLOW_TALL, HALF, QUARTER, FEW, FEW_HALF, FEW_QUARTER, PAIR = TILES = tuple(
     ScaledMmTile("blocks", block_m, block_n, 128, 4, stages, group_m=group_m)
     for block_m, block_n, stages, group_m in (
         (128, 128, 6, 3), (128, 128, 2, 1), (256, 128, 4, 3), (256, 128, 2, 1), (128, 64, 8, 8),
-        (128, 32, 10, 8),
+        (128, 32, 10, 8), (64, 128, 8, 3), (64, 64, 12, 8), (64, 32, 16, 8), (64, 32, 8, 2),
     )
 )  # fmt: skip
-SPLIT = (*(replace(DEEP, split_k=split_k) for split_k in (2, 3, 8)), replace(HALF, split_k=2))
+SPLIT = (
+    *(replace(DEEP, split_k=split_k) for split_k in (2, 3, 8)),
+    *(replace(tile, split_k=2) for tile in (HALF, FEW, FEW_HALF, FEW_QUARTER)),
+)
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
@@ -51,6 +54,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> dict[int, testing_gluon.OnNumPy
         tokens: testing_gluon.OnNumPy(kernel, testing_gluon_hopper.run)
         for tokens, kernel in ((128, fp8_block_hopper_kernel), (256, fp8_block_tall_kernel))
     }
+    kernels[64] = kernels[128]
     for tokens, name in ((128, "_blocks"), (256, "_tall")):
         monkeypatch.setattr(_fp8_block_hopper, name, _launch.Launcher(kernels[tokens]))
     return kernels
@@ -71,7 +75,7 @@ def case_of(M: int, N: int, K: int, **options: Any) -> ScaledMmCase:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
     ("M", "N", "K"),
-    [(333, 520, 400), (700, 264, 272), (129, 600, 128), (1, 8, 16), (300, 136, 640)],
+    [(333, 520, 400), (700, 264, 272), (129, 600, 128), (1, 8, 16), (300, 136, 640), (33, 72, 656)],
 )
 def test_body_on_numpy_is_the_reference(
     tile: ScaledMmTile, M: int, N: int, K: int, on_numpy: dict[int, testing_gluon.OnNumPy]
@@ -127,7 +131,7 @@ def test_tiles_are_for_blocks_alone_and_fit() -> None:
         assert "N % 8 == 0" in str(why_not_for(tile, "fp8_block", 4100))
         assert "fp8_block alone" in str(why_not_for(tile, "fp8_gemm", 4096))
     with pytest.raises(ValueError, match="blocks needs block_m × block_n 256×128 or 128×128 or"):
-        replace(DEEP, block_m=64)
+        replace(DEEP, block_n=256)
     with pytest.raises(ValueError, match="has room for 6 stages of 128×128, got 7"):
         replace(DEEP, num_stages=7)
     with pytest.raises(ValueError, match="has room for 4 stages of 256×128, got 5"):
@@ -144,10 +148,11 @@ def test_tiles_are_for_blocks_alone_and_fit() -> None:
 
 def test_every_tile_is_tried_and_compiled() -> None:
     assert set(tiles_of_blocks()) <= set(block_candidates(4096, 4096, 256))
-    narrow = {tile for tile in tiles_of_blocks() if tile.block_n < 128}
+    narrow = {tile for tile in tiles_of_blocks() if tile.block_n < 128 or tile.block_m < 128}
     assert narrow.isdisjoint(block_candidates(4096, 4096, 1024))
     assert set(tiles_of_blocks()).isdisjoint(block_candidates(4100, 4096, 1024))
-    assert set(tiles_of_blocks()).isdisjoint(block_candidates(4096, 4096, 32))
+    few = {tile for tile in tiles_of_blocks() if tile.block_m == 64}
+    assert few == set(tiles_of_blocks()) & set(block_candidates(4096, 4096, 32))
     compiled = {
         v.tile
         for v in scaled_mm_variants.kernel_variants()

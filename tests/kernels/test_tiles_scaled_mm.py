@@ -19,7 +19,7 @@ from taut_kernels.bench.scaled_mm_candidates import (
 from taut_kernels.bench.scaled_mm_layer import SHAPES
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.tiles_scaled_mm import Bucket, ScaledMmTile, parse, rule
+from taut_kernels.tiles_scaled_mm import Bucket, ScaledMmTile, most_shared_tokens, parse, rule
 
 TILE = {"kernel": "ring", "block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4}
 TILE |= {"num_stages": 4}
@@ -160,7 +160,7 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
         ([_row(tile=TILE | {"split_k": 2})], "split_k needs max_m ≤"),
         ([_row(max_m=17, tile=TILE | {"split_k": 2}), _row()], "split_k needs max_m ≤"),
         ([_row(tile=HOPPER, N=60)], "kernel hopper needs N % 8 == 0"),
-        ([_row(op="fp8_block", tile=TILE | {"block_k": 64})], "needs kernel ring or blocks"),
+        ([_row(op="fp8_block", tile=TILE | {"block_k": 64})], "needs kernel ring \\(block_k 128"),
         ([_row(tile=TILE | {"block_m": 24})], "block_m must be a power of two"),
         ([_row(tile=TILE | {"num_warps": 2})], "num_warps must be 4, 8 or 16"),
         ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be one of"),
@@ -179,10 +179,10 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
         ([_row(tile=HOPPER | {"early": True})], "early needs kernel ring"),
         ([_row(tile=FEW | {"early": True})], "early needs kernel ring"),
         ([_row(tile=FEW, N=60)], "kernel few needs N % 8 == 0"),
-        ([_row(tile=FEW, op="fp8_block")], "fp8_block needs kernel ring or blocks"),
+        ([_row(tile=FEW, op="fp8_block")], "fp8_block needs kernel ring \\(block_k 128"),
         ([_row(op="fp8_block", tile=TILE | {"block_n": 256})], "block_n of at most 128"),
-        ([_row(tile=FEW | {"block_m": 32})], "few needs block_m 64 or 128 and .* got 32×64"),
-        ([_row(tile=FEW | {"block_n": 192})], "few needs block_m 64 or 128 and .* got 128×192"),
+        ([_row(tile=FEW | {"block_m": 32})], "few needs block_m 64 or 128 but for fp8_block"),
+        ([_row(tile=FEW | {"block_n": 192})], "few needs block_m of at most 128 and .* got 128×192"),
         ([_row(tile=FEW | {"block_k": 64})], "few needs block_k 128 or 256, num_warps 4 and"),
         ([_row(tile=FEW | {"num_warps": 8})], "few needs block_k 128 or 256, num_warps 4 and"),
         ([_row(tile=FEW | {"group_m": 8})], "num_warps 4 and group_m 1"),
@@ -315,8 +315,8 @@ def test_candidates_of_blocks_fit_the_card_the_kernel_and_the_tables(shape: str)
             spilling = ("ring", 128, 128, 4)
             cut = (tile.kernel, tile.block_m, tile.block_n, tile.num_warps)
             assert cut != spilling, "it spills"
-            # A layer's counters are for 64 features a program.
-            assert tile.split_k == 1 or tile.block_n >= 64
+            # What a layer's counters are for.
+            assert tile.split_k == 1 or most_shared_tokens(tile) >= Ms[-1]
         halves = [t for t in found if t.kernel == "ring" and t.block_m < Ms[-1] <= 64]
         assert bool(halves) == (16 < Ms[-1] <= 64 and not (shape == "gate_up" and Ms[-1] > 32))
         assert all(tile.split_k == 1 for tile in halves)

@@ -38,6 +38,7 @@ SHARED_BYTES = 227 * 1024
 _RESERVED_BYTES = 1024  # a program's share the driver keeps
 _MOST_PROGRAMS = 8  # a multiprocessor: registers and threads end there
 _MOST_NARROW = 512  # tokens for which tiles of fewer features than a block of weights may do
+_MOST_SINGLE = 256  # tokens for which tiles of one group of warps may do
 _LEAST_IN_FLIGHT = 40 * 1024  # bytes a multiprocessor; see kernel-anchors A.2
 
 
@@ -211,19 +212,40 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
     if M <= 64:
         few = _few_tokens(N, K, M, early)
         yield from (tile for tile in few if why_not_for(tile, "fp8_block", N) is None)
-    if M < 64:
-        return
+        yield from _few_blocks(N, K, M)
+    if M >= 64:
+        yield from _block_rings(N, K, M)
+    for tile in tiles_of_blocks():
+        if _may_do(tile, M):
+            cuts = _splits(tile, N, K, M)
+            yield from (cut for cut in cuts if why_not_for(cut, "fp8_block", N) is None)
+
+
+def _few_blocks(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
+    """Kernel ``few`` of block-wise FP8: all programs resident."""
+    for block_m, stages, split in itertools.product(widths_of(M), (3, 4, 6, 8), (1, 2, 4)):
+        if K % (256 * split) or (split > 1 and block_m < M) or (block_m + 64) * stages > 888:
+            continue
+        tile = ScaledMmTile("few", block_m, 64, 256, 4, stages, split)
+        programs = -(-N // 64) * -(-M // block_m) * split
+        if 0.45 * MULTIPROCESSORS <= programs <= resident(tile) * MULTIPROCESSORS:
+            yield tile
+
+
+def _block_rings(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
     for block_m, block_n, warps, stages in itertools.product(
         (64, 128), (64, 128), (4, 8), (3, 4, 5, 6)
     ):
         # A thread holds the sum and a step's product: with 4 warps 128 × 128 of each do not fit.
         if block_m <= M and (block_m, block_n, warps) != (128, 128, 4):
             yield from _splits(ScaledMmTile("ring", block_m, block_n, 128, warps, stages), N, K, M)
-    for tile in tiles_of_blocks():
-        if tile.block_n < BLOCK_GROUP and M > _MOST_NARROW:
-            continue
-        cuts = _splits(tile, N, K, M)
-        yield from (cut for cut in cuts if why_not_for(cut, "fp8_block", N) is None)
+
+
+def _may_do(tile: ScaledMmTile, M: int) -> bool:
+    """Say whether a tile of kernel ``blocks`` is worth a try for so many tokens."""
+    if tile.block_m == 64:
+        return M <= _MOST_SINGLE
+    return M >= 64 and (tile.block_n == BLOCK_GROUP or M <= _MOST_NARROW)
 
 
 def early_starts(tile: ScaledMmTile) -> list[ScaledMmTile]:

@@ -11,6 +11,10 @@ from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_hopper import ROWS, STEP, operand, results
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
+FEW = 16
+"""Tokens of a block that TMA loads where a tile has 64: M is asked for in as many as have some."""
+_HALF_RING_BYTES = 105 * 1024
+"""Of a ring beside which a second program has room, with its results."""
 _blocks = _launch.Launcher(fp8_block_hopper_kernel, newest_ptxas)
 _tall = _launch.Launcher(fp8_block_tall_kernel, newest_ptxas)
 
@@ -34,7 +38,30 @@ def launch_constants(tile: ScaledMmTile) -> _launch.Constants:
     constants = {"STAGES": tile.num_stages, "GROUP_M": tile.group_m}
     if is_tall(tile):
         return constants
-    return constants | {"COLUMNS": tile.block_n, "SPLIT_K": tile.split_k}
+    of_tile = {"TOKENS": tile.block_m, "COLUMNS": tile.block_n, "SPLIT_K": tile.split_k}
+    return constants | of_tile
+
+
+def launch_options(tile: ScaledMmTile) -> _launch.Constants:
+    """Return compiler options: with one group of warps, room for two programs a multiprocessor.
+
+    Args:
+        tile: ``kernel`` blocks.
+    """
+    options = {"num_warps": tile.num_warps}
+    return options | ({"maxnreg": 128} if tile.block_m == ROWS else {})
+
+
+def tokens_of_box(tile: ScaledMmTile) -> int:
+    """Return the tokens of a block that TMA loads."""
+    return FEW if tile.block_m == ROWS else ROWS
+
+
+def programs(tile: ScaledMmTile, tiles: int, multiprocessors: int) -> int:
+    """Return how many programs walk through so many tiles: two a multiprocessor with room."""
+    ring = tile.num_stages * ((tile.block_m + tile.block_n) * STEP + 4 * (tile.block_m + 1))
+    each = 2 if tile.block_m == ROWS and ring <= _HALF_RING_BYTES else 1
+    return min(tiles * tile.split_k, each * multiprocessors)
 
 
 def launch_blocks(
@@ -58,7 +85,7 @@ def launch_blocks(
         weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
         bias: [N] or None.
         partial: the parts of sums, as many as ``tile.split_k`` a tile, or None for 1.
-        arrivals: two zeros for every tile; not read for a ``split_k`` of 1.
+        arrivals: a zero for every 64 tokens of every tile; not read for a ``split_k`` of 1.
         y: [M, N], contiguous; written.
     """
     (M, K), N = x.shape, weight.shape[0]
@@ -66,10 +93,10 @@ def launch_blocks(
     parts = () if is_tall(tile) else (partial, None if partial is None else arrivals)
     launcher(tile)(
         (tile, y.dtype, bias is None),
-        (min(tiles_m * tiles_n * tile.split_k, _launch.multiprocessors(x.device)), 1, 1),
+        (programs(tile, tiles_m * tiles_n, _launch.multiprocessors(x.device)), 1, 1),
         (x_scale, weight_scale, bias, *parts),
         (
-            operand(x, ROWS),
+            operand(x, tokens_of_box(tile)),
             operand(weight, tile.block_n),
             results(tile)(y, [M, N], [N, 1]),
             M,
@@ -81,5 +108,5 @@ def launch_blocks(
             x_scale.stride(1),
             weight_scale.stride(0),
         ),
-        lambda: (launch_constants(tile), {"num_warps": tile.num_warps}),
+        lambda: (launch_constants(tile), launch_options(tile)),
     )

@@ -19,8 +19,16 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from taut_kernels.attention._hopper_tile_jit import barriers
-from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, has_room, landed
+from taut_kernels.attention._hopper_tile_jit import barrier_pairs, seen_as
+from taut_kernels.gemm._fp8_block_step_jit import (
+    add,
+    ask,
+    ask_boxes,
+    begin,
+    give_back,
+    has_room,
+    landed,
+)
 from taut_kernels.gemm._scaled_mm_hopper_jit import first_token, place
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import store, with_bias
 from taut_kernels.gemm._scaled_mm_parts_jit import add_parts
@@ -83,27 +91,28 @@ def _multiply(
     ring, out, pointers, sizes,
     GROUP: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
-    """Run a group that multiplies: its half of the tokens of every share of the program."""
+    """Run a group that multiplies: its part of the tokens of every share of the program."""
     y, y_desc = out
     bias_ptr, partial_ptr, arrivals_ptr = pointers
     M, N, steps, tiles_m, tiles_n = sizes
     COLUMNS: gl.constexpr = ring[1].shape[1]
+    PARTS: gl.constexpr = ring[0].shape[0] // ring[1].shape[0]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     at = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
         pid_m, pid_n, _, own = _share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
-        first_m, first_n = first_token(pid_m * 2 + GROUP, M, 64), pid_n * COLUMNS
+        first_m, first_n = first_token(pid_m * PARTS + GROUP, M, 64), pid_n * COLUMNS
         sums = _sums(ring, at, own, steps < 0, GROUP, SUMS)
         at += own
         finished = True
         if SPLIT_K > 1:
-            half = item // SPLIT_K * 2 + GROUP
+            part = item // SPLIT_K * PARTS + GROUP
             sums, finished = add_parts(
-                sums, partial_ptr, arrivals_ptr, half, item % SPLIT_K, COLUMNS, SPLIT_K, SUMS
+                sums, partial_ptr, arrivals_ptr, part, item % SPLIT_K, COLUMNS, SPLIT_K, SUMS
             )
         if finished:
             values = with_bias(sums, bias_ptr, first_n, N, COLUMNS, SUMS).to(y.dtype)
-            store(y_desc, y, values, first_m, first_n, 64, COLUMNS, GROUP)
+            store(y_desc, y, values, first_m, first_n, 64, COLUMNS, GROUP, 0, PARTS)
     tma.store_wait(0)
 
 
@@ -115,7 +124,10 @@ def _ask(x_desc, w_desc, ring, sizes, GROUP_M: gl.constexpr, SPLIT_K: gl.constex
     for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
         pid_m, pid_n, first, own = _share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
         for k in range(first, first + own):
-            ask(x_desc, w_desc, ring, pid_m, pid_n, at, k, M)
+            if ring[6] is None:
+                ask(x_desc, w_desc, ring, pid_m, pid_n, at, k, M)
+            else:
+                ask_boxes(x_desc, w_desc, ring, pid_m, pid_n, at, k, M)
             at += 1
 
 
@@ -126,13 +138,14 @@ def _ask_scales(ring, scales, strides, sizes, GROUP_M: gl.constexpr, SPLIT_K: gl
     stride_xsm, stride_xsk, stride_wsn = strides
     M, _, steps, tiles_m, tiles_n = sizes
     COLUMNS: gl.constexpr = ring[1].shape[1]
+    PARTS: gl.constexpr = ring[0].shape[0] // ring[1].shape[0]
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    row = gl.arange(0, 128, LINE)
+    row = gl.arange(0, PARTS * 64, LINE)
     at = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n * SPLIT_K, gl.num_programs(0)):
         pid_m, pid_n, first, own = _share(item, tiles_m, tiles_n, steps, GROUP_M, SPLIT_K)
         # Tokens beyond M are never stored: no mask. A tile's features are of one block of weights.
-        token = first_token(pid_m * 2 + row // 64, M, 64) + row % 64
+        token = first_token(pid_m * PARTS + row // 64, M, 64) + row % 64
         x_scales = x_scale_ptr + gl.minimum(token, M - 1).to(gl.int64) * stride_xsm
         block = pid_n * COLUMNS // 128
         w_scales = w_scale_ptr + (block * stride_wsn + gl.arange(0, 1, LINE))
@@ -156,7 +169,7 @@ def fp8_block_hopper_kernel(
     bias_ptr,  # [N], or None
     partial_ptr,  # [tiles, 2, SPLIT_K, 64 * COLUMNS] fp32; both None unsplit
     arrivals_ptr,  # [tiles * 2] int32, 0 before and after
-    x_desc,  # [M, K] e4m3 in blocks [64, 128]
+    x_desc,  # [M, K] e4m3 in blocks [64, 128], or smaller ones where a tile has 64 tokens
     w_desc,  # [N, K] e4m3 in blocks [COLUMNS, 128]
     y_desc,  # [M, N] in blocks [64, 32]
     M,
@@ -167,34 +180,49 @@ def fp8_block_hopper_kernel(
     stride_xsm,
     stride_xsk,
     stride_wsn,
+    TOKENS: gl.constexpr,  # of a tile: 64, for one group, or 128
     COLUMNS: gl.constexpr,  # 32, 64 or 128
     STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
     SPLIT_K: gl.constexpr,
 ):
     PLACES: gl.constexpr = 1 if COLUMNS == 32 else 2
+    PARTS: gl.constexpr = TOKENS // 64
+    BOX: gl.constexpr = x_desc.block_shape[0]
     BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     RESULTS: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, 128], BYTES)
+    boxes = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (TOKENS // BOX), BOX, 128], BYTES)
+    a = seen_as(boxes, x_desc.dtype, [STAGES * PARTS, 64, 128], BYTES)
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], BYTES)
-    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 128], LINE)
+    x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], LINE)
     w_scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1], LINE)
-    y = gl.allocate_shared_memory(y_desc.dtype, [2 * PLACES, 64, 32], RESULTS)
-    # Blocks arrive as one, scales by 32 lanes; both groups give them back.
-    full, empty = barriers(STAGES, 33), barriers(STAGES, 2)
+    y = gl.allocate_shared_memory(y_desc.dtype, [PARTS * PLACES, 64, 32], RESULTS)
+    # Blocks arrive as one, scales by 32 lanes; all groups give them back.
+    full, empty = barrier_pairs(STAGES, 33, PARTS)
     hopper.fence_async_shared()
-    ring, out = (a, b, x_scales, full, empty, w_scales), (y, y_desc)
+    ring, out = (a, b, x_scales, full, empty, w_scales, boxes if PARTS == 1 else None), (y, y_desc)
     pointers, sizes = (bias_ptr, partial_ptr, arrivals_ptr), (M, N, steps, tiles_m, tiles_n)
     scales, strides = (x_scale_ptr, w_scale_ptr), (stride_xsm, stride_xsk, stride_wsn)
-    # 2 · 216 + 72 registers for 128 threads each are a multiprocessor's.
-    gl.warp_specialize(
-        [
-            (_multiply, (ring, out, pointers, sizes, 0, GROUP_M, SPLIT_K)),
-            (_multiply, (ring, out, pointers, sizes, 1, GROUP_M, SPLIT_K)),
-            (_ask, (x_desc, w_desc, ring, sizes, GROUP_M, SPLIT_K)),
-            (_ask_scales, (ring, scales, strides, sizes, GROUP_M, SPLIT_K)),
-        ],
-        [4, 1, 1],
-        [216, 72, 72],
-    )
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (ring, out, pointers, sizes, 0, GROUP_M, SPLIT_K)),
+                (_ask, (x_desc, w_desc, ring, sizes, GROUP_M, SPLIT_K)),
+                (_ask_scales, (ring, scales, strides, sizes, GROUP_M, SPLIT_K)),
+            ],
+            [1, 1],
+            [40, 40],
+        )
+    else:
+        # 2 · 216 + 72 registers for 128 threads each are a multiprocessor's.
+        gl.warp_specialize(
+            [
+                (_multiply, (ring, out, pointers, sizes, 0, GROUP_M, SPLIT_K)),
+                (_multiply, (ring, out, pointers, sizes, 1, GROUP_M, SPLIT_K)),
+                (_ask, (x_desc, w_desc, ring, sizes, GROUP_M, SPLIT_K)),
+                (_ask_scales, (ring, scales, strides, sizes, GROUP_M, SPLIT_K)),
+            ],
+            [4, 1, 1],
+            [216, 72, 72],
+        )

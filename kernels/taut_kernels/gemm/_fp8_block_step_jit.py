@@ -55,6 +55,29 @@ def ask(x_desc, w_desc, ring, pid_m, pid_n, at, k, M):
 
 
 @gluon.jit
+def ask_boxes(x_desc, w_desc, ring, pid_m, pid_n, at, k, M):
+    """Ask for the ``k``-th blocks as :func:`ask`, of one part whose tokens come in several boxes.
+
+    As many boxes as have tokens: the places of the others hold anything, and so do their rows of
+    the sums, which nobody stores.
+    """
+    boxes, b, full = ring[6], ring[1], ring[3]
+    BOX: gl.constexpr = boxes.shape[1]
+    BOXES: gl.constexpr = boxes.shape[0] // b.shape[0]
+    COLUMNS: gl.constexpr = b.shape[1]
+    first = first_token(pid_m, M, BOX * BOXES)
+    some = gl.minimum((M - first + BOX - 1) // BOX, BOXES)
+    slot = has_room(ring, at)
+    landed = full.index(slot)
+    # Bytes are a constant, the number of boxes is none.
+    for count in gl.static_range(1, BOXES + 1):
+        mbarrier.expect(landed, (count * BOX + COLUMNS) * 128, pred=some == count)
+    load_block(w_desc, [pid_n * COLUMNS, k * 128], landed, b.index(slot))
+    for box in range(some):
+        load_block(x_desc, [first + box * BOX, k * 128], landed, boxes.index(slot * BOXES + box))
+
+
+@gluon.jit
 def landed(ring, at):
     """Wait for the ring's ``at``-th blocks; return their stage."""
     STAGES: gl.constexpr = ring[1].shape[0]

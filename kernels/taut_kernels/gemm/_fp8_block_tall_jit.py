@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from taut_kernels.attention._hopper_tile_jit import barriers
+from taut_kernels.attention._hopper_tile_jit import barrier_pairs
 from taut_kernels.gemm._fp8_block_step_jit import add, ask, begin, give_back, has_room, landed
 from taut_kernels.gemm._scaled_mm_hopper_jit import first_token, place
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import store, with_bias
@@ -158,7 +158,7 @@ def fp8_block_tall_kernel(
     factors = gl.allocate_shared_memory(gl.float32, [STAGES, 256], LINE)
     y = gl.allocate_shared_memory(y_desc.dtype, [4, 64, 32], RESULTS)
     # Blocks and factors come apart; both groups give them back.
-    full, empty = barriers(STAGES, 2), barriers(STAGES, 2)
+    full, empty = barrier_pairs(STAGES, 2, 2)
     hopper.fence_async_shared()
     ring, out = (a, b, factors, full, empty), (y, y_desc)
     sizes = (M, N, steps, tiles_m, tiles_n)

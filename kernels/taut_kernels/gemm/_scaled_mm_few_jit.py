@@ -16,15 +16,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from taut_kernels.attention._hopper_tile_jit import barriers, load_block, seen_as
+from taut_kernels.attention._hopper_tile_jit import barrier_pairs, load_block, seen_as
 from taut_kernels.gemm._scaled_mm_hopper_jit import first_token as first_of_part
 from taut_kernels.gemm._scaled_mm_parts_jit import add_parts
 
 
 @gluon.jit
-def _token(begin, column, M):
-    """Return the token of a column of a tile that begins at one: blocks of 32 end with M."""
-    return first_of_part((begin + column) // 32, M, 32) + column % 32
+def token_of_column(begin, column, M, BOX: gl.constexpr):
+    """Return the token of a column of a tile that begins at one: blocks of BOX end with M."""
+    return first_of_part((begin + column) // BOX, M, BOX) + column % BOX
 
 
 @gluon.jit
@@ -50,7 +50,7 @@ def _ask(x_desc, w_desc, rings, sizes, first, STEP: gl.constexpr):
             block, column = slot * STEP + j, ((first + k) * STEP + j) * 128
             load_block(w_desc, [first_row, column], landed, w.index(block))
             for box in range(boxes):
-                token = _token(first_token, box * 32, M)
+                token = token_of_column(first_token, box * 32, M, 32)
                 load_block(x_desc, [token, column], landed, x.index(block * BOXES + box))
         phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
@@ -94,7 +94,7 @@ def _vectors(
     """
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offs_n = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    offs_m = _token(first_token, gl.arange(0, COLS, LINE), M)
+    offs_m = token_of_column(first_token, gl.arange(0, COLS, LINE), M, 32)
     mask_n, mask_m = offs_n < N, offs_m < M
     x_scale = gl.load(pointers[0] + offs_m * strides[0], mask=mask_m, other=0.0)
     w_scale = gl.load(pointers[1] + offs_n * strides[1], mask=mask_n, other=0.0)
@@ -129,17 +129,20 @@ def _scaled(acc, pointers, found, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _store(y_ptr, values, M, N, first_row, first_token):
-    """Store [features, tokens] as [tokens, features]: lanes run along the features."""
+def store_tokens(y_ptr, values, M, N, first_row, first_token, BOX: gl.constexpr):
+    """Store [features, tokens] as [tokens, features]: lanes run along the features.
+
+    A tile's tokens lie in blocks of BOX, as :func:`token_of_column` says.
+    """
     ROWS: gl.constexpr = values.shape[0]
     COLS: gl.constexpr = values.shape[1]
     W: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
     values = gl.convert_layout(values.to(y_ptr.dtype.element_ty), W)
     offs_n = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, W))
     columns = gl.arange(0, COLS, gl.SliceLayout(0, W))
-    # Blocks beyond M have no tokens, and those of fewer than 32 in all some that do not exist.
-    offs_m = _token(first_token, columns, M)
-    there = (first_token + columns // 32 * 32 < M) & (offs_m < M)
+    # Blocks beyond M have no tokens, and those of fewer than BOX in all some that do not exist.
+    offs_m = token_of_column(first_token, columns, M, BOX)
+    there = (first_token + columns // BOX * BOX < M) & (offs_m < M)
     mask = gl.expand_dims(offs_n < N, 1) & gl.expand_dims(there, 0)
     # int64: M · N passes 2**31 on long prompts.
     rows = y_ptr + gl.cast(first_token, gl.int64) * N
@@ -176,7 +179,7 @@ def _multiply(
         )
     if finished:
         values = _scaled(acc, pointers, found, SUMS)
-        _store(pointers[5], values, M, N, first_row, first_token)
+        store_tokens(pointers[5], values, M, N, first_row, first_token, 32)
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "stride_xs", "stride_ws"])
@@ -210,7 +213,7 @@ def scaled_mm_few_kernel(
     x_boxes = gl.allocate_shared_memory(x_desc.dtype, [BLOCKS * (COLS // 32), 32, 128], BYTES)
     w = seen_as(w_boxes, w_desc.dtype, [BLOCKS * GROUPS, ROWS, 128], BYTES)
     x = seen_as(x_boxes, x_desc.dtype, [BLOCKS, COLS, 128], BYTES)
-    full, empty = barriers(STAGES, 1), barriers(STAGES, GROUPS)
+    full, empty = barrier_pairs(STAGES, 1, GROUPS)
     hopper.fence_async_shared()
     pointers = (
         x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr,

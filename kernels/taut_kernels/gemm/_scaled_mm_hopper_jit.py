@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from taut_kernels.attention._hopper_tile_jit import barriers, load_block
+from taut_kernels.attention._hopper_tile_jit import barrier_pairs, load_block
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import scaled, store, vectors
 
 
@@ -202,10 +202,7 @@ def scaled_mm_hopper_kernel(
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, 128], BYTES)
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], BYTES)
     y = gl.allocate_shared_memory(y_desc.dtype, [2 * PLACES, 64, PART], HALVES)
-    full, empty = barriers(STAGES, 1), barriers(STAGES, 2)
-    # Nobody waits for this one: with it the machine code is that which ran on a card, 2026-11-22.
-    # Drop it only in a comparison on a card.
-    barriers(1, 1)
+    full, empty = barrier_pairs(STAGES, 1, 2)
     hopper.fence_async_shared()
     pointers = (x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr)
     strides, sizes = (stride_xs, stride_ws), (M, N, steps, tiles_m, tiles_n)

@@ -85,10 +85,11 @@ def _halves(values, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _store_part(
-    y_desc, y, values, first_m, column, PART: gl.constexpr, GROUP: gl.constexpr
+    y_desc, y, values, first_m, column,
+    PART: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Store the ``PART``-th columns of a group's rows by one of its places in turn."""
-    PLACES: gl.constexpr = y.shape[0] // 2
+    PLACES: gl.constexpr = y.shape[0] // GROUPS
     room = y.index(GROUP * PLACES + PART % PLACES)
     # The place's last block has been read by TMA; all warps have to know.
     tma.store_wait(PLACES - 1)
@@ -102,35 +103,36 @@ def _store_part(
 @gluon.jit
 def _store_four(
     y_desc, y, left, right, first_m, first_n,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Store both halves of a group's rows, each in two parts."""
     WIDTH: gl.constexpr = COLUMNS // 4
     first, second = _halves(left, ROWS, WIDTH)
     third, fourth = _halves(right, ROWS, WIDTH)
-    _store_part(y_desc, y, first, first_m, first_n, 0, GROUP)
-    _store_part(y_desc, y, second, first_m, first_n + WIDTH, 1, GROUP)
-    _store_part(y_desc, y, third, first_m, first_n + 2 * WIDTH, 2, GROUP)
-    _store_part(y_desc, y, fourth, first_m, first_n + 3 * WIDTH, 3, GROUP)
+    _store_part(y_desc, y, first, first_m, first_n, 0, GROUP, GROUPS)
+    _store_part(y_desc, y, second, first_m, first_n + WIDTH, 1, GROUP, GROUPS)
+    _store_part(y_desc, y, third, first_m, first_n + 2 * WIDTH, 2, GROUP, GROUPS)
+    _store_part(y_desc, y, fourth, first_m, first_n + 3 * WIDTH, 3, GROUP, GROUPS)
 
 
 @gluon.jit
 def store(
     y_desc, y, values, first_m, first_n,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, FIRST: gl.constexpr = 0,
+    GROUPS: gl.constexpr = 2,
 ):  # fmt: skip
     """Store a group's rows in one, two or four parts; the last are under way after it.
 
-    A tile's parts are counted from FIRST on. A group has as many places as divide them, so that the
-    next tile's parts find theirs in turn.
+    A tile's parts are counted from FIRST on. Each of the GROUPS has as many places as divide them,
+    so that the next tile's parts find theirs in turn.
     """
     PARTS: gl.constexpr = COLUMNS // y.shape[2]
     if PARTS == 1:
-        _store_part(y_desc, y, values, first_m, first_n, FIRST, GROUP)
+        _store_part(y_desc, y, values, first_m, first_n, FIRST, GROUP, GROUPS)
     else:
         left, right = _halves(values, ROWS, COLUMNS // 2)
         if PARTS == 2:
-            _store_part(y_desc, y, left, first_m, first_n, FIRST, GROUP)
-            _store_part(y_desc, y, right, first_m, first_n + COLUMNS // 2, FIRST + 1, GROUP)
+            _store_part(y_desc, y, left, first_m, first_n, FIRST, GROUP, GROUPS)
+            _store_part(y_desc, y, right, first_m, first_n + COLUMNS // 2, FIRST + 1, GROUP, GROUPS)
         else:
-            _store_four(y_desc, y, left, right, first_m, first_n, ROWS, COLUMNS, GROUP)
+            _store_four(y_desc, y, left, right, first_m, first_n, ROWS, COLUMNS, GROUP, GROUPS)

@@ -8,10 +8,11 @@ from functools import lru_cache
 import torch
 
 from taut_kernels import _launch
+from taut_kernels.gemm._fp8_block_few import launch_few_blocks
 from taut_kernels.gemm._fp8_block_hopper import launch_blocks
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
 from taut_kernels.gemm._scaled_mm_few import launch_few
-from taut_kernels.gemm._scaled_mm_hopper import launch_hopper
+from taut_kernels.gemm._scaled_mm_hopper import ROWS, launch_hopper
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
 from taut_kernels.tiles_scaled_mm import BLOCKS, ScaledMmTile
 
@@ -58,6 +59,7 @@ def _constants(tile: ScaledMmTile, K: int) -> _launch.Constants:
         "SPLIT_K": tile.split_k,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
     }
 
 
@@ -103,7 +105,6 @@ def _prepared_ring(
             "HAS_AZP_ADJ": has_azp_adj,
             "HAS_AZP": has_azp,
             "HAS_BIAS": has_bias,
-            "BLOCK_K": tile.block_k,
         }
         return named | _constants(tile, K), _options(tile)
 
@@ -226,12 +227,15 @@ def launch_block(
         return y
     x = _prepared(x, weight)
     if tile.kernel == BLOCKS:
-        halves = 2 * -(-M // tile.block_m) * -(-N // tile.block_n)
-        partial = _workspace(tile, halves, tile.block_m // 2 * tile.block_n, x, arrivals)
+        parts = tile.block_m // ROWS * -(-M // tile.block_m) * -(-N // tile.block_n)
+        partial = _workspace(tile, parts, ROWS * tile.block_n, x, arrivals)
         launch_blocks(tile, x, weight, x_scale, weight_scale, bias, partial, arrivals, y)
         return y
     grid = (-(-M // tile.block_m), -(-N // tile.block_n), tile.split_k)
     partial = _workspace(tile, grid[0] * grid[1], tile.block_m * tile.block_n, x, arrivals)
+    if tile.kernel == "few":
+        launch_few_blocks(tile, x, weight, x_scale, weight_scale, bias, partial, arrivals, y)
+        return y
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
         return {"HAS_BIAS": bias is not None} | _constants(tile, K), _options(tile)

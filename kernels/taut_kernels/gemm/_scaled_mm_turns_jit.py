@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from taut_kernels.attention._hopper_tile_jit import barriers, load_block
+from taut_kernels.attention._hopper_tile_jit import barrier_pairs, barriers, load_block
 from taut_kernels.gemm._scaled_mm_hopper_jit import first_token, place
 from taut_kernels.gemm._scaled_mm_hopper_store_jit import scaled, store, vectors
 
@@ -208,7 +208,8 @@ def scaled_mm_turns_kernel(
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 128], BYTES)
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES, COLUMNS, 128], BYTES)
     y = gl.allocate_shared_memory(y_desc.dtype, [2 * PLACES, ROWS, PART], HALVES)
-    full, empty, turns = barriers(STAGES, 1), barriers(STAGES, 1), barriers(2, 1)
+    full, empty = barrier_pairs(STAGES, 1, 1)
+    turns = barriers(2, 1)
     hopper.fence_async_shared()
     pointers = (x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr)
     strides, sizes = (stride_xs, stride_ws), (M, N, steps, tiles_m, tiles_n)

@@ -8,6 +8,7 @@ from typing import Any
 
 from taut_kernels import tiles_scaled_mm
 from taut_kernels._variant import KernelVariant
+from taut_kernels.gemm import _fp8_block_few as few_blocks
 from taut_kernels.gemm import _fp8_block_hopper as blocks
 from taut_kernels.gemm import _scaled_mm_few as few
 from taut_kernels.gemm import _scaled_mm_hopper as hopper
@@ -34,6 +35,8 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
     of_blocks = tiles_scaled_mm.tiles_of_blocks()
     apart = (tile for tile in of_blocks if tiles_scaled_mm.most_shared_tokens(tile))
     searched += (*of_blocks, *(dataclasses.replace(tile, split_k=2) for tile in apart))
+    for tile in tiles_scaled_mm.tiles_of_few_blocks():
+        searched += (tile, dataclasses.replace(tile, split_k=2))
     for tile in (*tiles_scaled_mm.FED_BY_TMA, *searched):
         if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
@@ -96,6 +99,8 @@ def variant(
         has_azp_adj: with the zero point's column term.
         has_azp: with a zero point a token.
     """
+    if tile.kernel == "few" and op == "fp8_block":
+        return _few_blocks_variant(tile, even_k)
     if tile.kernel == "few":
         return _few_variant(op, tile, has_azp_adj, has_azp)
     if tile.kernel == tiles_scaled_mm.BLOCKS:
@@ -106,10 +111,11 @@ def variant(
         "HAS_BIAS": True,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
     }
     pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
     if op != "fp8_block":
-        constants |= {"HAS_AZP_ADJ": has_azp_adj, "HAS_AZP": has_azp, "BLOCK_K": tile.block_k}
+        constants |= {"HAS_AZP_ADJ": has_azp_adj, "HAS_AZP": has_azp}
         for name, present in (("azp_adj_ptr", has_azp_adj), ("azp_ptr", has_azp)):
             pointers |= {name: "i32"} if present else {}
             constants |= {} if present else {name: None}
@@ -169,6 +175,26 @@ def _few_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: bool) 
     )
 
 
+def _few_blocks_variant(tile: ScaledMmTile, even_k: bool) -> KernelVariant:
+    op = "fp8_block"
+    launcher = few_blocks.launcher()
+    constants = few_blocks.launch_constants(tile, tile.block_k) | {"EVEN_K": even_k}
+    pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
+    _add_workspace(op, tile, pointers, constants)
+    return KernelVariant(
+        label=f"{op} few{'' if even_k else ' masked'}",
+        kernel=launcher.kernel,
+        tile=tile,
+        pointers=pointers,
+        integers=(*_INTEGERS[op], "stride_xm", "stride_wn"),
+        divisible_by_16=("N", "K", "stride_xm", "stride_wn"),
+        constants=constants,
+        targets=HOPPER,
+        options={"num_warps": tile.num_warps},
+        assembler=launcher.assembler,
+    )
+
+
 def _hopper_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: bool) -> KernelVariant:
     constants = hopper.launch_constants(tile)
     pointers = _vectors(constants, has_azp_adj, has_azp)
@@ -200,13 +226,14 @@ def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
     rows = hopper.ROWS
     width, result = hopper.result_layout(tile)
     descriptors = {
-        "x_desc": f"{element}[{rows}, {hopper.STEP}],{layout!r}",
+        "x_desc": f"{element}[{blocks.tokens_of_box(tile)}, {hopper.STEP}],{layout!r}",
         "w_desc": f"{element}[{tile.block_n}, {hopper.STEP}],{layout!r}",
         "y_desc": f"bf16[{rows}, {width}],{result!r}",
     }
     label = f"{op} {tile.kernel}{' of 256 tokens' if tall else ''}"
     launcher = blocks.launcher(tile)
     described = _persistent_variant(label, launcher.kernel, tile, pointers, constants, descriptors)
+    described = dataclasses.replace(described, options=blocks.launch_options(tile))
     spill = _PARTS_SPILL_BYTES if tile.split_k > 2 else 0
     return dataclasses.replace(described, allowed_spill_bytes=spill, assembler=launcher.assembler)
 
