@@ -196,9 +196,11 @@ def _fp8(entry: Mapping[str, Any]) -> Quantization:
 
 
 def _fp8_blocks(blocks: object) -> LayerScheme:
-    sides = "×".join(map(str, blocks)) if isinstance(blocks, Sequence) else "128×128"
-    obstacle = f"FP8 with scales of {sides} blocks: taut's kernel for it is not in the vLLM plugin"
-    return LayerScheme("FP8 by blocks", obstacle=f"{obstacle} yet")
+    sides = list(blocks) if isinstance(blocks, Sequence) else [128, 128]
+    obstacle = None
+    if sides != [128, 128]:
+        obstacle = _no_kernel(f"FP8 with scales of {'×'.join(map(str, sides))} blocks")
+    return LayerScheme("FP8 by blocks", obstacle=obstacle)
 
 
 def _compressed_tensors(entry: Mapping[str, Any]) -> Quantization:

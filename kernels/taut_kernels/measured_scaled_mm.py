@@ -1,10 +1,12 @@
-"""Whether an 8-bit product of ours is the faster one, on a card that takes another card's tiles.
+"""Whether an 8-bit product of ours is the faster one, where the table of tiles does not say.
 
 Tiles can be lent (:data:`taut_kernels._tile_tables.TWINS`), verdicts cannot: with other memory the
-same tile may lose. A table is ``tiles/scaled_mm_measured-<card>.json``::
+same tile may lose. And block-wise FP8 has its verdicts here on every card: DeepGEMM, vLLM's choice,
+does not run in the tuner, and starts early, so that only behind the quantisation is its time the
+one a layer sees. A table is ``tiles/scaled_mm_measured-<card>.json``::
 
     {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"op": "w8a8_gemm" | "fp8_gemm", "N": …, "K": …, "M": [tokens, …],
+     "rows": [{"op": "w8a8_gemm" | "fp8_gemm" | "fp8_block", "N": …, "K": …, "M": [tokens, …],
                "us": [µs per call, …], "vllm_us": [µs of the kernel vLLM runs there, …]}, …]}
 
 A row may also have ``"layer": {"M": […], "us": […], "vllm_us": […]}``: µs of a whole decoder layer
@@ -24,7 +26,7 @@ from typing import Any
 
 from taut_kernels import _tile_tables
 
-OPS = ("w8a8_gemm", "fp8_gemm")
+OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
 _FIGURES = {"M", "us", "vllm_us"}
 _ROW_FIELDS = {"op", "N", "K"} | _FIGURES
 Product = tuple[str, int, int]
@@ -127,7 +129,7 @@ def wins(
 
     Args:
         gpu: card name.
-        op: ``w8a8_gemm`` or ``fp8_gemm``.
+        op: one of :data:`OPS`.
         N: output features.
         K: input features.
         first: fewest tokens.

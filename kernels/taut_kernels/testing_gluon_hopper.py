@@ -2,9 +2,10 @@
 
 Extends :mod:`taut_kernels.testing_gluon`. Everything asynchronous happens as late as it may: a
 block of TMA lands when somebody waits for its barrier (until then its place holds NaN), so does
-what a warp copies by `cp.async` for a barrier, or when its group is waited for; a product is computed, from what shared memory holds
-then, when it is waited for, and so is a block stored. So a missing wait, a place given back too
-early and a wrong phase show as wrong results, and a barrier that nobody completes as a deadlock.
+what a warp copies by `cp.async`, or when its group is waited for; a product is computed, from what
+shared memory holds then, when it is waited for, and so is a block stored. So a missing wait, a
+place given back too early and a wrong phase show as wrong results, and a barrier that nobody
+completes as a deadlock.
 Layouts, registers and fences have no meaning here.
 """
 

@@ -40,18 +40,19 @@ KERNELS = ("ring", "hopper", "turns", "few", BLOCKS)
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
     "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
-    BLOCKS: {(256, 128): 4, (128, 128): 6, (128, 64): 8, (128, 32): 10}
-    | {(64, 128): 8, (64, 64): 12, (64, 32): 16},
+    BLOCKS: {(256, 128): 4, (128, 128): 6, (128, 64): 8, (128, 32): 10, (64, 128): 8},
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 _FEW_RING_BYTES = 222 * 1024
 """What ``few`` leaves of 227 KB to its ring."""
-SERVED = ("ring", "few", "hopper", "turns")
+SERVED = ("ring", "few", "hopper", "turns", BLOCKS)
 """Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
 within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
-_BLOCK_STEPS = {"ring": (128, 256), "few": (256,), BLOCKS: (128,)}
+_JUDGED_APART = ("fp8_block",)
+"""Ops whose figures beside vLLM's kernels are none of the tuner's, on any card."""
+_BLOCK_STEPS = {"ring": 128, "few": 256, BLOCKS: 128}
 """Of kernels for block-wise FP8: K indices a step, one or two blocks."""
 MULTIPROCESSORS = 132
 """Of the cards the rule knows."""
@@ -67,18 +68,19 @@ class ScaledMmTile:
         kernel: ``ring`` (`cp.async` ring, weights as the row operand); or, with a warp of its own
             for TMA, sm_90 only: ``few`` (weights as the row operand) or, persistent, ``hopper``
             (two groups of warps share a tile) or ``turns`` (each has tiles of its own, and they
-            multiply in turn); for block-wise FP8 alone, persistent, ``blocks``.
-        block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128,
-            with ``blocks`` 64, 128 or 256.
+            multiply in turn); for block-wise FP8 alone, persistent, ``blocks``, and its ``few`` is
+            fed by `cp.async`.
+        block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128
+            (block-wise FP8: 16, 32 or 64), with ``blocks`` 64, 128 or 256.
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
             256, with ``few`` 64 (one group of warps), 128 or 256 (two). With ``turns`` tiles are
             128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only); with ``blocks`` 256×128,
-            128×128, 128×64 or 128×32.
+            128×128, 128×64, 128×32 or 64×128.
         block_k: K indices a step, a power of two ≥ 32; 128 where TMA feeds, or 256 with ``few``.
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
-        split_k: programs along K, 1..32, ``ring``, ``blocks`` of 128 tokens and 64 features or
-            more, and ``few`` with 64 features, only; only up to :func:`most_shared_tokens`.
+        split_k: programs along K, 1..32, ``ring``, ``blocks`` of up to 128 tokens and 64 features
+            or more, and ``few`` with 64 features, only; only up to :func:`most_shared_tokens`.
         group_m: token tiles of a group, ``hopper``, ``turns`` and ``blocks`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
             on sm_90 only.
@@ -197,7 +199,7 @@ def tiles_of_few() -> list[ScaledMmTile]:
 def tiles_of_blocks() -> list[ScaledMmTile]:
     """Return the tiles of kernel ``blocks``, in groups of several token tiles.
 
-    Those of 64 tokens with all the stages there is room for, and with half of them, where two
+    Those of 64 tokens with all the stages there is room for, and with half of them: then two
     programs share a multiprocessor.
     """
     return [
@@ -216,15 +218,14 @@ def tiles_of_few_blocks() -> list[ScaledMmTile]:
 def most_shared_tokens(tile: ScaledMmTile) -> int:
     """Return the most tokens whose tiles programs may share: what a layer's ``arrivals`` count.
 
-    Those of one tile; with ``blocks`` of 128 features, whose two groups arrive apart, of two. 0
-    where a tile's programs share none.
+    Those of one tile; with ``blocks``, whose groups of 64 tokens arrive apart, twice the features
+    of a tile: there are two counters for 64 features. 0 where a tile's programs share none.
     """
     if tile.kernel not in _MOST_STAGES:
         return tile.block_m
     if tile.kernel != BLOCKS or tile.block_m > BLOCK_GROUP:
         return 0
-    most = 2 * tile.block_n  # two arrivals for 64 features, one for 64 tokens of a tile
-    return most if most >= tile.block_m else 0
+    return 2 * tile.block_n if 2 * tile.block_n >= tile.block_m else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +264,10 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
         op: one of :data:`OPS`.
         N: output features.
     """
-    if op == "fp8_block" and tile.block_k not in _BLOCK_STEPS.get(tile.kernel, ()):
-        return f"fp8_block needs kernel ring (block_k 128 or 256), few (256) or blocks, got {tile}"
+    if op == "fp8_block" and tile.block_k != _BLOCK_STEPS.get(tile.kernel):
+        return (
+            f"fp8_block needs kernel ring or blocks, block_k 128, or few, block_k 256, got {tile}"
+        )
     if tile.kernel == "few" and op == "fp8_block" and (tile.block_m > 64 or tile.block_n > 64):
         return f"kernel few of fp8_block needs block_m of at most 64 and block_n 64, got {tile}"
     if tile.kernel == "few" and op != "fp8_block" and tile.block_m < 64:
@@ -402,8 +405,7 @@ def waves_us(tile: ScaledMmTile, N: int, K: int, M: int) -> float:
 
 
 _RULE_TOKENS = (16, 32, 64, 128)
-_TMA_TOKENS = (16, 32, 63, 64, 128, 256, 512, 1024, 2048)
-"""Up to 63, blocks of 64 tokens would hold some that do not exist."""
+_TMA_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _RULE_SHARED_BYTES = 160 * 1024
 """For a ring: what a multiprocessor of sm_80 has, less what the driver keeps."""
 FED_BY_TMA = (
@@ -471,6 +473,8 @@ def rule(op: str, N: int, K: int, M: int, *, tma: bool = False) -> ScaledMmTile:
 
 def _rule_of_blocks(N: int, K: int, M: int, fed: bool) -> ScaledMmTile:
     """Choose a tile of block-wise FP8; of a ring with K split while two programs have room."""
+    if fed and M <= BLOCK_GROUP and (tile := _rule_of_few_blocks(N, K, M)):
+        return tile
     if fed and M >= 64:
         return _rule_of_many_blocks(N, M)
     block_m = next((tokens for tokens in _RULE_TOKENS if tokens >= M), 128)
@@ -483,8 +487,35 @@ def _rule_of_blocks(N: int, K: int, M: int, fed: bool) -> ScaledMmTile:
     return ScaledMmTile("ring", block_m, block_n, BLOCK_GROUP, num_warps, 4, split)
 
 
+def _rule_of_few_blocks(N: int, K: int, M: int) -> ScaledMmTile | None:
+    """Choose kernel ``few`` where its tiles fit one wave; else ``blocks`` of 64 tokens, or None.
+
+    As measured on Llama-3-8B's products on an H200 (2026-11-26).
+    """
+    narrow, wide = -(-N // 64), -(-N // BLOCK_GROUP)
+    halves, long = 2 * narrow <= MULTIPROCESSORS, K >= _LONG_K
+    if M <= 64 and narrow <= MULTIPROCESSORS:
+        block_m = next(tokens for tokens in _RULE_TOKENS if tokens >= M)
+        split = 2 if halves and (M > 32 or (M > 16 and long)) else 1
+        stages = 8 if halves and split == 1 else 6
+        return ScaledMmTile("few", block_m, 64, 256, 4, stages, split)
+    if M <= 32:
+        return None
+    if M > 64 and halves and not long:
+        return ScaledMmTile("few", 64, 64, 256, 4, 6)
+    tiles = wide * -(-M // 64)
+    if tiles <= MULTIPROCESSORS:
+        whole = ScaledMmTile(BLOCKS, 64, 128, BLOCK_GROUP, 4, 8, group_m=8)
+        shared = replace(whole, split_k=2)
+        fits = 2 * tiles <= MULTIPROCESSORS and why_not_for(shared, "fp8_block", N) is None
+        return shared if fits else whole
+    if M <= 64:
+        return ScaledMmTile(BLOCKS, 64, 128, BLOCK_GROUP, 4, 4, group_m=8)
+    return None
+
+
 def _rule_of_many_blocks(N: int, M: int) -> ScaledMmTile:
-    """Choose a tile of kernel ``blocks``: most programs of one wave, or the shortest waves.
+    """Choose a tile of ``blocks`` with two groups: most programs of one wave, or shortest waves.
 
     A wave of 128 tokens a tile takes more than half as long as one of 256 (:data:`_SHORT_WAVE`).
     """
@@ -496,10 +527,11 @@ def _rule_of_many_blocks(N: int, M: int) -> ScaledMmTile:
         waves = -(-tiles(tile) // MULTIPROCESSORS)
         return waves * (_SHORT_WAVE if tile.block_m == BLOCK_GROUP else 1.0)
 
-    at_once = [tile for tile in tiles_of_blocks() if tiles(tile) <= MULTIPROCESSORS]
+    shared = [tile for tile in tiles_of_blocks() if tile.block_m >= BLOCK_GROUP]
+    at_once = [tile for tile in shared if tiles(tile) <= MULTIPROCESSORS]
     if at_once:
         return max(at_once, key=tiles)
-    return min((tile for tile in tiles_of_blocks() if tile.block_n == BLOCK_GROUP), key=time)
+    return min((tile for tile in shared if tile.block_n == BLOCK_GROUP), key=time)
 
 
 def _rule_of_few(N: int, K: int, M: int) -> ScaledMmTile:
@@ -600,11 +632,15 @@ def buckets(
 def _measured(
     table: ScaledMmTable | None, op: str, gpu: str | None, N: int, K: int, *, in_layer: bool
 ) -> tuple[Bucket, ...]:
-    """Return a product's measured buckets; another card's have this one's verdicts, of it alone."""
+    """Return a product's measured buckets.
+
+    Those of another card's table, and of an op judged apart, have this card's verdicts from
+    :mod:`taut_kernels.measured_scaled_mm`.
+    """
     if table is None or (op, N, K) not in table.buckets:
         return ()
     found = (table.in_layer if in_layer else table.buckets)[op, N, K]
-    if table.gpu == gpu or gpu is None:
+    if gpu is None or (table.gpu == gpu and op not in _JUDGED_APART):
         return found
     firsts = (1, *(bucket.max_m + 1 for bucket in found if bucket.max_m is not None))
     return tuple(
@@ -650,7 +686,7 @@ def why_not_preferred(
     table = _tile_tables.of_card(tables(), gpu)
     if table is None:
         return f"not measured on {gpu}"
-    own = table.gpu == gpu
+    own = table.gpu == gpu and op not in _JUDGED_APART
     judged = own or (op, N, K) in measured_scaled_mm.products(gpu)
     if (op, N, K) not in table.buckets or not judged:
         return f"{N}×{K} not measured on {gpu}"

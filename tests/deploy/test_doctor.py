@@ -119,6 +119,8 @@ def test_an_fp8_model_of_the_measured_kind_uses_fused_ops(card, explain):
 def test_fp8_layers_elsewhere(card, explain):
     card(H200, "require")
     assert [explain(E4M3)[shape] for shape in FUSED[:4]] == [("taut::fp8_gemm", "")] * 4
+    by_blocks = FP8 | {"weight_block_size": [128, 128]}
+    assert [explain(by_blocks)[shape] for shape in FUSED[:4]] == [("taut::fp8_gemm", "")] * 4
     card(H200, "off")
     assert explain(E4M3)[QKV] == (THEIRS, "TAUT_KERNELS=off")
     card("NVIDIA L40S", capability=(8, 9))
@@ -134,7 +136,7 @@ def test_fp8_layers_elsewhere(card, explain):
     assert "input features" in odd[1]
 
 
-BLOCKS = "FP8 with scales of 128×128 blocks: taut's kernel for it is not in the vLLM plugin yet"
+BLOCKS = "no engine has answered on taut's kernel for blocks yet; TAUT_KERNELS=require runs it"
 BLOCK_WEIGHTS = E4M3_WEIGHTS | {"strategy": "block", "block_structure": [128, 128]}
 ACT_ORDER = "activation reordering (desc_act, actorder) is not supported, nor by newer vLLM"
 NOT_OURS = {
@@ -142,6 +144,10 @@ NOT_OURS = {
     "compressed-tensors by blocks": (
         compressed(BLOCK_WEIGHTS, E4M3_INPUTS | {"strategy": "group", "group_size": 128}),
         BLOCKS,
+    ),
+    "FP8 by other blocks": (
+        FP8 | {"weight_block_size": [64, 128]},
+        "no taut kernel for FP8 with scales of 64×128 blocks yet",
     ),
     "FP8 weights alone": (
         compressed(E4M3_WEIGHTS),

@@ -20,8 +20,6 @@ RING = ScaledMmTile("ring", 16, 64, 64, 4, 3)
 SPLIT = ScaledMmTile("ring", 32, 64, 64, 4, 3, split_k=3)
 BLOCK = ScaledMmTile("ring", 16, 64, 128, 4, 3)
 BLOCK_SPLIT = ScaledMmTile("ring", 32, 64, 128, 4, 3, split_k=2)
-PAIR = ScaledMmTile("ring", 16, 64, 256, 4, 2)
-PAIR_SPLIT = ScaledMmTile("ring", 16, 64, 256, 4, 2, split_k=3)
 AWKWARD = [
     # M, N, K: M off every tile, N off a tile, K with a partial last step
     (1, 64, 128),
@@ -83,7 +81,7 @@ def zero_points() -> int:
 
 def blocks() -> int:
     count = 0
-    for shape, tile in itertools.product(AWKWARD, (BLOCK, BLOCK_SPLIT, PAIR, PAIR_SPLIT)):
+    for shape, tile in itertools.product(AWKWARD, (BLOCK, BLOCK_SPLIT)):
         for N in (shape[1], shape[1] + 136):
             M, K = shape[0], shape[2] + 240
             check(make_scaled_mm_case("fp8_gemm", M, N, K, scaling="block", with_bias=True), tile)

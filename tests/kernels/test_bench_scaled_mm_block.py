@@ -18,6 +18,7 @@ from taut_kernels.bench import (
     report,
     scaled_mm,
     scaled_mm_layer,
+    scaled_mm_quantised,
     scaled_mm_rivals,
     timing,
     tune_scaled_mm,
@@ -236,8 +237,54 @@ def test_triton_gets_operands_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
         return _product(A, B, As, Bs)
 
     module = types.SimpleNamespace(w8a8_triton_block_scaled_mm=w8a8_triton_block_scaled_mm)
-    _stand_in(monkeypatch, **{block_rivals._TRITON: module})
+    _stand_in(monkeypatch, **{block_rivals.FP8_UTILS: module})
     _check_every_count("vLLM Triton", _layer())
+
+
+def _quantise(
+    rows: torch.Tensor, group_size: int, *, column_major_scales: bool, tma_aligned_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand for vLLM's kernel; K is whole groups."""
+    assert (group_size, column_major_scales) == (128, True)
+    count, width = rows.shape
+    groups = rows.float().view(count, width // 128, 128)
+    scale = groups.abs().amax(-1).clamp(min=1e-10) / 448
+    x = (groups / scale[..., None]).to(fp8.DTYPE).view(count, width)
+    padded = -(-count // 4) * 4 if tma_aligned_scales else count
+    return x, scaled_mm_layer.token_major(scale, count, padded)[:count]
+
+
+def test_products_behind_the_quantisation_get_what_it_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fp8_gemm_nt(a: Any, b: Any, y: torch.Tensor, *, disable_ue8m0_cast: bool) -> None:
+        assert a[1].stride(1) % 4 == 0
+        y.copy_(_product(*(a[0], b[0], a[1], b[1])))
+
+    def cutlass_scaled_mm(
+        a: torch.Tensor, b: torch.Tensor, *, out_dtype: Any, scale_a: Any, scale_b: Any
+    ) -> torch.Tensor:
+        assert scale_a.stride() == (1, len(a))
+        return _product(a, b.t(), scale_a, scale_b.t())
+
+    utils = types.SimpleNamespace(per_token_group_quant_fp8=_quantise)
+    modules = {
+        block_rivals.FP8_UTILS: utils,
+        "vllm._custom_ops": types.SimpleNamespace(cutlass_scaled_mm=cutlass_scaled_mm),
+        "deep_gemm": types.SimpleNamespace(fp8_gemm_nt=fp8_gemm_nt),
+    }
+    _stand_in(monkeypatch, **modules)
+    drawn = make_layer(fp8.BLOCK_OP, 256, 384, M, device="cpu")
+    monkeypatch.setattr(scaled_mm_quantised, "make_layer", lambda *_: drawn)
+    layer = scaled_mm_quantised.make_quantised_layer(256, 384, M)
+    assert not torch.equal(layer.x.float(), drawn.x.float())
+    for name, prepare in scaled_mm_quantised.PREPARE.items():
+        call = prepare(layer, layer.weight)
+        for count in (1, M):
+            reason = layer.why_wrong(call(count))
+            assert reason is None, (name, reason)
+    wrong = scaled_mm_quantised.taut(layer, layer.weight.roll(1, 0))(M)
+    assert layer.why_wrong(wrong) is not None
 
 
 def test_the_dense_product_is_run_and_not_compared() -> None:
@@ -431,7 +478,8 @@ def test_the_kind_neither_lends_nor_borrows_tiles(
     monkeypatch.setattr(tune_scaled_mm, "launch", launch)
     rows = _tune(tmp_path, "--kind", "fp8", "--kind", "fp8-block", "--tokens", "32")
     assert list(rows) == ["fp8_gemm 32", "fp8_block 32"]
-    assert {tile.block_k for op, tile in tuned if op == "fp8_block"} == {128}
+    of_blocks = {(tile.kernel, tile.block_k) for op, tile in tuned if op == "fp8_block"}
+    assert of_blocks == {("ring", 128), ("few", 256), ("blocks", 128)}
     assert {tile.block_k for op, tile in tuned if op == "fp8_gemm"} > {128}
     assert len(tuned) == len(set(tuned)), "compiled once, before anything is timed"
 

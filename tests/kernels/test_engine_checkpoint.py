@@ -49,6 +49,21 @@ def _state(directory: Path) -> dict[str, torch.Tensor]:
     return {key: files[name][key] for key, name in index.items()}
 
 
+def test_blocks_have_a_scale_each_as_deepseek_writes_them(tmp_path: Path) -> None:
+    engine_checkpoint.write(tmp_path / "c", "fp8-block", SMALL)
+    said = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert said["quantization_config"]["weight_block_size"] == [128, 128]
+    assert said["quantization_config"]["quant_method"] == "fp8"
+    assert said["torch_dtype"] == "bfloat16"
+    state = _state(tmp_path / "c")
+    weight, scale = (state[f"{LAYER}.down_proj.{part}"] for part in ("weight", "weight_scale_inv"))
+    assert (weight.dtype, weight.shape) == (torch.float8_e4m3fn, (256, 384))
+    assert (scale.dtype, scale.shape) == (torch.float32, (2, 3))
+    wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    rms = (weight.float() * wide).square().mean().sqrt().item()
+    assert 0.7 < rms * 384**0.5 < 1.4, "outputs of order 1"
+
+
 def _along_rows(words: torch.Tensor) -> torch.Tensor:
     """[R, C] words → [8R, C] nibbles: bits 4i..4i+3 of a word are its i-th row."""
     nibbles = torch.stack([(words >> (4 * place)) & 15 for place in range(8)], dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from taut_kernels import _tile_tables, measured_scaled_mm, tiles_scaled_mm
 from taut_kernels.bench import measured_scaled_mm_table
 
 RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-26-h100-04h"
+OF_BLOCKS = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-26-h200-07h"
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 ROW: dict[str, Any] = {
     "op": "fp8_gemm",
@@ -77,7 +79,7 @@ def test_whole_layers_decide_where_they_were_timed(monkeypatch: pytest.MonkeyPat
     ("change", "reason"),
     [
         ({"extra": 1}, "a row needs exactly"),
-        ({"op": "fp8_block"}, "op one of"),
+        ({"op": "w4a16"}, "op one of"),
         ({"M": [16, 64]}, "of one length, at least 1"),
         ({"M": [], "us": [], "vllm_us": []}, "of one length, at least 1"),
         ({"M": [16, 16, 256]}, "M must be different numbers of tokens"),
@@ -149,7 +151,47 @@ def test_the_shipped_table_is_what_the_committed_benchmarks_say(
     assert "fp8_gemm 28672×4096: vLLM's time ÷ ours at 1: 1.03" in capsys.readouterr().out
     shipped = json.loads((_tile_tables._DIRECTORY / "scaled_mm_measured-h100.json").read_text())
     assert json.loads(output.read_text())["rows"] == shipped["rows"]
-    assert set(measured_scaled_mm.tables()) == {H100}
+    assert set(measured_scaled_mm.tables()) == {H100, H200}
+
+
+def test_verdicts_on_blocks_are_what_the_quantised_benchmark_says(tmp_path: Path) -> None:
+    output = tmp_path / "t.json"
+    path = OF_BLOCKS / "scaled_mm_fp8-block-quantised.csv"
+    arguments = ["--fp8-block", str(path), "--gpu", H200, "--source", "x", "--output", str(output)]
+    assert measured_scaled_mm_table.main(arguments) == 0
+    shipped = json.loads((_tile_tables._DIRECTORY / "scaled_mm_measured-h200.json").read_text())
+    rows = json.loads(output.read_text())["rows"]
+    assert rows == shipped["rows"]
+    assert {row["op"] for row in rows} == {"fp8_block"}
+    # Both rivals' least: CUTLASS at one token of qkv, DeepGEMM at 16.
+    qkv = next(row for row in rows if row["N"] == 6144)
+    with path.open(newline="") as file:
+        us = {(r["N"], r["M"], r["kernel"]): float(r["us"]) for r in csv.DictReader(file)}
+    assert qkv["vllm_us"][0] == us["6144", "1", "CUTLASS"] < us["6144", "1", "DeepGEMM"]
+    assert qkv["vllm_us"][2] == us["6144", "16", "DeepGEMM"] < us["6144", "16", "CUTLASS"]
+
+
+def test_blocks_are_judged_apart_on_a_card_with_tiles_of_its_own() -> None:
+    """The tuner's figures beside CUTLASS would have ours win at 64 tokens, too."""
+    row = tiles_scaled_mm.tables()[H200].buckets["fp8_block", 4096, 4096]
+    assert all(bucket.wins for bucket in row if bucket.max_m and bucket.max_m <= 128)
+    wins = {M: tiles_scaled_mm.lookup("fp8_block", H200, 4096, 4096, M).wins for M in (1, 32, 33)}
+    assert wins == {1: True, 32: True, 33: False}
+    ask = tiles_scaled_mm.why_not_preferred
+    reason = "not measured to be as fast as vLLM's at 33– tokens"
+    assert ask("fp8_block", H200, 4096, 4096) == reason
+    assert ask("fp8_block", H100, 4096, 4096) == f"4096×4096 not measured on {H100}"
+
+
+def test_blocks_without_one_of_the_rivals_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.csv"
+    path.write_text("N,K,M,kernel,us\n64,128,1,taut,2.0\n64,128,1,CUTLASS,3.0\n")
+    arguments = ["--fp8-block", str(path), "--gpu", "card", "--source", "x"]
+    assert measured_scaled_mm_table.main([*arguments, "--output", str(tmp_path / "t.json")]) == 2
+    said = capsys.readouterr().err
+    assert f"error: {path}: no cell with times of taut and CUTLASS and DeepGEMM" in said
 
 
 @pytest.mark.parametrize(

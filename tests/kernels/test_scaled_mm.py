@@ -76,7 +76,7 @@ def test_reference_matches_the_formula(
         ("e4m3_is_right", 254),
         ("ring", 32),
         ("zero_points", 4),
-        ("blocks", 32),
+        ("blocks", 16),
         ("saturated", 3),
         ("fp8_adversarial_values", 6),
         ("strided_and_offset_inputs", 3),

@@ -160,7 +160,10 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
         ([_row(tile=TILE | {"split_k": 2})], "split_k needs max_m ≤"),
         ([_row(max_m=17, tile=TILE | {"split_k": 2}), _row()], "split_k needs max_m ≤"),
         ([_row(tile=HOPPER, N=60)], "kernel hopper needs N % 8 == 0"),
-        ([_row(op="fp8_block", tile=TILE | {"block_k": 64})], "needs kernel ring \\(block_k 128"),
+        (
+            [_row(op="fp8_block", tile=TILE | {"block_k": 64})],
+            "needs kernel ring or blocks, block_k 128",
+        ),
         ([_row(tile=TILE | {"block_m": 24})], "block_m must be a power of two"),
         ([_row(tile=TILE | {"num_warps": 2})], "num_warps must be 4, 8 or 16"),
         ([_row(tile=TILE | {"kernel": "ptx"})], "kernel must be one of"),
@@ -179,10 +182,13 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
         ([_row(tile=HOPPER | {"early": True})], "early needs kernel ring"),
         ([_row(tile=FEW | {"early": True})], "early needs kernel ring"),
         ([_row(tile=FEW, N=60)], "kernel few needs N % 8 == 0"),
-        ([_row(tile=FEW, op="fp8_block")], "fp8_block needs kernel ring \\(block_k 128"),
+        ([_row(tile=FEW, op="fp8_block")], "or few, block_k 256, got few"),
         ([_row(op="fp8_block", tile=TILE | {"block_n": 256})], "block_n of at most 128"),
         ([_row(tile=FEW | {"block_m": 32})], "few needs block_m 64 or 128 but for fp8_block"),
-        ([_row(tile=FEW | {"block_n": 192})], "few needs block_m of at most 128 and .* got 128×192"),
+        (
+            [_row(tile=FEW | {"block_n": 192})],
+            "few needs block_m of at most 128 and .* got 128×192",
+        ),
         ([_row(tile=FEW | {"block_k": 64})], "few needs block_k 128 or 256, num_warps 4 and"),
         ([_row(tile=FEW | {"num_warps": 8})], "few needs block_k 128 or 256, num_warps 4 and"),
         ([_row(tile=FEW | {"group_m": 8})], "num_warps 4 and group_m 1"),
@@ -212,7 +218,8 @@ def test_the_rule_holds_every_shape(op: str, M: int, N: int, K: int, tma: bool) 
     tile = rule(op, N, K, M, tma=tma)
     assert tiles_scaled_mm.why_not_for(tile, op, N) is None
     if tile.kernel != "ring":
-        assert tma and 64 - (op == "fp8_block") < M
+        assert tma
+        assert M > 64 or op == "fp8_block"
         return
     assert tile.split_k == 1 or tile.block_m >= M
     assert ring_bytes(tile) <= 163 * 1024, "an sm_80 card runs it"
@@ -221,7 +228,7 @@ def test_the_rule_holds_every_shape(op: str, M: int, N: int, K: int, tma: bool) 
     assert tile.split_k == 1 or make_arrivals(N, _cpu()).numel() >= rows
 
 
-@pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])
+@pytest.mark.parametrize("op", tiles_scaled_mm.OPS)
 def test_the_rule_does_about_what_the_measured_table_says(op: str) -> None:
     """It takes most winners' kernel and split, and tiles a quarter to four times as large."""
     same, cells = 0, 0
@@ -327,12 +334,29 @@ def test_rule_of_blocks_fills_a_wave_where_one_will_do() -> None:
         return rule("fp8_block", N, 8192, M, tma=tma)
 
     assert chosen(4096, 128).kernel == "blocks"
-    sizes = {N: chosen(N, 128).block_n for N in (4096, 3584, 8192, 6144, 28672, 4136)}
-    assert sizes == {4096: 32, 3584: 32, 8192: 64, 6144: 64, 28672: 128, 4136: 32}
+    cuts = {N: (chosen(N, 128).block_m, chosen(N, 128).split_k) for N in (4096, 4136, 6144, 28672)}
+    assert cuts == {4096: (64, 2), 4136: (64, 1), 6144: (64, 1), 28672: (128, 1)}
     assert {N: chosen(N, 256).block_n for N in (4096, 6144)} == {4096: 64, 6144: 128}
     assert (chosen(28672, 256).block_m, chosen(4096, 512).block_m) == (256, 128)
-    assert {chosen(4096, M).kernel for M in (1, 63)} == {"ring"}
     assert chosen(4100, 4096).kernel == chosen(4096, 4096, tma=False).kernel == "ring"
+
+
+def test_rule_of_few_blocks_reads_few_tokens_and_fills_a_wave() -> None:
+    def chosen(N: int, K: int, M: int) -> tuple[str, int, int]:
+        tile = rule("fp8_block", N, K, M, tma=True)
+        return tile.kernel, tile.block_m, tile.split_k
+
+    tokens = (1, 17, 33, 64, 65)
+    assert [chosen(4096, 4096, M)[1:] for M in tokens] == [
+        (16, 1),
+        (32, 1),
+        (64, 2),
+        (64, 2),
+        (64, 1),
+    ]
+    assert [chosen(4096, 14336, M)[1:] for M in tokens[:3]] == [(16, 1), (32, 2), (64, 2)]
+    assert {chosen(8192, 8192, M)[0] for M in (1, 64)} == {"few"}
+    assert [chosen(28672, 4096, M)[0] for M in (1, 32, 33)] == ["ring", "ring", "blocks"]
 
 
 def test_wide_buckets_are_cut_where_another_tile_has_fuller_waves() -> None:

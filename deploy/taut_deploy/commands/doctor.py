@@ -45,6 +45,7 @@ _OUR_KERNEL = {
     ("W4A16", "cuda"): "taut::w4a16_gemm",
     ("W8A8", "cuda"): "taut::w8a8_gemm",
     ("FP8", "cuda"): "taut::fp8_gemm",
+    ("FP8 by blocks", "cuda"): "taut::fp8_gemm",
 }
 _THEIR_KERNEL = "vLLM's own"
 _UNKNOWN_KERNEL = "not judged"
@@ -283,6 +284,8 @@ def _choose(
         return _THEIR_KERNEL, f"no taut kernel for {layer.name} on {device} yet"
     if mode == "off":
         return _THEIR_KERNEL, "TAUT_KERNELS=off"
+    if layer.name == "FP8 by blocks":
+        return _choose_blocks(gpu, mode, shape)
     if layer.name in ("W8A8", "FP8"):
         return _choose_eight_bit(layer.name, gpu, mode, shape, suited=suited)
     return _choose_four_bit(ours, mode, layer, shape, half=half)
@@ -307,6 +310,29 @@ def _choose_four_bit(
     return ours, remark(gpu, *shape, group, dtype, has_zeros=layer.zero_points) or ""
 
 
+def _wrong_capability() -> str | None:
+    """Say why this card runs no 8-bit kernel of ours, None where it does."""
+    import torch
+
+    capability = torch.cuda.get_device_capability()
+    if capability == _EIGHT_BIT_CAPABILITY:
+        return None
+    got = "".join(map(str, capability))
+    return f"taut's 8-bit kernels are for compute capability 90, got {got}"
+
+
+def _choose_blocks(gpu: str | None, mode: str, layer: tuple[int, int]) -> tuple[str, str]:
+    """Likewise of FP8 with blocks of weights, where each call chooses, too."""
+    from taut_kernels.vllm_plugin import block_scaled_mm_op
+
+    asked = (gpu, *layer, mode)
+    if reason := _wrong_capability() or block_scaled_mm_op.why_not_at_all(*asked):
+        return _THEIR_KERNEL, reason
+    ours = _OUR_KERNEL["FP8 by blocks", "cuda"]
+    why = block_scaled_mm_op.why_partly(*asked)
+    return (ours, "") if why is None else (f"{ours} + {_THEIR_KERNEL}", why)
+
+
 def _choose_eight_bit(
     scheme: str, gpu: str | None, mode: str, layer: tuple[int, int], *, suited: bool
 ) -> tuple[str, str]:
@@ -316,10 +342,8 @@ def _choose_eight_bit(
     from taut_kernels.vllm_plugin import scaled_mm_op
     from taut_kernels.vllm_plugin.fused_ops import used_unasked
 
-    capability = torch.cuda.get_device_capability()
-    if capability != _EIGHT_BIT_CAPABILITY:
-        got = "".join(map(str, capability))
-        return _THEIR_KERNEL, f"taut's 8-bit kernels are for compute capability 90, got {got}"
+    if reason := _wrong_capability():
+        return _THEIR_KERNEL, reason
     ours = _OUR_KERNEL[scheme, "cuda"]
     asked = (torch.int8 if scheme == "W8A8" else torch.float8_e4m3fn, gpu, *layer, mode)
     fused = suited and used_unasked(gpu)

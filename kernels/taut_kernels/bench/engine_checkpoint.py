@@ -2,8 +2,10 @@
 
 Standard compressed-tensors files: W4A16 (``pack-quantized``) in symmetric groups of 128 and, as
 taut's own recipe has it, in groups of 32 with zero points; W8A8 in int8 (``int-quantized``) and in
-e4m3 (``float-quantized``), scales a channel, activations a token. Also what GPTQModel (AutoGPTQ)
-and AutoAWQ write, 4 bits in groups of 128; a nibble at bits 4i..4i+3 of a word is its i-th:
+e4m3 (``float-quantized``), scales a channel, activations a token. Also e4m3 as DeepSeek-V3 and
+Qwen-3 have it (``fp8-block``: ``weight_scale_inv`` [N/128, K/128], fp32), and what GPTQModel
+(AutoGPTQ) and AutoAWQ write, 4 bits in groups of 128; a nibble at bits 4i..4i+3 of a word is its
+i-th:
 
 ``gptq`` (version 1: stored zeros are one less; symmetric, no act-order)
     ``qweight``  [K/8, N] int32 along K    ``qzeros``  [K/G, N/8] int32 along N
@@ -74,6 +76,12 @@ _OTHER_FILES: dict[str, dict[str, Any]] = {
         "version": "gemm",
         "zero_point": True,
     },
+    "fp8-block": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
 }
 """Schemes that are not compressed-tensors → their ``quantization_config``."""
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -82,7 +90,7 @@ SCHEMES = (*_FORMATS, *_OTHER_FILES)
 
 def _dtype(scheme: str) -> torch.dtype:
     # AutoGPTQ and AutoAWQ quantise in fp16 and keep scales so; their checkpoints say float16.
-    return torch.float16 if scheme in _OTHER_FILES else torch.bfloat16
+    return torch.float16 if scheme in ("gptq", "awq") else torch.bfloat16
 
 
 def _quantization(scheme: str) -> dict[str, Any]:
@@ -187,8 +195,11 @@ def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str
         write_out = {"gptq": _gptq, "awq": _awq}.get(scheme, _pack_quantized)
         return write_out(*_four_bits(N, K, *_FOUR_BITS[scheme], generator))
     device = generator.device
-    scale = torch.rand(N, 1, generator=generator, device=device) + 0.5
     values = torch.randn(N, K, generator=generator, device=device)
+    if scheme == "fp8-block":
+        scale = torch.rand(-(-N // 128), -(-K // 128), generator=generator, device=device) + 0.5
+        return {"weight": values.to(torch.float8_e4m3fn), "weight_scale_inv": scale / K**0.5}
+    scale = torch.rand(N, 1, generator=generator, device=device) + 0.5
     if scheme == "fp8":
         weight, unit = values.to(torch.float8_e4m3fn), 1.0
     else:

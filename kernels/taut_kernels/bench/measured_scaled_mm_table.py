@@ -2,7 +2,9 @@
 
 Takes the CSVs of `taut_kernels.bench.scaled_mm` of each kind (where two have a cell, the later one
 counts), maybe one of `taut_kernels.bench.decode_chain --forms`, and writes what
-:mod:`taut_kernels.measured_scaled_mm` reads. Only what vLLM runs there is a rival: CUTLASS.
+:mod:`taut_kernels.measured_scaled_mm` reads. Only what vLLM runs there is a rival: CUTLASS; for
+block-wise FP8 the faster of it and DeepGEMM, behind the quantisation (``--kind
+fp8-block-quantised``). A card with tiles of its own has verdicts on the first two in their table.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import Any
 
 from taut_kernels import measured_scaled_mm
 from taut_kernels.bench import measured_table, shapes
-from taut_kernels.bench.scaled_mm_layer import KINDS
+from taut_kernels.bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, KINDS
 
 VLLM = "CUTLASS"
 """The kernel a call falls to where it is not ours, by its name in the benchmark."""
+BLOCK_VLLM = (VLLM, "DeepGEMM")
+"""Those of block-wise FP8, with and without DeepGEMM."""
 _TILE_OF_THE_TABLE = "table"
 """The form of ours that ships, by its name in `decode_chain`."""
 
@@ -28,29 +32,33 @@ Figures = dict[str, list[Any]]
 """``M``, ``us`` and ``vllm_us``."""
 
 
-def _figures(by_tokens: Mapping[int, Mapping[str, float]], ours: str) -> Figures:
+def _figures(
+    by_tokens: Mapping[int, Mapping[str, float]], ours: str, vllm: Sequence[str] = (VLLM,)
+) -> Figures:
     tokens = sorted(by_tokens)
-    named = (("us", ours), ("vllm_us", VLLM))
-    return {"M": tokens} | {key: [by_tokens[M][name] for M in tokens] for key, name in named}
+    fastest = [min(by_tokens[M][name] for name in vllm) for M in tokens]
+    return {"M": tokens, "us": [by_tokens[M][ours] for M in tokens], "vllm_us": fastest}
 
 
-def rows(op: str, paths: Sequence[Path]) -> list[dict[str, Any]]:
+def rows(op: str, paths: Sequence[Path], vllm: Sequence[str] = (VLLM,)) -> list[dict[str, Any]]:
     """Return products as rows of the table.
 
     Args:
         op: whose they are.
         paths: CSVs of `bench.scaled_mm`, the later ones count.
+        vllm: vLLM's kernels; a cell without one of them is refused.
 
     Raises:
         ValueError: one is no such CSV, or they have no cell in which both ours and vLLM's were
             timed; names it.
     """
-    cells = measured_table.read(paths, (VLLM,))
-    if not cells:
-        named = ", ".join(map(str, paths))
-        raise ValueError(f"{named}: no cell with times of {measured_table.OURS} and {VLLM}")
+    cells = measured_table.read(paths, vllm)
+    each = [times for by_tokens in cells.values() for times in by_tokens.values()]
+    if not each or any(name not in times for times in each for name in vllm):
+        named, rivals = ", ".join(map(str, paths)), " and ".join(vllm)
+        raise ValueError(f"{named}: no cell with times of {measured_table.OURS} and {rivals}")
     return [
-        {"op": op, "N": N, "K": K} | _figures(by_tokens, measured_table.OURS)
+        {"op": op, "N": N, "K": K} | _figures(by_tokens, measured_table.OURS, vllm)
         for (N, K, _), by_tokens in cells.items()
     ]
 
@@ -90,15 +98,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for kind in KINDS:
         parser.add_argument(
-            f"--{kind}", type=Path, nargs="+", required=True, help=f"scaled_mm_{kind}.csv …"
+            f"--{kind}", type=Path, nargs="+", default=[], help=f"scaled_mm_{kind}.csv …"
         )
+    parser.add_argument(
+        f"--{BLOCK_KIND}", type=Path, nargs="+", default=[], help="those behind the quantisation"
+    )
     parser.add_argument("--layers", type=Path, help="decode_chain.csv of --forms")
     parser.add_argument("--gpu", required=True, help="as torch.cuda.get_device_name spells it")
     parser.add_argument("--source", required=True, help="command, date, versions")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")
     arguments = parser.parse_args(argv)
     try:
-        listed = rows(KINDS["fp8"], arguments.fp8) + rows(KINDS["int8"], arguments.int8)
+        given = {kind: getattr(arguments, kind.replace("-", "_")) for kind in ALL_KINDS}
+        listed = [
+            row
+            for kind, paths in given.items()
+            if paths
+            for row in rows(ALL_KINDS[kind], paths, BLOCK_VLLM if kind == BLOCK_KIND else (VLLM,))
+        ]
         within = layers(arguments.layers) if arguments.layers else {}
         for row in listed:
             if layer := within.get((row["op"], row["N"], row["K"])):

@@ -2,7 +2,8 @@
 
 Every kernel computes every M once and is held to the error budget first; what fails is reported and
 not timed. Writes ``scaled_mm_<kind>.csv``, ``.md`` with GPU, driver, versions and date, and a plot.
-Block-wise FP8 has rivals of its own and runs with ``--kind fp8-block`` only.
+Block-wise FP8 has rivals of its own and runs with ``--kind fp8-block`` only, or, behind vLLM's
+quantisation of the activations, with ``--kind fp8-block-quantised``.
 """
 
 from __future__ import annotations
@@ -18,21 +19,37 @@ from taut_kernels.bench import (
     plots,
     report,
     scaled_mm_block_rivals,
+    scaled_mm_quantised,
     scaled_mm_rivals,
     shapes,
     timing,
 )
-from taut_kernels.bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, KINDS, SHAPES, make_layer
+from taut_kernels.bench.scaled_mm_layer import (
+    ALL_KINDS,
+    BLOCK_KIND,
+    KINDS,
+    SHAPES,
+    Layer,
+    make_layer,
+)
 
 DEFAULT_TOKENS = (1, 4, 16, 32, 64, 128, 256, 1024, 4096)
 PREPARE = dict.fromkeys(KINDS, scaled_mm_rivals.PREPARE) | {
-    BLOCK_KIND: scaled_mm_block_rivals.PREPARE
+    BLOCK_KIND: scaled_mm_block_rivals.PREPARE,
+    scaled_mm_quantised.KIND: scaled_mm_quantised.PREPARE,
 }
 """Kind → how to prepare its kernels, by name."""
 _NOT_RIVALS = dict.fromkeys(KINDS, scaled_mm_rivals.NOT_RIVALS) | {
-    BLOCK_KIND: scaled_mm_block_rivals.NOT_RIVALS
+    BLOCK_KIND: scaled_mm_block_rivals.NOT_RIVALS,
+    scaled_mm_quantised.KIND: scaled_mm_quantised.NOT_RIVALS,
 }
 _KERNELS = sorted({name for table in PREPARE.values() for name in table})
+
+
+def _layer(kind: str, N: int, K: int, M: int) -> Layer:
+    if kind == scaled_mm_quantised.KIND:
+        return scaled_mm_quantised.make_quantised_layer(N, K, M)
+    return make_layer(ALL_KINDS[kind], N, K, M)
 
 
 def _measure_shape(
@@ -44,7 +61,7 @@ def _measure_shape(
     notes: list[str],
 ) -> list[report.Row]:
     N, K = shapes.PRODUCTS[shape]
-    layer = make_layer(ALL_KINDS[kind], N, K, max(tokens))
+    layer = _layer(kind, N, K, max(tokens))
     copies = [layer.weight.clone() for _ in range(timing.copies_needed(layer.weight_bytes()))]
     ready = scaled_mm_rivals.prepare_all(layer, list(names), copies, notes, PREPARE[kind])
     rows = []
@@ -66,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kind",
         action="append",
-        choices=sorted(ALL_KINDS),
+        choices=sorted(PREPARE),
         help=f"of product, repeatable; without it: {', '.join(KINDS)}",
     )
     shapes.add_arguments(parser)

@@ -37,7 +37,7 @@ from taut_kernels.bench.scaled_mm_rivals import (
 )
 from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
 
-_TRITON = "vllm.model_executor.layers.quantization.utils.fp8_utils"
+FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 _DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 """A package of its own first, as vLLM looks for it."""
 _PADDED_TO = 4
@@ -45,7 +45,12 @@ _ABSENT = (AttributeError, OSError)
 """What a build without the operator raises, or a just-in-time compiler that is not there."""
 
 
-def _import(name: str) -> Any:
+def import_or_refuse(name: str) -> Any:
+    """Import a module of a rival.
+
+    Raises:
+        UnavailableError: it is not there, or cannot start here.
+    """
     try:
         return importlib.import_module(name)
     # DeepGEMM asserts that it finds CUDA, and loads libraries.
@@ -86,7 +91,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 def cutlass(layer: Layer, weight: torch.Tensor) -> Call:
     """Run vLLM's choice for Hopper where DeepGEMM is not installed."""
-    ops = _import("vllm._custom_ops")
+    ops = import_or_refuse("vllm._custom_ops")
 
     def call(M: int) -> torch.Tensor:
         y: torch.Tensor = ops.cutlass_scaled_mm(
@@ -106,9 +111,7 @@ def deep_gemm(layer: Layer, weight: torch.Tensor) -> Call:
 
     It compiles for seconds at the first call of most shapes and numbers of tokens.
     """
-    module = _import_deep_gemm()
-    if hasattr(module, "set_pdl"):
-        module.set_pdl(True)
+    module = import_deep_gemm()
 
     def call(M: int) -> torch.Tensor:
         y = torch.empty(M, weight.shape[0], dtype=OUT_DTYPE, device=weight.device)
@@ -121,11 +124,19 @@ def deep_gemm(layer: Layer, weight: torch.Tensor) -> Call:
     return _refusing(call)
 
 
-def _import_deep_gemm() -> Any:
+def import_deep_gemm() -> Any:
+    """Import DeepGEMM, with early starts, as vLLM sets it.
+
+    Raises:
+        UnavailableError: there is none.
+    """
     reasons = []
     for name in _DEEP_GEMM:
         try:
-            return _import(name)
+            module = import_or_refuse(name)
+            if hasattr(module, "set_pdl"):
+                module.set_pdl(True)
+            return module
         except UnavailableError as error:
             reasons.append(str(error))
     raise UnavailableError("; ".join(reasons))
@@ -157,7 +168,7 @@ def cublas(layer: Layer, weight: torch.Tensor) -> Call:
 
 def vllm_triton(layer: Layer, weight: torch.Tensor) -> Call:
     """Run vLLM's Triton kernel, whose tables hold few shapes; the others take a default tile."""
-    module = _import(_TRITON)
+    module = import_or_refuse(FP8_UTILS)
     block = [BLOCK_GROUP, BLOCK_GROUP]
 
     def call(M: int) -> torch.Tensor:

@@ -212,7 +212,8 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
     if M <= 64:
         few = _few_tokens(N, K, M, early)
         yield from (tile for tile in few if why_not_for(tile, "fp8_block", N) is None)
-        yield from _few_blocks(N, K, M)
+    if M <= 128:
+        yield from (tile for tile in _few_blocks(N, K, M) if N % 8 == 0)
     if M >= 64:
         yield from _block_rings(N, K, M)
     for tile in tiles_of_blocks():
@@ -223,7 +224,8 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
 
 def _few_blocks(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
     """Kernel ``few`` of block-wise FP8: all programs resident."""
-    for block_m, stages, split in itertools.product(widths_of(M), (3, 4, 6, 8), (1, 2, 4)):
+    sizes = [width for width in widths_of(M) if width <= 64]
+    for block_m, stages, split in itertools.product(sizes, (3, 4, 6, 8), (1, 2, 4)):
         if K % (256 * split) or (split > 1 and block_m < M) or (block_m + 64) * stages > 888:
             continue
         tile = ScaledMmTile("few", block_m, 64, 256, 4, stages, split)

@@ -30,23 +30,29 @@ def _sources(
     pointers, strides, first_row, first_token, M, N,
     ROWS: gl.constexpr, COLS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the first block of K of weights and tokens, and to their first scales."""
+    """Return pointers to the first blocks of tokens and weights and to their scales, and a mask.
+
+    Rows beyond N read the last one again; they are never stored. Tokens that do not exist are left
+    out: one read by every column of every program is one place of L2 for all of them (of one token
+    16 columns took 7.7 µs where 16 tokens take 6.3; H200, 4096 × 4096).
+    """
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr = pointers
     stride_xm, stride_wn, stride_xsm, _, stride_wsn = strides
     BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     k = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, BYTES)), 0)
-    # Rows and tokens beyond the last read it again; they are never stored. int64: M·stride and
-    # N·stride pass 2**31 on large layers.
+    # int64: M·stride and N·stride pass 2**31 on large layers.
     row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, BYTES)), N - 1)
     w = w_ptr + (gl.expand_dims(gl.cast(row, gl.int64) * stride_wn, 1) + k)
     columns = gl.arange(0, COLS, gl.SliceLayout(1, BYTES))
-    token = gl.minimum(token_of_column(first_token, columns, M, BOX), M - 1)
+    token = token_of_column(first_token, columns, M, BOX)
+    there = gl.expand_dims(token < M, 1)
     x = x_ptr + (gl.expand_dims(gl.cast(token, gl.int64) * stride_xm, 1) + k)
+    # No mask: one of a few bytes costs more than it spares.
     token = gl.minimum(token_of_column(first_token, gl.arange(0, COLS, LINE), M, BOX), M - 1)
     x_scale = x_scale_ptr + gl.cast(token, gl.int64) * stride_xsm
     w_scale = w_scale_ptr + (first_row // 128 * stride_wsn + gl.arange(0, 1, LINE))
-    return x, w, x_scale, w_scale
+    return x, w, x_scale, w_scale, there & (k < 128)
 
 
 @gluon.jit
@@ -75,12 +81,11 @@ def _ask(rings, sources, stride_xsk, slot, step, K, EVEN_K: gl.constexpr):
         first = group * 128
         if EVEN_K:
             _copy(w.index(slot), sources[1] + first)
-            _copy(x.index(slot), sources[0] + first)
+            _copy(x.index(slot), sources[0] + first, mask=sources[4])
         else:
             k = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, BYTES)), 0)
-            there = k < K - first
-            _copy(w.index(slot), sources[1] + first, mask=there)
-            _copy(x.index(slot), sources[0] + first, mask=there)
+            _copy(w.index(slot), sources[1] + first, mask=k < K - first)
+            _copy(x.index(slot), sources[0] + first, mask=sources[4] & (k < K - first))
             # The second half may have no block of its own: zeros times the last one's scales.
             group = gl.minimum(group, (K + 127) // 128 - 1)
         _copy(x_scale.index(slot), sources[2] + group * stride_xsk)

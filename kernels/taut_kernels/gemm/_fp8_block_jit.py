@@ -14,14 +14,13 @@ import triton.language as tl
 
 from taut_kernels.gemm._scaled_mm_jit import start_early, sum_of_splits
 
-
 # Triton's interpreter has no assembly.
 _ASSEMBLY = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def prefetch_row(row_ptr, size):
-    """Bring a row of fp32 values into L2, of which a step's load would wait for memory else."""
+    """Bring a row of fp32 values into L2: a step's load is in time for that, not for memory."""
     if _ASSEMBLY:
         # A sector holds 8.
         place = tl.minimum(tl.arange(0, 128) * 8, size - 1)
@@ -33,19 +32,6 @@ def prefetch_row(row_ptr, size):
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def _product(w_ptrs, x_ptrs, mask_m, width, EVEN_K: tl.constexpr):
-    """Return the product of a block of K, of which ``width`` indices are left."""
-    if EVEN_K:
-        w = tl.load(w_ptrs)
-        x = tl.load(x_ptrs, mask=mask_m, other=0.0)
-    else:
-        mask_k = tl.arange(0, 128)[None, :] < width
-        w = tl.load(w_ptrs, mask=mask_k, other=0.0)
-        x = tl.load(x_ptrs, mask=mask_m & mask_k, other=0.0)
-    return tl.dot(w, tl.trans(x))
 
 
 @triton.jit(do_not_specialize=["M", "stride_xsm", "stride_xsk", "stride_wsn"])
@@ -67,22 +53,19 @@ def fp8_block_kernel(
     stride_xm,
     stride_wn,
     HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr,  # K is a multiple of BLOCK_K · SPLIT_K
+    EVEN_K: tl.constexpr,  # K is a multiple of 128 · SPLIT_K
     EARLY: tl.constexpr,  # as in scaled_mm_kernel
     PREFETCH: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # 64 or 128: within one block of weights
-    BLOCK_K: tl.constexpr,  # 128 or 256: one or two blocks of K a step
 ):
     GROUP: tl.constexpr = 128
-    PAIR: tl.constexpr = BLOCK_K == 2 * GROUP
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = split * BLOCK_K + tl.arange(0, GROUP)
+    offs_k = split * GROUP + tl.arange(0, GROUP)
     mask_m = offs_m < M
-    mask_x = mask_m[:, None]
     # int64 before the multiplications: M·stride and N·stride pass 2**31.
     rows = tl.minimum(offs_n, N - 1).to(tl.int64)
     tokens = offs_m.to(tl.int64)
@@ -91,39 +74,30 @@ def fp8_block_kernel(
     x_scale_ptrs = x_scale_ptr + tokens * stride_xsm
     w_scale_row = w_scale_ptr + (pid_n * BLOCK_N // GROUP) * stride_wsn
     groups = tl.cdiv(K, GROUP)
-    last = groups - 1
     prefetch_row(w_scale_row, groups)
     if EARLY:
-        start_early(w_ptr, rows, stride_wn, split, K, PREFETCH, SPLIT_K, BLOCK_K)
+        start_early(w_ptr, rows, stride_wn, split, K, PREFETCH, SPLIT_K, GROUP)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    group = tl.minimum(split * (BLOCK_K // GROUP), last)
-    x_scale = tl.load(x_scale_ptrs + group * stride_xsk, mask=mask_m, other=0.0)
-    w_scale = tl.load(w_scale_row + group)
-    second = tl.minimum(group + 1, last)
-    if PAIR:
-        x_second = tl.load(x_scale_ptrs + second * stride_xsk, mask=mask_m, other=0.0)
-        w_second = tl.load(w_scale_row + second)
-    for k in range(split * BLOCK_K, K, BLOCK_K * SPLIT_K):
-        # Scales of the next step: the tensor cores would wait for this one's. The last step reads
-        # some again.
+    first = tl.minimum(split, groups - 1)
+    x_scale = tl.load(x_scale_ptrs + first * stride_xsk, mask=mask_m, other=0.0)
+    w_scale = tl.load(w_scale_row + first)
+    for group in range(split, groups, SPLIT_K):
         scale = x_scale * w_scale
-        group = tl.minimum((k + BLOCK_K * SPLIT_K) // GROUP, last)
-        x_scale = tl.load(x_scale_ptrs + group * stride_xsk, mask=mask_m, other=0.0)
-        w_scale = tl.load(w_scale_row + group)
-        if PAIR:
-            further = x_second * w_second
-            second = tl.minimum(group + 1, last)
-            x_second = tl.load(x_scale_ptrs + second * stride_xsk, mask=mask_m, other=0.0)
-            w_second = tl.load(w_scale_row + second)
-        product = _product(w_ptrs, x_ptrs, mask_x, K - k, EVEN_K)
-        if PAIR:
-            other = _product(w_ptrs + GROUP, x_ptrs + GROUP, mask_x, K - k - GROUP, EVEN_K)
-            acc += product * scale[None, :]
-            acc += other * further[None, :]
+        # The next step's: nothing but a product's operands travels in Triton's ring, and asked for
+        # where they are used they are waited for. The last step reads one again.
+        following = tl.minimum(group + SPLIT_K, groups - 1)
+        x_scale = tl.load(x_scale_ptrs + following * stride_xsk, mask=mask_m, other=0.0)
+        w_scale = tl.load(w_scale_row + following)
+        if EVEN_K:
+            w = tl.load(w_ptrs)
+            x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
         else:
-            acc += product * scale[None, :]
-        w_ptrs += BLOCK_K * SPLIT_K
-        x_ptrs += BLOCK_K * SPLIT_K
+            mask_k = tl.arange(0, GROUP)[None, :] < K - group * GROUP
+            w = tl.load(w_ptrs, mask=mask_k, other=0.0)
+            x = tl.load(x_ptrs, mask=mask_m[:, None] & mask_k, other=0.0)
+        acc += tl.dot(w, tl.trans(x)) * scale[None, :]
+        w_ptrs += GROUP * SPLIT_K
+        x_ptrs += GROUP * SPLIT_K
 
     finished = True
     if SPLIT_K > 1:

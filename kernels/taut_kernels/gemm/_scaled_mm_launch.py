@@ -59,7 +59,6 @@ def _constants(tile: ScaledMmTile, K: int) -> _launch.Constants:
         "SPLIT_K": tile.split_k,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
     }
 
 
@@ -105,6 +104,7 @@ def _prepared_ring(
             "HAS_AZP_ADJ": has_azp_adj,
             "HAS_AZP": has_azp,
             "HAS_BIAS": has_bias,
+            "BLOCK_K": tile.block_k,
         }
         return named | _constants(tile, K), _options(tile)
 
@@ -205,7 +205,7 @@ def launch_block(
     """Run a product with one scale a 128×128 block of weights and 128 activations of a token.
 
     Args:
-        tile: how to cut the work; ``kernel`` ring or blocks, ``block_k`` 128.
+        tile: how to cut the work; ``kernel`` ring or blocks, ``block_k`` 128, or few, 256.
         x: [M, K] e4m3.
         weight: [N, K] e4m3; rows 16-byte aligned.
         x_scale: [M, ceil(K/128)] fp32, any strides; ``blocks`` is 10 to 15 % faster where tokens

@@ -111,11 +111,10 @@ def variant(
         "HAS_BIAS": True,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
     }
     pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
     if op != "fp8_block":
-        constants |= {"HAS_AZP_ADJ": has_azp_adj, "HAS_AZP": has_azp}
+        constants |= {"HAS_AZP_ADJ": has_azp_adj, "HAS_AZP": has_azp, "BLOCK_K": tile.block_k}
         for name, present in (("azp_adj_ptr", has_azp_adj), ("azp_ptr", has_azp)):
             pointers |= {name: "i32"} if present else {}
             constants |= {} if present else {name: None}

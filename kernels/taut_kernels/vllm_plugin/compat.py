@@ -14,6 +14,7 @@ readers hold the list object.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -74,9 +75,10 @@ def insert_scaled_mm_first(kernel: type, selection: ModuleType, kind: str) -> No
     """Put an 8-bit kernel first for CUDA, once.
 
     Args:
-        kernel: subclass of `Int8ScaledMMLinearKernel` or `FP8ScaledMMLinearKernel`.
+        kernel: subclass of `Int8ScaledMMLinearKernel`, `FP8ScaledMMLinearKernel` or
+            `Fp8BlockScaledMMLinearKernel`.
         selection: `vllm.model_executor.kernels.linear`.
-        kind: ``INT8`` or ``FP8``.
+        kind: ``INT8``, ``FP8`` or ``FP8_BLOCK``.
 
     Raises:
         IncompatibleVllmError: the priority lists are not where we know them.
@@ -91,6 +93,29 @@ def insert_scaled_mm_first(kernel: type, selection: ModuleType, kind: str) -> No
     if kernel not in kernels:
         kernels.insert(0, kernel)
     triton_backend.add(kernel)
+
+
+def block_kernel_without(kernel: type, config: Any, selection: ModuleType) -> type:
+    """Return the kernel vLLM would choose for FP8 with blocks of weights if ours were not there.
+
+    Args:
+        kernel: ours.
+        config: an `FP8ScaledMMLinearLayerConfig`.
+        selection: `vllm.model_executor.kernels.linear`.
+
+    Raises:
+        ValueError: vLLM has none for the layer.
+    """
+    possible = {
+        platform: [other for other in kernels if other is not kernel]
+        for platform, kernels in selection._POSSIBLE_FP8_BLOCK_KERNELS.items()
+    }
+    choose = selection.choose_scaled_mm_linear_kernel
+    # Asked for since 0.32.
+    named = {"quantization": "fp8_block_w8a8"}
+    wanted = named if "quantization" in inspect.signature(choose).parameters else {}
+    chosen: type = choose(config, possible, **wanted)
+    return chosen
 
 
 def register_ir_provider(

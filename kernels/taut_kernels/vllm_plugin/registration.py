@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from vllm.model_executor.kernels import linear as kernel_selection
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-from taut_kernels.vllm_plugin import compat, decode_attention, fused_ops, gauges, record, selection
+from taut_kernels.vllm_plugin import (
+    block_scaled_mm,
+    compat,
+    decode_attention,
+    fused_ops,
+    gauges,
+    record,
+    scaled_mm,
+    selection,
+)
 from taut_kernels.vllm_plugin.amx import allow_amx
 from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal, remark
 from taut_kernels.vllm_plugin.scaled_mm import (
     TautFP8ScaledMMLinearKernel,
     TautInt8ScaledMMLinearKernel,
-    why_not_chosen,
 )
 
 _logger = logging.getLogger(__name__)
@@ -29,6 +38,10 @@ def _make_our_log_lines_visible() -> None:
     ours.handlers = list(theirs.handlers)
     ours.setLevel(theirs.level)
     ours.propagate = False
+
+
+def _why_no_eight_bits(kernel: Any) -> str | None:
+    return block_scaled_mm.why_not_chosen(kernel) or scaled_mm.why_not_chosen(kernel)
 
 
 def install(mode: str) -> None:
@@ -45,12 +58,14 @@ def install(mode: str) -> None:
     compat.insert_first(TautW4A16LinearKernel, kernel_selection)
     compat.insert_scaled_mm_first(TautInt8ScaledMMLinearKernel, kernel_selection, "INT8")
     compat.insert_scaled_mm_first(TautFP8ScaledMMLinearKernel, kernel_selection, "FP8")
+    of_blocks = block_scaled_mm.TautFp8BlockScaledMMLinearKernel
+    compat.insert_scaled_mm_first(of_blocks, kernel_selection, "FP8_BLOCK")
 
     fused_ops.install(mode)
     decode_attention.install()
 
     def conclude(model: torch.nn.Module) -> None:
-        choices = list(selection.audit(model, refusal, why_not_chosen, remark))
+        choices = list(selection.audit(model, refusal, _why_no_eight_bits, remark))
         ops = fused_ops.conclude(model, mode)
         attention = decode_attention.conclude(model, mode)
         parts = (fused_ops.summary(ops), decode_attention.summary(attention["attention"]))

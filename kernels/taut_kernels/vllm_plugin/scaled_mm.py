@@ -26,7 +26,7 @@ from taut_kernels.gemm._scaled_mm_launch import make_arrivals
 from taut_kernels.vllm_plugin import fused_ops, requested_mode, scaled_mm_op
 
 ARRIVALS = "taut_arrivals"
-_OUT_DTYPES = (torch.bfloat16, torch.float16)
+OUT_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def why_not_here(compute_capability: int | None) -> str | None:
@@ -169,8 +169,8 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
         """Decide on one layer's scheme; its shape is decided on after loading."""
         for what, key in (("weight", c.weight_quant_key), ("activation", c.activation_quant_key)):
             if key.scale.group_shape.is_per_group():
-                return False, f"no taut kernel for {what} scales of groups in vLLM yet"
-        if c.out_dtype not in (None, *_OUT_DTYPES):
+                return False, f"no taut kernel for {what} scales of groups but in blocks of 128"
+        if c.out_dtype not in (None, *OUT_DTYPES):
             return False, f"results must be bfloat16 or float16, got {c.out_dtype}"
         return True, None
 

@@ -1,0 +1,146 @@
+"""The op behind an FP8 layer with blocks of weights: our kernel or vLLM's, by a call's tokens.
+
+As :mod:`taut_kernels.vllm_plugin.scaled_mm_op`, which says why the choice has to be made inside an
+op. Which of vLLM's kernels stands behind it (``rest``) is the layer's own choice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from taut_kernels import _launch, tiles_scaled_mm
+from taut_kernels._autocast import without_autocast
+from taut_kernels.gemm import fp8
+from taut_kernels.gemm._scaled_mm_launch import launch_block
+
+OP = "fp8_block_by_regime"
+DEEP_GEMM, DEEP_GEMM_UE8M0, CUTLASS = RESTS = ("DeepGEMM", "DeepGEMM ue8m0", "CUTLASS")
+"""vLLM's kernels that ours was measured against; the second with scales that are powers of two."""
+ANSWERED = False
+"""Whether an engine with such layers has answered on ours beside stock vLLM. On 2026-11-26 one
+loaded, compiled and warmed them up on an H200, and the visit ended before its first answer; until
+one has, ``prefer`` leaves them to vLLM."""
+
+
+def _reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    arrivals: torch.Tensor,
+    out_dtype: torch.dtype,
+    always: bool,
+    rest: str,
+) -> torch.Tensor:
+    return fp8.fp8_gemm_ref(x, weight, x_scale, weight_scale, None, arrivals, out_dtype)
+
+
+def _vllm(
+    rest: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    y = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
+    if rest == CUTLASS:
+        torch.ops._C.cutlass_scaled_mm(y, x, weight.t(), x_scale, weight_scale.t(), None)
+    else:
+        torch.ops.vllm.fp8_gemm_nt_op(x, x_scale, weight, weight_scale, y, rest == DEEP_GEMM_UE8M0)
+    return y
+
+
+def _dispatch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    arrivals: torch.Tensor,
+    out_dtype: torch.dtype,
+    always: bool,
+    rest: str,
+) -> torch.Tensor:
+    (M, K), N = x.shape, weight.shape[0]
+    bucket = tiles_scaled_mm.lookup(fp8.BLOCK_OP, _launch.gpu_name(x.device), N, K, M)
+    if always or bucket.wins:
+        return launch_block(
+            bucket.tile, x, weight, x_scale, weight_scale, None, arrivals, out_dtype
+        )
+    return _vllm(rest, x, weight, x_scale, weight_scale, out_dtype)
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    arrivals: torch.Tensor,
+    out_dtype: torch.dtype,
+    always: bool,
+    rest: str,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+
+
+torch.library.define(
+    f"taut::{OP}",
+    "(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor arrivals,"
+    " ScalarType out_dtype, bool always, str rest) -> Tensor",
+)
+torch.library.impl(f"taut::{OP}", "CPU", without_autocast(_reference))
+torch.library.impl(f"taut::{OP}", "CUDA", _dispatch)
+torch.library.register_fake(f"taut::{OP}", _fake)
+
+
+def warm_up_tokens(gpu: str | None, N: int, K: int) -> tuple[int, ...]:
+    """Return one number of tokens for each bucket, for compiling every tile before serving starts.
+
+    Args:
+        gpu: card name.
+        N: output features.
+        K: input features.
+    """
+    limits = [bucket.max_m for bucket in tiles_scaled_mm.buckets(fp8.BLOCK_OP, gpu, N, K)]
+    bounded = [limit for limit in limits if limit is not None]
+    return (*bounded, max(bounded, default=0) + 1)
+
+
+def why_not_at_all(gpu: str | None, N: int, K: int, mode: str) -> str | None:
+    """Say why a layer stays with vLLM at every number of tokens.
+
+    Args:
+        gpu: card name.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+        mode: value of ``TAUT_KERNELS``.
+
+    Returns:
+        A reason, or None where ours runs in some regime.
+    """
+    reason = fp8.why_not_supported(K)
+    if reason is None and N % 16:
+        reason = f"output features must be a multiple of 16, got {N}"
+    if reason or mode == "require":
+        return reason
+    if not ANSWERED:
+        return (
+            "no engine has answered on taut's kernel for blocks yet; TAUT_KERNELS=require runs it"
+        )
+    if any(bucket.wins for bucket in tiles_scaled_mm.buckets(fp8.BLOCK_OP, gpu, N, K)):
+        return None
+    return why_partly(gpu, N, K, mode)
+
+
+def why_partly(gpu: str | None, N: int, K: int, mode: str) -> str | None:
+    """Say at which numbers of tokens vLLM's kernel runs in a layer of ours; None for none.
+
+    Args:
+        gpu: card name.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+        mode: value of ``TAUT_KERNELS``.
+    """
+    if mode == "require":
+        return None
+    return tiles_scaled_mm.why_not_preferred(fp8.BLOCK_OP, gpu, N, K)
