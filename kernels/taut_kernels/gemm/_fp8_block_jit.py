@@ -61,6 +61,7 @@ def fp8_block_kernel(
     BLOCK_N: tl.constexpr,  # 64 or 128: within one block of weights
 ):
     GROUP: tl.constexpr = 128
+    AHEAD: tl.constexpr = BLOCK_M <= 64  # those of 128 tokens find no registers
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -82,12 +83,16 @@ def fp8_block_kernel(
     x_scale = tl.load(x_scale_ptrs + first * stride_xsk, mask=mask_m, other=0.0)
     w_scale = tl.load(w_scale_row + first)
     for group in range(split, groups, SPLIT_K):
-        scale = x_scale * w_scale
-        # The next step's: nothing but a product's operands travels in Triton's ring, and asked for
-        # where they are used they are waited for. The last step reads one again.
-        following = tl.minimum(group + SPLIT_K, groups - 1)
-        x_scale = tl.load(x_scale_ptrs + following * stride_xsk, mask=mask_m, other=0.0)
-        w_scale = tl.load(w_scale_row + following)
+        if AHEAD:
+            scale = x_scale * w_scale
+            # The next step's: nothing but a product's operands travels in Triton's ring, and asked
+            # for where they are used they are waited for. The last step reads one again.
+            following = tl.minimum(group + SPLIT_K, groups - 1)
+            x_scale = tl.load(x_scale_ptrs + following * stride_xsk, mask=mask_m, other=0.0)
+            w_scale = tl.load(w_scale_row + following)
+        else:
+            x_scale = tl.load(x_scale_ptrs + group * stride_xsk, mask=mask_m, other=0.0)
+            scale = x_scale * tl.load(w_scale_row + group)
         if EVEN_K:
             w = tl.load(w_ptrs)
             x = tl.load(x_ptrs, mask=mask_m[:, None], other=0.0)
