@@ -43,7 +43,7 @@ _MOST_STAGES = {
     BLOCKS: {(256, 128): 4, (128, 128): 6, (128, 64): 8, (128, 32): 10, (64, 128): 8},
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
-_FEW_RING_BYTES = 222 * 1024
+FEW_RING_BYTES = 222 * 1024
 """What ``few`` leaves of 227 KB to its ring."""
 SERVED = ("ring", "few", "hopper", "turns", BLOCKS)
 """Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
@@ -166,7 +166,7 @@ class ScaledMmTile:
             raise ValueError(f"kernel few splits K with block_n 64 only, got {self.block_n}")
         if self.num_stages < 2:
             raise ValueError("kernel few needs num_stages of at least 2, got 1")
-        most = _FEW_RING_BYTES // ((self.block_m + self.block_n) * self.block_k)
+        most = FEW_RING_BYTES // ((self.block_m + self.block_n) * self.block_k)
         if self.num_stages > most:
             size = f"{self.block_m}×{self.block_n}×{self.block_k}"
             raise ValueError(

@@ -212,6 +212,9 @@ odd.weight_scale_inv = torch.nn.Parameter(torch.rand(2, 3), **frozen)
 os.environ["TAUT_KERNELS"] = "require"
 kernel.process_weights_after_loading(odd)
 assert "scales must be fp32 (2, 2)" in kernel.taut_record()[1]
+batch = torch.zeros(2, 192, 256).to(torch.float8_e4m3fn)
+reason = block_scaled_mm._why_not_laid_out(batch, torch.ones(2, 2, 2))
+assert reason == "weights must be one matrix, got (2, 192, 256)"
 assert other == "vLLM chose another kernel (disabled or filtered by a flag)", other
 assert block_scaled_mm.why_not_chosen(object()) is None
 print("RESULT ok")

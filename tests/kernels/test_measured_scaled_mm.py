@@ -183,6 +183,14 @@ def test_blocks_are_judged_apart_on_a_card_with_tiles_of_its_own() -> None:
     assert ask("fp8_block", H100, 4096, 4096) == f"4096×4096 not measured on {H100}"
 
 
+def test_a_table_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "t.json"
+    arguments = ["--gpu", "card", "--source", "x", "--output", str(output)]
+    assert measured_scaled_mm_table.main(arguments) == 2
+    assert "error: no CSV given: --fp8, --int8, --fp8-block" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_blocks_without_one_of_the_rivals_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if paths
             for row in rows(ALL_KINDS[kind], paths, BLOCK_VLLM if kind == BLOCK_KIND else (VLLM,))
         ]
+        if not listed:
+            raise ValueError(f"no CSV given: {', '.join(f'--{kind}' for kind in ALL_KINDS)}")
         within = layers(arguments.layers) if arguments.layers else {}
         for row in listed:
             if layer := within.get((row["op"], row["N"], row["K"])):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from taut_kernels.tiles_scaled_mm import (
     BLOCK_GROUP,
+    FEW_RING_BYTES,
     MULTIPROCESSORS,
     ScaledMmTile,
     most_shared_tokens,
@@ -213,7 +214,7 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
         few = _few_tokens(N, K, M, early)
         yield from (tile for tile in few if why_not_for(tile, "fp8_block", N) is None)
     if M <= 128:
-        yield from (tile for tile in _few_blocks(N, K, M) if N % 8 == 0)
+        yield from (t for t in _few_blocks(N, K, M) if why_not_for(t, "fp8_block", N) is None)
     if M >= 64:
         yield from _block_rings(N, K, M)
     for tile in tiles_of_blocks():
@@ -226,7 +227,9 @@ def _few_blocks(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
     """Kernel ``few`` of block-wise FP8: all programs resident."""
     sizes = [width for width in widths_of(M) if width <= 64]
     for block_m, stages, split in itertools.product(sizes, (3, 4, 6, 8), (1, 2, 4)):
-        if K % (256 * split) or (split > 1 and block_m < M) or (block_m + 64) * stages > 888:
+        if K % (256 * split) or (split > 1 and block_m < M):
+            continue
+        if (block_m + 64) * 256 * stages > FEW_RING_BYTES:
             continue
         tile = ScaledMmTile("few", block_m, 64, 256, 4, stages, split)
         programs = -(-N // 64) * -(-M // block_m) * split

@@ -3,7 +3,7 @@
 Weights are the row operand of `wgmma`, tokens its columns. Four warps copy both by `cp.async`, as
 far ahead as a ring of shared memory has room, and the scales with them: whoever waits for a step
 has all of it. (In :mod:`taut_kernels.gemm._fp8_block_jit`, Triton's own ring, nothing can bring
-scales along; each step waits for them.) A step is two blocks of K, two products: one is scaled
+scales along.) A step is two blocks of K, two products: one is scaled
 while the other multiplies. Programs that share a tile along K leave their parts in memory, and the
 last to arrive adds them.
 """
@@ -134,7 +134,8 @@ def _sums(
     odd = gl.zeros([ROWS, COLS], gl.float32, SUMS)
     for i in range(own):
         async_copy.wait_group(AHEAD - 1)
-        # Everybody's copies are there, and nobody reads the step before any more.
+        # Everybody's copies are there, and nobody reads the step before any more. No fence between
+        # proxies, as in Triton's own rings of `cp.async` in front of `wgmma`.
         barrier()
         slot = i % STAGES
         first_half, second_half = _factors(rings[0], slot, SUMS), _factors(rings[1], slot, SUMS)

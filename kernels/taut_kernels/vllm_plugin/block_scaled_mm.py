@@ -62,6 +62,7 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
         self.fallback = _rest(config)(config)
         self.quant_fp8 = self.fallback.quant_fp8
         self.rest = _name(self.fallback)
+        self.always = False
         self.fall_through: str | None = None
         self.partly: str | None = None
 
@@ -96,10 +97,13 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
         """Prepare the layer as vLLM's kernel does, decide on its regimes, and compile them."""
         self.fallback.process_weights_after_loading(layer)
         weight, weight_scale = self._weights(layer)
-        N, K = weight.shape
         gpu, mode = current_platform.get_device_name(), requested_mode()
+        self.always = mode == "require"
         self.fall_through = _why_not_laid_out(weight, weight_scale)
-        self.fall_through = self.fall_through or op.why_not_at_all(gpu, N, K, mode)
+        if self.fall_through is not None:
+            return
+        N, K = weight.shape
+        self.fall_through = op.why_not_at_all(gpu, N, K, mode)
         if self.fall_through is not None:
             return
         self.partly = op.why_partly(gpu, N, K, mode)
@@ -132,7 +136,7 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
             weight_scale,
             getattr(layer, ARRIVALS),
             self.config.out_dtype,
-            requested_mode() == "require",
+            self.always,
             self.rest,
         )
         if bias is not None:
@@ -158,6 +162,8 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
 
 def _why_not_laid_out(weight: torch.Tensor, weight_scale: torch.Tensor) -> str | None:
     """Say why our kernels do not read a layer's weights as vLLM left them, None where they do."""
+    if weight.dim() != 2:
+        return f"weights must be one matrix, got {tuple(weight.shape)}"
     N, K = weight.shape
     blocks = (-(-N // BLOCK_GROUP), -(-K // BLOCK_GROUP))
     if weight.stride(1) != 1 or weight.stride(0) % 16:
