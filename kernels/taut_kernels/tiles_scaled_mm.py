@@ -36,7 +36,9 @@ _LAYER_FIELDS = {"prefetch", "M", "us", "vllm_us"}
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
 BLOCKS = "blocks"
 """The kernel for block-wise FP8 alone, and many tokens."""
-KERNELS = ("ring", "hopper", "turns", "few", BLOCKS)
+PAIRS = "pairs"
+"""The kernel of few tokens that takes two blocks of K a step."""
+KERNELS = ("ring", "hopper", "turns", "few", PAIRS, BLOCKS)
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
     "turns": {(128, 128): 6, (64, 256): 5, (128, 160): 5, (64, 160): 6, (64, 192): 6},
@@ -44,15 +46,15 @@ _MOST_STAGES = {
 }
 """By kernel, and tokens and features of a tile: 226 KB hold blocks of results, too."""
 FEW_RING_BYTES = 222 * 1024
-"""What ``few`` leaves of 227 KB to its ring."""
-SERVED = ("ring", "few", "hopper", "turns", BLOCKS)
+"""What ``few`` and ``pairs`` leave of 227 KB to their rings."""
+SERVED = ("ring", "few", "hopper", "turns", PAIRS, BLOCKS)
 """Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
 within CUDA graphs, too. A new one is left out until then."""
 BLOCK_GROUP = 128
 """K indices and output features a block-wise FP8 scale covers."""
 _JUDGED_APART = ("fp8_block",)
 """Ops whose figures beside vLLM's kernels are none of the tuner's, on any card."""
-_BLOCK_STEPS = {"ring": 128, "few": 256, BLOCKS: 128}
+_BLOCK_STEPS = {"ring": 128, PAIRS: 256, BLOCKS: 128}
 """Of kernels for block-wise FP8: K indices a step, one or two blocks."""
 MULTIPROCESSORS = 132
 """Of the cards the rule knows."""
@@ -65,25 +67,27 @@ class ScaledMmTile:
     """One way to cut the work.
 
     Args:
-        kernel: ``ring`` (`cp.async` ring, weights as the row operand); or, with a warp of its own
+        kernel: ``ring`` (`cp.async` ring, weights as the row operand); ``pairs`` (likewise, two
+            blocks of 128 along K a step, sm_90 only); or, with a warp of its own
             for TMA, sm_90 only: ``few`` (weights as the row operand) or, persistent, ``hopper``
             (two groups of warps share a tile) or ``turns`` (each has tiles of its own, and they
-            multiply in turn); for block-wise FP8 alone, persistent, ``blocks``, and its ``few`` is
-            fed by `cp.async`.
-        block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128
-            (block-wise FP8: 16, 32 or 64), with ``blocks`` 64, 128 or 256.
+            multiply in turn); for block-wise FP8 alone, persistent, ``blocks``.
+        block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128,
+            with ``pairs`` 16, 32 or 64, with ``blocks`` 64, 128 or 256.
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
-            256, with ``few`` 64 (one group of warps), 128 or 256 (two). With ``turns`` tiles are
-            128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only); with ``blocks`` 256×128,
-            128×128, 128×64, 128×32 or 64×128.
-        block_k: K indices a step, a power of two ≥ 32; 128 where TMA feeds, or 256 with ``few``.
+            256, with ``few`` 64 (one group of warps), 128 or 256 (two), with ``pairs`` 64. With
+            ``turns`` tiles are 128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only); with
+            ``blocks`` 256×128, 128×128, 128×64, 128×32 or 64×128.
+        block_k: K indices a step, a power of two ≥ 32; 128 where TMA feeds, or 256 with ``few``;
+            256 with ``pairs``.
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
-        split_k: programs along K, 1..32, ``ring``, ``blocks`` of up to 128 tokens and 64 features
-            or more, and ``few`` with 64 features, only; only up to :func:`most_shared_tokens`.
+        split_k: programs along K, 1..32, ``ring``, ``pairs``, ``blocks`` of up to 128 tokens and 64
+            features or more, and ``few`` with 64 features, only; only up to
+            :func:`most_shared_tokens`.
         group_m: token tiles of a group, ``hopper``, ``turns`` and ``blocks`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
-            on sm_90 only.
+            on sm_90 and ``pairs`` only.
         prefetch: lines of 128 bytes of each row asked for until it has, 0 or a power of two.
 
     Raises:
@@ -127,12 +131,14 @@ class ScaledMmTile:
     def _check_options_of_one_kernel(self) -> None:
         if not 0 <= self.prefetch <= 32 or self.prefetch & (self.prefetch - 1):
             raise ValueError(f"prefetch must be 0 or a power of two up to 32, got {self.prefetch}")
-        if self.early and self.kernel != "ring":
-            raise ValueError("early needs kernel ring")
+        if self.early and self.kernel not in ("ring", PAIRS):
+            raise ValueError("early needs kernel ring or pairs")
         if self.prefetch and (not self.early or self.block_k % 128):
             raise ValueError("prefetch needs early and block_k of at least 128")
         if self.kernel == "few":
             self._check_few()
+        if self.kernel == PAIRS:
+            self._check_pairs()
         if self.kernel in _MOST_STAGES:
             self._check_persistent()
 
@@ -155,22 +161,35 @@ class ScaledMmTile:
             )
 
     def _check_few(self) -> None:
-        if self.block_m > 128 or self.block_n not in (64, 128, 256):
+        if self.block_m not in (64, 128) or self.block_n not in (64, 128, 256):
             raise ValueError(
-                f"kernel few needs block_m of at most 128 and block_n 64, 128 or 256, "
+                f"kernel few needs block_m 64 or 128 and block_n 64, 128 or 256, "
                 f"got {self.block_m}×{self.block_n}"
             )
         if self.block_k not in (128, 256) or (self.num_warps, self.group_m) != (4, 1):
             raise ValueError("kernel few needs block_k 128 or 256, num_warps 4 and group_m 1")
         if self.split_k > 1 and self.block_n != 64:
             raise ValueError(f"kernel few splits K with block_n 64 only, got {self.block_n}")
+        self._check_stages()
+
+    def _check_pairs(self) -> None:
+        if self.block_m > 64 or (self.block_n, self.block_k) != (64, 256):
+            size = f"{self.block_m}×{self.block_n}×{self.block_k}"
+            raise ValueError(
+                f"kernel pairs needs block_m of at most 64, block_n 64 and block_k 256, got {size}"
+            )
+        if (self.num_warps, self.group_m) != (4, 1):
+            raise ValueError("kernel pairs needs num_warps 4 and group_m 1")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
         if self.num_stages < 2:
-            raise ValueError("kernel few needs num_stages of at least 2, got 1")
+            raise ValueError(f"kernel {self.kernel} needs num_stages of at least 2, got 1")
         most = FEW_RING_BYTES // ((self.block_m + self.block_n) * self.block_k)
         if self.num_stages > most:
             size = f"{self.block_m}×{self.block_n}×{self.block_k}"
             raise ValueError(
-                f"kernel few has room for {most} stages of {size}, got {self.num_stages}"
+                f"kernel {self.kernel} has room for {most} stages of {size}, got {self.num_stages}"
             )
 
 
@@ -210,9 +229,9 @@ def tiles_of_blocks() -> list[ScaledMmTile]:
     ]
 
 
-def tiles_of_few_blocks() -> list[ScaledMmTile]:
-    """Return the tiles of kernel ``few`` for block-wise FP8, by tokens."""
-    return [ScaledMmTile("few", block_m, 64, 256, 4, 4) for block_m in (16, 32, 64)]
+def tiles_of_pairs() -> list[ScaledMmTile]:
+    """Return a tile of kernel ``pairs`` for each number of tokens it has."""
+    return [ScaledMmTile(PAIRS, block_m, 64, 256, 4, 4) for block_m in (16, 32, 64)]
 
 
 def most_shared_tokens(tile: ScaledMmTile) -> int:
@@ -266,12 +285,8 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
     """
     if op == "fp8_block" and tile.block_k != _BLOCK_STEPS.get(tile.kernel):
         return (
-            f"fp8_block needs kernel ring or blocks, block_k 128, or few, block_k 256, got {tile}"
+            f"fp8_block needs kernel ring or blocks, block_k 128, or pairs, block_k 256, got {tile}"
         )
-    if tile.kernel == "few" and op == "fp8_block" and (tile.block_m > 64 or tile.block_n > 64):
-        return f"kernel few of fp8_block needs block_m of at most 64 and block_n 64, got {tile}"
-    if tile.kernel == "few" and op != "fp8_block" and tile.block_m < 64:
-        return f"kernel few needs block_m 64 or 128 but for fp8_block, got {tile}"
     if op == "fp8_block" and tile.block_n > BLOCK_GROUP:
         return f"fp8_block needs block_n of at most 128, one block of weights, got {tile}"
     if op != "fp8_block" and tile.kernel == BLOCKS:
@@ -488,7 +503,7 @@ def _rule_of_blocks(N: int, K: int, M: int, fed: bool) -> ScaledMmTile:
 
 
 def _rule_of_few_blocks(N: int, K: int, M: int) -> ScaledMmTile | None:
-    """Choose kernel ``few`` where its tiles fit one wave; else ``blocks`` of 64 tokens, or None.
+    """Choose kernel ``pairs`` where its tiles fit one wave; else ``blocks`` of 64 tokens, or None.
 
     As measured on Llama-3-8B's products on an H200 (2026-11-26).
     """
@@ -498,11 +513,11 @@ def _rule_of_few_blocks(N: int, K: int, M: int) -> ScaledMmTile | None:
         block_m = next(tokens for tokens in _RULE_TOKENS if tokens >= M)
         split = 2 if halves and (M > 32 or (M > 16 and long)) else 1
         stages = 8 if halves and split == 1 else 6
-        return ScaledMmTile("few", block_m, 64, 256, 4, stages, split)
+        return ScaledMmTile(PAIRS, block_m, 64, 256, 4, stages, split)
     if M <= 32:
         return None
     if M > 64 and halves and not long:
-        return ScaledMmTile("few", 64, 64, 256, 4, 6)
+        return ScaledMmTile(PAIRS, 64, 64, 256, 4, 6)
     tiles = wide * -(-M // 64)
     if tiles <= MULTIPROCESSORS:
         whole = ScaledMmTile(BLOCKS, 64, 128, BLOCK_GROUP, 4, 8, group_m=8)

@@ -19,7 +19,7 @@ needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
 )
 GPU = "card 9"
-TILE = ScaledMmTile("few", 16, 64, 256, 4, 4)
+TILE = ScaledMmTile("pairs", 16, 64, 256, 4, 4)
 BUCKETS = tuple(Bucket(limit, TILE, wins=False) for limit in (16, 64, None))
 
 

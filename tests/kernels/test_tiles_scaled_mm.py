@@ -182,12 +182,12 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
         ([_row(tile=HOPPER | {"early": True})], "early needs kernel ring"),
         ([_row(tile=FEW | {"early": True})], "early needs kernel ring"),
         ([_row(tile=FEW, N=60)], "kernel few needs N % 8 == 0"),
-        ([_row(tile=FEW, op="fp8_block")], "or few, block_k 256, got few"),
+        ([_row(tile=FEW, op="fp8_block")], "or pairs, block_k 256, got few"),
         ([_row(op="fp8_block", tile=TILE | {"block_n": 256})], "block_n of at most 128"),
-        ([_row(tile=FEW | {"block_m": 32})], "few needs block_m 64 or 128 but for fp8_block"),
+        ([_row(tile=FEW | {"block_m": 32})], "few needs block_m 64 or 128 and .* got 32×64"),
         (
             [_row(tile=FEW | {"block_n": 192})],
-            "few needs block_m of at most 128 and .* got 128×192",
+            "few needs block_m 64 or 128 and .* got 128×192",
         ),
         ([_row(tile=FEW | {"block_k": 64})], "few needs block_k 128 or 256, num_warps 4 and"),
         ([_row(tile=FEW | {"num_warps": 8})], "few needs block_k 128 or 256, num_warps 4 and"),
@@ -355,7 +355,7 @@ def test_rule_of_few_blocks_reads_few_tokens_and_fills_a_wave() -> None:
         (64, 1),
     ]
     assert [chosen(4096, 14336, M)[1:] for M in tokens[:3]] == [(16, 1), (32, 2), (64, 2)]
-    assert {chosen(8192, 8192, M)[0] for M in (1, 64)} == {"few"}
+    assert {chosen(8192, 8192, M)[0] for M in (1, 64)} == {"pairs"}
     assert [chosen(28672, 4096, M)[0] for M in (1, 32, 33)] == ["ring", "ring", "blocks"]
 
 

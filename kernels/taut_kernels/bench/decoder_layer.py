@@ -57,7 +57,7 @@ def _w4a16_product(N: int, K: int, generator: torch.Generator) -> Product:
 
 
 def _in_form(tile: tiles_scaled_mm.ScaledMmTile, form: str) -> tiles_scaled_mm.ScaledMmTile:
-    if form == "table" or tile.kernel != "ring":
+    if form == "table" or tile.kernel not in ("ring", tiles_scaled_mm.PAIRS):
         return tile
     prefetch = _PREFETCH if form == "early+prefetch" else 0
     return replace(tile, early=form != "late", prefetch=prefetch)

@@ -10,6 +10,7 @@ from taut_kernels.tiles_scaled_mm import (
     BLOCK_GROUP,
     FEW_RING_BYTES,
     MULTIPROCESSORS,
+    PAIRS,
     ScaledMmTile,
     most_shared_tokens,
     rule,
@@ -189,6 +190,8 @@ def candidates(
     """
     if M <= 64:
         yield from _few_tokens(N, K, M, early)
+    if M <= 128:
+        yield from pairs(N, K, M, early=early)
     if 64 <= M <= 256:
         yield from _middling_tokens(N, K, M, fp8)
     if M > 256:
@@ -214,7 +217,7 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
         few = _few_tokens(N, K, M, early)
         yield from (tile for tile in few if why_not_for(tile, "fp8_block", N) is None)
     if M <= 128:
-        yield from (t for t in _few_blocks(N, K, M) if why_not_for(t, "fp8_block", N) is None)
+        yield from pairs(N, K, M, early=early)
     if M >= 64:
         yield from _block_rings(N, K, M)
     for tile in tiles_of_blocks():
@@ -223,18 +226,30 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
             yield from (cut for cut in cuts if why_not_for(cut, "fp8_block", N) is None)
 
 
-def _few_blocks(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
-    """Kernel ``few`` of block-wise FP8: all programs resident."""
+def pairs(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTile]:
+    """Yield tiles of kernel ``pairs`` whose programs are resident all at once.
+
+    Args:
+        N: output features.
+        K: input features.
+        M: tokens.
+        early: as of :func:`candidates`.
+    """
+    if N % 8:
+        return
     sizes = [width for width in widths_of(M) if width <= 64]
     for block_m, stages, split in itertools.product(sizes, (3, 4, 6, 8), (1, 2, 4)):
         if K % (256 * split) or (split > 1 and block_m < M):
             continue
         if (block_m + 64) * 256 * stages > FEW_RING_BYTES:
             continue
-        tile = ScaledMmTile("few", block_m, 64, 256, 4, stages, split)
+        tile = ScaledMmTile(PAIRS, block_m, 64, 256, 4, stages, split)
         programs = -(-N // 64) * -(-M // block_m) * split
-        if 0.45 * MULTIPROCESSORS <= programs <= resident(tile) * MULTIPROCESSORS:
+        places = resident(tile)
+        if 0.45 * MULTIPROCESSORS <= programs <= places * MULTIPROCESSORS:
             yield tile
+            if early and places <= 2:
+                yield from early_starts(tile)
 
 
 def _block_rings(N: int, K: int, M: int) -> Iterator[ScaledMmTile]:

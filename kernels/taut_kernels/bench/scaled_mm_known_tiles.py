@@ -10,7 +10,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench.scaled_mm_candidates import cuts_of_few, is_of_few, resident, widths_of
+from taut_kernels.bench.scaled_mm_candidates import (
+    cuts_of_few,
+    is_of_few,
+    pairs,
+    resident,
+    widths_of,
+)
 from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, waves_us
 
 _SPLITS = (1, 2, 4, 8)
@@ -43,6 +49,8 @@ def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
         won |= dict.fromkeys(tiles_scaled_mm.tiles_of_few())
     fit = (tile for tile in won if tiles_scaled_mm.why_not_for(tile, op, N) is None)
     found = [cut for tile in fit for cut in _cuts(tile, N, K, M)]
+    if M <= _SPLIT_TOKENS:
+        found += pairs(N, K, M)  # few enough to try them all
     return _without_equal_orders(found, M)
 
 

@@ -84,17 +84,18 @@ def _sums(
 
 
 @gluon.jit
-def _vectors(
+def vectors(
     pointers, strides, first_row, first_token, M, N,
-    ROWS: gl.constexpr, COLS: gl.constexpr, SUMS: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr, BOX: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Load what scales a group's sums: both scales, adjustment, zero points, bias; 0 if absent.
 
-    Those of tokens are one value a thread; :func:`_scaled` spreads them.
+    Those of tokens are one value a thread; :func:`scaled` spreads them. A tile's tokens lie in
+    blocks of BOX, as :func:`token_of_column` says.
     """
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offs_n = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    offs_m = token_of_column(first_token, gl.arange(0, COLS, LINE), M, 32)
+    offs_m = token_of_column(first_token, gl.arange(0, COLS, LINE), M, BOX)
     mask_n, mask_m = offs_n < N, offs_m < M
     x_scale = gl.load(pointers[0] + offs_m * strides[0], mask=mask_m, other=0.0)
     w_scale = gl.load(pointers[1] + offs_n * strides[1], mask=mask_n, other=0.0)
@@ -114,7 +115,7 @@ def _tokens(vector, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(acc, pointers, found, SUMS: gl.constexpr):
+def scaled(acc, pointers, found, SUMS: gl.constexpr):
     """Apply zero points, both scales and the bias to sums; the result is fp32."""
     x_scale, w_scale, azp_adj, azp, bias = found
     if pointers[2] is not None:
@@ -162,7 +163,7 @@ def _multiply(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32])
     first_row += GROUP * ROWS
     # Asked for before the products, used behind them.
-    found = _vectors(pointers, strides, first_row, first_token, M, N, ROWS, COLS, SUMS)
+    found = vectors(pointers, strides, first_row, first_token, M, N, ROWS, COLS, 32, SUMS)
     acc = _sums(rings, steps, GROUP, GROUPS, STEP, SUMS)
     finished = True
     if SPLIT_K > 1:
@@ -178,7 +179,7 @@ def _multiply(
             SUMS,
         )
     if finished:
-        values = _scaled(acc, pointers, found, SUMS)
+        values = scaled(acc, pointers, found, SUMS)
         store_tokens(pointers[5], values, M, N, first_row, first_token, 32)
 
 

@@ -8,13 +8,14 @@ from functools import lru_cache
 import torch
 
 from taut_kernels import _launch
-from taut_kernels.gemm._fp8_block_few import launch_few_blocks
 from taut_kernels.gemm._fp8_block_hopper import launch_blocks
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
+from taut_kernels.gemm._fp8_block_pairs import launch_block_pairs
 from taut_kernels.gemm._scaled_mm_few import launch_few
 from taut_kernels.gemm._scaled_mm_hopper import ROWS, launch_hopper
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
-from taut_kernels.tiles_scaled_mm import BLOCKS, ScaledMmTile
+from taut_kernels.gemm._scaled_mm_pairs import launch_pairs
+from taut_kernels.tiles_scaled_mm import BLOCKS, PAIRS, ScaledMmTile
 
 ALIGNMENT = _launch.ALIGNMENT
 """Also what `cp.async` moves at once, and what a tensor descriptor demands of rows."""
@@ -183,10 +184,11 @@ def launch(
     operands = (x, weight, x_scale, weight_scale, azp_adj, azp, bias)
     if tile.kernel == "ring":
         _launch_ring(tile, *operands, arrivals, y)
-    elif tile.kernel == "few":
+    elif tile.kernel in ("few", PAIRS):
         programs = -(-M // tile.block_m) * -(-N // tile.block_n)
         partial = _workspace(tile, programs, tile.block_m * tile.block_n, x, arrivals)
-        launch_few(tile, *operands, partial, arrivals, y)
+        run = launch_few if tile.kernel == "few" else launch_pairs
+        run(tile, *operands, partial, arrivals, y)
     else:
         launch_hopper(tile, *operands, y)
     return y
@@ -205,7 +207,7 @@ def launch_block(
     """Run a product with one scale a 128×128 block of weights and 128 activations of a token.
 
     Args:
-        tile: how to cut the work; ``kernel`` ring or blocks, ``block_k`` 128, or few, 256.
+        tile: how to cut the work; ``kernel`` ring or blocks, ``block_k`` 128, or pairs, 256.
         x: [M, K] e4m3.
         weight: [N, K] e4m3; rows 16-byte aligned.
         x_scale: [M, ceil(K/128)] fp32, any strides; ``blocks`` is 10 to 15 % faster where tokens
@@ -233,8 +235,8 @@ def launch_block(
         return y
     grid = (-(-M // tile.block_m), -(-N // tile.block_n), tile.split_k)
     partial = _workspace(tile, grid[0] * grid[1], tile.block_m * tile.block_n, x, arrivals)
-    if tile.kernel == "few":
-        launch_few_blocks(tile, x, weight, x_scale, weight_scale, bias, partial, arrivals, y)
+    if tile.kernel == PAIRS:
+        launch_block_pairs(tile, x, weight, x_scale, weight_scale, bias, partial, arrivals, y)
         return y
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:

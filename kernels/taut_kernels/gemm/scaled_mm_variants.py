@@ -8,14 +8,16 @@ from typing import Any
 
 from taut_kernels import tiles_scaled_mm
 from taut_kernels._variant import KernelVariant
-from taut_kernels.gemm import _fp8_block_few as few_blocks
 from taut_kernels.gemm import _fp8_block_hopper as blocks
+from taut_kernels.gemm import _fp8_block_pairs as block_pairs
 from taut_kernels.gemm import _scaled_mm_few as few
 from taut_kernels.gemm import _scaled_mm_hopper as hopper
+from taut_kernels.gemm import _scaled_mm_pairs as pairs
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
 from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
+from taut_kernels.gemm._scaled_mm_pairs_jit import scaled_mm_pairs_kernel
 from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
@@ -35,8 +37,9 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
     of_blocks = tiles_scaled_mm.tiles_of_blocks()
     apart = (tile for tile in of_blocks if tiles_scaled_mm.most_shared_tokens(tile))
     searched += (*of_blocks, *(dataclasses.replace(tile, split_k=2) for tile in apart))
-    for tile in tiles_scaled_mm.tiles_of_few_blocks():
-        searched += (tile, dataclasses.replace(tile, split_k=2))
+    for tile in tiles_scaled_mm.tiles_of_pairs():
+        early = dataclasses.replace(tile, early=True, prefetch=2)
+        searched += (tile, dataclasses.replace(tile, split_k=2), early)
     for tile in (*tiles_scaled_mm.FED_BY_TMA, *searched):
         if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
@@ -72,6 +75,7 @@ def _options_of_w8a8() -> Iterator[KernelVariant]:
     shared = ScaledMmTile("hopper", 128, 256, 128, 4, 4)
     turns = ScaledMmTile("turns", 128, 128, 128, 4, 6)
     more = (*tiles_scaled_mm.tiles_of_parts(), *tiles_scaled_mm.tiles_of_few())
+    more += tuple(tiles_scaled_mm.tiles_of_pairs())
     fed = [(tile, HOPPER) for tile in more]
     for tile, targets in ((ring, ALL_TARGETS), (shared, HOPPER), (turns, HOPPER), *fed):
         for has_azp in (False, True):
@@ -99,8 +103,10 @@ def variant(
         has_azp_adj: with the zero point's column term.
         has_azp: with a zero point a token.
     """
-    if tile.kernel == "few" and op == "fp8_block":
-        return _few_blocks_variant(tile, even_k)
+    if tile.kernel == tiles_scaled_mm.PAIRS and op == "fp8_block":
+        return _block_pairs_variant(tile, even_k)
+    if tile.kernel == tiles_scaled_mm.PAIRS:
+        return _pairs_variant(op, tile, even_k, has_azp_adj, has_azp)
     if tile.kernel == "few":
         return _few_variant(op, tile, has_azp_adj, has_azp)
     if tile.kernel == tiles_scaled_mm.BLOCKS:
@@ -174,23 +180,45 @@ def _few_variant(op: str, tile: ScaledMmTile, has_azp_adj: bool, has_azp: bool) 
     )
 
 
-def _few_blocks_variant(tile: ScaledMmTile, even_k: bool) -> KernelVariant:
-    op = "fp8_block"
-    launcher = few_blocks.launcher()
-    constants = few_blocks.launch_constants(tile, tile.block_k) | {"EVEN_K": even_k}
+def _block_pairs_variant(tile: ScaledMmTile, even_k: bool) -> KernelVariant:
+    constants: dict[str, Any] = {}
     pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
+    launcher = block_pairs.launcher()
+    described = _of_pairs("fp8_block", launcher.kernel, tile, pointers, constants, even_k)
+    return dataclasses.replace(described, assembler=launcher.assembler)
+
+
+def _pairs_variant(
+    op: str, tile: ScaledMmTile, even_k: bool, has_azp_adj: bool, has_azp: bool
+) -> KernelVariant:
+    constants: dict[str, Any] = {}
+    pointers = _vectors(constants, has_azp_adj, has_azp)
+    described = _of_pairs(op, scaled_mm_pairs_kernel, tile, pointers, constants, even_k)
+    named = f"{described.label}{' azp_adj' * has_azp_adj}{' azp' * has_azp}"
+    return dataclasses.replace(described, label=named)
+
+
+def _of_pairs(
+    op: str,
+    kernel: Any,
+    tile: ScaledMmTile,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    even_k: bool,
+) -> KernelVariant:
+    """Describe a kernel on the ring of pairs of blocks."""
+    constants |= pairs.launch_constants(tile, tile.block_k) | {"EVEN_K": even_k}
     _add_workspace(op, tile, pointers, constants)
     return KernelVariant(
-        label=f"{op} few{'' if even_k else ' masked'}",
-        kernel=launcher.kernel,
+        label=f"{op} pairs{'' if even_k else ' masked'}",
+        kernel=kernel,
         tile=tile,
         pointers=pointers,
         integers=(*_INTEGERS[op], "stride_xm", "stride_wn"),
         divisible_by_16=("N", "K", "stride_xm", "stride_wn"),
         constants=constants,
         targets=HOPPER,
-        options={"num_warps": tile.num_warps},
-        assembler=launcher.assembler,
+        options=pairs.launch_options(tile),
     )
 
 

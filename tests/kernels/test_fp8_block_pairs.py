@@ -1,4 +1,4 @@
-"""Kernel ``few`` of FP8 with 128 × 128 blocks of weights: its body on NumPy, and the GPU."""
+"""Kernel ``pairs`` of FP8 with 128 × 128 blocks of weights: its body on NumPy, and the GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from taut_kernels import _launch, testing, testing_gluon, testing_gluon_hopper
 from taut_kernels.bench.scaled_mm_candidates import block_candidates
-from taut_kernels.gemm import _fp8_block_few, scaled_mm_variants
-from taut_kernels.gemm._fp8_block_few_jit import fp8_block_few_kernel
+from taut_kernels.gemm import _fp8_block_pairs, scaled_mm_variants
+from taut_kernels.gemm._fp8_block_pairs_jit import fp8_block_pairs_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch_block
 from taut_kernels.testing_scaled_mm import (
     EXTREMES,
@@ -20,26 +20,27 @@ from taut_kernels.testing_scaled_mm import (
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.tiles_scaled_mm import ScaledMmTile, why_not_for
+from taut_kernels.tiles_scaled_mm import OPS, ScaledMmTile, why_not_for
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="no CUDA device of sm_90",
 )
-TILES = WHOLE, HALF, WIDE, SHALLOW, SPLIT, SPLIT_WIDE = tuple(
-    ScaledMmTile("few", block_m, 64, 256, 4, stages, split_k)
+WHOLE, HALF, WIDE, SHALLOW, SPLIT, SPLIT_WIDE = LATE = tuple(
+    ScaledMmTile("pairs", block_m, 64, 256, 4, stages, split_k)
     for block_m, stages, split_k in (
         (16, 4, 1), (32, 6, 1), (64, 6, 1), (32, 2, 1), (16, 3, 4), (64, 4, 3),
     )
 )  # fmt: skip
+TILES = (*LATE, replace(HALF, early=True, prefetch=4), replace(SPLIT, early=True))
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
-    kernel = testing_gluon.OnNumPy(fp8_block_few_kernel, testing_gluon_hopper.run)
-    monkeypatch.setattr(_fp8_block_few, "_few", _launch.Launcher(kernel))
+    kernel = testing_gluon.OnNumPy(fp8_block_pairs_kernel, testing_gluon_hopper.run)
+    monkeypatch.setattr(_fp8_block_pairs, "_pairs", _launch.Launcher(kernel))
     return kernel
 
 
@@ -100,30 +101,33 @@ def test_nothing_is_compiled_by_the_number_of_tokens(on_numpy: testing_gluon.OnN
     for M in (1, 16, 17, 32, 40):
         check(HALF, case_of(M, 64, 256))
         assert on_numpy.grid == (1, 1, -(-M // 32))
-    assert len(_fp8_block_few._few._forms) == 1
+    assert len(_fp8_block_pairs._pairs._forms) == 1
 
 
-def test_tiles_are_for_one_op_and_fit() -> None:
+def test_tiles_fit() -> None:
     for tile in TILES:
-        assert why_not_for(tile, "fp8_block", 4096) is None
-        assert "N % 8 == 0" in str(why_not_for(tile, "fp8_block", 4100))
-    assert "but for fp8_block" in str(why_not_for(HALF, "fp8_gemm", 4096))
-    for wide in (
-        replace(WIDE, block_m=128, num_stages=4),
-        replace(HALF, block_n=128, num_stages=4),
-    ):
-        assert "at most 64 and block_n 64" in str(why_not_for(wide, "fp8_block", 4096))
-    for step in (replace(HALF, block_k=128), ScaledMmTile("ring", 16, 64, 256, 4, 3)):
-        assert "or few, block_k 256" in str(why_not_for(step, "fp8_block", 4096))
+        for op in OPS:
+            assert why_not_for(tile, op, 4096) is None
+            assert "N % 8 == 0" in str(why_not_for(tile, op, 4100))
+    size = "pairs needs block_m of at most 64, block_n 64 and block_k 256"
+    for other in ({"block_m": 128, "num_stages": 4}, {"block_n": 128}, {"block_k": 128}):
+        with pytest.raises(ValueError, match=size):
+            replace(HALF, **other)
+    with pytest.raises(ValueError, match="pairs needs num_warps 4"):
+        replace(HALF, num_warps=8)
+    with pytest.raises(ValueError, match="pairs needs num_stages of at least 2"):
+        replace(HALF, num_stages=1)
+    with pytest.raises(ValueError, match="pairs has room for 9 stages of 32×64×256, got 10"):
+        replace(HALF, num_stages=10)
     with pytest.raises(ValueError, match="arrivals must hold 2 elements"):
         case = case_of(1, 128, 256)
         run(SPLIT, replace(case, arrivals=case.arrivals[:1]))
 
 
 def test_tiles_are_tried_and_compiled() -> None:
-    tried = {tile for tile in block_candidates(4096, 4096, 32) if tile.kernel == "few"}
+    tried = {tile for tile in block_candidates(4096, 4096, 32) if tile.kernel == "pairs"}
     assert {tile.block_m for tile in tried} == {16, 32}
-    compiled = {v.tile for v in scaled_mm_variants.kernel_variants() if "block few" in v.label}
+    compiled = {v.tile for v in scaled_mm_variants.kernel_variants() if "block pairs" in v.label}
     assert {tile.block_m for tile in compiled} == {16, 32, 64}
 
 

@@ -6,33 +6,19 @@ import torch
 
 from taut_kernels import _launch
 from taut_kernels._assembler import newest_ptxas
-from taut_kernels.gemm._fp8_block_few_jit import fp8_block_few_kernel
+from taut_kernels.gemm._fp8_block_pairs_jit import fp8_block_pairs_kernel
+from taut_kernels.gemm._scaled_mm_pairs import launch_constants, launch_options
 from taut_kernels.tiles_scaled_mm import ScaledMmTile
 
-_few = _launch.Launcher(fp8_block_few_kernel, newest_ptxas)
+_pairs = _launch.Launcher(fp8_block_pairs_kernel, newest_ptxas)
 
 
 def launcher() -> _launch.Launcher:
     """Return what launches the kernel, with its assembler."""
-    return _few
+    return _pairs
 
 
-def launch_constants(tile: ScaledMmTile, K: int) -> _launch.Constants:
-    """Return the constants of the kernel.
-
-    Args:
-        tile: ``kernel`` few, ``block_k`` 256.
-        K: input features.
-    """
-    return {
-        "COLS": tile.block_m,
-        "SPLIT_K": tile.split_k,
-        "STAGES": tile.num_stages,
-        "EVEN_K": K % tile.block_k == 0,
-    }
-
-
-def launch_few_blocks(
+def launch_block_pairs(
     tile: ScaledMmTile,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -46,7 +32,7 @@ def launch_few_blocks(
     """Run the tile's kernel.
 
     Args:
-        tile: ``kernel`` few, ``block_k`` 256.
+        tile: ``kernel`` pairs.
         x: [M, K] e4m3, M ≥ 1; rows 16-byte aligned.
         weight: [N, K] e4m3, N % 8 == 0; rows 16-byte aligned.
         x_scale: [M, ceil(K/128)] fp32, any strides.
@@ -58,7 +44,7 @@ def launch_few_blocks(
     """
     (M, K), N = x.shape, weight.shape[0]
     wide = x.stride(0) >> 31, weight.stride(0) >> 31
-    _few(
+    _pairs(
         (tile, N, K, y.dtype, wide, bias is None),
         (-(-N // tile.block_n), tile.split_k, -(-M // tile.block_m)),
         (
@@ -81,5 +67,5 @@ def launch_few_blocks(
             x.stride(0),
             weight.stride(0),
         ),
-        lambda: (launch_constants(tile, K), {"num_warps": tile.num_warps}),
+        lambda: (launch_constants(tile, K), launch_options(tile)),
     )

@@ -1,11 +1,9 @@
 """The Gluon kernel of FP8 products with 128 × 128 blocks of weights, for few tokens on sm_90.
 
-Weights are the row operand of `wgmma`, tokens its columns. Four warps copy both by `cp.async`, as
-far ahead as a ring of shared memory has room, and the scales with them: whoever waits for a step
-has all of it. (In :mod:`taut_kernels.gemm._fp8_block_jit`, Triton's own ring, nothing can bring
-scales along.) A step is two blocks of K, two products: one is scaled
-while the other multiplies. Programs that share a tile along K leave their parts in memory, and the
-last to arrive adds them.
+The ring of :mod:`taut_kernels.gemm._scaled_mm_pairs_jit`, on which scales travel beside the blocks:
+whoever waits for a step has all of it. (In :mod:`taut_kernels.gemm._fp8_block_jit`, Triton's own
+ring, nothing can bring scales along.) A step is two blocks of K, two products: one is scaled while
+the other multiplies.
 """
 
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,no-any-return"
@@ -19,77 +17,51 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from taut_kernels.attention._hopper_tile_jit import barrier
 from taut_kernels.gemm._scaled_mm_few_jit import store_tokens, token_of_column
-from taut_kernels.gemm._scaled_mm_parts_jit import add_parts
+from taut_kernels.gemm._scaled_mm_pairs_jit import (
+    block_pointers,
+    copy_blocks,
+    make_ring,
+    share,
+    start_early,
+    sum_of_parts,
+)
 
 # Triton 3.9 has the first name, 3.6 only the second.
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
 @gluon.jit
-def _sources(
-    pointers, strides, first_row, first_token, M, N,
-    ROWS: gl.constexpr, COLS: gl.constexpr, BOX: gl.constexpr,
+def _scale_pointers(
+    x_scale_ptr, w_scale_ptr, stride_xsm, stride_wsn, first_row, first_token, M,
+    COLS: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the first blocks of tokens and weights and to their scales, and a mask.
-
-    Rows beyond N read the last one again; they are never stored. Tokens that do not exist are left
-    out: one read by every column of every program is one place of L2 for all of them (of one token
-    16 columns took 7.7 µs where 16 tokens take 6.3; H200, 4096 × 4096).
-    """
-    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr = pointers
-    stride_xm, stride_wn, stride_xsm, _, stride_wsn = strides
-    BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    """Return pointers to a tile's first scales: its tokens' and, of one element, its weights'."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    k = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, BYTES)), 0)
-    # int64: M·stride and N·stride pass 2**31 on large layers.
-    row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, BYTES)), N - 1)
-    w = w_ptr + (gl.expand_dims(gl.cast(row, gl.int64) * stride_wn, 1) + k)
-    columns = gl.arange(0, COLS, gl.SliceLayout(1, BYTES))
-    token = token_of_column(first_token, columns, M, BOX)
-    there = gl.expand_dims(token < M, 1)
-    x = x_ptr + (gl.expand_dims(gl.cast(token, gl.int64) * stride_xm, 1) + k)
-    # No mask: one of a few bytes costs more than it spares.
+    # No mask, which would cost more than the few bytes it spares.
     token = gl.minimum(token_of_column(first_token, gl.arange(0, COLS, LINE), M, BOX), M - 1)
     x_scale = x_scale_ptr + gl.cast(token, gl.int64) * stride_xsm
-    w_scale = w_scale_ptr + (first_row // 128 * stride_wsn + gl.arange(0, 1, LINE))
-    return x, w, x_scale, w_scale, there & (k < 128)
+    return x_scale, w_scale_ptr + (first_row // 128 * stride_wsn + gl.arange(0, 1, LINE))
 
 
 @gluon.jit
-def _half(STAGES: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, ELEMENT: gl.constexpr):
-    """Make the ring of one of a step's two blocks: tokens, weights, their scales.
-
-    Memory of its own: between copies into one allocation Triton 3.6 puts a `bar.sync`.
-    """
-    BYTES: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+def _make_scales(STAGES: gl.constexpr, COLS: gl.constexpr):
+    """Make what lies beside one of a step's two blocks: its tokens' scales, its weights' one."""
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return (
-        gl.allocate_shared_memory(ELEMENT, [STAGES, COLS, 128], BYTES),
-        gl.allocate_shared_memory(ELEMENT, [STAGES, ROWS, 128], BYTES),
-        gl.allocate_shared_memory(gl.float32, [STAGES, COLS], LINE),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1], LINE),
-    )
+    x_scale = gl.allocate_shared_memory(gl.float32, [STAGES, COLS], LINE)
+    return x_scale, gl.allocate_shared_memory(gl.float32, [STAGES, 1], LINE)
 
 
 @gluon.jit
-def _ask(rings, sources, stride_xsk, slot, step, K, EVEN_K: gl.constexpr):
+def _ask(rings, blocks, scales, stride_xsk, slot, step, K, EVEN_K: gl.constexpr):
     """Copy a step's blocks and scales into the rings; zeros beyond K."""
-    BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     for half in gl.static_range(2):
-        x, w, x_scale, w_scale = rings[half]
         group = step * 2 + half
-        first = group * 128
-        if EVEN_K:
-            _copy(w.index(slot), sources[1] + first)
-            _copy(x.index(slot), sources[0] + first, mask=sources[4])
-        else:
-            k = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, BYTES)), 0)
-            _copy(w.index(slot), sources[1] + first, mask=k < K - first)
-            _copy(x.index(slot), sources[0] + first, mask=sources[4] & (k < K - first))
+        copy_blocks(rings[half], blocks, slot, group * 128, K, EVEN_K)
+        if not EVEN_K:
             # The second half may have no block of its own: zeros times the last one's scales.
             group = gl.minimum(group, (K + 127) // 128 - 1)
-        _copy(x_scale.index(slot), sources[2] + group * stride_xsk)
-        _copy(w_scale.index(slot), sources[3] + group)
+        _copy(rings[2 + half][0].index(slot), scales[0] + group * stride_xsk)
+        _copy(rings[2 + half][1].index(slot), scales[1] + group)
 
 
 @gluon.jit
@@ -100,10 +72,10 @@ def _begin(ring, slot, product, never):
 
 
 @gluon.jit
-def _factors(ring, slot, SUMS: gl.constexpr):
+def _factors(scales, slot, SUMS: gl.constexpr):
     """Read what scales a block's product: its tokens' scales times the weights' one."""
     TOKENS: gl.constexpr = gl.SliceLayout(0, SUMS)
-    return ring[2].index(slot).load(TOKENS) * ring[3].index(slot).load(TOKENS)
+    return scales[0].index(slot).load(TOKENS) * scales[1].index(slot).load(TOKENS)
 
 
 @gluon.jit
@@ -118,7 +90,7 @@ def _add(sums, product, factors, RUNNING: gl.constexpr):
 
 @gluon.jit
 def _sums(
-    rings, sources, stride_xsk, first, own, K, never,
+    rings, blocks, scales, stride_xsk, first, own, K, never,
     STAGES: gl.constexpr, EVEN_K: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Return the scaled sums [features, tokens] over ``own`` steps, the ``first`` and following."""
@@ -127,7 +99,7 @@ def _sums(
     COLS: gl.constexpr = rings[0][0].shape[1]
     for i in gl.static_range(AHEAD):
         if i < own:
-            _ask(rings, sources, stride_xsk, i, first + i, K, EVEN_K)
+            _ask(rings, blocks, scales, stride_xsk, i, first + i, K, EVEN_K)
         async_copy.commit_group()
     sums = gl.zeros([ROWS, COLS], gl.float32, SUMS)
     even = gl.zeros([ROWS, COLS], gl.float32, SUMS)
@@ -138,11 +110,12 @@ def _sums(
         # proxies, as in Triton's own rings of `cp.async` in front of `wgmma`.
         barrier()
         slot = i % STAGES
-        first_half, second_half = _factors(rings[0], slot, SUMS), _factors(rings[1], slot, SUMS)
+        first_half, second_half = _factors(rings[2], slot, SUMS), _factors(rings[3], slot, SUMS)
         even = _begin(rings[0], slot, even, never)
         odd = _begin(rings[1], slot, odd, never)
         if i + AHEAD < own:
-            _ask(rings, sources, stride_xsk, (i + AHEAD) % STAGES, first + i + AHEAD, K, EVEN_K)
+            slot_ahead, step = (i + AHEAD) % STAGES, first + i + AHEAD
+            _ask(rings, blocks, scales, stride_xsk, slot_ahead, step, K, EVEN_K)
         async_copy.commit_group()
         even = hopper.warpgroup_mma_wait(1, deps=[even])
         sums = _add(sums, even, first_half, 1)
@@ -162,7 +135,7 @@ def _with_bias(sums, bias_ptr, first_row, N, ROWS: gl.constexpr, SUMS: gl.conste
 
 
 @gluon.jit(do_not_specialize=["M", "stride_xsm", "stride_xsk", "stride_wsn"])
-def fp8_block_few_kernel(
+def fp8_block_pairs_kernel(
     x_ptr,  # [M, K] e4m3, stride_xk = 1
     w_ptr,  # [N, K] e4m3, stride_wk = 1
     x_scale_ptr,  # [M, ceil(K/128)] fp32, any strides
@@ -183,28 +156,31 @@ def fp8_block_few_kernel(
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,  # of 256 along K
     EVEN_K: gl.constexpr,  # K is a multiple of 256
+    EARLY: gl.constexpr,  # as in scaled_mm_pairs_kernel
+    PREFETCH: gl.constexpr,
 ):
     ROWS: gl.constexpr = 64
     BOX: gl.constexpr = 16
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32])
     ELEMENT: gl.constexpr = w_ptr.dtype.element_ty
-    rings = (_half(STAGES, ROWS, COLS, ELEMENT), _half(STAGES, ROWS, COLS, ELEMENT))
+    rings = (
+        make_ring(STAGES, ROWS, COLS, ELEMENT), make_ring(STAGES, ROWS, COLS, ELEMENT),
+        _make_scales(STAGES, COLS), _make_scales(STAGES, COLS),
+    )  # fmt: skip
     first_row, first_token = gl.program_id(0) * ROWS, gl.program_id(2) * COLS
-    split = gl.program_id(1)
-    steps = (K + 255) // 256
-    first = steps * split // SPLIT_K
-    own = steps * (split + 1) // SPLIT_K - first
-    pointers = (x_ptr, w_ptr, x_scale_ptr, w_scale_ptr)
-    strides = (stride_xm, stride_wn, stride_xsm, stride_xsk, stride_wsn)
-    sources = _sources(pointers, strides, first_row, first_token, M, N, ROWS, COLS, BOX)
-    sums = _sums(rings, sources, stride_xsk, first, own, K, M < 0, STAGES, EVEN_K, SUMS)
-    finished = True
-    if SPLIT_K > 1:
-        tile = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
-        columns = (M - first_token + BOX - 1) // BOX * BOX
-        sums, finished = add_parts(
-            sums, partial_ptr, arrivals_ptr, tile, split, columns, SPLIT_K, SUMS
-        )
+    first, own = share(K, SPLIT_K)
+    blocks = block_pointers(
+        x_ptr, w_ptr, stride_xm, stride_wn, first_row, first_token, M, N, ROWS, COLS, BOX
+    )
+    scales = _scale_pointers(
+        x_scale_ptr, w_scale_ptr, stride_xsm, stride_wsn, first_row, first_token, M, COLS, BOX
+    )
+    if EARLY:
+        start_early(w_ptr, stride_wn, first_row, N, first * 256, K, ROWS, PREFETCH)
+    sums = _sums(rings, blocks, scales, stride_xsk, first, own, K, M < 0, STAGES, EVEN_K, SUMS)
+    sums, finished = sum_of_parts(
+        sums, partial_ptr, arrivals_ptr, M, first_token, BOX, SPLIT_K, SUMS
+    )
     if finished:
         sums = _with_bias(sums, bias_ptr, first_row, N, ROWS, SUMS)
         store_tokens(y_ptr, sums, M, N, first_row, first_token, BOX)
