@@ -238,7 +238,7 @@ def pairs(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTi
     if N % 8:
         return
     sizes = [width for width in widths_of(M) if width <= 64]
-    for block_m, stages, split in itertools.product(sizes, (3, 4, 6, 8), (1, 2, 4)):
+    for block_m, stages, split in itertools.product(sizes, (4, 6, 8), (1, 2, 4)):
         if K % (256 * split) or (split > 1 and block_m < M):
             continue
         if (block_m + 64) * 256 * stages > FEW_RING_BYTES:
