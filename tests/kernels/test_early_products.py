@@ -87,8 +87,10 @@ def test_every_kernel_that_starts_early_is_looked_at() -> None:
     kernels = {_name(variant) for variant in EARLY_FORMS}
     w4a16 = {"w4a16_decode_kernel", "w4a16_decode_ring_kernel", "reorder_kernel"}
     wgmma = {"w4a16_wgmma_kernel", "w4a16_wgmma_ring_kernel", "w4a16_wgmma_tma_kernel"}
-    others = {"scaled_mm_kernel", "fp8_block_kernel", "cache_write_kernel", "paged_decode_kernel"}
-    assert kernels == {*w4a16, *wgmma, "sum_splits_kernel", *others}
+    rings = {"scaled_mm_kernel", "fp8_block_kernel"}
+    rings |= {"scaled_mm_pairs_kernel", "fp8_block_pairs_kernel"}
+    others = {"sum_splits_kernel", "cache_write_kernel", "paged_decode_kernel"}
+    assert kernels == w4a16 | wgmma | rings | others
 
 
 @pytest.mark.parametrize("variant", EARLY_FORMS, ids=lambda variant: variant.label)
@@ -104,7 +106,8 @@ def test_before_the_wait_weights_alone_are_read(variant: KernelVariant) -> None:
         assert not ends
     for op, of in touched:
         if op.startswith("prefetch."):
-            assert of <= WEIGHTS | {"w_ptr"}  # into L2 alone: no value is read
+            # Into L2 alone: no value is read.
+            assert of <= WEIGHTS | {"w_ptr", "w_scale_ptr"}
         else:
             assert op.startswith(READS)
             assert of, f"{op} of what?"
