@@ -644,6 +644,22 @@ def buckets(
     )
 
 
+def tokens_of_buckets(op: str, gpu: str | None, N: int, K: int) -> tuple[int, ...]:
+    """Return one number of tokens for each bucket, for compiling every tile before serving starts.
+
+    Args:
+        op: one of :data:`OPS`.
+        gpu: card name, None outside CUDA.
+        N: output features.
+        K: input features.
+    """
+    sizes: list[int] = []
+    for bucket in buckets(op, gpu, N, K):
+        previous = sizes[-1] if sizes else 0
+        sizes.append(previous + 1 if bucket.max_m is None else bucket.max_m)
+    return tuple(sizes)
+
+
 def _measured(
     table: ScaledMmTable | None, op: str, gpu: str | None, N: int, K: int, *, in_layer: bool
 ) -> tuple[Bucket, ...]:

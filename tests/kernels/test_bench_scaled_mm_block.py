@@ -283,7 +283,7 @@ def test_products_behind_the_quantisation_get_what_it_wrote(
         for count in (1, M):
             reason = layer.why_wrong(call(count))
             assert reason is None, (name, reason)
-    wrong = scaled_mm_quantised.taut(layer, layer.weight.roll(1, 0))(M)
+    wrong = scaled_mm_quantised.PREPARE["taut"](layer, layer.weight.roll(1, 0))(M)
     assert layer.why_wrong(wrong) is not None
 
 

@@ -20,6 +20,7 @@ aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_block1x128_block128x128`.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -40,6 +41,8 @@ from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
 FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 _DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 """A package of its own first, as vLLM looks for it."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Multiply quantised activations, given with their scales, by a layer's weights."""
 _PADDED_TO = 4
 _ABSENT = (AttributeError, OSError)
 """What a build without the operator raises, or a just-in-time compiler that is not there."""
@@ -89,21 +92,23 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.to(OUT_DTYPE)
 
 
-def cutlass(layer: Layer, weight: torch.Tensor) -> Call:
-    """Run vLLM's choice for Hopper where DeepGEMM is not installed."""
+def cutlass_product(layer: Layer, weight: torch.Tensor) -> Product:
+    """Bind vLLM's CUTLASS; it takes scales with strides (1, M)."""
     ops = import_or_refuse("vllm._custom_ops")
 
-    def call(M: int) -> torch.Tensor:
+    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = ops.cutlass_scaled_mm(
-            layer.x[:M],
-            weight.t(),
-            out_dtype=OUT_DTYPE,
-            scale_a=token_major(layer.x_scale, M, M),
-            scale_b=layer.weight_scale.t(),
+            x, weight.t(), out_dtype=OUT_DTYPE, scale_a=x_scale, scale_b=layer.weight_scale.t()
         )
         return y
 
-    return _refusing(call)
+    return product
+
+
+def cutlass(layer: Layer, weight: torch.Tensor) -> Call:
+    """Run vLLM's choice for Hopper where DeepGEMM is not installed."""
+    product = cutlass_product(layer, weight)
+    return _refusing(lambda M: product(layer.x[:M], token_major(layer.x_scale, M, M)))
 
 
 def deep_gemm(layer: Layer, weight: torch.Tensor) -> Call:
@@ -111,25 +116,25 @@ def deep_gemm(layer: Layer, weight: torch.Tensor) -> Call:
 
     It compiles for seconds at the first call of most shapes and numbers of tokens.
     """
-    module = import_deep_gemm()
+    product = deep_gemm_product(layer, weight)
+    return _refusing(
+        lambda M: product(layer.x[:M], token_major(layer.x_scale, M, _rounded_up(M))[:M])
+    )
 
-    def call(M: int) -> torch.Tensor:
-        y = torch.empty(M, weight.shape[0], dtype=OUT_DTYPE, device=weight.device)
-        x_scale = token_major(layer.x_scale, M, _rounded_up(M))[:M]
-        module.fp8_gemm_nt(
-            (layer.x[:M], x_scale), (weight, layer.weight_scale), y, disable_ue8m0_cast=True
-        )
+
+def deep_gemm_product(layer: Layer, weight: torch.Tensor) -> Product:
+    """Bind DeepGEMM; it takes scales with strides (1, M rounded up to 4)."""
+    module = _import_deep_gemm()
+
+    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(len(x), weight.shape[0], dtype=OUT_DTYPE, device=weight.device)
+        module.fp8_gemm_nt((x, x_scale), (weight, layer.weight_scale), y, disable_ue8m0_cast=True)
         return y
 
-    return _refusing(call)
+    return product
 
 
-def import_deep_gemm() -> Any:
-    """Import DeepGEMM, with early starts, as vLLM sets it.
-
-    Raises:
-        UnavailableError: there is none.
-    """
+def _import_deep_gemm() -> Any:
     reasons = []
     for name in _DEEP_GEMM:
         try:

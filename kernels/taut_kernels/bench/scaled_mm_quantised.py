@@ -7,6 +7,7 @@ together. Both are in the graph that is timed, and the product is fed what the q
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,48 +61,36 @@ def make_quantised_layer(N: int, K: int, M: int) -> QuantisedLayer:
     return QuantisedLayer(layer.op, *operands, gold, reference, activations)
 
 
-def taut(layer: QuantisedLayer, weight: torch.Tensor) -> Call:
-    """Our op behind the quantisation, as the plugin calls it."""
+def _taut_product(layer: Layer, weight: torch.Tensor) -> rivals.Product:
+    """Bind our op, as the plugin calls it."""
     arrivals = make_arrivals(weight.shape[0], weight.device)
 
-    def call(M: int) -> torch.Tensor:
-        x, x_scale = _quantise(layer.activations[:M], aligned=True)
+    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.taut.fp8_gemm(
             x, weight, x_scale, layer.weight_scale, None, arrivals, OUT_DTYPE
         )
         return y
 
-    return call
+    return product
 
 
-def cutlass(layer: QuantisedLayer, weight: torch.Tensor) -> Call:
-    """Run vLLM's choice for Hopper where DeepGEMM is not installed."""
-    ops: Any = rivals.import_or_refuse("vllm._custom_ops")
+def _behind(bind: Callable[[Layer, torch.Tensor], rivals.Product], *, aligned: bool) -> Prepare:
+    """Put the quantisation in front of a product; ``aligned`` as of :func:`_quantise`."""
 
-    def call(M: int) -> torch.Tensor:
-        x, x_scale = _quantise(layer.activations[:M], aligned=False)
-        y: torch.Tensor = ops.cutlass_scaled_mm(
-            x, weight.t(), out_dtype=OUT_DTYPE, scale_a=x_scale, scale_b=layer.weight_scale.t()
-        )
-        return y
+    def prepare(layer: Layer, weight: torch.Tensor) -> Call:
+        assert isinstance(layer, QuantisedLayer)
+        activations, product = layer.activations, bind(layer, weight)
+        return lambda M: product(*_quantise(activations[:M], aligned=aligned))
 
-    return call
+    return prepare
 
 
-def deep_gemm(layer: QuantisedLayer, weight: torch.Tensor) -> Call:
-    """Run DeepGEMM, vLLM's first choice, with early starts, as vLLM sets it."""
-    module: Any = rivals.import_deep_gemm()
-
-    def call(M: int) -> torch.Tensor:
-        x, x_scale = _quantise(layer.activations[:M], aligned=True)
-        y = torch.empty(M, weight.shape[0], dtype=OUT_DTYPE, device=weight.device)
-        module.fp8_gemm_nt((x, x_scale), (weight, layer.weight_scale), y, disable_ue8m0_cast=True)
-        return y
-
-    return call
-
-
-PREPARE: dict[str, Prepare] = {"taut": taut, "CUTLASS": cutlass, "DeepGEMM": deep_gemm}  # type: ignore[dict-item]
+PREPARE: dict[str, Prepare] = {
+    "taut": _behind(_taut_product, aligned=True),
+    "CUTLASS": _behind(rivals.cutlass_product, aligned=False),
+    "DeepGEMM": _behind(rivals.deep_gemm_product, aligned=True),
+}
+"""Ours gets the scales DeepGEMM gets: it is in front of it that a layer of ours stands."""
 NOT_RIVALS = (
     "cuBLAS blocks, vLLM Triton: no row: vLLM takes neither on Hopper; their products alone are in"
     " the reports of kind fp8-block",

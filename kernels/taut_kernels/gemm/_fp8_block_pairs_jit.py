@@ -37,7 +37,7 @@ def _scale_pointers(
 ):  # fmt: skip
     """Return pointers to a tile's first scales: its tokens' and, of one element, its weights'."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    # No mask, which would cost more than the few bytes it spares.
+    # Tokens beyond the last read its scale again, four bytes each.
     token = gl.minimum(token_of_column(first_token, gl.arange(0, COLS, LINE), M, BOX), M - 1)
     x_scale = x_scale_ptr + gl.cast(token, gl.int64) * stride_xsm
     return x_scale, w_scale_ptr + (first_row // 128 * stride_wsn + gl.arange(0, 1, LINE))

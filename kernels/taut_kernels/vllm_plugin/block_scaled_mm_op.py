@@ -101,9 +101,7 @@ def warm_up_tokens(gpu: str | None, N: int, K: int) -> tuple[int, ...]:
         N: output features.
         K: input features.
     """
-    limits = [bucket.max_m for bucket in tiles_scaled_mm.buckets(fp8.BLOCK_OP, gpu, N, K)]
-    bounded = [limit for limit in limits if limit is not None]
-    return (*bounded, max(bounded, default=0) + 1)
+    return tiles_scaled_mm.tokens_of_buckets(fp8.BLOCK_OP, gpu, N, K)
 
 
 def why_not_at_all(gpu: str | None, N: int, K: int, mode: str) -> str | None:

@@ -144,11 +144,7 @@ def warm_up_tokens(dtype: torch.dtype, gpu: str | None, N: int, K: int) -> tuple
         N: output features.
         K: input features.
     """
-    sizes: list[int] = []
-    for bucket in tiles_scaled_mm.buckets(table_op(dtype), gpu, N, K):
-        previous = sizes[-1] if sizes else 0
-        sizes.append(previous + 1 if bucket.max_m is None else bucket.max_m)
-    return tuple(sizes)
+    return tiles_scaled_mm.tokens_of_buckets(table_op(dtype), gpu, N, K)
 
 
 def why_not_at_all(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: str) -> str | None:
