@@ -75,15 +75,15 @@ class ScaledMmTile:
         block_m: tokens of a tile, a power of two ≥ 16; with ``hopper`` 128, with ``few`` 64 or 128,
             with ``pairs`` 16, 32 or 64, with ``blocks`` 64, 128 or 256.
         block_n: output features of a tile, a power of two ≥ 16; with ``hopper`` 128, 160, 192 or
-            256, with ``few`` 64 (one group of warps), 128 or 256 (two), with ``pairs`` 64. With
-            ``turns`` tiles are 128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only); with
-            ``blocks`` 256×128, 128×128, 128×64, 128×32 or 64×128.
+            256, with ``few`` 64 (one group of warps), 128 or 256 (two), with ``pairs`` 64, 128 or
+            256. With ``turns`` tiles are 128×128, 128×160, 64×160, 64×192, or 64×256 (FP8 only);
+            with ``blocks`` 256×128, 128×128, 128×64, 128×32 or 64×128.
         block_k: K indices a step, a power of two ≥ 32; 128 where TMA feeds, or 256 with ``few``;
             256 with ``pairs``.
         num_warps: 4, 8 or 16 (1 and 2 leave `wgmma` unused); 4, those of a group, but for ``ring``.
         num_stages: steps in flight, ≥ 1.
-        split_k: programs along K, 1..32, ``ring``, ``pairs``, ``blocks`` of up to 128 tokens and 64
-            features or more, and ``few`` with 64 features, only; only up to
+        split_k: programs along K, 1..32, ``ring``, ``blocks`` of up to 128 tokens and 64 features
+            or more, and ``few`` and ``pairs`` with 64 features, only; only up to
             :func:`most_shared_tokens`.
         group_m: token tiles of a group, ``hopper``, ``turns`` and ``blocks`` only.
         early: start before the kernel in front has ended (programmatic dependent launch), ``ring``
@@ -168,21 +168,24 @@ class ScaledMmTile:
             )
         if self.block_k not in (128, 256) or (self.num_warps, self.group_m) != (4, 1):
             raise ValueError("kernel few needs block_k 128 or 256, num_warps 4 and group_m 1")
-        if self.split_k > 1 and self.block_n != 64:
-            raise ValueError(f"kernel few splits K with block_n 64 only, got {self.block_n}")
-        self._check_stages()
+        self._check_ring()
 
     def _check_pairs(self) -> None:
-        if self.block_m > 64 or (self.block_n, self.block_k) != (64, 256):
+        if self.block_m > 64 or self.block_n not in (64, 128, 256) or self.block_k != 256:
             size = f"{self.block_m}×{self.block_n}×{self.block_k}"
             raise ValueError(
-                f"kernel pairs needs block_m of at most 64, block_n 64 and block_k 256, got {size}"
+                "kernel pairs needs block_m of at most 64, block_n 64, 128 or 256 and block_k 256, "
+                f"got {size}"
             )
         if (self.num_warps, self.group_m) != (4, 1):
             raise ValueError("kernel pairs needs num_warps 4 and group_m 1")
-        self._check_stages()
+        self._check_ring()
 
-    def _check_stages(self) -> None:
+    def _check_ring(self) -> None:
+        if self.split_k > 1 and self.block_n != 64:
+            raise ValueError(
+                f"kernel {self.kernel} splits K with block_n 64 only, got {self.block_n}"
+            )
         if self.num_stages < 2:
             raise ValueError(f"kernel {self.kernel} needs num_stages of at least 2, got 1")
         most = FEW_RING_BYTES // ((self.block_m + self.block_n) * self.block_k)
@@ -230,8 +233,10 @@ def tiles_of_blocks() -> list[ScaledMmTile]:
 
 
 def tiles_of_pairs() -> list[ScaledMmTile]:
-    """Return a tile of kernel ``pairs`` for each number of tokens it has."""
-    return [ScaledMmTile(PAIRS, block_m, 64, 256, 4, 4) for block_m in (16, 32, 64)]
+    """Return a tile of kernel ``pairs`` for each number of tokens and features it has."""
+    narrow = [ScaledMmTile(PAIRS, block_m, 64, 256, 4, 4) for block_m in (16, 32, 64)]
+    sizes = ((16, 128), (32, 128), (64, 128), (16, 256), (32, 256), (64, 256))
+    return narrow + [ScaledMmTile(PAIRS, *size, 256, 4, 2) for size in sizes]
 
 
 def most_shared_tokens(tile: ScaledMmTile) -> int:
@@ -289,6 +294,8 @@ def why_not_for(tile: ScaledMmTile, op: str, N: int) -> str | None:
         )
     if op == "fp8_block" and tile.block_n > BLOCK_GROUP:
         return f"fp8_block needs block_n of at most 128, one block of weights, got {tile}"
+    if op == "fp8_block" and tile.kernel == PAIRS and tile.block_m * tile.block_n > 64 * 64:
+        return f"fp8_block has no room for the sums of {tile}"
     if op != "fp8_block" and tile.kernel == BLOCKS:
         return f"kernel {tile.kernel} is for fp8_block alone, got {op}"
     if tile.kernel == BLOCKS and tile.split_k > 1 and 0 < N % BLOCK_GROUP <= 64:

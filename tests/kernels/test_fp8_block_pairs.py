@@ -33,7 +33,8 @@ WHOLE, HALF, WIDE, SHALLOW, SPLIT, SPLIT_WIDE = LATE = tuple(
         (16, 4, 1), (32, 6, 1), (64, 6, 1), (32, 2, 1), (16, 3, 4), (64, 4, 3),
     )
 )  # fmt: skip
-TILES = (*LATE, replace(HALF, early=True, prefetch=4), replace(SPLIT, early=True))
+BROAD = ScaledMmTile("pairs", 32, 128, 256, 4, 3)
+TILES = (*LATE, BROAD, replace(HALF, early=True, prefetch=4), replace(SPLIT, early=True))
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
@@ -109,10 +110,13 @@ def test_tiles_fit() -> None:
         for op in OPS:
             assert why_not_for(tile, op, 4096) is None
             assert "N % 8 == 0" in str(why_not_for(tile, op, 4100))
-    size = "pairs needs block_m of at most 64, block_n 64 and block_k 256"
-    for other in ({"block_m": 128, "num_stages": 4}, {"block_n": 128}, {"block_k": 128}):
+    size = "pairs needs block_m of at most 64, block_n 64, 128 or 256 and block_k 256"
+    for other in ({"block_m": 128, "num_stages": 4}, {"block_n": 32}, {"block_k": 128}):
         with pytest.raises(ValueError, match=size):
             replace(HALF, **other)
+    with pytest.raises(ValueError, match="pairs splits K with block_n 64 only, got 128"):
+        replace(BROAD, split_k=2)
+    assert "no room for the sums" in str(why_not_for(replace(BROAD, block_m=64), "fp8_block", 4096))
     with pytest.raises(ValueError, match="pairs needs num_warps 4"):
         replace(HALF, num_warps=8)
     with pytest.raises(ValueError, match="pairs needs num_stages of at least 2"):

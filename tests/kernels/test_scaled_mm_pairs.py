@@ -24,6 +24,7 @@ needs_gpu = pytest.mark.skipif(
 TILES = (
     *tiles_of_pairs(),
     ScaledMmTile("pairs", 16, 64, 256, 4, 8),
+    ScaledMmTile("pairs", 16, 256, 256, 4, 3),
     ScaledMmTile("pairs", 32, 64, 256, 4, 2),
     ScaledMmTile("pairs", 16, 64, 256, 4, 3, 4),
     ScaledMmTile("pairs", 64, 64, 256, 4, 6, 2),
@@ -51,7 +52,8 @@ def check(tile: ScaledMmTile, case: ScaledMmCase, times: int = 1) -> None:
         actual = run(tile, case)
     reason = case.why_wrong(actual)
     assert reason is None, reason
-    if case.op == "w8a8_gemm":
+    # With a bias a GPU rounds once, the reference twice.
+    if case.op == "w8a8_gemm" and (case.bias is None or not actual.is_cuda):
         assert torch.equal(actual, case.reference()), "int8 sums are exact: same bits"
     assert not case.arrivals.any(), "for the next call"
     for _ in range(times):

@@ -66,7 +66,11 @@ def ring_bytes(tile: ScaledMmTile) -> int:
 
 def resident(tile: ScaledMmTile) -> int:
     """Return how many of a ring's programs a multiprocessor holds at once."""
-    return min(SHARED_BYTES // (ring_bytes(tile) + _RESERVED_BYTES), _MOST_PROGRAMS)
+    return _places(ring_bytes(tile))
+
+
+def _places(size: int) -> int:
+    return min(SHARED_BYTES // (size + _RESERVED_BYTES), _MOST_PROGRAMS)
 
 
 def _few_tokens(N: int, K: int, M: int, early: bool) -> Iterator[ScaledMmTile]:
@@ -217,7 +221,8 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
         few = _few_tokens(N, K, M, early)
         yield from (tile for tile in few if why_not_for(tile, "fp8_block", N) is None)
     if M <= 128:
-        yield from pairs(N, K, M, early=early)
+        some = pairs(N, K, M, early=early)
+        yield from (tile for tile in some if why_not_for(tile, "fp8_block", N) is None)
     if M >= 64:
         yield from _block_rings(N, K, M)
     for tile in tiles_of_blocks():
@@ -227,7 +232,7 @@ def block_candidates(N: int, K: int, M: int, *, early: bool = False) -> Iterator
 
 
 def pairs(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTile]:
-    """Yield tiles of kernel ``pairs`` whose programs are resident all at once.
+    """Yield tiles of kernel ``pairs``: all programs resident, or two at a time in further waves.
 
     Args:
         N: output features.
@@ -238,15 +243,21 @@ def pairs(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTi
     if N % 8:
         return
     sizes = [width for width in widths_of(M) if width <= 64]
-    for block_m, stages, split in itertools.product(sizes, (4, 6, 8), (1, 2, 4)):
-        if K % (256 * split) or (split > 1 and block_m < M):
+    for block_m, block_n, stages, split in itertools.product(
+        sizes, (64, 128, 256), (2, 3, 4, 6, 8), (1, 2, 4)
+    ):
+        if K % (256 * split) or (split > 1 and (block_m < M or block_n > 64)):
             continue
-        if (block_m + 64) * 256 * stages > FEW_RING_BYTES:
+        if (block_m + block_n) * 256 * stages > FEW_RING_BYTES:
             continue
-        tile = ScaledMmTile(PAIRS, block_m, 64, 256, 4, stages, split)
-        programs = -(-N // 64) * -(-M // block_m) * split
+        tile = ScaledMmTile(PAIRS, block_m, block_n, 256, 4, stages, split)
+        programs = -(-N // block_n) * -(-M // block_m) * split
         places = resident(tile)
-        if 0.45 * MULTIPROCESSORS <= programs <= places * MULTIPROCESSORS:
+        at_once = programs <= places * MULTIPROCESSORS
+        longer = _places(4 * ring_bytes(tile) // stages)
+        if stages < 4 and longer and programs <= longer * MULTIPROCESSORS:
+            continue  # a short ring is for more programs at a time
+        if programs >= 0.45 * MULTIPROCESSORS and (at_once or (split == 1 and places >= 2)):
             yield tile
             if early and places <= 2:
                 yield from early_starts(tile)

@@ -47,11 +47,11 @@ def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
         won = dict.fromkeys(_promising(N, K, M, [*won, *tiles_scaled_mm.tiles_of_parts()]))
     elif is_of_few(M):
         won |= dict.fromkeys(tiles_scaled_mm.tiles_of_few())
-    fit = (tile for tile in won if tiles_scaled_mm.why_not_for(tile, op, N) is None)
-    found = [cut for tile in fit for cut in _cuts(tile, N, K, M)]
+    found = [cut for tile in won for cut in _cuts(tile, N, K, M)]
     if M <= _SPLIT_TOKENS:
         found += pairs(N, K, M)  # few enough to try them all
-    return _without_equal_orders(found, M)
+    fit = [tile for tile in found if tiles_scaled_mm.why_not_for(tile, op, N) is None]
+    return _without_equal_orders(fit, M)
 
 
 def _near(buckets: tuple[tiles_scaled_mm.Bucket, ...], M: int) -> Iterator[ScaledMmTile]:

@@ -2,9 +2,10 @@
 
 Candidates are compiled first, in parallel (their form does not depend on N and K), then held to the
 error budget and timed at each number of tokens; the best of each bucket are timed against the
-rivals in turn, which makes a table for ``taut_kernels/tiles``. At few tokens the second kind tries
-only what did best for the first: both move the same bytes through the same kernel. Block-wise FP8
-has a kernel, candidates and rivals of its own and runs with ``--kind fp8-block`` only.
+tile that ships and the rivals in turn, which makes a table for ``taut_kernels/tiles``. At few
+tokens the second kind tries only what did best for the first: both move the same bytes through the
+same kernel. Block-wise FP8 has a kernel, candidates and rivals of its own and runs with
+``--kind fp8-block`` only.
 
 Written after every bucket: ``table.json`` (products whose every bucket was timed), ``finals.csv``
 (ours and the rivals in turn) and ``all.json`` (every candidate). What fails is a line of the log.
@@ -28,6 +29,8 @@ from pathlib import Path
 import torch
 import triton
 
+from taut_kernels import tiles_scaled_mm
+from taut_kernels._launch import gpu_name
 from taut_kernels.bench import scaled_mm_rivals, shapes, timing
 from taut_kernels.bench.refusal import REFUSED, first_line
 from taut_kernels.bench.scaled_mm import PREPARE
@@ -217,6 +220,8 @@ class Tuning:
         ready: dict[str, list[scaled_mm_rivals.Call]],
     ) -> None:
         max_m, Ms = bucket
+        shipped = _shipped(layer, Ms[-1])
+        tiles = list(dict.fromkeys([*tiles, shipped]))
         times = [self._search(f"{kind} {shape}", layer, M, tiles, copies) for M in Ms]
         found = {
             tile: [at[tile] for at in times] for tile in tiles if all(tile in at for at in times)
@@ -229,6 +234,8 @@ class Tuning:
         if not found:
             return
         best = finalists(found)
+        if shipped in found and shipped not in best:
+            best.append(shipped)  # a row changes by a time beside the one it has
         finals = [self._final(layer, M, best, copies, ready) for M in Ms]
         for final in finals:
             _say(f"{kind} {shape:22} {final}")
@@ -296,6 +303,12 @@ def finalists(found: Times) -> list[ScaledMmTile]:
     ends = range(len(next(iter(found.values()))))
     best = [min(found, key=lambda tile: found[tile][end]) for end in ends]
     return list(dict.fromkeys([*list(found)[:2], *best]))
+
+
+def _shipped(layer: Layer, M: int) -> ScaledMmTile:
+    """Return what the card's table, or the rule, has for a product now."""
+    gpu, (N, K) = gpu_name(layer.weight.device), layer.weight.shape
+    return tiles_scaled_mm.lookup(layer.op, gpu, N, K, M).tile
 
 
 def _subject(layer: Layer, tile: ScaledMmTile, M: int, copies: Copies) -> timing.Subject:

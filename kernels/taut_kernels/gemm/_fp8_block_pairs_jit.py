@@ -152,14 +152,14 @@ def fp8_block_pairs_kernel(
     K,
     stride_xm,
     stride_wn,
-    COLS: gl.constexpr,  # tokens of a tile, 16, 32 or 64
+    ROWS: gl.constexpr,  # features of a tile, 64, or unsplit 128
+    COLS: gl.constexpr,  # tokens of a tile, 16, 32 or, of 64 features, 64
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,  # of 256 along K
     EVEN_K: gl.constexpr,  # K is a multiple of 256
     EARLY: gl.constexpr,  # as in scaled_mm_pairs_kernel
     PREFETCH: gl.constexpr,
 ):
-    ROWS: gl.constexpr = 64
     BOX: gl.constexpr = 16
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLS, 32])
     ELEMENT: gl.constexpr = w_ptr.dtype.element_ty

@@ -19,6 +19,7 @@ def launch_constants(tile: ScaledMmTile, K: int) -> _launch.Constants:
         K: input features.
     """
     return {
+        "ROWS": tile.block_n,
         "COLS": tile.block_m,
         "SPLIT_K": tile.split_k,
         "STAGES": tile.num_stages,

@@ -179,6 +179,7 @@ def scaled_mm_pairs_kernel(
     K,
     stride_xm,
     stride_wn,
+    ROWS: gl.constexpr,  # features of a tile, 64, or unsplit 128 or 256
     COLS: gl.constexpr,  # tokens of a tile, 16, 32 or 64
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,  # of 256 along K
@@ -186,7 +187,6 @@ def scaled_mm_pairs_kernel(
     EARLY: gl.constexpr,  # programmatic dependent launch
     PREFETCH: gl.constexpr,  # with EARLY: lines of each row asked for before the inputs are there
 ):
-    ROWS: gl.constexpr = 64
     BOX: gl.constexpr = 16
     ELEMENT: gl.constexpr = w_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.int32 if w_ptr.dtype.element_ty == gl.int8 else gl.float32

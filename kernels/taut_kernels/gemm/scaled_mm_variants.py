@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from taut_kernels import tiles_scaled_mm
@@ -36,10 +36,10 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
     searched = (*tiles_scaled_mm.tiles_of_parts(), *tiles_scaled_mm.tiles_of_few())
     of_blocks = tiles_scaled_mm.tiles_of_blocks()
     apart = (tile for tile in of_blocks if tiles_scaled_mm.most_shared_tokens(tile))
-    searched += (*of_blocks, *(dataclasses.replace(tile, split_k=2) for tile in apart))
-    for tile in tiles_scaled_mm.tiles_of_pairs():
-        early = dataclasses.replace(tile, early=True, prefetch=2)
-        searched += (tile, dataclasses.replace(tile, split_k=2), early)
+    searched += (*of_blocks, *(replace(tile, split_k=2) for tile in apart))
+    of_pairs = tiles_scaled_mm.tiles_of_pairs()
+    searched += (*of_pairs, *(replace(tile, early=True, prefetch=2) for tile in of_pairs))
+    searched += tuple(replace(tile, split_k=2) for tile in of_pairs if tile.block_n == 64)
     for tile in (*tiles_scaled_mm.FED_BY_TMA, *searched):
         if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
@@ -49,7 +49,7 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
                 for bucket in buckets if row_op == op else ():
                     yield bucket.tile, K, HOPPER
     tile = tiles_scaled_mm.rule(op, 4096, 4096, 1)
-    yield dataclasses.replace(tile, early=True, prefetch=2), 4096, HOPPER
+    yield replace(tile, early=True, prefetch=2), 4096, HOPPER
 
 
 def kernel_variants() -> Iterator[KernelVariant]:
@@ -185,7 +185,7 @@ def _block_pairs_variant(tile: ScaledMmTile, even_k: bool) -> KernelVariant:
     pointers = {"x_scale_ptr": "fp32", "w_scale_ptr": "fp32", "bias_ptr": "bf16"}
     launcher = block_pairs.launcher()
     described = _of_pairs("fp8_block", launcher.kernel, tile, pointers, constants, even_k)
-    return dataclasses.replace(described, assembler=launcher.assembler)
+    return replace(described, assembler=launcher.assembler)
 
 
 def _pairs_variant(
@@ -195,7 +195,7 @@ def _pairs_variant(
     pointers = _vectors(constants, has_azp_adj, has_azp)
     described = _of_pairs(op, scaled_mm_pairs_kernel, tile, pointers, constants, even_k)
     named = f"{described.label}{' azp_adj' * has_azp_adj}{' azp' * has_azp}"
-    return dataclasses.replace(described, label=named)
+    return replace(described, label=named)
 
 
 def _of_pairs(
@@ -260,9 +260,9 @@ def _blocks_variant(op: str, tile: ScaledMmTile) -> KernelVariant:
     label = f"{op} {tile.kernel}{' of 256 tokens' if tall else ''}"
     launcher = blocks.launcher(tile)
     described = _persistent_variant(label, launcher.kernel, tile, pointers, constants, descriptors)
-    described = dataclasses.replace(described, options=blocks.launch_options(tile))
+    described = replace(described, options=blocks.launch_options(tile))
     spill = _PARTS_SPILL_BYTES if tile.split_k > 2 else 0
-    return dataclasses.replace(described, allowed_spill_bytes=spill, assembler=launcher.assembler)
+    return replace(described, allowed_spill_bytes=spill, assembler=launcher.assembler)
 
 
 def _persistent_variant(
