@@ -319,33 +319,32 @@ def _bucket(max_m: int | None, tile: ScaledMmTile, figures: dict[str, Any]) -> B
     return Bucket(max_m, tile, wins, tuple(figures["M"]))
 
 
-def early_in_layer(tile: ScaledMmTile, op: str, N: int, max_m: int | None) -> ScaledMmTile:
+def early_in_layer(tile: ScaledMmTile, op: str, N: int, K: int, max_m: int | None) -> ScaledMmTile:
     """Return what becomes of a tile between kernels that start early, where nobody timed it there.
 
-    As for Llama-3-8B's four products on an H200: early up to 64 tokens, but where few tokens meet
-    more programs than multiprocessors.
+    As for Llama-3-8B's four products: early up to 64 tokens, but where few tokens meet more
+    programs of a ring than multiprocessors (H200), or up to 32 long K in ``pairs`` (H100).
 
     Args:
         tile: as timed alone.
         op: one of :data:`OPS`.
         N: output features.
+        K: input features.
         max_m: most tokens of its bucket.
     """
-    if op == "fp8_block" or tile.kernel != "ring" or tile.block_k % 128:
+    if op == "fp8_block" or tile.kernel not in ("ring", PAIRS) or tile.block_k % 128:
         return tile
-    programs = -(-N // tile.block_n) * tile.split_k
-    if (
-        max_m is None
-        or max_m > _early_start.EARLY_TOKENS
-        or (max_m <= 16 and programs > MULTIPROCESSORS)
-    ):
+    if max_m is None or max_m > _early_start.EARLY_TOKENS:
         return tile
-    return replace(tile, early=True, prefetch=_PREFETCH)
+    many = -(-N // tile.block_n) * tile.split_k > MULTIPROCESSORS
+    of_ring, of_pairs = max_m <= 16 and many, max_m <= 32 and K >= _LONG_K
+    late = of_pairs if tile.kernel == PAIRS else of_ring
+    return tile if late else replace(tile, early=True, prefetch=_PREFETCH)
 
 
 def _bucket_in_layer(row: dict[str, Any], tile: ScaledMmTile, where: str) -> Bucket:
     if "layer" not in row:
-        early = early_in_layer(tile, row["op"], row["N"], row["max_m"])
+        early = early_in_layer(tile, row["op"], row["N"], row["K"], row["max_m"])
         return _bucket(row["max_m"], early, row)
     layer = row["layer"]
     lengths = {len(layer.get(key, ())) for key in ("M", "us", "vllm_us")}

@@ -103,18 +103,25 @@ def test_what_no_layer_timed_starts_early_as_what_was_does() -> None:
     table = tiles_scaled_mm.tables()["NVIDIA H200"]
     for (op, N, K), buckets in table.in_layer.items():
         for alone, within in zip(table.buckets[op, N, K], buckets, strict=True):
-            guess = tiles_scaled_mm.early_in_layer(alone.tile, op, N, alone.max_m)
+            guess = tiles_scaled_mm.early_in_layer(alone.tile, op, N, K, alone.max_m)
             timed = (N, K) in SHAPES.values() and alone.max_m in (16, 32, 64)
             assert within.tile == guess
             assert within.wins >= alone.wins if timed else within.wins == alone.wins
             assert not (within.tile.early and alone.max_m and alone.max_m > 64)
     few = ScaledMmTile("ring", 16, 64, 256, 4, 6)
     early = tiles_scaled_mm.early_in_layer
-    assert early(few, "fp8_gemm", 64 * 132, 16).early
-    assert not early(few, "fp8_gemm", 64 * 132 + 16, 16).early
-    assert early(few, "fp8_gemm", 64 * 132 + 16, 32).early
-    assert not early(few, "fp8_gemm", 64, None).early
-    assert not early(few, "fp8_block", 64, 16).early
+    assert early(few, "fp8_gemm", 64 * 132, 4096, 16).early
+    assert not early(few, "fp8_gemm", 64 * 132 + 16, 4096, 16).early
+    assert early(few, "fp8_gemm", 64 * 132 + 16, 4096, 32).early
+    assert not early(few, "fp8_gemm", 64, 4096, None).early
+    assert not early(few, "fp8_block", 64, 4096, 16).early
+    pairs = ScaledMmTile("pairs", 16, 64, 256, 4, 4)
+    assert early(pairs, "fp8_gemm", 64 * 132 + 16, 4096, 16).early
+    assert [early(pairs, "fp8_gemm", 4096, 8192, M).early for M in (16, 32, 64)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
@@ -303,7 +310,8 @@ def test_candidates_fit_the_card_and_the_tables(shape: str) -> None:
             last = () if max_m is None else (_row(N=N, K=K),)
             parse(_text(row, *last), shape)
             assert ring_bytes(tile) <= SHARED_BYTES
-            assert K % (tile.block_k * tile.split_k) == 0
+            parts = 1 if tile.kernel == "pairs" else tile.split_k
+            assert K % (tile.block_k * parts) == 0
             assert isinstance(tile, ScaledMmTile)
 
 

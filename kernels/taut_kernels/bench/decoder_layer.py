@@ -32,7 +32,8 @@ FORMS = ("table", "late", "early", "early+prefetch", "CUTLASS")
 """Of an 8-bit product: as its table says, our ring without and with an early start, vLLM's."""
 PAGE = 16
 _GROUP = 128
-_PREFETCH = 2
+PREFETCH = 2
+"""Lines of each row that ``early+prefetch`` asks for."""
 _EPSILON = 1e-5
 Activations = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Product = Callable[[Activations, str], torch.Tensor]
@@ -59,7 +60,7 @@ def _w4a16_product(N: int, K: int, generator: torch.Generator) -> Product:
 def _in_form(tile: tiles_scaled_mm.ScaledMmTile, form: str) -> tiles_scaled_mm.ScaledMmTile:
     if form == "table" or tile.kernel not in ("ring", tiles_scaled_mm.PAIRS):
         return tile
-    prefetch = _PREFETCH if form == "early+prefetch" else 0
+    prefetch = PREFETCH if form == "early+prefetch" else 0
     return replace(tile, early=form != "late", prefetch=prefetch)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from taut_kernels import measured_scaled_mm
 from taut_kernels.bench import measured_table, shapes
+from taut_kernels.bench.decoder_layer import FORMS
 from taut_kernels.bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, KINDS
 
 VLLM = "CUTLASS"
@@ -28,6 +29,8 @@ BLOCK_VLLM = (VLLM, "DeepGEMM")
 _TILE_OF_THE_TABLE = "table"
 """The form of ours that ships, by its name in `decode_chain`."""
 
+Product = tuple[str, int, int]
+"""op, N, K."""
 Figures = dict[str, list[Any]]
 """``M``, ``us`` and ``vllm_us``."""
 
@@ -63,8 +66,8 @@ def rows(op: str, paths: Sequence[Path], vllm: Sequence[str] = (VLLM,)) -> list[
     ]
 
 
-def layers(path: Path) -> dict[tuple[str, int, int], Figures]:
-    """Return whole layers' figures by op, N and K of the product in which they differ.
+def forms_of_layers(path: Path) -> dict[Product, dict[int, dict[str, float]]]:
+    """Return whole layers' µs: by op, N and K of the product whose form differs, tokens and form.
 
     Args:
         path: CSV of `bench.decode_chain --forms`, of one length of context.
@@ -72,12 +75,12 @@ def layers(path: Path) -> dict[tuple[str, int, int], Figures]:
     Raises:
         ValueError: it is no such CSV; names it.
     """
-    found: dict[tuple[str, int, int], dict[int, dict[str, float]]] = {}
+    found: dict[Product, dict[int, dict[str, float]]] = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
                 product, _, form = row["kernels"].partition(" (")[0].partition(" ")
-                if product not in shapes.PRODUCTS or form not in (_TILE_OF_THE_TABLE, VLLM):
+                if product not in shapes.PRODUCTS or form not in FORMS:
                     continue
                 key = KINDS[row["scheme"]], *shapes.PRODUCTS[product]
                 times = found.setdefault(key, {}).setdefault(int(row["tokens"]), {})
@@ -86,8 +89,22 @@ def layers(path: Path) -> dict[tuple[str, int, int], Figures]:
                 times[form] = float(row["us"])
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{path}: not a CSV of decode_chain: {error}") from error
-    if not found or any(len(times) < 2 for some in found.values() for times in some.values()):
+    both = {_TILE_OF_THE_TABLE, VLLM}
+    if not found or any(both - set(times) for some in found.values() for times in some.values()):
         raise ValueError(f"{path}: not every layer was timed with ours and with {VLLM}")
+    return found
+
+
+def layers(path: Path) -> dict[Product, Figures]:
+    """Return whole layers' figures by op, N and K of the product in which they differ.
+
+    Args:
+        path: as of :func:`forms_of_layers`.
+
+    Raises:
+        ValueError: it is no such CSV; names it.
+    """
+    found = forms_of_layers(path)
     return {key: _figures(some, _TILE_OF_THE_TABLE) for key, some in found.items()}
 
 

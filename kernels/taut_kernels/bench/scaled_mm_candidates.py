@@ -190,7 +190,7 @@ def candidates(
         fp8: with the tile only FP8 has.
 
     Yields:
-        Tiles, all with every K divided evenly.
+        Tiles; all but ``pairs`` divide every K evenly.
     """
     if M <= 64:
         yield from _few_tokens(N, K, M, early)
@@ -244,9 +244,9 @@ def pairs(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTi
         return
     sizes = [width for width in widths_of(M) if width <= 64]
     for block_m, block_n, stages, split in itertools.product(
-        sizes, (64, 128, 256), (2, 3, 4, 6, 8), (1, 2, 4)
+        sizes, (64, 128, 256), (2, 3, 4, 6, 8), (1, 2, 3, 4)
     ):
-        if K % (256 * split) or (split > 1 and (block_m < M or block_n > 64)):
+        if K % 256 or (split > 1 and (block_m < M or block_n > 64)):
             continue
         if (block_m + block_n) * 256 * stages > FEW_RING_BYTES:
             continue
@@ -257,7 +257,7 @@ def pairs(N: int, K: int, M: int, *, early: bool = False) -> Iterator[ScaledMmTi
         longer = _places(4 * ring_bytes(tile) // stages)
         if stages < 4 and longer and programs <= longer * MULTIPROCESSORS:
             continue  # a short ring is for more programs at a time
-        if programs >= 0.45 * MULTIPROCESSORS and (at_once or (split == 1 and places >= 2)):
+        if programs >= 0.42 * MULTIPROCESSORS and (at_once or (split == 1 and places >= 2)):
             yield tile
             if early and places <= 2:
                 yield from early_starts(tile)
