@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from taut_kernels.attention._hopper_tile_jit import barriers, load_block, seen_as
+from taut_kernels.attention._hopper_tile_jit import barrier_pairs, load_block, seen_as
 from taut_kernels.gemm._scaled_mm_hopper_jit import place
 from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis, whole_quads
 from taut_kernels.gemm._w4a16_decode_ring_stage_jit import early_start
@@ -502,7 +502,8 @@ def w4a16_wgmma_tma_kernel(
     halves = gl.allocate_shared_memory(x_desc.dtype, [2 * CHUNKS, HALF, 64], x_desc.layout)
     # Rows of 128 bytes: two halves behind each other are a block.
     tokens = seen_as(halves, x_desc.dtype, [CHUNKS, 2 * HALF, 64], x_desc.layout)
-    rings = (words, tokens, barriers(STAGES, 1), barriers(STAGES, 1))
+    full, empty = barrier_pairs(STAGES, 1, 1)
+    rings = (words, tokens, full, empty)
     hopper.fence_async_shared()
     first_chunk = gl.program_id(1) * (STEPS * CHUNKS_PER_STEP)
     rows, block = _blocks(M, 2 * HALF, GROUP_M)
