@@ -136,7 +136,10 @@ def test_fp8_layers_elsewhere(card, explain):
     assert "input features" in odd[1]
 
 
-BLOCKS = "no engine has answered on taut's kernel for blocks yet; TAUT_KERNELS=require runs it"
+BLOCKS = (
+    "no engine has answered with taut's kernel for blocks and vLLM's side by side yet;"
+    " TAUT_KERNELS=require runs taut's"
+)
 BLOCK_WEIGHTS = E4M3_WEIGHTS | {"strategy": "block", "block_structure": [128, 128]}
 ACT_ORDER = "activation reordering (desc_act, actorder) is not supported, nor by newer vLLM"
 NOT_OURS = {

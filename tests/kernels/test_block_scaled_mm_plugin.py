@@ -117,13 +117,17 @@ def test_reasons_name_the_regimes() -> None:
 
 def test_prefer_waits_for_an_engine_that_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "ANSWERED", False)
-    reason = "no engine has answered on taut's kernel for blocks yet; TAUT_KERNELS=require runs it"
-    assert op.why_not_at_all(GPU, 64, 256, "prefer") == reason
+    reason = op.why_not_at_all(GPU, 64, 256, "prefer")
+    assert reason == (
+        "no engine has answered with taut's kernel for blocks and vLLM's side by side yet;"
+        " TAUT_KERNELS=require runs taut's"
+    )
     assert op.why_not_at_all(GPU, 64, 256, "require") is None
 
 
-def test_warm_up_reaches_every_bucket() -> None:
-    assert op.warm_up_tokens(GPU, 64, 256) == (16, 64, 65)
+def test_warm_up_reaches_every_bucket_of_ours() -> None:
+    assert op.warm_up_tokens(GPU, 64, 256, True) == (16, 64, 65)
+    assert op.warm_up_tokens(GPU, 64, 256, False) == (16,)
 
 
 KERNEL = """

@@ -21,12 +21,12 @@ from taut_kernels.bench.shapes import PRODUCTS
 def test_every_product_has_some_tiles_that_fit_it(op: str, M: int) -> None:
     for N, K in sorted(set(PRODUCTS.values())):
         tiles = known_tiles(op, N, K, M)
-        assert 2 <= len(tiles) <= 40, (N, K)
+        assert 2 <= len(tiles) <= 64, (N, K)
         assert len(tiles) == len(set(tiles))
         for tile in tiles:
             assert tiles_scaled_mm.why_not_for(tile, op, N) is None
             assert tile.kernel != "ring" or ring_bytes(tile) <= SHARED_BYTES
-            assert K % (tile.block_k * tile.split_k) == 0
+            assert K % (tile.block_k * (1 if tile.kernel == "pairs" else tile.split_k)) == 0
             if tile.split_k > 1:
                 assert tile.block_m >= M
 
@@ -39,7 +39,7 @@ def test_half_the_tokens_are_tried_where_whole_tiles_do_not_fill_a_wave() -> Non
         assert all(t.split_k == 1 for t in halves)
         assert all(t.block_m in (32, 64) for t in at_64 if t.kernel == "ring" and t.block_m <= 64)
     wide = known_tiles("fp8_gemm", *PRODUCTS["qwen2.5-32b/gate_up"], 64)
-    assert all(tile.block_m >= 64 for tile in wide)
+    assert all(tile.block_m >= 64 for tile in wide if tile.kernel == "ring")
     assert widths_of(16) == (16,)
     assert widths_of(17) == (32, 16)
 

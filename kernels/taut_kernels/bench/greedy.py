@@ -51,6 +51,8 @@ _DISABLED = (
     "MacheteLinearKernel",
     "CutlassFP8ScaledMMLinearKernel",
     "CutlassInt8ScaledMMLinearKernel",
+    "CutlassFp8BlockScaledMMKernel",
+    "DeepGemmFp8BlockScaledMMKernel",
 )
 """Products left out of :data:`_OTHERS` but ``off+triton``: the next in vLLM's order take their
 place."""

@@ -108,7 +108,7 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
             return
         self.partly = op.why_partly(gpu, N, K, mode)
         layer.register_buffer(ARRIVALS, make_arrivals(N, weight.device), persistent=False)
-        for M in op.warm_up_tokens(gpu, N, K):
+        for M in op.warm_up_tokens(gpu, N, K, self.always):
             self.apply_weights(
                 layer, torch.zeros(M, K, dtype=self.config.input_dtype, device=weight.device)
             )

@@ -17,9 +17,10 @@ OP = "fp8_block_by_regime"
 DEEP_GEMM, DEEP_GEMM_UE8M0, CUTLASS = RESTS = ("DeepGEMM", "DeepGEMM ue8m0", "CUTLASS")
 """vLLM's kernels that ours was measured against; the second with scales that are powers of two."""
 ANSWERED = False
-"""Whether an engine with such layers has answered on ours beside stock vLLM. On 2026-11-26 one
-loaded, compiled and warmed them up on an H200, and the visit ended before its first answer; until
-one has, ``prefer`` leaves them to vLLM."""
+"""Whether an engine has answered with ours and vLLM's kernel side by side in such layers. With ours
+alone (``require``) one has, like stock's within the noise floor (H100, 2026-11-26); mixed with
+DeepGEMM one loaded, compiled and captured its graphs, and the visit ended before its first answer.
+Until one has answered, ``prefer`` leaves these layers to vLLM."""
 
 
 def _reference(
@@ -93,15 +94,20 @@ torch.library.impl(f"taut::{OP}", "CUDA", _dispatch)
 torch.library.register_fake(f"taut::{OP}", _fake)
 
 
-def warm_up_tokens(gpu: str | None, N: int, K: int) -> tuple[int, ...]:
-    """Return one number of tokens for each bucket, for compiling every tile before serving starts.
+def warm_up_tokens(gpu: str | None, N: int, K: int, always: bool) -> tuple[int, ...]:
+    """Return one number of tokens for each bucket of ours, to compile its tile before serving.
+
+    vLLM warms its own kernels up; DeepGEMM compiles for seconds at most numbers of tokens.
 
     Args:
         gpu: card name.
         N: output features.
         K: input features.
+        always: ours runs in every bucket.
     """
-    return tiles_scaled_mm.tokens_of_buckets(fp8.BLOCK_OP, gpu, N, K)
+    tokens = tiles_scaled_mm.tokens_of_buckets(fp8.BLOCK_OP, gpu, N, K)
+    found = ((M, tiles_scaled_mm.lookup(fp8.BLOCK_OP, gpu, N, K, M)) for M in tokens)
+    return tuple(M for M, bucket in found if always or bucket.wins)
 
 
 def why_not_at_all(gpu: str | None, N: int, K: int, mode: str) -> str | None:
@@ -123,7 +129,8 @@ def why_not_at_all(gpu: str | None, N: int, K: int, mode: str) -> str | None:
         return reason
     if not ANSWERED:
         return (
-            "no engine has answered on taut's kernel for blocks yet; TAUT_KERNELS=require runs it"
+            "no engine has answered with taut's kernel for blocks and vLLM's side by side yet;"
+            " TAUT_KERNELS=require runs taut's"
         )
     if any(bucket.wins for bucket in tiles_scaled_mm.buckets(fp8.BLOCK_OP, gpu, N, K)):
         return None
