@@ -1,9 +1,10 @@
 """Whether an 8-bit product of ours is the faster one, where the table of tiles does not say.
 
 Tiles can be lent (:data:`taut_kernels._tile_tables.TWINS`), verdicts cannot: with other memory the
-same tile may lose (an H100 had the H200's until it got a table of its own). And block-wise FP8 has its verdicts here on every card: DeepGEMM, vLLM's choice,
-does not run in the tuner, and starts early, so that only behind the quantisation is its time the
-one a layer sees. A table is ``tiles/scaled_mm_measured-<card>.json``::
+same tile may lose (an H100 had the H200's until it got a table of its own). And block-wise FP8 has
+its verdicts here on every card: DeepGEMM, vLLM's choice, does not run in the tuner, and starts
+early, so that only behind the quantisation is its time the one a layer sees. A table is
+``tiles/scaled_mm_measured-<card>.json``::
 
     {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
      "rows": [{"op": "w8a8_gemm" | "fp8_gemm" | "fp8_block", "N": …, "K": …, "M": [tokens, …],
