@@ -276,15 +276,64 @@ def test_products_behind_the_quantisation_get_what_it_wrote(
     _stand_in(monkeypatch, **modules)
     drawn = make_layer(fp8.BLOCK_OP, 256, 384, M, device="cpu")
     monkeypatch.setattr(scaled_mm_quantised, "make_layer", lambda *_: drawn)
-    layer = scaled_mm_quantised.make_quantised_layer(256, 384, M)
+    layer = scaled_mm_quantised.make_quantised_layer(fp8.BLOCK_OP, 256, 384, M)
     assert not torch.equal(layer.x.float(), drawn.x.float())
-    for name, prepare in scaled_mm_quantised.PREPARE.items():
+    for name, prepare in scaled_mm_quantised.BLOCKS.items():
         call = prepare(layer, layer.weight)
         for count in (1, M):
             reason = layer.why_wrong(call(count))
             assert reason is None, (name, reason)
-    wrong = scaled_mm_quantised.PREPARE["taut"](layer, layer.weight.roll(1, 0))(M)
+    wrong = scaled_mm_quantised.BLOCKS["taut"](layer, layer.weight.roll(1, 0))(M)
     assert layer.why_wrong(wrong) is not None
+
+
+@pytest.mark.parametrize("kind", ["fp8-quantised", "int8-quantised"])
+def test_products_by_channel_get_what_the_quantisation_by_token_wrote(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    op, starts = scaled_mm_quantised.KINDS[kind], list[tuple[bool, int]]()
+
+    def quantise(rows: torch.Tensor, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = rows.float().abs().amax(1, keepdim=True) / largest
+        return rows.float() / scale, scale
+
+    def scaled_fp8_quant(
+        rows: torch.Tensor, *, use_per_token_if_dynamic: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert use_per_token_if_dynamic
+        x, scale = quantise(rows, 448)
+        return x.to(fp8.DTYPE), scale
+
+    def scaled_int8_quant(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, scale = quantise(rows, 127)
+        return x.round().to(torch.int8), scale, None
+
+    def cutlass_scaled_mm(
+        a: torch.Tensor, b: torch.Tensor, scale_a: Any, scale_b: Any, out_dtype: Any
+    ) -> torch.Tensor:
+        return scaled_mm_layer.product_ref(op, a, b.t(), scale_a, scale_b, out_dtype)
+
+    def launch(tile: ScaledMmTile, *operands: Any) -> torch.Tensor:
+        starts.append((tile.early, tile.prefetch))
+        return scaled_mm_layer.product_ref(op, *operands[:4], operands[-1])
+
+    ops = types.SimpleNamespace(
+        scaled_fp8_quant=scaled_fp8_quant,
+        scaled_int8_quant=scaled_int8_quant,
+        cutlass_scaled_mm=cutlass_scaled_mm,
+    )
+    _stand_in(monkeypatch, **{"vllm._custom_ops": ops})
+    monkeypatch.setattr(scaled_mm_quantised, "launch", launch)
+    drawn = make_layer(op, 256, 384, M, device="cpu")
+    monkeypatch.setattr(scaled_mm_quantised, "make_layer", lambda *_: drawn)
+    layer = scaled_mm_quantised.make_quantised_layer(op, 256, 384, M)
+    assert not torch.equal(layer.x.float(), drawn.x.float())
+    for name, prepare in scaled_mm.PREPARE[kind].items():
+        for count in (1, M):
+            reason = layer.why_wrong(prepare(layer, layer.weight)(count))
+            assert reason is None, (name, reason)
+    assert starts == [(False, 0)] * 2 + [(True, 2)] * 2
+    assert scaled_mm._NOT_RIVALS[kind] != scaled_mm._NOT_RIVALS[scaled_mm_quantised.KIND]
 
 
 def test_the_dense_product_is_run_and_not_compared() -> None:

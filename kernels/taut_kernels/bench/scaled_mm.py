@@ -2,8 +2,8 @@
 
 Every kernel computes every M once and is held to the error budget first; what fails is reported and
 not timed. Writes ``scaled_mm_<kind>.csv``, ``.md`` with GPU, driver, versions and date, and a plot.
-Block-wise FP8 has rivals of its own and runs with ``--kind fp8-block`` only, or, behind vLLM's
-quantisation of the activations, with ``--kind fp8-block-quantised``.
+Block-wise FP8 has rivals of its own and runs with ``--kind fp8-block`` only. Kinds that end in
+``-quantised`` have vLLM's quantisation of the activations in front of every product.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from taut_kernels.bench.scaled_mm_layer import (
 DEFAULT_TOKENS = (1, 4, 16, 32, 64, 128, 256, 1024, 4096)
 PREPARE = dict.fromkeys(KINDS, scaled_mm_rivals.PREPARE) | {
     BLOCK_KIND: scaled_mm_block_rivals.PREPARE,
-    scaled_mm_quantised.KIND: scaled_mm_quantised.PREPARE,
+    **scaled_mm_quantised.PREPARE,
 }
 """Kind → how to prepare its kernels, by name."""
 _NOT_RIVALS = dict.fromkeys(KINDS, scaled_mm_rivals.NOT_RIVALS) | {
     BLOCK_KIND: scaled_mm_block_rivals.NOT_RIVALS,
-    scaled_mm_quantised.KIND: scaled_mm_quantised.NOT_RIVALS,
+    **scaled_mm_quantised.NOT_RIVALS,
 }
 _KERNELS = sorted({name for table in PREPARE.values() for name in table})
 
 
 def _layer(kind: str, N: int, K: int, M: int) -> Layer:
-    if kind == scaled_mm_quantised.KIND:
-        return scaled_mm_quantised.make_quantised_layer(N, K, M)
+    if op := scaled_mm_quantised.KINDS.get(kind):
+        return scaled_mm_quantised.make_quantised_layer(op, N, K, M)
     return make_layer(ALL_KINDS[kind], N, K, M)
 
 

@@ -152,12 +152,12 @@ def make_layer(op: str, N: int, K: int, M: int, seed: int = 0, device: str = "cu
     unit = 1 / 32 if op == w8a8.OP else 1.0
     x, weight = draw(M), draw(N)
     x_scale, weight_scale = scale(M, unit), scale(scale_rows, unit / K**0.5)
-    gold = _product(op, x, weight, x_scale.double(), weight_scale.double(), torch.float64)
-    reference = _product(op, x, weight, x_scale, weight_scale, OUT_DTYPE)
+    gold = product_ref(op, x, weight, x_scale.double(), weight_scale.double(), torch.float64)
+    reference = product_ref(op, x, weight, x_scale, weight_scale, OUT_DTYPE)
     return Layer(op, x, weight, x_scale, weight_scale, gold, reference)
 
 
-def _product(
+def product_ref(
     op: str,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -165,6 +165,16 @@ def _product(
     weight_scale: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
+    """Return a product's specification, without zero points and bias; operands as :class:`Layer`'s.
+
+    Args:
+        op: its name.
+        x: [M, K].
+        weight: [N, K].
+        x_scale: in fp64 for a result in fp64.
+        weight_scale: likewise.
+        out_dtype: of the result [M, N].
+    """
     if op != w8a8.OP:
         return fp8.fp8_gemm_ref(x, weight, x_scale, weight_scale, None, None, out_dtype)
     return w8a8.w8a8_gemm_ref(x, weight, x_scale, weight_scale, None, None, None, None, out_dtype)
