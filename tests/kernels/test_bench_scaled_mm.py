@@ -14,7 +14,7 @@ import torch
 from taut_kernels import tiles_scaled_mm
 from taut_kernels.bench import report, scaled_mm_rivals, timing, tune_scaled_mm
 from taut_kernels.bench.scaled_mm_candidates import BUCKETS
-from taut_kernels.bench.scaled_mm_layer import KINDS, Layer
+from taut_kernels.bench.scaled_mm_layer import KINDS, Layer, make_layer
 from taut_kernels.bench.scaled_mm_results import Final, parts_of_bucket
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.testing_scaled_mm import make_scaled_mm_case
@@ -197,6 +197,30 @@ def _timing(us: float) -> timing.Timing:
 def test_the_best_of_each_end_are_timed_beside_the_rivals() -> None:
     found = {LOW: [3.0, 3.0], HIGH: [4.0, 3.0], WIDE: [2.0, 6.0], SQUARE: [9.0, 1.0]}
     assert tune_scaled_mm.finalists(found) == [LOW, HIGH, WIDE, SQUARE]
+
+
+def test_the_tile_that_ships_is_timed_beside_the_finalists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A row changes by a time beside the one it has, though that came last in the search."""
+    layer = make_layer("fp8_gemm", 64, 256, 4, device="cpu")
+    shipped = tiles_scaled_mm.rule("fp8_gemm", 64, 256, 4)
+    us = {LOW: 1.0, HIGH: 2.0, WIDE: 3.0, shipped: 9.0}
+    tuning = tune_scaled_mm.Tuning(
+        tune_scaled_mm.Results(tmp_path, "CUTLASS"), tune_scaled_mm.FULL, 1, 1e9
+    )
+    beside: list[ScaledMmTile] = []
+
+    def final(layer: Layer, M: int, tiles: list[ScaledMmTile], *_: object) -> Final:
+        beside.extend(tiles)
+        return Final(M, {tile: _timing(us[tile]) for tile in tiles}, {})
+
+    monkeypatch.setattr(
+        tuning, "_search", lambda where, layer, M, tiles, copies: {tile: us[tile] for tile in tiles}
+    )
+    monkeypatch.setattr(tuning, "_final", final)
+    tuning._bucket("fp8", "o", (16, (4,)), [LOW, HIGH, WIDE], layer, [layer.weight], {})
+    assert beside == [LOW, HIGH, shipped]
 
 
 WIDE, SQUARE = (ScaledMmTile("ring", 64, n, 128, 4, 4) for n in (128, 64))
