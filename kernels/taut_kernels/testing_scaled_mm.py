@@ -10,7 +10,7 @@ import torch
 from taut_kernels import testing
 from taut_kernels.gemm import fp8, w8a8
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
+from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
 
 
 @dataclass(frozen=True, slots=True)

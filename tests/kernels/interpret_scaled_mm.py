@@ -14,7 +14,7 @@ import torch
 from taut_kernels import testing
 from taut_kernels.gemm import _scaled_mm_launch, fp8
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 RING = ScaledMmTile("ring", 16, 64, 64, 4, 3)
 SPLIT = ScaledMmTile("ring", 32, 64, 64, 4, 3, split_k=3)

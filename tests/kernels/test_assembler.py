@@ -17,13 +17,13 @@ from taut_kernels import (
     aot,
     testing_gluon,
     testing_gluon_hopper,
-    tiles_scaled_mm,
+    tiles_scaled_mm_tile,
 )
 from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
 from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch_block
 from taut_kernels.testing_scaled_mm import make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 Brought = Callable[[str, str], tuple[str, str]]
 
@@ -85,7 +85,7 @@ def test_variants_are_compiled_by_what_their_launcher_takes() -> None:
         if v.tile.kernel == "blocks"
     }
     assert set(chosen.values()) == {_assembler.newest_ptxas}
-    for tile in tiles_scaled_mm.tiles_of_blocks():
+    for tile in tiles_scaled_mm_tile.tiles_of_blocks():
         assert chosen[tile.block_m] is _fp8_block_hopper.launcher(tile).assembler
     entered = []
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import tiles_scaled_mm
+from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_rule
 from taut_kernels.bench import report, scaled_mm_rivals, timing, tune_scaled_mm
 from taut_kernels.bench.scaled_mm_candidates import BUCKETS
 from taut_kernels.bench.scaled_mm_layer import KINDS, Layer, make_layer
 from taut_kernels.bench.scaled_mm_results import Final, parts_of_bucket
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.testing_scaled_mm import make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 
 def _layer(op: str, *_: Any) -> Layer:
@@ -204,7 +204,7 @@ def test_the_tile_that_ships_is_timed_beside_the_finalists(
 ) -> None:
     """A row changes by a time beside the one it has, though that came last in the search."""
     layer = make_layer("fp8_gemm", 64, 256, 4, device="cpu")
-    shipped = tiles_scaled_mm.rule("fp8_gemm", 64, 256, 4)
+    shipped = tiles_scaled_mm_rule.rule("fp8_gemm", 64, 256, 4)
     us = {LOW: 1.0, HIGH: 2.0, WIDE: 3.0, shipped: 9.0}
     tuning = tune_scaled_mm.Tuning(
         tune_scaled_mm.Results(tmp_path, "CUTLASS"), tune_scaled_mm.FULL, 1, 1e9

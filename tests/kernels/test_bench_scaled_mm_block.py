@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from taut_kernels import tiles_scaled_mm
+from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_rule
 from taut_kernels.bench import (
     plots,
     report,
@@ -28,7 +28,7 @@ from taut_kernels.bench.scaled_mm_layer import KINDS, OUT_DTYPE, Layer, make_lay
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm import fp8
 from taut_kernels.testing_scaled_mm import ScaledMmCase
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 N, K, M = 272, 400, 9
 
@@ -142,7 +142,7 @@ def test_ours_gets_scales_of_as_many_tokens_as_there_are(monkeypatch: pytest.Mon
     monkeypatch.setattr(scaled_mm_rivals, "torch", types.SimpleNamespace(ops=ops))
     _check_every_count("taut", layer)
     assert strides == [(1, m) for m in (1, 2, 3, 4, 8, M)]
-    tile = tiles_scaled_mm.rule(fp8.BLOCK_OP, N, K, M)
+    tile = tiles_scaled_mm_rule.rule(fp8.BLOCK_OP, N, K, M)
     monkeypatch.setattr(
         tune_scaled_mm, "launch_block", lambda tile, *operands: strides.append(operands[2].stride())
     )

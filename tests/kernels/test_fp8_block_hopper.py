@@ -21,7 +21,7 @@ from taut_kernels.testing_scaled_mm import (
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.tiles_scaled_mm import (
+from taut_kernels.tiles_scaled_mm_tile import (
     ScaledMmTile,
     most_shared_tokens,
     tiles_of_blocks,

@@ -20,7 +20,11 @@ from taut_kernels.testing_scaled_mm import (
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.tiles_scaled_mm import OPS, ScaledMmTile, why_not_for
+from taut_kernels.tiles_scaled_mm_tile import (
+    OPS,
+    ScaledMmTile,
+    why_not_for,
+)
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(

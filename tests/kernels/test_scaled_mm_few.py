@@ -14,7 +14,10 @@ from taut_kernels.gemm import _scaled_mm_few
 from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import ScaledMmTile, tiles_of_few
+from taut_kernels.tiles_scaled_mm_tile import (
+    ScaledMmTile,
+    tiles_of_few,
+)
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(

@@ -23,7 +23,7 @@ from taut_kernels.testing_scaled_mm import (
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from taut_kernels import tiles_scaled_mm
+from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_tile
 from taut_kernels.bench.scaled_mm_candidates import (
     BUCKETS,
     SHARED_BYTES,
@@ -24,7 +24,7 @@ def test_every_product_has_some_tiles_that_fit_it(op: str, M: int) -> None:
         assert 2 <= len(tiles) <= 64, (N, K)
         assert len(tiles) == len(set(tiles))
         for tile in tiles:
-            assert tiles_scaled_mm.why_not_for(tile, op, N) is None
+            assert tiles_scaled_mm_tile.why_not_for(tile, op, N) is None
             assert tile.kernel != "ring" or ring_bytes(tile) <= SHARED_BYTES
             assert K % (tile.block_k * (1 if tile.kernel == "pairs" else tile.split_k)) == 0
             if tile.split_k > 1:

@@ -14,7 +14,10 @@ from taut_kernels.gemm import _scaled_mm_pairs, scaled_mm_variants
 from taut_kernels.gemm._scaled_mm_launch import launch
 from taut_kernels.gemm._scaled_mm_pairs_jit import scaled_mm_pairs_kernel
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import ScaledMmTile, tiles_of_pairs
+from taut_kernels.tiles_scaled_mm_tile import (
+    ScaledMmTile,
+    tiles_of_pairs,
+)
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import tiles_scaled_mm
+from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_rule, tiles_scaled_mm_tile
 from taut_kernels.bench.scaled_mm_candidates import (
     BUCKETS,
     SHARED_BYTES,
@@ -19,7 +19,15 @@ from taut_kernels.bench.scaled_mm_candidates import (
 from taut_kernels.bench.scaled_mm_layer import SHAPES
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.tiles_scaled_mm import Bucket, ScaledMmTile, most_shared_tokens, parse, rule
+from taut_kernels.tiles_scaled_mm import (
+    Bucket,
+    parse,
+)
+from taut_kernels.tiles_scaled_mm_rule import rule
+from taut_kernels.tiles_scaled_mm_tile import (
+    ScaledMmTile,
+    most_shared_tokens,
+)
 
 TILE = {"kernel": "ring", "block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4}
 TILE |= {"num_stages": 4}
@@ -215,7 +223,7 @@ def test_unknown_keys_are_refused() -> None:
         parse(json.dumps({"gpu": "card", "rows": []}), "here")
 
 
-@pytest.mark.parametrize("op", tiles_scaled_mm.OPS)
+@pytest.mark.parametrize("op", tiles_scaled_mm_tile.OPS)
 @pytest.mark.parametrize("M", [1, 16, 17, 64, 65, 128, 129, 5000])
 @pytest.mark.parametrize(
     ("N", "K"), [(16, 16), (20, 512), (4096, 4096), (4096, 14336), (10240, 8192), (128256, 4096)]
@@ -223,7 +231,7 @@ def test_unknown_keys_are_refused() -> None:
 @pytest.mark.parametrize("tma", [False, True])
 def test_the_rule_holds_every_shape(op: str, M: int, N: int, K: int, tma: bool) -> None:
     tile = rule(op, N, K, M, tma=tma)
-    assert tiles_scaled_mm.why_not_for(tile, op, N) is None
+    assert tiles_scaled_mm_tile.why_not_for(tile, op, N) is None
     if tile.kernel != "ring":
         assert tma
         assert (M <= 64) == (tile.kernel == "pairs") or op == "fp8_block"
@@ -235,7 +243,7 @@ def test_the_rule_holds_every_shape(op: str, M: int, N: int, K: int, tma: bool) 
     assert tile.split_k == 1 or make_arrivals(N, _cpu()).numel() >= rows
 
 
-@pytest.mark.parametrize("op", tiles_scaled_mm.OPS)
+@pytest.mark.parametrize("op", tiles_scaled_mm_tile.OPS)
 def test_the_rule_does_about_what_the_measured_tables_say(op: str) -> None:
     """It takes most winners' kernel and split, and tiles a quarter to four times as large.
 
@@ -417,7 +425,7 @@ def test_wide_buckets_are_cut_where_another_tile_has_fuller_waves() -> None:
     assert {at(M).wins for M in (2049, 3000, 9000)} == {False}
     for bucket in cut[1:-1]:
         promised = [
-            tiles_scaled_mm._promised_us(t, 4096, 14336, bucket.max_m or 0)
+            tiles_scaled_mm_rule.promised_us(t, 4096, 14336, bucket.max_m or 0)
             for t in (bucket.tile, wide)
         ]
         assert bucket.tile == wide or promised[0] < 0.88 * promised[1]

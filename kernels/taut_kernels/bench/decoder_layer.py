@@ -17,6 +17,7 @@ from taut_kernels import _launch, formats_mma, tiles_scaled_mm
 from taut_kernels.attention import cache_write, decode
 from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
 from taut_kernels.gemm import _scaled_mm_launch, fp8, w4a16, w8a8
+from taut_kernels.tiles_scaled_mm_tile import PAIRS, ScaledMmTile
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 14336
 PRODUCTS = {
@@ -57,8 +58,8 @@ def _w4a16_product(N: int, K: int, generator: torch.Generator) -> Product:
     return call
 
 
-def _in_form(tile: tiles_scaled_mm.ScaledMmTile, form: str) -> tiles_scaled_mm.ScaledMmTile:
-    if form == "table" or tile.kernel not in ("ring", tiles_scaled_mm.PAIRS):
+def _in_form(tile: ScaledMmTile, form: str) -> ScaledMmTile:
+    if form == "table" or tile.kernel not in ("ring", PAIRS):
         return tile
     prefetch = PREFETCH if form == "early+prefetch" else 0
     return replace(tile, early=form != "late", prefetch=prefetch)

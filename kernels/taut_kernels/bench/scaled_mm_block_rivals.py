@@ -36,7 +36,7 @@ from taut_kernels.bench.scaled_mm_rivals import (
     Prepare,
     UnavailableError,
 )
-from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
+from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
 
 FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 _DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")

@@ -6,14 +6,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from taut_kernels.tiles_scaled_mm import (
+from taut_kernels.tiles_scaled_mm_rule import rule
+from taut_kernels.tiles_scaled_mm_tile import (
     BLOCK_GROUP,
     FEW_RING_BYTES,
     MULTIPROCESSORS,
     PAIRS,
     ScaledMmTile,
     most_shared_tokens,
-    rule,
     tiles_of_blocks,
     tiles_of_few,
     tiles_of_parts,

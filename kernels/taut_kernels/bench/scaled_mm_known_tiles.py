@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from taut_kernels import tiles_scaled_mm
+from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_tile
 from taut_kernels.bench.scaled_mm_candidates import (
     cuts_of_few,
     is_of_few,
@@ -17,7 +17,11 @@ from taut_kernels.bench.scaled_mm_candidates import (
     resident,
     widths_of,
 )
-from taut_kernels.tiles_scaled_mm import MULTIPROCESSORS, ScaledMmTile, waves_us
+from taut_kernels.tiles_scaled_mm_rule import waves_us
+from taut_kernels.tiles_scaled_mm_tile import (
+    MULTIPROCESSORS,
+    ScaledMmTile,
+)
 
 _SPLITS = (1, 2, 4, 8)
 _SPLIT_TOKENS = 128
@@ -44,13 +48,13 @@ def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
             if row_op == op or (M <= _SPLIT_TOKENS and row_op in ("fp8_gemm", "w8a8_gemm")):
                 won |= dict.fromkeys(_near(buckets, M))
     if M > _SPLIT_TOKENS:
-        won = dict.fromkeys(_promising(N, K, M, [*won, *tiles_scaled_mm.tiles_of_parts()]))
+        won = dict.fromkeys(_promising(N, K, M, [*won, *tiles_scaled_mm_tile.tiles_of_parts()]))
     elif is_of_few(M):
-        won |= dict.fromkeys(tiles_scaled_mm.tiles_of_few())
+        won |= dict.fromkeys(tiles_scaled_mm_tile.tiles_of_few())
     found = [cut for tile in won for cut in _cuts(tile, N, K, M)]
     if M <= _SPLIT_TOKENS:
         found += pairs(N, K, M)  # few enough to try them all
-    fit = [tile for tile in found if tiles_scaled_mm.why_not_for(tile, op, N) is None]
+    fit = [tile for tile in found if tiles_scaled_mm_tile.why_not_for(tile, op, N) is None]
     return _without_equal_orders(fit, M)
 
 
@@ -84,7 +88,7 @@ def _cuts(tile: ScaledMmTile, N: int, K: int, M: int) -> Iterator[ScaledMmTile]:
         yield from cuts_of_few(tile, N, K, M)
         return
     if tile.kernel != "ring":
-        shared = tile.split_k == 1 or tiles_scaled_mm.most_shared_tokens(tile) >= M
+        shared = tile.split_k == 1 or tiles_scaled_mm_tile.most_shared_tokens(tile) >= M
         if M > 64 and shared:
             yield tile
         return

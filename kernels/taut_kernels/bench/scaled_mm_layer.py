@@ -10,7 +10,7 @@ import torch
 from taut_kernels import testing
 from taut_kernels.bench.shapes import LLAMA3_8B_PRODUCTS
 from taut_kernels.gemm import fp8, w8a8
-from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
+from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
 
 SHAPES = LLAMA3_8B_PRODUCTS
 """N × K of the products measured unless others are asked for."""

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from taut_kernels import _launch, tiles_scaled_mm
+from taut_kernels import _launch, tiles_scaled_mm, tiles_scaled_mm_tile
 from taut_kernels.bench import scaled_mm_block_rivals as rivals
 from taut_kernels.bench.decoder_layer import PREFETCH
 from taut_kernels.bench.scaled_mm_layer import OUT_DTYPE, Layer, make_layer, product_ref
 from taut_kernels.bench.scaled_mm_rivals import Call, Prepare
 from taut_kernels.gemm import fp8, w8a8
 from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
-from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
+from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
 
 KIND = "fp8-block-quantised"
 KINDS = {KIND: fp8.BLOCK_OP, "fp8-quantised": fp8.OP, "int8-quantised": w8a8.OP}
@@ -95,7 +95,7 @@ def _taut_by_channel(layer: Layer, weight: torch.Tensor, *, early: bool) -> riva
 
     def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
         tile = tiles_scaled_mm.lookup(layer.op, gpu, N, K, x.shape[0]).tile
-        if early and tile.kernel in ("ring", tiles_scaled_mm.PAIRS):
+        if early and tile.kernel in ("ring", tiles_scaled_mm_tile.PAIRS):
             tile = replace(tile, early=True, prefetch=PREFETCH)
         operands = (x, weight, x_scale, layer.weight_scale)
         return launch(tile, *operands, None, None, None, arrivals, OUT_DTYPE)

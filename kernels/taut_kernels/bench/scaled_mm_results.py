@@ -15,7 +15,7 @@ from taut_kernels.bench import report
 from taut_kernels.bench.scaled_mm_layer import ALL_KINDS
 from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.timing import Timing
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 _CLEARLY = 0.99
 """Ratio of times from which on a tile of its own is worth a bucket of its own."""

@@ -9,7 +9,7 @@ from taut_kernels._assembler import newest_ptxas
 from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
 from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_hopper import ROWS, STEP, operand, results
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 FEW = 16
 """Tokens of a block that TMA loads where a tile has 64: M is asked for in as many as have some."""

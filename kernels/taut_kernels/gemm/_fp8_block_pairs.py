@@ -8,7 +8,7 @@ from taut_kernels import _launch
 from taut_kernels._assembler import newest_ptxas
 from taut_kernels.gemm._fp8_block_pairs_jit import fp8_block_pairs_kernel
 from taut_kernels.gemm._scaled_mm_pairs import launch_constants, launch_options
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 _pairs = _launch.Launcher(fp8_block_pairs_kernel, newest_ptxas)
 

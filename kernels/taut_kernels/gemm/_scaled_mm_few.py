@@ -7,7 +7,7 @@ import torch
 from taut_kernels import _launch
 from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
 from taut_kernels.gemm._scaled_mm_hopper import STEP, operand
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 TOKENS = 32
 """Of a block that TMA loads: M is asked for in as many of them as have some."""

@@ -15,7 +15,11 @@ from taut_kernels.gemm._scaled_mm_few import launch_few
 from taut_kernels.gemm._scaled_mm_hopper import ROWS, launch_hopper
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
 from taut_kernels.gemm._scaled_mm_pairs import launch_pairs
-from taut_kernels.tiles_scaled_mm import BLOCKS, PAIRS, ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import (
+    BLOCKS,
+    PAIRS,
+    ScaledMmTile,
+)
 
 ALIGNMENT = _launch.ALIGNMENT
 """Also what `cp.async` moves at once, and what a tensor descriptor demands of rows."""

@@ -6,7 +6,7 @@ import torch
 
 from taut_kernels import _launch
 from taut_kernels.gemm._scaled_mm_pairs_jit import scaled_mm_pairs_kernel
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 _pairs = _launch.Launcher(scaled_mm_pairs_kernel)
 

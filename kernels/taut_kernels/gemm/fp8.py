@@ -30,7 +30,7 @@ from taut_kernels import _launch, tiles_scaled_mm
 from taut_kernels._autocast import without_autocast
 from taut_kernels.gemm import _scaled_mm_operands as operands
 from taut_kernels.gemm._scaled_mm_launch import launch, launch_block, make_arrivals
-from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
+from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
 
 __all__ = ["fp8_gemm", "fp8_gemm_ref", "make_arrivals", "why_not_supported"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from taut_kernels import tiles_scaled_mm
+from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_rule, tiles_scaled_mm_tile
 from taut_kernels._variant import KernelVariant
 from taut_kernels.gemm import _fp8_block_hopper as blocks
 from taut_kernels.gemm import _fp8_block_pairs as block_pairs
@@ -19,7 +19,7 @@ from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
 from taut_kernels.gemm._scaled_mm_pairs_jit import scaled_mm_pairs_kernel
 from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
-from taut_kernels.tiles_scaled_mm import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 ELEMENT = {"w8a8_gemm": "i8", "fp8_gemm": "fp8e4nv", "fp8_block": "fp8e4nv"}
 _RULE_SHAPES = ((4096, 4096), (1280, 8192), (10240, 8192), (28672, 4096), (57344, 8192))
@@ -32,23 +32,23 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
     targets = ALL_TARGETS if op == "w8a8_gemm" else HOPPER
     for N, K in _RULE_SHAPES:
         for M in _RULE_TOKENS:
-            yield tiles_scaled_mm.rule(op, N, K, M), K, targets
-    searched = (*tiles_scaled_mm.tiles_of_parts(), *tiles_scaled_mm.tiles_of_few())
-    of_blocks = tiles_scaled_mm.tiles_of_blocks()
-    apart = (tile for tile in of_blocks if tiles_scaled_mm.most_shared_tokens(tile))
+            yield tiles_scaled_mm_rule.rule(op, N, K, M), K, targets
+    searched = (*tiles_scaled_mm_tile.tiles_of_parts(), *tiles_scaled_mm_tile.tiles_of_few())
+    of_blocks = tiles_scaled_mm_tile.tiles_of_blocks()
+    apart = (tile for tile in of_blocks if tiles_scaled_mm_tile.most_shared_tokens(tile))
     searched += (*of_blocks, *(replace(tile, split_k=2) for tile in apart))
-    of_pairs = tiles_scaled_mm.tiles_of_pairs()
+    of_pairs = tiles_scaled_mm_tile.tiles_of_pairs()
     searched += (*of_pairs, *(replace(tile, early=True, prefetch=2) for tile in of_pairs))
     searched += tuple(replace(tile, split_k=2) for tile in of_pairs if tile.block_n == 64)
-    for tile in (*tiles_scaled_mm.FED_BY_TMA, *searched):
-        if tiles_scaled_mm.why_not_for(tile, op, 4096) is None:
+    for tile in (*tiles_scaled_mm_rule.FED_BY_TMA, *searched):
+        if tiles_scaled_mm_tile.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
     for table in tiles_scaled_mm.tables().values():
         for some in (table.buckets, table.in_layer):
             for (row_op, _, K), buckets in some.items():
                 for bucket in buckets if row_op == op else ():
                     yield bucket.tile, K, HOPPER
-    tile = tiles_scaled_mm.rule(op, 4096, 4096, 1)
+    tile = tiles_scaled_mm_rule.rule(op, 4096, 4096, 1)
     yield replace(tile, early=True, prefetch=2), 4096, HOPPER
 
 
@@ -58,7 +58,7 @@ def kernel_variants() -> Iterator[KernelVariant]:
     A tile that does not divide its K is compiled in the masked form, which every tile of the rule
     is compiled in as well.
     """
-    for op in tiles_scaled_mm.OPS:
+    for op in tiles_scaled_mm_tile.OPS:
         seen = set()
         for tile, K, targets in _every_tile(op):
             even = K % (tile.block_k * tile.split_k) == 0
@@ -71,11 +71,11 @@ def kernel_variants() -> Iterator[KernelVariant]:
 
 
 def _options_of_w8a8() -> Iterator[KernelVariant]:
-    ring = tiles_scaled_mm.rule("w8a8_gemm", 28672, 4096, 1)
+    ring = tiles_scaled_mm_rule.rule("w8a8_gemm", 28672, 4096, 1)
     shared = ScaledMmTile("hopper", 128, 256, 128, 4, 4)
     turns = ScaledMmTile("turns", 128, 128, 128, 4, 6)
-    more = (*tiles_scaled_mm.tiles_of_parts(), *tiles_scaled_mm.tiles_of_few())
-    more += tuple(tiles_scaled_mm.tiles_of_pairs())
+    more = (*tiles_scaled_mm_tile.tiles_of_parts(), *tiles_scaled_mm_tile.tiles_of_few())
+    more += tuple(tiles_scaled_mm_tile.tiles_of_pairs())
     fed = [(tile, HOPPER) for tile in more]
     for tile, targets in ((ring, ALL_TARGETS), (shared, HOPPER), (turns, HOPPER), *fed):
         for has_azp in (False, True):
@@ -96,20 +96,20 @@ def variant(
     """Describe one specialisation, with a bias and bf16 results.
 
     Args:
-        op: one of :data:`tiles_scaled_mm.OPS`.
+        op: one of :data:`tiles_scaled_mm_tile.OPS`.
         tile: how the work is cut.
         targets: architectures it must compile for.
         even_k: K is a multiple of the step (``ring`` only).
         has_azp_adj: with the zero point's column term.
         has_azp: with a zero point a token.
     """
-    if tile.kernel == tiles_scaled_mm.PAIRS and op == "fp8_block":
+    if tile.kernel == tiles_scaled_mm_tile.PAIRS and op == "fp8_block":
         return _block_pairs_variant(tile, even_k)
-    if tile.kernel == tiles_scaled_mm.PAIRS:
+    if tile.kernel == tiles_scaled_mm_tile.PAIRS:
         return _pairs_variant(op, tile, even_k, has_azp_adj, has_azp)
     if tile.kernel == "few":
         return _few_variant(op, tile, has_azp_adj, has_azp)
-    if tile.kernel == tiles_scaled_mm.BLOCKS:
+    if tile.kernel == tiles_scaled_mm_tile.BLOCKS:
         return _blocks_variant(op, tile)
     if tile.kernel != "ring":
         return _hopper_variant(op, tile, has_azp_adj, has_azp)

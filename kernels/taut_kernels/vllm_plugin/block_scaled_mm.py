@@ -20,7 +20,7 @@ from vllm.model_executor.kernels.linear import (
 from vllm.platforms import current_platform
 
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.tiles_scaled_mm import BLOCK_GROUP
+from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
 from taut_kernels.vllm_plugin import block_scaled_mm_op as op
 from taut_kernels.vllm_plugin import compat, requested_mode
 from taut_kernels.vllm_plugin.scaled_mm import ARRIVALS, OUT_DTYPES, why_not_here
