@@ -9,8 +9,8 @@ import torch
 
 from taut_kernels import testing
 from taut_kernels.gemm import fp8, w8a8
-from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
+from taut_kernels.gemm._scaled_mm_launch import launch, launch_block, make_arrivals
+from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP, ScaledMmTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,26 @@ def cut_results(case: ScaledMmCase) -> torch.Tensor:
     x, weight = torch.split(case.x[:1], step, 1), torch.split(case.weight[:2], step, 1)
     sums = torch.stack([fp8_tensor_core_sums(*pair) for pair in zip(x, weight, strict=True)])
     return (sums.sum(0) * case.weight_scale.flatten()[0].double()).to(case.out_dtype)
+
+
+def launch_case(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
+    """Run one tile on a product with scales per tensor, token or channel."""
+    tensors = (case.x, case.weight, case.x_scale, case.weight_scale)
+    optional = (case.azp_adj, case.azp, case.bias, case.arrivals)
+    return launch(tile, *tensors, *optional, case.out_dtype)
+
+
+def launch_block_case(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
+    """Run one tile on a product with blocks of weights, in poisoned memory.
+
+    Raises:
+        AssertionError: the counters are no zeros for the next call.
+    """
+    tensors = (case.x, case.weight, case.x_scale, case.weight_scale, case.bias)
+    with testing.nan_poison():
+        y = launch_block(tile, *tensors, case.arrivals, case.out_dtype)
+    assert not case.arrivals.any()
+    return y
 
 
 def make_scaled_mm_case(

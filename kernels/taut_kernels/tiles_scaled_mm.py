@@ -44,6 +44,8 @@ from taut_kernels.tiles_scaled_mm_tile import (
     MULTIPROCESSORS,
     OPS,
     PAIRS,
+    PREFETCH,
+    STARTS_EARLY,
     ScaledMmTile,
     most_shared_tokens,
     why_not_for,
@@ -56,8 +58,6 @@ SERVED = ("ring", "few", "hopper", "turns", PAIRS, BLOCKS)
 within CUDA graphs, too. A new one is left out until then."""
 _JUDGED_APART = ("fp8_block",)
 """Ops whose figures beside vLLM's kernels are none of the tuner's, on any card."""
-_PREFETCH = 2
-"""Lines of 128 bytes of each row, in every early start that won in a layer."""
 _CUT = 128
 """Tokens of a part of a wide bucket."""
 _LEAST_CUT, _MOST_CUT = 1024, 4096
@@ -119,14 +119,14 @@ def early_in_layer(tile: ScaledMmTile, op: str, N: int, K: int, max_m: int | Non
         K: input features.
         max_m: most tokens of its bucket.
     """
-    if op == "fp8_block" or tile.kernel not in ("ring", PAIRS) or tile.block_k % 128:
+    if op == "fp8_block" or tile.kernel not in STARTS_EARLY or tile.block_k % 128:
         return tile
     if max_m is None or max_m > _early_start.EARLY_TOKENS:
         return tile
     many = -(-N // tile.block_n) * tile.split_k > MULTIPROCESSORS
     of_ring, of_pairs = max_m <= 16 and many, max_m <= 32 and K >= LONG_K
     late = of_pairs if tile.kernel == PAIRS else of_ring
-    return tile if late else replace(tile, early=True, prefetch=_PREFETCH)
+    return tile if late else replace(tile, early=True, prefetch=PREFETCH)
 
 
 def _bucket_in_layer(row: dict[str, Any], tile: ScaledMmTile, where: str) -> Bucket:

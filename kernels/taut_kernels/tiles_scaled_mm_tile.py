@@ -12,6 +12,10 @@ BLOCKS = "blocks"
 """The kernel for block-wise FP8 alone, and many tokens."""
 PAIRS = "pairs"
 """The kernel of few tokens that takes two blocks of K a step."""
+STARTS_EARLY = ("ring", PAIRS)
+"""Kernels that may start before the one in front has ended."""
+PREFETCH = 2
+"""Lines of 128 bytes of each row, in every early start that won in a layer."""
 KERNELS = ("ring", "hopper", "turns", "few", PAIRS, BLOCKS)
 _MOST_STAGES = {
     "hopper": {(128, 128): 16, (128, 256): 16, (128, 160): 5, (128, 192): 5},
@@ -98,7 +102,7 @@ class ScaledMmTile:
     def _check_options_of_one_kernel(self) -> None:
         if not 0 <= self.prefetch <= 32 or self.prefetch & (self.prefetch - 1):
             raise ValueError(f"prefetch must be 0 or a power of two up to 32, got {self.prefetch}")
-        if self.early and self.kernel not in ("ring", PAIRS):
+        if self.early and self.kernel not in STARTS_EARLY:
             raise ValueError("early needs kernel ring or pairs")
         if self.prefetch and (not self.early or self.block_k % 128):
             raise ValueError("prefetch needs early and block_k of at least 128")

@@ -323,6 +323,7 @@ def test_products_by_channel_get_what_the_quantisation_by_token_wrote(
         cutlass_scaled_mm=cutlass_scaled_mm,
     )
     _stand_in(monkeypatch, **{"vllm._custom_ops": ops})
+    monkeypatch.setattr(scaled_mm_rivals, "importlib", block_rivals.importlib)
     monkeypatch.setattr(scaled_mm_quantised, "launch", launch)
     drawn = make_layer(op, 256, 384, M, device="cpu")
     monkeypatch.setattr(scaled_mm_quantised, "make_layer", lambda *_: drawn)

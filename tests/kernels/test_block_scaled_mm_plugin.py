@@ -12,10 +12,7 @@ import torch
 from taut_kernels import measured_scaled_mm, tiles_scaled_mm
 from taut_kernels.measured_scaled_mm import MeasuredTable
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import (
-    Bucket,
-    ScaledMmTable,
-)
+from taut_kernels.tiles_scaled_mm import Bucket, ScaledMmTable
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 from taut_kernels.vllm_plugin import block_scaled_mm_op as op
 

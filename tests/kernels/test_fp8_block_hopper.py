@@ -21,6 +21,7 @@ from taut_kernels.testing_scaled_mm import (
     extreme_case,
     make_scaled_mm_case,
 )
+from taut_kernels.testing_scaled_mm import launch_block_case as run
 from taut_kernels.tiles_scaled_mm_tile import (
     ScaledMmTile,
     most_shared_tokens,
@@ -58,14 +59,6 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> dict[int, testing_gluon.OnNumPy
     for tokens, name in ((128, "_blocks"), (256, "_tall")):
         monkeypatch.setattr(_fp8_block_hopper, name, _launch.Launcher(kernels[tokens]))
     return kernels
-
-
-def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
-    tensors = (case.x, case.weight, case.x_scale, case.weight_scale, case.bias)
-    with testing.nan_poison():
-        y = launch_block(tile, *tensors, case.arrivals, case.out_dtype)
-    assert not case.arrivals.any()
-    return y
 
 
 def case_of(M: int, N: int, K: int, **options: Any) -> ScaledMmCase:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, testing_gluon, testing_gluon_hopper
+from taut_kernels import _launch, testing_gluon, testing_gluon_hopper
 from taut_kernels.bench.scaled_mm_candidates import block_candidates
 from taut_kernels.gemm import _fp8_block_pairs, scaled_mm_variants
 from taut_kernels.gemm._fp8_block_pairs_jit import fp8_block_pairs_kernel
@@ -20,11 +20,8 @@ from taut_kernels.testing_scaled_mm import (
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.tiles_scaled_mm_tile import (
-    OPS,
-    ScaledMmTile,
-    why_not_for,
-)
+from taut_kernels.testing_scaled_mm import launch_block_case as run
+from taut_kernels.tiles_scaled_mm_tile import OPS, ScaledMmTile, why_not_for
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(
@@ -51,14 +48,6 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
 
 def case_of(M: int, N: int, K: int, **options: Any) -> ScaledMmCase:
     return make_scaled_mm_case("fp8_gemm", M, N, K, scaling="block", **options)
-
-
-def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
-    tensors = (case.x, case.weight, case.x_scale, case.weight_scale, case.bias)
-    with testing.nan_poison():
-        y = launch_block(tile, *tensors, case.arrivals, case.out_dtype)
-    assert not case.arrivals.any()
-    return y
 
 
 def check(tile: ScaledMmTile, case: ScaledMmCase, times: int = 1) -> torch.Tensor:

@@ -14,10 +14,8 @@ from taut_kernels.gemm import _scaled_mm_few
 from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm_tile import (
-    ScaledMmTile,
-    tiles_of_few,
-)
+from taut_kernels.testing_scaled_mm import launch_case as run
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile, tiles_of_few
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(
@@ -49,12 +47,6 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
     kernel = testing_gluon.OnNumPy(scaled_mm_few_kernel, testing_gluon_hopper.run)
     monkeypatch.setattr(_scaled_mm_few, "_few", _launch.Launcher(kernel))
     return kernel
-
-
-def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
-    zero_points = () if case.op == "w8a8_gemm" else (None, None)
-    operands = case.operands()
-    return launch(tile, *operands[:4], *zero_points, *operands[4:])
 
 
 def check(tile: ScaledMmTile, case: ScaledMmCase, *, exact: bool = True) -> None:

@@ -11,13 +11,10 @@ import torch
 from taut_kernels import _launch, testing, testing_gluon, testing_gluon_hopper
 from taut_kernels.bench.scaled_mm_candidates import candidates
 from taut_kernels.gemm import _scaled_mm_pairs, scaled_mm_variants
-from taut_kernels.gemm._scaled_mm_launch import launch
 from taut_kernels.gemm._scaled_mm_pairs_jit import scaled_mm_pairs_kernel
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm_tile import (
-    ScaledMmTile,
-    tiles_of_pairs,
-)
+from taut_kernels.testing_scaled_mm import launch_case as run
+from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile, tiles_of_pairs
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(
@@ -41,12 +38,6 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
     kernel = testing_gluon.OnNumPy(scaled_mm_pairs_kernel, testing_gluon_hopper.run)
     monkeypatch.setattr(_scaled_mm_pairs, "_pairs", _launch.Launcher(kernel))
     return kernel
-
-
-def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
-    zero_points = () if case.op == "w8a8_gemm" else (None, None)
-    operands = case.operands()
-    return launch(tile, *operands[:4], *zero_points, *operands[4:])
 
 
 def check(tile: ScaledMmTile, case: ScaledMmCase, times: int = 1) -> None:

@@ -11,10 +11,7 @@ import torch
 
 from taut_kernels import tiles_scaled_mm
 from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import (
-    Bucket,
-    ScaledMmTable,
-)
+from taut_kernels.tiles_scaled_mm import Bucket, ScaledMmTable
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 from taut_kernels.vllm_plugin import compat, scaled_mm_op, selection
 

@@ -17,7 +17,7 @@ from taut_kernels import _launch, formats_mma, tiles_scaled_mm
 from taut_kernels.attention import cache_write, decode
 from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
 from taut_kernels.gemm import _scaled_mm_launch, fp8, w4a16, w8a8
-from taut_kernels.tiles_scaled_mm_tile import PAIRS, ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import PREFETCH, STARTS_EARLY, ScaledMmTile
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 14336
 PRODUCTS = {
@@ -33,8 +33,6 @@ FORMS = ("table", "late", "early", "early+prefetch", "CUTLASS")
 """Of an 8-bit product: as its table says, our ring without and with an early start, vLLM's."""
 PAGE = 16
 _GROUP = 128
-PREFETCH = 2
-"""Lines of each row that ``early+prefetch`` asks for."""
 _EPSILON = 1e-5
 Activations = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Product = Callable[[Activations, str], torch.Tensor]
@@ -59,7 +57,7 @@ def _w4a16_product(N: int, K: int, generator: torch.Generator) -> Product:
 
 
 def _in_form(tile: ScaledMmTile, form: str) -> ScaledMmTile:
-    if form == "table" or tile.kernel not in ("ring", PAIRS):
+    if form == "table" or tile.kernel not in STARTS_EARLY:
         return tile
     prefetch = PREFETCH if form == "early+prefetch" else 0
     return replace(tile, early=form != "late", prefetch=prefetch)

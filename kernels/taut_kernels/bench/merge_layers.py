@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench.decoder_layer import PREFETCH
 from taut_kernels.bench.measured_scaled_mm_table import VLLM, forms_of_layers
-from taut_kernels.bench.merge_tiles import FAMILIES
+from taut_kernels.bench.merge_tiles import FAMILIES, write_over
+from taut_kernels.tiles_scaled_mm_tile import PREFETCH
 
 STARTS: dict[str, int | None] = {"late": None, "early": 0, "early+prefetch": PREFETCH}
 """Form of ours, by its name in `decode_chain` → ``prefetch`` of a row's ``layer``."""
@@ -76,13 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("shipped", type=Path, help="scaled_mm-<card>.json; written over")
     parser.add_argument("layers", type=Path, help="decode_chain.csv of --forms")
     arguments = parser.parse_args(argv)
-    try:
-        before = arguments.shipped.read_text(encoding="utf-8")
-        arguments.shipped.write_text(merged(before, arguments.layers), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    return write_over(arguments.shipped, lambda shipped: merged(shipped, arguments.layers))
 
 
 if __name__ == "__main__":

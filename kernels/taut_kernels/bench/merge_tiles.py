@@ -112,6 +112,22 @@ def merged(shipped: str, tuned: Sequence[str], family: Family) -> str:
     return text
 
 
+def write_over(path: Path, make: Callable[[str], str]) -> int:
+    """Replace a table's text by what is made of it; return a command's exit status.
+
+    Args:
+        path: the table.
+        make: takes its text; what it refuses with an OSError or ValueError is said, and the table
+            stays as it is.
+    """
+    try:
+        path.write_text(make(path.read_text(encoding="utf-8")), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -121,16 +137,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("tuned", type=Path, nargs="+", help="what a tuner wrote; the later count")
     arguments = parser.parse_args(argv)
     family = arguments.shipped.name.partition("-")[0]
-    try:
+
+    def make(shipped: str) -> str:
         if family not in FAMILIES:
             raise ValueError(f"{arguments.shipped}: no table of {' or '.join(FAMILIES)}")
         texts = [path.read_text(encoding="utf-8") for path in arguments.tuned]
-        before = arguments.shipped.read_text(encoding="utf-8")
-        arguments.shipped.write_text(merged(before, texts, FAMILIES[family]), encoding="utf-8")
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+        return merged(shipped, texts, FAMILIES[family])
+
+    return write_over(arguments.shipped, make)
 
 
 if __name__ == "__main__":

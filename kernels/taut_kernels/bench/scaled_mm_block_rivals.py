@@ -20,7 +20,6 @@ aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_block1x128_block128x128`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +33,7 @@ from taut_kernels.bench.scaled_mm_rivals import (
     OTHER_WORK,
     Call,
     Prepare,
+    Product,
     UnavailableError,
 )
 from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
@@ -41,8 +41,6 @@ from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
 FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 _DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 """A package of its own first, as vLLM looks for it."""
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Multiply quantised activations, given with their scales, by a layer's weights."""
 _PADDED_TO = 4
 _ABSENT = (AttributeError, OSError)
 """What a build without the operator raises, or a just-in-time compiler that is not there."""

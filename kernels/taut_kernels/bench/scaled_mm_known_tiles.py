@@ -18,10 +18,7 @@ from taut_kernels.bench.scaled_mm_candidates import (
     widths_of,
 )
 from taut_kernels.tiles_scaled_mm_rule import waves_us
-from taut_kernels.tiles_scaled_mm_tile import (
-    MULTIPROCESSORS,
-    ScaledMmTile,
-)
+from taut_kernels.tiles_scaled_mm_tile import MULTIPROCESSORS, ScaledMmTile
 
 _SPLITS = (1, 2, 4, 8)
 _SPLIT_TOKENS = 128

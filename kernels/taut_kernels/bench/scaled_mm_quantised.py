@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from taut_kernels import _launch, tiles_scaled_mm, tiles_scaled_mm_tile
+from taut_kernels import _launch, tiles_scaled_mm
 from taut_kernels.bench import scaled_mm_block_rivals as rivals
-from taut_kernels.bench.decoder_layer import PREFETCH
 from taut_kernels.bench.scaled_mm_layer import OUT_DTYPE, Layer, make_layer, product_ref
-from taut_kernels.bench.scaled_mm_rivals import Call, Prepare
+from taut_kernels.bench.scaled_mm_rivals import Call, Prepare, Product
+from taut_kernels.bench.scaled_mm_rivals import cutlass_product as cutlass_by_channel
 from taut_kernels.gemm import fp8, w8a8
 from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
-from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
+from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP, PREFETCH, STARTS_EARLY
 
 KIND = "fp8-block-quantised"
 KINDS = {KIND: fp8.BLOCK_OP, "fp8-quantised": fp8.OP, "int8-quantised": w8a8.OP}
@@ -75,7 +75,7 @@ def make_quantised_layer(op: str, N: int, K: int, M: int) -> QuantisedLayer:
     return QuantisedLayer(op, *operands, gold, reference, activations)
 
 
-def _taut_product(layer: Layer, weight: torch.Tensor) -> rivals.Product:
+def _taut_product(layer: Layer, weight: torch.Tensor) -> Product:
     """Bind our op, as the plugin calls it."""
     arrivals = make_arrivals(weight.shape[0], weight.device)
 
@@ -88,14 +88,14 @@ def _taut_product(layer: Layer, weight: torch.Tensor) -> rivals.Product:
     return product
 
 
-def _taut_by_channel(layer: Layer, weight: torch.Tensor, *, early: bool) -> rivals.Product:
+def _taut_by_channel(layer: Layer, weight: torch.Tensor, *, early: bool) -> Product:
     """Bind the tile our table has for it alone; with an early start where its kernel has one."""
     arrivals = make_arrivals(weight.shape[0], weight.device)
     gpu, (N, K) = _launch.gpu_name(weight.device), weight.shape
 
     def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
         tile = tiles_scaled_mm.lookup(layer.op, gpu, N, K, x.shape[0]).tile
-        if early and tile.kernel in ("ring", tiles_scaled_mm_tile.PAIRS):
+        if early and tile.kernel in STARTS_EARLY:
             tile = replace(tile, early=True, prefetch=PREFETCH)
         operands = (x, weight, x_scale, layer.weight_scale)
         return launch(tile, *operands, None, None, None, arrivals, OUT_DTYPE)
@@ -103,20 +103,7 @@ def _taut_by_channel(layer: Layer, weight: torch.Tensor, *, early: bool) -> riva
     return product
 
 
-def _cutlass_by_channel(layer: Layer, weight: torch.Tensor) -> rivals.Product:
-    """Bind vLLM's choice."""
-    ops = rivals.import_or_refuse("vllm._custom_ops")
-
-    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = ops.cutlass_scaled_mm(
-            x, weight.t(), x_scale, layer.weight_scale, OUT_DTYPE
-        )
-        return y
-
-    return product
-
-
-def _behind(bind: Callable[[Layer, torch.Tensor], rivals.Product], *, aligned: bool) -> Prepare:
+def _behind(bind: Callable[[Layer, torch.Tensor], Product], *, aligned: bool) -> Prepare:
     """Put the quantisation in front of a product; ``aligned`` as of :func:`_quantise`."""
 
     def prepare(layer: Layer, weight: torch.Tensor) -> Call:
@@ -136,7 +123,7 @@ BLOCKS: dict[str, Prepare] = {
 BY_CHANNEL: dict[str, Prepare] = {
     "taut": _behind(partial(_taut_by_channel, early=False), aligned=False),
     "taut early": _behind(partial(_taut_by_channel, early=True), aligned=False),
-    "CUTLASS": _behind(_cutlass_by_channel, aligned=False),
+    "CUTLASS": _behind(cutlass_by_channel, aligned=False),
 }
 PREPARE = dict.fromkeys(KINDS, BY_CHANNEL) | {KIND: BLOCKS}
 """Kind → how to prepare its kernels, by name."""

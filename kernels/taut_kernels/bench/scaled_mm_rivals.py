@@ -20,6 +20,8 @@ from taut_kernels.gemm._scaled_mm_launch import make_arrivals
 
 Call = Callable[[int], torch.Tensor]
 """Run the product on the layer's first M tokens."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Multiply quantised activations, given with their scales, by a layer's weights."""
 Prepare = Callable[[Layer, torch.Tensor], Call]
 """Bind one copy of the layer's weights [N, K]."""
 
@@ -68,17 +70,23 @@ def _vllm(name: str) -> Any:
         raise UnavailableError(f"vLLM: {error}") from error
 
 
-def cutlass(layer: Layer, weight: torch.Tensor) -> Call:
-    """Run vLLM's first choice for either type."""
+def cutlass_product(layer: Layer, weight: torch.Tensor) -> Product:
+    """Bind vLLM's first choice for either type."""
     ops = _vllm("_custom_ops")
 
-    def call(M: int) -> torch.Tensor:
+    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = ops.cutlass_scaled_mm(
-            layer.x[:M], weight.t(), layer.x_scale[:M], layer.weight_scale, OUT_DTYPE
+            x, weight.t(), x_scale, layer.weight_scale, OUT_DTYPE
         )
         return y
 
-    return call
+    return product
+
+
+def cutlass(layer: Layer, weight: torch.Tensor) -> Call:
+    """Run vLLM's first choice for either type."""
+    product = cutlass_product(layer, weight)
+    return lambda M: product(layer.x[:M], layer.x_scale[:M])
 
 
 def vllm_triton(layer: Layer, weight: torch.Tensor) -> Call:

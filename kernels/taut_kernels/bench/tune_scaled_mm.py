@@ -48,10 +48,7 @@ from taut_kernels.bench.scaled_mm_layer import (
 from taut_kernels.bench.scaled_mm_results import Final, Results
 from taut_kernels.gemm import fp8
 from taut_kernels.gemm._scaled_mm_launch import launch, launch_block, make_arrivals
-from taut_kernels.tiles_scaled_mm_tile import (
-    BLOCK_GROUP,
-    ScaledMmTile,
-)
+from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP, ScaledMmTile
 
 VLLM = "CUTLASS"
 """The kernel vLLM itself runs on Hopper; of block-wise FP8 where it has no DeepGEMM."""

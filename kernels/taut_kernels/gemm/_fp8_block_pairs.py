@@ -7,6 +7,7 @@ import torch
 from taut_kernels import _launch
 from taut_kernels._assembler import newest_ptxas
 from taut_kernels.gemm._fp8_block_pairs_jit import fp8_block_pairs_kernel
+from taut_kernels.gemm._scaled_mm_call import block_arguments, form_key
 from taut_kernels.gemm._scaled_mm_pairs import launch_constants, launch_options
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
@@ -43,29 +44,13 @@ def launch_block_pairs(
         y: [M, N], contiguous; written.
     """
     (M, K), N = x.shape, weight.shape[0]
-    wide = x.stride(0) >> 31, weight.stride(0) >> 31
+    tensors, integers = block_arguments(
+        x, weight, x_scale, weight_scale, bias, partial, arrivals, y
+    )
     _pairs(
-        (tile, N, K, y.dtype, wide, bias is None),
+        form_key(tile, x, weight, y, bias is None),
         (-(-N // tile.block_n), tile.split_k, -(-M // tile.block_m)),
-        (
-            x,
-            weight,
-            x_scale,
-            weight_scale,
-            bias,
-            y,
-            partial,
-            None if partial is None else arrivals,
-        ),
-        (
-            M,
-            x_scale.stride(0),
-            x_scale.stride(1),
-            weight_scale.stride(0),
-            N,
-            K,
-            x.stride(0),
-            weight.stride(0),
-        ),
+        tensors,
+        integers,
         lambda: (launch_constants(tile, K), launch_options(tile)),
     )

@@ -13,10 +13,7 @@ from taut_kernels import _launch
 from taut_kernels._descriptors import Describe
 from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
-from taut_kernels.tiles_scaled_mm_tile import (
-    BLOCKS,
-    ScaledMmTile,
-)
+from taut_kernels.tiles_scaled_mm_tile import BLOCKS, ScaledMmTile
 
 ROWS = 64
 """Tokens a group of warps multiplies where both share a tile; columns of a block TMA stores."""

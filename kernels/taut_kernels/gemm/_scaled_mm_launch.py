@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import lru_cache
 
 import torch
@@ -11,15 +10,12 @@ from taut_kernels import _launch
 from taut_kernels.gemm._fp8_block_hopper import launch_blocks
 from taut_kernels.gemm._fp8_block_jit import fp8_block_kernel
 from taut_kernels.gemm._fp8_block_pairs import launch_block_pairs
+from taut_kernels.gemm._scaled_mm_call import block_arguments, form_key
 from taut_kernels.gemm._scaled_mm_few import launch_few
 from taut_kernels.gemm._scaled_mm_hopper import ROWS, launch_hopper
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
 from taut_kernels.gemm._scaled_mm_pairs import launch_pairs
-from taut_kernels.tiles_scaled_mm_tile import (
-    BLOCKS,
-    PAIRS,
-    ScaledMmTile,
-)
+from taut_kernels.tiles_scaled_mm_tile import BLOCKS, PAIRS, ScaledMmTile
 
 ALIGNMENT = _launch.ALIGNMENT
 """Also what `cp.async` moves at once, and what a tensor descriptor demands of rows."""
@@ -67,14 +63,6 @@ def _constants(tile: ScaledMmTile, K: int) -> _launch.Constants:
     }
 
 
-def _key(
-    tile: ScaledMmTile, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *absent: bool
-) -> Hashable:
-    """Tell apart what Triton compiles apart; rows of ``x`` and ``weight`` are aligned by now."""
-    wide = x.stride(0) >> 31, weight.stride(0) >> 31
-    return (tile, *weight.shape, x.dtype, y.dtype, wide, absent)
-
-
 def _workspace(
     tile: ScaledMmTile, places: int, each: int, x: torch.Tensor, arrivals: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -102,7 +90,7 @@ def _prepared_ring(
     has_bias: bool,
     device: torch.device,
 ) -> _launch.Prepared:
-    """Prepare a call of the ring kernel; ``wide`` as of :func:`_key`."""
+    """Prepare a call of the ring kernel; ``wide`` as of :func:`form_key`."""
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
         named = {
@@ -246,29 +234,8 @@ def launch_block(
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
         return {"HAS_BIAS": bias is not None} | _constants(tile, K), _options(tile)
 
-    _BLOCK(
-        _key(tile, x, weight, y, bias is None),
-        grid,
-        (
-            x,
-            weight,
-            x_scale,
-            weight_scale,
-            bias,
-            y,
-            partial,
-            None if partial is None else arrivals,
-        ),
-        (
-            M,
-            x_scale.stride(0),
-            x_scale.stride(1),
-            weight_scale.stride(0),
-            N,
-            K,
-            x.stride(0),
-            weight.stride(0),
-        ),
-        constants,
+    tensors, integers = block_arguments(
+        x, weight, x_scale, weight_scale, bias, partial, arrivals, y
     )
+    _BLOCK(form_key(tile, x, weight, y, bias is None), grid, tensors, integers, constants)
     return y

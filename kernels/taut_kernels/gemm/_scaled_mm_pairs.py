@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels import _launch
+from taut_kernels.gemm._scaled_mm_call import form_key
 from taut_kernels.gemm._scaled_mm_pairs_jit import scaled_mm_pairs_kernel
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
@@ -67,11 +68,10 @@ def launch_pairs(
         y: [M, N], contiguous; written.
     """
     (M, K), N = x.shape, weight.shape[0]
-    wide = x.stride(0) >> 31, weight.stride(0) >> 31
     counters = None if partial is None else arrivals
     absent = azp_adj is None, azp is None, bias is None
     _pairs(
-        (tile, N, K, x.dtype, y.dtype, wide, absent),
+        form_key(tile, x, weight, y, *absent),
         (-(-N // tile.block_n), tile.split_k, -(-M // tile.block_m)),
         (x, weight, x_scale, weight_scale, azp_adj, azp, bias, y, partial, counters),
         (

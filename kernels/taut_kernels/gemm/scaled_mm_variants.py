@@ -19,7 +19,7 @@ from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
 from taut_kernels.gemm._scaled_mm_jit import scaled_mm_kernel
 from taut_kernels.gemm._scaled_mm_pairs_jit import scaled_mm_pairs_kernel
 from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
+from taut_kernels.tiles_scaled_mm_tile import PREFETCH, ScaledMmTile
 
 ELEMENT = {"w8a8_gemm": "i8", "fp8_gemm": "fp8e4nv", "fp8_block": "fp8e4nv"}
 _RULE_SHAPES = ((4096, 4096), (1280, 8192), (10240, 8192), (28672, 4096), (57344, 8192))
@@ -38,7 +38,10 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
     apart = (tile for tile in of_blocks if tiles_scaled_mm_tile.most_shared_tokens(tile))
     searched += (*of_blocks, *(replace(tile, split_k=2) for tile in apart))
     of_pairs = tiles_scaled_mm_tile.tiles_of_pairs()
-    searched += (*of_pairs, *(replace(tile, early=True, prefetch=2) for tile in of_pairs))
+    searched += (
+        *of_pairs,
+        *(replace(tile, early=True, prefetch=PREFETCH) for tile in of_pairs),
+    )
     searched += tuple(replace(tile, split_k=2) for tile in of_pairs if tile.block_n == 64)
     for tile in (*tiles_scaled_mm_rule.FED_BY_TMA, *searched):
         if tiles_scaled_mm_tile.why_not_for(tile, op, 4096) is None:
@@ -49,7 +52,7 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
                 for bucket in buckets if row_op == op else ():
                     yield bucket.tile, K, HOPPER
     tile = tiles_scaled_mm_rule.rule(op, 4096, 4096, 1)
-    yield replace(tile, early=True, prefetch=2), 4096, HOPPER
+    yield replace(tile, early=True, prefetch=PREFETCH), 4096, HOPPER
 
 
 def kernel_variants() -> Iterator[KernelVariant]:
