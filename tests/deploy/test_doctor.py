@@ -16,7 +16,7 @@ from taut_deploy.layer_schemes import DENSE, read_quantization
 from taut_deploy.layer_shapes import StoredLayer
 from taut_kernels import measured_w4a16, tiles_scaled_mm
 
-H200 = "NVIDIA H200"
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 THEIRS = "vLLM's own"
 LLAMA_8B = {
     "model_type": "llama",
@@ -37,6 +37,7 @@ QKV, OUT, GATE_UP, DOWN, HEAD = FUSED = [
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FP8_BLOCKS = FP8 | {"weight_block_size": [128, 128]}
 E4M3_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 E4M3_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
@@ -119,8 +120,7 @@ def test_an_fp8_model_of_the_measured_kind_uses_fused_ops(card, explain):
 def test_fp8_layers_elsewhere(card, explain):
     card(H200, "require")
     assert [explain(E4M3)[shape] for shape in FUSED[:4]] == [("taut::fp8_gemm", "")] * 4
-    by_blocks = FP8 | {"weight_block_size": [128, 128]}
-    assert [explain(by_blocks)[shape] for shape in FUSED[:4]] == [("taut::fp8_gemm", "")] * 4
+    assert [explain(FP8_BLOCKS)[shape] for shape in FUSED[:4]] == [("taut::fp8_gemm", "")] * 4
     card(H200, "off")
     assert explain(E4M3)[QKV] == (THEIRS, "TAUT_KERNELS=off")
     card("NVIDIA L40S", capability=(8, 9))
@@ -136,18 +136,32 @@ def test_fp8_layers_elsewhere(card, explain):
     assert "input features" in odd[1]
 
 
-BLOCKS = (
-    "no engine has answered with taut's kernel for blocks and vLLM's side by side yet;"
-    " TAUT_KERNELS=require runs taut's"
-)
+GROUP_INPUTS = E4M3_INPUTS | {"strategy": "group", "group_size": 128}
 BLOCK_WEIGHTS = E4M3_WEIGHTS | {"strategy": "block", "block_structure": [128, 128]}
+BLOCKS = {"FP8": FP8_BLOCKS, "compressed-tensors": compressed(BLOCK_WEIGHTS, GROUP_INPUTS)}
+FIRST_OF_VLLM = {
+    H100: {QKV: 65, OUT: 65, GATE_UP: 65, DOWN: 65},
+    H200: {QKV: 33, OUT: 33, GATE_UP: 17, DOWN: 64},
+}
+"""Card → shape → fewest tokens at which vLLM's product of blocks is the faster one."""
+
+
+@pytest.mark.parametrize("gpu", FIRST_OF_VLLM)
+@pytest.mark.parametrize("case", BLOCKS)
+def test_fp8_by_blocks_is_judged_by_the_table_of_blocks(gpu, case, card, explain):
+    card(gpu)
+    found = explain(BLOCKS[case])
+    for shape, first in FIRST_OF_VLLM[gpu].items():
+        assert found[shape] == (
+            f"taut::fp8_gemm + {THEIRS}",
+            f"not measured to be as fast as vLLM's at {first}– tokens",
+        )
+    card("NVIDIA H100 PCIe")
+    assert explain(BLOCKS[case])[QKV] == (THEIRS, "not measured on NVIDIA H100 PCIe")
+
+
 ACT_ORDER = "activation reordering (desc_act, actorder) is not supported, nor by newer vLLM"
 NOT_OURS = {
-    "FP8 by blocks": (FP8 | {"weight_block_size": [128, 128]}, BLOCKS),
-    "compressed-tensors by blocks": (
-        compressed(BLOCK_WEIGHTS, E4M3_INPUTS | {"strategy": "group", "group_size": 128}),
-        BLOCKS,
-    ),
     "FP8 by other blocks": (
         FP8 | {"weight_block_size": [64, 128]},
         "no taut kernel for FP8 with scales of 64×128 blocks yet",
@@ -157,7 +171,7 @@ NOT_OURS = {
         "no taut kernel for float8 weights alone, scales by channel, yet",
     ),
     "FP8 activations by group": (
-        compressed(E4M3_WEIGHTS, E4M3_INPUTS | {"strategy": "group", "group_size": 128}),
+        compressed(E4M3_WEIGHTS, GROUP_INPUTS),
         "no taut kernel for float8 × float8, scales by channel, yet",
     ),
     "int4 and int8": (

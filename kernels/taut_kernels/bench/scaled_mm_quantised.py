@@ -1,10 +1,11 @@
 """8-bit products behind vLLM's quantisation, which is how a layer runs them.
 
 A product that starts early, as DeepGEMM's does, gains more behind another call of itself than
-behind the quantisation, which lets nobody start; so who is faster in a layer is decided by the two
-together. Both are in the graph that is timed, and the product is fed what the quantisation wrote.
-FP8 with 128×128 blocks is quantised by groups of 128; FP8 and int8 by channel are by token, where
-ours also runs with an early start (``taut early``), which `prefer` keeps for layers of fused ops.
+behind the quantisation, which lets it start at its last instruction (by groups of 128) or at its
+end (by token); so who is faster in a layer is decided by the two together. Both are in the graph
+that is timed, and the product is fed what the quantisation wrote. FP8 with 128×128 blocks is
+quantised by groups of 128; FP8 and int8 by channel are by token, where ours also runs with an early
+start (``taut early``), which `prefer` keeps for layers of fused ops.
 """
 
 from __future__ import annotations

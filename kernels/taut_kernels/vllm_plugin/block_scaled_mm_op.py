@@ -16,11 +16,6 @@ from taut_kernels.gemm._scaled_mm_launch import launch_block
 OP = "fp8_block_by_regime"
 DEEP_GEMM, DEEP_GEMM_UE8M0, CUTLASS = RESTS = ("DeepGEMM", "DeepGEMM ue8m0", "CUTLASS")
 """vLLM's kernels that ours was measured against; the second with scales that are powers of two."""
-ANSWERED = False
-"""Whether an engine has answered with ours and vLLM's kernel side by side in such layers. With ours
-alone (``require``) one has, like stock's within the noise floor (H100, 2026-11-26); mixed with
-DeepGEMM one loaded, compiled and captured its graphs, and the visit ended before its first answer.
-Until one has answered, ``prefer`` leaves these layers to vLLM."""
 
 
 def _reference(
@@ -127,11 +122,6 @@ def why_not_at_all(gpu: str | None, N: int, K: int, mode: str) -> str | None:
         reason = f"output features must be a multiple of 16, got {N}"
     if reason or mode == "require":
         return reason
-    if not ANSWERED:
-        return (
-            "no engine has answered with taut's kernel for blocks and vLLM's side by side yet;"
-            " TAUT_KERNELS=require runs taut's"
-        )
     if any(bucket.wins for bucket in tiles_scaled_mm.buckets(fp8.BLOCK_OP, gpu, N, K)):
         return None
     return why_partly(gpu, N, K, mode)
