@@ -18,6 +18,7 @@ else of the nearest. The layout of the weights does not depend on any of it.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cache
@@ -50,9 +51,13 @@ __all__ = [
     "tables",
 ]
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
-BUCKETS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1664, 2048)
+BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1344, 1664, 2048)
 """Largest M of each row but the last, which has no limit. 384 and 1664 are whole tiles of 128
-tokens and not of 256; vLLM's steps of a few prompts are often such. 768 are three tiles of 256."""
+tokens and not of 256; vLLM's steps of a few prompts are often such. 768 and 1280 are three and five
+tiles of 256, 192 and 1344 one and seven of 192."""
+_WIDER = {192: 256, 1280: 1664, 1344: 1664}
+"""Buckets that were cut out of a wider one: where a table has no row of theirs, the wider's was
+measured for these tokens, too."""
 DECODE_TOKENS = 16
 """Most tokens the decode kernel takes."""
 PROGRAMS_WANTED = 264
@@ -192,6 +197,12 @@ def bucket_of(M: int) -> int:
     return bisect_left(BUCKETS, M)
 
 
+def _measured_for(bucket: int) -> tuple[int, ...]:
+    """Return the buckets whose rows serve one, its own first."""
+    wider = _WIDER.get(BUCKETS[bucket]) if bucket < len(BUCKETS) else None
+    return (bucket,) if wider is None else (bucket, BUCKETS.index(wider))
+
+
 @cache
 def lookup(
     gpu: str | None, N: int, K: int, bucket: int, weights: WeightFormat = DEFAULT, *, hopper: bool
@@ -207,10 +218,12 @@ def lookup(
         hopper: the card has `wgmma`.
 
     Returns:
-        What was measured to be fastest in the nearest format, or what :func:`rule` says.
+        What was measured to be fastest in the nearest format, there in the narrowest bucket, or
+        what :func:`rule` says.
     """
     table = _tile_tables.of_card(tables(), gpu)
-    for near in weights.tried:
-        if table is not None and (N, K, bucket, near) in table.choices:
-            return table.choices[N, K, bucket, near]
+    choices = table.choices if table is not None else {}
+    for near, of_bucket in itertools.product(weights.tried, _measured_for(bucket)):
+        if (N, K, of_bucket, near) in choices:
+            return choices[N, K, of_bucket, near]
     return rule(N, K, bucket, hopper=hopper)

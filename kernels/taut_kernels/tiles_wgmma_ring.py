@@ -21,7 +21,8 @@ class WgmmaRingTile:
     """One way to cut the work.
 
     Args:
-        block_m: tokens a program, 16..256, a power of two.
+        block_m: tokens a program, 16..256, a power of two; with ``tma`` 96 or 192, too, which take
+            no ``split_k``.
         group_tiles: tiles of 64 output rows a warp group, 1 or 2; with 2 one is converted while
             the other is multiplied.
         warp_groups: of a program beside each other along N, 1, 2 or 4; they share activations.
@@ -60,7 +61,7 @@ class WgmmaRingTile:
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
-            "block_m": (16, 32, 64, 128, 256),
+            "block_m": (16, 32, 64, 128, 256) + ((96, 192) if self.tma else ()),
             "group_tiles": (1, 2),
             "warp_groups": (1, 2, 4),
             "chunks_per_step": (1, 2, 4),
@@ -79,6 +80,8 @@ class WgmmaRingTile:
             raise ValueError(f"running must be below parts × chunks_per_step, got {self.running}")
         if self.summed and self.split_k == 1:
             raise ValueError("summed needs split_k > 1")
+        if self.pieces == 3 and self.split_k > 1:
+            raise ValueError(f"block_m {self.block_m} takes no split_k, got {self.split_k}")
         if self.tma and (self.reordered or self.summed):
             raise ValueError("tma takes neither reordered nor summed")
         if self.registers and not 32 <= self.registers <= 255:
@@ -101,6 +104,11 @@ class WgmmaRingTile:
     def rows(self) -> int:
         """Output rows a program."""
         return 64 * self.group_tiles * self.warp_groups
+
+    @property
+    def pieces(self) -> int:
+        """Copies by TMA that a block of tokens is made of, for each chunk."""
+        return 3 if self.block_m % 3 == 0 else 2
 
     def stage_bytes(self, group_size: int, *, has_zeros: bool) -> int:
         """Return the shared memory of one stage.

@@ -77,6 +77,13 @@ _128X64_FED = (_fed(128, 1, 1, 2, 3, 128), Cost(2, 0.083, 0.200))
 _128X64_FED_ALONE = (_fed(128, 1, 1, 4, 3, 248), Cost(1, 0.192, 0.010))
 _128X128_FED = (_fed(128, 1, 2, 2, 5, 168), Cost(1, 0.346, 0.023))
 _128X256_FED = (_fed(128, 2, 2, 2, 4, 168), Cost(1, 0.629, 0.105))
+_192X128_FED = (_fed(192, 1, 2, 2, 3, 168), Cost(1, 0.470, 0.020))
+_192X256_FED = (
+    WgmmaRingTile(192, 2, 2, 1, 1, 6, False, 168, parts=4, running=1, tma=True),
+    Cost(1, 0.930, 0.060),
+)
+_192X256_FED_LONG = (_192X256_FED[0], Cost(1, 1.050, 0.100))
+"""In several rounds at the card's power limit."""
 _256X64_FED = (_fed(256, 1, 1, 2, 3, 248), Cost(1, 0.340, 0.021))
 _256X128_FED = (_fed(256, 1, 2, 2, 3, 168), Cost(1, 0.611, 0.091))
 _64X64_LONG = (
@@ -100,14 +107,25 @@ CANDIDATES: dict[int, tuple[Candidate, ...]] = {
     32: _32_TOKENS,
     64: (*_64_TOKENS, _64X64_LONG),
     128: (_128X64_FED, _128X64_FED_ALONE, _128X128_FED, _128X256_FED, _64X64_LONG),
+    192: (
+        _128X64_FED_ALONE, _128X256_FED, _192X128_FED, _192X256_FED, _256X64_FED, _256X128_FED,
+        _128X64,
+    ),
     256: (_128X64_FED_ALONE, _128X256_FED, _256X64_FED, _256X128_FED, _128X64),
-    384: (_128X64_FED, _128X64_FED_ALONE, _128X128_FED, _128X256_FED, _128X64),
+    384: (
+        _128X64_FED, _128X64_FED_ALONE, _128X128_FED, _128X256_FED, _192X128_FED, _192X256_FED,
+        _128X64,
+    ),
     512: (_128X64_FED_ALONE, _256X64_FED, _256X128_FED, _256X128_RING, _128X64),
-    768: (_128X64_FED_ALONE, _256X64_FED, _256X128_FED, _128X64),
+    768: (
+        _128X64_FED_ALONE, _192X128_FED, _192X256_FED, _256X64_FED, _256X128_FED, _128X64,
+    ),
     1024: (_256X64_FED, _256X128_FED, _128X64),
+    1280: (_128X128_FED, _128X256_FED, _256X128_FED, _256X128),
+    1344: (_128X128_FED, _128X256_FED, _192X256_FED_LONG, _256X128_FED, _256X128),
     1664: (_128X128_FED, _128X256_FED, _256X128_FED, _256X128),
     2048: (_256X64_FED, _256X128_FED, _256X128),
-}
+}  # fmt: skip
 """By the tables' buckets; the last of each takes layers narrower than a TMA block.
 
 256 tokens x 64 features, fed, is left out at 384 and 1664, which are no whole blocks of 256: there
@@ -121,8 +139,11 @@ _FEWER_SPLITS = {
     _128X256_FED[0]: 5,
     _256X64_FED[0]: 3,
     _256X128_FED[0]: 2,
+    _192X128_FED[0]: 1,
+    _192X256_FED[0]: 1,
 }
-"""With more, adding them spills more than 32 bytes a thread under Triton 3.6 or 3.9."""
+"""With more, adding them spills more than 32 bytes a thread under Triton 3.6 or 3.9; blocks of 192
+tokens take none."""
 _TYPICAL = {768: (640, 768), 1024: (896, 1024)}
 """Numbers of tokens that count as much as each other, where a bucket's largest is not all: between
 two buckets lie one number of blocks of 256 tokens but two of blocks of 128."""
@@ -154,7 +175,7 @@ def rule(N: int, K: int, tokens: int) -> Fused | Literal["dense"]:
 def every_tile(kind: type[Kind]) -> list[Kind]:
     """Return the tiles of one kind that the rule may choose, K whole, in two and in most parts."""
     tiles = [tile for some in CANDIDATES.values() for tile, _ in some]
-    split = [tile for tile in tiles if not isinstance(tile, WgmmaTile)]
+    split = [tile for tile in tiles if not isinstance(tile, WgmmaTile) and _most_splits(tile) > 1]
     tiles += [_in_splits(tile, 2) for tile in split]
     tiles += [_in_splits(tile, _most_splits(tile)) for tile in split if _fed_by_tma(tile)]
     return list(dict.fromkeys(tile for tile in tiles if isinstance(tile, kind)))

@@ -48,6 +48,15 @@ def test_a_row_replaces_the_one_of_its_place_and_format() -> None:
     assert [row["us"] for row in again["rows"]] == [1.0, 1.0, 3.0, 1.0]
 
 
+def test_rows_of_a_card_that_takes_the_table_s_tiles_are_its_own() -> None:
+    h100, h200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    table = _merged(_table(gpu=h200), _table(_row(), source="tuned there", gpu=h100))
+    assert (table["gpu"], len(table["rows"])) == (h200, 1)
+    assert table["source"].endswith("; tuned there")
+    with pytest.raises(ValueError, match=f"tiles of {h200} are none of {h100}"):
+        _merged(_table(gpu=h100), _table(_row(), gpu=h200))
+
+
 def test_tables_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ValueError, match="tiles of other are none of card"):
         _merged(_table(), _table(gpu="other"))

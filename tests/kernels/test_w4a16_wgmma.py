@@ -95,6 +95,29 @@ def test_a_format_takes_its_own_rows_then_the_nearest(monkeypatch: pytest.Monkey
         tiles_wgmma.parse(table(row(format="g48")), "t.json")
 
 
+def test_a_bucket_cut_out_of_a_wider_one_takes_its_row_until_it_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, wide = row()["tile"] | {"split_k": 1}, row()["tile"] | {"split_k": 2}
+    rows = [row(max_m=M, tile=wide) for M in (256, 1664)]
+    rows += [row(max_m=192, tile=own), row(max_m=384, tile="dense") | {"format": "g32-zp"}]
+    monkeypatch.setattr(
+        tiles_wgmma, "tables", lambda: {"card": tiles_wgmma.parse(table(*rows), "t.json")}
+    )
+
+    def ask(M: int, weights: WeightFormat = DEFAULT) -> Any:
+        bucket = tiles_wgmma.bucket_of(M)
+        found = tiles_wgmma.lookup.__wrapped__("card", 64, 128, bucket, weights, hopper=False)
+        return found.split_k if isinstance(found, WgmmaTile) and found.num_warps == 4 else None
+
+    assert [ask(M) for M in (192, 193, 1280, 1344, 1664)] == [1, 2, 2, 2, 2]
+    assert ask(384) is None, "the rule's: 384 was cut out of no other"
+    # A row of its own format is nearer than a narrower bucket's of another.
+    rows.append(row(max_m=256, tile=wide | {"split_k": 4}) | {"format": "g32-zp"})
+    (small,) = (kind for kind in WeightFormat if kind.group_size == 32 and kind.zero_points)
+    assert [ask(M, small) for M in (192, 193)] == [4, 4]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -114,9 +137,10 @@ def test_table_refuses_what_it_does_not_know(text: str, message: str) -> None:
 
 
 def test_bucket_of_every_number_of_tokens() -> None:
-    Ms = (9, 16, 17, 32, 33, 256, 257, 384, 385, 512, 513, 768, 769, 1024, 1025, 1664, 1665)
-    found = [tiles_wgmma.bucket_of(M) for M in (*Ms, 2048, 2049, 10**6)]
-    assert found == [0, 0, 1, 1, 2, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 11, 11]
+    Ms = (9, 16, 17, 32, 33, 192, 193, 256, 257, 384, 385, 512, 513, 768, 769, 1024, 1025, 1280)
+    found = [tiles_wgmma.bucket_of(M) for M in (*Ms, 1281, 1344, 1345, 2048, 2049, 10**6)]
+    ends = [0, 0, 1, 1, 2, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10]
+    assert found == [*ends, 11, 11, 12, 13, 14, 14]
 
 
 @pytest.mark.parametrize(("N", "K"), [(28672, 4096), (576, 576), (64, 128), (192, 1536)])

@@ -44,6 +44,8 @@ TILES = {
     "split": WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
     "half": WgmmaRingTile(32, 1, 1, 1, 2, 6, False, parts=4, running=1, tma=True),
     "grouped": WgmmaRingTile(16, 1, 1, 2, 2, 4, False, parts=2, running=2, tma=True, group_m=2),
+    "thirds": WgmmaRingTile(96, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True, group_m=2),
+    "wide thirds": WgmmaRingTile(192, 1, 1, 1, 1, 4, False, parts=4, running=2, tma=True),
 }
 
 
@@ -75,6 +77,11 @@ def on_numpy() -> testing_gluon.OnNumPy:
         ("half", 20, 64, 1664, 128, torch.float16, True, (1, 2, 1)),
         ("grouped", 40, 272, 512, 64, torch.bfloat16, True, (5 * 3, 2, 1)),
         ("grouped", 16, 144, 512, 128, torch.float16, False, (3, 2, 1)),
+        ("thirds", 200, 272, 640, 128, torch.bfloat16, False, (3 * 3, 1, 1)),
+        ("thirds", 97, 144, 576, 64, torch.float16, True, (2 * 2, 1, 1)),
+        ("thirds", 50, 128, 512, 32, torch.bfloat16, True, (1, 1, 1)),
+        ("thirds", 20, 128, 512, -1, torch.float16, False, (1, 1, 1)),
+        ("wide thirds", 250, 64, 576, 64, torch.bfloat16, True, (1, 1, 2)),
     ],
 )
 def test_kernel_computes_the_product_on_numpy(
@@ -106,6 +113,9 @@ def test_kernel_computes_the_product_on_numpy(
         ({"summed": True, "split_k": 2}, "tma takes neither reordered nor summed"),
         ({"group_m": 3}, r"group_m must be one of \(0, 2, 4, 8, 16\), got 3"),
         ({"tma": False, "group_m": 2}, r"group_m must be one of \(0,\), got 2"),
+        ({"tma": False, "block_m": 96}, r"block_m must be one of \(16, 32, 64, 128, 256\), got 96"),
+        ({"block_m": 48}, r"block_m must be one of \(16, 32, 64, 128, 256, 96, 192\), got 48"),
+        ({"block_m": 192, "split_k": 2}, "block_m 192 takes no split_k, got 2"),
     ],
 )
 def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, Any], message: str) -> None:
@@ -130,8 +140,14 @@ def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> No
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
 
 
-@pytest.mark.parametrize("M", [33, 40, 63, 64, 65, 96, 127, 128, 130])
-def test_no_row_beyond_the_tokens_is_asked_for(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("block_m", "M"),
+    [(64, M) for M in (33, 40, 63, 64, 65, 96, 127, 128, 130)]
+    + [(96, M) for M in (33, 65, 95, 96, 97, 128, 192, 200)],
+)
+def test_no_row_beyond_the_tokens_is_asked_for(
+    block_m: int, M: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """TMA fills such rows with zeros, which takes it longer than to load rows."""
     asked = set()
     read = testing_gluon_hopper.Descriptor.read
@@ -144,7 +160,7 @@ def test_no_row_beyond_the_tokens_is_asked_for(M: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(testing_gluon_hopper.Descriptor, "read", watched)
     monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(on_numpy()))
     case = make_case(M, 64, 512, 128, torch.bfloat16, False)
-    tile = dataclasses.replace(TILES["two"], group_tiles=1)
+    tile = dataclasses.replace(TILES["two"], group_tiles=1, block_m=block_m)
     with testing.nan_poison():
         actual = w4a16_launch.launch(tile, *case.operands())
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())

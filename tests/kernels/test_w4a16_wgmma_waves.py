@@ -15,6 +15,7 @@ from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.wgmma_waves_candidates import (
     fed_waves_candidates,
     grouped_candidates,
+    thirds_candidates,
     waves_candidates,
 )
 from taut_kernels.gemm import w4a16, w4a16_launch, w4a16_wgmma_tma, w4a16_wgmma_variants
@@ -269,16 +270,25 @@ def test_candidates_fed_by_tma_could_stand_in_a_table(M: int) -> None:
     ("M", "groups"),
     [
         (512, set()),
-        (1024, {(128, 8), (256, 4)}),
-        # 11 and 6 blocks: groups of 8 and 4 would leave a short one.
-        (1344, {(128, 8), (128, 16), (256, 4), (256, 8)}),
-        (4096, {(128, 8), (256, 4), (256, 16)}),
+        (1024, {(128, 8), (256, 4), (192, 4), (192, 8)}),
+        # 11, 6 and 7 blocks: groups of 8 and 4 would leave a short one.
+        (1344, {(128, 8), (128, 16), (256, 4), (256, 8), (192, 4), (192, 8)}),
+        (4096, {(128, 8), (256, 4), (256, 16), (192, 4)}),
     ],
 )
 def test_groups_are_of_equal_length_or_of_1024_tokens(M: int, groups: set[tuple[int, int]]) -> None:
     found = list(grouped_candidates(M))
     assert len(found) == len(set(found))
     assert {(tile.block_m, tile.group_m) for tile in found} == groups
+
+
+def test_tiles_of_192_tokens_are_tried_from_129_on() -> None:
+    assert not list(thirds_candidates(128))
+    found = list(thirds_candidates(129))
+    assert {tile.block_m for tile in found} == {192}
+    for tile in found:
+        assert tile.stages_that_fit(32, has_zeros=True) == tile.stages
+        assert tile in tune_w4a16_wgmma.all_candidates(4096, 4096, 256, ["tma-waves"])
 
 
 CHAINED = (

@@ -1,10 +1,10 @@
 """Bring tuned tiles into a shipped table: ``python -m taut_kernels.bench.merge_tiles``.
 
 Takes the shipped file and those that `tune_w4a16_decode`, `tune_w4a16_wgmma` or `tune_scaled_mm`
-wrote for the same card. A W4A16 row takes the place of the shipped one of its N, K, max_m and
-format; one that has no place yet goes to the end. An 8-bit product's rows are buckets of tokens
-that follow each other: the tuned ones take the place of all of its shipped ones from the first that
-is not below them on. Needs no GPU.
+wrote for the same card, or for one that takes this card's tiles. A W4A16 row takes the place of the
+shipped one of its N, K, max_m and format; one that has no place yet goes to the end. An 8-bit
+product's rows are buckets of tokens that follow each other: the tuned ones take the place of all of
+its shipped ones from the first that is not below them on. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from taut_kernels import tiles_decode, tiles_scaled_mm, tiles_wgmma, weight_format
+from taut_kernels._tile_tables import TWINS
 
 Rows = list[dict[str, Any]]
 
@@ -95,14 +96,14 @@ def merged(shipped: str, tuned: Sequence[str], family: Family) -> str:
         family: which kind of table they are.
 
     Raises:
-        ValueError: one of them is no such table, or of another card.
+        ValueError: one of them is no such table, or of a card with other tiles.
     """
     family.parse(shipped, "the shipped table")
     table: dict[str, Any] = json.loads(shipped)
     for text in tuned:
         family.parse(text, "a tuned table")
         new: dict[str, Any] = json.loads(text)
-        if new["gpu"] != table["gpu"]:
+        if table["gpu"] not in (new["gpu"], TWINS.get(new["gpu"])):
             raise ValueError(f"tiles of {new['gpu']} are none of {table['gpu']}")
         table["rows"] = family.merge(table["rows"], new["rows"])
         if new["source"] not in table["source"]:

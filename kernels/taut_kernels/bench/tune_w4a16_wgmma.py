@@ -48,6 +48,7 @@ from taut_kernels.bench.wgmma_tma_candidates import tma_candidates
 from taut_kernels.bench.wgmma_waves_candidates import (
     fed_waves_candidates,
     grouped_candidates,
+    thirds_candidates,
     waves_candidates,
 )
 from taut_kernels.gemm import w4a16_launch
@@ -81,7 +82,7 @@ REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "waves", "tma-waves")
 RING_TOKENS = 128
 """Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
 _WAVES = (256, 1024)
-_FED_WAVES = (256, 2048)
+_FED_WAVES = (192, 2048)
 Tile = WgmmaTile | RingTile | WgmmaRingTile | WavesTile
 
 
@@ -164,6 +165,7 @@ def all_candidates(
     if "tma-waves" in regimes and _FED_WAVES[0] <= M <= _FED_WAVES[1]:
         found += fed_waves_candidates(N, K, M)
     if "tma-waves" in regimes:
+        found += thirds_candidates(M)
         found += grouped_candidates(M)
     return list(dict.fromkeys(found))
 

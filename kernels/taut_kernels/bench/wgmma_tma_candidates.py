@@ -35,6 +35,7 @@ _NEEDED = {
     (2, 64): 136,
     (1, 128): 128,
     (2, 128): 200,
+    (1, 192): 168,
     (1, 256): 200,
 }
 """About how many registers a thread that multiplies wants, by tiles of 64 rows and tokens."""
@@ -61,7 +62,7 @@ def tma_candidates(
     if M < _FEWEST_TOKENS:
         return
     for block_m, (tiles, groups, resident), per_step in itertools.product(
-        (M,) if M < 256 else (128, 256), _SHAPES, (2, 4)
+        (M,) if M <= 128 else (128, 192, 256), _SHAPES, (2, 4)
     ):
         threads = 128 * groups
         cap = min(_MOST_REGISTERS, REGISTERS // (resident * (threads + 128)) // 8 * 8)
@@ -104,6 +105,7 @@ def well_filled(
         waves = triton.cdiv(of_y * split, places)
         # A layer's arrivals counts N/16 meetings.
         meets = split == 1 or of_y <= N // 16
+        meets = meets and (split == 1 or tile.pieces == 2)
         if steps < 3 or done > 1.12 * chunks or not meets or tile.rows > N:
             continue
         fill = of_y * split / (waves * places) * chunks / done

@@ -115,17 +115,50 @@ def _operand_b(words, T: gl.constexpr, BLOCK_M: gl.constexpr):
     return x.permute((1, 0))
 
 
+@gluon.constexpr_function
+def sums_of(part, piece, warps):
+    """Return the layout of sums of a part of a block: of two pieces, or of the third."""
+    tokens = piece if part else 2 * piece
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tokens, 16])
+
+
 @gluon.jit
-def _multiply(sums, a, x, r: gl.constexpr, RUNNING: gl.constexpr):
-    """Add a product to one of one or two sums, and wait until no more than RUNNING are left."""
-    total = warpgroup_mma(a, x, sums[r], is_async=True)
+def wait_for_products(sums, RUNNING: gl.constexpr):
+    """Wait until no more than RUNNING products are left."""
+    after = warpgroup_mma_wait(RUNNING, deps=sums)
     if len(sums) == 1:
-        after = (warpgroup_mma_wait(RUNNING, deps=[total]),)
-    elif r == 0:
-        after = warpgroup_mma_wait(RUNNING, deps=[total, sums[1]])
-    else:
-        after = warpgroup_mma_wait(RUNNING, deps=[sums[0], total])
+        after = (after,)
     return after
+
+
+@gluon.jit
+def multiply(
+    sums, a, xs, r: gl.constexpr, RUNNING: gl.constexpr, PIECE: gl.constexpr, WARPS: gl.constexpr
+):
+    """Add a row tile's products with every part of the block, and wait for the ones before.
+
+    Args:
+        sums: of every row tile, by part of the block.
+        a: the row tile's weights, as operand A of the first part.
+        xs: the parts' activations.
+        r: which row tile.
+        RUNNING: weights whose products may be left running.
+        PIECE: tokens of a piece.
+        WARPS: that multiply.
+    """
+    after = ()
+    for i in gl.static_range(len(sums)):
+        total = sums[i]
+        if i // len(xs) == r:
+            # The same registers in every part's layout.
+            operand = gl.convert_layout(
+                a,
+                gl.DotOperandLayout(0, sums_of(i % len(xs), PIECE, WARPS), 2),
+                assert_trivial=True,
+            )
+            total = warpgroup_mma(operand, xs[i % len(xs)], total, is_async=True)
+        after = after + (total,)
+    return wait_for_products(after, RUNNING * len(xs))
 
 
 @gluon.jit
@@ -150,7 +183,7 @@ def _next_product(
     x = _operand_b(x_rings[TILE // ROW_TILES].index(slot), _element(ELEMENT), BLOCK_M)
     x_part = x.slice(PART * (64 // PARTS), 64 // PARTS, 0)
     a = convert(operands[TILE], PART, PARTS, HAS_ZEROS, ELEMENT, WARPS, OPERAND)
-    return _multiply(sums, a, x_part, TILE % ROW_TILES, RUNNING)
+    return multiply(sums, a, (x_part,), TILE % ROW_TILES, RUNNING, BLOCK_M // 2, WARPS)
 
 
 @gluon.jit
@@ -178,16 +211,6 @@ def _copy_ahead(
         )
         copy_tokens(x_rings, slot, tokens, step, first_chunk, CHUNKS, CHUNKS_PER_STEP, MASKED)
     async_copy.commit_group()
-
-
-@gluon.jit
-def _finished(sums):
-    """Wait for every product."""
-    if len(sums) == 1:
-        after = (warpgroup_mma_wait(0, deps=[sums[0]]),)
-    else:
-        after = warpgroup_mma_wait(0, deps=[sums[0], sums[1]])
-    return after
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -228,7 +251,7 @@ def w4a16_wgmma_ring_kernel(
     LX: gl.constexpr = gl.BlockedLayout(
         [1, 4] if REORDERED else [1, 1], [4, 8] if REORDERED else [1, 32], [WARPS, 1], [1, 0]
     )
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    ACC: gl.constexpr = sums_of(0, BLOCK_M // 2, WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     CHUNKS: gl.constexpr = K // 64
     STEPS: gl.constexpr = _steps(CHUNKS, CHUNKS_PER_STEP, SPLIT_K)
@@ -352,7 +375,7 @@ def w4a16_wgmma_ring_kernel(
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
         next_slot = gl.where(next_slot + 1 == STAGES, 0, next_slot + 1)
     reduce_and_store(
-        _finished(sums),
+        wait_for_products(sums, 0),
         y_ptr,
         bias_ptr,
         partial_ptr,

@@ -7,9 +7,12 @@ lanes of row g: columns 2t and 2t + 1 of every eight, which is what `wgmma` mult
 activations in their own order. Scales come through registers, a step ahead, from L2.
 
 Rows of activations beyond M would come as zeros, and TMA takes several times as long to fill a row
-with zeros as to load one (README). So a program's tokens are two halves of a block, each of tokens
-that exist: the second half begins earlier where M ends within it, and so does the last of several
-blocks. Tokens that two halves have in common are computed twice, to the same bits.
+with zeros as to load one (README). So a program's tokens are two or three pieces of a block, each
+of tokens that exist: a piece begins earlier where M ends within it, and so does the last of several
+blocks. Tokens that two pieces have in common are computed twice, to the same bits.
+
+Gluon's tensors are powers of two. So a block of three pieces, 192 tokens, is a pair and a third:
+two products with the same converted weights, each with sums of its own.
 
 Triton's interpreter runs neither Gluon nor inline assembly; only a GPU runs this file.
 """
@@ -32,11 +35,7 @@ from taut_kernels.gemm._scaled_mm_hopper_jit import place
 from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis, whole_quads
 from taut_kernels.gemm._w4a16_decode_ring_stage_jit import early_start
 from taut_kernels.gemm._w4a16_ring_zeros_jit import zero_offsets, zero_places, zero_quads
-from taut_kernels.gemm._w4a16_wgmma_ring_jit import (
-    _finished,
-    _multiply,
-    _steps,
-)
+from taut_kernels.gemm._w4a16_wgmma_ring_jit import _steps, multiply, sums_of, wait_for_products
 from taut_kernels.gemm._w4a16_wgmma_ring_stage_jit import convert, reduce_and_store
 
 
@@ -269,35 +268,45 @@ def _ask_weights(w_desc, words, full, slot, stage, first_tile, first_chunk, CHUN
 
 
 @gluon.jit
-def _first_tokens(tokens, M, BLOCK_M: gl.constexpr):
-    """Return where the two halves of a block of tokens begin.
+def _first_tokens(tokens, M, PIECE: gl.constexpr, PIECES: gl.constexpr):
+    """Return where the pieces of a block of tokens begin.
 
-    With M at most half a block the second one begins beyond M and is zeros.
+    With M at most a piece the others begin beyond M and are zeros.
     """
-    HALF: gl.constexpr = BLOCK_M // 2
+    BLOCK_M: gl.constexpr = PIECES * PIECE
     first = gl.minimum(tokens * BLOCK_M, gl.where(M > BLOCK_M, M - BLOCK_M, 0))
-    apart = gl.where(M > HALF, gl.minimum(M - HALF, HALF), HALF)
-    return first, first + apart
+    found = (first,)
+    for i in gl.static_range(1, PIECES):
+        found = found + (first + gl.where(M > PIECE, gl.minimum(M - PIECE, i * PIECE), i * PIECE),)
+    return found
 
 
 @gluon.jit
-def _ask_tokens(x_desc, halves, full, slot, stage, first_tokens, first_chunk, CHUNKS: gl.constexpr):
-    """Ask for a step's activations, half a block of a chunk at a time."""
+def _ask_tokens(x_desc, pieces, full, slot, stage, first_tokens, first_chunk, CHUNKS: gl.constexpr):
+    """Ask for a step's activations, a piece of a block of a chunk at a time."""
+    halves, thirds = pieces
     for c in gl.static_range(CHUNKS):
         column = (first_chunk + stage * CHUNKS + c) * 64
-        for h in gl.static_range(2):
-            place = halves.index((slot * CHUNKS + c) * 2 + h)
-            load_block(x_desc, [first_tokens[h], column], full.index(slot), place)
+        for i in gl.static_range(len(first_tokens)):
+            if i < 2:
+                place = halves.index((slot * CHUNKS + c) * 2 + i)
+            else:
+                place = thirds.index(slot * CHUNKS + c)
+            load_block(x_desc, [first_tokens[i], column], full.index(slot), place)
 
 
 @gluon.jit
-def _ask(x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk, STEPS: gl.constexpr):
+def _ask(
+    x_desc, w_desc, rings, pieces, M, first_tile, block, first_chunk,
+    STEPS: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
     """Run the warp that asks for every step's weights and activations."""
     words, tokens, full, empty = rings
     STAGES: gl.constexpr = words.shape[0]
-    CHUNKS: gl.constexpr = tokens.shape[0] // STAGES
-    BYTES: gl.constexpr = CHUNKS * (128 * words.shape[1] * 4 + 128 * tokens.shape[1])
-    first_tokens = _first_tokens(block, M, tokens.shape[1])
+    CHUNKS: gl.constexpr = tokens[0].shape[0] // STAGES
+    PIECE: gl.constexpr = pieces[0].shape[1]
+    BYTES: gl.constexpr = CHUNKS * (128 * words.shape[1] * 4 + 128 * PIECES * PIECE)
+    first_tokens = _first_tokens(block, M, PIECE, PIECES)
     FIRST: gl.constexpr = STAGES if STAGES < STEPS else STEPS
     for stage in gl.static_range(FIRST):
         mbarrier.expect(full.index(stage), BYTES)
@@ -306,13 +315,13 @@ def _ask(x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk, STEPS
     # kernel that makes the activations.
     early_start(True)
     for stage in gl.static_range(FIRST):
-        _ask_tokens(x_desc, halves, full, stage, stage, first_tokens, first_chunk, CHUNKS)
+        _ask_tokens(x_desc, pieces, full, stage, stage, first_tokens, first_chunk, CHUNKS)
     slot, phase = 0, 0
     for step in range(STAGES, STEPS):
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(full.index(slot), BYTES)
         _ask_weights(w_desc, words, full, slot, step, first_tile, first_chunk, CHUNKS)
-        _ask_tokens(x_desc, halves, full, slot, step, first_tokens, first_chunk, CHUNKS)
+        _ask_tokens(x_desc, pieces, full, slot, step, first_tokens, first_chunk, CHUNKS)
         phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
 
@@ -331,15 +340,15 @@ def _multiply_all(
     STEPS: gl.constexpr,
     PARTS: gl.constexpr,
     RUNNING: gl.constexpr,
-    ACC: gl.constexpr,
+    PIECE: gl.constexpr,
     L: gl.constexpr,
 ):
-    """Return the sums of every row tile over a program's steps."""
+    """Return the sums over a program's steps, of every row tile by part of the block."""
     words, tokens, full, empty = rings
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    ELEMENT: gl.constexpr = "bf16" if tokens.dtype == gl.bfloat16 else "f16"
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_of(0, PIECE, WARPS), 2)
+    ELEMENT: gl.constexpr = "bf16" if tokens[0].dtype == gl.bfloat16 else "f16"
     STAGES: gl.constexpr = words.shape[0]
-    CHUNKS: gl.constexpr = tokens.shape[0] // STAGES
+    CHUNKS: gl.constexpr = tokens[0].shape[0] // STAGES
     GROUPS: gl.constexpr = _groups(CHUNKS, GROUP_SIZE)
     # Scales come through registers, a step ahead; a channel's only one stays.
     scales = _load_scales(scale_ptrs, first_chunk, GROUPS, GROUP_SIZE, K, ROW_TILES)
@@ -348,7 +357,11 @@ def _multiply_all(
         zeros = _load_zeros(zero_ptrs, first_chunk, CHUNKS, GROUP_SIZE, K, ROW_TILES)
     sums = ()
     for _ in gl.static_range(ROW_TILES):
-        sums = sums + (gl.full((16 * WARPS, tokens.shape[1]), 0.0, gl.float32, ACC),)
+        for p in gl.static_range(len(tokens)):
+            zeros_of_part = gl.full(
+                (16 * WARPS, tokens[p].shape[1]), 0.0, gl.float32, sums_of(p, PIECE, WARPS)
+            )
+            sums = sums + (zeros_of_part,)
     slot, phase = 0, 0
     for step in range(STEPS):
         now, zeros_now = scales, zeros
@@ -363,7 +376,10 @@ def _multiply_all(
         mbarrier.wait(full.index(slot), phase)
         every = _load_words(words.index(slot), ROW_TILES, WARPS, CHUNKS, L)
         for i in gl.static_range(CHUNKS * ROW_TILES * PARTS):
-            x = tokens.index(slot * CHUNKS + i // PARTS // ROW_TILES).permute((1, 0))
+            xs = ()
+            for p in gl.static_range(len(tokens)):
+                x = tokens[p].index(slot * CHUNKS + i // PARTS // ROW_TILES).permute((1, 0))
+                xs = xs + (x.slice(i % PARTS * (64 // PARTS), 64 // PARTS, 0),)
             operands = _operands(
                 every[i // PARTS],
                 zeros_now,
@@ -377,15 +393,14 @@ def _multiply_all(
                 ROW_TILES,
             )
             a = convert(operands, i % PARTS, PARTS, HAS_ZEROS, ELEMENT, WARPS, OPERAND)
-            x = x.slice(i % PARTS * (64 // PARTS), 64 // PARTS, 0)
-            sums = _multiply(sums, a, x, i // PARTS % ROW_TILES, RUNNING)
+            sums = multiply(sums, a, xs, i // PARTS % ROW_TILES, RUNNING, PIECE, WARPS)
             if i == RUNNING - 1:
                 # All products of the step before are done: its place may be filled again.
                 before = gl.where(slot == 0, STAGES - 1, slot - 1)
                 mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
         phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
-    return _finished(sums)
+    return wait_for_products(sums, 0)
 
 
 @gluon.jit
@@ -412,20 +427,20 @@ def _product(
     STEPS: gl.constexpr,
     PARTS: gl.constexpr,
     RUNNING: gl.constexpr,
+    PIECE: gl.constexpr,
+    PIECES: gl.constexpr,
 ):
     """Run the warps that multiply and store."""
-    BLOCK_M: gl.constexpr = rings[1].shape[1]
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, WARPS, 1, 1], [4, 3, 2, 1, 0]
     )
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     scale_ptrs = _scale_ptrs(scales_ptr, first_tile, 4, ALL_QUADS, ROW_TILES, WARPS, L)
     zero_ptrs = scale_ptrs
     if HAS_ZEROS:
         zero_ptrs = _scale_ptrs(zeros_ptr, first_tile, 1, ALL_QUADS, ROW_TILES, WARPS, L)
     if GROUP_SIZE:
-        CHUNKS: gl.constexpr = STEPS * (rings[1].shape[0] // rings[0].shape[0])
+        CHUNKS: gl.constexpr = STEPS * (rings[1][0].shape[0] // rings[0].shape[0])
         TILES: gl.constexpr = ROW_TILES * WARPS
         _prefetch(scales_ptr, first_tile, first_chunk, 4, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
         if HAS_ZEROS:
@@ -443,30 +458,39 @@ def _product(
         STEPS,
         PARTS,
         RUNNING,
-        ACC,
+        PIECE,
         L,
     )
     # The kernel in front has ended (its results were multiplied), but what these threads write is
     # theirs to order: arrivals, partial sums and y may be what it used.
     early_start(True)
-    reduce_and_store(
-        sums,
-        y_ptr,
-        bias_ptr,
-        partial_ptr,
-        arrivals_ptr,
-        M,
-        N,
-        HAS_BIAS,
-        BLOCK_M,
-        ROW_TILES,
-        WARPS,
-        SPLIT_K,
-        False,
-        ACC,
-        first_tile,
-        _first_tokens(block, M, BLOCK_M),
-    )
+    first_tokens = _first_tokens(block, M, PIECE, PIECES)
+    PARTS_OF_BLOCK: gl.constexpr = PIECES - 1
+    for p in gl.static_range(PARTS_OF_BLOCK):
+        of_part = ()
+        for r in gl.static_range(ROW_TILES):
+            of_part = of_part + (sums[r * PARTS_OF_BLOCK + p],)
+        first = first_tokens[2 * p]
+        # A third is two halves behind each other.
+        second = first + PIECE // 2 if p else first_tokens[1]
+        reduce_and_store(
+            of_part,
+            y_ptr,
+            bias_ptr,
+            partial_ptr,
+            arrivals_ptr,
+            M,
+            N,
+            HAS_BIAS,
+            PIECE if p else 2 * PIECE,
+            ROW_TILES,
+            WARPS,
+            SPLIT_K,
+            False,
+            sums_of(p, PIECE, WARPS),
+            first_tile,
+            (first, second),
+        )
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -477,7 +501,7 @@ def w4a16_wgmma_tma_kernel(
     y_ptr,  # [M, N], contiguous
     partial_ptr,  # [tiles of y, SPLIT_K, ROW_TILES, BLOCK_M/8, 128 · WARPS] fp32
     arrivals_ptr,  # [tiles of y or more] int32, 0 before and after; both unused with SPLIT_K = 1
-    x_desc,  # [M, K] in blocks [BLOCK_M / 2, 64]
+    x_desc,  # [M, K] in blocks [BLOCK_M / PIECES, 64]
     w_desc,  # [N/16, K/16, 32] int32 in blocks [WARPS · ROW_TILES, 4 · CHUNKS_PER_STEP, 32]
     M,
     N,
@@ -493,20 +517,26 @@ def w4a16_wgmma_tma_kernel(
     PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
     RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
     GROUP_M: gl.constexpr = 0,  # blocks of tokens beside each other; 0: the grid's axis 2
+    PIECES: gl.constexpr = 2,  # of a block of tokens, 2 or 3; with 3 SPLIT_K is 1
 ):
     STEPS: gl.constexpr = _steps(K // 64, CHUNKS_PER_STEP, SPLIT_K)
     early_start(False)
     words = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
     CHUNKS: gl.constexpr = STAGES * CHUNKS_PER_STEP
-    HALF: gl.constexpr = x_desc.block_shape[0]
-    halves = gl.allocate_shared_memory(x_desc.dtype, [2 * CHUNKS, HALF, 64], x_desc.layout)
+    PIECE: gl.constexpr = x_desc.block_shape[0]
+    halves = gl.allocate_shared_memory(x_desc.dtype, [2 * CHUNKS, PIECE, 64], x_desc.layout)
     # Rows of 128 bytes: two halves behind each other are a block.
-    tokens = seen_as(halves, x_desc.dtype, [CHUNKS, 2 * HALF, 64], x_desc.layout)
+    tokens = (seen_as(halves, x_desc.dtype, [CHUNKS, 2 * PIECE, 64], x_desc.layout),)
+    thirds = halves
+    if PIECES == 3:
+        thirds = gl.allocate_shared_memory(x_desc.dtype, [CHUNKS, PIECE, 64], x_desc.layout)
+        tokens = tokens + (thirds,)
+    pieces = (halves, thirds)
     full, empty = barrier_pairs(STAGES, 1, 1)
     rings = (words, tokens, full, empty)
     hopper.fence_async_shared()
     first_chunk = gl.program_id(1) * (STEPS * CHUNKS_PER_STEP)
-    rows, block = _blocks(M, 2 * HALF, GROUP_M)
+    rows, block = _blocks(M, PIECES * PIECE, GROUP_M)
     first_tile = _first_tile(rows, N, ROW_TILES, WARPS)
     gl.warp_specialize(
         [
@@ -515,10 +545,15 @@ def w4a16_wgmma_tma_kernel(
                 (
                     rings, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr, M, N,
                     first_tile, block, first_chunk, K, GROUP_SIZE, HAS_ZEROS, HAS_BIAS, ROW_TILES,
-                    WARPS, SPLIT_K, STEPS, PARTS, RUNNING,
+                    WARPS, SPLIT_K, STEPS, PARTS, RUNNING, PIECE, PIECES,
                 ),
             ),
-            (_ask, (x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk, STEPS)),
+            (
+                _ask,
+                (
+                    x_desc, w_desc, rings, pieces, M, first_tile, block, first_chunk, STEPS, PIECES,
+                ),
+            ),
         ],
         [1],
         [24],

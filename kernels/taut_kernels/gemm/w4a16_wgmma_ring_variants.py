@@ -50,6 +50,7 @@ def kernel_variants() -> Iterator[KernelVariant]:
             (4096, WgmmaRingTile(64, 1, 2, 2, 3, 4, False, 80, parts=2, running=2, tma=True)),
             (4096, WgmmaRingTile(16, 2, 1, 4, 1, 4, False, 128, tma=True, parts=2)),
             (576, WgmmaRingTile(32, 1, 1, 1, 2, 4, False, 128, parts=4, tma=True)),
+            (4096, WgmmaRingTile(192, 1, 2, 2, 1, 3, False, 168, parts=2, running=2, tma=True)),
         ):
             if K == 4096 or group_size in (0, 64):
                 yield _any_variant(tile, K, dtype, has_zeros, group_size)
@@ -80,6 +81,7 @@ def _fed_variant(
     pointers |= {name: element for name, element in optional.items() if element is not None}
     absent = {name: None for name, element in optional.items() if element is None}
     words = ", ".join(map(str, w4a16_wgmma_tma.word_block(tile)))
+    piece = tile.block_m // tile.pieces
     scheme = f"{'asym' if has_zeros else 'sym'} group={group_size or 'channel'}"
     return KernelVariant(
         label=f"w4a16_wgmma_tma {dtype} {scheme} K={K}",
@@ -92,7 +94,7 @@ def _fed_variant(
         | absent
         | {"HAS_BIAS": True},
         descriptors={
-            "x_desc": f"{dtype}[{tile.block_m // 2}, 64],{w4a16_wgmma_tma.TOKEN_LAYOUT!r}",
+            "x_desc": f"{dtype}[{piece}, 64],{w4a16_wgmma_tma.TOKEN_LAYOUT!r}",
             "w_desc": f"i32[{words}],{w4a16_wgmma_tma.WORD_LAYOUT!r}",
         },
         options={"num_warps": tile.num_warps, "maxnreg": tile.registers or None}

@@ -56,6 +56,7 @@ def launch_constants(
         "PARTS": tile.parts,
         "RUNNING": tile.running,
         "GROUP_M": tile.group_m,
+        "PIECES": tile.pieces,
     }
 
 
@@ -137,6 +138,6 @@ def product(tile: WgmmaRingTile, call: Call, rows: int) -> FedProduct:
         return named, options | _launch.PDL_OPTIONS[True]
 
     form = _KERNEL.form((tile, call.form), call.device_number)
-    tokens = Describe([tile.block_m // 2, 64], TOKEN_LAYOUT)
+    tokens = Describe([tile.block_m // tile.pieces, 64], TOKEN_LAYOUT)
     words = Describe(word_block(tile), WORD_LAYOUT)
     return FedProduct(form, constants, call, rows, tokens, words, grid, sums)
