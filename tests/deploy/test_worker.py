@@ -244,9 +244,11 @@ def test_fused_ops_that_cannot_run_here_are_refused_with_the_reason(monkeypatch)
         ("NVIDIA H200", "prefer", None, False, False),
         ("NVIDIA H200", "prefer", False, True, False),
         ("NVIDIA H200", "off", None, True, False),
-        # Its tiles are the H200's, its engines were not measured.
-        ("NVIDIA H100 80GB HBM3", "prefer", None, True, False),
-        ("NVIDIA H100 80GB HBM3", "prefer", True, True, True),
+        ("NVIDIA H100 80GB HBM3", "prefer", None, True, True),
+        ("NVIDIA H100 80GB HBM3", "prefer", None, False, False),
+        ("NVIDIA H100 80GB HBM3", "prefer", True, False, True),
+        # Nobody measured one of its engines.
+        ("NVIDIA H100 PCIe", "prefer", None, True, False),
         ("card 9", "require", None, True, False),
         (None, "require", None, True, False),
     ],
