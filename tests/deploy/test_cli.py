@@ -29,6 +29,7 @@ from taut_deploy.commands import doctor
 from taut_deploy.compress import driver
 from taut_deploy.errors import TautError
 from taut_kernels import measured_w4a16, tiles_scaled_mm
+from taut_kernels.vllm_plugin import fused_ops
 
 TAUT = str(Path(sys.executable).with_name("taut"))
 
@@ -225,18 +226,28 @@ def test_doctor_says_which_calls_of_an_int8_layer_are_ours(monkeypatch):
     ]
 
 
+UNASKED = "for Llama, Mistral and Qwen in W4A16 and 8 bits; for others with"
+
+
 @pytest.mark.parametrize(
     ("gpu", "found"),
     [
-        ("NVIDIA H200", "for Llama, Mistral and Qwen in W4A16 and 8 bits; for others with"),
-        ("NVIDIA H100 80GB HBM3", "quantisation: with taut worker --fused-ops"),
-        ("card 9", "not used: not measured"),
+        ("NVIDIA H200", UNASKED),
+        ("NVIDIA H100 80GB HBM3", UNASKED),
+        ("NVIDIA H100 PCIe", "not used: not measured"),
     ],
 )
 def test_doctor_says_who_uses_fused_ops(gpu, found, monkeypatch):
     monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
     monkeypatch.setenv("TAUT_KERNELS", "prefer")
     assert found in doctor._fused_ops()
+
+
+def test_doctor_says_that_fused_ops_have_to_be_asked_for_where_no_engine_was_measured(monkeypatch):
+    monkeypatch.setattr(doctor, "_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setenv("TAUT_KERNELS", "prefer")
+    monkeypatch.setattr(fused_ops, "_ENGINES_MEASURED", frozenset())
+    assert "norms and quantisation: with taut worker --fused-ops" in doctor._fused_ops()
 
 
 @pytest.mark.parametrize(
