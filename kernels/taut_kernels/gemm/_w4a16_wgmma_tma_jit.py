@@ -282,29 +282,31 @@ def _first_tokens(tokens, M, PIECE: gl.constexpr, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def _ask_tokens(x_desc, pieces, full, slot, stage, first_tokens, first_chunk, CHUNKS: gl.constexpr):
+def _ask_tokens(
+    x_desc, rings, halves, slot, stage, first_tokens, first_chunk, CHUNKS: gl.constexpr
+):
     """Ask for a step's activations, a piece of a block of a chunk at a time."""
-    halves, thirds = pieces
+    _, tokens, full, _ = rings
     for c in gl.static_range(CHUNKS):
         column = (first_chunk + stage * CHUNKS + c) * 64
         for i in gl.static_range(len(first_tokens)):
             if i < 2:
                 place = halves.index((slot * CHUNKS + c) * 2 + i)
             else:
-                place = thirds.index(slot * CHUNKS + c)
+                place = tokens[1].index(slot * CHUNKS + c)
             load_block(x_desc, [first_tokens[i], column], full.index(slot), place)
 
 
 @gluon.jit
 def _ask(
-    x_desc, w_desc, rings, pieces, M, first_tile, block, first_chunk,
+    x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk,
     STEPS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Run the warp that asks for every step's weights and activations."""
     words, tokens, full, empty = rings
     STAGES: gl.constexpr = words.shape[0]
     CHUNKS: gl.constexpr = tokens[0].shape[0] // STAGES
-    PIECE: gl.constexpr = pieces[0].shape[1]
+    PIECE: gl.constexpr = halves.shape[1]
     BYTES: gl.constexpr = CHUNKS * (128 * words.shape[1] * 4 + 128 * PIECES * PIECE)
     first_tokens = _first_tokens(block, M, PIECE, PIECES)
     FIRST: gl.constexpr = STAGES if STAGES < STEPS else STEPS
@@ -315,13 +317,13 @@ def _ask(
     # kernel that makes the activations.
     early_start(True)
     for stage in gl.static_range(FIRST):
-        _ask_tokens(x_desc, pieces, full, stage, stage, first_tokens, first_chunk, CHUNKS)
+        _ask_tokens(x_desc, rings, halves, stage, stage, first_tokens, first_chunk, CHUNKS)
     slot, phase = 0, 0
     for step in range(STAGES, STEPS):
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(full.index(slot), BYTES)
         _ask_weights(w_desc, words, full, slot, step, first_tile, first_chunk, CHUNKS)
-        _ask_tokens(x_desc, pieces, full, slot, step, first_tokens, first_chunk, CHUNKS)
+        _ask_tokens(x_desc, rings, halves, slot, step, first_tokens, first_chunk, CHUNKS)
         phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
 
@@ -527,11 +529,9 @@ def w4a16_wgmma_tma_kernel(
     halves = gl.allocate_shared_memory(x_desc.dtype, [2 * CHUNKS, PIECE, 64], x_desc.layout)
     # Rows of 128 bytes: two halves behind each other are a block.
     tokens = (seen_as(halves, x_desc.dtype, [CHUNKS, 2 * PIECE, 64], x_desc.layout),)
-    thirds = halves
     if PIECES == 3:
         thirds = gl.allocate_shared_memory(x_desc.dtype, [CHUNKS, PIECE, 64], x_desc.layout)
         tokens = tokens + (thirds,)
-    pieces = (halves, thirds)
     full, empty = barrier_pairs(STAGES, 1, 1)
     rings = (words, tokens, full, empty)
     hopper.fence_async_shared()
@@ -551,7 +551,7 @@ def w4a16_wgmma_tma_kernel(
             (
                 _ask,
                 (
-                    x_desc, w_desc, rings, pieces, M, first_tile, block, first_chunk, STEPS, PIECES,
+                    x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk, STEPS, PIECES,
                 ),
             ),
         ],
