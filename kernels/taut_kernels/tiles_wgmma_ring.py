@@ -12,6 +12,8 @@ from taut_kernels.tiles_decode_ring import SHARED_BYTES, scale_bytes
 
 MAX_TOKENS = 1024
 """Largest bucket of M that a table may give a tile without ``tma``."""
+UNEVEN_BLOCKS = (96, 192, 288, 320, 384)
+"""Tokens that are no power of two: two parts that are, each with sums of its own."""
 _RESERVED_BYTES = 1024
 """Left to the compiler."""
 
@@ -21,8 +23,8 @@ class WgmmaRingTile:
     """One way to cut the work.
 
     Args:
-        block_m: tokens a program, 16..256, a power of two; with ``tma`` 96 or 192, too, which take
-            no ``split_k``.
+        block_m: tokens a program, 16..256, a power of two; with ``tma`` one of
+            :data:`UNEVEN_BLOCKS`, too, which take no ``split_k``.
         group_tiles: tiles of 64 output rows a warp group, 1 or 2; with 2 one is converted while
             the other is multiplied.
         warp_groups: of a program beside each other along N, 1, 2 or 4; they share activations.
@@ -61,7 +63,7 @@ class WgmmaRingTile:
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
-            "block_m": (16, 32, 64, 128, 256) + ((96, 192) if self.tma else ()),
+            "block_m": (16, 32, 64, 128, 256) + (UNEVEN_BLOCKS if self.tma else ()),
             "group_tiles": (1, 2),
             "warp_groups": (1, 2, 4),
             "chunks_per_step": (1, 2, 4),
@@ -80,7 +82,7 @@ class WgmmaRingTile:
             raise ValueError(f"running must be below parts × chunks_per_step, got {self.running}")
         if self.summed and self.split_k == 1:
             raise ValueError("summed needs split_k > 1")
-        if self.pieces == 3 and self.split_k > 1:
+        if self.uneven and self.split_k > 1:
             raise ValueError(f"block_m {self.block_m} takes no split_k, got {self.split_k}")
         if self.tma and (self.reordered or self.summed):
             raise ValueError("tma takes neither reordered nor summed")
@@ -106,9 +108,15 @@ class WgmmaRingTile:
         return 64 * self.group_tiles * self.warp_groups
 
     @property
+    def uneven(self) -> bool:
+        """Whether a block of tokens is no power of two."""
+        return self.block_m in UNEVEN_BLOCKS
+
+    @property
     def pieces(self) -> int:
         """Copies by TMA that a block of tokens is made of, for each chunk."""
-        return 3 if self.block_m % 3 == 0 else 2
+        # As long as the shorter of two parts.
+        return self.block_m // (self.block_m & -self.block_m) if self.uneven else 2
 
     def stage_bytes(self, group_size: int, *, has_zeros: bool) -> int:
         """Return the shared memory of one stage.

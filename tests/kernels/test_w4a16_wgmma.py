@@ -137,10 +137,11 @@ def test_table_refuses_what_it_does_not_know(text: str, message: str) -> None:
 
 
 def test_bucket_of_every_number_of_tokens() -> None:
-    Ms = (9, 16, 17, 32, 33, 192, 193, 256, 257, 384, 385, 512, 513, 768, 769, 1024, 1025, 1280)
-    found = [tiles_wgmma.bucket_of(M) for M in (*Ms, 1281, 1344, 1345, 2048, 2049, 10**6)]
+    Ms = (9, 16, 17, 32, 33, 192, 193, 256, 257, 384, 385, 512, 513, 768, 769, 1024, 1025, 1152)
+    Ms += (1153, 1280, 1281, 1344, 1345, 1536, 1537, 1664, 1665, 2048, 2049, 10**6)
     ends = [0, 0, 1, 1, 2, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10]
-    assert found == [*ends, 11, 11, 12, 13, 14, 14]
+    ends += [11, 11, 12, 12, 13, 13, 14, 14, 15, 15, 16, 16]
+    assert [tiles_wgmma.bucket_of(M) for M in Ms] == ends
 
 
 @pytest.mark.parametrize(("N", "K"), [(28672, 4096), (576, 576), (64, 128), (192, 1536)])

@@ -46,6 +46,9 @@ TILES = {
     "grouped": WgmmaRingTile(16, 1, 1, 2, 2, 4, False, parts=2, running=2, tma=True, group_m=2),
     "thirds": WgmmaRingTile(96, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True, group_m=2),
     "wide thirds": WgmmaRingTile(192, 1, 1, 1, 1, 4, False, parts=4, running=2, tma=True),
+    "ninths": WgmmaRingTile(288, 1, 1, 1, 1, 4, False, parts=4, running=2, tma=True),
+    "fifths": WgmmaRingTile(320, 1, 2, 1, 1, 4, False, parts=4, running=1, tma=True),
+    "long thirds": WgmmaRingTile(384, 1, 1, 1, 1, 3, False, parts=2, running=1, tma=True),
 }
 
 
@@ -82,6 +85,11 @@ def on_numpy() -> testing_gluon.OnNumPy:
         ("thirds", 50, 128, 512, 32, torch.bfloat16, True, (1, 1, 1)),
         ("thirds", 20, 128, 512, -1, torch.float16, False, (1, 1, 1)),
         ("wide thirds", 250, 64, 576, 64, torch.bfloat16, True, (1, 1, 2)),
+        ("ninths", 300, 80, 576, 64, torch.float16, True, (2, 1, 2)),
+        ("ninths", 40, 64, 512, 128, torch.bfloat16, False, (1, 1, 1)),
+        ("ninths", 31, 64, 512, 128, torch.bfloat16, True, (1, 1, 1)),
+        ("fifths", 321, 144, 512, 32, torch.bfloat16, True, (2, 1, 2)),
+        ("long thirds", 384, 64, 512, -1, torch.float16, True, (1, 1, 1)),
     ],
 )
 def test_kernel_computes_the_product_on_numpy(
@@ -114,7 +122,10 @@ def test_kernel_computes_the_product_on_numpy(
         ({"group_m": 3}, r"group_m must be one of \(0, 2, 4, 8, 16\), got 3"),
         ({"tma": False, "group_m": 2}, r"group_m must be one of \(0,\), got 2"),
         ({"tma": False, "block_m": 96}, r"block_m must be one of \(16, 32, 64, 128, 256\), got 96"),
-        ({"block_m": 48}, r"block_m must be one of \(16, 32, 64, 128, 256, 96, 192\), got 48"),
+        (
+            {"block_m": 48},
+            r"block_m must be one of \(16, 32, 64, 128, 256, 96, 192, 288, 320, 384\), got 48",
+        ),
         ({"block_m": 192, "split_k": 2}, "block_m 192 takes no split_k, got 2"),
     ],
 )
@@ -143,7 +154,8 @@ def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("block_m", "M"),
     [(64, M) for M in (33, 40, 63, 64, 65, 96, 127, 128, 130)]
-    + [(96, M) for M in (33, 65, 95, 96, 97, 128, 192, 200)],
+    + [(96, M) for M in (33, 65, 95, 96, 97, 128, 192, 200)]
+    + [(288, M) for M in (33, 287, 288, 289, 320)],
 )
 def test_no_row_beyond_the_tokens_is_asked_for(
     block_m: int, M: int, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +172,8 @@ def test_no_row_beyond_the_tokens_is_asked_for(
     monkeypatch.setattr(testing_gluon_hopper.Descriptor, "read", watched)
     monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(on_numpy()))
     case = make_case(M, 64, 512, 128, torch.bfloat16, False)
-    tile = dataclasses.replace(TILES["two"], group_tiles=1, block_m=block_m)
+    change = {"chunks_per_step": 1, "running": 1} if block_m > 256 else {}
+    tile = dataclasses.replace(TILES["two"], group_tiles=1, block_m=block_m, **change)
     with testing.nan_poison():
         actual = w4a16_launch.launch(tile, *case.operands())
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())

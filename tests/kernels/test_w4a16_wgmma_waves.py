@@ -15,7 +15,7 @@ from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.bench.wgmma_waves_candidates import (
     fed_waves_candidates,
     grouped_candidates,
-    thirds_candidates,
+    uneven_candidates,
     waves_candidates,
 )
 from taut_kernels.gemm import w4a16, w4a16_launch, w4a16_wgmma_tma, w4a16_wgmma_variants
@@ -266,14 +266,18 @@ def test_candidates_fed_by_tma_could_stand_in_a_table(M: int) -> None:
     assert not list(fed_waves_candidates(4096, 14336, 1024)), "one wave has nothing behind it"
 
 
+EVEN = {(128, 8), (256, 4), (192, 4), (288, 2), (320, 2), (384, 2)}
+"""Blocks and groups of some 1024 tokens."""
+
+
 @pytest.mark.parametrize(
     ("M", "groups"),
     [
         (512, set()),
-        (1024, {(128, 8), (256, 4), (192, 4), (192, 8)}),
-        # 11, 6 and 7 blocks: groups of 8 and 4 would leave a short one.
-        (1344, {(128, 8), (128, 16), (256, 4), (256, 8), (192, 4), (192, 8)}),
-        (4096, {(128, 8), (256, 4), (256, 16), (192, 4)}),
+        (1024, EVEN | {(192, 8), (288, 4), (320, 4), (384, 4)}),
+        # 11, 6, 7, 5, 5 and 4 blocks: groups of 8, 4 and 2 would leave a short one, or several.
+        (1344, EVEN | {(128, 16), (256, 8), (192, 8), (288, 8), (320, 8), (384, 4)}),
+        (4096, EVEN | {(256, 16), (288, 16), (320, 16), (384, 16)}),
     ],
 )
 def test_groups_are_of_equal_length_or_of_1024_tokens(M: int, groups: set[tuple[int, int]]) -> None:
@@ -282,11 +286,11 @@ def test_groups_are_of_equal_length_or_of_1024_tokens(M: int, groups: set[tuple[
     assert {(tile.block_m, tile.group_m) for tile in found} == groups
 
 
-def test_tiles_of_192_tokens_are_tried_from_129_on() -> None:
-    assert not list(thirds_candidates(128))
-    found = list(thirds_candidates(129))
-    assert {tile.block_m for tile in found} == {192}
-    for tile in found:
+def test_uneven_blocks_are_tried_where_half_of_them_is_used() -> None:
+    assert not list(uneven_candidates(128))
+    assert {tile.block_m for tile in uneven_candidates(129)} == {192}
+    assert {tile.block_m for tile in uneven_candidates(160)} == {192, 288, 320}
+    for tile in uneven_candidates(256):
         assert tile.stages_that_fit(32, has_zeros=True) == tile.stages
         assert tile in tune_w4a16_wgmma.all_candidates(4096, 4096, 256, ["tma-waves"])
 

@@ -48,7 +48,7 @@ from taut_kernels.bench.wgmma_tma_candidates import tma_candidates
 from taut_kernels.bench.wgmma_waves_candidates import (
     fed_waves_candidates,
     grouped_candidates,
-    thirds_candidates,
+    uneven_candidates,
     waves_candidates,
 )
 from taut_kernels.gemm import w4a16_launch
@@ -165,7 +165,7 @@ def all_candidates(
     if "tma-waves" in regimes and _FED_WAVES[0] <= M <= _FED_WAVES[1]:
         found += fed_waves_candidates(N, K, M)
     if "tma-waves" in regimes:
-        found += thirds_candidates(M)
+        found += uneven_candidates(M)
         found += grouped_candidates(M)
     return list(dict.fromkeys(found))
 

@@ -103,8 +103,8 @@ def well_filled(
         steps = triton.cdiv(chunks, tile.chunks_per_step * split)
         done = steps * tile.chunks_per_step * split
         waves = triton.cdiv(of_y * split, places)
-        # A layer's arrivals counts N/16 meetings; blocks of three pieces take no split.
-        meets = split == 1 or (tile.pieces == 2 and of_y <= N // 16)
+        # A layer's arrivals counts N/16 meetings; uneven blocks take no split.
+        meets = split == 1 or (not tile.uneven and of_y <= N // 16)
         if steps < 3 or done > 1.12 * chunks or not meets or tile.rows > N:
             continue
         fill = of_y * split / (waves * places) * chunks / done

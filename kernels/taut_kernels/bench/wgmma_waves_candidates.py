@@ -34,17 +34,21 @@ _FED_SMALL = (
     WgmmaRingTile(128, 1, 1, 2, 1, 3, False, registers=128, parts=2, running=2, tma=True),
 )
 """128 rows × 128 tokens, one program a multiprocessor; 64 × 128, two."""
-_FED_THIRDS = (
+_FED_UNEVEN = (
     WgmmaRingTile(192, 2, 2, 1, 1, 6, False, registers=168, parts=4, running=2, tma=True),
     WgmmaRingTile(192, 2, 2, 1, 1, 6, False, registers=168, parts=4, running=1, tma=True),
+    WgmmaRingTile(288, 1, 2, 1, 1, 5, False, registers=168, parts=4, running=2, tma=True),
+    WgmmaRingTile(320, 1, 2, 1, 1, 5, False, registers=168, parts=4, running=2, tma=True),
+    WgmmaRingTile(384, 1, 2, 1, 1, 4, False, registers=168, parts=4, running=2, tma=True),
     WgmmaRingTile(192, 1, 2, 2, 1, 3, False, registers=168, parts=2, running=2, tma=True),
 )
-"""192 tokens, one program a multiprocessor: 256 rows, and 128. With steps of two chunks 256 rows
-take 19 % longer, and the second form spills least."""
-_FEWEST_OF_THIRDS = 129
-_FED_SPLITS = range(1, 9)
-_MOST_SPLITS = {_FED_LARGE[0]: 5, _FED_LARGE[1]: 1}
-"""Beyond which adding the parts spills more than 32 bytes a thread (Triton 3.9)."""
+"""One program a multiprocessor: 256 rows × 192 tokens, 128 × 288, 320 and 384, and 128 × 192. With
+steps of two chunks 256 rows take 19 % longer, and the second form spills least."""
+_FEWEST_OF_UNEVEN = 129
+_FED_SPLITS = 8
+_MOST_SPLITS = {_FED_LARGE[0]: 5, _FED_LARGE[1]: 1, _FED_UNEVEN[-1]: 1}
+"""Beyond which adding the parts spills more than 32 bytes a thread (Triton 3.9); uneven blocks take
+none."""
 _GROUP_TOKENS = 1024
 """Of a group of blocks at most: 8 of 128 tokens or 4 of 256 beside each other read the least by
 count."""
@@ -85,8 +89,8 @@ def fed_waves_candidates(N: int, K: int, M: int) -> Iterator[WavesTile]:
         K: input features.
         M: tokens.
     """
-    heads = (*_FED_LARGE, *_FED_THIRDS[:2])
-    for head, tail in itertools.product(heads, (*_FED_LARGE, *_FED_SMALL)):
+    heads = (*_FED_LARGE, *_FED_UNEVEN[:-1])
+    for head, tail in itertools.product(heads, (*_FED_LARGE, *_FED_SMALL, _FED_UNEVEN[-1])):
         for cut in _best_splits(head, tail, N, K, M):
             yield cut
             if M >= _GROUPED_FROM:
@@ -102,13 +106,12 @@ def _best_splits(
     if rows == N:
         return []
     found = []
-    for split in _FED_SPLITS:
+    for split in range(1, _MOST_SPLITS.get(tail, _FED_SPLITS) + 1):
         cut = replace(waves, tail=replace(tail, split_k=split))
         estimate = _waves(head, rows, M) + _tail_waves(head, tail, N - rows, M, split)
         long_enough = K // (64 * tail.chunks_per_step * split) >= _LEAST_STEPS
-        fits = long_enough and split <= _MOST_SPLITS.get(tail, _FED_SPLITS[-1])
         worth = estimate < _WORTH * _waves(head, N, M)
-        if worth and fits and cut.why_not(N, M) is None:
+        if worth and long_enough and cut.why_not(N, M) is None:
             found.append((estimate, split, cut))
     return [cut for _, _, cut in sorted(found, key=lambda one: one[:2])[:_FED_KEPT]]
 
@@ -130,7 +133,7 @@ def grouped_candidates(M: int) -> Iterator[WgmmaRingTile]:
     """
     if M < _GROUPED_FROM:
         return
-    for tile in (*_FED_LARGE, _FED_SMALL[1], *_FED_THIRDS):
+    for tile in (*_FED_LARGE, _FED_SMALL[1], *_FED_UNEVEN):
         grouped = in_groups(tile)
         yield grouped
         blocks = -(-M // tile.block_m)
@@ -138,14 +141,15 @@ def grouped_candidates(M: int) -> Iterator[WgmmaRingTile]:
             yield replace(tile, group_m=triton.next_power_of_2(blocks))
 
 
-def thirds_candidates(M: int) -> Iterator[WgmmaRingTile]:
-    """Yield tiles of 192 tokens in the order that suits few blocks of them, for 129 tokens or more.
+def uneven_candidates(M: int) -> Iterator[WgmmaRingTile]:
+    """Yield tiles of uneven blocks in the order that suits few of them, for 129 tokens or more.
 
     Args:
         M: tokens.
     """
-    if M >= _FEWEST_OF_THIRDS:
-        yield from _FED_THIRDS
+    for tile in _FED_UNEVEN:
+        if max(_FEWEST_OF_UNEVEN, tile.block_m // 2) <= M:
+            yield tile
 
 
 def _waves(tile: WgmmaRingTile, rows: int, M: int) -> int:

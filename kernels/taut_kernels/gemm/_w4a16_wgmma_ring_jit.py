@@ -116,10 +116,15 @@ def _operand_b(words, T: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.constexpr_function
-def sums_of(part, piece, warps):
-    """Return the layout of sums of a part of a block: of two pieces, or of the third."""
-    tokens = piece if part else 2 * piece
+def sums_of(tokens, warps):
+    """Return the layout of a row tile's sums with so many tokens."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tokens, 16])
+
+
+@gluon.jit
+def no_sums(TOKENS: gl.constexpr, WARPS: gl.constexpr):
+    """Return a row tile's sums before its first product."""
+    return gl.full((16 * WARPS, TOKENS), 0.0, gl.float32, sums_of(TOKENS, WARPS))
 
 
 @gluon.jit
@@ -132,18 +137,15 @@ def wait_for_products(sums, RUNNING: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    sums, a, xs, r: gl.constexpr, RUNNING: gl.constexpr, PIECE: gl.constexpr, WARPS: gl.constexpr
-):
+def multiply(sums, a, xs, r: gl.constexpr, RUNNING: gl.constexpr, WARPS: gl.constexpr):
     """Add a row tile's products with every part of the block, and wait for the ones before.
 
     Args:
         sums: of every row tile, by part of the block.
         a: the row tile's weights, as operand A of the first part.
-        xs: the parts' activations.
+        xs: the parts' activations, [K, tokens].
         r: which row tile.
         RUNNING: weights whose products may be left running.
-        PIECE: tokens of a piece.
         WARPS: that multiply.
     """
     after = ()
@@ -153,7 +155,7 @@ def multiply(
             # The same registers in every part's layout.
             operand = gl.convert_layout(
                 a,
-                gl.DotOperandLayout(0, sums_of(i % len(xs), PIECE, WARPS), 2),
+                gl.DotOperandLayout(0, sums_of(xs[i % len(xs)].shape[1], WARPS), 2),
                 assert_trivial=True,
             )
             total = warpgroup_mma(operand, xs[i % len(xs)], total, is_async=True)
@@ -183,7 +185,7 @@ def _next_product(
     x = _operand_b(x_rings[TILE // ROW_TILES].index(slot), _element(ELEMENT), BLOCK_M)
     x_part = x.slice(PART * (64 // PARTS), 64 // PARTS, 0)
     a = convert(operands[TILE], PART, PARTS, HAS_ZEROS, ELEMENT, WARPS, OPERAND)
-    return multiply(sums, a, (x_part,), TILE % ROW_TILES, RUNNING, BLOCK_M // 2, WARPS)
+    return multiply(sums, a, (x_part,), TILE % ROW_TILES, RUNNING, WARPS)
 
 
 @gluon.jit
@@ -251,7 +253,7 @@ def w4a16_wgmma_ring_kernel(
     LX: gl.constexpr = gl.BlockedLayout(
         [1, 4] if REORDERED else [1, 1], [4, 8] if REORDERED else [1, 32], [WARPS, 1], [1, 0]
     )
-    ACC: gl.constexpr = sums_of(0, BLOCK_M // 2, WARPS)
+    ACC: gl.constexpr = sums_of(BLOCK_M, WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     CHUNKS: gl.constexpr = K // 64
     STEPS: gl.constexpr = _steps(CHUNKS, CHUNKS_PER_STEP, SPLIT_K)
@@ -329,7 +331,7 @@ def w4a16_wgmma_ring_kernel(
             )
     sums = ()
     for _ in gl.static_range(ROW_TILES):
-        sums = sums + (gl.full((16 * WARPS, BLOCK_M), 0.0, gl.float32, ACC),)
+        sums = sums + (no_sums(BLOCK_M, WARPS),)
 
     slot, next_slot = 0, AHEAD
     for step in range(STEPS):

@@ -194,6 +194,16 @@ def _rows(r, N, LAYOUT: gl.constexpr, ROW_TILES: gl.constexpr, WARPS: gl.constex
 
 
 @gluon.jit
+def piece_of(first_token, begin, M, PIECE: gl.constexpr):
+    """Return the first token of the piece that begins so far into a block.
+
+    Of tokens that exist: earlier where M ends within the piece. With M at most a piece all but the
+    first are beyond M.
+    """
+    return first_token + gl.where(M > PIECE, gl.minimum(M - PIECE, begin), begin)
+
+
+@gluon.jit
 def _store_tile(
     y_ptr,
     bias_ptr,
@@ -207,7 +217,9 @@ def _store_tile(
     WARPS: gl.constexpr,
     ACC: gl.constexpr,
     first_tile,  # of 16 rows, or None: the program's place
-    first_tokens,  # of the block's two halves, or None: the block's place
+    first_token,  # of the block, or None: the program's place
+    BEGIN: gl.constexpr,  # in the block, of the part stored here
+    PIECE: gl.constexpr,  # tokens of the block that lie behind each other
 ):
     # 16 bytes a lane.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [2 * WARPS, 16 // WARPS], [1, WARPS], [0, 1])
@@ -216,11 +228,10 @@ def _store_tile(
     value = gl.convert_layout(value.to(y_ptr.dtype.element_ty), STORED)
     row = _rows(r, N, STORED, ROW_TILES, WARPS, first_tile)
     token = axis(1, BLOCK_M, STORED, 2)
-    if first_tokens is None:
+    if first_token is None:
         token += gl.program_id(2) * BLOCK_M
     else:
-        HALF: gl.constexpr = BLOCK_M // 2
-        token += gl.where(token < HALF, first_tokens[0], first_tokens[1] - HALF)
+        token = token % PIECE + piece_of(first_token, BEGIN + token // PIECE * PIECE, M, PIECE)
     gl.store(y_ptr + (token.to(gl.int64) * N + row), value, mask=token < M)
 
 
@@ -258,7 +269,9 @@ def reduce_and_store(
     SUMMED: gl.constexpr,
     ACC: gl.constexpr,
     first_tile=None,
-    first_tokens=None,
+    first_token=None,
+    BEGIN: gl.constexpr = 0,
+    PIECE: gl.constexpr = 0,
 ):
     """Store, or add the splits' sums in the program that arrives last and store those."""
     pid, split = gl.program_id(0), gl.program_id(1)
@@ -277,7 +290,9 @@ def reduce_and_store(
                 WARPS,
                 ACC,
                 first_tile,
-                first_tokens,
+                first_token,
+                BEGIN,
+                PIECE,
             )
     else:
         SIZE: gl.constexpr = 16 * WARPS * BLOCK_M
@@ -316,6 +331,8 @@ def reduce_and_store(
                         WARPS,
                         ACC,
                         first_tile,
-                        first_tokens,
+                        first_token,
+                        BEGIN,
+                        PIECE,
                     )
                 gl.store(arrivals_ptr + tile_of_y, 0)

@@ -7,12 +7,13 @@ lanes of row g: columns 2t and 2t + 1 of every eight, which is what `wgmma` mult
 activations in their own order. Scales come through registers, a step ahead, from L2.
 
 Rows of activations beyond M would come as zeros, and TMA takes several times as long to fill a row
-with zeros as to load one (README). So a program's tokens are two or three pieces of a block, each
-of tokens that exist: a piece begins earlier where M ends within it, and so does the last of several
-blocks. Tokens that two pieces have in common are computed twice, to the same bits.
+with zeros as to load one (README). So a program's tokens are some pieces of a block, each of tokens
+that exist: a piece begins earlier where M ends within it, and so does the last of several blocks.
+Tokens that two pieces have in common are computed twice, to the same bits.
 
-Gluon's tensors are powers of two. So a block of three pieces, 192 tokens, is a pair and a third:
-two products with the same converted weights, each with sums of its own.
+Gluon's tensors are powers of two. So a block that is none has two parts: all pieces but one, and
+that one (192 tokens are 128 and 64, 288 are eight pieces of 32 and a ninth). Two products with the
+same converted weights, each with sums of its own.
 
 Triton's interpreter runs neither Gluon nor inline assembly; only a GPU runs this file.
 """
@@ -35,8 +36,14 @@ from taut_kernels.gemm._scaled_mm_hopper_jit import place
 from taut_kernels.gemm._w4a16_decode_ring_address_jit import axis, whole_quads
 from taut_kernels.gemm._w4a16_decode_ring_stage_jit import early_start
 from taut_kernels.gemm._w4a16_ring_zeros_jit import zero_offsets, zero_places, zero_quads
-from taut_kernels.gemm._w4a16_wgmma_ring_jit import _steps, multiply, sums_of, wait_for_products
-from taut_kernels.gemm._w4a16_wgmma_ring_stage_jit import convert, reduce_and_store
+from taut_kernels.gemm._w4a16_wgmma_ring_jit import (
+    _steps,
+    multiply,
+    no_sums,
+    sums_of,
+    wait_for_products,
+)
+from taut_kernels.gemm._w4a16_wgmma_ring_stage_jit import convert, piece_of, reduce_and_store
 
 
 @gluon.constexpr_function
@@ -268,30 +275,23 @@ def _ask_weights(w_desc, words, full, slot, stage, first_tile, first_chunk, CHUN
 
 
 @gluon.jit
-def _first_tokens(tokens, M, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Return where the pieces of a block of tokens begin.
-
-    With M at most a piece the others begin beyond M and are zeros.
-    """
-    BLOCK_M: gl.constexpr = PIECES * PIECE
-    first = gl.minimum(tokens * BLOCK_M, gl.where(M > BLOCK_M, M - BLOCK_M, 0))
-    found = (first,)
-    for i in gl.static_range(1, PIECES):
-        found = found + (first + gl.where(M > PIECE, gl.minimum(M - PIECE, i * PIECE), i * PIECE),)
-    return found
+def _first_token(block, M, BLOCK_M: gl.constexpr):
+    """Return where a block of tokens begins."""
+    return gl.minimum(block * BLOCK_M, gl.where(M > BLOCK_M, M - BLOCK_M, 0))
 
 
 @gluon.jit
 def _ask_tokens(
-    x_desc, rings, halves, slot, stage, first_tokens, first_chunk, CHUNKS: gl.constexpr
+    x_desc, rings, pieces, slot, stage, first_tokens, first_chunk, CHUNKS: gl.constexpr
 ):
     """Ask for a step's activations, a piece of a block of a chunk at a time."""
     _, tokens, full, _ = rings
+    TOGETHER: gl.constexpr = pieces.shape[0] // tokens[0].shape[0]
     for c in gl.static_range(CHUNKS):
         column = (first_chunk + stage * CHUNKS + c) * 64
         for i in gl.static_range(len(first_tokens)):
-            if i < 2:
-                place = halves.index((slot * CHUNKS + c) * 2 + i)
+            if i < TOGETHER:
+                place = pieces.index((slot * CHUNKS + c) * TOGETHER + i)
             else:
                 place = tokens[1].index(slot * CHUNKS + c)
             load_block(x_desc, [first_tokens[i], column], full.index(slot), place)
@@ -299,16 +299,19 @@ def _ask_tokens(
 
 @gluon.jit
 def _ask(
-    x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk,
+    x_desc, w_desc, rings, pieces, M, first_tile, block, first_chunk,
     STEPS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Run the warp that asks for every step's weights and activations."""
     words, tokens, full, empty = rings
     STAGES: gl.constexpr = words.shape[0]
     CHUNKS: gl.constexpr = tokens[0].shape[0] // STAGES
-    PIECE: gl.constexpr = halves.shape[1]
+    PIECE: gl.constexpr = pieces.shape[1]
     BYTES: gl.constexpr = CHUNKS * (128 * words.shape[1] * 4 + 128 * PIECES * PIECE)
-    first_tokens = _first_tokens(block, M, PIECE, PIECES)
+    first_token = _first_token(block, M, PIECES * PIECE)
+    first_tokens = (first_token,)
+    for i in gl.static_range(1, PIECES):
+        first_tokens = first_tokens + (piece_of(first_token, i * PIECE, M, PIECE),)
     FIRST: gl.constexpr = STAGES if STAGES < STEPS else STEPS
     for stage in gl.static_range(FIRST):
         mbarrier.expect(full.index(stage), BYTES)
@@ -317,13 +320,13 @@ def _ask(
     # kernel that makes the activations.
     early_start(True)
     for stage in gl.static_range(FIRST):
-        _ask_tokens(x_desc, rings, halves, stage, stage, first_tokens, first_chunk, CHUNKS)
+        _ask_tokens(x_desc, rings, pieces, stage, stage, first_tokens, first_chunk, CHUNKS)
     slot, phase = 0, 0
     for step in range(STAGES, STEPS):
         mbarrier.wait(empty.index(slot), phase)
         mbarrier.expect(full.index(slot), BYTES)
         _ask_weights(w_desc, words, full, slot, step, first_tile, first_chunk, CHUNKS)
-        _ask_tokens(x_desc, rings, halves, slot, step, first_tokens, first_chunk, CHUNKS)
+        _ask_tokens(x_desc, rings, pieces, slot, step, first_tokens, first_chunk, CHUNKS)
         phase = gl.where(slot + 1 == STAGES, phase ^ 1, phase)
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
 
@@ -342,12 +345,11 @@ def _multiply_all(
     STEPS: gl.constexpr,
     PARTS: gl.constexpr,
     RUNNING: gl.constexpr,
-    PIECE: gl.constexpr,
     L: gl.constexpr,
 ):
     """Return the sums over a program's steps, of every row tile by part of the block."""
     words, tokens, full, empty = rings
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_of(0, PIECE, WARPS), 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums_of(tokens[0].shape[1], WARPS), 2)
     ELEMENT: gl.constexpr = "bf16" if tokens[0].dtype == gl.bfloat16 else "f16"
     STAGES: gl.constexpr = words.shape[0]
     CHUNKS: gl.constexpr = tokens[0].shape[0] // STAGES
@@ -360,10 +362,7 @@ def _multiply_all(
     sums = ()
     for _ in gl.static_range(ROW_TILES):
         for p in gl.static_range(len(tokens)):
-            zeros_of_part = gl.full(
-                (16 * WARPS, tokens[p].shape[1]), 0.0, gl.float32, sums_of(p, PIECE, WARPS)
-            )
-            sums = sums + (zeros_of_part,)
+            sums = sums + (no_sums(tokens[p].shape[1], WARPS),)
     slot, phase = 0, 0
     for step in range(STEPS):
         now, zeros_now = scales, zeros
@@ -395,7 +394,7 @@ def _multiply_all(
                 ROW_TILES,
             )
             a = convert(operands, i % PARTS, PARTS, HAS_ZEROS, ELEMENT, WARPS, OPERAND)
-            sums = multiply(sums, a, xs, i // PARTS % ROW_TILES, RUNNING, PIECE, WARPS)
+            sums = multiply(sums, a, xs, i // PARTS % ROW_TILES, RUNNING, WARPS)
             if i == RUNNING - 1:
                 # All products of the step before are done: its place may be filled again.
                 before = gl.where(slot == 0, STAGES - 1, slot - 1)
@@ -460,21 +459,17 @@ def _product(
         STEPS,
         PARTS,
         RUNNING,
-        PIECE,
         L,
     )
     # The kernel in front has ended (its results were multiplied), but what these threads write is
     # theirs to order: arrivals, partial sums and y may be what it used.
     early_start(True)
-    first_tokens = _first_tokens(block, M, PIECE, PIECES)
-    PARTS_OF_BLOCK: gl.constexpr = PIECES - 1
-    for p in gl.static_range(PARTS_OF_BLOCK):
+    first_token = _first_token(block, M, PIECES * PIECE)
+    OF_BLOCK: gl.constexpr = len(rings[1])
+    for p in gl.static_range(OF_BLOCK):
         of_part = ()
         for r in gl.static_range(ROW_TILES):
-            of_part = of_part + (sums[r * PARTS_OF_BLOCK + p],)
-        first = first_tokens[2 * p]
-        # A third is two halves behind each other.
-        second = first + PIECE // 2 if p else first_tokens[1]
+            of_part = of_part + (sums[r * OF_BLOCK + p],)
         reduce_and_store(
             of_part,
             y_ptr,
@@ -484,14 +479,16 @@ def _product(
             M,
             N,
             HAS_BIAS,
-            PIECE if p else 2 * PIECE,
+            rings[1][p].shape[1],
             ROW_TILES,
             WARPS,
             SPLIT_K,
             False,
-            sums_of(p, PIECE, WARPS),
+            sums_of(rings[1][p].shape[1], WARPS),
             first_tile,
-            (first, second),
+            first_token,
+            (PIECES - 1) * PIECE if p else 0,
+            PIECE,
         )
 
 
@@ -519,19 +516,20 @@ def w4a16_wgmma_tma_kernel(
     PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
     RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
     GROUP_M: gl.constexpr = 0,  # blocks of tokens beside each other; 0: the grid's axis 2
-    PIECES: gl.constexpr = 2,  # of a block of tokens, 2 or 3; with 3 SPLIT_K is 1
+    PIECES: gl.constexpr = 2,  # of a block of tokens; 3, 5 or 9 are two parts, SPLIT_K is 1
 ):
     STEPS: gl.constexpr = _steps(K // 64, CHUNKS_PER_STEP, SPLIT_K)
     early_start(False)
     words = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
     CHUNKS: gl.constexpr = STAGES * CHUNKS_PER_STEP
     PIECE: gl.constexpr = x_desc.block_shape[0]
-    halves = gl.allocate_shared_memory(x_desc.dtype, [2 * CHUNKS, PIECE, 64], x_desc.layout)
-    # Rows of 128 bytes: two halves behind each other are a block.
-    tokens = (seen_as(halves, x_desc.dtype, [CHUNKS, 2 * PIECE, 64], x_desc.layout),)
-    if PIECES == 3:
-        thirds = gl.allocate_shared_memory(x_desc.dtype, [CHUNKS, PIECE, 64], x_desc.layout)
-        tokens = tokens + (thirds,)
+    TOGETHER: gl.constexpr = PIECES - PIECES % 2
+    pieces = gl.allocate_shared_memory(x_desc.dtype, [TOGETHER * CHUNKS, PIECE, 64], x_desc.layout)
+    # Rows of 128 bytes: pieces behind each other are a part of the block.
+    tokens = (seen_as(pieces, x_desc.dtype, [CHUNKS, TOGETHER * PIECE, 64], x_desc.layout),)
+    if TOGETHER < PIECES:
+        last = gl.allocate_shared_memory(x_desc.dtype, [CHUNKS, PIECE, 64], x_desc.layout)
+        tokens = tokens + (last,)
     full, empty = barrier_pairs(STAGES, 1, 1)
     rings = (words, tokens, full, empty)
     hopper.fence_async_shared()
@@ -551,10 +549,11 @@ def w4a16_wgmma_tma_kernel(
             (
                 _ask,
                 (
-                    x_desc, w_desc, rings, halves, M, first_tile, block, first_chunk, STEPS, PIECES,
+                    x_desc, w_desc, rings, pieces, M, first_tile, block, first_chunk, STEPS, PIECES,
                 ),
             ),
         ],
         [1],
-        [24],
+        # Nine places of pieces want more registers.
+        [24 if PIECES < 9 else 40],
     )  # fmt: skip
