@@ -15,7 +15,7 @@ import torch
 import triton
 from triton import knobs
 
-from taut_kernels import _assembler, _early_start, _triton_launch
+from taut_kernels import _assembler, _compile_ahead, _early_start, _triton_launch
 
 PDL_OPTIONS: tuple[dict[str, bool], dict[str, bool]] = ({}, {"launch_pdl": True})
 """Launch options without and with programmatic dependent launch: a kernel may start before the one
@@ -204,7 +204,10 @@ class Form:
         for stride in strides:
             bits |= stride | (stride >= _INT32)
         compiled = self._compiled
-        if compiled is None or bits % ALIGNMENT:
+        if compiled is None or bits % ALIGNMENT or _compile_ahead.active:
+            if _compile_ahead.active:
+                self._compile_ahead(grid, pointers, numbers, constants)
+                return
             compiled = self._launch_through_triton(grid, pointers, numbers, constants)
             if bits % ALIGNMENT == 0:
                 self._keep(compiled)
@@ -228,6 +231,18 @@ class Form:
             self._route, self._stream = _triton_launch.route(compiled), _current_stream()
         # Last: another thread takes what stands above once it sees this.
         self._compiled = compiled
+
+    def _compile_ahead(
+        self,
+        grid: tuple[int, int, int],
+        pointers: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+        constants: Callable[[], tuple[Constants, Constants]],
+    ) -> None:
+        """Have Triton compile, where no assembler is chosen: the choice ends with this call."""
+        if self._compiled is None and self._device >= 0 and self._assembler is nullcontext:
+            named, options = constants()
+            self._kernel.warmup(*pointers, *numbers, grid=grid, **named, **options)
 
     def _launch_through_triton(
         self,

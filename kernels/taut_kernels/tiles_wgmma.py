@@ -51,11 +51,11 @@ __all__ = [
     "tables",
 ]
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
-BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1152, 1280, 1344, 1536, 1664, 2048)
+BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1152, 1280, 1344, 1408, 1536, 1664, 2048)
 """Largest M of each row but the last, which has no limit. 384 and 1664 are whole tiles of 128
 tokens and not of 256; vLLM's steps of a few prompts are often such. 768 and 1280 are three and five
 tiles of 256, 192 and 1344 one and seven of 192."""
-_WIDER = {192: 256, 1152: 1280, 1280: 1664, 1344: 1664, 1536: 1664}
+_WIDER = {192: 256, 1152: 1280, 1280: 1664, 1344: 1664, 1408: 1536, 1536: 1664}
 """Buckets that were cut out of a wider one: where a table has no row of theirs, the wider's was
 measured for these tokens, too."""
 DECODE_TOKENS = 16

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from taut_kernels import _tile_tables, tiles_fused
+from taut_kernels._compile_ahead import warmed_up
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +155,8 @@ def _warm_up(model: torch.nn.Module) -> None:
 
     device = next(model.parameters()).device
     if device.type != "cpu":
-        warm_up.compile_all(warm_up.widths_of(model), device, _gpu())
+        widths = warm_up.widths_of(model)
+        warmed_up(lambda: warm_up.compile_all(widths, device, _gpu()))
 
 
 def summary(found: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
 from taut_kernels import formats, formats_mma, measured_w4a16, weight_format
+from taut_kernels._compile_ahead import warmed_up
 from taut_kernels.gemm import w4a16
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.vllm_plugin import compat, requested_mode
@@ -105,10 +106,14 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
         # Only rank 0 of a row-parallel layer adds the bias, so a layer with one is called in both
         # ways.
         biases = {None, getattr(layer, "bias", None)}
-        for M in WARM_UP_TOKENS:
-            x = torch.zeros(M, K, dtype=self.config.act_type, device=device)
-            for bias in biases:
-                self.apply_weights(layer, x, bias)
+
+        def run() -> None:
+            for M in WARM_UP_TOKENS:
+                x = torch.zeros(M, K, dtype=self.config.act_type, device=device)
+                for bias in biases:
+                    self.apply_weights(layer, x, bias)
+
+        warmed_up(run)
 
 
 def _data(parameter: torch.Tensor | None) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fusion.quant_activation import as_quantized_acti
 from vllm.platforms import current_platform
 
 from taut_kernels import _tile_tables, tiles_scaled_mm
+from taut_kernels._compile_ahead import warmed_up
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
 from taut_kernels.vllm_plugin import fused_ops, requested_mode, scaled_mm_op
 
@@ -88,10 +89,14 @@ def _compile_every_bucket(
     gpu = current_platform.get_device_name()
     # Only rank 0 of a row-parallel layer adds the bias, so a layer with one is called both ways.
     biases = {None, getattr(layer, "bias", None)}
-    for M in scaled_mm_op.warm_up_tokens(weight_t.dtype, gpu, N, K):
-        x = torch.zeros(M, K, dtype=dtype, device=device)
-        for bias in biases:
-            kernel.apply_weights(layer, x, bias)
+
+    def run() -> None:
+        for M in scaled_mm_op.warm_up_tokens(weight_t.dtype, gpu, N, K):
+            x = torch.zeros(M, K, dtype=dtype, device=device)
+            for bias in biases:
+                kernel.apply_weights(layer, x, bias)
+
+    warmed_up(run)
 
 
 class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ignore[misc]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from taut_kernels import _early_start, _launch
+from taut_kernels._compile_ahead import warmed_up
 from taut_kernels.attention import _tiles, cache_write, decode
 from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.attention._tiles import DecodeTile
@@ -85,6 +86,10 @@ def compile_decode(form: DecodeForm, sequences: int, device: torch.device) -> in
     if (form, sequences, device) in _compiled:
         return 0
     _compiled.add((form, sequences, device))
+    return warmed_up(lambda: _run_all(form, sequences, device))
+
+
+def _run_all(form: DecodeForm, sequences: int, device: torch.device) -> int:
     dim, size = form.head_dim, form.cache_dtype.itemsize
     # As vLLM lays them out: a key and its value are neighbours.
     both = torch.zeros(1, form.page_size, form.kv_heads, 2 * dim, dtype=form.dtype, device=device)

@@ -1,0 +1,57 @@
+"""Compiling side by side what will be launched one after the other.
+
+Triton compiles a form of a kernel where it is first launched. A loaded model has dozens of forms,
+each half a second to two of one core: asked for ahead they take what the slowest few take.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import triton
+
+THREADS = min(8, len(os.sched_getaffinity(0)))
+"""Compilers beside each other. Half of what they do holds Python's lock, and other ranks of a node
+have theirs."""
+Result = TypeVar("Result")
+
+active = False
+"""Whether forms are asked for and nothing is launched; of the process: kernels of other threads
+would not run. :class:`taut_kernels._launch.Form` reads it in every call."""
+
+
+@contextmanager
+def _asking() -> Iterator[None]:
+    global active  # noqa: PLW0603 (what every launch reads is cheapest as a module's name)
+    # An error is the second run's, which compiles that form again, to raise.
+    with (
+        ThreadPoolExecutor(THREADS) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        active = True
+        try:
+            yield
+        finally:
+            active = False
+
+
+def warmed_up(run: Callable[[], Result]) -> Result:
+    """Call what launches kernels: once to have their forms compiled, launching nothing, then so.
+
+    While a process loads a model: in the first call results are not written.
+
+    Args:
+        run: launches through :mod:`taut_kernels._launch`, and depends on no result. Forms that
+            want another assembler compile in the second call.
+
+    Returns:
+        What the second call returned.
+    """
+    if THREADS > 1 and not active and hasattr(triton, "AsyncCompileMode"):
+        with _asking():
+            run()
+    return run()

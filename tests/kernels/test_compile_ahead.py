@@ -1,0 +1,137 @@
+"""What is compiled ahead, side by side: nothing is launched then, and everything afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.runtime import _async_compile
+
+from taut_kernels import _assembler, _compile_ahead, _launch, testing
+from taut_kernels.gemm import w4a16_launch
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+
+GRID = (1, 1, 1)
+
+
+class Jit:
+    """Stands in for a jit function."""
+
+    arg_names = ("x_ptr", "M", "BLOCK")
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **named: Any) -> None:
+        mode = _async_compile.active_mode.get()
+        assert mode is not None
+        assert mode.ignore_errors
+        self.seen.append(("asked", grid, arguments, named))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert _async_compile.active_mode.get() is None
+        return lambda *arguments, **named: self.seen.append(("launched", grid, arguments, named))
+
+
+def constants() -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"BLOCK": 64}, {"num_warps": 4}
+
+
+@pytest.fixture(autouse=True)
+def several_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compile_ahead, "THREADS", 2)
+    monkeypatch.setattr(_launch, "_current_device", lambda: 0)
+
+
+def test_a_form_is_asked_for_with_its_own_arguments_and_launched_afterwards() -> None:
+    jit, x = Jit(), torch.zeros(64)
+    form = _launch.Form(jit, 0)
+
+    def run() -> str:
+        form(GRID, (x,), (5,), constants)
+        return "ran"
+
+    assert _compile_ahead.warmed_up(run) == "ran"
+    named = {"BLOCK": 64, "num_warps": 4}
+    assert jit.seen == [("asked", GRID, (x, 5), named), ("launched", GRID, (x, 5), named)]
+    assert not _compile_ahead.active
+
+
+def test_nothing_compiled_is_launched_meanwhile() -> None:
+    jit, x = Jit(), torch.zeros(64)
+    form = _launch.Form(jit, 0)
+    form._compiled = object()  # its launch would fail
+    with _compile_ahead._asking():
+        form(GRID, (x,), (5,), constants)
+    assert not jit.seen
+
+
+@pytest.mark.parametrize(
+    ("device", "assembler"), [(-1, None), (0, _assembler.newest_ptxas)], ids=["CPU", "assembler"]
+)
+def test_what_the_interpreter_or_another_assembler_takes_is_not_asked_for(
+    device: int, assembler: Any
+) -> None:
+    jit = Jit()
+    form = _launch.Form(jit, device, *(() if assembler is None else (assembler,)))
+    with _compile_ahead._asking():
+        form(GRID, (torch.zeros(64),), (5,), constants)
+    assert not jit.seen
+
+
+def test_an_error_ends_it() -> None:
+    def run() -> None:
+        raise RuntimeError("no such layer")
+
+    with pytest.raises(RuntimeError, match="no such layer"):
+        _compile_ahead.warmed_up(run)
+    assert not _compile_ahead.active
+    assert _async_compile.active_mode.get() is None
+
+
+@pytest.mark.parametrize("why", ["one core", "no such mode", "inside"])
+def test_runs_once_where_it_would_bring_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "one core":
+        monkeypatch.setattr(_compile_ahead, "THREADS", 1)
+    elif why == "inside":
+        monkeypatch.setattr(_compile_ahead, "active", True)
+    else:
+        monkeypatch.delattr(triton, "AsyncCompileMode")
+    calls: list[int] = []
+    _compile_ahead.warmed_up(lambda: calls.append(1))
+    assert calls == [1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="no CUDA device of sm_90",
+)
+def test_gpu_the_second_run_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.undo()  # the device's own number, and all cores
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled: list[bool] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime,
+        "jit_post_compile_hook",
+        lambda **named: compiled.append(_compile_ahead.active or not named["is_manual_warmup"]),
+    )
+    # 13 chunks: no other test has these forms.
+    case = testing.make_w4a16_case(48, 128, 832, 64, dtype=torch.bfloat16, device="cuda")
+    tiles = [
+        WgmmaRingTile(block_m, 1, 1, 1, 1, 4, False, parts=2, running=1, tma=True)
+        for block_m in (16, 32, 64)
+    ]
+    operands = case.operands()
+
+    def run() -> list[torch.Tensor]:
+        return [w4a16_launch.launch(tile, *operands) for tile in tiles]
+
+    for actual in _compile_ahead.warmed_up(run):
+        testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
+    assert len(compiled) == len(tiles)
+    assert not any(compiled), "each form was compiled ahead"
