@@ -84,6 +84,16 @@ _192X256_FED = (
 )
 _192X256_FED_LONG = (_192X256_FED[0], Cost(1, 1.050, 0.100))
 """In several rounds at the card's power limit."""
+
+
+def _long(block_m: int, stages: int, shared: float, own: float) -> Candidate:
+    tile = WgmmaRingTile(block_m, 1, 2, 1, 1, stages, False, 168, parts=4, running=2, tma=True)
+    return tile, Cost(1, shared, own)
+
+
+_288X128_FED = _long(288, 5, 0.545, 0.240)
+_320X128_FED = _long(320, 5, 0.625, 0.250)
+_384X128_FED = _long(384, 4, 0.750, 0.290)
 _256X64_FED = (_fed(256, 1, 1, 2, 3, 248), Cost(1, 0.340, 0.021))
 _256X128_FED = (_fed(256, 1, 2, 2, 3, 168), Cost(1, 0.611, 0.091))
 _64X64_LONG = (
@@ -118,15 +128,30 @@ CANDIDATES: dict[int, tuple[Candidate, ...]] = {
     ),
     512: (_128X64_FED_ALONE, _256X64_FED, _256X128_FED, _256X128_RING, _128X64),
     768: (
-        _128X64_FED_ALONE, _192X128_FED, _192X256_FED, _256X64_FED, _256X128_FED, _128X64,
+        _128X64_FED_ALONE, _192X128_FED, _192X256_FED, _256X64_FED, _256X128_FED,
+        _384X128_FED,
+        _128X64,
     ),
     1024: (_256X64_FED, _256X128_FED, _128X64),
-    1152: (_128X128_FED, _128X256_FED, _256X128_FED, _256X128),
-    1280: (_128X128_FED, _128X256_FED, _256X128_FED, _256X128),
-    1344: (_128X128_FED, _128X256_FED, _192X256_FED_LONG, _256X128_FED, _256X128),
-    1408: (_128X128_FED, _128X256_FED, _256X128_FED, _256X128),
-    1536: (_128X128_FED, _128X256_FED, _256X128_FED, _256X128),
-    1664: (_128X128_FED, _128X256_FED, _256X128_FED, _256X128),
+    1152: (
+        _128X128_FED, _128X256_FED, _256X128_FED, _288X128_FED, _384X128_FED, _256X128,
+    ),
+    1280: (
+        _128X128_FED, _128X256_FED, _256X128_FED, _320X128_FED, _256X128,
+    ),
+    1344: (
+        _128X128_FED, _128X256_FED, _192X256_FED_LONG, _256X128_FED, _288X128_FED, _384X128_FED,
+        _256X128,
+    ),
+    1408: (
+        _128X128_FED, _128X256_FED, _256X128_FED, _288X128_FED, _384X128_FED, _256X128,
+    ),
+    1536: (
+        _128X128_FED, _128X256_FED, _256X128_FED, _384X128_FED, _256X128,
+    ),
+    1664: (
+        _128X128_FED, _128X256_FED, _256X128_FED, _288X128_FED, _256X128,
+    ),
     2048: (_256X64_FED, _256X128_FED, _256X128),
 }  # fmt: skip
 """By the tables' buckets; the last of each takes layers narrower than a TMA block.
@@ -144,9 +169,12 @@ _FEWER_SPLITS = {
     _256X128_FED[0]: 2,
     _192X128_FED[0]: 1,
     _192X256_FED[0]: 1,
+    _288X128_FED[0]: 1,
+    _320X128_FED[0]: 1,
+    _384X128_FED[0]: 1,
 }
-"""With more, adding them spills more than 32 bytes a thread under Triton 3.6 or 3.9; blocks of 192
-tokens take none."""
+"""With more, adding them spills more than 32 bytes a thread under Triton 3.6 or 3.9; uneven blocks
+take none."""
 _TYPICAL = {768: (640, 768), 1024: (896, 1024)}
 """Numbers of tokens that count as much as each other, where a bucket's largest is not all: between
 two buckets lie one number of blocks of 256 tokens but two of blocks of 128."""
