@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -41,6 +42,7 @@ __all__ = [
     "BUCKETS",
     "DECODE_TOKENS",
     "Choice",
+    "Choices",
     "WgmmaTable",
     "WgmmaTile",
     "bucket_of",
@@ -48,6 +50,7 @@ __all__ = [
     "parse",
     "plain_rule",
     "rule",
+    "served",
     "tables",
 ]
 _ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
@@ -64,17 +67,16 @@ PROGRAMS_WANTED = 264
 """Two programs an SM of an H100 or H200: one converts while the other multiplies."""
 
 Choice = WgmmaTile | RingTile | WgmmaRingTile | WavesTile | Literal["decode", "dense"]
+Choices = Mapping[tuple[int, int, int, WeightFormat], Choice]
+"""By N, K, a bucket's index and the format; bucket ``len(BUCKETS)`` has no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class WgmmaTable:
-    """What was measured on one card, by (N, K, bucket, format).
-
-    Bucket ``len(BUCKETS)`` has no limit.
-    """
+    """What was measured on one card."""
 
     gpu: str
-    choices: dict[tuple[int, int, int, WeightFormat], Choice]
+    choices: Choices
 
 
 def parse(text: str, where: str) -> WgmmaTable:
@@ -205,6 +207,27 @@ def _measured_for(bucket: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def served(
+    choices: Choices, N: int, K: int, bucket: int, weights: WeightFormat = DEFAULT
+) -> Choice | None:
+    """Return what a card's rows have for one shape; None without one.
+
+    Args:
+        choices: of the table.
+        N: output features.
+        K: input features.
+        bucket: of :func:`bucket_of`.
+        weights: the layer's format.
+
+    Returns:
+        What was measured to be fastest in the nearest format, there in the narrowest bucket.
+    """
+    for near, of_bucket in itertools.product(weights.tried, _measured_for(bucket)):
+        if (N, K, of_bucket, near) in choices:
+            return choices[N, K, of_bucket, near]
+    return None
+
+
 @cache
 def lookup(
     gpu: str | None, N: int, K: int, bucket: int, weights: WeightFormat = DEFAULT, *, hopper: bool
@@ -220,12 +243,8 @@ def lookup(
         hopper: the card has `wgmma`.
 
     Returns:
-        What was measured to be fastest in the nearest format, there in the narrowest bucket, or
-        what :func:`rule` says.
+        What :func:`served` does, or what :func:`rule` says.
     """
     table = _tile_tables.of_card(tables(), gpu)
-    choices = table.choices if table is not None else {}
-    for near, of_bucket in itertools.product(weights.tried, _measured_for(bucket)):
-        if (N, K, of_bucket, near) in choices:
-            return choices[N, K, of_bucket, near]
-    return rule(N, K, bucket, hopper=hopper)
+    found = None if table is None else served(table.choices, N, K, bucket, weights)
+    return rule(N, K, bucket, hopper=hopper) if found is None else found

@@ -7,8 +7,11 @@ import itertools
 import pytest
 import torch
 
-from taut_kernels.bench import timing, tune_w4a16_wgmma, w4a16_finalists
+from taut_kernels.bench import timing, tune_w4a16_wgmma, w4a16_finalists, w4a16_format, w4a16_rows
 from taut_kernels.tiles_wgmma import BUCKETS, Choice, bucket_of
+from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.tiles_wgmma_waves import WavesTile
+from taut_kernels.weight_format import DEFAULT
 
 gpu = pytest.mark.gpu
 
@@ -23,10 +26,74 @@ def test_numbers_of_tokens_lie_in_their_bucket_and_reach_its_end() -> None:
     assert w4a16_finalists.spread(2048, 4096) == [2560, 3072, 3584, 4096]
 
 
-def test_the_best_is_best_all_over_the_bucket() -> None:
-    # Twice as fast at one number of tokens outweighs a third slower at another.
-    assert w4a16_finalists.best([[100.0, 100.0], [50.0, 130.0], [99.0, 99.0]]) == 1
-    assert w4a16_finalists.best([[100.0, 100.0], [50.0, 210.0]]) == 0
+@pytest.mark.parametrize(
+    ("others", "found"),
+    [
+        ([[98.9, 98.9]], 0),  # within noise
+        ([[98.0, 98.0]], 1),
+        ([[50.0, 103.0]], 0),  # loses somewhere
+        ([[90.0, 102.0], [95.0, 95.0]], 2),
+        ([], 0),
+    ],
+)
+def test_a_row_is_worth_it_that_gains_all_over_the_bucket_and_loses_nowhere(
+    others: list[list[float]], found: int
+) -> None:
+    assert w4a16_finalists.worth_taking([[100.0, 100.0], *others]) == found
+
+
+WIDE, OTHER, THIRD = (
+    WgmmaRingTile(block_m, 1, 2, 1, 1, 4, False, parts=4, running=2, tma=True)
+    for block_m in (384, 192, 288)
+)
+AT = {M: BUCKETS.index(M) for M in (1152, 1280, 1664)}
+
+
+def changed(
+    decided: dict[int, tuple[Choice, Choice]], shipped: dict[int, Choice]
+) -> dict[int, Choice]:
+    rows = w4a16_rows.changed(
+        {(4096, 4096, AT[M]): choices for M, choices in decided.items()},
+        {(4096, 4096, AT[M], DEFAULT): choice for M, choice in shipped.items()},
+        DEFAULT,
+    )
+    return {BUCKETS[bucket]: choice for (_, _, bucket), choice in rows.items()}
+
+
+def test_a_change_of_a_wider_bucket_leaves_the_narrower_what_it_had() -> None:
+    # 1152 and 1280 have no rows: 1664's serves them.
+    decided = {1152: (WIDE, WIDE), 1280: (WIDE, OTHER), 1664: (WIDE, THIRD)}
+    assert changed(decided, {1664: WIDE}) == {1152: WIDE, 1280: OTHER, 1664: THIRD}
+
+
+def test_what_serves_already_gets_no_row() -> None:
+    assert not changed({1152: (WIDE, WIDE), 1664: (WIDE, WIDE)}, {1664: WIDE})
+    # Nor what the rule chose, and 1152 takes 1280's new one.
+    assert not changed({1664: (WIDE, WIDE)}, {})
+    assert changed({1152: (WIDE, OTHER), 1280: (WIDE, OTHER)}, {1664: WIDE}) == {1280: OTHER}
+
+
+def test_a_wider_buckets_pair_without_a_tail_is_its_head() -> None:
+    pair = WavesTile(OTHER, OTHER, 64)  # 32 · 6 programs are three waves, 32 · 9 four and a half
+    assert pair.head_rows(1152, 4096) == 4096 != pair.head_rows(1664, 4096)
+    decided = {1152: (pair, pair), 1664: (pair, THIRD)}
+    assert changed(decided, {1664: pair}) == {1152: OTHER, 1664: THIRD}
+
+
+def test_the_tuners_table_has_the_changed_rows_with_their_times_at_the_buckets_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no such card")
+    met = [
+        tune_w4a16_wgmma.Result("o", 4096, 4096, M, us, tile)
+        for tile, times in ((WIDE, (9.0, 10.0)), (OTHER, (8.0, 8.5)))
+        for M, us in zip((1600, 1664), times, strict=True)
+    ]
+    decided: dict[w4a16_rows.Place, tuple[Choice, Choice]] = {(4096, 4096, AT[1664]): (WIDE, OTHER)}
+    rows = tune_w4a16_wgmma.table_rows(
+        tune_w4a16_wgmma._changed(decided, met, w4a16_format.DEFAULT)
+    )
+    assert [(row["max_m"], row["us"], row["tile"]["block_m"]) for row in rows] == [(1664, 8.5, 192)]
 
 
 @gpu
@@ -40,7 +107,7 @@ def test_gpu_the_shorter_of_two_choices_wins() -> None:
 
     times = w4a16_finalists.meet(["decode", "dense"], [1, 2], subject, 3)
     assert [len(one) for one in times] == [2, 2]
-    assert w4a16_finalists.best(times) == 1
+    assert w4a16_finalists.worth_taking(times) == 1
 
 
 def test_pairs_of_tiles_fed_by_tma_are_compiled_apart() -> None:

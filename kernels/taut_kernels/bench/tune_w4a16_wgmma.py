@@ -5,8 +5,9 @@ ring kernel (to 64), and from 256 to 2048 tokens of two tiles for one product, i
 parallel, then held to the error budget, called again and again for the same bits, then timed, with
 the dense (to 16 tokens: the decode) regime and what ships today; the fastest one of each shape and
 bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the activations is inside the
-time. With ``--between`` the fastest ones meet again, in turn, at numbers of tokens spread over the
-bucket, and the best of these by geometric mean is taken. ``--group-size`` and ``--zero-points``
+time. With ``--between`` the fastest ones meet what ships, in turn, at numbers of tokens spread over
+the bucket (``between.csv``, what ships first), and the table has the rows that are worth a change
+and those that a change of a wider bucket asks for. ``--group-size`` and ``--zero-points``
 make rows of another format than symmetric groups of 128; `taut_kernels.bench.merge_tiles` brings
 them into the shipped table.
 """
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import triton
 
-from taut_kernels import tiles_wgmma, weight_format
+from taut_kernels import _tile_tables, tiles_wgmma, weight_format
 from taut_kernels._launch import gpu_name, is_hopper
 from taut_kernels.bench import (
     report,
@@ -37,6 +38,7 @@ from taut_kernels.bench import (
     w4a16_finalists,
     w4a16_format,
     w4a16_known_tiles,
+    w4a16_rows,
 )
 from taut_kernels.bench.refusal import first_line
 from taut_kernels.bench.shapes import PRODUCTS
@@ -211,6 +213,21 @@ class Result:
     tile: Choice
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timed:
+    """What was timed of one shape.
+
+    Attributes:
+        results: every candidate's.
+        decided: with ``--between`` N, K and bucket → what ships and what should.
+        met: with it the times of the choices that met.
+    """
+
+    results: list[Result] = dataclasses.field(default_factory=list)
+    decided: dict[w4a16_rows.Place, tuple[Choice, Choice]] = dataclasses.field(default_factory=dict)
+    met: list[Result] = dataclasses.field(default_factory=list)
+
+
 def _subject(layer: Layer, M: int, tile: Choice, weights: list[Weight]) -> timing.Subject:
     x, has_zeros = layer.x[:M], layer.weight_zero_point is not None
     shape = (M, layer.N, layer.K)
@@ -245,14 +262,13 @@ def _time_shape(
     replays: int,
     *,
     between: bool,
-) -> tuple[list[Result], list[Result]]:
-    """Return every candidate's time, and those that a table is made of."""
+) -> Timed:
+    """Return every candidate's time."""
     N, K = PRODUCTS[name]
     size, zero_points = given.group_size, given.zero_points
     layer = make_layer(N, K, size, max(Ms), torch.bfloat16, zero_points=zero_points)
     weights = layer.packed(timing.copies_needed(layer.weight_bytes()))
-    results: list[Result] = []
-    kept: list[Result] = []
+    timed = Timed()
     for M in Ms:
         other: Choice = "decode" if M <= DECODE_TOKENS else "dense"
         bucket, device = tiles_wgmma.bucket_of(M), layer.x.device
@@ -269,10 +285,10 @@ def _time_shape(
                 sys.stdout.write(f"WRONG {name} M={M} {tile}: {reason}\n")
                 continue
             us = timing.measure([subject], replays, 8 if M >= 1024 else 32)[0].median
-            results.append(Result(name, N, K, M, us, tile))
+            timed.results.append(Result(name, N, K, M, us, tile))
             if tile == ships:
                 sys.stdout.write(f"{name:8} M={M:<4} {us:8.2f} us  ships: {tile}\n")
-        found = [r for r in results if r.M == M]
+        found = [r for r in timed.results if r.M == M]
         _print_best(found)
         if between:
             least = max((bucket_end for bucket_end in TOKENS if bucket_end < M), default=0)
@@ -281,29 +297,31 @@ def _time_shape(
             def subject_of(choice: Choice, M: int) -> timing.Subject:
                 return _subject(layer, M, choice, weights)
 
-            found = [_winner(found, ships, tokens, subject_of, replays)]
-        kept += found
-    return results, kept
+            best, met = _meet(found, ships, tokens, subject_of, replays)
+            timed.decided[N, K, bucket] = ships, best
+            timed.met.extend(met)
+    return timed
 
 
-def _winner(
+def _meet(
     found: list[Result],
     ships: Choice,
     tokens: list[int],
     subject_of: w4a16_finalists.SubjectOf,
     replays: int,
-) -> Result:
-    """Return the choice of one bucket that is best all over it, with its time at its end."""
+) -> tuple[Choice, list[Result]]:
+    """Return the choice that should serve a bucket, and the times of those that met over it."""
     ends = {r.tile: r.us for r in found}
     few = w4a16_finalists.times_at(list(ends), tokens[1], subject_of, replays)
     fastest = sorted(ends, key=lambda tile: ends[tile] * few[tile])
     choices = list(dict.fromkeys((ships, *fastest[: w4a16_finalists.FINALISTS])))
     times = w4a16_finalists.meet(choices, tokens, subject_of, replays)
-    for choice, us in zip(choices, times, strict=True):
-        listed = ", ".join(f"{at:.1f}" for at in us)
-        sys.stdout.write(f"{found[0].shape:8} M={tokens} {listed} us  {choice}\n")
-    best = w4a16_finalists.best(times)
-    return dataclasses.replace(found[0], tile=choices[best], us=times[best][-1])
+    met = [
+        dataclasses.replace(found[0], M=M, us=us, tile=choice)
+        for choice, own in zip(choices, times, strict=True)
+        for M, us in zip(tokens, own, strict=True)
+    ]
+    return choices[w4a16_finalists.worth_taking(times)], met
 
 
 def _as_json(choice: Choice) -> str | dict[str, Any]:
@@ -316,6 +334,20 @@ def _print_best(results: list[Result], top: int = 6) -> None:
         tile = tile if isinstance(tile, str) else f"{result.tile}  {tuple(tile.values())}"
         sys.stdout.write(f"{result.shape:8} M={result.M:<4} {result.us:8.2f} us  {tile}\n")
     sys.stdout.flush()
+
+
+def _changed(
+    decided: dict[w4a16_rows.Place, tuple[Choice, Choice]], met: list[Result], given: Format
+) -> list[Result]:
+    """Return what a table of this card should change to, each with its time at its bucket's end."""
+    table = _tile_tables.of_card(tiles_wgmma.tables(), torch.cuda.get_device_name())
+    rows = w4a16_rows.changed(decided, {} if table is None else table.choices, given.weights)
+    # By bucket the last that met, at its end. The head alone of a pair was timed as the pair.
+    ends = {(r.N, r.K, tiles_wgmma.bucket_of(r.M), r.tile): r for r in met}
+    return [
+        dataclasses.replace(ends[*place, decided[place][1]], tile=choice)
+        for place, choice in rows.items()
+    ]
 
 
 def table_rows(results: list[Result], given: Format = DEFAULT) -> list[dict[str, Any]]:
@@ -382,17 +414,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = w4a16_format.tuner("taut_kernels.bench.tune_w4a16_wgmma", given)
     facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
     results: list[Result] = []
-    kept: list[Result] = []
+    met: list[Result] = []
+    decided: dict[w4a16_rows.Place, tuple[Choice, Choice]] = {}
     for name in shapes:
         own = {M: tiles[name, M] for M in Ms}
-        timed_here, kept_here = _time_shape(
-            name, given, Ms, own, arguments.replays, between=arguments.between
-        )
-        results, kept = results + timed_here, kept + kept_here
+        timed_here = _time_shape(name, given, Ms, own, arguments.replays, between=arguments.between)
+        results += timed_here.results
+        met += timed_here.met
+        decided |= timed_here.decided
         table = {
             "gpu": torch.cuda.get_device_name(),
             "source": f"{command}, {facts}",
-            "rows": table_rows(kept, given),
+            "rows": table_rows(_changed(decided, met, given) if decided else results, given),
         }
         # After every shape: what was measured survives a run that is cut off.
         timed = [
@@ -402,6 +435,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = json.dumps(document, indent=1) + "\n"
             (arguments.output / file).write_text(text, encoding="utf-8")
         tune_best.write(timed, arguments.output)
+        if met:
+            rows = [(r.shape, r.M, f"{r.us:.1f}", str(r.tile)) for r in met]
+            report.write_csv(arguments.output / "between.csv", ("shape", "M", "us", "tile"), rows)
     return 0
 
 

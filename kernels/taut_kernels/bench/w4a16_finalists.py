@@ -6,7 +6,6 @@ three quarters (kernels/README.md). Used by `tune_w4a16_wgmma` with ``--between`
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -19,6 +18,9 @@ FINALISTS = 4
 """Of a bucket, beside what ships."""
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 _LEAST_CALLS = 8
+_GAIN = 1.02
+_LOSS = 0.98
+"""What ships ÷ another: two runs of one tile differ by about as much."""
 
 
 def spread(before: int, most: int) -> list[int]:
@@ -75,10 +77,23 @@ def meet(
     return times
 
 
-def best(times: Sequence[Sequence[float]]) -> int:
-    """Return which choice is the fastest by geometric mean.
+def worth_taking(times: Sequence[Sequence[float]]) -> int:
+    """Return which choice should serve a bucket: the first, unless another is worth a new row.
+
+    One that gains :data:`_GAIN` by geometric mean and loses :data:`_LOSS` nowhere; of several the
+    fastest.
 
     Args:
-        times: of :func:`meet`.
+        times: of :func:`meet`, of what ships first.
     """
-    return min(range(len(times)), key=lambda i: statistics.fmean(map(math.log, times[i])))
+    ships = times[0]
+
+    def gain(own: Sequence[float]) -> float:
+        return statistics.geometric_mean(a / b for a, b in zip(ships, own, strict=True))
+
+    worth = [
+        i
+        for i, own in enumerate(times)
+        if gain(own) >= _GAIN and all(a >= _LOSS * b for a, b in zip(ships, own, strict=True))
+    ]
+    return max(worth, key=lambda i: gain(times[i]), default=0)
