@@ -1,7 +1,7 @@
 """Compiling side by side what will be launched one after the other.
 
 Triton compiles a form of a kernel where it is first launched. A loaded model has dozens of forms,
-each half a second to two of one core: asked for ahead they take what the slowest few take.
+each about a second of one core: asked for ahead they take half the time or less.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TypeVar
 import triton
 
 THREADS = min(8, len(os.sched_getaffinity(0)))
-"""Compilers beside each other. Half of what they do holds Python's lock, and other ranks of a node
-have theirs."""
+"""Compilers beside each other. Much of what they do holds Python's lock, so that 16 on 16 cores bring
+little more (README, "A first start"), and other ranks of a node have theirs."""
 Result = TypeVar("Result")
 
 active = False
