@@ -15,8 +15,8 @@ from typing import TypeVar
 import triton
 
 THREADS = min(8, len(os.sched_getaffinity(0)))
-"""Compilers beside each other. Much of what they do holds Python's lock, so that 16 on 16 cores bring
-little more (README, "A first start"), and other ranks of a node have theirs."""
+"""Compilers beside each other. Much of what they do holds Python's lock, so that 16 on 16 cores
+bring little more (README, "A first start"), and other ranks of a node have theirs."""
 Result = TypeVar("Result")
 
 active = False
