@@ -31,6 +31,23 @@ LINEARS = {
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where there is none, or none of the ``capability`` it names."""
+    for item in items:
+        marks = item.iter_markers("gpu")
+        if why := next((why for mark in marks if (why := _why_no_gpu(mark))), None):
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _why_no_gpu(mark: pytest.Mark) -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    wanted: tuple[int, int] | None = mark.kwargs.get("capability")
+    if wanted not in (None, torch.cuda.get_device_capability()):
+        return "no CUDA device of sm_{}{}".format(*wanted or ())
+    return None
+
+
 @pytest.fixture(autouse=True)
 def _two_threads() -> None:
     torch.set_num_threads(2)

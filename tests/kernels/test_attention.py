@@ -14,8 +14,6 @@ from taut_kernels.attention import _reference, prefill
 from taut_kernels.attention.prefill import attention
 
 INTERPRET = Path(__file__).with_name("interpret_attention.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -329,8 +327,7 @@ def check_on_gpu(
         assert torch.equal(ours, repeated)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("mask", [(False, 0), (True, 0), (True, 100)])
@@ -341,8 +338,7 @@ def test_gpu_kernels_match_reference(
     check_on_gpu(dtype, count_q, count_k, 8, 2, dim, mask)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_packed_equals_batch() -> None:
     # Each long enough alone for the kernel of the packed ones (`_prefill_hopper.MIN_QUERIES`).
     bounds = torch.tensor([0, 600, 600, 1133, 2157], dtype=torch.int32, device="cuda")

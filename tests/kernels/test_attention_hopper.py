@@ -18,11 +18,6 @@ from taut_kernels.attention._tiles import HopperTile
 from taut_kernels.attention.prefill import attention
 from taut_kernels.bench.attention_candidates import hopper_candidates
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
 HALVES = partial(torch.zeros, dtype=torch.float16)
 SMALL, LARGE = HopperTile(64, 3), HopperTile(128, 2)
 
@@ -146,8 +141,7 @@ def test_takes_what_tma_reads(
     assert _prefill_hopper.serves(**arguments, settings=settings) == served
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tile", list(hopper_candidates()), ids=str)
 def test_gpu_runs_every_candidate(tile: HopperTile, causal: bool) -> None:
@@ -157,15 +151,13 @@ def test_gpu_runs_every_candidate(tile: HopperTile, causal: bool) -> None:
     check(tile, q, k, v, Settings(None, None, 1000, 1111, causal, 0, 0.1))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("dim", [64, 96, 256])
 def test_gpu_runs_the_other_dimensions_packed(dim: int) -> None:
     check_packed(_tiles.forward_hopper(None, padded_dim(dim)), True, dim, "cuda")
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_gpu_computes_what_tma_cannot_read_with_the_plain_kernel(dim: int, causal: bool) -> None:
@@ -181,8 +173,7 @@ def test_gpu_computes_what_tma_cannot_read_with_the_plain_kernel(dim: int, causa
     assert torch.allclose(lse.double(), gold_lse, atol=1e-3)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_long_sequences_repeat_their_bits() -> None:
     q, k, v = (draw(1, 4096, h, 128, seed=h, dtype=torch.bfloat16).cuda() for h in (8, 2, 2))
     first = attention(q, k, v)

@@ -14,12 +14,6 @@ from taut_kernels.attention._backward_hopper_keys_jit import key_gradients_hoppe
 from taut_kernels.attention._backward_hopper_queries_jit import query_gradients_hopper_kernel
 from taut_kernels.attention._call import Settings
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
-
 
 class OnNumPy:
     """Stands in for a jit kernel: runs it on NumPy."""
@@ -147,8 +141,7 @@ def test_takes_no_call_without_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _backward_hopper.serves(q, q, q, q, nothing)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("causal", [False, True])
 def test_gpu_programs_of_many_tiles_give_the_bits_of_one_tile_each(
     causal: bool, monkeypatch: pytest.MonkeyPatch
@@ -169,8 +162,7 @@ def test_gpu_programs_of_many_tiles_give_the_bits_of_one_tile_each(
             assert torch.equal(ours, wanted)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [96, 128])
 @pytest.mark.parametrize(("count_q", "count_k"), [(300, 300), (257, 1000), (700, 130), (20, 300)])
@@ -179,8 +171,7 @@ def test_gpu_runs_the_backward_kernels(count_q: int, count_k: int, dim: int, cau
     check_packed(causal, dim, "cuda")
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_graph_replays_on_new_inputs() -> None:
     """Descriptors hold addresses: a replay reads what lies there by then."""
     shapes = ((8, 0), (2, 1), (2, 2), (8, 3))
@@ -205,7 +196,7 @@ def test_gpu_graph_replays_on_new_inputs() -> None:
         assert torch.equal(ours, wanted)
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device, or none")
 def test_gpu_runs_where_its_inputs_are() -> None:
     results = []

@@ -21,11 +21,6 @@ from taut_kernels.fused import _rms_norm_launch, rms_norm
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 STEP = Step("fp8", 16, 192, 1024)
-gpu = pytest.mark.gpu
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no Hopper card",
-)
 
 
 def test_it_needs_a_card(
@@ -173,8 +168,7 @@ def captured(
     return graph, (x, residual)
 
 
-@gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(
     ("scheme", "tokens"),
     [("w4a16", 1), ("w4a16", 16), ("w4a16", 64), ("fp8", 1), ("fp8", 64), ("int8", 16)],

@@ -18,8 +18,6 @@ from taut_kernels.fused import _rms_norm_launch
 from taut_kernels.tiles_fused import FusedTile
 
 INTERPRET = Path(__file__).with_name("interpret_cache_write.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -299,8 +297,7 @@ def check_on_gpu(
         assert torch.equal(bits(mine), bits(reference))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("cached", [None, FP8])
 @pytest.mark.parametrize("dtype", [BF16, HALF])
 @pytest.mark.parametrize("tokens", [1, 3, 64, 1000])
@@ -321,8 +318,7 @@ def test_gpu_kernel_writes_the_references_bits(
     check_on_gpu(k, v, found, slots, scales_of(cached or dtype, heads))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, HALF])
 def test_gpu_fp8_has_the_bits_of_a_division_for_every_element_and_many_scales(
     dtype: torch.dtype,
@@ -335,8 +331,7 @@ def test_gpu_fp8_has_the_bits_of_a_division_for_every_element_and_many_scales(
             check_on_gpu(k, k.flip(0), found, slots, (scale.cuda(), scale.cuda()))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("cached", [BF16, FP8])
 def test_gpu_other_layouts(cached: torch.dtype) -> None:
     k, v = rows(9, 8, 128, BF16, "cuda")
@@ -348,8 +343,7 @@ def test_gpu_other_layouts(cached: torch.dtype) -> None:
     check_on_gpu(k, v, (gap, apart[1]), slots, scales)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_a_cache_beyond_32_bits() -> None:
     k, v = rows(2, 8, 128, BF16, "cuda")
     pages = 2**31 // (16 * 8 * 256) + 2
@@ -364,8 +358,7 @@ def test_gpu_a_cache_beyond_32_bits() -> None:
     assert not both.view(torch.uint8)[1:-1].any()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("cached", [BF16, FP8])
 def test_gpu_bits_are_vllms(cached: torch.dtype) -> None:
     ops = pytest.importorskip(
@@ -386,8 +379,7 @@ def test_gpu_bits_are_vllms(cached: torch.dtype) -> None:
         assert torch.equal(bits(ours), bits(vllms))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("cached", [BF16, FP8])
 def test_gpu_graph_of_kernels_that_start_early_follows_its_data(

@@ -104,11 +104,7 @@ def test_runs_once_where_it_would_bring_nothing(why: str, monkeypatch: pytest.Mo
     assert calls == [1]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_the_second_run_compiles_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:

@@ -17,8 +17,6 @@ from taut_kernels.primitives._conv2d_launch import Window, why_not_blocks
 from taut_kernels.primitives._conv2d_tiles import ConvTile
 
 INTERPRET = Path(__file__).with_name("interpret_primitives.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -169,8 +167,7 @@ LAYERS: list[tuple[Any, ...]] = [
 ]
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_gpu_kernels_match_reference(layer: tuple[Any, ...], dtype: torch.dtype) -> None:
@@ -193,8 +190,7 @@ def test_gpu_kernels_match_reference(layer: tuple[Any, ...], dtype: torch.dtype)
             assert y.stride() == convolution.conv2d_ref(x, weight, bias, Window(*sizes)).stride()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "tile",
     [

@@ -17,8 +17,6 @@ from taut_kernels.loss.cross_entropy import cross_entropy
 from taut_kernels.loss.modules import CrossEntropyLoss
 
 INTERPRET = Path(__file__).with_name("interpret_loss.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -292,8 +290,7 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
         cross_entropy(**arguments | change)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("shape", [(1, 128256), (37, 50257), (64, 1000), (3, 1), (130, 32000)])
@@ -326,8 +323,7 @@ def test_gpu_kernel_matches_reference(
     assert torch.equal(over, grad)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_never_reads_behind_an_impossible_target() -> None:
     logits, target = draw(5, 1000, dtype=torch.bfloat16, device="cuda")
     target[1], target[3] = 2**40, -7
@@ -339,8 +335,7 @@ def test_gpu_never_reads_behind_an_impossible_target() -> None:
         cross_entropy(logits, target, check_targets=True)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_rows_far_apart_and_strided() -> None:
     # Rows 2**31 elements apart: the offset needs 64 bits.
     logits, target = draw(2, 4096, dtype=torch.bfloat16, device="cuda")
@@ -354,8 +349,7 @@ def test_gpu_rows_far_apart_and_strided() -> None:
     assert torch.equal(cross_entropy(logits, apart, reduction="none"), wanted)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_does_not_wait_for_the_device() -> None:
     logits, target = draw(64, 32000, dtype=torch.bfloat16, device="cuda")
     leaf = logits.requires_grad_()

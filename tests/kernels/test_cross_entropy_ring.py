@@ -20,12 +20,6 @@ from taut_kernels.loss._cross_entropy_ring_jit import cross_entropy_ring_kernel
 from taut_kernels.loss._row_softmax import Objective
 from taut_kernels.tiles_loss import RingTile
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-needs_hopper = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
-    reason="the ring is for compute capability 9.0",
-)
 ALONE = RingTile(1, 1, 8, 12, 0, 1)
 WITH_LAG = RingTile(1, 1, 8, 14, 2, 1)
 SHARED = RingTile(2, 1, 8, 12, 2, 1)
@@ -381,9 +375,7 @@ GPU_TILES = [
 ]
 
 
-@gpu
-@needs_gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("M", [1, 7, 301])
 @pytest.mark.parametrize(("V", "tile"), GPU_TILES)
 def test_gpu_kernel_matches_reference(V: int, tile: RingTile, M: int) -> None:
@@ -400,9 +392,7 @@ def test_gpu_kernel_matches_reference(V: int, tile: RingTile, M: int) -> None:
         assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
 
 
-@gpu
-@needs_gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("V", [32000, 128256, 256000])
 def test_gpu_agrees_with_the_kernel_that_reads_twice(V: int) -> None:
     logits, target, scale = draw(300, V, "cuda")
@@ -419,9 +409,7 @@ def test_gpu_agrees_with_the_kernel_that_reads_twice(V: int) -> None:
     assert torch.allclose(ring.float(), blocks.float(), rtol=2**-7, atol=1e-12)
 
 
-@gpu
-@needs_gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_batches_of_sequences_and_a_captured_graph() -> None:
     logits, target, scale = draw(1026, 32000, "cuda")
     whole = logits.view(2, 513, 32000)
@@ -447,9 +435,7 @@ def test_gpu_batches_of_sequences_and_a_captured_graph() -> None:
         assert torch.equal(captured[0], losses)
 
 
-@gpu
-@needs_gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("M", "N"), [(1589, 24576), (1056, 49152), (1056, 65536), (600, 131072), (264, 262144)]
@@ -467,9 +453,7 @@ def test_gpu_softmax_of_long_rows(M: int, N: int, dtype: torch.dtype) -> None:
     assert testing.max_error(clean[0], clean[1]) <= budget
 
 
-@gpu
-@needs_gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "N"), [(1584, 24576), (1584, 32768), (1056, 65536), (264, 262144)])
 def test_gpu_softmax_of_masked_rows_is_even(M: int, N: int, dtype: torch.dtype) -> None:

@@ -28,11 +28,6 @@ from taut_kernels.fused._tile_options import tile_of
 from taut_kernels.gemm import w8a8
 from taut_kernels.tiles_fused import FusedTile
 
-gpu = pytest.mark.gpu
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no Hopper card",
-)
 N, HEADS, KV_HEADS, D = 4096, 32, 8, 128
 EPSILON = 1e-5
 
@@ -166,8 +161,7 @@ def _chain(M: int) -> tuple[dict[str, torch.Tensor], Callable[[], tuple[torch.Te
     return inputs, chain
 
 
-@gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("M", [1, 7, 64, 256])
 def test_gpu_a_chain_that_starts_early_has_the_bits_of_one_that_does_not(
     M: int, monkeypatch: pytest.MonkeyPatch

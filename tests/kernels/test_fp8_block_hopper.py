@@ -29,11 +29,6 @@ from taut_kernels.tiles_scaled_mm_tile import (
     why_not_for,
 )
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
 DEEP, SHALLOW, TALL, SHALLOW_TALL, HALF, QUARTER, SINGLE, TWICE = TILES = tuple(
     ScaledMmTile("blocks", block_m, block_n, 128, 4, stages, group_m=group_m)
     for block_m, block_n, stages, group_m in (
@@ -154,8 +149,7 @@ def test_every_tile_is_tried_and_compiled() -> None:
     assert set(tiles_of_blocks()) <= compiled
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_gpu_matches_the_reference(tile: ScaledMmTile) -> None:
     for M, N, K in ((333, 1104, 400), (1, 8, 16), (2100, 3000, 2064)):
@@ -169,8 +163,7 @@ def test_gpu_matches_the_reference(tile: ScaledMmTile) -> None:
         assert torch.equal(run(tile, by_group), actual)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", SPLIT, ids=str)
 def test_gpu_programs_that_share_a_tile(tile: ScaledMmTile) -> None:
     for M, N, K in ((128, 4096, 4096), (77, 1104, 2064), (1, 256, 128), (256, 4096, 14336)):
@@ -183,8 +176,7 @@ def test_gpu_programs_that_share_a_tile(tile: ScaledMmTile) -> None:
             assert torch.equal(run(tile, case), actual), "bits differ between runs"
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("extreme", FP8_EXTREMES)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
@@ -201,8 +193,7 @@ def test_the_sums_of_an_h100() -> None:
     assert error == pytest.approx(0.5586, rel=5e-4)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(("tile", "M"), [(DEEP, 300), (TALL, 300), (SPLIT[0], 100)], ids=str)
 def test_gpu_graph_replay_follows_the_operands(tile: ScaledMmTile, M: int) -> None:
     case = case_of(M, 328, 400, device="cuda")

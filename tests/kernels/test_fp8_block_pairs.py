@@ -23,11 +23,6 @@ from taut_kernels.testing_scaled_mm import (
 from taut_kernels.testing_scaled_mm import launch_block_case as run
 from taut_kernels.tiles_scaled_mm_tile import OPS, ScaledMmTile, why_not_for
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
 WHOLE, HALF, WIDE, SHALLOW, SPLIT, SPLIT_WIDE = LATE = tuple(
     ScaledMmTile("pairs", block_m, 64, 256, 4, stages, split_k)
     for block_m, stages, split_k in (
@@ -128,8 +123,7 @@ def test_tiles_are_tried_and_compiled() -> None:
     assert {tile.block_m for tile in compiled} == {16, 32, 64}
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_gpu_matches_the_reference(tile: ScaledMmTile) -> None:
     shapes = ((1, 8, 16), (7, 1104, 400), (16, 4096, 4096), (50, 3000, 14336), (64, 136, 2064))
@@ -142,8 +136,7 @@ def test_gpu_matches_the_reference(tile: ScaledMmTile) -> None:
         assert torch.equal(run(tile, by_group), actual)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("extreme", FP8_EXTREMES)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
@@ -153,8 +146,7 @@ def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:
     torch.testing.assert_close(run(tile, case), expected, rtol=2**-10, atol=0)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", [HALF, SPLIT], ids=str)
 def test_gpu_graph_replay_follows_the_operands(tile: ScaledMmTile) -> None:
     case = case_of(13, 328, 2000, device="cuda")

@@ -23,8 +23,6 @@ from taut_kernels.fused.softmax import softmax
 from taut_kernels.fused.swiglu import silu, swiglu, swiglu_packed
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -380,8 +378,7 @@ def test_benchmark_takes_the_shapes_of_the_bars_first() -> None:
     assert moved.bytes_moved(backward=False) == 8 * 8192 * 4096
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_autograd_runs_in_bf16_under_autocast_and_in_a_thread_of_its_own() -> None:
     block, x = Block().cuda(), draw(2, 5, 32).cuda().requires_grad_()
     dy = draw(2, 5, 32, seed=1).cuda()

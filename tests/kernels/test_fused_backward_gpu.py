@@ -13,7 +13,6 @@ from taut_kernels.fused.swiglu import silu, swiglu
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 EPSILON = 1e-5

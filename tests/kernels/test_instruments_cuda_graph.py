@@ -22,8 +22,6 @@ from taut_kernels.instruments.subject import Subject
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def branching(x: torch.Tensor) -> torch.Tensor:
@@ -106,8 +104,7 @@ def test_weights_that_moved_are_named() -> None:
     assert addresses_of(None) == {}
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_replay_computes_on_new_inputs() -> None:
     layer = torch.nn.Linear(64, 64, device=CUDA)
     graph = capture(Subject("layer", layer, (torch.zeros(8, 64, device=CUDA),), CUDA))
@@ -120,8 +117,7 @@ def test_replay_computes_on_new_inputs() -> None:
         graph.replay(x)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_capture_names_what_breaks_it_on_a_device() -> None:
     x = torch.ones(4, 4, device=CUDA)
     kept: list[torch.Tensor] = []
@@ -141,8 +137,7 @@ def test_capture_names_what_breaks_it_on_a_device() -> None:
         capture(Subject("expanded", torch.relu, (expanded,), CUDA))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_our_ops_can_be_captured() -> None:
     for op in ("rms_norm", "silu_mul", "w4a16_gemm", "rope"):
         subject = from_op(op, {}, CUDA)

@@ -222,7 +222,6 @@ def test_triton_code_is_read() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_generated_code_on_a_gpu_is_triton() -> None:
     cuda = torch.device("cuda")
     subject = Subject("f", lambda x: x.exp() + 1, (torch.ones(64, device=cuda),), cuda)

@@ -189,7 +189,6 @@ def test_snapshot_needs_a_gpu(tmp_path: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_snapshot_and_peak_on_a_gpu(tmp_path: Any) -> None:
     cuda = torch.device("cuda")
     # Multiples of the allocator's 512 bytes.

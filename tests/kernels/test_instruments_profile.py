@@ -80,7 +80,6 @@ def test_places_that_cannot_be_written_are_named_before_a_step_runs(tmp_path: Pa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernels_of_a_gpu_have_an_occupancy(tmp_path: Path) -> None:
     cuda = torch.device("cuda")
     subject = Subject("step", step, (torch.ones(512, 512, device=cuda),) * 2, cuda)

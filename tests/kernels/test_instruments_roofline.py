@@ -191,7 +191,6 @@ def test_plot_without_a_point_is_drawn_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_kernel_on_a_gpu_is_timed_in_a_graph_under_real_ceilings() -> None:
     cuda = torch.device("cuda")
     limits = ceilings.measured(cuda, [torch.bfloat16])

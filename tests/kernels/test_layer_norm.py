@@ -15,8 +15,6 @@ from taut_kernels.fused.layer_norm import layer_norm
 from taut_kernels.fused.modules import LayerNorm
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -154,8 +152,7 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
         layer_norm(**arguments | change)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("M", "N"),
@@ -191,8 +188,7 @@ def test_gpu_kernels_match_the_reference(M: int, N: int, dtype: torch.dtype) -> 
         testing.assert_within_budget(*triple, cancelled)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_gradients_are_the_same_bits_every_time() -> None:
     x, weight, bias = operands(1000, 4096, torch.bfloat16, device="cuda")
     leaves = tuple(t.requires_grad_() for t in (x, weight, bias))

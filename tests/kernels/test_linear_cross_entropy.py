@@ -19,8 +19,6 @@ from taut_kernels.loss.linear_cross_entropy import linear_cross_entropy
 from taut_kernels.loss.modules import LinearCrossEntropyLoss
 
 INTERPRET = Path(__file__).with_name("interpret_loss.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -435,8 +433,7 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
         linear_cross_entropy(**arguments | change)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(300, 256, 5003), (1000, 128, 32000), (7, 64, 128256)])
 @pytest.mark.parametrize(
@@ -461,8 +458,7 @@ def test_gpu_matches_fp64(
         testing.assert_within_budget(found, wanted, rounded)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("chunk_by", ["tokens", "vocabulary"])
 def test_gpu_options_match_fp64(chunk_by: str, reduction: str) -> None:
@@ -477,8 +473,7 @@ def test_gpu_options_match_fp64(chunk_by: str, reduction: str) -> None:
         testing.assert_within_budget(found, wanted, rounded)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("chunk_by", ["tokens", "vocabulary"])
 def test_gpu_impossible_targets_read_nothing_beyond(chunk_by: str) -> None:
     """Not asked to look, it computes the other rows as if these were ignored."""
@@ -493,8 +488,7 @@ def test_gpu_impossible_targets_read_nothing_beyond(chunk_by: str) -> None:
         linear_cross_entropy(x, weight, wrong, chunk_by=chunk_by, check_targets=True)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 2304, 256000), (8192, 4096, 128256)])
 def test_gpu_peak_memory_of_the_bar(shape: tuple[int, int, int]) -> None:
     M, H, V = shape
@@ -511,8 +505,7 @@ def test_gpu_peak_memory_of_the_bar(shape: tuple[int, int, int]) -> None:
     assert torch.cuda.max_memory_allocated() - before <= 1.25 * 2**30
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_does_not_wait_for_the_device() -> None:
     x, weight, _, target = draw(300, 64, 5000, torch.bfloat16, "cuda")
     for operand in (x, weight):

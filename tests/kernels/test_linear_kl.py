@@ -16,8 +16,6 @@ from taut_kernels.loss.linear_kl import linear_kl
 from taut_kernels.loss.modules import LinearJSDLoss, LinearKLLoss
 
 INTERPRET = Path(__file__).with_name("interpret_loss.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -295,8 +293,7 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
         linear_jsd(**arguments | change)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("cut", [{"use_checkpoint": True}, {"accumulate_fp32": True}], ids=str)
 def test_gpu_options_match_fp64(cut: dict[str, bool], reduction: str) -> None:
@@ -312,8 +309,7 @@ def test_gpu_options_match_fp64(cut: dict[str, bool], reduction: str) -> None:
         testing.assert_within_budget(actual, wanted, rounded)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("shape", [(300, 256, 5003), (64, 128, 128256)])

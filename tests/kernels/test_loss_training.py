@@ -26,8 +26,6 @@ from taut_kernels.loss.linear_kl import linear_kl
 TRAIN = Path(__file__).with_name("train_with_losses.py")
 VOCABULARY, HIDDEN, STEPS = 61, 16, 200
 Loss = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -280,8 +278,7 @@ def test_compiles_with_inductor() -> None:
         assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("chunk_by", ["tokens", "vocabulary"])
 def test_gpu_training_follows_plain_torch(chunk_by: str) -> None:
     ours = train(fused(chunk_by=chunk_by, chunk_size=32), torch.bfloat16, "cuda")

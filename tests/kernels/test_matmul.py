@@ -16,8 +16,6 @@ from taut_kernels.primitives import _gemm_tiles, gemm, matmul
 from taut_kernels.primitives._gemm_tiles import GemmTile
 
 INTERPRET = Path(__file__).with_name("interpret_primitives.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -183,8 +181,7 @@ TILES = [
 ]
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("version", "tile"), TILES, ids=str)
 @pytest.mark.parametrize(
@@ -204,8 +201,7 @@ def test_gpu_kernels_match_reference(
         testing.assert_within_budget(c, gold, reference)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("version", _gemm_tiles.VERSIONS)
 def test_gpu_op_reads_any_strides(version: str) -> None:
     base = draw(600, 800, dtype=torch.bfloat16, device="cuda")
@@ -221,8 +217,7 @@ def test_gpu_op_reads_any_strides(version: str) -> None:
         testing.assert_within_budget(c, gold, gemm.matmul_ref(a, b))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("activation", gemm.ACTIVATIONS)
 def test_gpu_epilogues(activation: str) -> None:
     a, b, bias = (
@@ -237,8 +232,7 @@ def test_gpu_epilogues(activation: str) -> None:
             testing.assert_within_budget(c, gold, reference)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_every_tile_of_the_table_is_right_and_repeats_its_bits() -> None:
     tables = _gemm_tiles.tables().values()
     found = {tile for table in tables for rows in table.buckets.values() for _, tile in rows}
@@ -252,8 +246,7 @@ def test_gpu_every_tile_of_the_table_is_right_and_repeats_its_bits() -> None:
             assert torch.equal(gemm.launch("v4", tile, a, b), c), tile
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("version", _gemm_tiles.VERSIONS)
 def test_gpu_graph_replays_on_new_data(version: str) -> None:
     a = draw(64, 512, dtype=torch.bfloat16, device="cuda")

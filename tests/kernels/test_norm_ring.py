@@ -18,11 +18,6 @@ from taut_kernels.fused._training_tiles import NormRingTile
 from taut_kernels.fused.layer_norm import layer_norm_backward_ref
 from taut_kernels.fused.rms_norm_train import rms_norm_backward_ref
 
-gpu = pytest.mark.gpu
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="the ring is for compute capability 9.0",
-)
 FORMS = ("rms_norm", "add_rms_norm", "layer_norm")
 HELD = NormRingTile(8, 0, held=True)
 SHARED = NormRingTile(8, 1, held=False)
@@ -292,8 +287,7 @@ def on_gpu(operands: Operands, tile: NormRingTile | None = None) -> tuple[Any, .
     return _norm_launch.backward(dy, added, x, weight, mean, rstd, wants, tile)
 
 
-@gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(("form", "rows"), [("rms_norm", 0), *((form, 8) for form in FORMS)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "N"), [(1, 16384), (300, 16384), (140, 12304), (63, 8208)])
@@ -311,8 +305,7 @@ def test_gpu_matches_reference(form: str, rows: int, M: int, N: int, dtype: torc
                 assert one is None or torch.equal(one, again)
 
 
-@gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "tile",
@@ -328,8 +321,7 @@ def test_gpu_every_kind_of_tile(form: str, tile: NormRingTile) -> None:
     assert_right(on_gpu(operands, tile), operands)
 
 
-@gpu
-@needs_hopper
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_rows_far_apart() -> None:
     memory = torch.empty(2**31 + 2**15, dtype=torch.bfloat16, device="cuda")
     x, dy = draw("rms_norm", 3, 16384, device="cuda")[:2]

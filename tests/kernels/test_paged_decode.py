@@ -17,8 +17,6 @@ from taut_kernels.attention.decode import make_arrivals, paged_decode
 from taut_kernels.testing_paged import PagedCase, make_case
 
 INTERPRET = Path(__file__).with_name("interpret_decode.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -264,8 +262,7 @@ def check_on_gpu(case: PagedCase, splits: int | None = None) -> torch.Tensor:
     return found[0]
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize(
@@ -282,8 +279,7 @@ def test_gpu_kernel_matches_reference(
         check_on_gpu(case, 1)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
 @pytest.mark.parametrize(
     ("queries", "window", "layout"),
@@ -297,8 +293,7 @@ def test_gpu_queries_windows_and_layouts(
     check_on_gpu(case)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("factor", [1e-8, 1e6])
 @pytest.mark.parametrize("dtype", [FP8, INT8])
 def test_gpu_queries_beyond_fp16(dtype: torch.dtype, factor: float) -> None:
@@ -307,8 +302,7 @@ def test_gpu_queries_beyond_fp16(dtype: torch.dtype, factor: float) -> None:
     check_on_gpu(case)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
 def test_gpu_many_splits_of_a_long_sequence(dtype: torch.dtype) -> None:
     case = on_gpu([70000], 8, 1, 128, 64, dtype)
@@ -316,8 +310,7 @@ def test_gpu_many_splits_of_a_long_sequence(dtype: torch.dtype) -> None:
         check_on_gpu(case, splits)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
 def test_gpu_every_tile_worth_tuning_is_right(dtype: torch.dtype) -> None:
     case = on_gpu([1000, 300], 32, 8, 128, 16, dtype)
@@ -329,8 +322,7 @@ def test_gpu_every_tile_worth_tuning_is_right(dtype: torch.dtype) -> None:
         testing.assert_within_budget(found, gold, reference)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 def test_gpu_captured_graph_follows_lengths_and_pages(dtype: torch.dtype) -> None:
     case = on_gpu([900, 40, 1300], 32, 8, 128, 16, dtype)
@@ -350,8 +342,7 @@ def test_gpu_captured_graph_follows_lengths_and_pages(dtype: torch.dtype) -> Non
         assert not arrivals.any()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_conversions_by_assembly_and_by_arithmetic_are_the_same() -> None:
     import triton.language as tl
 
@@ -374,8 +365,7 @@ def test_gpu_conversions_by_assembly_and_by_arithmetic_are_the_same() -> None:
             assert torch.equal(out[real].view(torch.int16), wanted[real].view(torch.int16))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("sequences", [3, 16, 40, 100, 300])
 def test_gpu_graph_for_a_long_bound_is_right_at_every_length(
@@ -402,8 +392,7 @@ def test_gpu_graph_for_a_long_bound_is_right_at_every_length(
         assert not arrivals.any()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8])
 @pytest.mark.parametrize(("queries", "window"), [(1, 0), (1, 300), (4, 100), (8, 0)])
 def test_gpu_shares_of_uneven_lengths(dtype: torch.dtype, queries: int, window: int) -> None:
@@ -422,8 +411,7 @@ def test_gpu_shares_of_uneven_lengths(dtype: torch.dtype, queries: int, window: 
             assert not arrivals.any()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_shares_with_lengths_beyond_the_table() -> None:
     case = on_gpu([320, 40, 160, 16], 8, 2, 64, 16, torch.bfloat16)
     case = dataclasses.replace(case, block_table=case.block_table[:, :20].contiguous())

@@ -14,8 +14,6 @@ from taut_kernels.primitives import avg_pool2d, max_pool2d, pooling, reduce, red
 from taut_kernels.primitives._reduce_tiles import VERSIONS, tile_of
 
 INTERPRET = Path(__file__).with_name("interpret_primitives.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -130,8 +128,7 @@ def test_shares_fill_the_card_and_start_where_loads_are_whole() -> None:
     assert 500 <= -(-(2**27) // share) <= 528
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("shape", "kernel_size", "stride", "padding"),
@@ -164,8 +161,7 @@ def test_gpu_pools_match_reference(
             testing.assert_within_budget(y, gold, pooling.avg_pool2d_ref(x, *sizes, padded))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
@@ -190,8 +186,7 @@ def test_gpu_reductions_match_reference(
                 assert torch.equal(again, y)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_maximum_keeps_nan_and_infinities() -> None:
     x = draw(8, 9000, dtype=torch.bfloat16, device="cuda")
     x[1, 77], x[2, 5], x[3] = float("nan"), float("inf"), float("-inf")

@@ -16,8 +16,6 @@ from taut_kernels.fused import _rms_norm_launch, quantize, row_quant
 from taut_kernels.fused.rms_norm import rms_norm, rms_norm_quant
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -171,8 +169,7 @@ def test_two_parts_of_the_reciprocal_divide_16_bits_as_a_division(dtype: torch.d
     assert compared > 20 * len(all_largest) ** 2
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gpu_every_pair_of_values_divides_as_the_reference(dtype: torch.dtype) -> None:
     all_largest, others = every_pair(dtype)
@@ -186,8 +183,7 @@ def test_gpu_every_pair_of_values_divides_as_the_reference(dtype: torch.dtype) -
             assert_is_reference(part, q, scales)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("quantised", FORMATS)
 @pytest.mark.parametrize(
     ("N", "dtype"),
@@ -223,8 +219,7 @@ def awkward_rows(N: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     return x.to(device)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("quantised", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gpu_awkward_rows(dtype: torch.dtype, quantised: torch.dtype) -> None:
@@ -243,8 +238,7 @@ def test_gpu_awkward_rows(dtype: torch.dtype, quantised: torch.dtype) -> None:
         assert torch.equal(q[9:].float().sign(), wanted.float().sign())
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("quantised", FORMATS)
 def test_gpu_op_contract(quantised: torch.dtype) -> None:
     """The fake results against the launcher's own, which allocates without the dispatcher."""
@@ -254,8 +248,7 @@ def test_gpu_op_contract(quantised: torch.dtype) -> None:
         torch.library.opcheck(torch.ops.taut.row_quant.default, (operand, quantised))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("quantised", FORMATS)
 def test_gpu_strided_misaligned_and_far_rows(quantised: torch.dtype) -> None:
     base = rows(9, 4200, torch.bfloat16, "cuda")
@@ -269,8 +262,7 @@ def test_gpu_strided_misaligned_and_far_rows(quantised: torch.dtype) -> None:
     assert_is_reference(base[7:, :4096], *torch.ops.taut.row_quant(far, quantised))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("quantised", FORMATS)
 def test_gpu_every_tile_has_the_same_bits(quantised: torch.dtype) -> None:
     from taut_kernels.bench import tune_fused
@@ -286,8 +278,7 @@ def test_gpu_every_tile_has_the_same_bits(quantised: torch.dtype) -> None:
         assert_is_reference(x, q, scales)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("quantised", FORMATS)
 @pytest.mark.parametrize("N", [4096, 28672, 40000])
 def test_gpu_early_start_waits_for_the_kernel_in_front_in_a_graph(
@@ -328,8 +319,7 @@ def test_gpu_early_start_waits_for_the_kernel_in_front_in_a_graph(
             assert_is_reference(alone, q, scales)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("quantised", FORMATS)
 def test_gpu_op_in_a_graph_follows_new_data(quantised: torch.dtype) -> None:
     x = rows(64, 4096, torch.bfloat16, "cuda")
@@ -343,8 +333,7 @@ def test_gpu_op_in_a_graph_follows_new_data(quantised: torch.dtype) -> None:
         assert_is_reference(x, q, scales)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N", [64, 4096, 14336])
 def test_gpu_values_are_vllms(N: int, dtype: torch.dtype) -> None:

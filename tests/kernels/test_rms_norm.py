@@ -15,8 +15,6 @@ from taut_kernels.fused import rms_norm as rn
 from taut_kernels.fused.rms_norm import rms_norm, rms_norm_quant
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -283,8 +281,7 @@ def check_on_gpu(M: int, N: int, dtype: torch.dtype, with_residual: bool) -> Non
     assert_quantised_alike(static, scale, wanted, scale)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(
@@ -378,8 +375,7 @@ def check_awkward_rows(N: int, with_residual: bool, dtype: torch.dtype) -> None:
     assert not outlier[:-1].any()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_gpu_awkward_rows(with_residual: bool, dtype: torch.dtype) -> None:
@@ -388,8 +384,7 @@ def test_gpu_awkward_rows(with_residual: bool, dtype: torch.dtype) -> None:
         check_awkward_rows(N, with_residual, dtype)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("op", ["rms_norm", "rms_norm_quant", "rms_norm_static_quant"])
 def test_gpu_op_contract(op: str) -> None:
     """The fake results against the launchers' own, which allocate without the dispatcher."""
@@ -409,8 +404,7 @@ def test_gpu_op_contract(op: str) -> None:
             torch.library.opcheck(packet.plain, (wide, weight, EPSILON, *rest))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_every_tile_of_the_tables_is_right() -> None:
     name = torch.cuda.get_device_name()
     table = _tile_tables.of_card(tiles_fused.tables(), name)
@@ -429,8 +423,7 @@ def test_gpu_every_tile_of_the_tables_is_right() -> None:
             testing.assert_within_budget(y, expected, reference)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_strided_misaligned_and_far_rows() -> None:
     base = torch.randn(9, 4200, device="cuda").to(torch.bfloat16)
     weight = torch.rand(4096, device="cuda").to(torch.bfloat16)
@@ -447,8 +440,7 @@ def test_gpu_strided_misaligned_and_far_rows() -> None:
     )
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_graph_replays_on_new_data_with_the_same_bits_every_time() -> None:
     x, weight, residual = operands(64, 4096, torch.bfloat16, device="cuda")
     assert residual is not None
@@ -473,8 +465,7 @@ def test_gpu_graph_replays_on_new_data_with_the_same_bits_every_time() -> None:
         assert torch.equal(scales, eager_scales)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_gpu_forms_with_one_result_follow_new_data_in_a_graph(
@@ -508,8 +499,7 @@ def test_gpu_forms_with_one_result_follow_new_data_in_a_graph(
             assert torch.equal(residual, theirs)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_dependent_launch_waits_for_the_kernel_in_front() -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("programmatic dependent launch needs sm_90")
@@ -527,8 +517,7 @@ def test_gpu_dependent_launch_waits_for_the_kernel_in_front() -> None:
         assert torch.equal(y, expected)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [row_quant.FP8, row_quant.INT8])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_gpu_quantised_values_are_vllms(with_residual: bool, dtype: torch.dtype) -> None:

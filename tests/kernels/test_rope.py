@@ -17,8 +17,6 @@ from taut_kernels.fused import rope as rp
 from taut_kernels.fused.rope import rope, rope_apart
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -211,8 +209,7 @@ def test_rejects_a_tensor_that_wants_a_gradient() -> None:
         rope(positions, q, None, cache, head_dim=32)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("neox", [False, True])
 @pytest.mark.parametrize("wide_cache", [False, True])
@@ -237,8 +234,7 @@ def test_gpu_kernel_matches_reference(
     assert torch.equal(qkv[:, (Hq + Hk) * D :], expected[:, (Hq + Hk) * D :])
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("neox", [False, True])
 @pytest.mark.parametrize("with_k", [False, True])
@@ -332,8 +328,7 @@ def check_awkward_tokens(R: int, neox: bool, dtype: torch.dtype) -> None:
     assert torch.equal(qkv[:, (Hq + Hk) * D :], before[:, (Hq + Hk) * D :])
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("neox", [False, True])
 def test_gpu_awkward_tokens(neox: bool, dtype: torch.dtype) -> None:
@@ -342,8 +337,7 @@ def test_gpu_awkward_tokens(neox: bool, dtype: torch.dtype) -> None:
         check_awkward_tokens(R, neox, dtype)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("apart", [False, True])
 def test_gpu_op_contract(apart: bool) -> None:
     """The fake results against the launchers' own, which allocate without the dispatcher."""
@@ -359,8 +353,7 @@ def test_gpu_op_contract(apart: bool) -> None:
             torch.library.opcheck(op, (positions, first, other, cache, True))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("neox", [False, True])
 def test_gpu_values_are_vllms(neox: bool) -> None:
     ops = pytest.importorskip(
@@ -375,8 +368,7 @@ def test_gpu_values_are_vllms(neox: bool) -> None:
     assert torch.allclose(qkv.float(), theirs.float(), rtol=2**-6, atol=2**-7)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_graph_replays_on_new_data() -> None:
     positions, qkv, cache = make(64, 32, 8, 128, 128, torch.bfloat16, "cuda")
     rope(positions, *split(qkv, 32, 8, 128), cache, head_dim=128)
@@ -391,8 +383,7 @@ def test_gpu_graph_replays_on_new_data() -> None:
     assert torch.equal(qkv, fresh)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("rotated", [128, 64])
 def test_gpu_apart_follows_new_data_in_a_graph(rotated: int) -> None:
     positions, qkv, cache = make(64, 32, 8, 128, rotated, torch.bfloat16, "cuda")

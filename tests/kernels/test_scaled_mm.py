@@ -26,11 +26,6 @@ from taut_kernels.testing_scaled_mm import (
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 INTERPRET = Path(__file__).with_name("interpret_scaled_mm.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90, which early starts, hopper tiles and e4m3 need",
-)
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 VARIETIES = [
     ("w8a8_gemm", "tensor", "none"),
@@ -375,8 +370,7 @@ def _launch_case(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
     return launch(tile, *operands[:4], None, None, *operands[4:])
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", FORMS, ids=str)
 @pytest.mark.parametrize(("op", "scaling", "zero_points"), VARIETIES[:-1])
 def test_gpu_kernels_match_reference(
@@ -413,8 +407,7 @@ FP8_FORMS = [
 FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", FP8_FORMS, ids=str)
 def test_gpu_fp8_extreme_values(tile: ScaledMmTile) -> None:
     """Features with and without outliers are held to budgets of their own."""
@@ -431,8 +424,7 @@ def test_gpu_fp8_extreme_values(tile: ScaledMmTile) -> None:
         assert not case.arrivals.any()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", FP8_FORMS, ids=str)
 def test_gpu_fp8_outliers_and_scales_at_the_ends(tile: ScaledMmTile) -> None:
     """A row of outliers leaves the others their budgets; one of two scales may be subnormal."""
@@ -456,8 +448,7 @@ def test_gpu_fp8_outliers_and_scales_at_the_ends(tile: ScaledMmTile) -> None:
         check(case, slice(3, 4))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(("op", "scaling", "zero_points"), VARIETIES)
 def test_gpu_op_contract(op: str, scaling: str, zero_points: str) -> None:
     """The fake results against the launchers' own, which allocate without the dispatcher."""
@@ -477,8 +468,7 @@ def test_gpu_op_contract(op: str, scaling: str, zero_points: str) -> None:
         torch.library.opcheck(OPS[op].default, (x, *case.operands()[1:]), test_utils=checks)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", BLOCK_FORMS, ids=str)
 def test_gpu_block_kernel_matches_reference(tile: ScaledMmTile) -> None:
     for M, N, K in [(1, 256, 1024), (13, 200, 2000), (tile.block_m, 1000, 4096)]:
@@ -490,8 +480,7 @@ def test_gpu_block_kernel_matches_reference(tile: ScaledMmTile) -> None:
         assert case.why_wrong(actual) is None
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(("op", "scaling", "zero_points"), VARIETIES)
 @pytest.mark.parametrize("M", [1, 16, 64, 300])
 def test_gpu_ops_match_reference_on_a_model_shape(
@@ -507,8 +496,7 @@ def test_gpu_ops_match_reference_on_a_model_shape(
     assert torch.equal(actual, again), "the same bits from run to run"
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -522,8 +510,7 @@ def test_gpu_int8_products_have_the_bits_of_cutlass(shape: str) -> None:
         assert torch.equal(ours(M), theirs(M)), M
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_saturated_sums_are_exact() -> None:
     for tile in FORMS:
         case = make_scaled_mm_case("w8a8_gemm", 16, 64, 65408, device="cuda")
@@ -534,8 +521,7 @@ def test_gpu_saturated_sums_are_exact() -> None:
         assert torch.equal(_launch_case(tile, case), case.reference())
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(
     ("tile", "op", "scaling"),
     [
@@ -566,8 +552,7 @@ def test_gpu_graph_replays_on_new_activations(tile: ScaledMmTile, op: str, scali
         assert case.why_wrong(y) is None
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_addresses_beyond_31_bits() -> None:
     case = make_scaled_mm_case("w8a8_gemm", 2, 32, 128, device="cuda")
     rows = torch.empty(2, 2**31 + 4096, dtype=torch.int8, device="cuda")

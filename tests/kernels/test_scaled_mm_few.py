@@ -17,12 +17,6 @@ from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.testing_scaled_mm import launch_case as run
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile, tiles_of_few
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
-
 NARROW = ScaledMmTile("few", 128, 64, 256, 4, 4)
 TILES = (
     *tiles_of_few(),
@@ -148,8 +142,7 @@ def test_a_split_tile_needs_arrivals() -> None:
 
 
 @pytest.mark.parametrize("M", [1, 100, 128])
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(
     ("tile", "op", "scaling", "zero_points"),
     each_tile(
@@ -180,16 +173,14 @@ def test_gpu_matches_the_reference(
         check(tile, case, exact=N != 1104)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", [t for t in TILES if t.split_k == 1], ids=str)
 def test_gpu_any_number_of_token_tiles(tile: ScaledMmTile) -> None:
     for M in (65, 129, 333, 2100):
         check(tile, make_scaled_mm_case("w8a8_gemm", M, 1104, 784, device="cuda"))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_gpu_saturated_sums_are_exact(tile: ScaledMmTile) -> None:
     case = make_scaled_mm_case("w8a8_gemm", 64, 136, 65408, device="cuda")
@@ -200,8 +191,7 @@ def test_gpu_saturated_sums_are_exact(tile: ScaledMmTile) -> None:
     check(tile, case)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_rows_apart_are_read_in_place() -> None:
     case = make_scaled_mm_case("w8a8_gemm", 100, 136, 2064, device="cuda")
     x = torch.full((100, 4096), 77, dtype=torch.int8, device="cuda")[:, 16:2080]
@@ -214,8 +204,7 @@ def test_gpu_rows_apart_are_read_in_place() -> None:
             check(tile, dataclasses.replace(case, x=x, weight=weight))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_gpu_graph_replays_on_new_activations(tile: ScaledMmTile, op: str) -> None:
@@ -238,8 +227,7 @@ def test_gpu_graph_replays_on_new_activations(tile: ScaledMmTile, op: str) -> No
         assert not case.arrivals.any()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_one_form_runs_any_number_of_tokens() -> None:
     """In an order that leaves other tokens' blocks, NaN among them, in shared memory."""
     case = make_scaled_mm_case("fp8_gemm", 128, 1032, 2048, device="cuda")

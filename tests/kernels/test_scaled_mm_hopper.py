@@ -25,13 +25,6 @@ from taut_kernels.testing_scaled_mm import (
 )
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
-
-
 WIDE, SQUARE = (
     ScaledMmTile("hopper", 128, block_n, 128, 4, stages, group_m=group_m)
     for block_n, stages, group_m in ((256, 4, 2), (128, 6, 3))
@@ -185,8 +178,7 @@ def test_a_place_overwritten_while_its_block_is_stored_shows() -> None:
     assert (written[:32] == 0.0).all()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(
     ("tile", "op", "scaling", "zero_points"),
     each_tile(
@@ -218,8 +210,7 @@ def test_gpu_matches_the_reference(
         assert op == "fp8_gemm" or M == 333 or torch.equal(actual, case.reference())
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_gpu_extreme_values(tile: ScaledMmTile, extreme: str) -> None:

@@ -16,11 +16,6 @@ from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.testing_scaled_mm import launch_case as run
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile, tiles_of_pairs
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
 TILES = (
     *tiles_of_pairs(),
     ScaledMmTile("pairs", 16, 64, 256, 4, 8),
@@ -118,8 +113,7 @@ def test_tiles_are_tried_and_compiled(fp8: bool) -> None:
     assert set(tiles_of_pairs()) <= compiled
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])
 def test_gpu_matches_the_reference(op: str, tile: ScaledMmTile) -> None:
@@ -135,8 +129,7 @@ def test_gpu_matches_the_reference(op: str, tile: ScaledMmTile) -> None:
         check(tile, make_scaled_mm_case(op, tokens, N, K, device="cuda", **options), times=10)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("zero_points", ["static", "token"])
 def test_gpu_zero_points(zero_points: str, tile: ScaledMmTile) -> None:
@@ -144,8 +137,7 @@ def test_gpu_zero_points(zero_points: str, tile: ScaledMmTile) -> None:
     check(tile, make_scaled_mm_case("w8a8_gemm", 13, 1104, 2064, **options), times=3)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])
 @pytest.mark.parametrize("tile", [TILES[1], SPLIT], ids=str)
 def test_gpu_graph_replay_follows_the_operands(tile: ScaledMmTile, op: str) -> None:

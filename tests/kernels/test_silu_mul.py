@@ -15,8 +15,6 @@ from taut_kernels.fused import silu_mul as sm
 from taut_kernels.fused.silu_mul import silu_mul, silu_mul_quant
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -114,8 +112,7 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
         silu_mul_quant(**{"x": X} | change)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("form", "interleaved"), [(SILU, False), (GPT_OSS, True), (SILU, True)])
 @pytest.mark.parametrize(
@@ -225,8 +222,7 @@ def check_awkward_rows(
     assert (large.abs() == 448.0).all(), "saturated"
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("form", "interleaved"), [(SILU, False), (GPT_OSS, True)])
 def test_gpu_awkward_rows(
@@ -239,8 +235,7 @@ def test_gpu_awkward_rows(
         check_awkward_rows(N, form, interleaved, dtype)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("op", ["silu_mul", "silu_mul_quant", "silu_mul_static_quant"])
 def test_gpu_op_contract(op: str) -> None:
     """The fake results against the launchers' own, which allocate without the dispatcher."""
@@ -258,8 +253,7 @@ def test_gpu_op_contract(op: str) -> None:
                 torch.library.opcheck(getattr(torch.ops.taut, op).default, arguments)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_strided_and_misaligned_rows() -> None:
     base = gates_and_ups(9, 1100, torch.bfloat16, "cuda")
     for view in (base[:, :2048], base[:, 3:2051], base[1::2, 8:2056]):
@@ -271,8 +265,7 @@ def test_gpu_strided_and_misaligned_rows() -> None:
             testing.assert_within_budget(y, gold, reference)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_graph_replays_on_new_data_with_the_same_bits_every_time() -> None:
     x = gates_and_ups(64, 14336, torch.bfloat16, "cuda")
     torch.ops.taut.silu_mul_quant(x, *SILU, False, torch.int8)
@@ -287,8 +280,7 @@ def test_gpu_graph_replays_on_new_data_with_the_same_bits_every_time() -> None:
         assert torch.equal(scales, eager_scales)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_values_are_vllms() -> None:
     pytest.importorskip("vllm._custom_ops", reason="vLLM is not installed", exc_type=ImportError)
     x = gates_and_ups(200, 14336, torch.bfloat16, "cuda")

@@ -15,8 +15,6 @@ from taut_kernels.fused import softmax as sm
 from taut_kernels.fused.softmax import softmax
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -132,8 +130,7 @@ SHAPES = [(1, 4096), (3, 1), (300, 100), (33, 1000), (64, 5120), (17, 16384), (9
 LONG_SHAPES = [(7, 24576), (5, 40000), (3, 65536), (3, 131072), (2, 262143), (2, 262144)]
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("M", "N"), SHAPES + LONG_SHAPES)
 def test_gpu_kernels_match_the_reference(M: int, N: int, dtype: torch.dtype) -> None:
@@ -146,8 +143,7 @@ def test_gpu_kernels_match_the_reference(M: int, N: int, dtype: torch.dtype) -> 
     testing.assert_within_budget(dx, gold, sm.softmax_backward_ref(dy, y))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_strided_misaligned_and_far_rows() -> None:
     base = draw(9, 4200, torch.bfloat16, device="cuda")
     for view in (base[:, :4096], base[:, 3:4099], base[1::2, 8:4104]):
@@ -162,8 +158,7 @@ def test_gpu_strided_misaligned_and_far_rows() -> None:
     assert torch.equal(softmax(far), softmax(base[:2, :4096]))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("N", [4096, 65536])
 def test_gpu_graph_replays_with_the_same_bits_every_time(N: int) -> None:
     x, dy = (draw(64, N, torch.bfloat16, seed=seed, device="cuda") for seed in (0, 1))
@@ -183,8 +178,7 @@ def test_gpu_graph_replays_with_the_same_bits_every_time(N: int) -> None:
             assert torch.equal(one, two)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("N", [100, 40000])
 def test_gpu_extreme_rows_are_torchs(N: int) -> None:
     infinity, largest = float("inf"), torch.finfo(torch.float32).max

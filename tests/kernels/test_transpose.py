@@ -14,8 +14,6 @@ from taut_kernels.primitives import transpose, transposition
 from taut_kernels.primitives._transpose_tiles import VERSIONS
 
 INTERPRET = Path(__file__).with_name("interpret_primitives.py")
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 interpreter = pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="Triton 3.6 interpreter with NumPy 2: only 0-dimensional arrays can be converted",
@@ -87,8 +85,7 @@ def test_the_copy_engine_says_what_it_does_not_take(x: torch.Tensor, message: st
     assert message in str(transposition.why_not_described(x))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_gpu_kernels_move_every_element(version: str, dtype: torch.dtype) -> None:
@@ -109,8 +106,7 @@ def test_gpu_kernels_move_every_element(version: str, dtype: torch.dtype) -> Non
     assert count >= 4
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_graph_replays_on_new_data() -> None:
     x = draw(256, 512, dtype=torch.bfloat16, device="cuda")
     for version in VERSIONS:

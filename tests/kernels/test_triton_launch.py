@@ -154,7 +154,6 @@ def test_the_installed_tritons_launcher_is_left_out(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gpu_a_compiled_kernel_is_launched_without_its_launcher() -> None:
     x, residual = (torch.randn(3, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     launcher, device = _rms_norm_launch._resident, torch.cuda.current_device()

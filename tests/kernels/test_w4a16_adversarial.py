@@ -116,7 +116,6 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("M", TOKENS)
@@ -133,7 +132,6 @@ def test_gpu_every_regime(M: int, asymmetric: bool, edit: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("M", TOKENS)
 def test_gpu_every_regime_in_bf16(M: int) -> None:
     for asymmetric in (False, True):

@@ -32,8 +32,6 @@ from taut_kernels.tiles_decode_ring import RingTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.weight_format import WeightFormat
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
     "plain": DecodeTile(1, 1, 1, 1, 4, 4, 1, False),
@@ -161,8 +159,7 @@ def test_a_tile_that_is_tried_leaves_the_op_its_own(launched: Launched) -> None:
     assert launched.calls[-1][0][1] == splits[0]
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize(("K", "G"), [(1088, 32), (576, 64), (1152, 128), (704, -1), (1024, 128)])
@@ -171,8 +168,7 @@ def test_gpu_every_format(K: int, G: int, asymmetric: bool, dtype: torch.dtype) 
         check(make_case(M, 80, K, G, dtype, asymmetric, "cuda"), TILES["plain"])
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
     ("N", "K", "G"), [(80, 3072, 128), (16, 64, 64), (144, 1600, 32), (4096, 4096, -1)]
@@ -183,8 +179,7 @@ def test_gpu_every_cut(N: int, K: int, G: int, tile: str) -> None:
         check(make_case(M, N, K, G, torch.bfloat16, True, "cuda"), cut)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_adversarial_values() -> None:
     for edit in (
         lambda case: case.x.zero_(),
@@ -197,8 +192,7 @@ def test_gpu_adversarial_values() -> None:
         check(case, TILES["k_warps"])
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile", ["k_warps", "split"])
 def test_gpu_graph_replays_on_new_activations(tile: str) -> None:
     case = make_case(7, 4096, 3072, 128, torch.bfloat16, False, "cuda")

@@ -29,8 +29,6 @@ from taut_kernels.tiles_decode_ring import (
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.weight_format import DEFAULT
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
     "rows": RingTile(2, 8, 1, 2, 1, 4),
@@ -221,8 +219,7 @@ def test_candidates_fit_the_card() -> None:
     assert {type(tile).__name__ for tile in both} == {"RingTile", "WgmmaTile"}
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tile", "M"),
     [("rows", 16), ("both", 7), ("split", 64), ("k_warps", 27), ("wide", 32), ("scaled", 24)],
@@ -245,8 +242,7 @@ def test_gpu_every_cut_and_format(
         assert not operands[5].any(), "arrivals must be 0 again"
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_graph_replay_follows_the_activations() -> None:
     case = make_case(32, 512, 4096, 128, torch.bfloat16, False, "cuda")
     operands = list(case.operands())

@@ -13,8 +13,6 @@ from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 from taut_kernels.weight_format import DEFAULT
 
-gpu = pytest.mark.gpu
-
 
 def test_numbers_of_tokens_lie_in_their_bucket_and_reach_its_end() -> None:
     for before, most in itertools.pairwise((0, *BUCKETS)):
@@ -96,8 +94,7 @@ def test_the_tuners_table_has_the_changed_rows_with_their_times_at_the_buckets_e
     assert [(row["max_m"], row["us"], row["tile"]["block_m"]) for row in rows] == [(1664, 8.5, 192)]
 
 
-@gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 def test_gpu_the_shorter_of_two_choices_wins() -> None:
     x = torch.zeros(1 << 22, device="cuda")
 

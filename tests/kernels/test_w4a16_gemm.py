@@ -17,8 +17,6 @@ from taut_kernels.tiles_wgmma import WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -171,8 +169,7 @@ def check(case: testing.W4A16Case) -> torch.Tensor:
     return actual
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("M", [0, 1, 8, 16, 17, 33, 65, 129, 257, 2049])
@@ -228,11 +225,7 @@ def test_pairs_of_tiles_have_a_tail() -> None:
         assert not isinstance(tile, WavesTile) or 0 < tile.head_rows(M, 640) < 640
 
 
-@gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("regime", REGIMES)
 def test_gpu_bias_without_zero_points_and_zero_points_without_bias(
@@ -259,8 +252,7 @@ def test_gpu_bias_without_zero_points_and_zero_points_without_bias(
         assert not operands[5].any(), "arrivals must be 0 again"
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("M", [1, 16, 64, 300, 1344])
 def test_gpu_op_with_bias_or_zero_points_alone(M: int, asymmetric: bool) -> None:
@@ -279,8 +271,7 @@ def test_gpu_op_with_bias_or_zero_points_alone(M: int, asymmetric: bool) -> None
     )
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_gpu_op_contract(asymmetric: bool) -> None:
     """The fake result against the launchers' own, which allocate without the dispatcher."""
@@ -292,8 +283,7 @@ def test_gpu_op_contract(asymmetric: bool) -> None:
         torch.library.opcheck(op, (permuted, *case.operands()[1:]))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("M", [5, 40, 300])
 def test_gpu_strided_activations(M: int) -> None:
     case = make_case(M, 64, 256, 64, torch.bfloat16, False, "cuda")
@@ -304,15 +294,13 @@ def test_gpu_strided_activations(M: int) -> None:
         check(dataclasses.replace(case, x=wide[:, start : start + 256]))
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("M", [4, 16, 32, 64, 128, 300, 768, 1024, 2048])
 def test_gpu_graph_replays_on_new_activations(M: int) -> None:
     check_replays(make_case(M, 4096, 4096, 128, torch.bfloat16, False, "cuda"), 10)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("M", "G"), [(4, 128), (16, 32), (32, 128), (64, 32), (300, 128), (1024, 32)]
 )
@@ -333,8 +321,7 @@ def check_replays(case: testing.W4A16Case, seeds: int) -> None:
         assert torch.equal(y, torch.ops.taut.w4a16_gemm(*operands)), "bits differ between runs"
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_addresses_beyond_31_bits() -> None:
     case = make_case(2, 32, 128, 32, torch.float16, False, "cuda")
     rows = torch.empty(2, 2**31 // 2 + 4096, dtype=torch.float16, device="cuda")

@@ -28,8 +28,6 @@ from taut_kernels.testing_gluon_ptx import run_ptx
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
 from taut_kernels.weight_format import DEFAULT, WeightFormat
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
     "plain": WgmmaTile(32, 1, 4, 1, 1, 3, reordered=False, early_wait=False),
@@ -310,8 +308,7 @@ def test_the_conversion_is_given_neighbours(tile: str) -> None:
     assert re.search(r"sizePerThread = \[4\]|register = \[\[1\], \[2\]", described[1]), described[1]
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("asymmetric", [False, True])
@@ -323,8 +320,7 @@ def test_gpu_every_cut_and_format(
         check(make_case(M, N, K, G, dtype, asymmetric, "cuda"), TILES[tile])
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize(("N", "K", "G"), [(80, 1088, 32), (272, 576, 64), (4096, 704, -1)])
@@ -344,8 +340,7 @@ def test_gpu_dequantize_rounds_once(
     assert torch.equal(part, expected[32:80])
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_gpu_reorder_is_the_order_of_the_fragments() -> None:
     x = torch.randn(3, 1024, device="cuda").to(torch.bfloat16)
     # Axes h, t, i, j, b become h, i, j, t, b.

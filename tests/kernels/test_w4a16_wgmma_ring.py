@@ -24,11 +24,6 @@ from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.weight_format import DEFAULT
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
     "one": WgmmaRingTile(32, 1, 1, 2, 1, 4, False),
@@ -227,8 +222,7 @@ def test_candidates_fit_the_card() -> None:
     assert {type(t).__name__ for t in kinds} == {"RingTile", "WgmmaTile", "WgmmaRingTile"}
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(
     ("tile", "M"),
     [
@@ -261,8 +255,7 @@ def test_gpu_every_cut_and_format(
         assert not operands[5].any(), "arrivals must be 0 again"
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_graph_replay_follows_the_activations() -> None:
     case = make_case(64, 512, 4096, 128, torch.bfloat16, False, "cuda")
     operands = list(case.operands())

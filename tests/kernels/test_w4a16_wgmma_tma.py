@@ -31,11 +31,6 @@ from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.weight_format import DEFAULT
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
     "one": WgmmaRingTile(16, 1, 1, 4, 1, 3, False, parts=2, running=2, tma=True),
@@ -233,8 +228,7 @@ def test_fullest_card_comes_first() -> None:
     assert splits[0] == 4
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(
     ("tile", "M"),
     [(t, blocks * TILES[t].block_m - less) for t in TILES for blocks, less in ((2, 9), (1, 5))],
@@ -257,8 +251,7 @@ def test_gpu_every_cut_and_format(
         assert not operands[5].any(), "arrivals must be 0 again"
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 def test_gpu_a_product_of_a_product_waits_for_its_activations() -> None:
     operands = make_case(60, 1024, 1024, 128, torch.bfloat16, False, "cuda").operands()
     tile = TILES["split"]
@@ -275,8 +268,7 @@ def test_gpu_a_product_of_a_product_waits_for_its_activations() -> None:
         assert all(torch.equal(one, expected) for one in found)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("M", [300, 385, 512])
 @pytest.mark.parametrize("group_m", [2, 8])
 def test_gpu_the_order_of_blocks_changes_no_bit(M: int, group_m: int) -> None:
@@ -288,8 +280,7 @@ def test_gpu_the_order_of_blocks_changes_no_bit(M: int, group_m: int) -> None:
     assert torch.equal(grouped, expected)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("M", [1, 17, 64])
 def test_gpu_reads_rows_that_lie_apart(M: int) -> None:
     case = make_case(M, 1040, 1152, 128, torch.bfloat16, True, "cuda")

@@ -30,11 +30,6 @@ from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 from taut_kernels.weight_format import DEFAULT
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="no CUDA device of sm_90",
-)
 OLD = WgmmaTile(128, 1, 8, 1, 1, 3, reordered=True, early_wait=True)
 HALF = WgmmaTile(128, 1, 4, 1, 1, 3, reordered=True, early_wait=False)
 SPLIT = dataclasses.replace(OLD, split_k=2)
@@ -337,8 +332,7 @@ def test_what_is_chained_on_a_card_has_a_tail(M: int, N: int) -> None:
     assert all(tile.head_rows(M, N) < N for tile in CHAINED)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("tile", CHAINED, ids=str)
 @pytest.mark.parametrize(("M", "N", "K", "G", "dtype", "asymmetric"), CHAINED_CASES)
 def test_gpu_every_cut_chained_in_a_graph(
@@ -350,8 +344,7 @@ def test_gpu_every_cut_chained_in_a_graph(
     check_chained(tile, case)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize(
     ("tile", "M", "N", "K", "G", "dtype", "asymmetric", "with_bias"), CHAINED_FORMATS, ids=str
 )
