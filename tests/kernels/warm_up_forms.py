@@ -38,7 +38,7 @@ from warm_up_subjects import (
     w4a16_layer,
 )
 
-from taut_kernels import tiles_fused, tiles_scaled_mm
+from taut_kernels import tiles_fused, tiles_scaled_mm, tiles_wgmma
 from taut_kernels.attention._tiles import MOST_LENGTHS
 from taut_kernels.vllm_plugin import (
     custom_ops,
@@ -54,8 +54,8 @@ from taut_kernels.vllm_plugin import (
 H200, UNKNOWN = "NVIDIA H200", "NVIDIA X"
 MOST = 16384
 EDGES = {1, MOST, *(2**i + d for i in range(1, 14) for d in (-1, 0, 1))}
-MEASURED = {320, 384, 512, 640, 768, 896, 1280, 1664, 1920}
-"""Ends of buckets in the tables that are no power of two, or may be one no more."""
+MEASURED = {320, 384, 512, 640, 768, 896, 1280, 1664, 1920, *tiles_wgmma.BUCKETS}
+"""Ends of buckets in the tables, or numbers that may be one no more."""
 FEW = sorted(
     {*EDGES, *MEASURED, *(M + 1 for M in MEASURED), *random.Random(0).sample(range(1, MOST), 9)}
 )
