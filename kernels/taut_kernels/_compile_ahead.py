@@ -7,7 +7,7 @@ each about a second of one core: asked for ahead they take half the time or less
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,6 +18,8 @@ THREADS = min(8, len(os.sched_getaffinity(0)))
 """Compilers beside each other. Much of what they do holds Python's lock, so that 16 on 16 cores
 bring little more (README, "A first start"), and other ranks of a node have theirs."""
 Result = TypeVar("Result")
+
+_seen: set[Hashable] = set()
 
 active = False
 """Whether forms are asked for and nothing is launched; of the process: kernels of other threads
@@ -39,7 +41,7 @@ def _asking() -> Iterator[None]:
             active = False
 
 
-def warmed_up(run: Callable[[], Result]) -> Result:
+def warmed_up(run: Callable[[], Result], alike: Hashable = None) -> Result:
     """Call what launches kernels: once to have their forms compiled, launching nothing, then so.
 
     While a process loads a model: in the first call results are not written.
@@ -47,11 +49,15 @@ def warmed_up(run: Callable[[], Result]) -> Result:
     Args:
         run: launches through :mod:`taut_kernels._launch`, and depends on no result. Forms that
             want another assembler compile in the second call.
+        alike: what says which forms are wanted; of several such calls the first alone asks, and
+            what it did not the others compile as they launch. None: each asks.
 
     Returns:
         What the second call returned.
     """
-    if THREADS > 1 and not active and hasattr(triton, "AsyncCompileMode"):
+    if THREADS > 1 and not active and alike not in _seen and hasattr(triton, "AsyncCompileMode"):
+        if alike is not None:
+            _seen.add(alike)
         with _asking():
             run()
     return run()

@@ -41,6 +41,7 @@ from taut_kernels.weight_format import DEFAULT, WeightFormat
 __all__ = [
     "BUCKETS",
     "DECODE_TOKENS",
+    "ONE_OF_EACH",
     "Choice",
     "Choices",
     "WgmmaTable",
@@ -61,6 +62,8 @@ tiles of 256, 192 and 1344 one and seven of 192."""
 _WIDER = {192: 256, 1152: 1280, 1280: 1664, 1344: 1664, 1408: 1536, 1536: 1664}
 """Buckets that were cut out of a wider one: where a table has no row of theirs, the wider's was
 measured for these tokens, too."""
+ONE_OF_EACH = (8, *BUCKETS, BUCKETS[-1] + 1)
+"""One number of tokens for each choice the op makes between kernels and tiles."""
 DECODE_TOKENS = 16
 """Most tokens the decode kernel takes."""
 PROGRAMS_WANTED = 264

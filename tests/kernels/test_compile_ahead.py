@@ -104,6 +104,14 @@ def test_runs_once_where_it_would_bring_nothing(why: str, monkeypatch: pytest.Mo
     assert calls == [1]
 
 
+def test_of_layers_alike_the_first_alone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compile_ahead, "_seen", set())
+    calls: list[bool] = []
+    for alike in ("a", "a", "b", None, None):
+        _compile_ahead.warmed_up(lambda: calls.append(_compile_ahead.active), alike)
+    assert calls == [True, False, False, True, False, True, False, True, False]
+
+
 @pytest.mark.gpu(capability=(9, 0))
 def test_gpu_the_second_run_compiles_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any

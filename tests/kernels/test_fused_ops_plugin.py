@@ -18,6 +18,17 @@ from taut_kernels.vllm_plugin import fused_ops, warm_up
 SCRIPT = Path(__file__).with_name("vllm_fused_ops.py")
 
 
+def test_who_asks_what_a_card_would_use_loads_no_compiler(run_python: Any) -> None:
+    """`taut doctor` does, on machines without a GPU, too."""
+    code = (
+        "import sys; from taut_kernels.vllm_plugin import fused_ops; "
+        "assert fused_ops.used_unasked('NVIDIA H200'); "
+        "assert not {'torch', 'triton'} & set(sys.modules)"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     table = tiles_fused.FusedTable("card", {})

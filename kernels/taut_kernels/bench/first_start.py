@@ -28,13 +28,12 @@ from taut_kernels import _compile_ahead, _launch
 from taut_kernels.bench import report, shapes, w4a16_layer
 from taut_kernels.bench.w4a16_format import GROUP_SIZE
 from taut_kernels.gemm._w4a16_plan import Weight
-from taut_kernels.tiles_wgmma import BUCKETS
+from taut_kernels.tiles_wgmma import ONE_OF_EACH
 from taut_kernels.vllm_plugin import warm_up, warm_up_decode
 
 COMPILERS = (1, 8)
 SHAPES = ("qkv", "o", "gate_up", "down")
 """In the order in which layers are loaded; those of equal K share forms."""
-_TOKENS = (8, *BUCKETS, BUCKETS[-1] + 1)
 _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM = 4096, 14336, 32, 8, 128
 _PAGE, _SEQUENCES = 16, 256
 _DTYPE = torch.bfloat16
@@ -59,7 +58,7 @@ class Row:
 
 def _call(weight: Weight, K: int) -> None:
     """Run a layer once for each choice its op makes."""
-    for M in _TOKENS:
+    for M in ONE_OF_EACH:
         x = torch.zeros(M, K, dtype=_DTYPE, device="cuda")
         torch.ops.taut.w4a16_gemm.default(x, *weight, GROUP_SIZE)
 
@@ -132,13 +131,11 @@ def write(rows: Sequence[Row], facts: str, output: Path) -> None:
     Raises:
         OSError: they cannot be written.
     """
-    output.mkdir(parents=True, exist_ok=True)
     columns = ("compilers", "what", "forms", "seconds")
     cells = [(str(r.compilers), r.what, str(r.forms), f"{r.seconds:.1f}") for r in rows]
     report.write_csv(output / "first_start.csv", columns, cells)
-    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-    body = "".join(f"| {' | '.join(row)} |\n" for row in cells)
-    (output / "first_start.md").write_text(f"{facts}\n\n{head}{body}", encoding="utf-8")
+    text = f"{facts}\n\n{report.markdown_table(columns, cells)}"
+    (output / "first_start.md").write_text(text, encoding="utf-8")
 
 
 def _counts(text: str) -> list[int]:

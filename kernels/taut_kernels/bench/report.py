@@ -86,6 +86,17 @@ def measured_with(rates: str) -> str:
     return f"Measured with {facts}; {rates}."
 
 
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown.
+
+    Args:
+        columns: their names.
+        rows: cells.
+    """
+    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+    return head + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a table.
 

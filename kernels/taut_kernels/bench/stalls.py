@@ -248,10 +248,9 @@ def write(rows: Sequence[Sequence[str]], facts: str, output: Path) -> None:
     """
     columns = ["case", "kernel", *COUNTERS, "stalls"]
     report.write_csv(output / "stalls.csv", columns, rows)
-    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-    body = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    table = report.markdown_table(columns, rows)
     legend = "".join(f"- {column}: `{counter}`\n" for column, counter in COUNTERS.items())
-    (output / "stalls.md").write_text(f"{facts}\n\n{head}{body}\n{legend}", encoding="utf-8")
+    (output / "stalls.md").write_text(f"{facts}\n\n{table}\n{legend}", encoding="utf-8")
 
 
 def _profile(ncu: str, output: Path, argv: Sequence[str]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from taut_kernels import _tile_tables, tiles_fused
-from taut_kernels._compile_ahead import warmed_up
 
 if TYPE_CHECKING:
     import torch
@@ -151,6 +150,7 @@ def conclude(model: torch.nn.Module, mode: str) -> dict[str, Any]:
 
 
 def _warm_up(model: torch.nn.Module) -> None:
+    from taut_kernels._compile_ahead import warmed_up
     from taut_kernels.vllm_plugin import warm_up
 
     device = next(model.parameters()).device

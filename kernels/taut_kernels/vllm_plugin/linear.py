@@ -19,13 +19,12 @@ from vllm.scalar_type import scalar_types
 from taut_kernels import formats, formats_mma, measured_w4a16, weight_format
 from taut_kernels._compile_ahead import warmed_up
 from taut_kernels.gemm import w4a16
-from taut_kernels.tiles_wgmma import BUCKETS
+from taut_kernels.tiles_wgmma import ONE_OF_EACH
 from taut_kernels.vllm_plugin import compat, requested_mode
 from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
 ARRIVALS = "taut_arrivals"
-WARM_UP_TOKENS = (8, *BUCKETS, BUCKETS[-1] + 1)
-"""One number of tokens for each choice the op makes between kernels and tiles."""
+WARM_UP_TOKENS = ONE_OF_EACH
 
 
 def _replace(layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -101,7 +100,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
 
     def _compile_every_regime(self, layer: torch.nn.Module) -> None:
         """Run each regime and tile once, so that no request waits for the compiler."""
-        K = self.config.partition_weight_shape[0]
+        K, N = self.config.partition_weight_shape
         device = getattr(layer, self.w_q_name).device
         # Only rank 0 of a row-parallel layer adds the bias, so a layer with one is called in both
         # ways.
@@ -113,7 +112,8 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
                 for bias in biases:
                     self.apply_weights(layer, x, bias)
 
-        warmed_up(run)
+        config = self.config
+        warmed_up(run, alike=(K, N, config.group_size, config.zero_points, config.act_type))
 
 
 def _data(parameter: torch.Tensor | None) -> torch.Tensor | None:

@@ -96,7 +96,7 @@ def _compile_every_bucket(
             for bias in biases:
                 kernel.apply_weights(layer, x, bias)
 
-    warmed_up(run)
+    warmed_up(run, alike=(K, N, weight_t.dtype, dtype))
 
 
 class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ignore[misc]
