@@ -16,6 +16,7 @@ from taut_deploy import unasked
 from taut_deploy.cache import cache_key_of, open_cache
 from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
 from taut_deploy.errors import CheckpointError, WorkerError
+from taut_deploy.layer_schemes import read_quantization
 from taut_deploy.models.directory import read_shape
 from taut_deploy.models.store import RECORD_FILE, describe_directory, read_record
 from taut_deploy.vllm_flags import ATTENTION_FLAGS, GRAPH_FLAGS, flag_of, is_written_as
@@ -246,6 +247,28 @@ def check_kernels(mode: str, environment: Mapping[str, str]) -> None:
         )
 
 
+def check_int8(checkpoint: Path, platform: Platform, mode: str) -> None:
+    """Refuse W8A8 without our kernels on a CPU where vLLM's int8 product is wrong.
+
+    Args:
+        checkpoint: model directory.
+        platform: installed platform.
+        mode: value of ``TAUT_KERNELS``; with another than ``off`` our kernel takes such layers.
+
+    Raises:
+        WorkerError: with the reason and the way out.
+    """
+    if mode != "off" or platform != "cpu":
+        return
+    schemes = read_quantization(unasked.config_of(checkpoint)).groups
+    if all(scheme.name != "W8A8" for _, scheme in schemes):
+        return
+    from taut_kernels.vllm_plugin.selfcheck import why_int8_wrong
+
+    if (reason := why_int8_wrong()) is not None:
+        raise WorkerError(f"--kernels off: {reason}; leave it out, and taut's exact product serves")
+
+
 def fused_engine_options(asked: bool | None, mode: str, *, suited: bool) -> dict[str, Any]:
     """What vLLM has to be told so that taut's norms and activations run in its graph.
 
@@ -332,7 +355,9 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     """
     platform = installed_platform()
     manifest = verify_model(spec.checkpoint)
-    check_kernels(spec.kernels or _kernel_mode(manifest, platform), os.environ)
+    mode = spec.kernels or _kernel_mode(manifest, platform)
+    check_kernels(mode, os.environ)
+    check_int8(spec.checkpoint, platform, mode)
     command = command_for(spec, manifest, platform)
     environment = {**os.environ, **command.environment}
     if spec.cache is not None:

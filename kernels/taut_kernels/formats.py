@@ -133,6 +133,33 @@ def unpack_zero_point(weight_zero_point: torch.Tensor, N: int) -> torch.Tensor:
     return _unpack_columns(weight_zero_point.t(), N).to(torch.int8).t() - SYMMETRIC_ZERO
 
 
+def dequantise(
+    weight_packed: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None,
+    K: int,
+    rows: slice,
+) -> torch.Tensor:
+    """Compute some output features' weights as they are meant, from the disk layout.
+
+    Args:
+        weight_packed: [N, ceil(K/8)] int32.
+        weight_scale: [N, K/G] float.
+        weight_zero_point: [ceil(N/8), K/G] int32, or None.
+        K: input features.
+        rows: output features wanted.
+
+    Returns:
+        [rows, K] fp32.
+    """
+    scale = weight_scale[rows].float()
+    values = unpack_weight(weight_packed[rows], K).float().view(*scale.shape, -1)
+    if weight_zero_point is not None:
+        zeros = unpack_zero_point(weight_zero_point, weight_scale.shape[0])[rows]
+        values = values - zeros.float().unsqueeze(-1)
+    return (values * scale.unsqueeze(-1)).view(scale.shape[0], K)
+
+
 def cpu_group_size(K: int, group_size: int) -> int | None:
     """Return the group size the CPU layout uses for a layer, None if there is none.
 

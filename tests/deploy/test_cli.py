@@ -220,10 +220,23 @@ def test_doctor_says_which_calls_of_an_int8_layer_are_ours(monkeypatch):
     assert {remark for _, remark in older.values()} == {
         "taut's 8-bit kernels are for compute capability 90, got 80"
     }
-    assert _choices(monkeypatch, "W8A8", shapes, None)[64, 128] == [
-        "vLLM's own",
-        "no taut kernel for W8A8 on cpu yet",
-    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "mode", "found"),
+    [
+        (None, "prefer", ["vLLM's own", "where vLLM's product is right"]),
+        ("it saturates", "prefer", ["TautCPUInt8ScaledMMLinearKernel", "it saturates"]),
+        ("it saturates", "off", ["vLLM's own", "REFUSED by taut worker: it saturates"]),
+    ],
+)
+def test_doctor_says_who_multiplies_int8_on_a_cpu(wrong, mode, found, monkeypatch):
+    from taut_kernels.vllm_plugin import selfcheck
+
+    monkeypatch.setattr(selfcheck, "why_int8_wrong", lambda: wrong)
+    kernel, remark = _choices(monkeypatch, "W8A8", {"a.q_proj": (64, 128)}, None, mode)[64, 128]
+    assert kernel == found[0]
+    assert found[1] in remark
 
 
 UNASKED = "for Llama, Mistral and Qwen in W4A16 and 8 bits; for others with"

@@ -16,7 +16,7 @@ from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.commands import worker as worker_command
 from taut_deploy.errors import CheckpointError, ModelError, WorkerError
 from taut_deploy.models.store import RECORD_FILE, describe_directory
-from taut_deploy.worker import WorkerSpec, build_command, check_kernels, verify_model
+from taut_deploy.worker import WorkerSpec, build_command, check_int8, check_kernels, verify_model
 
 CHECKPOINT = Path("checkpoint")
 
@@ -118,6 +118,43 @@ def test_kv_cache_memory_set_in_the_environment_stays():
 def test_schemes_with_faster_kernels_of_ours_require_them(platform, scheme, asked, mode):
     command = build(platform=platform, scheme=scheme, kernels=asked)
     assert command.environment["TAUT_KERNELS"] == mode
+
+
+def _model_of(tmp_path, num_bits):
+    weights = {"num_bits": num_bits, "type": "int", "symmetric": True, "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs if num_bits == 8 else None,
+    }
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("num_bits", "platform", "mode", "wrong", "refused"),
+    [
+        (8, "cpu", "off", "it saturates", True),
+        (8, "cpu", "off", None, False),
+        (8, "cpu", "prefer", "it saturates", False),
+        (8, "cuda", "off", "it saturates", False),
+        (4, "cpu", "off", "it saturates", False),
+    ],
+)
+def test_int8_is_not_served_by_a_product_that_saturates(
+    num_bits, platform, mode, wrong, refused, tmp_path, monkeypatch
+):
+    from taut_kernels.vllm_plugin import selfcheck
+
+    monkeypatch.setattr(selfcheck, "why_int8_wrong", lambda: wrong)
+    model = _model_of(tmp_path, num_bits)
+    if not refused:
+        check_int8(model, platform, mode)
+        return
+    with pytest.raises(WorkerError, match="--kernels off: it saturates; leave it out"):
+        check_int8(model, platform, mode)
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,8 @@ def _choose(
 
     gpu, mode = _gpu(), requested_mode()
     device = "cuda" if gpu else "cpu"
+    if (layer.name, device) == ("W8A8", "cpu"):
+        return _choose_int8_on_cpu(mode)
     ours = _OUR_KERNEL.get((layer.name, device))
     if ours is None:
         return _THEIR_KERNEL, f"no taut kernel for {layer.name} on {device} yet"
@@ -289,6 +291,18 @@ def _choose(
     if layer.name in ("W8A8", "FP8"):
         return _choose_eight_bit(layer.name, gpu, mode, shape, suited=suited)
     return _choose_four_bit(ours, mode, layer, shape, half=half)
+
+
+def _choose_int8_on_cpu(mode: str) -> tuple[str, str]:
+    """Likewise of W8A8 on a CPU: vLLM's product where it is right."""
+    from taut_kernels.vllm_plugin.selfcheck import why_int8_wrong
+
+    wrong = why_int8_wrong()
+    if wrong is None:
+        return _THEIR_KERNEL, "no taut kernel for W8A8 on cpu where vLLM's product is right"
+    if mode == "off":
+        return _THEIR_KERNEL, f"REFUSED by taut worker: {wrong}"
+    return "TautCPUInt8ScaledMMLinearKernel", wrong
 
 
 def _choose_four_bit(

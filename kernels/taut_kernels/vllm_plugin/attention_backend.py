@@ -27,7 +27,13 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from taut_kernels.attention import cache_write, decode
-from taut_kernels.vllm_plugin import compat, decode_attention, requested_mode, warm_up_decode
+from taut_kernels.vllm_plugin import (
+    compat,
+    decode_attention,
+    known_ops,
+    requested_mode,
+    warm_up_decode,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -147,6 +153,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         )  # fmt: skip
         start = time.perf_counter()
         if count := warm_up_decode.compile_decode(form, sequences, device):
+            known_ops.check_attention(form, device)
             seconds = time.perf_counter() - start
             _logger.info("decode attention: %d forms ready in %.1f s", count, seconds)
 

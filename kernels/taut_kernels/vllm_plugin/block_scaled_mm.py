@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
 from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
 from taut_kernels.vllm_plugin import block_scaled_mm_op as op
-from taut_kernels.vllm_plugin import compat, requested_mode
+from taut_kernels.vllm_plugin import compat, known_answer, requested_mode
 from taut_kernels.vllm_plugin.scaled_mm import ARRIVALS, OUT_DTYPES, why_not_here
 
 _GROUPS = {"weight": (BLOCK_GROUP, BLOCK_GROUP), "activation": (1, BLOCK_GROUP)}
@@ -108,10 +108,22 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
             return
         self.partly = op.why_partly(gpu, N, K, mode)
         layer.register_buffer(ARRIVALS, make_arrivals(N, weight.device), persistent=False)
-        for M in op.warm_up_tokens(gpu, N, K, self.always):
+        tokens = op.warm_up_tokens(gpu, N, K, self.always)
+        for M in tokens:
             self.apply_weights(
                 layer, torch.zeros(M, K, dtype=self.config.input_dtype, device=weight.device)
             )
+        known_answer.check(
+            type(self).__name__,
+            "FP8 in blocks of 128",
+            (N, K),
+            tokens,
+            lambda x: self.apply_weights(layer, x),
+            lambda rows: _dequantised(weight, weight_scale, rows),
+            known_answer.fp8_block(K, group=BLOCK_GROUP, scale=None),
+            self.config.input_dtype,
+            weight.device,
+        )
 
     def _weights(self, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         params = self._get_layer_params(layer)
@@ -158,6 +170,14 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
         if self.partly is not None:
             return f"{ours}+{theirs}", f"{self.partly}; vLLM {theirs} there"
         return ours, None
+
+
+def _dequantised(weight: torch.Tensor, scale: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Return output features ``rows`` of weights [N, K], fp32; scales are of 128 × 128 blocks."""
+    N, K = weight.shape
+    features = torch.arange(N, device=weight.device)[rows] // BLOCK_GROUP
+    columns = torch.arange(K, device=weight.device) // BLOCK_GROUP
+    return weight[rows].float() * scale[features][:, columns]
 
 
 def _why_not_laid_out(weight: torch.Tensor, weight_scale: torch.Tensor) -> str | None:

@@ -71,20 +71,24 @@ def insert_first(kernel: type, selection: ModuleType) -> None:
     triton_backend.add(kernel)
 
 
-def insert_scaled_mm_first(kernel: type, selection: ModuleType, kind: str) -> None:
-    """Put an 8-bit kernel first for CUDA, once.
+def insert_scaled_mm_first(
+    kernel: type, selection: ModuleType, kind: str, platform: str = "CUDA"
+) -> None:
+    """Put an 8-bit kernel first for a platform, once.
 
     Args:
         kernel: subclass of `Int8ScaledMMLinearKernel`, `FP8ScaledMMLinearKernel` or
             `Fp8BlockScaledMMLinearKernel`.
         selection: `vllm.model_executor.kernels.linear`.
         kind: ``INT8``, ``FP8`` or ``FP8_BLOCK``.
+        platform: ``CUDA`` or ``CPU``.
 
     Raises:
         IncompatibleVllmError: the priority lists are not where we know them.
     """
     try:
-        kernels = getattr(selection, f"_POSSIBLE_{kind}_KERNELS")[selection.PlatformEnum.CUDA]
+        possible = getattr(selection, f"_POSSIBLE_{kind}_KERNELS")
+        kernels = possible[getattr(selection.PlatformEnum, platform)]
         triton_backend = selection._LINEAR_BACKEND_KERNEL_MAP["triton"]
     except (AttributeError, KeyError) as error:
         raise IncompatibleVllmError(
@@ -92,7 +96,8 @@ def insert_scaled_mm_first(kernel: type, selection: ModuleType, kind: str) -> No
         ) from error
     if kernel not in kernels:
         kernels.insert(0, kernel)
-    triton_backend.add(kernel)
+    if platform == "CUDA":
+        triton_backend.add(kernel)
 
 
 def block_kernel_without(kernel: type, config: Any, selection: ModuleType) -> type:

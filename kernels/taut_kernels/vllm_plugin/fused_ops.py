@@ -151,12 +151,13 @@ def conclude(model: torch.nn.Module, mode: str) -> dict[str, Any]:
 
 def _warm_up(model: torch.nn.Module) -> None:
     from taut_kernels._compile_ahead import warmed_up
-    from taut_kernels.vllm_plugin import warm_up
+    from taut_kernels.vllm_plugin import known_ops, warm_up
 
     device = next(model.parameters()).device
     if device.type != "cpu":
         widths = warm_up.widths_of(model)
         warmed_up(lambda: warm_up.compile_all(widths, device, _gpu()))
+        known_ops.check_ops(widths, device)
 
 
 def summary(found: dict[str, Any]) -> str:

@@ -20,11 +20,12 @@ from taut_kernels import formats, formats_mma, measured_w4a16, weight_format
 from taut_kernels._compile_ahead import warmed_up
 from taut_kernels.gemm import w4a16
 from taut_kernels.tiles_wgmma import ONE_OF_EACH
-from taut_kernels.vllm_plugin import compat, requested_mode
+from taut_kernels.vllm_plugin import compat, known_answer, requested_mode
 from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 
 ARRIVALS = "taut_arrivals"
 WARM_UP_TOKENS = ONE_OF_EACH
+CPU_TOKENS = (1, 16, 64)
 
 
 def _replace(layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -59,6 +60,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
             zero = None  # GPTQ keeps one, filled with the middle, in symmetric layers too
         if zero is not None:
             _to_disk_layout(zero)
+        stored = (weight.data, scale.data, _data(zero))
         if current_platform.is_cpu():
             weight, scale = formats.repack_for_cpu(weight.data, scale.data, _data(zero), K)
             zero = None
@@ -77,6 +79,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
                 setattr(layer, self.w_zp_name, None)
         if not current_platform.is_cpu():
             self._compile_every_regime(layer)
+        self._check(layer, *stored)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -114,6 +117,29 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
 
         config = self.config
         warmed_up(run, alike=(K, N, config.group_size, config.zero_points, config.act_type))
+
+    def _check(
+        self,
+        layer: torch.nn.Module,
+        packed: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+    ) -> None:
+        """Multiply a known block, and compare with the weights as they lie on disk."""
+        K, N = self.config.partition_weight_shape
+        group = K // scale.shape[1]
+        zeros = "" if zero is None else " with zero points"
+        known_answer.check(
+            type(self).__name__,
+            f"W4A16 in groups of {group}{zeros}",
+            (N, K),
+            CPU_TOKENS if current_platform.is_cpu() else WARM_UP_TOKENS,
+            lambda x: self.apply_weights(layer, x),
+            lambda rows: formats.dequantise(packed, scale, zero, K, rows),
+            known_answer.plain_block(K),
+            self.config.act_type,
+            packed.device,
+        )
 
 
 def _data(parameter: torch.Tensor | None) -> torch.Tensor | None:

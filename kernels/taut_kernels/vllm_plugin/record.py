@@ -50,7 +50,11 @@ def place() -> Path | None:
 
 
 def write(
-    layers: list[dict[str, Any]], mode: str, path: Path, ops: dict[str, Any] | None = None
+    layers: list[dict[str, Any]],
+    mode: str,
+    path: Path,
+    ops: dict[str, Any] | None = None,
+    known_answers: list[dict[str, Any]] | None = None,
 ) -> None:
     """Write the record as JSON, atomically.
 
@@ -59,11 +63,14 @@ def write(
         mode: what the worker asked for.
         path: target file; its directory must exist.
         ops: record of :mod:`taut_kernels.vllm_plugin.fused_ops`, or None.
+        known_answers: of :func:`taut_kernels.vllm_plugin.known_answer.results`, or None.
 
     Raises:
         OSError: the file cannot be written.
     """
     document: dict[str, Any] = {"format": FORMAT, "mode": mode, "layers": layers}
+    if known_answers is not None:
+        document["known_answers"] = known_answers
     if ops is not None:
         document["ops"] = ops
     _replace(path, document)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.model_executor.kernels import linear as kernel_selection
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.platforms import current_platform
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from taut_kernels.vllm_plugin import (
@@ -16,6 +17,7 @@ from taut_kernels.vllm_plugin import (
     decode_attention,
     fused_ops,
     gauges,
+    known_answer,
     record,
     scaled_mm,
     selection,
@@ -44,6 +46,32 @@ def _why_no_eight_bits(kernel: Any) -> str | None:
     return block_scaled_mm.why_not_chosen(kernel) or scaled_mm.why_not_chosen(kernel)
 
 
+def _replace_wrong_int8() -> None:
+    """Put our int8 kernel first on a CPU where vLLM's multiplies wrongly; say so."""
+    from taut_kernels.vllm_plugin import cpu_int8
+
+    if (reason := cpu_int8.why_not_stock()) is not None:
+        ours = cpu_int8.TautCPUInt8ScaledMMLinearKernel
+        compat.insert_scaled_mm_first(ours, kernel_selection, "INT8", "CPU")
+        _logger.warning("taut kernels: %s; W8A8 layers run on %s", reason, cpu_int8.OURS)
+
+
+def _refuse_wrong_int8(choices: list[selection.LayerChoice]) -> None:
+    """Refuse a model whose int8 layers vLLM would multiply wrongly all the same.
+
+    Raises:
+        WrongAnswerError: our kernel was disabled, or filtered by a flag.
+    """
+    from taut_kernels.vllm_plugin import cpu_int8
+
+    for choice in choices:
+        if choice.kernel == cpu_int8.STOCK and (reason := cpu_int8.why_not_stock()) is not None:
+            raise known_answer.WrongAnswerError(
+                f"{choice.layer}: {reason}, and {cpu_int8.OURS}, which is exact, was not chosen: "
+                "take it out of VLLM_DISABLED_KERNELS and leave out --linear-backend"
+            )
+
+
 def install(mode: str) -> None:
     """Insert our kernels, the audit and its gauges into this process.
 
@@ -60,17 +88,22 @@ def install(mode: str) -> None:
     compat.insert_scaled_mm_first(TautFP8ScaledMMLinearKernel, kernel_selection, "FP8")
     of_blocks = block_scaled_mm.TautFp8BlockScaledMMLinearKernel
     compat.insert_scaled_mm_first(of_blocks, kernel_selection, "FP8_BLOCK")
+    if current_platform.is_cpu():
+        _replace_wrong_int8()
 
     fused_ops.install(mode)
     decode_attention.install()
 
     def conclude(model: torch.nn.Module) -> None:
         choices = list(selection.audit(model, refusal, _why_no_eight_bits, remark))
+        if current_platform.is_cpu():
+            _refuse_wrong_int8(choices)
         ops = fused_ops.conclude(model, mode)
         attention = decode_attention.conclude(model, mode)
         parts = (fused_ops.summary(ops), decode_attention.summary(attention["attention"]))
         _logger.info("taut ops (%s): %s; %s", mode, *parts)
         ops |= attention
+        known_answer.conclude()
         selection.conclude(choices, mode, ops)
 
     record.make_place()

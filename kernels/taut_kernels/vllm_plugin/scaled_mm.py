@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from taut_kernels import _tile_tables, tiles_scaled_mm
 from taut_kernels._compile_ahead import warmed_up
 from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.vllm_plugin import fused_ops, requested_mode, scaled_mm_op
+from taut_kernels.vllm_plugin import fused_ops, known_answer, requested_mode, scaled_mm_op
 
 ARRIVALS = "taut_arrivals"
 OUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -99,6 +99,31 @@ def _compile_every_bucket(
     warmed_up(run, alike=(K, N, weight_t.dtype, dtype))
 
 
+def _check(
+    kernel: Any,
+    layer: torch.nn.Module,
+    weight_t: torch.Tensor,
+    weight_scale: torch.Tensor,
+    block: known_answer.Block,
+    dtype: torch.dtype,
+) -> None:
+    """Multiply a known block in each bucket; weights are [K, N], scales by tensor or channel."""
+    K, N = weight_t.shape
+    scale = weight_scale.float().reshape(-1).expand(N)
+    scheme = "W8A8" if weight_t.dtype is torch.int8 else "FP8"
+    known_answer.check(
+        type(kernel).__name__,
+        scheme,
+        (N, K),
+        scaled_mm_op.warm_up_tokens(weight_t.dtype, current_platform.get_device_name(), N, K),
+        lambda x: kernel.apply_weights(layer, x),
+        lambda rows: weight_t.t()[rows].float() * scale[rows, None],
+        block,
+        dtype,
+        weight_t.device,
+    )
+
+
 class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ignore[misc]
     """W8A8 in int8 on our kernels, symmetric or not, static or dynamic.
 
@@ -121,6 +146,13 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
         if self.regimes.fall_through is None:
             dtype = getattr(layer, "params_dtype", None) or torch.get_default_dtype()
             _compile_every_bucket(self, layer, weight_t, dtype)
+            _, weight_scale, input_scale, _, azp_adj = self._get_layer_params(layer)
+            block = known_answer.int8_block(
+                weight_t.shape[0],
+                symmetric=azp_adj is None,
+                scale=None if input_scale is None else float(input_scale),
+            )
+            _check(self, layer, weight_t, weight_scale, block, dtype)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -187,7 +219,14 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
         if self.regimes.fall_through is None and weight_t.shape[1] != self.logical_output_size:
             self.regimes.fall_through = "its weights had to be padded"
         if self.regimes.fall_through is None:
-            _compile_every_bucket(self, layer, weight_t, self.config.input_dtype)
+            dtype = self.config.input_dtype
+            _compile_every_bucket(self, layer, weight_t, dtype)
+            _, weight_scale, input_scale, _ = self._get_layer_params(layer)
+            K = weight_t.shape[0]
+            block = known_answer.fp8_block(
+                K, group=K, scale=None if input_scale is None else float(input_scale)
+            )
+            _check(self, layer, weight_t, weight_scale, block, dtype)
 
     def apply_weights(
         self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None

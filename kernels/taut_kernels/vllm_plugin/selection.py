@@ -18,7 +18,7 @@ import torch
 
 from taut_kernels import measured_w4a16
 from taut_kernels.gemm import w4a16, w4a16_cpu
-from taut_kernels.vllm_plugin import record
+from taut_kernels.vllm_plugin import known_answer, record
 from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 OUR_PREFIX = "Taut"
@@ -166,7 +166,8 @@ def audit(
         if (taut_record := getattr(kernel, "taut_record", None)) is not None:
             used, reason = taut_record()
             scheme = type(getattr(module, "scheme", None) or module.quant_method).__name__
-            yield LayerChoice(name, used, scheme, reason, in_scope=False, shape=shape)
+            said = getattr(kernel, "taut_note", lambda: None)()
+            yield LayerChoice(name, used, scheme, reason, False, shape, said)
             continue
         if weight_type is None:
             scheme = type(getattr(module, "scheme", None) or module.quant_method).__name__
@@ -226,6 +227,7 @@ def conclude(choices: list[LayerChoice], mode: str, ops: dict[str, Any] | None =
     """
     _logger.info("taut kernels (%s): %s", mode, summary(choices))
     if (path := record.place()) is not None:
-        record.write([asdict(choice) for choice in choices], mode, path, ops)
+        layers = [asdict(choice) for choice in choices]
+        record.write(layers, mode, path, ops, known_answer.results())
     if mode == "require":
         refuse_unless_ours(choices)

@@ -31,6 +31,21 @@ def why_not_ready(vllm_plugins_env: str | None) -> str | None:
     )
 
 
+def why_int8_wrong() -> str | None:
+    """Say why vLLM's int8 product must not serve W8A8 on this machine's CPU.
+
+    Imports vLLM, which takes seconds.
+
+    Returns:
+        One line, or None where the product is right or vLLM has no such kernel here.
+    """
+    try:
+        from taut_kernels.vllm_plugin import cpu_int8
+    except ImportError:  # a vLLM for GPUs
+        return None
+    return cpu_int8.why_not_stock()
+
+
 def _why_not_found(found: list[EntryPoint]) -> str | None:
     ours = [point for point in found if point.name == NAME]
     if not ours:

@@ -1,0 +1,139 @@
+"""W8A8 in a real vLLM on a CPU without VNNI, or one that oneDNN is told to take for one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+SCRIPT = Path(__file__).with_name("serve_tiny_llama.py")
+SERVING = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}
+WITHOUT_VNNI = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
+"""AVX-512 as it was before VNNI; oneDNN uses less where the CPU has less."""
+CPU_FLAGS = Path("/proc/cpuinfo")
+ACT = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+
+
+@pytest.fixture(scope="module")
+def w8a8(make_tiny_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the tiny Llama with int8 weights over the whole range of codes."""
+    from safetensors.torch import load_file, save_file
+
+    source, directory = make_tiny_llama(32), tmp_path_factory.mktemp("tiny_w8a8")
+    generator = torch.Generator().manual_seed(3)
+    state = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight":
+            state[name] = tensor
+        elif kind == "weight_shape":
+            N, K = tensor.tolist()
+            codes = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
+            state[f"{layer}.weight"] = codes
+            state[f"{layer}.weight_scale"] = torch.full((N, 1), 1 / (73 * math.sqrt(K)))
+    save_file(state, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    group = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ACT}
+    config["quantization_config"] |= {"format": "int-quantized", "config_groups": {"g": group}}
+    (directory / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_text((source / name).read_text())
+    return directory
+
+
+def _served(run_python: Any, model: Path, **environment: str) -> Any:
+    return run_python(str(SCRIPT), str(model), env=SERVING | WITHOUT_VNNI | environment)
+
+
+def _answers(process: Any) -> list[dict[str, Any]]:
+    lines = [line for line in process.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert len(lines) == 1, (process.stdout + process.stderr)[-3000:]
+    answers: list[dict[str, Any]] = json.loads(lines[0].removeprefix("ANSWERS "))
+    return answers
+
+
+def _error(answers: list[dict[str, Any]], model: Path) -> float:
+    """Return the mean distance of greedy log-probabilities from exact int8 layers in fp32."""
+    return sum(
+        abs(told - exact)
+        for answer in answers
+        for told, exact in zip(answer["logprobs"], _exact(model, answer), strict=True)
+    ) / sum(len(answer["tokens"]) for answer in answers)
+
+
+def _exact(model: Path, answer: dict[str, Any]) -> list[float]:
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    state = load_file(model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    del config["quantization_config"], config["torch_dtype"]
+    llama = LlamaForCausalLM(LlamaConfig(**config)).float().eval()
+    dense = {name: tensor.float() for name, tensor in state.items() if "scale" not in name}
+    for name, scale in state.items():
+        if name.endswith("weight_scale"):
+            dense[name.removesuffix("_scale")] *= scale.float()
+    llama.load_state_dict(dense)
+    for module in llama.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(_quantise_input)
+    ids = answer["prompt"] + answer["tokens"]
+    with torch.no_grad():
+        logits = llama(torch.tensor([ids])).logits[0].log_softmax(-1)
+    start = len(answer["prompt"]) - 1
+    return [logits[start + i, token].item() for i, token in enumerate(answer["tokens"])]
+
+
+def _quantise_input(_: torch.nn.Module, operands: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    scale = operands[0].abs().amax(-1, keepdim=True) / 127
+    return ((operands[0] / scale).round() * scale,)
+
+
+def test_a_worker_answers_rightly_where_stock_vllm_does_not(
+    w8a8: Path, run_python: Any, tmp_path: Path
+) -> None:
+    report = tmp_path / "record.json"
+    ours = _served(run_python, w8a8, TAUT_KERNELS="prefer", TAUT_KERNELS_REPORT=str(report))
+    stock = _served(run_python, w8a8, TAUT_KERNELS="off")
+    right, wrong = _error(_answers(ours), w8a8), _error(_answers(stock), w8a8)
+    # bf16 between layers costs some hundredths, saturation some tenths.
+    assert right < 0.15 < wrong, (right, wrong)
+    record = json.loads(report.read_text())
+    assert {layer["kernel"] for layer in record["layers"]} == {"TautCPUInt8ScaledMMLinearKernel"}
+    assert all("saturates" in layer["note"] for layer in record["layers"])
+    assert {answer["kernel"] for answer in record["known_answers"]} == {
+        "TautCPUInt8ScaledMMLinearKernel"
+    }
+    log = ours.stdout + ours.stderr
+    assert "vLLM's int8 product is wrong on this CPU" in log
+    assert "taut known answers: " in log
+
+
+def test_a_worker_refuses_to_multiply_wrongly(w8a8: Path, run_python: Any) -> None:
+    process = _served(run_python, w8a8, VLLM_DISABLED_KERNELS="TautCPUInt8ScaledMMLinearKernel")
+    assert process.returncode != 0
+    assert "int8 product is wrong on this CPU" in process.stdout + process.stderr
+    assert "VLLM_DISABLED_KERNELS" in process.stdout + process.stderr
+    assert "ANSWERS" not in process.stdout
+
+
+@pytest.mark.skipif(
+    not (CPU_FLAGS.is_file() and "avx512_vnni" in CPU_FLAGS.read_text()),
+    reason="this CPU has no AVX512-VNNI, with which vLLM's own product is right",
+)
+def test_where_the_product_is_right_vllm_keeps_it(w8a8: Path, run_python: Any) -> None:
+    process = run_python(str(SCRIPT), str(w8a8), env=SERVING | {"TAUT_KERNELS": "prefer"})
+    assert _error(_answers(process), w8a8) < 0.15
+    log = process.stdout + process.stderr
+    assert "TautCPUInt8ScaledMMLinearKernel" not in log
