@@ -3,8 +3,8 @@
 Invariant: at most one exchange at a time; after ``abort`` or an error the connection is never
     used again. Reading stops (``pause_reading``) while more than ``HIGH_WATER`` bytes wait for
     the consumer, so that a slow client slows its worker down and costs the gateway a bounded
-    amount of memory. Framing is httptools' (llhttp) work; what it refuses is a
-    :class:`ProtocolError`.
+    amount of memory. Framing is httptools' (llhttp) work, within the bounds of
+    :mod:`taut_service.framing`; what either refuses is a :class:`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import cast
 import httptools
 
 from taut_service.errors import Headers
+from taut_service.framing import MAX_HEAD_BYTES, Framing, Trailers
 from taut_service.settings import Timeouts
 
 HIGH_WATER = 64 * 1024
 """Bytes of body held for a slow consumer before reading stops."""
 NEVER = float("inf")
-MAX_HEAD_BYTES = 64 * 1024
-"""Longest response head accepted from a worker."""
 
 
 class UpstreamError(Exception):
@@ -73,6 +72,8 @@ class Connection(asyncio.Protocol):
         self._gap_s = timeouts.gap_s or NEVER
         self._look_s = min(self._first_byte_s, self._idle_s, self._first_token_s, self._gap_s)
         self._transport: asyncio.Transport | None = None
+        self._framing = Framing()
+        self._trailers = Trailers()
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -84,6 +85,7 @@ class Connection(asyncio.Protocol):
     def _reset(self) -> None:
         self.status = 0
         self.headers: Headers = []
+        self._fields = self.headers
         self.got_bytes = False
         self.received = 0
         self._head_done = False
@@ -233,7 +235,7 @@ class Connection(asyncio.Protocol):
             self._on_closed(self)
             return
         self.got_bytes = True
-        self._deadline = self._loop.time() + self._idle_s
+        self._framing.size = len(data)
         self.received += len(data)
         try:
             self._parser.feed_data(data)
@@ -241,6 +243,15 @@ class Connection(asyncio.Protocol):
             self._keep_alive = False
             self._fail(ProtocolError(str(error)))
             return
+        problem = self._framing.read_problem() if self._framing.open else None
+        if problem is not None:
+            self._keep_alive = False
+            self._fail(ProtocolError(problem))
+            return
+        # What is neither the beginning of a head nor body is no sign of work: neither are trailers
+        # that never end.
+        if self._framing.dry < 2:
+            self._deadline = self._loop.time() + self._idle_s
         if not self._head_done and self.received > MAX_HEAD_BYTES:
             self._fail(ProtocolError("the response head is too long"))
         elif self._buffered > HIGH_WATER and not self._paused and self._transport is not None:
@@ -266,29 +277,36 @@ class Connection(asyncio.Protocol):
         """Refuse a second answer to one request."""
         if self._complete:
             raise ProtocolError("more than one response")
+        self._framing.begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header, its name in lower case."""
-        self.headers.append((name.lower(), value))
+        """Collect a header, its name in lower case; drop a trailer."""
+        self._fields.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """Take the status; forget an interim (1xx) head."""
+        problem = self._framing.head_problem(self.headers)
+        if problem is not None:
+            raise ProtocolError(problem)
         self.status = self._parser.get_status_code()
         if self.status < 200:
             self.headers.clear()
             return
         self._head_done = True
+        self._fields, self._trailers.seen = self._trailers, 0
         names = {name for name, _ in self.headers}
         framed = b"content-length" in names or b"transfer-encoding" in names
         self._until_close = not framed and self.status not in (204, 304)
 
     def on_body(self, piece: bytes) -> None:
         """Hold a piece for the consumer."""
+        self._framing.body(len(piece))
         self._pieces.append(piece)
         self._buffered += len(piece)
 
     def on_message_complete(self) -> None:
         """Note the end and whether the connection stays."""
+        self._framing.end()
         if self._head_done:
             self._complete = True
             self._keep_alive = bool(self._parser.should_keep_alive())
