@@ -16,7 +16,7 @@ from typing import cast
 import httptools
 
 from taut_service.errors import Headers
-from taut_service.framing import MAX_HEAD_BYTES, Framing, Trailers
+from taut_service.framing import BYTES_A_READ, MAX_HEAD_BYTES, Framing, Trailers
 from taut_service.settings import Timeouts
 
 HIGH_WATER = 64 * 1024
@@ -235,29 +235,44 @@ class Connection(asyncio.Protocol):
             self._on_closed(self)
             return
         self.got_bytes = True
-        self._framing.size = len(data)
-        self.received += len(data)
+        framing = self._framing
+        framing.size = size = len(data)
+        self.received += size
+        held, pieces = self._buffered, len(self._pieces)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._keep_alive = False
             self._fail(ProtocolError(str(error)))
             return
-        problem = self._framing.read_problem() if self._framing.open else None
-        if problem is not None:
-            self._keep_alive = False
-            self._fail(ProtocolError(problem))
-            return
-        # What is neither the beginning of a head nor body is no sign of work: neither are trailers
-        # that never end.
-        if self._framing.dry < 2:
+        body = self._buffered - held
+        if not framing.open or (body and size - body <= BYTES_A_READ):
+            framing.dry = 0
             self._deadline = self._loop.time() + self._idle_s
+        elif not self._within_bounds(body, len(self._pieces) - pieces):
+            return
         if not self._head_done and self.received > MAX_HEAD_BYTES:
             self._fail(ProtocolError("the response head is too long"))
         elif self._buffered > HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
+
+    def _within_bounds(self, body: int, pieces: int) -> bool:
+        """Judge a read with little or no body in it; fail and return False where it is too much."""
+        framing = self._framing
+        framing.body = body
+        framing.pieces += pieces
+        problem = framing.read_problem()
+        if problem is not None:
+            self._keep_alive = False
+            self._fail(ProtocolError(problem))
+            return False
+        # What is neither the beginning of a head nor body is no sign of work: neither are trailers
+        # that never end.
+        if framing.dry < 2:
+            self._deadline = self._loop.time() + self._idle_s
+        return True
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the exchange: well, if the body was to last until close, else as an error."""
@@ -300,7 +315,6 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, piece: bytes) -> None:
         """Hold a piece for the consumer."""
-        self._framing.body(len(piece))
         self._pieces.append(piece)
         self._buffered += len(piece)
 

@@ -17,6 +17,8 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 256
 """Headers of a head."""
 MAX_TRAILERS = 64
+BYTES_A_READ = 256
+"""Not worth counting beside some body: an honest stream's reads."""
 BYTES_A_PIECE = 16
 """Allowed for each piece of body: a chunk's size, two line ends and a short extension."""
 FRAMING_TIMEOUT_S = 30.0
@@ -49,7 +51,7 @@ class Trailers(Headers):
 class Framing:
     """Counts for one connection; told of a parser's events in their order."""
 
-    __slots__ = ("_body", "_outside", "_pieces", "dry", "in_head", "open", "size")
+    __slots__ = ("_outside", "body", "dry", "in_head", "open", "pieces", "size")
 
     def __init__(self) -> None:
         self.size = 0
@@ -59,14 +61,16 @@ class Framing:
         self.in_head = False
         self.dry = 0
         """Reads in a row without body in the open message, its first included."""
+        self.body = 0
+        """Bytes of body in the current read."""
+        self.pieces = 0
+        """Pieces of body in the open message."""
         self._outside = 0
-        self._body = 0
-        self._pieces = 0
 
     def begin(self) -> None:
         """Begin a message."""
         self.open = self.in_head = True
-        self.dry = self._outside = self._body = self._pieces = 0
+        self.dry = self.body = self.pieces = self._outside = 0
 
     def head_problem(self, headers: Headers, target: bytes = b"") -> str | None:
         """End a head.
@@ -88,11 +92,6 @@ class Framing:
         self.dry = self._outside = self.size = 0
         return None
 
-    def body(self, size: int) -> None:
-        """Count a piece of body."""
-        self._body += size
-        self._pieces += 1
-
     def end(self) -> None:
         """End a message."""
         self.open = self.in_head = False
@@ -104,16 +103,16 @@ class Framing:
         Returns:
             What is wrong with it, None if it is within its bounds.
         """
-        if self._body:
+        if self.body:
             self.dry = 0
         else:
             self.dry += 1
-        self._outside += max(0, self.size - self._body)
-        self._body = 0
+        self._outside += max(0, self.size - self.body)
+        self.body = 0
         if self._outside <= MAX_HEAD_BYTES:
             return None
         if self.in_head:
             return f"the head is larger than {MAX_HEAD_BYTES} bytes"
-        if self._outside <= MAX_HEAD_BYTES + BYTES_A_PIECE * self._pieces:
+        if self._outside <= MAX_HEAD_BYTES + BYTES_A_PIECE * self.pieces:
             return None
         return f"more than {MAX_HEAD_BYTES} bytes beside the body (chunk extensions, trailers)"

@@ -100,7 +100,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Hold a piece of body, unless the request has been answered without it."""
-        self._framing.body(len(body))
+        framing = self._framing
+        framing.body += len(body)
+        framing.pieces += 1
         cycle = self.cycle
         if cycle.response_complete:
             return
