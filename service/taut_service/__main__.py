@@ -88,9 +88,11 @@ def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
 
     from taut_service import logs
     from taut_service.app import create_app
+    from taut_service.descriptors import raise_soft_limit
     from taut_service.server import GatewayServer, listen
 
     logs.configure()
+    raise_soft_limit()
     # Half of the lines of a scrape, read by nobody.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     tls, admin = None, None

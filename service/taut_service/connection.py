@@ -36,6 +36,12 @@ class ConnectError(UpstreamError):
     cause = "connect"
 
 
+class NoDescriptorError(UpstreamError):
+    """This process has no descriptor left for a connection; it says nothing about the worker."""
+
+    cause = "connect"
+
+
 class ConnectionLostError(UpstreamError):
     """The worker closed or reset the connection before the response was whole."""
 

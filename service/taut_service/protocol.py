@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from taut_service.client_exchange import SCOPE_KEY, ClientExchange
 from taut_service.client_flow import ClientFlow
+from taut_service.client_rules import DESCRIPTORS, ClientRules
 from taut_service.errors import RequestError
 from taut_service.framing import FRAMING_TIMEOUT_S, Framing, Trailers
 
@@ -60,13 +61,48 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     _exchange: ClientExchange | None = None
     _refusal: str | None = None
 
+    def __init__(self, *args: Any, rules: ClientRules, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._rules = rules
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
         super().connection_made(transport)
-        self.flow = ClientFlow(transport, self.loop, self.pipeline)
+        self.flow = ClientFlow(transport, self.loop, self.pipeline, self._rules)
         self._framing = Framing()
         self._trailers = Trailers()
         self._wait_for_framing()
+        reserve = self._rules.descriptors
+        if reserve is not None and reserve.is_touched_by(_descriptor(transport)):
+            others = cast("set[BoundedHttpProtocol]", self.connections)
+            reserve.make_room(self, others)
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the last request ended, or the first could have begun; None while one runs."""
+        if self._running() is not None or self.transport.is_closing():
+            return None
+        if self._timer is not None:
+            return self._timer.when() - FRAMING_TIMEOUT_S
+        if self.timeout_keep_alive_task is not None:
+            return self.timeout_keep_alive_task.when() - self.timeout_keep_alive
+        return self.loop.time()
+
+    def drop(self) -> None:
+        """Close at once: its descriptor is wanted."""
+        self._rules.closed(DESCRIPTORS)
+        self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        """Go on to the next request; see that what is left of the answer is taken."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self.flow.watch_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; see that what is left of the answer is taken."""
+        super().timeout_keep_alive_handler()
+        self.flow.watch_writing()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         """Start the application on a request whose turn it is, pipelined ones included."""
@@ -209,3 +245,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait_for_framing()
         else:
             self.transport.close()
+
+
+def _descriptor(transport: asyncio.Transport) -> int:
+    number: int = transport.get_extra_info("socket").fileno()
+    return number
