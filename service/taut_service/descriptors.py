@@ -14,7 +14,7 @@ import logging
 import os
 import resource
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 logger = logging.getLogger("taut_service")
@@ -23,12 +23,17 @@ LEAST_KEPT = 32
 MOST_KEPT = 1024
 LOG_PAUSE_S = 60.0
 """Between two lines that say the same."""
-_CLOSED_AT_ONCE = 16
-"""A share of the idle: one in so many, so that a flood of newcomers looks through them seldom."""
+_KEEP = 7 / 8
+"""Part of their share that clients hold after a look, so that a flood of them brings few looks.
+
+A closed connection gives its descriptor back a turn of the loop later; until then more arrive.
+"""
 
 
 class Closable(Protocol):
-    """A client's connection."""
+    """A client's connection; ``number`` counts them up, as the clock of a loop may stand still."""
+
+    number: int
 
     @property
     def idle_since(self) -> float | None:
@@ -89,23 +94,34 @@ class DescriptorReserve:
         self._limit = limit
         self._clock = clock
         # Of a very low limit no more than half of what is left is kept.
-        free = limit - _lowest_free()
-        self._from = limit - min(MOST_KEPT, max(LEAST_KEPT, limit // 4), free // 2)
+        used = _lowest_free()
+        self._from = limit - min(MOST_KEPT, max(LEAST_KEPT, limit // 4), (limit - used) // 2)
+        self._share = self._from - used
         self._said_at = float("-inf")
         self._unsaid = 0
 
-    def is_touched_by(self, descriptor: int) -> bool:
-        """Whether a client's new descriptor is one of those kept."""
-        return descriptor >= self._from
+    def is_touched_by(self, descriptor: int, connections: int) -> bool:
+        """Whether a client takes of what is kept.
 
-    def make_room(self, newcomer: _Connection, connections: Iterable[_Connection]) -> None:
-        """Close the idlest clients, or the newcomer where every other has a request under way."""
+        Args:
+            descriptor: of its connection. One from a gap that others left says nothing.
+            connections: of clients, this one among them.
+        """
+        return descriptor >= self._from or connections > self._share
+
+    def make_room(self, newcomer: _Connection, connections: Sequence[_Connection]) -> None:
+        """Close the idlest clients, or the newcomer where every other has a request under way.
+
+        Args:
+            newcomer: has taken one of the descriptors kept.
+            connections: of clients, those not counted that are being closed already.
+        """
         since = [
-            (idle_since, number, connection)
-            for number, connection in enumerate(connections)
+            (idle_since, connection.number, connection)
+            for connection in connections
             if connection is not newcomer and (idle_since := connection.idle_since) is not None
         ]
-        count = max(1, len(since) // _CLOSED_AT_ONCE)
+        count = max(1, len(connections) - int(self._share * _KEEP))
         chosen = [connection for _, _, connection in heapq.nsmallest(count, since)] or [newcomer]
         for connection in chosen:
             connection.drop()

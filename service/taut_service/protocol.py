@@ -10,6 +10,7 @@ error shape as everything else.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from taut_service.client_rules import DESCRIPTORS, ClientRules
 from taut_service.errors import RequestError
 from taut_service.framing import FRAMING_TIMEOUT_S, Framing, Trailers
 
+_NUMBERS = itertools.count()
 MAX_PIPELINED = 64
 """Requests sent ahead of the answer to the one before; the connection ends after that many."""
 _HIGH_WATER = 64 * 1024
@@ -72,15 +74,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._framing = Framing()
         self._trailers = Trailers()
         self._wait_for_framing()
+        self.number = next(_NUMBERS)
         reserve = self._rules.descriptors
-        if reserve is not None and reserve.is_touched_by(_descriptor(transport)):
-            others = cast("set[BoundedHttpProtocol]", self.connections)
-            reserve.make_room(self, others)
+        everybody = cast("set[BoundedHttpProtocol]", self.connections)
+        if reserve is not None and reserve.is_touched_by(_descriptor(transport), len(everybody)):
+            reserve.make_room(self, [one for one in everybody if not one.transport.is_closing()])
 
     @property
     def idle_since(self) -> float | None:
         """When the last request ended, or the first could have begun; None while one runs."""
-        if self._running() is not None or self.transport.is_closing():
+        if self._running() is not None:
             return None
         if self._timer is not None:
             return self._timer.when() - FRAMING_TIMEOUT_S
