@@ -12,8 +12,10 @@ paused the socket itself is asked now and then.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import select
+import socket
 import struct
 import termios
 from collections.abc import Sized
@@ -99,7 +101,7 @@ class ClientFlow(FlowControl):
         least = self._window_s * self._rules.timeouts().write_min_bytes_per_s
         if before - self._unread < max(1, least):
             self._rules.closed(SLOW_READER)
-            self._transport.abort()
+            _reset(self._transport)
         else:
             self._measure_later()
 
@@ -139,6 +141,15 @@ def _unread(transport: asyncio.Transport) -> int:
     except OSError:
         return waiting
     return waiting + int(struct.unpack("i", sent)[0])
+
+
+def _reset(transport: asyncio.Transport) -> None:
+    """Close with a reset: what is in the kernel would stay there for as long as nobody reads it."""
+    with contextlib.suppress(OSError):
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+    transport.abort()
 
 
 def _has_ended(transport: asyncio.Transport) -> bool:

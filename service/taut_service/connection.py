@@ -184,6 +184,8 @@ class Connection(asyncio.Protocol):
         """Close now; to a worker in the middle of an answer this says to stop generating."""
         self._stop_timer()
         self._busy = False
+        # Its traceback holds frames that hold the request, and they hold this.
+        self._error = None
         if self._transport is not None:
             self._transport.abort()
             self._transport = None

@@ -187,6 +187,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Stop waiting."""
         self._stop_timer()
         self.flow.close()
+        # uvicorn tells the last request only; it may be one that waits for its turn.
+        if (running := self._running()) is not None:
+            running.disconnected = True
+            running.message_event.set()
+        self.pipeline.clear()
         super().connection_lost(exc)
         if self._exchange is not None:
             self._exchange.client_left()
