@@ -92,7 +92,6 @@ def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
     from taut_service.server import GatewayServer, listen
 
     logs.configure()
-    raise_soft_limit()
     # Half of the lines of a scrape, read by nobody.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     tls, admin = None, None
@@ -119,6 +118,8 @@ def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
     logger.info("listening on %s://%s:%d", scheme, *opened.getsockname()[:2])
     if admin is not None:
         logger.info("admin API on http://%s:%d", *admin.getsockname()[:2])
+    # Its line comes after those that name the ports: some wait for the first.
+    raise_soft_limit()
     server.run(sockets=[opened])
     return 0
 
