@@ -53,8 +53,8 @@ aot: setup ## compile every kernel × tile for sm_80 and sm_90; the tests compil
 test-gpu: setup ## tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)
 
-bench: setup ## fault and fuzz tests at full count, then the gateway against its rivals; ARGS go to the latter
-	@TAUT_FAULT_SCALE=1 TAUT_FUZZ_CASES=20000 $(BIN)/pytest tests/service -k "faults or fuzz"
+bench: setup ## fault, fuzz and soak tests at full count, then the gateway against its rivals; ARGS go to the latter
+	@TAUT_FAULT_SCALE=1 TAUT_FUZZ_CASES=20000 $(BIN)/pytest tests/service -k "faults or fuzz or soak"
 	@$(BIN)/taut bench gateway $(ARGS)
 
 bench-gpu: setup ## kernels against their rivals, e.g. ARGS='--output results'; needs a CUDA device

@@ -88,6 +88,7 @@ def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
 
     from taut_service import logs
     from taut_service.app import create_app
+    from taut_service.descriptors import raise_soft_limit
     from taut_service.server import GatewayServer, listen
 
     logs.configure()
@@ -117,6 +118,8 @@ def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
     logger.info("listening on %s://%s:%d", scheme, *opened.getsockname()[:2])
     if admin is not None:
         logger.info("admin API on http://%s:%d", *admin.getsockname()[:2])
+    # Its line comes after those that name the ports: some wait for the first.
+    raise_soft_limit()
     server.run(sockets=[opened])
     return 0
 

@@ -6,7 +6,13 @@ Invariant: what the constructor counts in, :meth:`Attempt.end` counts out, once;
 
 from __future__ import annotations
 
-from taut_service.connection import ConnectError, Connection, StallError, UpstreamError
+from taut_service.connection import (
+    ConnectError,
+    Connection,
+    NoDescriptorError,
+    StallError,
+    UpstreamError,
+)
 from taut_service.relay import failure_of
 from taut_service.worker import Worker
 
@@ -57,6 +63,8 @@ class Attempt:
         except ConnectError as error:
             self.failed()
             worker.lose(str(error))
+            return error.cause
+        except NoDescriptorError as error:
             return error.cause
         except UpstreamError as error:
             self.failed()

@@ -48,6 +48,7 @@ class Caller:
         "brown_out",
         "is_admin",
         "limit",
+        "max_inflight",
         "may_pin",
         "name",
         "priority",
@@ -60,6 +61,7 @@ class Caller:
         self.priority = Priority[key.priority.name]
         self.weight = key.weight
         self.brown_out = key.brown_out
+        self.max_inflight = key.max_inflight
         self.is_admin = ADMIN in scopes
         self.may_pin = PIN_VARIANT in scopes
         self._may_rise = HIGH_PRIORITY in scopes

@@ -145,6 +145,7 @@ class Call:
         "exchange",
         "extra_headers",
         "first_token_s",
+        "holds_key_place",
         "key",
         "metrics",
         "model",
@@ -172,6 +173,7 @@ class Call:
         self.worker = ""
         self.caller: str | None = None
         self.key: Caller | None = None
+        self.holds_key_place = False
         self.reservation: Reservation | None = None
         self.extra_headers: Headers = []
         self.exchange: ClientExchange | None = None

@@ -30,19 +30,22 @@ class ClientExchange:
         cycle: uvicorn's.
     """
 
-    __slots__ = ("_cycle", "_on_disconnect")
+    __slots__ = ("_on_disconnect", "cycle")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self.cycle = cycle
         self._on_disconnect: Callable[[], None] | None = None
+
+    @property
+    def answered(self) -> bool:
+        """Whether the whole answer has been written, or nobody is left to read it."""
+        return self.cycle.response_complete or self.cycle.disconnected
 
     def take_body(self) -> bytes | None:
         """Return the body if all of it has arrived, else None: it must be received."""
-        cycle = self._cycle
+        cycle = self.cycle
         if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
             return None
-        # A connection that is not read does not notice that its client has left.
-        cycle.flow.resume_reading()
         body = bytes(cycle.body)
         cycle.body = bytearray()
         cycle.message_event.clear()
@@ -50,7 +53,7 @@ class ClientExchange:
 
     def watch(self, on_disconnect: Callable[[], None]) -> None:
         """Have a function called when the client leaves; at once if it has left."""
-        if self._cycle.disconnected:
+        if self.cycle.disconnected:
             on_disconnect()
         else:
             self._on_disconnect = on_disconnect
@@ -77,7 +80,7 @@ class ClientExchange:
             Whether it is sent. False: a part of an answer is out, or the client is slow to read
             earlier ones; ``send`` knows how to wait.
         """
-        cycle = self._cycle
+        cycle = self.cycle
         if cycle.disconnected:
             return True
         if cycle.response_started or cycle.flow.write_paused:

@@ -3,8 +3,8 @@
 Invariant: at most one exchange at a time; after ``abort`` or an error the connection is never
     used again. Reading stops (``pause_reading``) while more than ``HIGH_WATER`` bytes wait for
     the consumer, so that a slow client slows its worker down and costs the gateway a bounded
-    amount of memory. Framing is httptools' (llhttp) work; what it refuses is a
-    :class:`ProtocolError`.
+    amount of memory. Framing is httptools' (llhttp) work, within the bounds of
+    :mod:`taut_service.framing`; what either refuses is a :class:`ProtocolError`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import cast
 import httptools
 
 from taut_service.errors import Headers
+from taut_service.framing import BYTES_A_READ, MAX_HEAD_BYTES, Framing, Trailers
 from taut_service.settings import Timeouts
 
 HIGH_WATER = 64 * 1024
 """Bytes of body held for a slow consumer before reading stops."""
 NEVER = float("inf")
-MAX_HEAD_BYTES = 64 * 1024
-"""Longest response head accepted from a worker."""
 
 
 class UpstreamError(Exception):
@@ -33,6 +32,12 @@ class UpstreamError(Exception):
 
 class ConnectError(UpstreamError):
     """No connection within ``connect_s``."""
+
+    cause = "connect"
+
+
+class NoDescriptorError(UpstreamError):
+    """This process has no descriptor left for a connection; it says nothing about the worker."""
 
     cause = "connect"
 
@@ -73,6 +78,8 @@ class Connection(asyncio.Protocol):
         self._gap_s = timeouts.gap_s or NEVER
         self._look_s = min(self._first_byte_s, self._idle_s, self._first_token_s, self._gap_s)
         self._transport: asyncio.Transport | None = None
+        self._framing = Framing()
+        self._trailers = Trailers()
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -84,6 +91,7 @@ class Connection(asyncio.Protocol):
     def _reset(self) -> None:
         self.status = 0
         self.headers: Headers = []
+        self._fields = self.headers
         self.got_bytes = False
         self.received = 0
         self._head_done = False
@@ -176,6 +184,8 @@ class Connection(asyncio.Protocol):
         """Close now; to a worker in the middle of an answer this says to stop generating."""
         self._stop_timer()
         self._busy = False
+        # Its traceback holds frames that hold the request, and they hold this.
+        self._error = None
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
@@ -233,13 +243,21 @@ class Connection(asyncio.Protocol):
             self._on_closed(self)
             return
         self.got_bytes = True
-        self._deadline = self._loop.time() + self._idle_s
-        self.received += len(data)
+        framing = self._framing
+        framing.size = size = len(data)
+        self.received += size
+        held, pieces = self._buffered, len(self._pieces)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._keep_alive = False
             self._fail(ProtocolError(str(error)))
+            return
+        body = self._buffered - held
+        if not framing.open or (body and size - body <= BYTES_A_READ):
+            framing.dry = 0
+            self._deadline = self._loop.time() + self._idle_s
+        elif not self._within_bounds(body, len(self._pieces) - pieces):
             return
         if not self._head_done and self.received > MAX_HEAD_BYTES:
             self._fail(ProtocolError("the response head is too long"))
@@ -247,6 +265,22 @@ class Connection(asyncio.Protocol):
             self._paused = True
             self._transport.pause_reading()
         self._wake()
+
+    def _within_bounds(self, body: int, pieces: int) -> bool:
+        """Judge a read with little or no body in it; fail and return False where it is too much."""
+        framing = self._framing
+        framing.body = body
+        framing.pieces += pieces
+        problem = framing.read_problem()
+        if problem is not None:
+            self._keep_alive = False
+            self._fail(ProtocolError(problem))
+            return False
+        # What is neither the beginning of a head nor body is no sign of work: neither are trailers
+        # that never end.
+        if framing.dry < 2:
+            self._deadline = self._loop.time() + self._idle_s
+        return True
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the exchange: well, if the body was to last until close, else as an error."""
@@ -266,18 +300,23 @@ class Connection(asyncio.Protocol):
         """Refuse a second answer to one request."""
         if self._complete:
             raise ProtocolError("more than one response")
+        self._framing.begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header, its name in lower case."""
-        self.headers.append((name.lower(), value))
+        """Collect a header, its name in lower case; drop a trailer."""
+        self._fields.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """Take the status; forget an interim (1xx) head."""
+        problem = self._framing.head_problem(self.headers)
+        if problem is not None:
+            raise ProtocolError(problem)
         self.status = self._parser.get_status_code()
         if self.status < 200:
             self.headers.clear()
             return
         self._head_done = True
+        self._fields, self._trailers.seen = self._trailers, 0
         names = {name for name, _ in self.headers}
         framed = b"content-length" in names or b"transfer-encoding" in names
         self._until_close = not framed and self.status not in (204, 304)
@@ -289,6 +328,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Note the end and whether the connection stays."""
+        self._framing.end()
         if self._head_done:
             self._complete = True
             self._keep_alive = bool(self._parser.should_keep_alive())

@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from taut_service.client_rules import CLOSE_REASONS
+
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "disconnect")
 RETRY_CAUSES = ("connect", "reset", "protocol", "timeout", "stale", "502", "503")
 REJECT_REASONS = (
@@ -23,6 +25,7 @@ REJECT_REASONS = (
     "limits_unavailable",
     "invalid",
     "too_large",
+    "key_inflight",
 )
 RATE_LIMITS = ("requests", "tokens")
 RELOADED = ("configuration", "keys", "certificate")
@@ -139,6 +142,12 @@ class Families:
         )
         self.rate_limited = _children(
             counter("rate_limited", "Refusals by a caller's own limit", "limit"), RATE_LIMITS
+        )
+        self.clients_closed = _children(
+            counter(
+                "client_connections_closed", "Clients' connections cut by the gateway", "reason"
+            ),
+            CLOSE_REASONS,
         )
         self.log_lines_dropped = counter(
             "log_lines_dropped", "Lines of the access log lost because its reader is too slow"

@@ -30,6 +30,7 @@ from taut_service.errors import (
 )
 from taut_service.gateway import Gateway
 from taut_service.headers import REQUEST_ID, RequestHeaders, RequestIds
+from taut_service.key_places import KeyPlaces
 from taut_service.limits.estimate import estimate
 from taut_service.limits.limiter import RateLimiter
 from taut_service.limits.settlement import settle
@@ -56,6 +57,7 @@ _REASON_OF_CODE: Mapping[str | None, str] = {
     "rate_limit_exceeded": "rate_limited",
     "request_exceeds_rate_limit": "rate_limited",
     "rate_limits_unavailable": "limits_unavailable",
+    "key_inflight_limit": "key_inflight",
 }
 _OPEN_PATHS = ("/health/", "/metrics", "/docs", "/openapi.json")
 
@@ -95,6 +97,7 @@ class Front:
         self.reloader = reloader
         self._keys = keys
         self._limiter = limiter
+        self._key_places = KeyPlaces()
         self.drain = drain
         self.metrics = metrics
         self._log = access_log
@@ -133,6 +136,8 @@ class Front:
             call.status = 502
         finally:
             self.drain.leave(watch)
+            if call.holds_key_place and call.key is not None:
+                self._key_places.give_back(call.key.name)
             self._account(call)
 
     async def _answer(
@@ -194,6 +199,7 @@ class Front:
         if caller is not None:
             call.key, call.caller = caller, caller.name
             headers.hide_authorization()
+            call.holds_key_place = self._key_places.take(caller)
         return timeout_of(headers)
 
     async def _answer_error(

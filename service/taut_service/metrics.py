@@ -160,6 +160,7 @@ class Metrics:
         self.retries = families.retries
         self.rejected = families.rejected
         self.rate_limited = families.rate_limited
+        self.clients_closed = families.clients_closed
         self.log_lines_dropped = families.log_lines_dropped
         self._gauges = Gauges()
         self.registry.register(self._gauges)

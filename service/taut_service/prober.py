@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from taut_service.connection import StallError, UpstreamError
+from taut_service.connection import NoDescriptorError, StallError, UpstreamError
 from taut_service.settings import Golden
 from taut_service.worker import Worker, WorkerState
 
@@ -93,6 +93,9 @@ class Prober:
                 await self._check_golden(worker.golden)
             else:
                 await self._check_health()
+        except NoDescriptorError:
+            # The gateway's own trouble: what was known of the worker still holds.
+            return
         except (StallError, TimeoutError):
             self._stalls += 1
             if not self._works() or self._stalls >= STALLS_BEFORE_LOST:

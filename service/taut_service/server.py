@@ -14,11 +14,15 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from functools import partial
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI
 
+from taut_service.client_rules import ClientRules
+from taut_service.descriptors import DescriptorReserve, current_limit
 from taut_service.front import Front
 from taut_service.protocol import BoundedHttpProtocol
 from taut_service.settings import SettingsError
@@ -55,9 +59,13 @@ class GatewayServer(uvicorn.Server):
         tls: ServerTls | None = None,
         admin: socket.socket | None = None,
     ) -> None:
+        self._rules = ClientRules(
+            lambda: app.reloader.current.settings.timeouts,
+            lambda reason: app.metrics.clients_closed[reason].inc(),
+        )
         config = uvicorn.Config(
             app,
-            http=BoundedHttpProtocol,
+            http=_with(self._rules),
             ws="none",
             lifespan="on",
             log_config=None,
@@ -100,6 +108,7 @@ class GatewayServer(uvicorn.Server):
             # uvicorn would make a context of its own from files, and keep it for ever.
             self.config.ssl = self._tls.context
         await super().startup(sockets)
+        self._rules.descriptors = DescriptorReserve(current_limit())
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -166,7 +175,7 @@ class AdminServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=BoundedHttpProtocol,
+                http=_with(ClientRules()),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -180,6 +189,11 @@ class AdminServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
+
+
+def _with(rules: ClientRules) -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol factory for one listener; it is only ever called."""
+    return cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, rules=rules))
 
 
 @contextlib.asynccontextmanager

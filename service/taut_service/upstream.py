@@ -9,11 +9,17 @@ case, not a fault. Retrying elsewhere is the gateway's decision.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Callable
 
-from taut_service.connection import ConnectError, Connection, ConnectionLostError
+from taut_service.connection import (
+    ConnectError,
+    Connection,
+    ConnectionLostError,
+    NoDescriptorError,
+)
 from taut_service.settings import Timeouts
 
 MAX_IDLE = 256
@@ -154,6 +160,8 @@ class UpstreamClient:
         except TimeoutError as error:
             raise ConnectError(f"no connection within {self._timeouts.connect_s:g} s") from error
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoDescriptorError(_reason(error)) from error
             raise ConnectError(_reason(error)) from error
         return connection
 

@@ -143,7 +143,13 @@ class RequestWatch:
             self._exchange.unwatch()
         if self._listener is not None:
             self._listener.cancel()
-        if self._reason is None or task is None:
+        reason, self._reason = self._reason, None
+        if reason is None or task is None:
             return
-        if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise self._reason from error
+        try:
+            if task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+                raise reason from error
+        finally:
+            # An exception that a frame of its own traceback names keeps all of them, the request's
+            # body included, until the collector comes by.
+            del reason, error

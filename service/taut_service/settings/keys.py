@@ -38,7 +38,8 @@ class ApiKey(Section):
 
     ``weight`` is its share of a full gateway against callers of its priority. A limit that is not
     given is no limit. ``brown_out`` allows its requests to be answered by a model's smaller variant
-    under pressure.
+    under pressure. ``max_inflight`` bounds its
+    requests under way at a time in one gateway, those that wait included.
     """
 
     name: Name
@@ -48,6 +49,7 @@ class ApiKey(Section):
     weight: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
+    max_inflight: Count | None = None
     brown_out: bool = False
 
     @field_validator("scopes")

@@ -15,7 +15,8 @@ class Timeouts(Section):
     ``first_byte_s`` and ``idle_s`` count bytes, ``first_token_s`` and ``gap_s`` count events of a
     stream: a worker that sends nothing but keep-alive comments is stopped by the latter. Where
     the latter are not given, the former are used for both. ``idle_s`` also bounds the silence of
-    a client within its body.
+    a client within its body. A client that takes nothing of its answer for ``write_s``, or fewer
+    than ``write_min_bytes_per_s`` over that time, is cut off: it holds a place at a worker.
     """
 
     connect_s: Seconds = 2.0
@@ -24,6 +25,8 @@ class Timeouts(Section):
     idle_s: Seconds = 120.0
     gap_s: Seconds | None = None
     total_s: Seconds = 1800.0
+    write_s: Seconds = 30.0
+    write_min_bytes_per_s: Annotated[int, Field(ge=0)] = 1024
 
 
 class Retries(Section):
