@@ -56,7 +56,11 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* The account of a component's pods, and its annotations. Context: {root, of, name}. */}}
+{{- define "taut.worker.account" -}}
+{{- include "taut.account" (dict "of" .Values.worker "name" (printf "%s-worker" (include "taut.fullname" .))) -}}
+{{- end }}
+
+{{/* The account of a component's pods: the user's, or the one that is made. Context: {of, name}. */}}
 {{- define "taut.account" -}}
 {{- default .name (dig "serviceAccount" "name" "" (default dict .of)) -}}
 {{- end }}

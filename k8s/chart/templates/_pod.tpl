@@ -1,5 +1,5 @@
 {{/*
-Every pod template of the chart. Context: {root, of, labels, annotations, spec, gpus, gpuResource}: `of` holds the keys of a
+Every pod template of the chart. Context: {root, of, labels, annotations, spec, gpus, gpuResource, resources}: `of` holds the keys of a
 pod that the user gave (values.schema.yaml: pod), `spec` is what this pod is for, in YAML. Meets the restricted Pod Security
 Standard unless told otherwise.
 */}}
@@ -97,15 +97,25 @@ Standard unless told otherwise.
 {{- toYaml $resources -}}
 {{- end }}
 
-{{/* Taints of GPU nodes; a MIG slice is on a node with the whole card's taint. Context: {gpus, gpuResource}. */}}
+{{/* GPUs of a worker, given as `gpus` or among the limits: name → number. Context: what taut.worker.of returns. */}}
+{{- define "taut.gpus" -}}
+{{- $gpus := dict -}}
+{{- range $key, $count := dig "limits" dict (default dict .resources) -}}
+{{- if regexMatch "^(nvidia\\.com|amd\\.com|gpu\\.intel\\.com|habana\\.ai)/" $key -}}{{- $_ := set $gpus $key (int $count) -}}{{- end -}}
+{{- end -}}
+{{- if .gpus -}}{{- $_ := set $gpus .gpuResource (int .gpus) -}}{{- end -}}
+{{- toYaml $gpus -}}
+{{- end }}
+
+{{/* Taints of GPU nodes; a MIG slice is on a node with the whole card's taint. Context: {gpus, gpuResource, resources}. */}}
 {{- define "taut.gpu.tolerations" -}}
 {{- $tolerations := list -}}
-{{- if .gpus -}}
-{{- $keys := list .gpuResource -}}
-{{- if hasPrefix "nvidia.com/mig-" .gpuResource -}}{{- $keys = append $keys "nvidia.com/gpu" -}}{{- end -}}
-{{- range $keys -}}
-{{- $tolerations = append $tolerations (dict "key" . "operator" "Exists" "effect" "NoSchedule") -}}
+{{- $keys := include "taut.gpus" . | fromYaml | keys | sortAlpha -}}
+{{- range $key := $keys -}}
+{{- if hasPrefix "nvidia.com/mig-" $key -}}{{- $keys = append $keys "nvidia.com/gpu" -}}{{- end -}}
 {{- end -}}
+{{- range $keys | uniq -}}
+{{- $tolerations = append $tolerations (dict "key" . "operator" "Exists" "effect" "NoSchedule") -}}
 {{- end -}}
 {{- toYaml $tolerations -}}
 {{- end }}

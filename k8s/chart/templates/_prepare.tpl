@@ -145,7 +145,7 @@ workers on the store say of theirs, and its own keys over that. Context: the roo
 {{- $_ := set $selector $key $value -}}
 {{- end -}}
 {{- $taken := pick $worker "affinity" -}}
-{{- $taints := concat (default list $worker.tolerations) (include "taut.gpu.tolerations" (dict "gpus" .gpus "gpuResource" $worker.gpuResource) | fromYamlArray) -}}
+{{- $taints := concat (default list $worker.tolerations) (include "taut.gpu.tolerations" $worker | fromYamlArray) -}}
 {{- $_ := set $taken "tolerations" $taints -}}
 {{- if $.Values.prepare.gpus -}}{{- $taken = merge $taken (pick $worker "runtimeClassName") -}}{{- end -}}
 {{- $layers = append $layers $taken -}}
@@ -168,9 +168,10 @@ worker fits may choose one. Context: the root.
 {{- $claim := lookup "v1" "PersistentVolumeClaim" (include "taut.namespace" .) (include "taut.store.claim" .) -}}
 {{- if and .Values.prepare.holdGpus (include "taut.store.oneNode" .) (not (dig "spec" "volumeName" "" (default dict $claim))) -}}
 {{- range .Values.variants -}}
-{{- if and .gpus (not (or .artifact .urls .multiNode)) -}}
-{{- $resource := (include "taut.worker.of" (dict "root" $ "variant" .) | fromYaml).gpuResource -}}
-{{- $_ := set $held $resource (max (int .gpus) (int (get $held $resource))) -}}
+{{- if not (or .artifact .urls .multiNode) -}}
+{{- range $resource, $count := include "taut.gpus" (include "taut.worker.of" (dict "root" $ "variant" .) | fromYaml) | fromYaml -}}
+{{- $_ := set $held $resource (max (int $count) (int (get $held $resource))) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

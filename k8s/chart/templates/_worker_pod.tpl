@@ -161,7 +161,7 @@ failureThreshold: {{ div (add $worker.startupSeconds 4) 5 }}
 {{- define "taut.worker.spec" -}}
 {{- $worker := .root.Values.worker -}}
 {{- $token := and (ne .rank "follower") (eq $worker.startup "token") -}}
-serviceAccountName: {{ include "taut.account" (dict "of" $worker "name" (printf "%s-worker" (include "taut.fullname" .root))) }}
+serviceAccountName: {{ include "taut.worker.account" .root }}
 # Leaving the Service, then vLLM's own drain, then time to end its processes.
 terminationGracePeriodSeconds: {{ add $worker.deregisterSeconds $worker.drainSeconds 30 }}
 {{- if eq .rank "single" }}
@@ -220,5 +220,5 @@ volumes:
 {{- define "taut.worker.pod" -}}
 {{- $of := include "taut.worker.of" . | fromYaml -}}
 {{- $context := merge (dict "of" $of) . -}}
-{{- include "taut.pod" (dict "root" .root "of" (include "taut.worker.placed" $context | fromYaml) "labels" (include "taut.worker.labels" . | fromYaml) "spec" (include "taut.worker.spec" $context) "gpus" (int (default 0 $of.gpus)) "gpuResource" $of.gpuResource) -}}
+{{- include "taut.pod" (dict "root" .root "of" (include "taut.worker.placed" $context | fromYaml) "labels" (include "taut.worker.labels" . | fromYaml) "spec" (include "taut.worker.spec" $context) "gpus" (int (default 0 $of.gpus)) "gpuResource" $of.gpuResource "resources" $of.resources) -}}
 {{- end }}
