@@ -88,6 +88,11 @@ class Store:
 
     def _emit(self, what: str, plural: str, document: Document) -> None:
         self.version += 1
+        # Every change has a second of its own, in the order in which they came.
+        now = time.strftime("2026-01-01T%H:%M:%SZ", time.gmtime(self.version))
+        document["metadata"].setdefault("creationTimestamp", now)
+        if "conditions" in document.get("status", {}) and document["kind"] == "Job":
+            document["status"].setdefault("completionTime", now)
         document["metadata"]["resourceVersion"] = str(self.version)
         document["metadata"].setdefault("uid", f"uid-{self.version}")
         document["metadata"].setdefault("generation", 1)

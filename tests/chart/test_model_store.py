@@ -135,7 +135,7 @@ def test_in_its_own_pod_a_worker_prepares_what_it_serves():
     pod = the(rendered, "Deployment", "-worker-w4a16")["spec"]["template"]
     steps = [each["name"] for each in pod["spec"]["initContainers"]]
     assert steps == ["fetch", "compress-w4a16", "wait-for-cache"]
-    policy = the(rendered, "NetworkPolicy", "-taut-prepare")
+    policy = the(rendered, "NetworkPolicy", "-worker-prepares")
     selector = policy["spec"]["podSelector"]["matchLabels"]
     assert selector.items() <= pod["metadata"]["labels"].items()
     (claim,) = [d for d in of_kind(rendered, "PersistentVolumeClaim") if "models" in str(d)]

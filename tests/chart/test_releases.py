@@ -102,6 +102,22 @@ def test_uninstall_leaves_the_claim_and_the_next_install_takes_it(cluster: tuple
     assert not about(store, CLAIM), "the kept model was thrown away"
 
 
+def test_new_claim_is_filled_again(cluster: tuple[Store, Helm]):
+    store, helm = cluster
+    done(helm("install", CPU))
+    done(helm("uninstall"))
+    assert ("jobs", "rel-taut-prepare") in store.objects, "hooks stay"
+    store.delete("persistentvolumeclaims", "rel-taut-models")
+    done(helm("install", CPU))
+    assert about(store, JOB) == [f"delete {JOB}", f"make {JOB}"]
+    # The Job of the first claim again, though not of this one.
+    store.delete("persistentvolumeclaims", "rel-taut-models")
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "spec": {}}
+    store.put("persistentvolumeclaims", {**claim, "metadata": {"name": "rel-taut-models"}})
+    done(helm("upgrade", CPU))
+    assert about(store, JOB) == [f"delete {JOB}", f"make {JOB}"]
+
+
 @pytest.mark.parametrize("upgraded", [False, True])
 def test_claim_that_is_not_kept_goes_with_the_release(cluster: tuple[Store, Helm], upgraded: bool):
     store, helm = cluster
