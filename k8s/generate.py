@@ -77,8 +77,9 @@ def described() -> dict[str, Any]:
     written: dict[str, Any] = yaml.safe_load((HERE / "values.schema.yaml").read_text())
     of_pod = written["definitions"].pop("pod")["properties"]
     for section in _with_pods(written):
-        section["properties"] = of_pod | section["properties"]
-        del section["x-pod"]
+        left_out = section.pop("x-pod")
+        taken = {key: below for key, below in of_pod.items() if key not in left_out}
+        section["properties"] = taken | section["properties"]
     return written
 
 
@@ -91,7 +92,7 @@ def pod_keys() -> dict[str, Any]:
 
 def _with_pods(written: dict[str, Any]) -> list[dict[str, Any]]:
     sections = [*written["properties"].values(), written["properties"]["variants"]["items"]]
-    return [section for section in sections if section.get("x-pod")]
+    return [section for section in sections if "x-pod" in section]
 
 
 def _let_spellings_pass(written: dict[str, Any]) -> None:
@@ -181,8 +182,8 @@ def values_page() -> str:
         f"{values_table()}\n\n"
         "## Keys of a pod\n\n"
         "`gateway`, `worker`, `variants[]`, `prepare`, `validation` and `smokeTest` each have "
-        "these. A variant's come over `worker`'s: maps are merged, lists joined, single values "
-        "replaced.\n\n"
+        "these, Jobs without probes and variants without an account of their own. A variant's come "
+        "over `worker`'s: maps are merged, lists joined, single values replaced.\n\n"
         f"{pod_table()}\n"
     )
 

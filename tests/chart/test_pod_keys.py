@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chart_rendering import Document, changed, needs_helm, of_kind, render, set_values
+from chart_rendering import Document, changed, needs_helm, of_kind, render, set_values, template
 from generate import pod_keys
 
 pytestmark = needs_helm
@@ -59,7 +59,15 @@ CASES: dict[str, tuple[Any, str, Any]] = {
     "readinessProbe": (PROBE, "probe.readinessProbe", PROBE),
     "livenessProbe": (PROBE, "probe.livenessProbe", PROBE),
 }
-NO_PROBES = ("prepare", "validation", "smokeTest")
+ENDING = ("prepare", "validation", "smokeTest")
+"""Pods that end by themselves and have no probes."""
+TAKEN = [
+    (key, section)
+    for key in CASES
+    for section in SECTIONS
+    if not (key.endswith("Probe") and section in ENDING)
+    and (key, section) != ("serviceAccount", "variants.2")
+]
 
 
 def test_every_key_has_a_case():
@@ -100,19 +108,23 @@ def holds(found: Any, wanted: Any) -> bool:
     return bool(found == wanted)
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-@pytest.mark.parametrize("key", CASES)
+@pytest.mark.parametrize(("key", "section"), TAKEN)
 def test_key_reaches_the_pod(key: str, section: str):
     value, where, wanted = CASES[key]
-    if where.startswith("probe") and section in NO_PROBES:
-        pytest.skip(f"a pod of {section} ends by itself: it has no probes")
-    if key == "serviceAccount" and section == "variants.2":
-        pytest.skip("workers of all variants have one account")
     end = SECTIONS[section]
     before = the_object(render(BASE), end)
     after = the_object(render(changed(BASE, f"{section}.{key}", value)), end)
     assert not any(holds(found, wanted) for found in places(before, where))
     assert all(holds(found, wanted) for found in places(after, where)), places(after, where)
+
+
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [(key, section) for key in CASES for section in SECTIONS if (key, section) not in TAKEN],
+)
+def test_key_that_a_pod_has_no_use_for_is_refused(key: str, section: str):
+    done = template(changed(BASE, f"{section}.{key}", CASES[key][0]))
+    assert done.returncode != 0 and f"'{key}' not allowed" in done.stderr
 
 
 @pytest.mark.parametrize("section", ["gateway", "prepare", "validation", "variants.2"])

@@ -17,6 +17,11 @@
 {{- if and (ne (include "taut.store.kind" .) "claim") (has $through (list "both" "files")) -}}
 {{- fail (printf "validation.through: files loads checkpoints from a claim, and modelStore.%s is each pod's own; use servers" (include "taut.store.kind" .)) -}}
 {{- end -}}
+{{- if eq (include "taut.prepare.run" .) "pod" -}}
+{{- range $key := list "labels" "annotations" "podLabels" "podAnnotations" "podSecurityContext" "containerSecurityContext" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "schedulerName" "runtimeClassName" "hostNetwork" "dnsPolicy" "dnsConfig" "hostAliases" "initContainers" "sidecars" "extraVolumes" "extraVolumeMounts" "resourceClaims" "serviceAccount" "ttlSecondsAfterFinished" -}}
+{{- if get $.Values.prepare $key -}}{{- fail (printf "prepare.%s: each worker's own pod prepares (prepare.run: pod, or a store of the pod or node); give it as worker.%s" $key $key) -}}{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and (has (include "taut.store.kind" .) (list "emptyDir" "ephemeral")) (not .Values.prepare.enabled) (include "taut.store.used" .) -}}
 {{- fail (printf "prepare.enabled: modelStore.%s is empty when a worker starts, and nothing else fills it" (include "taut.store.kind" .)) -}}
 {{- end -}}

@@ -67,3 +67,14 @@ Context: a list of maps.
 {{- end -}}
 {{- toYaml $merged -}}
 {{- end }}
+
+{{/* A probe with what the user gave over it; who gives a handler takes the chart's away. Context: list of both. */}}
+{{- define "taut.probe" -}}
+{{- $handlers := list "exec" "httpGet" "tcpSocket" "grpc" -}}
+{{- $probe := first . -}}
+{{- $given := default dict (last .) -}}
+{{- range $handlers -}}
+{{- if hasKey $given . -}}{{- range $handlers -}}{{- $_ := unset $probe . -}}{{- end -}}{{- end -}}
+{{- end -}}
+{{- include "taut.merge" (list $probe $given) -}}
+{{- end }}

@@ -37,7 +37,7 @@ argocd.argoproj.io/sync-wave: "-1"
 {{- end -}}
 {{- end }}
 
-{{/* Environment and mounts of every step. Context: {root, resources, gpus}. */}}
+{{/* Environment and mounts of every step. Context: {root, env, envFrom, gpus, claims}. */}}
 {{- define "taut.prepare.step" -}}
 {{- $prepare := .root.Values.prepare -}}
 image: {{ include "taut.image" (dict "root" .root "image" .root.Values.image.toolbox) }}
@@ -54,7 +54,7 @@ env:
 {{- with .envFrom }}
 envFrom: {{- toYaml . | nindent 2 }}
 {{- end }}
-resources: {{- include "taut.resources" (dict "resources" $prepare.resources "gpus" .gpus "gpuResource" .root.Values.worker.gpuResource) | nindent 2 }}
+resources: {{- include "taut.resources" (dict "resources" $prepare.resources "gpus" .gpus "gpuResource" .root.Values.worker.gpuResource "claims" .claims) | nindent 2 }}
 volumeMounts: {{- include "taut.prepare.mounts" . | nindent 2 }}
 {{- end }}
 
@@ -66,7 +66,7 @@ volumeMounts: {{- include "taut.prepare.mounts" . | nindent 2 }}
 
 {{/*
 One step after the other; each finds what an interrupted run left and continues there, and does nothing where all is done.
-Context: {root, variants, env, envFrom}.
+Context: {root, variants, env, envFrom, claims}.
 */}}
 {{- define "taut.prepare.steps" -}}
 {{- $prepare := .root.Values.prepare -}}
@@ -89,7 +89,7 @@ Context: {root, variants, env, envFrom}.
 {{- range .variants }}
 {{- if .recipe }}
 - name: compress-{{ .name }}
-  {{- include "taut.prepare.step" (dict "root" $.root "env" $.env "envFrom" $.envFrom "gpus" $prepare.gpus) | nindent 2 }}
+  {{- include "taut.prepare.step" (dict "root" $.root "env" $.env "envFrom" $.envFrom "gpus" $prepare.gpus "claims" $.claims) | nindent 2 }}
   args: {{- concat (list "compress" (include "taut.prepare.source" $.root) "--recipe" .recipe "--output" (printf "/models/%s" .checkpoint) "--device" $prepare.device) $prepare.compressArgs | toYaml | nindent 4 }}
 {{- end }}
 {{- end }}

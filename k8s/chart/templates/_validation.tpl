@@ -38,7 +38,7 @@ env:
   - {name: TAUT_HOME, value: /models}
   - {name: HOME, value: /tmp}
   - {name: HF_HUB_OFFLINE, value: "1"}
-resources: {{- include "taut.resources" (dict "resources" $validation.resources "gpus" (ternary 0 $validation.gpus $servers) "gpuResource" .root.Values.worker.gpuResource) | nindent 2 }}
+resources: {{- include "taut.resources" (dict "resources" $validation.resources "gpus" (ternary 0 $validation.gpus $servers) "gpuResource" .root.Values.worker.gpuResource "claims" (ternary list $validation.resourceClaims $servers)) | nindent 2 }}
 volumeMounts:
   {{- if or (not $servers) (include "taut.validation.onStore" .root) }}
   # A checkpoint's manifest records the verdict, so it is written to when files are compared.

@@ -153,7 +153,9 @@ failureThreshold: {{ div (add $worker.startupSeconds 4) 5 }}
 {{- $_ := set $probes "livenessProbe" (dict "httpGet" (dict "path" "/health" "port" "http") "periodSeconds" 15 "timeoutSeconds" 10 "failureThreshold" 8) -}}
 {{- end -}}
 {{- range $name, $probe := $probes -}}
-{{- $_ := set $probes $name (include "taut.merge" (list $probe (get $.of $name)) | fromYaml) -}}
+{{- $given := default dict (get $.of $name) -}}
+{{- if eq $.rank "follower" -}}{{- $given = omit $given "exec" "httpGet" "tcpSocket" "grpc" -}}{{- end -}}
+{{- $_ := set $probes $name (include "taut.probe" (list $probe $given) | fromYaml) -}}
 {{- end -}}
 {{- toYaml $probes -}}
 {{- end }}
