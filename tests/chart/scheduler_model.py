@@ -12,14 +12,13 @@ one thing: whatever can happen next may happen next, and all such runs are playe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scheduler_pods import Pod, phases
+
 Document = dict[str, Any]
-PREPARED = "config.json"
-"""A waiting container polls for this file; a finished compression makes it."""
 ENDLESS = 100_000
 """More runs than this mean that the model is too large, not that the chart is wrong."""
 
@@ -43,73 +42,6 @@ class Volume:
     """How claims behave: ``local`` ones stay on their first node, others in its ``zone``."""
 
     local: bool = True
-
-
-@dataclass(frozen=True)
-class Pod:
-    """A pod as the scheduler sees it."""
-
-    name: str
-    template: Document = field(hash=False, compare=False)
-    is_job: bool
-
-    @property
-    def spec(self) -> Document:
-        """Its spec."""
-        spec: Document = self.template["spec"]
-        return spec
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """Its labels."""
-        labels: dict[str, str] = self.template["metadata"]["labels"]
-        return labels
-
-    def claims(self) -> list[str]:
-        """Claims that it mounts."""
-        volumes = self.spec.get("volumes", [])
-        found = [
-            v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v
-        ]
-        return sorted(found)
-
-    def wants(self) -> dict[str, int]:
-        """Counted resources: of init containers the most, of containers the sum."""
-        total: dict[str, int] = {}
-        for container in self.spec["containers"]:
-            for key, count in _counted(container).items():
-                total[key] = total.get(key, 0) + count
-        for container in self.spec.get("initContainers", []):
-            for key, count in _counted(container).items():
-                total[key] = max(total.get(key, 0), count)
-        return total
-
-    def makes(self) -> set[str]:
-        """Checkpoints that its steps leave in the store."""
-        made = set()
-        for container in self.spec.get("initContainers", []):
-            args = container.get("args", [])
-            if args[:1] == ["compress"]:
-                made.add(args[args.index("--output") + 1])
-        return made
-
-    def needs(self) -> set[str]:
-        """Checkpoints without which it does not come up (its own steps make some of them)."""
-        needed = set()
-        for container in self.spec.get("initContainers", []):
-            for argument in container.get("args", []):
-                if argument.endswith(f"/{PREPARED}"):
-                    needed.add(argument.removesuffix(f"/{PREPARED}"))
-        for container in self.spec["containers"]:
-            args = container.get("args", [])
-            if args[:1] == ["worker"] and args[1].startswith("/models/checkpoints"):
-                needed.add(args[1])
-        return needed - self.makes()
-
-
-def _counted(container: Document) -> dict[str, int]:
-    limits = container.get("resources", {}).get("limits", {})
-    return {key: int(count) for key, count in limits.items() if "/" in key}
 
 
 @dataclass(frozen=True)
@@ -336,69 +268,3 @@ def _keeps_apart(pod: Pod, node: Node, others: list[tuple[Pod, str]]) -> bool:
         for term in _terms(pod, "podAntiAffinity")
         for other, where in others
     )
-
-
-def phases(rendered: list[Document]) -> list[list[Pod]]:
-    """Pods that exist together: Jobs of hooks one after the other by weight, then all the rest.
-
-    A Job of a wave of Argo CD before the others comes before them, too.
-    """
-    early: list[tuple[int, str, list[Pod]]] = []
-    late: list[Pod] = []
-    for document in rendered:
-        notes = document["metadata"].get("annotations", {})
-        hooks = notes.get("helm.sh/hook", "")
-        pods = list(_pods(document))
-        if "pre-install" in hooks or int(notes.get("argocd.argoproj.io/sync-wave", 0)) < 0:
-            weight = int(notes.get("helm.sh/hook-weight", 0))
-            early.append((weight, document["metadata"]["name"], pods))
-        elif not hooks:
-            late += pods
-    return [pods for _, _, pods in sorted(early, key=lambda each: each[:2]) if pods] + [late]
-
-
-def _pods(document: Document) -> Iterator[Pod]:
-    name = document["metadata"]["name"]
-    spec = document.get("spec", {})
-    if document["kind"] == "Job":
-        yield Pod(name, spec["template"], is_job=True)
-    elif document["kind"] == "Deployment" and not name.endswith("-gateway"):
-        # Gateways want nothing that anybody else waits for.
-        for number in range(spec.get("replicas", 1)):
-            yield Pod(f"{name}-{number}", spec["template"], is_job=False)
-
-
-@dataclass(frozen=True)
-class Names:
-    """Which names of a namespace resolve to which pods, as kube-dns and LeaderWorkerSet do it."""
-
-    services: dict[str, Document]
-
-    @classmethod
-    def of(cls, rendered: list[Document]) -> Names:
-        """Services of the chart, and the headless one that LeaderWorkerSet makes for a group.
-
-        LeaderWorkerSet makes a Service of its own name, which publishes addresses of pods that
-        are not ready; where one of that name exists it makes none.
-        """
-        services = {d["metadata"]["name"]: d["spec"] for d in rendered if d["kind"] == "Service"}
-        for document in rendered:
-            if document["kind"] == "LeaderWorkerSet":
-                selector = {"leaderworkerset.sigs.k8s.io/name": document["metadata"]["name"]}
-                made = {"selector": selector, "publishNotReadyAddresses": True, "clusterIP": "None"}
-                services.setdefault(document["metadata"]["name"], made)
-        return cls(services)
-
-    def unready_leader_resolves(self, group: Document) -> bool:
-        """Whether followers find the first rank while it waits for them, so is not ready."""
-        name = group["metadata"]["name"]
-        service = self.services[name]
-        template = group["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
-        labels = {**template["metadata"]["labels"], "leaderworkerset.sigs.k8s.io/name": name}
-        selects = service["selector"].items() <= labels.items()
-        return selects and bool(service.get("publishNotReadyAddresses"))
-
-
-def is_dns_label(name: str) -> bool:
-    """Whether a Service may have this name."""
-    return re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", name) is not None

@@ -16,8 +16,10 @@ from chart_rendering import (
     set_values,
     the,
 )
+from cluster_names import Names, is_dns_label
 from generate import CHART
-from scheduler_model import Cluster, Names, Node, State, Volume, is_dns_label, phases
+from scheduler_model import Cluster, Node, State, Volume
+from scheduler_pods import phases
 
 pytestmark = needs_helm
 GPU, ZONE = "nvidia.com/gpu", "topology.kubernetes.io/zone"

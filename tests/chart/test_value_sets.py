@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 from chart_rendering import Document, documents, helm, needs_helm, pod_templates
+from cluster_names import is_dns_label
 from generate import CHART
-from scheduler_model import is_dns_label
 
 pytestmark = needs_helm
 WRITTEN: Document = yaml.safe_load(Path(__file__).with_name("value_sets.yaml").read_text())
