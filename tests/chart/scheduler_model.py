@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from scheduler_pods import Pod, phases
+from scheduler_pods import Pod, afterwards, phases
 
 Document = dict[str, Any]
 ENDLESS = 100_000
@@ -88,11 +88,13 @@ class Cluster:
         states = {replace(serving, ended=frozenset()) if serving else State()}
         stuck: list[Stuck] = []
         *hooks, last = phases(rendered)
-        for phase in [*hooks, last]:
+        later = afterwards(rendered)
+        for phase in [*hooks, last, *later]:
             after: set[State] = set()
             for state in states:
                 begin = replace(state, placed=()) if phase is last else state
-                running = last if serving and phase is not last else []
+                held = phase in later or (serving and phase is not last)
+                running = last if held else []
                 for end in self._runs(phase, begin, running):
                     waiting = _unfinished(phase, end)
                     if waiting:

@@ -97,6 +97,16 @@ def phases(rendered: list[Document]) -> list[list[Pod]]:
     return [pods for _, _, pods in sorted(early, key=lambda each: each[:2]) if pods] + [late]
 
 
+def afterwards(rendered: list[Document]) -> list[list[Pod]]:
+    """Jobs of hooks that run after an upgrade or as tests, one after the other, beside workers."""
+    hooks = [
+        d
+        for d in rendered
+        if "test" in d["metadata"].get("annotations", {}).get("helm.sh/hook", "")
+    ]
+    return [list(_pods(document)) for document in hooks]
+
+
 def _pods(document: Document) -> Iterator[Pod]:
     name = document["metadata"]["name"]
     spec = document.get("spec", {})

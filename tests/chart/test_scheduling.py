@@ -114,13 +114,30 @@ def test_new_recipe_on_the_gpu_that_serves_has_to_wait_for_it():
     assert {run.waiting for run in stuck} == {("rel-taut-prepare",)}
 
 
+JUDGED = changed(
+    changed(DEFAULT, "validation", {"enabled": True, "baseline": "base", "candidate": "w4a16"}),
+    "validation.text",
+    {"configMap": "text"},
+)
+JUDGED["variants"].append({"name": "base", "checkpoint": "models/m", "gpus": 1})
+TWO_GPUS = Node("gpu", {ZONE: "a"}, (GPU,), {GPU: 2})
+
+
+def test_validation_reaches_the_volume_on_the_node_of_the_workers():
+    rendered = render(JUDGED)
+    assert Cluster((CPU_NODE, TWO_GPUS)).play(rendered) == []
+    job = the(rendered, "Job", "-validation")
+    del job["spec"]["template"]["spec"]["tolerations"]
+    stuck = Cluster((CPU_NODE, TWO_GPUS)).play(rendered)
+    assert {run.waiting for run in stuck} == {("rel-taut-validation",)}
+
+
 def test_all_variants_of_one_volume_must_fit_on_one_node():
     two = copy.deepcopy(DEFAULT)
     two["variants"].append({**two["variants"][0], "name": "fp8", "checkpoint": "checkpoints/fp8"})
     rendered = render(two)
     assert CLUSTERS["local volumes"].play(rendered) != [], "one GPU is not enough for two"
-    wider = Node("gpu", {ZONE: "a"}, (GPU,), {GPU: 2})
-    assert Cluster((CPU_NODE, wider)).play(rendered) == []
+    assert Cluster((CPU_NODE, TWO_GPUS)).play(rendered) == []
 
 
 MULTI = set_values("multi-node")

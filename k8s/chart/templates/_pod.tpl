@@ -23,7 +23,7 @@ Standard unless told otherwise.
 {{- with get $of $key -}}{{- $_ := set $spec $key . -}}{{- end -}}
 {{- end -}}
 {{- if and $of.hostNetwork (not $of.dnsPolicy) -}}{{- $_ := set $spec "dnsPolicy" "ClusterFirstWithHostNet" -}}{{- end -}}
-{{- with concat (default list $of.tolerations) (include "taut.gpu.tolerations" . | fromYamlArray) -}}{{- $_ := set $spec "tolerations" . -}}{{- end -}}
+{{- with concat (default list $of.tolerations) (include "taut.gpu.tolerations" . | fromYamlArray) | uniq -}}{{- $_ := set $spec "tolerations" . -}}{{- end -}}
 {{- range $key := list "initContainers" "containers" -}}
 {{- $own := list -}}
 {{- range default list (get $spec $key) -}}

@@ -128,38 +128,6 @@ workers take a config.json for a checkpoint; what is in place already is not cop
 {{- end }}
 
 {{/*
-Where the Job may run. The first pod of a volume decides on its zone, and of local storage on its node: so it takes what the
-workers on the store say of theirs, and its own keys over that. Context: the root.
-*/}}
-{{- define "taut.prepare.of" -}}
-{{- $layers := list -}}
-{{- $selector := dict -}}
-{{- if or (include "taut.store.oneNode" .) .Values.prepare.gpus -}}
-{{- range $variant := .Values.variants -}}
-{{- if not (or .artifact .urls) -}}
-{{- $worker := include "taut.worker.of" (dict "root" $ "variant" .) | fromYaml -}}
-{{- range $key, $value := default dict $worker.nodeSelector -}}
-{{- if and (hasKey $selector $key) (ne (get $selector $key) $value) (include "taut.store.oneNode" $) -}}
-{{- fail (printf "variants[%s].nodeSelector: %s is %q here and %q in another variant, and with modelStore.accessMode ReadWriteOnce all workers are on one node; use ReadWriteMany" $variant.name $key $value (get $selector $key)) -}}
-{{- end -}}
-{{- $_ := set $selector $key $value -}}
-{{- end -}}
-{{- $taken := pick $worker "affinity" -}}
-{{- $taints := concat (default list $worker.tolerations) (include "taut.gpu.tolerations" $worker | fromYamlArray) -}}
-{{- $_ := set $taken "tolerations" $taints -}}
-{{- if $.Values.prepare.gpus -}}{{- $taken = merge $taken (pick $worker "runtimeClassName") -}}{{- end -}}
-{{- $layers = append $layers $taken -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- $of := include "taut.overlay" (append $layers (dict "nodeSelector" $selector)) | fromYaml -}}
-{{- $of = include "taut.overlay" (list $of .Values.prepare) | fromYaml -}}
-{{- $_ := set $of "tolerations" (default list $of.tolerations | uniq) -}}
-{{- $_ := set $of "affinity" (include "taut.affinity" (dict "root" . "own" $of.affinity) | fromYaml) -}}
-{{- toYaml $of -}}
-{{- end }}
-
-{{/*
 GPUs that the Job holds although it does not compute on them: while the volume has no node yet, only a pod that fits where a
 worker fits may choose one. Context: the root.
 */}}

@@ -79,3 +79,38 @@ Context: {root, own}.
 {{- define "taut.worker.onStore" -}}
 {{- if or (include "taut.cache.claim" .root) (and (not .variant.artifact) (eq (include "taut.store.kind" .root) "claim")) -}}yes{{- end -}}
 {{- end }}
+
+{{/*
+What the user gave to a Job on the store, with where it may run. The first pod of a volume decides on its zone, and of local
+storage on its node, and a ReadWriteOnce volume is where its workers are: so a Job takes what they say of their nodes, and its
+own keys over that. Context: {root, own}; own is the Job's section.
+*/}}
+{{- define "taut.store.job" -}}
+{{- $root := .root -}}
+{{- $own := .own -}}
+{{- $layers := list -}}
+{{- $selector := dict -}}
+{{- if or (include "taut.store.oneNode" $root) $own.gpus -}}
+{{- range $variant := $root.Values.variants -}}
+{{- if not (or .artifact .urls) -}}
+{{- $worker := include "taut.worker.of" (dict "root" $root "variant" .) | fromYaml -}}
+{{- range $key, $value := default dict $worker.nodeSelector -}}
+{{- if and (hasKey $selector $key) (ne (get $selector $key) $value) (include "taut.store.oneNode" $root) -}}
+{{- fail (printf "variants[%s].nodeSelector: %s is %q here and %q in another variant, and with modelStore.accessMode ReadWriteOnce all workers are on one node; use ReadWriteMany" $variant.name $key $value (get $selector $key)) -}}
+{{- end -}}
+{{- $_ := set $selector $key $value -}}
+{{- end -}}
+{{- $taken := pick $worker "affinity" -}}
+{{- $taints := concat (default list $worker.tolerations) (include "taut.gpu.tolerations" $worker | fromYamlArray) -}}
+{{- $_ := set $taken "tolerations" $taints -}}
+{{- if $own.gpus -}}{{- $taken = merge $taken (pick $worker "runtimeClassName") -}}{{- end -}}
+{{- $layers = append $layers $taken -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $of := include "taut.overlay" (append $layers (dict "nodeSelector" $selector)) | fromYaml -}}
+{{- $of = include "taut.overlay" (list $of $own) | fromYaml -}}
+{{- $_ := set $of "tolerations" (default list $of.tolerations | uniq) -}}
+{{- $_ := set $of "affinity" (include "taut.affinity" (dict "root" $root "own" $of.affinity) | fromYaml) -}}
+{{- toYaml $of -}}
+{{- end }}
