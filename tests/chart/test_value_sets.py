@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_rendering import Document, documents, helm, needs_helm, pod_templates
+from chart_rendering import NOTES, Document, documents, helm, needs_helm, pod_templates
 from cluster_names import is_dns_label
 from generate import CHART
 
@@ -89,6 +89,8 @@ def test_set_is_valid(name: str):
     for document in rendered:
         if "." not in document["apiVersion"].partition("/")[0].removesuffix(".k8s.io"):
             package.utils.validate(document, "1.37", strict=True)
+        elif document["kind"] == "InferencePool":
+            NOTES.add("NOT VALIDATED by its definition, which no package brings: InferencePool")
         if document["kind"] == "Service":
             assert is_dns_label(document["metadata"]["name"])
 
