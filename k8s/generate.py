@@ -2,7 +2,7 @@
 
 * ``chart/values.schema.json`` from ``values.schema.yaml`` and the gateway's own settings,
 * ``chart/files/rules`` and ``chart/files/dashboards`` from ``docker/observability``,
-* the table of values in ``README.md`` from ``values.schema.yaml`` and ``chart/values.yaml``,
+* the table of values, ``VALUES.md``, from ``values.schema.yaml`` and ``chart/values.yaml``,
 * ``manifests/*.yaml`` from the chart and a CI value set; needs helm (``$HELM``, or on the PATH).
 
 With ``--check`` nothing is written; exit 1 names what is not current.
@@ -30,7 +30,8 @@ MANIFESTS = {"cpu-minimal": "cpu-minimal.yaml"}
 RELEASE, NAMESPACE = "taut", "taut"
 PASSED_ON = {"model.gateway", "variants[].gateway", "gateway.config"}
 """Values that hold the gateway's own keys: service/README.md has their table."""
-TABLE_BEGIN, TABLE_END = "<!-- values: begin -->", "<!-- values: end -->"
+SPELLINGS = CHART / "files" / "spellings.yaml"
+"""Keys as other charts spell them: they pass the schema, so that the chart can name its own."""
 
 
 class HelmError(Exception):
@@ -63,11 +64,52 @@ def run_helm(*arguments: str) -> str:
 
 def schema() -> dict[str, Any]:
     """Return the chart's JSON schema, with the gateway's sections among its definitions."""
-    written: dict[str, Any] = yaml.safe_load((HERE / "values.schema.yaml").read_text())
+    written = described()
+    _let_spellings_pass(written)
     text = json.dumps(Settings.model_json_schema()["$defs"]).replace("#/$defs/", "#/definitions/")
     of_gateway: dict[str, Any] = json.loads(text)
     written["definitions"] |= {name: of_gateway[name] for name in _reached(written, of_gateway)}
     return written
+
+
+def described() -> dict[str, Any]:
+    """Return ``values.schema.yaml`` with the keys of a pod in every section that has a pod."""
+    written: dict[str, Any] = yaml.safe_load((HERE / "values.schema.yaml").read_text())
+    of_pod = written["definitions"].pop("pod")["properties"]
+    for section in _with_pods(written):
+        left_out = section.pop("x-pod")
+        taken = {key: below for key, below in of_pod.items() if key not in left_out}
+        section["properties"] = taken | section["properties"]
+    return written
+
+
+def pod_keys() -> dict[str, Any]:
+    """Return the keys that every section with a pod has, and how they are described."""
+    written = yaml.safe_load((HERE / "values.schema.yaml").read_text())
+    keys: dict[str, Any] = written["definitions"]["pod"]["properties"]
+    return keys
+
+
+def _with_pods(written: dict[str, Any]) -> list[dict[str, Any]]:
+    sections = [*written["properties"].values(), written["properties"]["variants"]["items"]]
+    return [section for section in sections if "x-pod" in section]
+
+
+def _let_spellings_pass(written: dict[str, Any]) -> None:
+    """Accept other spellings, which ``_checks_store.tpl`` then refuses with the key to use."""
+    variants = written["properties"]["variants"]["items"]
+    places = {"": [written], "variants[]": [variants]}
+    places["pod"] = [
+        section
+        for section in [*written["properties"].values(), variants]
+        if "podAnnotations" in section.get("properties", {})
+    ]
+    for kind, keys in yaml.safe_load(SPELLINGS.read_text()).items():
+        for place in places.get(kind) or [written["properties"][kind]]:
+            clash = set(keys) & place["properties"].keys()
+            if clash:
+                raise ValueError(f"{SPELLINGS.name}: {kind}: keys of the chart: {sorted(clash)}")
+            place["properties"] |= {key: {} for key in keys}
 
 
 def _reached(schema_part: object, definitions: dict[str, Any]) -> list[str]:
@@ -89,10 +131,21 @@ def _reached(schema_part: object, definitions: dict[str, Any]) -> list[str]:
 
 def values_table() -> str:
     """Return the Markdown table of every value."""
-    described = yaml.safe_load((HERE / "values.schema.yaml").read_text())
+    written = yaml.safe_load((HERE / "values.schema.yaml").read_text())
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     rows = ["| value | default | meaning |", "|---|---|---|"]
-    rows += _rows(described, described, defaults, "")
+    rows += _rows(written, written, defaults, "")
+    return "\n".join(rows)
+
+
+def pod_table() -> str:
+    """Return the Markdown table of the keys that every section with a pod has."""
+    written = yaml.safe_load((HERE / "values.schema.yaml").read_text())
+    rows = ["| key | meaning |", "|---|---|"]
+    for key, below in written["definitions"]["pod"]["properties"].items():
+        rows.append(f"| `{key}` | {below['description']} |")
+        for nested, deeper in below.get("properties", {}).items():
+            rows.append(f"| `{key}.{nested}` | {deeper['description']} |")
     return "\n".join(rows)
 
 
@@ -120,12 +173,19 @@ def _row(name: str, default: object, description: str) -> str:
     return f"| `{name}` | {shown} | {description} |"
 
 
-def readme() -> str:
-    """Return README.md with a current table."""
-    text = (HERE / "README.md").read_text()
-    before, _, rest = text.partition(TABLE_BEGIN)
-    _, _, after = rest.partition(TABLE_END)
-    return f"{before}{TABLE_BEGIN}\n{values_table()}\n{TABLE_END}{after}"
+def values_page() -> str:
+    """Return VALUES.md: every value, and the keys of a pod once."""
+    return (
+        "# Values of the chart\n\n"
+        "Written by `k8s/generate.py`. `model.gateway`, `variants[].gateway` and `gateway.config` "
+        "hold keys of the gateway's own file: [service/README.md](../service/README.md).\n\n"
+        f"{values_table()}\n\n"
+        "## Keys of a pod\n\n"
+        "`gateway`, `worker`, `variants[]`, `prepare`, `validation` and `smokeTest` each have "
+        "these, Jobs without probes and variants without an account of their own. A variant's come "
+        "over `worker`'s: maps are merged, lists joined, single values replaced.\n\n"
+        f"{pod_table()}\n"
+    )
 
 
 def manifest(value_set: str) -> str:
@@ -139,7 +199,15 @@ def manifest(value_set: str) -> str:
     """
     values = str(CHART / "ci" / f"{value_set}.yaml")
     rendered = run_helm(
-        "template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--values", values, "--no-hooks"
+        "template",
+        RELEASE,
+        str(CHART),
+        "--namespace",
+        NAMESPACE,
+        "--values",
+        values,
+        "--no-hooks",
+        "--set=prepare.run=pod",
     )
     return f"# Rendered from k8s/chart with ci/{value_set}.yaml by k8s/generate.py.\n{rendered}"
 
@@ -153,7 +221,7 @@ def expected() -> dict[Path, str]:
         files[CHART / "files" / "rules" / source.name] = source.read_text()
     for source in sorted(OBSERVABILITY.glob("grafana/dashboards/*.json")):
         files[CHART / "files" / "dashboards" / source.name] = source.read_text()
-    files[HERE / "README.md"] = readme()
+    files[HERE / "VALUES.md"] = values_page()
     return files
 
 

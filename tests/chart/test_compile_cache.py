@@ -68,7 +68,7 @@ def test_workers_write_to_it_until_a_job_does():
     assert env(container)["TAUT_COMPILE_CACHE"] == "/compile-cache"
     (reader,) = worker(WARMED)["containers"]
     assert mounts(reader)["compile-cache"] is True
-    (writer,) = warm_job(WARMED)["spec"]["template"]["spec"]["initContainers"][1:]
+    (writer,) = warm_job(WARMED)["spec"]["template"]["spec"]["initContainers"]
     assert mounts(writer)["compile-cache"] is False
 
 

@@ -90,7 +90,7 @@ SWITCHES = [
         "variants.0.multiNode",
         {"size": 2},
         {("Deployment", "worker-w8a8")},
-        {("LeaderWorkerSet", "worker-w8a8"), ("NetworkPolicy", "worker-w8a8-ranks")},
+        {("LeaderWorkerSet", "ranks-w8a8"), ("NetworkPolicy", "worker-w8a8-ranks")},
     ),
 ]
 
@@ -189,7 +189,7 @@ def test_ranks_of_a_model_on_several_nodes():
         group[key]["spec"]["containers"][0] for key in ("leaderTemplate", "workerTemplate")
     )
     shared = ["--tensor-parallel-size=8", "--pipeline-parallel-size=2", "--nnodes", "2"]
-    address = ["--master-addr", "$(LWS_LEADER_ADDRESS)"]
+    address = ["--master-addr", "$(LWS_LEADER_ADDRESS)", "--master-port", "29500"]
     assert leader["args"][leader["args"].index("--") + 1 :] == [
         *shared,
         "--node-rank",
@@ -204,6 +204,7 @@ def test_ranks_of_a_model_on_several_nodes():
         "--headless",
     ]
     assert "startupProbe" in leader and "startupProbe" not in follower
+    assert "livenessProbe" in leader and "livenessProbe" not in follower
     selector = the(rendered, "Service", "-worker-fp8")["spec"]["selector"]
     assert selector.items() <= group["leaderTemplate"]["metadata"]["labels"].items()
     assert not selector.items() <= group["workerTemplate"]["metadata"]["labels"].items()

@@ -82,8 +82,6 @@ PLACES = [
      "LoadBalancer", "ClusterIP"),
     (CPU, "modelStore.storageClass", "s", ("PersistentVolumeClaim", ""), "spec.storageClassName",
      "s", None),
-    (CPU, "modelStore.keep", False, ("PersistentVolumeClaim", ""), "metadata.annotations", None,
-     {"helm.sh/resource-policy": "keep"}),
     (CPU, "modelStore.accessMode", "ReadWriteMany", ("PersistentVolumeClaim", ""),
      "spec.accessModes", ["ReadWriteMany"], ["ReadWriteOnce"]),
     (CPU, "networkPolicy.gatewayEgress", [{"to": PEERS}], ("NetworkPolicy", "-gateway"),
@@ -106,7 +104,8 @@ PLACES = [
     (GPU, "ingress.className", "", ("Ingress", ""), "spec.ingressClassName", None, "nginx"),
     (GPU, "ingress.tlsSecret", "", ("Ingress", ""), "spec.tls", None,
      [{"hosts": ["llm.example.com"], "secretName": "llm-certificate"}]),
-    (GPU, "ingress.annotations", LABELS, ("Ingress", ""), "metadata.annotations.team", "x", None),
+    (GPU, "ingress.annotations.team", "x", ("Ingress", ""), "metadata.annotations.team", "x",
+     None),
     (GPU, "monitoring.serviceMonitor.labels", LABELS, ("ServiceMonitor", "-worker"),
      "metadata.labels.team", "x", None),
     (GPU, "monitoring.prometheusRule.labels", LABELS, ("PrometheusRule", "-worker"),
@@ -183,7 +182,11 @@ def test_variant_s_settings_become_arguments(key: str, value: object, arguments:
 
 def test_hub_token_reaches_the_steps_of_prepare_only():
     rendered = render(changed(CPU, "prepare.hubToken.existingSecret", "hub"))
-    tokens = [str(doc).count("HF_TOKEN") for doc in rendered if "prepare-" in str(doc["metadata"])]
+    tokens = [
+        str(doc).count("HF_TOKEN")
+        for doc in rendered
+        if doc["kind"] == "Job" and "prepare" in doc["metadata"]["name"]
+    ]
     assert tokens == [3]
     assert sum(str(doc).count("HF_TOKEN") for doc in rendered) == 3
     assert "HF_TOKEN" not in str(render(CPU))

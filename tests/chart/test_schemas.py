@@ -148,6 +148,11 @@ GROUP_SPEC = {
     "required": ["leaderWorkerTemplate"],
     "properties": {
         "replicas": {"type": "integer", "minimum": 0},
+        "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+        "networkConfig": {
+            "additionalProperties": False,
+            "properties": {"subdomainPolicy": {"enum": ["Shared", "UniquePerReplica"]}},
+        },
         "rolloutStrategy": {
             "additionalProperties": False,
             "required": ["type"],

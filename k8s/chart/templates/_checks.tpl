@@ -1,5 +1,10 @@
 {{/* Mistakes that a schema of single values cannot see; each message names the keys. */}}
 {{- define "taut.checks" -}}
+{{- include "taut.checks.spellings" . -}}
+{{- include "taut.checks.store" . -}}
+{{- if not .Values.variants -}}
+{{- fail "variants: at least one; workers that run elsewhere are a variant with variants[].urls" -}}
+{{- end -}}
 {{- $names := list -}}
 {{- $weights := 0.0 -}}
 {{- $keda := eq .Values.gateway.autoscaling.kind "keda" -}}
@@ -12,6 +17,7 @@
 {{- if and (hasKey $variant "weight") (not $variant.weight) -}}
 {{- $weights = subf $weights 1.0 -}}
 {{- end -}}
+{{- include "taut.checks.variant" (dict "root" $ "variant" $variant) -}}
 {{- if and $variant.recipe $variant.artifact -}}
 {{- fail (printf "variants[%s].recipe: a checkpoint is compressed in the model store, not in an artifact" $variant.name) -}}
 {{- end -}}
@@ -26,12 +32,12 @@
 {{- fail (printf "variants[%s].rollout: maxSurge and maxUnavailable cannot both be 0" $variant.name) -}}
 {{- end -}}
 {{- end -}}
-{{- if and $variant.multiNode (eq $.Values.modelStore.accessMode "ReadWriteOnce") -}}
-{{- fail (printf "modelStore.accessMode: variants[%s].multiNode needs ReadWriteMany" $variant.name) -}}
-{{- end -}}
 {{- with $variant.autoscaling -}}
 {{- if $variant.multiNode -}}
 {{- fail (printf "variants[%s].autoscaling: not offered together with multiNode" $variant.name) -}}
+{{- end -}}
+{{- if lt (int .minReplicas) 1 -}}
+{{- fail (printf "variants[%s].autoscaling.minReplicas: at least 1: what it scales by comes from workers that run, so nothing would wake one up; variants[].replicas: 0 switches a variant off" $variant.name) -}}
 {{- end -}}
 {{- if gt (int .minReplicas) (int .maxReplicas) -}}
 {{- fail (printf "variants[%s].autoscaling.minReplicas: %d is more than maxReplicas %d" $variant.name (int .minReplicas) (int .maxReplicas)) -}}
@@ -100,8 +106,8 @@
 {{- end -}}
 {{- if ne $validation.through "servers" -}}
 {{- range .Values.variants -}}
-{{- if and .artifact (has .name (list $validation.baseline $validation.candidate)) -}}
-{{- fail (printf "validation.through: %s loads checkpoints from the model store, and variants[%s] is an artifact; use servers" $validation.through .name) -}}
+{{- if and (or .artifact .urls) (has .name (list $validation.baseline $validation.candidate)) -}}
+{{- fail (printf "validation.through: %s loads checkpoints from the model store, and variants[%s] is %s; use servers" $validation.through .name (ternary "an artifact" "elsewhere" (empty .urls))) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -109,8 +115,19 @@
 {{- fail "validation.text: give either configMap or path: the text to judge on" -}}
 {{- end -}}
 {{- end -}}
-{{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}
-{{- fail "ingress.host: needed with ingress.enabled" -}}
+{{- with .Values.ingress -}}
+{{- if and .enabled (not (or .host .hosts)) -}}
+{{- fail "ingress.host: needed with ingress.enabled (or ingress.hosts)" -}}
+{{- end -}}
+{{- if and .enabled $.Values.gateway.tls.existingSecret (not (regexMatch "(?i)https|backend-config" (toJson (list .annotations $.Values.gateway.service.annotations)))) -}}
+{{- fail "ingress.annotations: the gateway speaks HTTPS (gateway.tls), and the controller must be told, e.g. nginx.ingress.kubernetes.io/backend-protocol: HTTPS (Traefik: gateway.service.annotations)" -}}
+{{- end -}}
+{{- end -}}
+{{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPicker.name) -}}
+{{- fail "inferencePool.endpointPicker.name: needed with inferencePool.enabled: the Service of the endpoint picker that routes for the pool" -}}
+{{- end -}}
+{{- if and .Values.model.revision (not (regexMatch "^[A-Za-z0-9][^/]*/[^/]+$" .Values.model.source)) -}}
+{{- fail "model.revision: pins a repository of the hub, and model.source is none (OWNER/NAME)" -}}
 {{- end -}}
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs: needed with httpRoute.enabled" -}}

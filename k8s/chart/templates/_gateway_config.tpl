@@ -18,13 +18,20 @@
 {{- $variants := list -}}
 {{- range .Values.variants -}}
 {{- $service := include "taut.worker.name" (dict "root" $ "variant" .) -}}
-{{- $discover := dict "dns" (dict "host" (printf "%s.%s.svc.%s." $service $.Release.Namespace $.Values.clusterDomain) "port" 8000) -}}
+{{- $discover := dict "dns" (dict "host" (printf "%s.%s.svc.%s." $service (include "taut.namespace" $) $.Values.clusterDomain) "port" 8000) -}}
 {{- if eq $.Values.gateway.discovery "kubernetes" -}}
-{{- $discover = dict "kubernetes" (dict "namespace" $.Release.Namespace "service" $service "port" "http") -}}
+{{- $discover = dict "kubernetes" (dict "namespace" (include "taut.namespace" $) "service" $service "port" "http") -}}
 {{- end -}}
 {{- $variant := deepCopy (default dict .gateway) -}}
 {{- $_ := set $variant "name" .name -}}
+{{- if .urls -}}
+{{- $workers := list -}}
+{{- range .urls -}}{{- $workers = append $workers (dict "url" .) -}}{{- end -}}
+{{- $_ := set $variant "workers" $workers -}}
+{{- with .servedName -}}{{- $_ := set $variant "served_name" . -}}{{- end -}}
+{{- else -}}
 {{- $_ := set $variant "discover" $discover -}}
+{{- end -}}
 {{- if hasKey . "weight" -}}{{- $_ := set $variant "weight" .weight -}}{{- end -}}
 {{- $variants = append $variants $variant -}}
 {{- end -}}

@@ -3,32 +3,32 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 30 | trimSuffix "-" -}}
 {{- end }}
 
+{{/* A Service's name is a DNS label: no dots, a letter first. */}}
 {{- define "taut.fullname" -}}
 {{- $name := include "taut.name" . -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride -}}
-{{- else if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 30 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 30 | trimSuffix "-" -}}
-{{- end -}}
+{{- $release := .Release.Name | replace "." "-" -}}
+{{- $full := printf "%s-%s" $release $name -}}
+{{- if contains $name $release -}}{{- $full = $release -}}{{- end -}}
+{{- if regexMatch "^[0-9]" $full -}}{{- $full = printf "%s-%s" $name $release -}}{{- end -}}
+{{- default ($full | trunc 30 | trimSuffix "-") .Values.fullnameOverride -}}
 {{- end }}
+
+{{- define "taut.namespace" -}}{{ default .Release.Namespace .Values.namespaceOverride }}{{- end }}
 
 {{- define "taut.gateway.name" -}}{{ include "taut.fullname" . }}-gateway{{- end }}
 
 {{/* Context: {root, variant}. */}}
 {{- define "taut.worker.name" -}}{{ include "taut.fullname" .root }}-worker-{{ .variant.name }}{{- end }}
 
+{{/*
+Not the Service's name: LeaderWorkerSet makes a headless Service of its own name, in which ranks find each other before they
+are ready, and makes none where a Service of that name is there. Context: {root, variant}.
+*/}}
+{{- define "taut.group.name" -}}{{ include "taut.fullname" .root }}-ranks-{{ .variant.name }}{{- end }}
+
 {{- define "taut.selector" -}}
 app.kubernetes.io/name: {{ include "taut.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
-{{- end }}
-
-{{- define "taut.labels" -}}
-{{ include "taut.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{/* Context: {root, component}. */}}
@@ -37,18 +37,46 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
-{{- define "taut.component.labels" -}}
-{{ include "taut.labels" .root }}
-app.kubernetes.io/component: {{ .component }}
+{{/*
+Name, namespace, labels and annotations of an object. Context: {root, name, component, labels, annotations}; without a
+component it belongs to the release.
+*/}}
+{{- define "taut.metadata" -}}
+{{- $labels := merge (include "taut.selector" .root | fromYaml) (dict "app.kubernetes.io/version" .root.Chart.AppVersion "app.kubernetes.io/managed-by" .root.Release.Service "helm.sh/chart" (printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_")) -}}
+{{- with .component -}}{{- $_ := set $labels "app.kubernetes.io/component" . -}}{{- end -}}
+{{- $labels = merge $labels (default dict .labels) (default dict .root.Values.commonLabels) -}}
+{{- $annotations := merge (deepCopy (default dict .annotations)) (default dict .root.Values.commonAnnotations) -}}
+name: {{ .name }}
+{{- with .root.Values.namespaceOverride }}
+namespace: {{ . }}
+{{- end }}
+labels: {{- toYaml $labels | nindent 2 }}
+{{- with $annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
-{{/* A digest wins over a tag, a tag over the chart's appVersion. Context: {root, of}. */}}
+{{- define "taut.worker.account" -}}
+{{- include "taut.account" (dict "of" .Values.worker "name" (printf "%s-worker" (include "taut.fullname" .))) -}}
+{{- end }}
+
+{{/* The account of a component's pods: the user's, or the one that is made. Context: {of, name}. */}}
+{{- define "taut.account" -}}
+{{- default .name (dig "serviceAccount" "name" "" (default dict .of)) -}}
+{{- end }}
+
+{{/* A digest wins over a tag, a tag over the chart's appVersion. Context: {root, image}. */}}
 {{- define "taut.image" -}}
-{{- $image := index .root.Values.image .of -}}
-{{- if $image.digest -}}
-{{ $image.repository }}@{{ $image.digest }}
+{{- $repository := .image.repository -}}
+{{- with dig "imageRegistry" "" (default dict .root.Values.global) -}}
+{{- $parts := splitList "/" $repository -}}
+{{- if and (gt (len $parts) 1) (regexMatch "[.:]|^localhost$" (first $parts)) -}}{{- $parts = rest $parts -}}{{- end -}}
+{{- $repository = printf "%s/%s" . (join "/" $parts) -}}
+{{- end -}}
+{{- if .image.digest -}}
+{{ $repository }}@{{ .image.digest }}
 {{- else -}}
-{{ $image.repository }}:{{ default .root.Chart.AppVersion $image.tag }}
+{{ $repository }}:{{ default .root.Chart.AppVersion .image.tag }}
 {{- end -}}
 {{- end }}
 
@@ -67,13 +95,3 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 {{- end }}
 
-{{/* Whether anything lies in the model store. Context: the root. */}}
-{{- define "taut.modelStore.used" -}}
-{{- $used := or .Values.prepare.enabled .Values.validation.text.path -}}
-{{- range .Values.variants -}}{{- if not .artifact -}}{{- $used = true -}}{{- end -}}{{- end -}}
-{{- if $used -}}yes{{- end -}}
-{{- end }}
-
-{{- define "taut.modelStore.claim" -}}
-{{- default (printf "%s-models" (include "taut.fullname" .)) .Values.modelStore.existingClaim -}}
-{{- end }}

@@ -4,7 +4,7 @@
 {{- $servers := eq .through "servers" -}}
 {{- $both := eq $validation.through "both" -}}
 name: {{ .through }}
-{{ include "taut.job.container" (dict "root" .root "of" "toolbox") }}
+image: {{ include "taut.image" (dict "root" .root "image" .root.Values.image.toolbox) }}
 args:
   - validate
   - --baseline={{ include "taut.validation.side" (dict "root" .root "through" .through "name" $validation.baseline) }}
@@ -38,7 +38,7 @@ env:
   - {name: TAUT_HOME, value: /models}
   - {name: HOME, value: /tmp}
   - {name: HF_HUB_OFFLINE, value: "1"}
-resources: {{- include "taut.resources" (dict "resources" $validation.resources "gpus" (ternary 0 $validation.gpus $servers) "gpuResource" .root.Values.worker.gpuResource) | nindent 2 }}
+resources: {{- include "taut.resources" (dict "resources" $validation.resources "gpus" (ternary 0 $validation.gpus $servers) "gpuResource" .root.Values.worker.gpuResource "claims" (ternary list $validation.resourceClaims $servers)) | nindent 2 }}
 volumeMounts:
   {{- if or (not $servers) (include "taut.validation.onStore" .root) }}
   # A checkpoint's manifest records the verdict, so it is written to when files are compared.
@@ -55,8 +55,10 @@ volumeMounts:
 {{- define "taut.validation.side" -}}
 {{- range .root.Values.variants -}}
 {{- if eq .name $.name -}}
-{{- if eq $.through "servers" -}}
-http://{{ include "taut.worker.name" (dict "root" $.root "variant" .) }}.{{ $.root.Release.Namespace }}.svc.{{ $.root.Values.clusterDomain }}:8000
+{{- if .urls -}}
+{{ first .urls }}
+{{- else if eq $.through "servers" -}}
+http://{{ include "taut.worker.name" (dict "root" $.root "variant" .) }}.{{ include "taut.namespace" $.root }}.svc.{{ $.root.Values.clusterDomain }}:8000
 {{- else -}}
 {{ include "taut.checkpoint" . }}
 {{- end -}}

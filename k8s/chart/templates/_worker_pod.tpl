@@ -1,8 +1,24 @@
+{{/* What the user gave to a variant's pods: the variant's keys over `worker`. Context: {root, variant}. */}}
+{{- define "taut.worker.of" -}}
+{{- include "taut.overlay" (list .root.Values.worker .variant) -}}
+{{- end }}
+
 {{/* The pod of one worker. Context: {root, variant, rank}; rank: single, leader or follower. */}}
 {{- define "taut.worker.labels" -}}
 {{ include "taut.component.selector" (dict "root" .root "component" "worker") }}
 taut/variant: {{ .variant.name }}
 taut/serves: {{ ne .rank "follower" | quote }}
+{{- if include "taut.worker.onStore" . }}
+taut/store: mounted
+{{- end }}
+{{- if include "taut.worker.prepares" . }}
+taut/prepares: "true"
+{{- end }}
+{{- end }}
+
+{{/* Whether the pod fetches and compresses for itself. Context: as above. */}}
+{{- define "taut.worker.prepares" -}}
+{{- if and (eq (include "taut.prepare.run" .root) "pod") (not .variant.artifact) -}}yes{{- end -}}
 {{- end }}
 
 {{/* taut worker's own arguments, then vLLM's; of several nodes only the first has an API. */}}
@@ -25,11 +41,7 @@ taut/serves: {{ ne .rank "follower" | quote }}
 {{- if kindIs "bool" $told -}}{{- $args = append $args (printf "--%s%s" (ternary "" "no-" $told) $flag) -}}{{- end -}}
 {{- end -}}
 {{- $vllm := default list $variant.vllmArgs -}}
-{{- if ne .rank "single" -}}
-{{- $rank := ternary "0" "$(LWS_WORKER_INDEX)" (eq .rank "leader") -}}
-{{- $vllm = concat $vllm (list "--nnodes" (toString (int $variant.multiNode.size)) "--node-rank" $rank "--master-addr" "$(LWS_LEADER_ADDRESS)") -}}
-{{- if eq .rank "follower" -}}{{- $vllm = append $vllm "--headless" -}}{{- end -}}
-{{- end -}}
+{{- if ne .rank "single" -}}{{- $vllm = concat $vllm (include "taut.group.args" . | fromYamlArray) -}}{{- end -}}
 {{- if $vllm -}}{{- $args = concat $args (list "--") $vllm -}}{{- end -}}
 {{- toYaml $args -}}
 {{- end }}
@@ -43,11 +55,12 @@ taut/serves: {{ ne .rank "follower" | quote }}
 - {name: VLLM_CACHE_ROOT, value: /cache/vllm}
 - {name: TRITON_CACHE_DIR, value: /cache/triton}
 - {name: TORCHINDUCTOR_CACHE_DIR, value: /cache/inductor}
+{{- if .variant.multiNode }}
+# Where the other ranks find this one.
+- {name: VLLM_HOST_IP, value: $(POD_IP)}
+{{- end }}
 {{- if include "taut.cache.claim" .root }}
 - {name: TAUT_COMPILE_CACHE, value: /compile-cache}
-{{- end }}
-{{- range $name, $value := default dict .variant.env }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end }}
 
@@ -73,8 +86,7 @@ taut/serves: {{ ne .rank "follower" | quote }}
 - name: artifact
   image: {reference: {{ .reference | quote }}, pullPolicy: {{ default "IfNotPresent" .pullPolicy }}}
 {{- else }}
-- name: models
-  persistentVolumeClaim: {claimName: {{ include "taut.modelStore.claim" .root }}}
+- {{ include "taut.store.volume" .root | nindent 2 | trim }}
 {{- end }}
 - name: cache
   emptyDir: {sizeLimit: {{ $cache.sizeLimit }}}
@@ -87,38 +99,21 @@ taut/serves: {{ ne .rank "follower" | quote }}
 # A warm compile cache that is mounted read-only is copied here.
 - name: tmp
   emptyDir: {sizeLimit: {{ $cache.sizeLimit }}}
+{{- if include "taut.worker.prepares" . }}
+- {name: scratch, emptyDir: {}}
 {{- end }}
-
-{{/* A checkpoint gets its name by a rename when it is complete, so one file tells enough. Context: {root, variant}. */}}
-{{- define "taut.worker.wait" -}}
-- name: wait-for-checkpoint
-  {{- include "taut.worker.waiter" . | nindent 2 }}
-  command: [sh, -c, 'until test -f "$0"; do sleep 2; done']
-  args: [{{ include "taut.checkpoint" .variant }}/config.json]
-  volumeMounts:
-    - {name: models, mountPath: /models, readOnly: true}
-{{- end }}
-
-{{/* Context: {root}. */}}
-{{- define "taut.worker.waiter" -}}
-image: {{ include "taut.image" (dict "root" .root "of" "worker") }}
-imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-{{ include "taut.container.security" true }}
-resources:
-  requests: {cpu: 10m, memory: 16Mi}
-  limits: {memory: 64Mi}
 {{- end }}
 
 {{/* Context: as the pod's. */}}
 {{- define "taut.worker.init" -}}
 {{- $warm := .root.Values.worker.cache.warm -}}
-{{- if and .root.Values.prepare.enabled (not .variant.artifact) }}
-{{ include "taut.worker.wait" . }}
+{{- if include "taut.worker.prepares" . }}
+{{ include "taut.prepare.steps" (dict "root" .root "variants" (list .variant) "env" .root.Values.prepare.env "envFrom" .root.Values.prepare.envFrom) }}
 {{- end }}
 {{- if and $warm.enabled (eq .rank "single") }}
 # Two compilers for the same kernels help nobody; but serving cold is better than not at all.
 - name: wait-for-cache
-  {{- include "taut.worker.waiter" . | nindent 2 }}
+  image: {{ include "taut.image" (dict "root" .root "image" .root.Values.image.worker) }}
   command:
     - sh
     - -c
@@ -132,96 +127,100 @@ resources:
 {{/* Ready to serve is who answers a prompt with the right token; loading and compiling take minutes. Context: as the pod's. */}}
 {{- define "taut.worker.startupProbe" -}}
 {{- $worker := .root.Values.worker -}}
-startupProbe:
-  {{- if eq $worker.startup "token" }}
-  {{- $golden := default .root.Values.model.gateway.golden (dig "gateway" "golden" dict .variant) }}
-  {{- $command := list "python3" "/etc/taut/scripts/startup_probe.py" .root.Values.model.name (include "taut.checkpoint" .variant) }}
-  {{- with $golden }}{{- $command = concat $command (list .prompt .expected_text) }}{{- end }}
-  exec:
-    command: {{- toYaml $command | nindent 6 }}
-  timeoutSeconds: 60
-  {{- else }}
-  httpGet: {path: /health, port: http}
-  timeoutSeconds: 3
+{{- if eq $worker.startup "token" }}
+{{- $golden := default .root.Values.model.gateway.golden (dig "gateway" "golden" dict .variant) }}
+{{- $command := list "python3" "/etc/taut/scripts/startup_probe.py" .root.Values.model.name (include "taut.checkpoint" .variant) }}
+{{- with $golden }}{{- $command = concat $command (list .prompt .expected_text) }}{{- end }}
+exec:
+  command: {{- toYaml $command | nindent 4 }}
+timeoutSeconds: 60
+{{- else }}
+httpGet: {path: /health, port: http}
+timeoutSeconds: 3
+{{- end }}
+periodSeconds: 5
+failureThreshold: {{ div (add $worker.startupSeconds 4) 5 }}
+{{- end }}
+
+{{/* Of several ranks only the first is asked; the others are ready when it can be reached. Context: as the pod's. */}}
+{{- define "taut.worker.probes" -}}
+{{- $probes := dict -}}
+{{- if eq .rank "follower" -}}
+{{- $_ := set $probes "readinessProbe" (include "taut.group.followerProbe" . | fromYaml) -}}
+{{- else -}}
+{{- $_ := set $probes "startupProbe" (include "taut.worker.startupProbe" . | fromYaml) -}}
+{{- $_ := set $probes "readinessProbe" (dict "httpGet" (dict "path" "/health" "port" "http") "periodSeconds" 5 "timeoutSeconds" 3 "failureThreshold" 2) -}}
+{{- $_ := set $probes "livenessProbe" (dict "httpGet" (dict "path" "/health" "port" "http") "periodSeconds" 15 "timeoutSeconds" 10 "failureThreshold" 8) -}}
+{{- end -}}
+{{- range $name, $probe := $probes -}}
+{{- $given := default dict (get $.of $name) -}}
+{{- if eq $.rank "follower" -}}{{- $given = omit $given "exec" "httpGet" "tcpSocket" "grpc" -}}{{- end -}}
+{{- $_ := set $probes $name (include "taut.probe" (list $probe $given) | fromYaml) -}}
+{{- end -}}
+{{- toYaml $probes -}}
+{{- end }}
+
+{{- define "taut.worker.spec" -}}
+{{- $worker := .root.Values.worker -}}
+{{- $token := and (ne .rank "follower") (eq $worker.startup "token") -}}
+serviceAccountName: {{ include "taut.worker.account" .root }}
+# Leaving the Service, then vLLM's own drain, then time to end its processes.
+terminationGracePeriodSeconds: {{ add $worker.deregisterSeconds $worker.drainSeconds 30 }}
+{{- if eq .rank "single" }}
+topologySpreadConstraints:
+  - topologyKey: kubernetes.io/hostname
+    maxSkew: 1
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "taut.component.selector" (dict "root" .root "component" "worker") | nindent 8 }}
+        taut/variant: {{ .variant.name }}
+{{- end }}
+initContainers: {{- include "taut.worker.init" . | nindent 2 }}
+containers:
+  - name: worker
+    image: {{ include "taut.image" (dict "root" .root "image" .root.Values.image.worker) }}
+    {{- if ne .rank "single" }}
+    {{- include "taut.group.command" . | nindent 4 }}
+    {{- end }}
+    {{- if not (and (eq .rank "follower") (eq .variant.multiNode.engine "ray")) }}
+    args: {{- include "taut.worker.args" . | nindent 6 }}
+    {{- end }}
+    securityContext: {readOnlyRootFilesystem: {{ $worker.readOnlyRootFilesystem }}}
+    env: {{- include "taut.worker.env" . | nindent 6 }}
+    {{- if ne .rank "follower" }}
+    ports:
+      - {name: http, containerPort: 8000}
+    lifecycle:
+      preStop:
+        exec: {command: [sleep, {{ $worker.deregisterSeconds | quote }}]}
+    {{- end }}
+    {{- include "taut.worker.probes" . | nindent 4 }}
+    resources: {{- include "taut.resources" (dict "resources" .of.resources "gpus" .of.gpus "gpuResource" .of.gpuResource "claims" .of.resourceClaims) | nindent 6 }}
+    volumeMounts:
+      {{- include "taut.worker.mounts" (dict "root" .root "variant" .variant "writes" (not $worker.cache.warm.enabled)) | trim | nindent 6 }}
+      {{- if $token }}
+      - {name: scripts, mountPath: /etc/taut/scripts, readOnly: true}
+      {{- end }}
+volumes:
+  {{- include "taut.worker.volumes" . | trim | nindent 2 }}
+  {{- if $token }}
+  - name: scripts
+    configMap: {name: {{ include "taut.fullname" .root }}-scripts}
   {{- end }}
-  periodSeconds: 5
-  failureThreshold: {{ div (add $worker.startupSeconds 4) 5 }}
+{{- end }}
+
+{{/* Pods that mount a claim of one node keep together. Context: as the pod's, with of. */}}
+{{- define "taut.worker.placed" -}}
+{{- $of := .of -}}
+{{- if include "taut.worker.onStore" . -}}
+{{- $_ := set $of "affinity" (include "taut.affinity" (dict "root" .root "own" $of.affinity) | fromYaml) -}}
+{{- end -}}
+{{- toYaml $of -}}
 {{- end }}
 
 {{- define "taut.worker.pod" -}}
-{{- $worker := .root.Values.worker -}}
-{{- $variant := .variant -}}
-{{- $gpus := int (default 0 $variant.gpus) -}}
-{{- $token := and (ne .rank "follower") (eq $worker.startup "token") -}}
-metadata:
-  labels:
-    {{- include "taut.worker.labels" . | nindent 4 }}
-    {{- include "taut.store.label" . | nindent 4 }}
-    {{- with .root.Values.podLabels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
-spec:
-  {{- include "taut.pod.common" .root | nindent 2 }}
-  serviceAccountName: {{ include "taut.fullname" .root }}-worker
-  automountServiceAccountToken: false
-  {{- with $worker.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
-  {{- with $worker.runtimeClassName }}
-  runtimeClassName: {{ . }}
-  {{- end }}
-  # Leaving the Service, then vLLM's own drain, then time to end its processes.
-  terminationGracePeriodSeconds: {{ add $worker.deregisterSeconds $worker.drainSeconds 30 }}
-  {{- if eq .rank "single" }}
-  topologySpreadConstraints:
-    - topologyKey: kubernetes.io/hostname
-      maxSkew: 1
-      whenUnsatisfiable: ScheduleAnyway
-      labelSelector:
-        matchLabels:
-          {{- include "taut.component.selector" (dict "root" .root "component" "worker") | nindent 10 }}
-          taut/variant: {{ $variant.name }}
-  {{- end }}
-  {{- include "taut.placement" (dict "of" $variant "gpus" $gpus "gpuResource" $worker.gpuResource "affinity" (include "taut.worker.affinity" .)) | nindent 2 }}
-  {{- with include "taut.worker.init" . | trim }}
-  initContainers:
-    {{- . | nindent 4 }}
-  {{- end }}
-  containers:
-    - name: worker
-      image: {{ include "taut.image" (dict "root" .root "of" "worker") }}
-      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      args: {{- include "taut.worker.args" . | nindent 8 }}
-      {{- include "taut.container.security" $worker.readOnlyRootFilesystem | nindent 6 }}
-      env: {{- include "taut.worker.env" . | nindent 8 }}
-      {{- if ne .rank "follower" }}
-      ports:
-        - {name: http, containerPort: 8000}
-      {{- include "taut.worker.startupProbe" . | nindent 6 }}
-      readinessProbe:
-        httpGet: {path: /health, port: http}
-        periodSeconds: 5
-        timeoutSeconds: 3
-        failureThreshold: 2
-      livenessProbe:
-        httpGet: {path: /health, port: http}
-        periodSeconds: 15
-        timeoutSeconds: 10
-        failureThreshold: 8
-      lifecycle:
-        preStop:
-          exec: {command: [sleep, {{ $worker.deregisterSeconds | quote }}]}
-      {{- end }}
-      resources: {{- include "taut.resources" (dict "resources" $variant.resources "gpus" $gpus "gpuResource" $worker.gpuResource) | nindent 8 }}
-      volumeMounts:
-        {{- include "taut.worker.mounts" (dict "root" .root "variant" $variant "writes" (not $worker.cache.warm.enabled)) | trim | nindent 8 }}
-        {{- if $token }}
-        - {name: scripts, mountPath: /etc/taut/scripts, readOnly: true}
-        {{- end }}
-  volumes:
-    {{- include "taut.worker.volumes" . | trim | nindent 4 }}
-    {{- if $token }}
-    - name: scripts
-      configMap: {name: {{ include "taut.fullname" .root }}-scripts}
-    {{- end }}
+{{- $of := include "taut.worker.of" . | fromYaml -}}
+{{- $context := merge (dict "of" $of) . -}}
+{{- include "taut.pod" (dict "root" .root "of" (include "taut.worker.placed" $context | fromYaml) "labels" (include "taut.worker.labels" . | fromYaml) "spec" (include "taut.worker.spec" $context) "gpus" (int (default 0 $of.gpus)) "gpuResource" $of.gpuResource "resources" $of.resources) -}}
 {{- end }}
