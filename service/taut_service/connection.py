@@ -16,7 +16,14 @@ from typing import cast
 import httptools
 
 from taut_service.errors import Headers
-from taut_service.framing import BYTES_A_READ, MAX_HEAD_BYTES, Framing, Trailers
+from taut_service.framing import (
+    BYTES_A_READ,
+    MAX_FIELDS,
+    MAX_HEAD_BYTES,
+    TOO_MANY_FIELDS,
+    Framing,
+    Trailers,
+)
 from taut_service.settings import Timeouts
 
 HIGH_WATER = 64 * 1024
@@ -300,7 +307,9 @@ class Connection(asyncio.Protocol):
         """Refuse a second answer to one request."""
         if self._complete:
             raise ProtocolError("more than one response")
-        self._framing.begin()
+        framing = self._framing
+        framing.open = framing.in_head = True
+        framing.dry = framing.outside = framing.body = framing.pieces = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Collect a header, its name in lower case; drop a trailer."""
@@ -308,9 +317,15 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Take the status; forget an interim (1xx) head."""
-        problem = self._framing.head_problem(self.headers)
-        if problem is not None:
-            raise ProtocolError(problem)
+        framing = self._framing
+        if framing.outside or not 0 < framing.size <= MAX_HEAD_BYTES:
+            problem = framing.head_problem(self.headers)
+            if problem is not None:
+                raise ProtocolError(problem)
+        elif len(self.headers) > MAX_FIELDS:
+            raise ProtocolError(TOO_MANY_FIELDS)
+        framing.in_head = False
+        framing.size = 0
         self.status = self._parser.get_status_code()
         if self.status < 200:
             self.headers.clear()
@@ -328,7 +343,9 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Note the end and whether the connection stays."""
-        self._framing.end()
+        framing = self._framing
+        framing.open = framing.in_head = False
+        framing.size = 0
         if self._head_done:
             self._complete = True
             self._keep_alive = bool(self._parser.should_keep_alive())

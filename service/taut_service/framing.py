@@ -16,6 +16,7 @@ MAX_HEAD_BYTES = 64 * 1024
 """Of a head, and of everything beside the body behind it."""
 MAX_FIELDS = 256
 """Headers of a head."""
+TOO_MANY_FIELDS = f"the head has more than {MAX_FIELDS} headers"
 MAX_TRAILERS = 64
 BYTES_A_READ = 256
 """Not worth counting beside some body: an honest stream's reads."""
@@ -49,9 +50,12 @@ class Trailers(Headers):
 
 
 class Framing:
-    """Counts for one connection; told of a parser's events in their order."""
+    """Counts for one connection; told of a parser's events in their order.
 
-    __slots__ = ("_outside", "body", "dry", "in_head", "open", "pieces", "size")
+    Its owner sets the public fields itself where a call would cost a whole request more than that.
+    """
+
+    __slots__ = ("body", "dry", "in_head", "open", "outside", "pieces", "size")
 
     def __init__(self) -> None:
         self.size = 0
@@ -65,15 +69,11 @@ class Framing:
         """Bytes of body in the current read."""
         self.pieces = 0
         """Pieces of body in the open message."""
-        self._outside = 0
-
-    def begin(self) -> None:
-        """Begin a message."""
-        self.open = self.in_head = True
-        self.dry = self.body = self.pieces = self._outside = 0
+        self.outside = 0
+        """Bytes beside the body of the open message, in reads after its first."""
 
     def head_problem(self, headers: Headers, target: bytes = b"") -> str | None:
-        """End a head.
+        """End a head that is long, or came in several reads.
 
         Args:
             headers: all of it.
@@ -84,18 +84,12 @@ class Framing:
         """
         self.in_head = False
         if len(headers) > MAX_FIELDS:
-            return f"the head has more than {MAX_FIELDS} headers"
-        if self._outside or not 0 < self.size <= MAX_HEAD_BYTES:
-            size = len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
-            if size > MAX_HEAD_BYTES:
-                return f"the head is larger than {MAX_HEAD_BYTES} bytes"
-        self.dry = self._outside = self.size = 0
+            return TOO_MANY_FIELDS
+        size = len(target) + sum(len(name) + len(value) + 4 for name, value in headers)
+        if size > MAX_HEAD_BYTES:
+            return f"the head is larger than {MAX_HEAD_BYTES} bytes"
+        self.dry = self.outside = self.size = 0
         return None
-
-    def end(self) -> None:
-        """End a message."""
-        self.open = self.in_head = False
-        self.size = 0
 
     def read_problem(self) -> str | None:
         """Judge a message that is still open after a read.
@@ -107,12 +101,12 @@ class Framing:
             self.dry = 0
         else:
             self.dry += 1
-        self._outside += max(0, self.size - self.body)
+        self.outside += max(0, self.size - self.body)
         self.body = 0
-        if self._outside <= MAX_HEAD_BYTES:
+        if self.outside <= MAX_HEAD_BYTES:
             return None
         if self.in_head:
             return f"the head is larger than {MAX_HEAD_BYTES} bytes"
-        if self._outside <= MAX_HEAD_BYTES + BYTES_A_PIECE * self.pieces:
+        if self.outside <= MAX_HEAD_BYTES + BYTES_A_PIECE * self.pieces:
             return None
         return f"more than {MAX_HEAD_BYTES} bytes beside the body (chunk extensions, trailers)"

@@ -21,7 +21,14 @@ from taut_service.client_exchange import SCOPE_KEY, ClientExchange
 from taut_service.client_flow import ClientFlow
 from taut_service.client_rules import DESCRIPTORS, ClientRules
 from taut_service.errors import RequestError
-from taut_service.framing import FRAMING_TIMEOUT_S, Framing, Trailers
+from taut_service.framing import (
+    FRAMING_TIMEOUT_S,
+    MAX_FIELDS,
+    MAX_HEAD_BYTES,
+    TOO_MANY_FIELDS,
+    Framing,
+    Trailers,
+)
 
 _NUMBERS = itertools.count()
 MAX_PIPELINED = 64
@@ -96,11 +103,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._rules.closed(DESCRIPTORS)
         self.transport.abort()
 
-    def on_response_complete(self) -> None:
-        """Go on to the next request; see that what is left of the answer is taken."""
-        super().on_response_complete()
-        if self.transport.is_closing():
-            self.flow.watch_writing()
+    def _on_last_response(self) -> None:
+        """End the connection's last answer; see that what is left of it is taken."""
+        self.on_response_complete()
+        self.flow.watch_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection; see that what is left of the answer is taken."""
@@ -111,26 +117,39 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Start the application on a request whose turn it is, pipelined ones included."""
         self._exchange = exchange = ClientExchange(cycle)
         cast("dict[str, object]", cycle.scope)[SCOPE_KEY] = exchange
+        if not cycle.keep_alive:
+            cycle.on_response = self._on_last_response
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
         if self.flow.read_paused:
             self.flow.resume_reading()
 
     def on_message_begin(self) -> None:
         """Begin a head."""
-        self._framing.begin()
+        framing = self._framing
+        framing.open = framing.in_head = True
+        framing.dry = framing.outside = framing.body = framing.pieces = 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """End a head; what comes in fields from now on is a trailer, and dropped."""
-        self._stop_timer()
-        refusal = self._framing.head_problem(self.headers, self.url)
+        framing = self._framing
+        if self._timer is not None:
+            self._stop_timer()
+        if framing.outside or not 0 < framing.size <= MAX_HEAD_BYTES:
+            refusal = framing.head_problem(self.headers, self.url)
+        elif len(self.headers) > MAX_FIELDS:
+            refusal = TOO_MANY_FIELDS
+        else:
+            refusal = None
+            framing.in_head = False
+            framing.size = 0
         if refusal is None:
             refusal = why_ambiguous(self.parser.get_http_version(), self.headers)
         if refusal is None and len(self.pipeline) >= MAX_PIPELINED:
             refusal = f"more than {MAX_PIPELINED} requests were sent ahead"
         if refusal is not None:
             # The parser turns it into its own error, which ends in send_400_response.
-            self._framing.in_head = True
+            framing.in_head = True
             self._refusal = refusal
             raise ValueError(refusal)
         super().on_headers_complete()
@@ -152,10 +171,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End a request; read on, since only so is a client noticed that leaves."""
-        self._framing.end()
+        framing = self._framing
+        framing.open = framing.in_head = False
+        framing.size = 0
         if self._timer is not None:
             self._stop_timer()
-        super().on_message_complete()
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.more_body = False
+            cycle.message_event.set()
         if self.flow.read_paused:
             self.flow.resume_reading()
 
@@ -210,6 +234,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             # The requests before it are answered first; the connection then ends without a word.
             last.keep_alive = False
+            last.on_response = self._on_last_response
             self.flow.give_up_reading()
 
     def _end_running(self, msg: str) -> None:
