@@ -23,6 +23,7 @@ REJECT_REASONS = (
     "limits_unavailable",
     "invalid",
     "too_large",
+    "too_many_bytes",
 )
 RATE_LIMITS = ("requests", "tokens")
 RELOADED = ("configuration", "keys", "certificate")

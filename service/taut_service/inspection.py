@@ -1,0 +1,144 @@
+"""Reads a request's body: checks it, and keeps the few facts that later steps need of it.
+
+Invariant: nothing parsed outlives :func:`inspect`; a request that waits holds its bytes and these
+facts. A body that is large, or becomes large when it is parsed, is read in a thread of its own,
+one at a time, so that the event loop stays free; after each the thread rests for as long as it
+worked, so that a flood of large bodies leaves half of the interpreter to everyone else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from taut_service.affinity import prompt_beginning
+from taut_service.call import Call
+from taut_service.errors import GatewayError
+from taut_service.generation import Generation
+from taut_service.json_body import parse_body
+from taut_service.json_bounds import check_shape, upper_bound
+from taut_service.limits.estimate import Estimate, estimate
+from taut_service.request_checks import check_fields, model_of, require
+from taut_service.splice import Places, find_models
+from taut_service.variants import Model
+
+LIGHT_BYTES = 256 * 1024
+LIGHT_NODES = 10_000
+"""Up to both a body is read on the event loop: a few milliseconds at the very most."""
+_SESSION_FIELDS = ("prompt_cache_key", "user")
+"""Body fields that name a session where the header is missing; OpenAI's, both optional."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a request's body once it is no longer parsed.
+
+    Args:
+        asked: the name of its model.
+        model: the model of that name.
+        cost: its tokens.
+        streamed: whether the client wants a stream.
+        session: what it belongs to, None if it does not say.
+        beginning: of its prompt, as far as affinity looks at it.
+        places: of the model's name in the bytes; empty if nobody looked.
+    """
+
+    asked: str
+    model: Model
+    cost: Estimate
+    streamed: bool
+    session: str | None
+    beginning: str
+    places: Places
+
+
+class Inspector:
+    """Reads bodies, the large ones beside the event loop. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+        self._rest_until = 0.0
+
+    async def inspect(self, call: Call, body: bytes, generation: Generation) -> Facts:
+        """Check a body; see :func:`inspect`."""
+        shape = upper_bound(body)
+        limits = generation.settings.limits
+        if len(body) <= LIGHT_BYTES and shape.nodes <= LIGHT_NODES:
+            check_shape(body, shape, limits.max_json_nodes, limits.max_json_depth)
+            return inspect(call, body, generation, give_way=False)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._in_turn, call, body, generation)
+
+    def close(self) -> None:
+        """End the thread when it has nothing left to do."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _in_turn(self, call: Call, body: bytes, generation: Generation) -> Facts:
+        limits = generation.settings.limits
+        started = time.monotonic()
+        if started < self._rest_until:
+            time.sleep(self._rest_until - started)
+            started = time.monotonic()
+        try:
+            check_shape(body, upper_bound(body), limits.max_json_nodes, limits.max_json_depth)
+            return inspect(call, body, generation, give_way=True)
+        except GatewayError as error:
+            # Its frames and causes hold the parsed body: the error would while it is sent.
+            error.__context__ = None
+            raise error.with_traceback(None) from None
+        finally:
+            ended = time.monotonic()
+            self._rest_until = ended + (ended - started)
+
+
+def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool) -> Facts:
+    """Check a body and take down what later steps need.
+
+    Args:
+        call: its ``model`` is filled in as soon as it is known.
+        body: as it came; its shape is checked.
+        generation: the configuration in force.
+        give_way: let other threads run meanwhile.
+
+    Returns:
+        The facts.
+
+    Raises:
+        RequestError: the body is not what the route takes.
+        NotFoundError: no such model.
+        ForbiddenError: the caller may not use it.
+    """
+    document = parse_body(body, give_way=give_way)
+    asked = model_of(document, generation.names)
+    model = generation.names[asked]
+    call.model = model.name
+    if call.key is not None:
+        call.key.check_model(model.name)
+    route = call.route
+    require(document, *route.required)
+    for name in route.also_required:
+        require(document, name)
+    check_fields(document, route.fields, model.limits)
+    default = generation.settings.rate_limits.default_max_tokens
+    affinity = model.settings.affinity
+    renamed = any(variant.served_name != asked for variant in model.variants.values())
+    return Facts(
+        asked,
+        model,
+        estimate(document, route.name, model.limits.max_model_len, default),
+        document.get("stream") is True,
+        _session(document),
+        prompt_beginning(document, affinity) if affinity.by == "prefix" else "",
+        find_models(body) if renamed and give_way else (),
+    )
+
+
+def _session(document: dict[str, Any]) -> str | None:
+    for field in _SESSION_FIELDS:
+        named = document.get(field)
+        if isinstance(named, str) and named:
+            return named
+    return None
