@@ -11,29 +11,24 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from taut_service.affinity import prompt_beginning
 from taut_service.call import Call
 from taut_service.errors import GatewayError
 from taut_service.generation import Generation
 from taut_service.json_body import parse_body
-from taut_service.json_bounds import check_shape, upper_bound
+from taut_service.json_bounds import check_shape, is_light
 from taut_service.limits.estimate import Estimate, estimate
 from taut_service.request_checks import check_fields, model_of, require
 from taut_service.splice import Places, find_models
 from taut_service.variants import Model
 
-LIGHT_BYTES = 256 * 1024
-LIGHT_NODES = 10_000
-"""Up to both a body is read on the event loop: a few milliseconds at the very most."""
 _SESSION_FIELDS = ("prompt_cache_key", "user")
 """Body fields that name a session where the header is missing; OpenAI's, both optional."""
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """What is known of a request's body once it is no longer parsed.
 
     Args:
@@ -64,10 +59,9 @@ class Inspector:
 
     async def inspect(self, call: Call, body: bytes, generation: Generation) -> Facts:
         """Check a body; see :func:`inspect`."""
-        shape = upper_bound(body)
         limits = generation.settings.limits
-        if len(body) <= LIGHT_BYTES and shape.nodes <= LIGHT_NODES:
-            check_shape(body, shape, limits.max_json_nodes, limits.max_json_depth)
+        if is_light(body):
+            check_shape(body, limits.max_json_nodes, limits.max_json_depth)
             return inspect(call, body, generation, give_way=False)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._in_turn, call, body, generation)
@@ -83,7 +77,7 @@ class Inspector:
             time.sleep(self._rest_until - started)
             started = time.monotonic()
         try:
-            check_shape(body, upper_bound(body), limits.max_json_nodes, limits.max_json_depth)
+            check_shape(body, limits.max_json_nodes, limits.max_json_depth)
             return inspect(call, body, generation, give_way=True)
         except GatewayError as error:
             # Its frames and causes hold the parsed body: the error would while it is sent.
@@ -124,7 +118,6 @@ def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool) 
     check_fields(document, route.fields, model.limits)
     default = generation.settings.rate_limits.default_max_tokens
     affinity = model.settings.affinity
-    renamed = any(variant.served_name != asked for variant in model.variants.values())
     return Facts(
         asked,
         model,
@@ -132,8 +125,12 @@ def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool) 
         document.get("stream") is True,
         _session(document),
         prompt_beginning(document, affinity) if affinity.by == "prefix" else "",
-        find_models(body) if renamed and give_way else (),
+        find_models(body) if give_way and _is_renamed(model, asked) else (),
     )
+
+
+def _is_renamed(model: Model, asked: str) -> bool:
+    return any(variant.served_name != asked for variant in model.variants.values())
 
 
 def _session(document: dict[str, Any]) -> str | None:

@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 from taut_service.errors import RequestError
 
-_BRACKETS = b"[]{}"
-_NOT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
+LIGHT_BYTES = 256 * 1024
+LIGHT_NODES = 10_000
+"""Up to both a body is parsed on the event loop: a few milliseconds at the very most."""
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _PIECE = 256 * 1024
 """Bytes looked at in one go; between two of them another thread may run."""
@@ -31,10 +33,13 @@ class Shape(NamedTuple):
     depth: int
 
 
-def upper_bound(body: bytes) -> Shape:
-    """Return a shape that is no smaller than the real one, at the cost of three scans."""
-    opening = body.count(b"[") + body.count(b"{")
-    return Shape(opening + body.count(b","), opening)
+def is_light(body: bytes) -> bool:
+    """Whether a body is parsed in a few milliseconds; doubt is a no."""
+    size = len(body)
+    return size <= LIGHT_NODES or (
+        size <= LIGHT_BYTES
+        and body.count(b",") + body.count(b"[") + body.count(b"{") <= LIGHT_NODES
+    )
 
 
 def exact(body: bytes, enough: int) -> Shape:
@@ -72,19 +77,19 @@ def _outside_strings(piece: bytes, in_string: bool) -> tuple[bytes, bool]:
     return b"".join(parts[in_string::2]), in_string ^ (len(parts) % 2 == 0)
 
 
-def check_shape(body: bytes, shape: Shape, max_nodes: int, max_depth: int) -> None:
+def check_shape(body: bytes, max_nodes: int, max_depth: int) -> None:
     """Insist on bounds.
 
     Args:
-        body: JSON.
-        shape: its :func:`upper_bound`.
+        body: JSON, hopefully.
         max_nodes: most commas and opening brackets outside of strings.
         max_depth: deepest nesting.
 
     Raises:
         RequestError: one of them is passed.
     """
-    if shape.nodes <= max_nodes and shape.depth <= max_depth:
+    opening = body.count(b"[") + body.count(b"{")
+    if opening <= max_depth and (len(body) <= max_nodes or opening + body.count(b",") <= max_nodes):
         return
     shape = exact(body, max_nodes)
     if shape.nodes > max_nodes:

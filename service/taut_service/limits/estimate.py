@@ -10,7 +10,7 @@ in vLLM 0.32: ``entrypoints/openai/{completion,chat_completion,responses}/protoc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from taut_service.limits.texts import text_bytes
 
@@ -29,12 +29,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "completions": ("n", "best_of"),
     "chat_completions": ("n",),
 }
-_PROMPTS: Mapping[str, tuple[str, ...]] = {
-    "completions": ("prompt", "prompt_embeds"),
-    "embeddings": ("input",),
-}
-"""By route: fields that may hold several prompts."""
-_TOKEN_IDS = ("prompt", "input", "tokens")
 
 
 class Estimate(NamedTuple):
@@ -58,40 +52,39 @@ def estimate(
     Returns:
         At least one token in; none out on a route that generates nothing.
     """
-    ids = 0
-    for name in _TOKEN_IDS:
-        value = document.get(name)
-        if type(value) is list and value and type(value[0]) is not dict:
-            ids, document = _without_token_ids(document, name, value)
-            break
-    sequences = sum(_prompts(document.get(name)) for name in _PROMPTS.get(route, ())) or 1
-    prompt = ids - (-text_bytes(document) // BYTES_PER_TOKEN)
+    choices, sequences = 1, _sequences(document, route)
+    prompt = -(-text_bytes(document) // BYTES_PER_TOKEN)
     limit = sequences * max_model_len
     prompt = 1 if prompt < 1 else prompt if prompt < limit else limit
     fields = _BOUNDS.get(route)
     if fields is None:
         return Estimate(prompt, 0)
-    bound = _bound(document, fields, route) or default_max_tokens
-    choices = 1
+    bound = _bound(document, fields) or default_max_tokens
+    # A null is another thing than nothing: it asks for all that the context has left.
+    if route == "completions" and "max_tokens" not in document:
+        bound = COMPLETIONS_DEFAULT
     for name in _CHOICES.get(route, ()):
         value = document.get(name)
-        if _is_count(value) and value > choices:
+        if type(value) is int and value > choices:
             choices = value
     return Estimate(prompt, sequences * choices * min(bound, max_model_len))
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and value > 0
-
-
-def _bound(document: dict[str, Any], fields: tuple[str, ...], route: str) -> int:
+def _bound(document: dict[str, Any], fields: tuple[str, ...]) -> int:
     """Return how long the completion may become, 0 if that is not said."""
     for name in fields:
         value = document.get(name)
-        if _is_count(value):
+        if type(value) is int and value > 0:
             return value
-    # A null is another thing than nothing: it asks for all that the context has left.
-    return COMPLETIONS_DEFAULT if route == "completions" and "max_tokens" not in document else 0
+    return 0
+
+
+def _sequences(document: dict[str, Any], route: str) -> int:
+    """Return how many prompts a request holds; at least one."""
+    if route == "completions":
+        embeds = document.get("prompt_embeds")
+        return _prompts(document.get("prompt")) + _prompts(embeds) or 1
+    return (_prompts(document.get("input")) or 1) if route == "embeddings" else 1
 
 
 def _prompts(value: Any) -> int:
@@ -99,21 +92,3 @@ def _prompts(value: Any) -> int:
     if type(value) is list:
         return 1 if not value or type(value[0]) is int else len(value)
     return 0 if value is None else 1
-
-
-def _without_token_ids(
-    document: dict[str, Any], name: str, value: list[Any]
-) -> tuple[int, dict[str, Any]]:
-    """Count token ids, and what is not one as text; return the ids and the rest."""
-    rest: list[Any] = []
-    ids = 0
-    for item in value:
-        if type(item) is int:
-            ids += 1
-        elif type(item) is list and item and type(item[0]) is int:
-            numbers = sum(type(token) is int for token in item)
-            ids += numbers
-            rest += item if numbers < len(item) else ()
-        else:
-            rest.append(item)
-    return ids, {**document, name: rest}
