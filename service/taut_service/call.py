@@ -158,6 +158,7 @@ class Call:
         "started",
         "status",
         "streaming",
+        "text_bytes",
         "tries",
         "usage",
         "variant",
@@ -182,6 +183,7 @@ class Call:
         self.streaming = False
         self.tries = 0
         self.events = 0
+        self.text_bytes = 0
         self.first_token_s = 0.0
         self.rest_s = 0.0
         self.span: Span | None = None
