@@ -31,7 +31,8 @@ from taut_service.errors import (
 )
 from taut_service.gateway import Gateway
 from taut_service.headers import REQUEST_ID, RequestHeaders, RequestIds
-from taut_service.inspection import Facts, Inspector
+from taut_service.inspection import Facts, Inspector, inspect
+from taut_service.json_bounds import is_light
 from taut_service.limits.limiter import RateLimiter
 from taut_service.limits.settlement import settle
 from taut_service.metrics import UNKNOWN_MODEL, Metrics
@@ -151,9 +152,21 @@ class Front:
         if timeout_s is not None:
             watch.shorten(timeout_s)
         caller = call.key
-        body = await self._body(call, headers, receive, watch)
-        watch.listen(call.exchange)
-        facts = await self._facts(call, body)
+        exchange = call.exchange
+        body = None if exchange is None else exchange.take_body()
+        if body is None or len(body) > FREE_BYTES:
+            body = await self._body(call, headers, receive, watch, body)
+        elif len(body) > self.reloader.current.settings.limits.max_body_bytes:
+            raise BodyTooLargeError(self.reloader.current.settings.limits.max_body_bytes)
+        watch.listen(exchange)
+        if is_light(body):
+            try:
+                facts = inspect(call, body, self.reloader.current)
+            finally:
+                if call.model:
+                    call.metrics = self.metrics.route(call.model, call.route.name)
+        else:
+            facts = await self._facts(call, body)
         query = scope["query_string"]
         path = call.route.path.encode() + (b"?" + query if query else b"")
         claim = claim_of(call, caller, headers, timeout_s, sum(facts.cost))
@@ -167,19 +180,22 @@ class Front:
         await self._gateway.answer(call, facts.model, request, send, claim, may_pin=may_pin)
 
     async def _body(
-        self, call: Call, headers: RequestHeaders, receive: Receive, watch: RequestWatch
+        self,
+        call: Call,
+        headers: RequestHeaders,
+        receive: Receive,
+        watch: RequestWatch,
+        arrived: bytes | None,
     ) -> bytes:
-        """Return the body; a large one is counted as held until the request has ended."""
-        settings, exchange = self.reloader.current.settings, call.exchange
+        """Return a body that has not arrived yet or is large, counted as held from now on."""
+        settings = self.reloader.current.settings
         max_bytes, limit = settings.limits.max_body_bytes, settings.limits.max_inflight_bytes
-        body = None if exchange is None else exchange.take_body()
-        if body is not None:
-            if len(body) > max_bytes:
+        if arrived is not None:
+            if len(arrived) > max_bytes:
                 raise BodyTooLargeError(max_bytes)
-            if len(body) > FREE_BYTES:
-                call.held = self._bytes.hold()
-                call.held.add(len(body), limit)
-            return body
+            call.held = self._bytes.hold()
+            call.held.add(len(arrived), limit)
+            return arrived
         call.held = held = self._bytes.hold()
         if headers.content_length is not None and headers.content_length <= max_bytes:
             held.check_room(headers.content_length, limit)

@@ -18,7 +18,7 @@ from taut_service.call import Call
 from taut_service.errors import GatewayError
 from taut_service.generation import Generation
 from taut_service.json_body import parse_body
-from taut_service.json_bounds import check_shape, is_light
+from taut_service.json_bounds import check_shape
 from taut_service.limits.estimate import Estimate, estimate
 from taut_service.request_checks import check_fields, model_of, require
 from taut_service.splice import Places, find_models
@@ -58,11 +58,7 @@ class Inspector:
         self._rest_until = 0.0
 
     async def inspect(self, call: Call, body: bytes, generation: Generation) -> Facts:
-        """Check a body; see :func:`inspect`."""
-        limits = generation.settings.limits
-        if is_light(body):
-            check_shape(body, limits.max_json_nodes, limits.max_json_depth)
-            return inspect(call, body, generation, give_way=False)
+        """Check a body that is not light; see :func:`inspect`."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._in_turn, call, body, generation)
 
@@ -71,13 +67,11 @@ class Inspector:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _in_turn(self, call: Call, body: bytes, generation: Generation) -> Facts:
-        limits = generation.settings.limits
         started = time.monotonic()
         if started < self._rest_until:
             time.sleep(self._rest_until - started)
             started = time.monotonic()
         try:
-            check_shape(body, limits.max_json_nodes, limits.max_json_depth)
             return inspect(call, body, generation, give_way=True)
         except GatewayError as error:
             # Its frames and causes hold the parsed body: the error would while it is sent.
@@ -88,12 +82,12 @@ class Inspector:
             self._rest_until = ended + (ended - started)
 
 
-def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool) -> Facts:
+def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool = False) -> Facts:
     """Check a body and take down what later steps need.
 
     Args:
         call: its ``model`` is filled in as soon as it is known.
-        body: as it came; its shape is checked.
+        body: as it came.
         generation: the configuration in force.
         give_way: let other threads run meanwhile.
 
@@ -105,6 +99,8 @@ def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool) 
         NotFoundError: no such model.
         ForbiddenError: the caller may not use it.
     """
+    limits = generation.settings.limits
+    check_shape(body, limits.max_json_nodes, limits.max_json_depth)
     document = parse_body(body, give_way=give_way)
     asked = model_of(document, generation.names)
     model = generation.names[asked]
@@ -117,16 +113,26 @@ def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool) 
         require(document, name)
     check_fields(document, route.fields, model.limits)
     default = generation.settings.rate_limits.default_max_tokens
-    affinity = model.settings.affinity
     return Facts(
         asked,
         model,
         estimate(document, route.name, model.limits.max_model_len, default),
         document.get("stream") is True,
         _session(document),
-        prompt_beginning(document, affinity) if affinity.by == "prefix" else "",
+        _beginning(document, model),
         find_models(body) if give_way and _is_renamed(model, asked) else (),
     )
+
+
+def _beginning(document: dict[str, Any], model: Model) -> str:
+    affinity = model.settings.affinity
+    if affinity.by != "prefix":
+        return ""
+    # Of one worker nobody chooses.
+    for variant in model.variants.values():
+        if len(variant.workers) > 1:
+            return prompt_beginning(document, affinity)
+    return ""
 
 
 def _is_renamed(model: Model, asked: str) -> bool:

@@ -202,6 +202,6 @@ async def test_nothing_parsed_is_kept_while_a_request_waits() -> None:
             return await harness.metric("taut_queued_requests") == 2
 
         await eventually(queued, 20)
-        # Each is 120,000 lists and dicts when it is parsed; the engine keeps those of the two it has.
+        # Each is 120,000 lists and dicts when parsed; the engine keeps those of the two it has.
         assert len(gc.get_objects()) - before - 2 * 120_000 < 60_000
         assert {(await task).status for task in waiting} == {200}
