@@ -22,13 +22,13 @@ _MAX_DEPTH = 6
 
 
 def affinity_keys(
-    affinity: Affinity, document: dict[str, Any], session: str | None, caller: str | None
+    affinity: Affinity, beginning: str, session: str | None, caller: str | None
 ) -> Iterator[int]:
     """Yield keys, most widely shared first; nothing where the request has no such thing.
 
     Args:
         affinity: the model's setting.
-        document: the parsed request.
+        beginning: of its prompt, see :func:`prompt_beginning`; unused unless by prefix.
         session: its session, if it has one.
         caller: name of its API key, if it has one.
 
@@ -36,7 +36,8 @@ def affinity_keys(
         Keys of up to 64 bits for :mod:`taut_service.rendezvous`.
     """
     if affinity.by == "prefix":
-        yield from _prefixes(prompt_beginning(document, affinity), affinity.block_chars)
+        wanted = affinity.block_chars * affinity.max_blocks
+        yield from _prefixes(beginning[:wanted], affinity.block_chars)
     else:
         name = session if affinity.by == "session" else caller
         if name:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from taut_service.auth import Caller
+from taut_service.byte_budget import HeldBytes
 from taut_service.client_exchange import ClientExchange
 from taut_service.dialect import ANTHROPIC, OPENAI, RESPONSES, Dialect
 from taut_service.errors import Headers
@@ -145,6 +146,7 @@ class Call:
         "exchange",
         "extra_headers",
         "first_token_s",
+        "held",
         "holds_key_place",
         "key",
         "metrics",
@@ -157,6 +159,7 @@ class Call:
         "started",
         "status",
         "streaming",
+        "text_bytes",
         "tries",
         "usage",
         "variant",
@@ -177,10 +180,12 @@ class Call:
         self.reservation: Reservation | None = None
         self.extra_headers: Headers = []
         self.exchange: ClientExchange | None = None
+        self.held: HeldBytes | None = None
         self.status = 0
         self.streaming = False
         self.tries = 0
         self.events = 0
+        self.text_bytes = 0
         self.first_token_s = 0.0
         self.rest_s = 0.0
         self.span: Span | None = None

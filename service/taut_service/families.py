@@ -26,6 +26,7 @@ REJECT_REASONS = (
     "invalid",
     "too_large",
     "key_inflight",
+    "too_many_bytes",
 )
 RATE_LIMITS = ("requests", "tokens")
 RELOADED = ("configuration", "keys", "certificate")

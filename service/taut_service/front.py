@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from taut_service.access_log import AccessLog
 from taut_service.auth import CALLER, ApiKeys
 from taut_service.body import read_body
+from taut_service.byte_budget import FREE_BYTES, ByteBudget
 from taut_service.call import CLIENT_CLOSED, Call, Route
 from taut_service.claims import claim_of, timeout_of
 from taut_service.client_exchange import SCOPE_KEY, ClientExchange
@@ -30,15 +31,15 @@ from taut_service.errors import (
 )
 from taut_service.gateway import Gateway
 from taut_service.headers import REQUEST_ID, RequestHeaders, RequestIds
+from taut_service.inspection import Facts, Inspector, inspect
+from taut_service.json_bounds import is_light
 from taut_service.key_places import KeyPlaces
-from taut_service.limits.estimate import estimate
 from taut_service.limits.limiter import RateLimiter
 from taut_service.limits.settlement import settle
 from taut_service.metrics import UNKNOWN_MODEL, Metrics
 from taut_service.outgoing import Outgoing
 from taut_service.relay import CutShortError
 from taut_service.reload import Reloader
-from taut_service.request_checks import check_fields, model_of, parse_body, require
 from taut_service.tracing import Tracing, trace_id_of
 from taut_service.watch import ClientDisconnectedError, RequestWatch
 
@@ -53,6 +54,7 @@ _REASON_OF_CODE: Mapping[str | None, str] = {
     "shutting_down": "draining",
     "invalid_api_key": "unauthorized",
     "request_too_large": "too_large",
+    "too_many_bytes": "too_many_bytes",
     "permission_denied": "forbidden",
     "rate_limit_exceeded": "rate_limited",
     "request_exceeds_rate_limit": "rate_limited",
@@ -103,6 +105,8 @@ class Front:
         self._log = access_log
         self._tracing = tracing
         self._ids = RequestIds()
+        self._inspector = Inspector()
+        self._bytes = ByteBudget()
         self.admin: FastAPI | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,41 +157,74 @@ class Front:
         if timeout_s is not None:
             watch.shorten(timeout_s)
         caller = call.key
-        settings = self.reloader.current.settings
         exchange = call.exchange
-        max_body_bytes = settings.limits.max_body_bytes
         body = None if exchange is None else exchange.take_body()
-        if body is None:
-            silence = watch.limit(settings.timeouts.idle_s)
-            body = await read_body(receive, headers.content_length, max_body_bytes, silence)
-        elif len(body) > max_body_bytes:
-            raise BodyTooLargeError(max_body_bytes)
+        if body is None or len(body) > FREE_BYTES:
+            body = await self._body(call, headers, receive, watch, body)
+        elif len(body) > self.reloader.current.settings.limits.max_body_bytes:
+            raise BodyTooLargeError(self.reloader.current.settings.limits.max_body_bytes)
         watch.listen(exchange)
-        route = call.route
-        document = parse_body(body)
+        if is_light(body):
+            try:
+                facts = inspect(call, body, self.reloader.current)
+            finally:
+                if call.model:
+                    call.metrics = self.metrics.route(call.model, call.route.name)
+        else:
+            facts = await self._facts(call, body)
+        query = scope["query_string"]
+        path = call.route.path.encode() + (b"?" + query if query else b"")
+        claim = claim_of(call, caller, headers, timeout_s, sum(facts.cost))
+        if caller is not None and caller.limit is not None:
+            call.reservation = await self._limiter.reserve(caller.name, caller.limit, facts.cost)
+            call.extra_headers = call.reservation.headers()
+        request = Outgoing(path, headers, body, facts)
+        # It may be a copy with another model by the time it waits.
+        del body
+        may_pin = caller is None or caller.may_pin
+        await self._gateway.answer(call, facts.model, request, send, claim, may_pin=may_pin)
+
+    async def _body(
+        self,
+        call: Call,
+        headers: RequestHeaders,
+        receive: Receive,
+        watch: RequestWatch,
+        arrived: bytes | None,
+    ) -> bytes:
+        """Return a body that has not arrived yet or is large, counted as held from now on."""
+        settings = self.reloader.current.settings
+        max_bytes, limit = settings.limits.max_body_bytes, settings.limits.max_inflight_bytes
+        if arrived is not None:
+            if len(arrived) > max_bytes:
+                raise BodyTooLargeError(max_bytes)
+            call.held = self._bytes.hold()
+            call.held.add(len(arrived), limit)
+            return arrived
+        call.held = held = self._bytes.hold()
+        if headers.content_length is not None and headers.content_length <= max_bytes:
+            held.check_room(headers.content_length, limit)
+
+        async def counted() -> Message:
+            message = await receive()
+            held.add(len(message.get("body", b"")), limit)
+            return message
+
+        silence = watch.limit(settings.timeouts.idle_s)
+        return await read_body(counted, headers.content_length, max_bytes, silence)
+
+    async def _facts(self, call: Call, body: bytes) -> Facts:
         # Looked up when the body is there: a reload may have come in between.
         generation = self.reloader.current
-        model = generation.names[model_of(document, generation.names)]
-        call.model = model.name
-        if caller is not None:
-            caller.check_model(model.name)
-        call.metrics = self.metrics.route(call.model, route.name)
-        require(document, *route.required)
-        for name in route.also_required:
-            require(document, name)
-        check_fields(document, route.fields, model.limits)
-        query = scope["query_string"]
-        path = route.path.encode() + (b"?" + query if query else b"")
-        default = generation.settings.rate_limits.default_max_tokens
-        cost = estimate(document, route.name, model.limits.max_model_len, default)
-        tokens = cost.prompt + cost.completion
-        claim = claim_of(call, caller, headers, timeout_s, tokens)
-        if caller is not None and caller.limit is not None:
-            call.reservation = await self._limiter.reserve(caller.name, caller.limit, cost)
-            call.extra_headers = call.reservation.headers()
-        request = Outgoing(path, headers, body, document, tokens)
-        may_pin = caller is None or caller.may_pin
-        await self._gateway.answer(call, model, request, send, claim, may_pin=may_pin)
+        try:
+            facts = await self._inspector.inspect(call, body, generation)
+            if self.reloader.current is not generation:
+                # So may one while a large body was read, in its turn.
+                facts = await self._inspector.inspect(call, body, self.reloader.current)
+        finally:
+            if call.model:
+                call.metrics = self.metrics.route(call.model, call.route.name)
+        return facts
 
     def _enter(self, call: Call, method: str, headers: RequestHeaders) -> float | None:
         """Check what needs no body; return the client's time limit in seconds, None without."""
@@ -232,6 +269,8 @@ class Front:
 
     def _account(self, call: Call) -> None:
         seconds = time.perf_counter() - call.started
+        if call.held is not None:
+            call.held.release()
         if call.reservation is not None:
             settle(call, call.reservation)
         if call.status in (0, CLIENT_CLOSED):

@@ -64,14 +64,14 @@ def build_generation(
             tuple(fleet.employ(w, served_name, entry.golden, settings) for w in workers),
         )
 
-    per_token = settings.limits.chars_per_token
+    per_token, choices = settings.limits.chars_per_token, settings.limits.max_choices
     return Generation(
         number,
         settings,
         tuple(
             Model(
                 model,
-                ModelLimits(model.max_model_len, model.max_model_len * per_token),
+                ModelLimits(model.max_model_len, model.max_model_len * per_token, choices),
                 tuple(variant_of(model, entry) for entry in model.every_variant()),
                 settings.routing.retries,
             )

@@ -47,6 +47,7 @@ _UNIT: Schema = {"type": "number", "minimum": 0, "maximum": 1}
 _TEMPERATURE: Schema = {"type": "number", "minimum": 0, "maximum": 2}
 _PROPERTIES: dict[str, Schema] = {
     "background": {"type": "boolean", "enum": [False]},
+    "best_of": {"type": "integer", "minimum": 1},
     "messages": _MESSAGES,
     "n": {"type": "integer", "minimum": 1},
     "prompt": _PROMPT,

@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from taut_service.affinity import affinity_keys
 from taut_service.headers import RequestHeaders, request_head
+from taut_service.inspection import Facts
 from taut_service.settings import Affinity
-from taut_service.splice import with_model
-
-_SESSION_FIELDS = ("prompt_cache_key", "user")
-"""Body fields that name a session where the header is missing; OpenAI's, both optional."""
+from taut_service.splice import find_models, with_model
 
 
 class Outgoing:
-    """What is sent, for as many tries as it takes.
+    """What is sent, for as many tries as it takes. Holds bytes and facts, nothing parsed.
 
     Args:
         path: absolute path with query.
         headers: the client's.
         body: as the client sent it.
-        document: the same, parsed.
-        tokens: prompt and completion, as estimated.
+        facts: what is known of it.
     """
 
-    __slots__ = ("_body", "_document", "_head", "_headers", "_path", "_served_name", "tokens")
+    __slots__ = (
+        "_asked",
+        "_body",
+        "_facts",
+        "_head",
+        "_headers",
+        "_path",
+        "_places",
+        "_served_name",
+        "tokens",
+    )
 
-    def __init__(
-        self,
-        path: bytes,
-        headers: RequestHeaders,
-        body: bytes,
-        document: dict[str, Any],
-        tokens: int,
-    ) -> None:
-        self.tokens = tokens
+    def __init__(self, path: bytes, headers: RequestHeaders, body: bytes, facts: Facts) -> None:
+        self.tokens = sum(facts.cost)
         self._path = path
         self._headers = headers
         self._body = body
-        self._document = document
+        self._facts = facts
+        self._asked = facts.asked
+        self._places = facts.places
         self._served_name = ""
         self._head = b""
 
@@ -53,8 +54,10 @@ class Outgoing:
             The head without ``Host`` and the empty line, and the body.
         """
         if served_name != self._served_name:
-            self._body = with_model(self._body, self._document, served_name)
-            self._document = {**self._document, "model": served_name}
+            if served_name != self._asked:
+                places = self._places or find_models(self._body)
+                self._body, self._places = with_model(self._body, places, served_name)
+                self._asked = served_name
             self._head = request_head(self._path, self._headers, len(self._body))
             self._served_name = served_name
         return self._head, self._body
@@ -68,7 +71,7 @@ class Outgoing:
     @property
     def streamed(self) -> bool:
         """Whether the client wants a stream."""
-        return self._document.get("stream") is True
+        return self._facts.streamed
 
     def session(self, header: bytes) -> str | None:
         """Name the session it belongs to.
@@ -82,15 +85,11 @@ class Outgoing:
         for name, value in self._headers.passed_on:
             if name == header and value:
                 return value.decode("latin-1")
-        for field in _SESSION_FIELDS:
-            named = self._document.get(field)
-            if isinstance(named, str) and named:
-                return named
-        return None
+        return self._facts.session
 
     def affinity_keys(
         self, affinity: Affinity, session_header: bytes, caller: str | None
     ) -> Iterator[int]:
         """Yield what ties it to other requests; see :func:`taut_service.affinity.affinity_keys`."""
         session = self.session(session_header) if affinity.by == "session" else None
-        return affinity_keys(affinity, self._document, session, caller)
+        return affinity_keys(affinity, self._facts.beginning, session, caller)

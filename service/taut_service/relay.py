@@ -153,7 +153,7 @@ async def _pass_on(
 
 
 async def _relay_stream(call: Call, connection: Connection, headers: Headers, send: Send) -> None:
-    reframer = SseReframer()
+    reframer = SseReframer(count_text=call.reservation is not None)
     preamble = call.route.preamble
     first = last = 0.0
     connection.await_first_event()
@@ -184,6 +184,7 @@ async def _relay_stream(call: Call, connection: Connection, headers: Headers, se
     finally:
         call.usage = reframer.usage
         call.events = reframer.events
+        call.text_bytes = reframer.text_bytes
         if last:
             call.first_token_s = first - call.started
             call.rest_s = last - first

@@ -23,6 +23,12 @@ _USAGE = re.compile(rb'"usage"\s*:\s*\{')
 # messages say input_tokens and output_tokens.
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,12})')
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,12})')
+# What a model wrote, in the events of every dialect; whole answers repeated at the end of a stream
+# stand under other names or come after their usage.
+_TEXT = re.compile(
+    rb'"(?:content|text|delta|reasoning|reasoning_content|refusal|arguments|thinking|partial_json'
+    rb')"\s*:\s*"((?:[^"\\]|\\.)*+)'
+)
 # Anthropic does not count these among input_tokens.
 _CACHED_TOKENS = re.compile(rb'"cache_(?:read|creation)_input_tokens"\s*:\s*(\d{1,12})')
 
@@ -59,10 +65,17 @@ def read_usage(data: bytes) -> Usage | None:
 
 
 class SseReframer:
-    """Turns arbitrary cuts of a byte stream into cuts between events."""
+    """Turns arbitrary cuts of a byte stream into cuts between events.
 
-    def __init__(self) -> None:
+    Args:
+        count_text: count the bytes of generated text as well, for a worker that reports no usage:
+            one event may hold many tokens (vLLM: ``stream_interval``, speculative decoding).
+    """
+
+    def __init__(self, *, count_text: bool = False) -> None:
+        self._count_text = count_text
         self._rest = b""
+        self.text_bytes = 0
         self.events = 0
         self.usage: Usage | None = None
 
@@ -108,6 +121,8 @@ class SseReframer:
 
     def _account(self, events: bytes) -> None:
         self.events += _count_data(events)
+        if self._count_text:
+            self.text_bytes += sum(map(len, _TEXT.findall(events)))
         if b'"usage"' in events:
             self.usage = read_usage(events) or self.usage
 

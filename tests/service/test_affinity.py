@@ -16,7 +16,7 @@ KEYS = [b"key-%d" % i for i in range(20_000)]
 
 
 def keys_of(document: dict[str, Any], affinity: Affinity = PREFIX) -> list[int]:
-    return list(affinity_keys(affinity, document, None, None))
+    return list(affinity_keys(affinity, prompt_beginning(document, affinity), None, None))
 
 
 def test_draw_is_the_same_on_every_machine() -> None:
@@ -123,8 +123,8 @@ def test_lone_surrogate_is_hashed() -> None:
 
 @pytest.mark.parametrize(("by", "expected"), [("session", b"s"), ("key", b"k")])
 def test_session_and_key_are_one_key(by: Any, expected: bytes) -> None:
-    assert list(affinity_keys(Affinity(by=by), {}, "s", "k")) == [seed_of(expected)]
+    assert list(affinity_keys(Affinity(by=by), "", "s", "k")) == [seed_of(expected)]
 
 
 def test_request_without_a_session_has_no_key() -> None:
-    assert list(affinity_keys(Affinity(by="session"), {"prompt": "x"}, None, "k")) == []
+    assert list(affinity_keys(Affinity(by="session"), "x", None, "k")) == []

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from taut_service.errors import RequestError
-from taut_service.request_checks import parse_body
-from taut_service.splice import with_model
+from taut_service.json_body import parse_body
+from taut_service.splice import find_models, with_model
 
 
 def spliced(body: bytes, name: str = "served") -> bytes:
-    return with_model(body, json.loads(body), name)
+    return with_model(body, find_models(body), name)[0]
 
 
 def test_right_name_passes_the_same_bytes() -> None:
@@ -50,6 +53,70 @@ def test_only_the_value_is_replaced(body: bytes, expected: bytes) -> None:
 )
 def test_where_there_is_doubt_the_content_is_the_same(body: bytes) -> None:
     assert json.loads(spliced(body)) == {**json.loads(body), "model": "served"}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            b'{"model":"a", "x":1e999,"mod\\u0065l" : "b" ,"y":-1E+400}',
+            b'{"model":"served", "x":1e999,"mod\\u0065l" : "served" ,"y":-1E+400}',
+        ),
+        (
+            b'{ "model":"a","t":[{"model":"t","n":1.0e2}], "model":"b" }',
+            b'{ "model":"served","t":[{"model":"t","n":1.0e2}], "model":"served" }',
+        ),
+        (
+            '{"é":"\\u006dodel","model":"a","é":{"model":"é"}}'.encode(),
+            '{"é":"\\u006dodel","model":"served","é":{"model":"é"}}'.encode(),
+        ),
+        (b'{"model":"served","model":["a"]}', b'{"model":"served","model":"served"}'),
+    ],
+)
+def test_doubt_changes_no_other_byte(body: bytes, expected: bytes) -> None:
+    assert spliced(body) == expected
+
+
+def test_a_second_name_takes_the_place_of_the_first() -> None:
+    body = b'{"model":"a","x":{"model":1},"model":"b"}'
+    once, places = with_model(body, find_models(body), "a longer name")
+    twice, _ = with_model(once, places, "s")
+    assert twice == b'{"model":"s","x":{"model":1},"model":"s"}'
+
+
+KEYS = st.sampled_from(["model", "x"]) | st.text(max_size=5)
+
+
+@hypothesis_settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    pairs=st.lists(
+        st.tuples(
+            KEYS,
+            st.recursive(
+                st.integers()
+                | st.text(max_size=9)
+                | st.floats(allow_nan=False, allow_infinity=False),
+                lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner),
+                max_leaves=5,
+            ),
+        ),
+        max_size=6,
+    ),
+    space=st.sampled_from(["", " ", "\n\t "]),
+    ascii_only=st.booleans(),
+)
+def test_only_models_change_in_any_object(
+    pairs: list[tuple[str, object]], space: str, ascii_only: bool
+) -> None:
+    def text(name: object) -> bytes:
+        members = [
+            f"{json.dumps(key, ensure_ascii=ascii_only)}{space}:{space}"
+            + json.dumps(name if key == "model" and name else value, ensure_ascii=ascii_only)
+            for key, value in [("model", "first"), *pairs]
+        ]
+        return f"{space}{{{space}{f'{space},'.join(members)}{space}}}{space}".encode()
+
+    assert spliced(text(None)) == text("served")
 
 
 def test_name_that_needs_escapes() -> None:

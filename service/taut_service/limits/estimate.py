@@ -1,23 +1,34 @@
 """What a request will cost in tokens, guessed before a worker has seen it.
 
 Text counts as one token for ``BYTES_PER_TOKEN`` bytes of UTF-8, token ids count exactly, the
-completion counts as what the request allows. Guesses only: rate limits are settled with what was
-used, admission and fairness need proportions. The cost is that of a walk over messages and parts,
-never over characters of ASCII text.
+completion counts as what the route's worker will honour. Guesses only: rate limits are settled
+with what was used, admission and fairness need proportions. Which bound a worker follows was read
+in vLLM 0.32: ``entrypoints/openai/{completion,chat_completion,responses}/protocol.py`` and
+``entrypoints/anthropic/serving.py``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from taut_service.limits.texts import text_bytes
 
 BYTES_PER_TOKEN = 4
 """English text under the byte-pair vocabularies in use; code and other scripts need more tokens."""
 COMPLETIONS_DEFAULT = 16
 """``max_tokens`` of ``/v1/completions`` that is not given (OpenAI API reference; so does vLLM)."""
-MAX_CHOICES = 128
-"""What ``n`` counts at most; OpenAI's own bound."""
-_GENERATES_NOTHING = frozenset({"embeddings", "tokenize", "detokenize", "count_tokens"})
-_BOUNDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_BOUNDS: Mapping[str, tuple[str, ...]] = {
+    "completions": ("max_tokens",),
+    "chat_completions": ("max_completion_tokens", "max_tokens"),
+    "responses": ("max_output_tokens",),
+    "messages": ("max_tokens",),
+}
+"""By route, of those that generate: the fields that bound a completion, the strongest first."""
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "completions": ("n", "best_of"),
+    "chat_completions": ("n",),
+}
 
 
 class Estimate(NamedTuple):
@@ -41,86 +52,43 @@ def estimate(
     Returns:
         At least one token in; none out on a route that generates nothing.
     """
-    messages = document.get("messages")
-    if messages:
-        sequences, prompt = 1, _of_messages(messages) + _of_content(document.get("system"))
-    else:
-        sequences, prompt = _of_other_prompts(document, max_model_len)
-    prompt = max(1, min(prompt, sequences * max_model_len))
-    if route in _GENERATES_NOTHING:
+    choices, sequences = 1, _sequences(document, route)
+    prompt = -(-text_bytes(document) // BYTES_PER_TOKEN)
+    limit = sequences * max_model_len
+    prompt = 1 if prompt < 1 else prompt if prompt < limit else limit
+    fields = _BOUNDS.get(route)
+    if fields is None:
         return Estimate(prompt, 0)
-    bound = _bound(document) or (
-        COMPLETIONS_DEFAULT if route == "completions" else default_max_tokens
-    )
-    choices = document.get("n")
-    if _is_count(choices):
-        sequences *= min(choices, MAX_CHOICES)
-    return Estimate(prompt, sequences * min(bound, max_model_len))
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and value > 0
-
-
-def _bound(document: dict[str, Any]) -> int:
-    """Return how long the completion may become, 0 if that is not said."""
-    for name in _BOUNDS:
+    bound = _bound(document, fields) or default_max_tokens
+    # A null is another thing than nothing: it asks for all that the context has left.
+    if route == "completions" and "max_tokens" not in document:
+        bound = COMPLETIONS_DEFAULT
+    for name in _CHOICES.get(route, ()):
         value = document.get(name)
-        if _is_count(value):
+        if type(value) is int and value > choices:
+            choices = value
+    return Estimate(prompt, sequences * choices * min(bound, max_model_len))
+
+
+def _bound(document: dict[str, Any], fields: tuple[str, ...]) -> int:
+    """Return how long the completion may become, 0 if that is not said."""
+    for name in fields:
+        value = document.get(name)
+        if type(value) is int and value > 0:
             return value
     return 0
 
 
-def _of_other_prompts(document: dict[str, Any], max_model_len: int) -> tuple[int, int]:
-    """Return the number of sequences and the tokens of all of them."""
-    for name in ("prompt", "input", "tokens"):
-        value = document.get(name)
-        if isinstance(value, str):
-            return 1, _of_text(value) + _of_content(document.get("instructions"))
-        if isinstance(value, list) and value:
-            return _of_list(value, max_model_len)
-    return 1, 0
+def _sequences(document: dict[str, Any], route: str) -> int:
+    """Return how many prompts a request holds; at least one."""
+    if route == "completions":
+        embeds = document.get("prompt_embeds")
+        return _prompts(document.get("prompt")) + _prompts(embeds) or 1
+    return (_prompts(document.get("input")) or 1) if route == "embeddings" else 1
 
 
-def _of_list(value: list[Any], max_model_len: int) -> tuple[int, int]:
-    """Return sequences and tokens of token ids, messages, texts or lists of token ids.
-
-    Some routes leave these fields to the worker: anything that JSON can hold may be here.
-    """
-    first = value[0]
-    if isinstance(first, dict):
-        return 1, _of_messages(value)
-    if not isinstance(first, (str, list)):
-        return 1, len(value)
-    tokens = 0
-    for item in value:
-        size = len(item) if isinstance(item, list) else _of_content(item)
-        tokens += min(size, max_model_len)
-    return len(value), tokens
-
-
-def _of_text(text: str) -> int:
-    size = len(text) if text.isascii() else len(text.encode(errors="replace"))
-    return -(-size // BYTES_PER_TOKEN)
-
-
-def _of_messages(messages: Any) -> int:
-    if not isinstance(messages, list):
-        return 0
-    tokens = 0
-    for item in messages:
-        if isinstance(item, dict):
-            tokens += _of_content(item.get("content"))
-    return tokens
-
-
-def _of_content(content: Any) -> int:
-    if isinstance(content, str):
-        return _of_text(content)
-    tokens = 0
-    if isinstance(content, list):
-        for part in content:
-            text = part.get("text") if isinstance(part, dict) else None
-            if isinstance(text, str):
-                tokens += _of_text(text)
-    return tokens
+def _prompts(value: Any) -> int:
+    """Return how many prompts a field holds."""
+    if type(value) is list:
+        return 1 if not value or type(value[0]) is int else len(value)
+    return 0 if value is None else 1

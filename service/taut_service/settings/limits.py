@@ -16,11 +16,24 @@ class Limits(Section):
 
     ``chars_per_token`` bounds text prompts: a string longer than ``max_model_len *
     chars_per_token`` characters is refused here; anything shorter is counted exactly by the
-    worker.
+    worker. ``max_inflight_bytes`` bounds the large bodies of all requests together: one that
+    finds no room gets 429. ``max_json_nodes`` bounds commas and opening brackets outside of
+    strings, which is about how many objects a body becomes in memory; ``max_json_depth`` bounds
+    how deep they nest. ``max_choices`` bounds ``n`` and ``best_of``.
     """
 
     max_body_bytes: Count = 4 * 1024 * 1024
+    max_inflight_bytes: Count = 128 * 1024 * 1024
+    max_json_nodes: Count = 250_000
+    max_json_depth: Annotated[int, Field(ge=8, le=500)] = 128
+    max_choices: Count = 128
     chars_per_token: Count = 16
+
+    @model_validator(mode="after")
+    def _one_body_has_room(self) -> Limits:
+        if self.max_inflight_bytes < self.max_body_bytes:
+            raise ValueError("max_inflight_bytes must not be smaller than max_body_bytes")
+        return self
 
 
 class RedisStore(Section):
