@@ -14,7 +14,7 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document 
 
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout."""
-    typer.echo(json.dumps(value, indent=2, sort_keys=True))
+    typer.echo(json.dumps(value, indent=2, sort_keys=True, allow_nan=False))
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:

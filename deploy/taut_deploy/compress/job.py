@@ -48,12 +48,13 @@ def finished_checkpoint(job: CompressionJob) -> Manifest | None:
         OutputError: something else stands in its place.
         CheckpointError: the manifest there cannot be read.
     """
+    if job.output.is_symlink():
+        raise OutputError(f"{job.output}: is a link; give the directory itself as --output")
     if not job.output.exists():
         return None
     if not is_checkpoint(job.output):
         if job.output.is_dir() and not any(job.output.iterdir()):
-            job.output.rmdir()
-            return None
+            return None  # the rename that publishes replaces an empty directory
         raise OutputError(
             f"{job.output}: exists and is not a taut checkpoint; choose another --output"
         )
