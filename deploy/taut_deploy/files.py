@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -149,6 +150,24 @@ def disk_errors_named(path: Path) -> Iterator[None]:
             f"cannot write {path}: {reasons[error.errno]}; "
             "nothing half-written was left in its place"
         ) from error
+
+
+@contextlib.contextmanager
+def safetensors_disk_errors() -> Iterator[None]:
+    """Turn what safetensors raises for a full disk into the ``OSError`` that it was.
+
+    Raises:
+        OSError: with the number in its message.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def require_free_space(
