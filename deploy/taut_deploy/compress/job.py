@@ -87,7 +87,9 @@ def open_stream(job: CompressionJob) -> StreamedModel:
             "compress the model it was made from"
         )
     dtype = compute_dtype(stored_dtype(directory), job.device)
-    return StreamedModel(directory, dtype, torch.device(job.device))
+    stream = StreamedModel(directory, dtype, torch.device(job.device))
+    stream.rehearse()
+    return stream
 
 
 def stored_dtype(directory: Path) -> torch.dtype:

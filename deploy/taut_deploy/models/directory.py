@@ -108,6 +108,15 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
+def declared_shards(directory: Path) -> dict[str, str]:
+    """The shard of every tensor that the index names; empty where there is no index.
+
+    Raises:
+        ModelError: see :func:`read_index`.
+    """
+    return read_index(directory) if (directory / _INDEX).is_file() else {}
+
+
 def read_index(directory: Path) -> dict[str, str]:
     """The shard of every tensor, from a directory's index.
 
@@ -137,8 +146,7 @@ def require_contained(directory: Path) -> None:
     Raises:
         ModelError: naming the link, or the shard in the index.
     """
-    if (directory / _INDEX).is_file():
-        read_index(directory)
+    declared_shards(directory)
     for path in model_files(directory):
         _require_inside(path, directory)
 

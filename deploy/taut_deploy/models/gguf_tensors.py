@@ -12,6 +12,7 @@ import torch
 
 from taut_deploy.errors import ModelError
 from taut_deploy.models.gguf_header import GgufHeader
+from taut_deploy.models.values import is_finite
 
 
 def require_all_tensors(source: Path, header: GgufHeader, config: Any) -> dict[str, torch.Size]:
@@ -103,14 +104,3 @@ def require_finite(source: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise ModelError(f"{source}: the tensor {name} holds NaN or infinity; fetch it again")
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether every value is a finite number; true of integers and of nothing."""
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    if tensor.element_size() == 1:  # fp8 has no reductions
-        tensor = tensor.to(torch.float32)
-    # One pass and no copy: NaN goes through both ends.
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
