@@ -34,7 +34,7 @@ def sha256_file(path: Path) -> str:
 def sha256_json(value: Any) -> str:
     """Hex digest of a value's canonical JSON (sorted keys, no white space)."""
     return hashlib.sha256(
-        json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
 
 
@@ -90,17 +90,14 @@ def write_json_atomically(path: Path, value: Any) -> None:
     Raises:
         OutputError: it holds NaN or infinity, which JSON cannot, or the disk cannot take it.
     """
-    try:
-        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    except ValueError as error:
-        raise OutputError(
-            f"{path}: {_not_finite(value) or error} is not a finite number; nothing was written"
-        ) from error
+    if (place := place_not_finite(value)) is not None:
+        raise OutputError(f"{path}: {place} is not a finite number; nothing was written")
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     write_text_atomically(path, text + "\n")
 
 
-def _not_finite(value: Any, where: str = "") -> str | None:
-    """The first place in plain data that holds NaN or infinity."""
+def place_not_finite(value: Any, where: str = "") -> str | None:
+    """The first place in plain data that holds NaN or infinity, which JSON lacks; None if none."""
     if isinstance(value, float):
         return None if math.isfinite(value) else where
     items: Iterable[tuple[object, Any]] = ()
@@ -108,7 +105,9 @@ def _not_finite(value: Any, where: str = "") -> str | None:
         items = value.items()
     elif isinstance(value, list | tuple):
         items = enumerate(value)
-    found = (_not_finite(inner, f"{where}.{key}" if where else str(key)) for key, inner in items)
+    found = (
+        place_not_finite(inner, f"{where}.{key}" if where else str(key)) for key, inner in items
+    )
     return next((place for place in found if place), None)
 
 

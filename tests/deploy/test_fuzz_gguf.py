@@ -129,6 +129,7 @@ POSITIONS = (
 )
 
 
+@pytest.mark.parametrize("value", [2**20, 2**31, 2**40, 2**63, 2**64 - 1])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_what_a_header_claims_is_not_allocated(position, value, tmp_path):
     import tracemalloc

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, job_for, recipe_data, write_calibration_text, write_llama
+from transformers import BloomConfig, FalconConfig, GPTBigCodeConfig, OPTConfig
+from validate_setup import VOCABULARY, write_tokenizer
 
+import taut_deploy
 from taut_deploy.compress import driver, golden
 from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.files import write_json_atomically
@@ -143,6 +149,42 @@ def test_a_number_that_json_lacks_is_never_written(value, tmp_path):
     with pytest.raises(OutputError, match=r"a\.json: golden\.1\.margin is not a finite number"):
         write_json_atomically(tmp_path / "a.json", {"golden": [0.5, {"margin": value}]})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_configuration_that_is_no_json_is_refused(text, tmp_path):
+    model = write_llama(tmp_path / "m", layers=1)
+    edit_json(model / "config.json", time_step_limit=[0.0, float("inf")])
+    with pytest.raises(ModelError, match=r"config\.json: time_step_limit\.1 is NaN or infinity"):
+        driver.plan(job_for(model, recipe_data(text), tmp_path / "out"))
+
+
+def test_every_json_that_deploy_writes_is_strict():
+    room = Path(taut_deploy.__file__).parent
+    calls = [
+        (path.relative_to(room).as_posix(), call)
+        for path in room.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in {"json.dumps", "json.dump"}
+    ]
+    assert len(calls) > 10
+    # A hash and a check of what came in: nothing is written. A worker's arguments hold no floats.
+    exempt = {"files.py": 1, "bench/mock_strict.py": 1, "worker.py": 2}
+    loose = Counter(
+        path for path, call in calls if "allow_nan" not in {word.arg for word in call.keywords}
+    )
+    assert loose == exempt
+
+
+@pytest.mark.parametrize("architecture", [FalconConfig, GPTBigCodeConfig, BloomConfig, OPTConfig])
+def test_a_forward_that_cannot_be_streamed_is_refused_in_the_plan(architecture, text, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"vocab_size": len(VOCABULARY), "hidden_size": 64, "num_attention_heads": 2}
+    config = architecture(**sizes, num_hidden_layers=3)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    write_tokenizer(tmp_path / "m")
+    with pytest.raises(ModelError, match=r"cannot be compressed block by block \(.*another arch"):
+        driver.plan(job_for(tmp_path / "m", recipe_data(text), tmp_path / "out"))
 
 
 @pytest.mark.parametrize(

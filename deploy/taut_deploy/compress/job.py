@@ -13,6 +13,7 @@ from taut_deploy.compress.stream import StreamedModel
 from taut_deploy.compress.workspace import remove_leftovers
 from taut_deploy.cpu_products import has_products
 from taut_deploy.errors import ModelError, OutputError
+from taut_deploy.files import place_not_finite
 from taut_deploy.models.directory import read_config, read_shape
 from taut_deploy.models.store import ModelRecord
 from taut_deploy.recipe import Recipe
@@ -85,6 +86,11 @@ def open_stream(job: CompressionJob) -> StreamedModel:
         raise ModelError(
             f"{directory}: its config.json says it is quantised already ({found}); "
             "compress the model it was made from"
+        )
+    if (place := place_not_finite(read_config(directory))) is not None:
+        raise ModelError(
+            f"{directory / 'config.json'}: {place} is NaN or infinity, which JSON lacks; "
+            "give it a number"
         )
     dtype = compute_dtype(stored_dtype(directory), job.device)
     stream = StreamedModel(directory, dtype, torch.device(job.device))

@@ -127,7 +127,6 @@ class StreamedModel:
             raise _not_streamed(directory, config.model_type, error) from error
         self.model.eval()
         found = require_same_tensors(directory, self.model, self._reader.stored)
-        _final_norm(self.model.base_model)
         require_sound_values(self._reader.stored, found, self.model, self._reader)
         self._decoder_name, layers = _find_decoder(self.model)
         self.blocks = [
@@ -285,7 +284,7 @@ def _final_norm(base: nn.Module) -> nn.Module:
         if hasattr(base, name):
             norm: nn.Module = getattr(base, name)
             return norm
-    raise ModelError(f"{type(base).__name__}: found no final norm (norm, final_layernorm, ln_f)")
+    raise AttributeError("found no final norm: norm, final_layernorm, ln_f")
 
 
 def _has_parameter(model: nn.Module, name: str) -> bool:
