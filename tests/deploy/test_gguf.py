@@ -124,3 +124,9 @@ def test_a_disk_that_is_too_small_is_named_before_the_work(tmp_path, monkeypatch
 def test_a_file_called_in_capitals_is_a_gguf(tmp_path):
     file = write_gguf(tmp_path / "T.GGUF")
     assert ModelStore(tmp_path / "s").fetch(str(file)).name == "t"
+
+
+def test_a_configuration_that_transformers_refuses_is_one_line(tmp_path):
+    file = write_gguf(tmp_path / "t.gguf", hidden=33, heads=1)  # rotary embeddings need pairs
+    with pytest.raises(ModelError, match=r"t\.gguf: not a GGUF that transformers can read"):
+        ModelStore(tmp_path / "s").fetch(str(file))

@@ -180,6 +180,7 @@ def read_shape(directory: Path) -> ModelShape:
         ModelError: if transformers or optimum does not know the architecture, or the configuration
             contradicts itself.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from optimum.utils import NormalizedConfigManager
     from transformers import AutoConfig
 
@@ -187,7 +188,7 @@ def read_shape(directory: Path) -> ModelShape:
     try:
         config = AutoConfig.from_pretrained(directory)
         normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         family = raw.get("model_type")
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(

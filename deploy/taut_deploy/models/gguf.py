@@ -47,6 +47,7 @@ def convert_gguf(source: Path, destination: Path) -> None:
         OSError: the disk is full all the same.
     """
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     header = read_header(source)
@@ -65,7 +66,7 @@ def convert_gguf(source: Path, destination: Path) -> None:
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
         )
-    except _READ_ERRORS as error:
+    except (*_READ_ERRORS, StrictDataclassError) as error:
         raise _unreadable(source, error) from error
     _require_loaded(source, info)
     require_shapes(source, loaded.state_dict(), shapes)
