@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from taut_deploy.errors import CheckpointError
+from taut_deploy.errors import CheckpointError, ModelError
 from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file, write_json_atomically
+from taut_deploy.models.directory import require_contained
 
 MANIFEST = "taut.json"
 FORMAT_VERSION = 1
@@ -141,6 +142,10 @@ def verify(directory: Path) -> Manifest:
         CheckpointError: naming the first file that is missing, cut short, altered or not listed.
     """
     manifest = read_manifest(directory)
+    try:
+        require_contained(directory)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
     for name, expected in sorted(manifest.files.items()):
         path = directory / name
         if not path.is_file():

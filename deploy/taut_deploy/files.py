@@ -4,15 +4,19 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from taut_deploy.errors import OutputError
 
 _CHUNK = 1 << 20
+# Of the 255 bytes of a file name, less what is put around it (".NAME.partial", ".NAME.lock").
+_MAX_OUTPUT_NAME = 200
 # Volatile by nature (wall clock, host): never part of a digest, so that a resumed run equals an
 # undisturbed one.
 VOLATILE_FILES = frozenset({"compression_log.json"})
@@ -81,9 +85,46 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json_atomically(path: Path, value: Any) -> None:
-    """Write ``value`` as indented, key-sorted JSON, atomically."""
-    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+    """Write ``value`` as indented, key-sorted JSON, atomically.
+
+    Raises:
+        OutputError: it holds NaN or infinity, which JSON cannot, or the disk cannot take it.
+    """
+    if (place := place_not_finite(value)) is not None:
+        raise OutputError(f"{path}: {place} is not a finite number; nothing was written")
+    text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     write_text_atomically(path, text + "\n")
+
+
+def place_not_finite(value: Any, where: str = "") -> str | None:
+    """The first place in plain data that holds NaN or infinity, which JSON lacks; None if none."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else where
+    items: Iterable[tuple[object, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    found = (
+        place_not_finite(inner, f"{where}.{key}" if where else str(key)) for key, inner in items
+    )
+    return next((place for place in found if place), None)
+
+
+def checked_output(output: Path) -> Path:
+    """A directory to be made, as an absolute path with a name that others can be derived from.
+
+    Raises:
+        OutputError: it has no name, one that is too long, or control characters in it.
+    """
+    absolute = Path(os.path.abspath(output))  # noqa: PTH100 - 'a/..' is resolved, links are not
+    if not absolute.name or not str(absolute).isprintable():
+        raise OutputError(f"--output {str(output)!r}: not a name for a directory")
+    if len(os.fsencode(absolute.name)) > _MAX_OUTPUT_NAME:
+        raise OutputError(
+            f"--output {absolute.name[:40]}…: the name is longer than {_MAX_OUTPUT_NAME} bytes"
+        )
+    return absolute
 
 
 @contextlib.contextmanager
@@ -110,8 +151,33 @@ def disk_errors_named(path: Path) -> Iterator[None]:
         ) from error
 
 
-def require_free_space(directory: Path, needed_bytes: int) -> None:
+@contextlib.contextmanager
+def safetensors_disk_errors() -> Iterator[None]:
+    """Turn what safetensors raises for a full disk into the ``OSError`` that it was.
+
+    Raises:
+        OSError: with the number in its message.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+def require_free_space(
+    directory: Path, needed_bytes: int, way_out: str = "choose another --output"
+) -> None:
     """Refuse before the work rather than after it.
+
+    Args:
+        directory: that is to hold the result; need not exist.
+        needed_bytes: how much that is.
+        way_out: what the user can do besides freeing space.
 
     Raises:
         OutputError: if the file system of ``directory`` has less than ``needed_bytes`` free.
@@ -123,5 +189,5 @@ def require_free_space(directory: Path, needed_bytes: int) -> None:
     if free < needed_bytes:
         raise OutputError(
             f"{directory}: needs about {needed_bytes / 1e6:.0f} MB but the disk has "
-            f"{free / 1e6:.0f} MB free; free some space or choose another --output"
+            f"{free / 1e6:.0f} MB free; free some space or {way_out}"
         )

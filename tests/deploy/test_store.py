@@ -164,13 +164,17 @@ def test_what_a_killed_fetcher_left_is_removed(local_index, tmp_path):
     stale = tmp_path / ".tiny.partial-12345"
     stale.mkdir(parents=True)
     (stale / "model.safetensors").write_bytes(b"half")
+    (stale / ".taut-partial").touch()
+    not_ours = tmp_path / ".tiny.partial-12346"
+    not_ours.mkdir()
+    (not_ours / "precious").touch()
     store.ModelStore(tmp_path).fetch("tiny")
-    assert hidden(tmp_path) == []
+    assert hidden(tmp_path) == [not_ours.name]
+    assert (not_ours / "precious").exists()
 
 
 def test_a_failing_conversion_keeps_nothing(tmp_path, monkeypatch):
     def fill(partial, _source):
-        partial.mkdir()
         (partial / "config.json").write_text("{}")
         raise OSError(28, "No space left on device")
 
@@ -182,10 +186,14 @@ def test_a_failing_conversion_keeps_nothing(tmp_path, monkeypatch):
     assert store.ModelStore(tmp_path / "s").list() == []
 
 
-def test_a_changed_gguf_of_the_same_name_is_converted_again(tmp_path):
+def test_a_changed_gguf_of_the_same_name_is_converted_again_where_that_is_asked_for(tmp_path):
     models = store.ModelStore(tmp_path / "s")
     first = models.fetch(str(write_gguf(tmp_path / "t.gguf")))
-    second = models.fetch(str(write_gguf(tmp_path / "t.gguf", intermediate=96)))
+    changed = str(write_gguf(tmp_path / "t.gguf", intermediate=96))
+    with pytest.raises(ModelError, match="holds a model of this name from gguf sha256"):
+        models.fetch(changed)
+    assert models.list() == [first]
+    second = models.fetch(changed, force=True)
     assert first.path == second.path
     assert first.digest != second.digest
     assert models.list() == [second]

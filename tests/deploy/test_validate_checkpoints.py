@@ -167,7 +167,7 @@ def test_broken_weights_are_refused_by_model(tmp_path, value):
         return tensor
 
     broken = perturb(tmp_path / "m", tmp_path / "broken", break_one)
-    with pytest.raises(CouldNotValidateError, match="NaN or infinite logits") as caught:
+    with pytest.raises(CouldNotValidateError, match=r"model\.norm\.weight holds NaN") as caught:
         CheckpointSource(broken, "candidate", "cpu").score(IDS)
     assert str(caught.value).startswith(f"candidate {broken}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -12,8 +13,18 @@ TOKENS = ["<s>", "<unk>", "Ġ", *(chr(97 + index) for index in range(26)), "ab"]
 PACKAGE, VERSION, MEMBER = "taut-tiny-gguf", "0.0.1", "taut_tiny_gguf/tiny.gguf"
 
 
-def write_gguf(path: Path, *, hidden: int = 32, intermediate: int = 64, heads: int = 2) -> Path:
-    """One block, one key/value head, a byte-level tokenizer of 30 entries, fp32 weights."""
+def write_gguf(
+    path: Path,
+    *,
+    hidden: int = 32,
+    intermediate: int = 64,
+    heads: int = 2,
+    change: Callable[[gguf.GGUFWriter, dict[str, np.ndarray]], None] | None = None,
+) -> Path:
+    """One block, one key/value head, a byte-level tokenizer of 30 entries, fp32 weights.
+
+    ``change`` may edit the tensors, by name, and add metadata before anything is written.
+    """
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(1)
@@ -47,9 +58,14 @@ def write_gguf(path: Path, *, hidden: int = 32, intermediate: int = 64, heads: i
         "blk.0.ffn_up": (intermediate, hidden),
         "blk.0.ffn_down": (hidden, intermediate),
     }
-    for name, shape in shapes.items():
-        values = random.standard_normal(shape).astype(np.float32) * 0.1
-        writer.add_tensor(f"{name}.weight", values)
+    tensors = {
+        f"{name}.weight": random.standard_normal(shape).astype(np.float32) * 0.1
+        for name, shape in shapes.items()
+    }
+    if change is not None:
+        change(writer, tensors)
+    for name, values in tensors.items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

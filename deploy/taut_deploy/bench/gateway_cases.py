@@ -75,7 +75,12 @@ class Stage:
     def behave(self, **changes: float) -> None:
         """Set the engine's behaviour."""
         defaults = {"ttft_s": 0.0, "itl_s": 0.0, "chunks": 4}
-        call(self.engine_port, "POST", "/mock/behaviour", json.dumps({**defaults, **changes}))
+        call(
+            self.engine_port,
+            "POST",
+            "/mock/behaviour",
+            json.dumps({**defaults, **changes}, allow_nan=False),
+        )
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def chat_body(prompt_bytes: int, stream: bool, mark: str = "") -> bytes:
     """Return a chat request of about that many bytes; the mock engine finds ``mark`` again."""
     message = {"role": "user", "content": (f"mark:{mark} " if mark else "") + "x" * prompt_bytes}
     document = {"model": "m", "messages": [message], "max_tokens": 64}
-    return json.dumps({**document, "stream": stream}).encode()
+    return json.dumps({**document, "stream": stream}, allow_nan=False).encode()
 
 
 class Visitor(asyncio.Protocol):

@@ -179,7 +179,7 @@ def _litellm(folder: Path, programs: Path, ports: Sequence[int], port: int) -> S
 
 def _envoy(folder: Path, programs: Path, ports: Sequence[int], port: int) -> Start:
     file = folder / "envoy.yaml"
-    file.write_text(json.dumps(_envoy_document(ports, port)))
+    file.write_text(json.dumps(_envoy_document(ports, port), allow_nan=False))
     argv = [
         str(programs / "envoy"),
         "--config-path",

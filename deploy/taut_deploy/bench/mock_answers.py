@@ -49,7 +49,7 @@ def document(status: int, body: bytes, kind: bytes = b"application/json") -> byt
 def error(status: int, text: str) -> bytes:
     """Return a whole error response in vLLM's shape."""
     content = {"message": text, "type": "MockError", "param": None, "code": status}
-    return document(status, json.dumps({"error": content}).encode())
+    return document(status, json.dumps({"error": content}, allow_nan=False).encode())
 
 
 @lru_cache(maxsize=64)
@@ -67,7 +67,7 @@ def whole(behaviour: Behaviour, chat: bool) -> bytes:
         "choices": [{"index": 0, **content, "finish_reason": "length"}],
         "usage": _usage(behaviour.chunks),
     }
-    return document(200, json.dumps(answer).encode())
+    return document(200, json.dumps(answer, allow_nan=False).encode())
 
 
 @lru_cache(maxsize=64)
@@ -86,7 +86,9 @@ def events(behaviour: Behaviour, chat: bool, with_usage: bool) -> tuple[bytes, .
     )
     kind = "chat.completion.chunk" if chat else "text_completion"
     frame = {"id": "mock-1", "object": kind, "created": CREATED, "model": "m"}
-    token = _event(json.dumps({**frame, "choices": [{"index": 0, **delta}]}).encode())
+    token = _event(
+        json.dumps({**frame, "choices": [{"index": 0, **delta}]}, allow_nan=False).encode()
+    )
     if behaviour.fault == "not_json":
         token = _event(b'{"choices": [')
     elif behaviour.fault == "bad_utf8":
@@ -96,7 +98,7 @@ def events(behaviour: Behaviour, chat: bool, with_usage: bool) -> tuple[bytes, .
     last: tuple[bytes, ...] = (_event(b"[DONE]") + b"0\r\n\r\n",)
     if with_usage:
         usage = {**frame, "choices": [], "usage": _usage(behaviour.chunks)}
-        last = (_event(json.dumps(usage).encode()), *last)
+        last = (_event(json.dumps(usage, allow_nan=False).encode()), *last)
     return (token,) * behaviour.chunks + last
 
 

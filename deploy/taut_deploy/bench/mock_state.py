@@ -71,7 +71,7 @@ class MockEngine:
         """Return the counters as a response."""
         state = {name: getattr(self, name) for name in _COUNTERS}
         state |= {"open": len(self.busy), "waiting": len(self.waiting)}
-        return document(200, json.dumps(state).encode())
+        return document(200, json.dumps(state, allow_nan=False).encode())
 
     def metrics(self) -> bytes:
         """Return what vLLM's ``/metrics`` says of load, as a response."""
@@ -99,9 +99,11 @@ class MockEngine:
 
     def open_marks(self) -> bytes:
         """Return the marks of open generations, as a response."""
-        return document(200, json.dumps([one.mark() for one in self.busy]).encode())
+        return document(
+            200, json.dumps([one.mark() for one in self.busy], allow_nan=False).encode()
+        )
 
     def take_aborts(self) -> bytes:
         """Return and forget which generations were broken off, as a response."""
         aborts, self.aborts = self.aborts, []
-        return document(200, json.dumps(aborts).encode())
+        return document(200, json.dumps(aborts, allow_nan=False).encode())

@@ -45,7 +45,7 @@ def _ask(url: str, model: str, golden: Golden | None) -> None:
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
     request = urllib.request.Request(  # noqa: S310
         f"{url}/v1/completions",
-        json.dumps(body).encode(),
+        json.dumps(body, allow_nan=False).encode(),
         {"Content-Type": "application/json"},
     )
     try:

@@ -7,6 +7,7 @@ import typer
 
 from taut_deploy.commands.output import JsonFlag, megabytes, print_json
 from taut_deploy.errors import OutputError
+from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 from taut_deploy.progress import progress_reporter
@@ -35,10 +36,9 @@ def compress(
     home = TautHome.from_environment()
     if output is None and not plan:
         raise OutputError("--output: give the checkpoint directory to make")
+    target = home.checkpoints / "plan" if output is None else checked_output(output)
     record = ModelStore(home.models).fetch(model)
-    job = driver.CompressionJob(
-        record, chosen, output or home.checkpoints / "plan", home.root, device, resume
-    )
+    job = driver.CompressionJob(record, chosen, target, home.root, device, resume)
     if plan:
         _print_plan(driver.plan(job), as_json)
         return

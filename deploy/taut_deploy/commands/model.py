@@ -1,6 +1,7 @@
 """``taut model fetch | list | inspect``."""
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -16,9 +17,15 @@ def _store() -> ModelStore:
 
 
 @app.command()
-def fetch(name: str, as_json: JsonFlag = False) -> None:
+def fetch(
+    name: str,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model of this name from another source.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Put a model on disk: a catalogue name, 'owner/name' on the hub, a directory or a GGUF."""
-    record = _store().fetch(name)
+    record = _store().fetch(name, force=force)
     if as_json:
         print_json(record.as_json())
     else:

@@ -8,13 +8,20 @@ from typing import Annotated, Any
 import typer
 
 from taut_deploy.errors import OutputError
+from taut_deploy.files import place_not_finite
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def print_json(value: Any) -> None:
-    """Print ``value`` as JSON on stdout."""
-    typer.echo(json.dumps(value, indent=2, sort_keys=True))
+    """Print ``value`` as JSON on stdout.
+
+    Raises:
+        OutputError: it holds NaN or infinity, which JSON cannot.
+    """
+    if (place := place_not_finite(value)) is not None:
+        raise OutputError(f"--json: {place} is not a finite number; leave --json out")
+    typer.echo(json.dumps(value, indent=2, sort_keys=True, allow_nan=False))
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:

@@ -116,7 +116,6 @@ class _Run:
         """Run every step that is not committed yet."""
         started = time.monotonic()
         calibration = self._calibration()
-        self._stream.load_outer()
         total = len(self._stream.blocks)
         reports: list[dict[str, Any]] = []
         arguments = self._enter(calibration)

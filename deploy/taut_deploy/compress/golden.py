@@ -35,13 +35,18 @@ def choose_golden(logits: list[torch.Tensor], model: Path) -> Golden:
         model: directory with the tokenizer.
 
     Raises:
-        ModelError: if no answer is visible text.
+        ModelError: if no answer is visible text, or a logit is not finite.
     """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     best: Golden | None = None
     for prompt, scores in zip(PROMPTS, logits, strict=True):
+        if not torch.isfinite(scores).all():
+            raise ModelError(
+                f"{model}: NaN or infinite logits for the readiness prompt {prompt!r}, so the "
+                "weights are broken or overflow in the dtype of config.json"
+            )
         top = scores.topk(2)
         token = int(top.indices[0])
         margin = float(top.values[0] - top.values[1])

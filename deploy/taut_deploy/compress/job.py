@@ -13,6 +13,7 @@ from taut_deploy.compress.stream import StreamedModel
 from taut_deploy.compress.workspace import remove_leftovers
 from taut_deploy.cpu_products import has_products
 from taut_deploy.errors import ModelError, OutputError
+from taut_deploy.files import place_not_finite
 from taut_deploy.models.directory import read_config, read_shape
 from taut_deploy.models.store import ModelRecord
 from taut_deploy.recipe import Recipe
@@ -48,12 +49,13 @@ def finished_checkpoint(job: CompressionJob) -> Manifest | None:
         OutputError: something else stands in its place.
         CheckpointError: the manifest there cannot be read.
     """
+    if job.output.is_symlink():
+        raise OutputError(f"{job.output}: is a link; give the directory itself as --output")
     if not job.output.exists():
         return None
     if not is_checkpoint(job.output):
         if job.output.is_dir() and not any(job.output.iterdir()):
-            job.output.rmdir()
-            return None
+            return None  # the rename that publishes replaces an empty directory
         raise OutputError(
             f"{job.output}: exists and is not a taut checkpoint; choose another --output"
         )
@@ -85,8 +87,15 @@ def open_stream(job: CompressionJob) -> StreamedModel:
             f"{directory}: its config.json says it is quantised already ({found}); "
             "compress the model it was made from"
         )
+    if (place := place_not_finite(read_config(directory))) is not None:
+        raise ModelError(
+            f"{directory / 'config.json'}: {place} is NaN or infinity, which JSON lacks; "
+            "give it a number"
+        )
     dtype = compute_dtype(stored_dtype(directory), job.device)
-    return StreamedModel(directory, dtype, torch.device(job.device))
+    stream = StreamedModel(directory, dtype, torch.device(job.device))
+    stream.rehearse()
+    return stream
 
 
 def stored_dtype(directory: Path) -> torch.dtype:

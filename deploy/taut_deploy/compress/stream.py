@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from taut_deploy.compress.soundness import (
+    StoredTensor,
+    require_same_tensors,
+    require_sound_values,
+)
 from taut_deploy.errors import ModelError
-from taut_deploy.models.directory import weight_files
+from taut_deploy.models.directory import declared_shards, weight_files
 
 # A call's keyword arguments other than the hidden states, one mapping per decoder block.
 BlockArguments = list[dict[str, Any]]
@@ -38,24 +43,30 @@ class WeightReader:
         directory: model directory.
 
     Raises:
-        ModelError: if a shard is missing or cut short.
+        ModelError: a shard is missing or cut short, or index and shards contradict each other.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._shard_of: dict[str, Path] = {}
+        self.stored: dict[str, StoredTensor] = {}
         for shard in weight_files(directory):
-            try:
-                with safe_open(shard, framework="pt") as handle:
-                    self._shard_of.update(dict.fromkeys(handle.keys(), shard))
-            except Exception as error:  # safetensors raises its own type and plain OSError alike
+            found = _header(shard)
+            if twice := sorted(found.keys() & self.stored.keys()):
                 raise ModelError(
-                    f"{shard}: cannot be read as safetensors ({error}); fetch the model again"
-                ) from error
+                    f"{shard}: {twice[0]} is in {self.stored[twice[0]].shard.name} too; "
+                    "fetch the model again"
+                )
+            self.stored |= found
+        for name, shard_name in declared_shards(directory).items():
+            if name not in self.stored or self.stored[name].shard.name != shard_name:
+                raise ModelError(
+                    f"{directory / shard_name}: the index says that it holds {name}, which it "
+                    "does not; fetch the model again"
+                )
 
     @property
     def names(self) -> list[str]:
         """Every tensor's name, in shard order."""
-        return list(self._shard_of)
+        return list(self.stored)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU, in its stored dtype.
@@ -63,11 +74,25 @@ class WeightReader:
         Raises:
             ModelError: if no shard holds it.
         """
-        if name not in self._shard_of:
+        if name not in self.stored:
             raise ModelError(f"{name}: no shard of the model holds this tensor")
-        with safe_open(self._shard_of[name], framework="pt") as handle:
+        with safe_open(self.stored[name].shard, framework="pt") as handle:
             tensor: torch.Tensor = handle.get_tensor(name)
         return tensor
+
+
+def _header(shard: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(shard, framework="pt") as handle:
+            parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(shard, tuple(part.get_shape()), part.get_dtype())
+                for name, part in parts.items()
+            }
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(
+            f"{shard}: cannot be read as safetensors ({error}); fetch the model again"
+        ) from error
 
 
 class StreamedModel:
@@ -77,23 +102,32 @@ class StreamedModel:
         directory: model directory.
         dtype: dtype blocks compute in.
         device: where a loaded block lives.
+
+    Raises:
+        ModelError: the tensors are not those of the architecture, or not all are finite.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        self._directory = directory
         self._reader = WeightReader(directory)
         self._dtype = dtype
         self._device = device
         config = AutoConfig.from_pretrained(directory)
-        with init_empty_weights(include_buffers=False):
-            # sdpa needs no mask tensor for unpadded text, so one recorded call serves every batch
-            # size.
-            self.model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="sdpa"
-            )
+        try:
+            with init_empty_weights(include_buffers=False):
+                # sdpa needs no mask tensor for unpadded text, so one recorded call serves every
+                # batch size.
+                self.model: Any = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation="sdpa"
+                )
+        except ValueError as error:
+            raise _not_streamed(directory, config.model_type, error) from error
         self.model.eval()
+        found = require_same_tensors(directory, self.model, self._reader.stored)
+        require_sound_values(self._reader.stored, found, self.model, self._reader)
         self._decoder_name, layers = _find_decoder(self.model)
         self.blocks = [
             DecoderBlock(index, f"{self._decoder_name}.{index}", module)
@@ -140,6 +174,19 @@ class StreamedModel:
                 )
         self.model.tie_weights()
 
+    def rehearse(self) -> None:
+        """Run everything outside the blocks once, so that a plan knows what the run would meet.
+
+        Raises:
+            ModelError: the architecture's forward cannot be run block by block.
+        """
+        self.load_outer()
+        try:
+            hidden, _ = self.enter(torch.zeros(1, 2, dtype=torch.int64))
+            self.leave(hidden)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+            raise _not_streamed(self._directory, self.model.config.model_type, error) from error
+
     @torch.inference_mode()
     def enter(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, BlockArguments]:
         """Run the model up to its first block and record how every block is called.
@@ -170,6 +217,14 @@ class StreamedModel:
         norm = _final_norm(self.model.base_model)
         logits: torch.Tensor = self.model.get_output_embeddings()(norm(hidden)).float()
         return logits
+
+
+def _not_streamed(directory: Path, model_type: str, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:160]
+    return ModelError(
+        f"{directory}: config.json: model_type {model_type!r} cannot be compressed block by block "
+        f"({reason}); take a model of another architecture"
+    )
 
 
 def call_block(module: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
@@ -229,7 +284,7 @@ def _final_norm(base: nn.Module) -> nn.Module:
         if hasattr(base, name):
             norm: nn.Module = getattr(base, name)
             return norm
-    raise ModelError(f"{type(base).__name__}: found no final norm (norm, final_layernorm, ln_f)")
+    raise AttributeError("found no final norm: norm, final_layernorm, ln_f")
 
 
 def _has_parameter(model: nn.Module, name: str) -> bool:

@@ -6,8 +6,8 @@ commit marker per block. A block counts as done when its marker exists; the mark
 place after everything it stands for.
 """
 
+import contextlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from taut_deploy.files import (
     write_bytes_atomically,
     write_json_atomically,
 )
+from taut_deploy.removal import is_own_child, remove_child
 
 _FINGERPRINT = "fingerprint.json"
 _STATE = ".state"
@@ -50,9 +51,8 @@ class Workspace:
 
     def _open(self, fingerprint: dict[str, Any], resume: bool) -> None:
         found = self._state / _FINGERPRINT
-        if self.directory.exists():
-            ours = found.is_file() or self._state.is_dir() or not any(self.directory.iterdir())
-            if not ours:
+        if self.directory.exists() or self.directory.is_symlink():
+            if not is_own_child(self.directory, (_STATE,)):
                 raise OutputError(
                     f"{self.directory}: exists and was not made by taut; move it away"
                 )
@@ -71,10 +71,7 @@ class Workspace:
         """Remove everything; ``.state`` goes last, so that a kill in between leaves it ours."""
         # First of all: without it no later run takes the rest for a state to resume.
         fingerprint.unlink(missing_ok=True)
-        for path in self.directory.iterdir():
-            if path.is_file():
-                path.unlink()
-        shutil.rmtree(self.directory)
+        remove_child(self.directory.parent, self.directory.name, (_STATE,))
 
     def tensors(self, name: str) -> dict[str, torch.Tensor] | None:
         """State tensors saved under ``name``, or None."""
@@ -114,7 +111,6 @@ class Workspace:
                     if path.is_file():  # a temporary that a killed run left
                         path.unlink()
                 else:
-                    path.chmod(0o644)
                     fsync_file(path)
             self.directory.rename(self._output)
             fsync_directory(self._output.parent)
@@ -128,5 +124,7 @@ class Workspace:
 
 def remove_leftovers(output: Path) -> None:
     """Remove the state a run that was killed right after publishing left in the checkpoint."""
-    # Two processes may both find it; whatever one of them cannot remove, the other does.
-    shutil.rmtree(output / _STATE, ignore_errors=True)
+    # Two processes may both find it; whatever one of them cannot remove, the other does. What is
+    # not ours stays: it is no part of the checkpoint.
+    with contextlib.suppress(OSError, OutputError):
+        remove_child(output, _STATE, (_FINGERPRINT,))

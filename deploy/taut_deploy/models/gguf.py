@@ -2,13 +2,35 @@
 
 transformers reads and dequantises GGUF but refuses to save the result (it still counts as
 "quantized with gguf"), so the weights are copied into a fresh model of the same configuration,
-which is then saved.
+which is then saved. It also fills absent tensors with random numbers and leaves unknown ones out:
+both are looked for first (:mod:`taut_deploy.models.gguf_tensors`).
 """
 
+import json
 import struct
 from pathlib import Path
+from typing import Any
 
 from taut_deploy.errors import ModelError
+from taut_deploy.files import require_free_space, safetensors_disk_errors
+from taut_deploy.models.gguf_header import GgufHeader, read_header
+from taut_deploy.models.gguf_tensors import require_all_tensors, require_finite, require_shapes
+
+_READ_ERRORS = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    NotImplementedError,
+    RuntimeError,
+    OSError,
+    struct.error,
+)
+_BYTES_OF_BF16 = 2
+# Numbers of things in the metadata that transformers makes modules or buffers of.
+_MAX_COUNT = 65_536
 
 
 def convert_gguf(source: Path, destination: Path) -> None:
@@ -16,26 +38,52 @@ def convert_gguf(source: Path, destination: Path) -> None:
 
     Args:
         source: a ``.gguf`` file of an architecture transformers can read.
-        destination: an existing, empty directory.
+        destination: an existing directory.
 
     Raises:
-        ModelError: if the file is no GGUF, is cut short, or its architecture is not known.
+        ModelError: the file is no GGUF, cut short or a part of one, its architecture is not known,
+            or tensors are missing, unknown, of other shapes or not finite.
+        OutputError: the disk has too little room.
+        OSError: the disk is full all the same.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    _require_gguf(source)
+    header = read_header(source)
+    _require_plausible(source, header)
+    require_free_space(
+        destination, _BYTES_OF_BF16 * header.elements, "set TAUT_HOME to another disk"
+    )
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+        config = AutoConfig.from_pretrained(**where)
+        shapes = require_all_tensors(source, header, config)
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            **where,
+            config=config,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
         )
-    except (ValueError, KeyError, IndexError, RuntimeError, OSError, struct.error) as error:
+    except (*_READ_ERRORS, StrictDataclassError) as error:
         raise _unreadable(source, error) from error
+    _require_loaded(source, info)
+    require_shapes(source, loaded.state_dict(), shapes)
+    require_finite(source, loaded.state_dict())
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
     except Exception as error:  # tokenizers raises a bare Exception for a vocabulary it refuses
         raise _unreadable(source, error) from error
+    with safetensors_disk_errors():
+        _save(loaded, tokenizer, destination)
+    _require_json(source, destination)
+
+
+def _save(loaded: Any, tokenizer: Any, destination: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     config = loaded.config
     config.quantization_config = None
     del config.quantization_config
@@ -47,14 +95,58 @@ def convert_gguf(source: Path, destination: Path) -> None:
     tokenizer.save_pretrained(destination)
 
 
+def _require_plausible(source: Path, header: GgufHeader) -> None:
+    """Refuse what would be half a model, or would make transformers build without end.
+
+    Raises:
+        ModelError: naming the metadata key.
+    """
+    parts = header.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ModelError(
+            f"{source}: part {header.metadata.get('split.no', '?')} of a file split into {parts} "
+            "(split.count); merge them with llama.cpp's llama-gguf-split --merge and fetch that"
+        )
+    if not header.architecture:
+        raise ModelError(f"{source}: no general.architecture in its metadata; not a model")
+    for key, value in header.metadata.items():
+        counts = key.startswith(f"{header.architecture}.") and key.endswith("_count")
+        too_many = counts and type(value) is int and not 0 <= value <= _MAX_COUNT
+        if too_many or (isinstance(value, float) and value - value != 0):
+            raise ModelError(f"{source}: {key} is {value}; the file is damaged")
+    blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    declared = header.metadata.get(f"{header.architecture}.block_count")
+    if declared != len(blocks):
+        raise ModelError(
+            f"{source}: {header.architecture}.block_count is {declared}, the file holds tensors of "
+            f"{len(blocks)} blocks; fetch the whole file"
+        )
+
+
+def _require_loaded(source: Path, info: dict[str, Any]) -> None:
+    """Refuse tensors that transformers made up or left out, whatever its name for the reason."""
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(key if isinstance(key, str) else key[0] for key in info.get(problem) or ())
+        if names:
+            raise ModelError(
+                f"{source}: {len(names)} {problem.split('_')[0]} tensors, the first is {names[0]}"
+            )
+
+
+def _require_json(source: Path, destination: Path) -> None:
+    for path in destination.glob("*.json"):
+        try:
+            json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        except ValueError as error:
+            raise _unreadable(source, error) from error
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"its metadata holds {constant}")
+
+
 def _unreadable(source: Path, error: Exception) -> ModelError:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return ModelError(f"{source}: not a GGUF that transformers can read: {reason}")
-
-
-def _require_gguf(source: Path) -> None:
-    if not source.is_file():
-        raise ModelError(f"{source}: no such file")
-    with source.open("rb") as handle:
-        if handle.read(4) != b"GGUF":
-            raise ModelError(f"{source}: not a GGUF file (its first bytes are not 'GGUF')")
+    if isinstance(error, ModelError):
+        return error
+    reason = " ".join((str(error) or type(error).__name__).split())
+    return ModelError(f"{source}: not a GGUF that transformers can read: {reason[:300]}")

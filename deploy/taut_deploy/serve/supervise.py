@@ -60,7 +60,8 @@ def gateway_child(configuration: Path, logs: Path) -> ChildSpec:
 def curl_line(settings: ServeSettings, model: str) -> str:
     """A completion request that can be pasted into a shell."""
     body = json.dumps(
-        {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
+        {"model": model, "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0},
+        allow_nan=False,
     )
     url = f"http://{settings.host}:{settings.port}/v1/completions"
     return f"curl -s {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -17,16 +17,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from taut_deploy.cpu_products import WideProducts
+from taut_deploy.errors import ModelError
+from taut_deploy.models.directory import require_contained
+from taut_deploy.models.values import is_finite
 from taut_deploy.validate.divergence import FullDistribution
 from taut_deploy.validate.errors import CouldNotValidateError, one_line
 
-_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 class CheckpointTokenizer:
@@ -87,6 +99,10 @@ class CheckpointSource:
 
     def _load(self, dtype: torch.dtype | None) -> Any:
         try:
+            require_contained(self.path)
+        except ModelError as error:
+            raise CouldNotValidateError(f"--{self.role} {error}") from error
+        try:
             with _silenced_bars(), _silenced_report():
                 model, info = AutoModelForCausalLM.from_pretrained(
                     self.path,
@@ -102,7 +118,7 @@ class CheckpointSource:
             message = f"{self.role} {self.path}: cannot be loaded: {one_line(error)}"
             raise CouldNotValidateError(message) from error
         # transformers fills absent tensors with random numbers and only warns.
-        for problem in ("missing_keys", "mismatched_keys"):
+        for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             # A mismatch is a tuple of name and two shapes.
             names = sorted(key if isinstance(key, str) else key[0] for key in info[problem])
             if names:
@@ -110,6 +126,12 @@ class CheckpointSource:
                     f"{self.role} {self.path}: {len(names)} {problem.split('_')[0]} tensors, "
                     f"the first is {names[0]}"
                 )
+        broken = [name for name, value in model.state_dict().items() if not is_finite(value)]
+        if broken:
+            raise CouldNotValidateError(
+                f"{self.role} {self.path}: {broken[0]} holds NaN or infinity; the weights are "
+                "broken"
+            )
         return model.to(self._device).eval()
 
     @property
