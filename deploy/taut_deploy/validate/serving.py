@@ -110,7 +110,11 @@ async def _ask(job: ValidationJob, batch: list[tuple[int, ...]]) -> Comparison:
     directory, port = Path(job.candidate), free_port()
     manifest = read_manifest(directory) if is_checkpoint(directory) else None
     spec = WorkerSpec(
-        directory, name=_NAME, port=port, max_model_len=job.sequence_length + 1, shutdown_timeout_s=5
+        directory,
+        name=_NAME,
+        port=port,
+        max_model_len=job.sequence_length + 1,
+        shutdown_timeout_s=5,
     )
     url = f"http://{LOOPBACK}:{port}"
     with tempfile.TemporaryDirectory(prefix="taut-validate-") as logs:
@@ -139,9 +143,7 @@ def _scored(job: ValidationJob, batch: list[tuple[int, ...]], url: str) -> Compa
     return metrics.stack(found)
 
 
-def _judged(
-    comparison: Comparison, candidate: Metric
-) -> tuple[Serving, tuple[RuleOutcome, ...]]:
+def _judged(comparison: Comparison, candidate: Metric) -> tuple[Serving, tuple[RuleOutcome, ...]]:
     points = metrics.point_estimates(comparison)
     difference = comparison.candidate_nll - comparison.baseline_nll
     measured = {
