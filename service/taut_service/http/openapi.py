@@ -1,8 +1,8 @@
 """The OpenAPI document of the routes that the front answers without FastAPI.
 
 The schemas say what the gateway checks (:mod:`taut_service.admit.request_checks`) and no more: a
-body that fits is passed on, a worker may still refuse it. Names of models come from the configuration
-in force.
+body that fits is passed on, a worker may still refuse it. Names of models come from the
+configuration in force.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariant: at most one probe is under way while the breaker is half-open; a success or failure of
     a request that began before the breaker opened does not move it.
 A failure is a lost connection, an answer that is not HTTP, silence, or a 5xx other than 503: that
-    one says "too busy" and is :meth:`taut_service.worker.worker.Worker.back_off`'s business. Besides
+    one says "too busy", the business of :meth:`taut_service.worker.worker.Worker.back_off`. Besides
     a number of failures it takes a share of all outcomes, so that one bad request in a thousand
     does not close a worker that serves ten thousand. The breaker advises, it does not forbid: a
     request that no other worker can take may still be sent (``last_resort``), or a client whose
