@@ -17,11 +17,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from mock_engine import Faults, MockEngine
 
-from taut_service.byte_budget import FREE_BYTES, ByteBudget
+from taut_service.admit.byte_budget import FREE_BYTES, ByteBudget
+from taut_service.config.settings import Settings, SettingsError
+from taut_service.config.settings.limits import Limits
 from taut_service.errors import OverloadedError, RequestError
-from taut_service.json_bounds import Shape, check_shape, exact
-from taut_service.settings import Settings, SettingsError
-from taut_service.settings.limits import Limits
+from taut_service.http.json_bounds import Shape, check_shape, exact
 
 MEGABYTE = 1024 * 1024
 HEAD = b'{"model":"m","prompt":"a","max_tokens":1,"x":['
@@ -60,7 +60,7 @@ def test_shape_is_that_of_the_document_wherever_it_is_cut(
 ) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("taut_service.json_bounds._PIECE", piece)
+        patch.setattr("taut_service.http.json_bounds._PIECE", piece)
         assert exact(text, 10**9) == shape_of(value)
 
 
