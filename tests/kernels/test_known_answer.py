@@ -100,6 +100,18 @@ def test_a_number_of_tokens_that_takes_another_tile_is_asked_for_itself(
         _check(weight, wrong_from_100)
 
 
+def test_rows_are_found_where_torchs_own_type_is_the_models(weight: torch.Tensor) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as vLLM does while it loads
+    try:
+        _check(weight, lambda x: (x.float() @ weight.T).bfloat16(), tokens=(1, 1153, 1665))
+        known_ops.check_ops(WIDTHS, CPU)
+        known_ops.check_attention(FORM, CPU)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(known_answer._spread(1665, CPU)[[0, -1]], torch.tensor([0, 1664]))
+
+
 def test_layers_alike_are_asked_once(weight: torch.Tensor) -> None:
     asked: list[int] = []
 

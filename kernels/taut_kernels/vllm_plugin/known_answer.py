@@ -208,7 +208,7 @@ def check(
         x = block(max(tokens), device)
         asked = []
         for M in tokens:
-            picked = torch.linspace(0, M - 1, min(M, _ROWS), device=device).round().long()
+            picked = _spread(M, device)
             asked.append((M, x[picked], multiply(x[:M].to(dtype))[picked]))
         for first in range(0, N, _FEATURES):
             rows = slice(first, min(first + _FEATURES, N))
@@ -218,6 +218,15 @@ def check(
                 if error > worst:
                     worst, at = error, M
     settle(kind, worst, calls=len(tokens), ms=clock.ms, device=device, M=at)
+
+
+def _spread(M: int, device: torch.device) -> torch.Tensor:
+    """Return rows spread over M, the first and the last among them.
+
+    In whole numbers: while vLLM loads a model torch's own type is the model's, which may round.
+    """
+    count = min(M, _ROWS)
+    return torch.arange(count, device=device) * (M - 1) // max(count - 1, 1)
 
 
 def _error(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> float:

@@ -110,7 +110,7 @@ def _largest(ratio: torch.Tensor) -> float:
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator).to(device, dtype)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, dtype)
 
 
 def _cases(widths: Widths, device: torch.device) -> Iterator[_Case]:
@@ -208,7 +208,7 @@ def _rotation(M: int, rotation: Rotation, device: torch.device) -> _Case:
     dim, kv_heads = rotation.head_dim, rotation.kv_heads
     kind: Any = {"dtype": rotation.dtype, "device": device}
     angles = torch.arange(M, device=device)[:, None] * torch.linspace(
-        0.1, 1.0, rotation.rotated // 2, device=device
+        0.1, 1.0, rotation.rotated // 2, dtype=torch.float32, device=device
     )
     cache = torch.cat((angles.cos(), angles.sin()), dim=1).to(rotation.dtype)
     positions = torch.arange(M, device=device).flip(0)
@@ -248,7 +248,11 @@ def _attention(
     both = _random(pages, page, form.kv_heads, 2 * dim, dtype=form.dtype, device=device)
     both = both.to(form.cache_dtype)
     keys, values = both[..., :dim], both[..., dim:]
-    scale = torch.ones((), device=device) if form.cache_dtype.itemsize == 1 else None
+    scale = (
+        torch.ones((), dtype=torch.float32, device=device)
+        if form.cache_dtype.itemsize == 1
+        else None
+    )
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
     table = order.view(len(_KEYS), most).to(device, torch.int32)
     contexts = torch.tensor(_KEYS, dtype=torch.int32, device=device)
