@@ -36,6 +36,11 @@ products √Σ(x·w)². Weights rounded to bf16 err by 2⁻⁹/√3 of that norm
 times as much, and one block of 16 among 14,336 columns left out is twice as much again."""
 
 
+FP8_SLACK = 4.0
+"""Of sums over 14,336 products on an H100, with one of 448 among whole numbers up to 16, 1.1 times
+what is allowed for fp32 was seen."""
+
+
 class WrongAnswerError(RuntimeError):
     """A kernel of ours computes wrong answers on this device."""
 
@@ -181,6 +186,7 @@ def check(
     block: Block,
     dtype: torch.dtype,
     device: torch.device,
+    slack: float = 1.0,
 ) -> None:
     """Check a layer's kernel unless one of its kind was right already.
 
@@ -194,6 +200,8 @@ def check(
         block: activations that the format holds exactly.
         dtype: of the activations.
         device: where the layer is.
+        slack: how many times as much as after sums in fp32 a result may err: Hopper's tensor cores
+            add products of e4m3 in 14 bits, which is :data:`FP8_SLACK`.
 
     Raises:
         WrongAnswerError: an element is off by more than rounding; names the kind, the number of
@@ -214,7 +222,7 @@ def check(
             rows = slice(first, min(first + _FEATURES, N))
             w = weight(rows)
             for M, inputs, y in asked:
-                error = _error(inputs, w, y[:, rows])
+                error = _error(inputs, w, y[:, rows]) / slack
                 if error > worst:
                     worst, at = error, M
     settle(kind, worst, calls=len(tokens), ms=clock.ms, device=device, M=at)

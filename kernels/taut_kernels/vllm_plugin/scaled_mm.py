@@ -121,6 +121,7 @@ def _check(
         block,
         dtype,
         weight_t.device,
+        1.0 if weight_t.dtype is torch.int8 else known_answer.FP8_SLACK,
     )
 
 
