@@ -14,7 +14,7 @@ A row may also have ``"layer": {"M": […], "us": […], "vllm_us": […]}``: µ
 whose kernels start early, with ours and with vLLM's in this product. There it decides for the
 numbers of tokens it names: an early start gains more than a kernel alone may lose.
 
-`taut_kernels.bench.measured_scaled_mm_table` writes one from benchmarks.
+`tuning.measured_scaled_mm_table` writes one from benchmarks.
 """
 
 from __future__ import annotations

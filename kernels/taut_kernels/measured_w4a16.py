@@ -18,7 +18,7 @@ A row is of bf16, and of symmetric groups of 128 unless it has a ``format``
 groups of 64 and of a channel, zero points with groups of 128 and fp16 are taken to stand as the
 shape does in symmetric groups of 128, and :func:`remark` says so of such a layer. Groups of 32 are
 not: in them the same tiles fell to 0.53 of Marlin's speed (H200, 2026-11-25). They stand or fall by
-a row of groups of 32, with zero points or without. `taut_kernels.bench.measured_table` writes a
+a row of groups of 32, with zero points or without. `tuning.measured_table` writes a
 table from benchmarks.
 """
 

@@ -7,7 +7,7 @@ A table is ``tiles/loss-<card>.json``::
 
 ``op`` is one of :data:`OPS` or :data:`RING`, ``V`` the vocabulary, ``tile`` has the fields of
 :class:`LossTile`, with :data:`RING` those of :class:`RingTile`. A vocabulary no table has takes
-:func:`rule`, or :func:`ring_rule`. ``python -m taut_kernels.bench.tune_loss`` makes tables.
+:func:`rule`, or :func:`ring_rule`. ``python -m tuning.tune_loss`` makes tables.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ kernel was not tried on a card yet (:data:`SERVED`), the plugin leaves that buck
 
 A row may also have ``"layer": {"prefetch": lines or null, "M": […], "us": […], "vllm_us": […]}``:
 µs of a whole decoder layer's step with ours and with vLLM's in this product, where all other
-kernels are ours and start early (:mod:`taut_kernels.bench.decode_chain`), and how ours does
+kernels are ours and start early (:mod:`taut_bench.decode_chain`), and how ours does
 (null: late). It decides in such a layer alone (``in_layer``): behind others' kernels an early start
 can lose. There rings of other products start early by the same pattern (:func:`early_in_layer`).
 """

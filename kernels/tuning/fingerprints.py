@@ -105,7 +105,7 @@ def _form(job: tuple[str, int]) -> dict[str, str]:
     variant = _variants()[place]
     try:
         digest = _digest(normalised(_ptx(variant, target)))
-    except Exception as error:  # noqa: BLE001 (of the compiler; it is recorded and compared)
+    except Exception as error:
         digest = f"does not compile: {type(error).__name__}"
     return {
         "target": target,
@@ -155,7 +155,7 @@ def _ops() -> dict[str, str]:
             arguments = case.make(sizes, dtype, torch.device("cpu"))
             call = case.call or getattr(torch.ops.taut, name)
             result = [*_tensors(call(*arguments)), *_tensors(arguments)]
-        except Exception as error:  # noqa: BLE001 (an op may not take these sizes: the same twice)
+        except Exception as error:
             found[name] = f"refused: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
             continue
         parts = (t.detach().contiguous().flatten().view(torch.uint8).numpy() for t in result)

@@ -60,7 +60,9 @@ def _environment(env: dict[str, str] | None) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("TAUT_", "VLLM_", "TRITON_INTERPRET"))
     }
-    return inherited | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2"} | (env or {})
+    path = os.pathsep.join(filter(None, [str(HERE), inherited.get("PYTHONPATH")]))
+    ours = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
+    return inherited | ours | (env or {})
 
 
 @pytest.fixture(scope="session")

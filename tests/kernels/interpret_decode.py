@@ -8,11 +8,11 @@ import itertools
 import sys
 
 import torch
+from emulator.paged import make_case
 
 from taut_kernels import _launch, testing
 from taut_kernels.attention import _decode_merge_jit, _decode_shares_jit, _decode_values_jit, decode
 from taut_kernels.attention._tiles import DecodeTile
-from taut_kernels.testing_paged import make_case
 
 # Warps × keys: fewer keys a tile than a page of 64 has, and more.
 TILES = (DecodeTile(16, 2, 2, 4, 16), DecodeTile(16, 4, 2, 4, 40), DecodeTile(32, 1, 2, 4, 1))

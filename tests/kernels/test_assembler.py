@@ -9,16 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from emulator import gluon, hopper
 from triton import knobs
 
-from taut_kernels import (
-    _assembler,
-    _launch,
-    aot,
-    testing_gluon,
-    testing_gluon_hopper,
-    tiles_scaled_mm_tile,
-)
+from taut_kernels import _assembler, _launch, aot, tiles_scaled_mm_tile
 from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
 from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch_block
@@ -105,7 +99,7 @@ def test_nothing_is_assembled_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError("asked for")
         yield
 
-    kernel = testing_gluon.OnNumPy(fp8_block_tall_kernel, testing_gluon_hopper.run)
+    kernel = gluon.OnNumPy(fp8_block_tall_kernel, hopper.run)
     monkeypatch.setattr(_fp8_block_hopper, "_tall", _launch.Launcher(kernel, assembler))
     case = make_scaled_mm_case("fp8_gemm", 3, 8, 16, scaling="block")
     tile = ScaledMmTile("blocks", 256, 128, 128, 4, 4)

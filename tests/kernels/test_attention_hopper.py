@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import hopper
 
-from taut_kernels import _launch, testing, testing_gluon_hopper
+from taut_kernels import _launch, testing
 from taut_kernels.attention import _prefill_hopper, _reference, _tiles
 from taut_kernels.attention._arguments import padded_dim
 from taut_kernels.attention._call import Settings
 from taut_kernels.attention._prefill_hopper_jit import attention_hopper_kernel
 from taut_kernels.attention._tiles import HopperTile
 from taut_kernels.attention.prefill import attention
-from taut_kernels.bench.attention_candidates import hopper_candidates
+from tuning.attention_candidates import hopper_candidates
 
 HALVES = partial(torch.zeros, dtype=torch.float16)
 SMALL, LARGE = HopperTile(64, 3), HopperTile(128, 2)
@@ -31,7 +32,7 @@ class OnNumPy:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps == 4
             named = dict(zip(self.arg_names, arguments, strict=False)) | constants
-            testing_gluon_hopper.run(attention_hopper_kernel, grid[0], named)
+            hopper.run(attention_hopper_kernel, grid[0], named)
 
         return launch
 
@@ -107,9 +108,9 @@ def test_packed_sequences_on_numpy_do_not_see_each_other(tile: HopperTile, causa
 
 
 def test_a_barrier_nobody_completes_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing_gluon_hopper, "PATIENCE", 0.05)
-    barrier = testing_gluon_hopper.Barriers(1).index(0)
-    testing_gluon_hopper._initialise(barrier, 2)
+    monkeypatch.setattr(hopper, "PATIENCE", 0.05)
+    barrier = hopper.Barriers(1).index(0)
+    hopper._initialise(barrier, 2)
     barrier.arrive(1)
     with pytest.raises(RuntimeError, match="deadlock"):
         barrier.wait(0)

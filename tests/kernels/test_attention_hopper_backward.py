@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import hopper
 
-from taut_kernels import _launch, testing, testing_gluon_hopper
+from taut_kernels import _launch, testing
 from taut_kernels.attention import _backward_hopper, _reference
 from taut_kernels.attention._backward_hopper_keys_jit import key_gradients_hopper_kernel
 from taut_kernels.attention._backward_hopper_queries_jit import query_gradients_hopper_kernel
@@ -26,7 +27,7 @@ class OnNumPy:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps == 4
             named = dict(zip(self.arg_names, arguments, strict=False)) | constants
-            testing_gluon_hopper.run(self.kernel, grid[0], named)
+            hopper.run(self.kernel, grid[0], named)
 
         return launch
 

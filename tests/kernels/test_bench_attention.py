@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from taut_bench import attention, attention_cases, attention_rivals, plots, report
+from taut_bench.attention_cases import DecodeGate, PromptGate, Shape, make_cached
+from taut_bench.fused_rivals import UnavailableError
 from taut_kernels.attention import _tiles
-from taut_kernels.bench import (
-    attention,
-    attention_candidates,
-    attention_cases,
-    attention_rivals,
-    plots,
-    report,
-    timing,
-    tune_attention,
-)
-from taut_kernels.bench.attention_cases import DecodeGate, PromptGate, Shape, make_cached
-from taut_kernels.bench.fused_rivals import UnavailableError
+from taut_kernels.instruments import timing
+from tuning import attention_candidates, tune_attention
 
 no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 RATES = attention.Rates(707e12, 4.24e12)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from taut_bench import decode_chain, other_tiles, report
+from taut_bench.decoder_layer import FORMS, PRODUCTS, Step, _in_form
 from taut_kernels import _early_start, tiles_fused
-from taut_kernels.bench import decode_chain, other_tiles, report
-from taut_kernels.bench.decoder_layer import FORMS, PRODUCTS, Step, _in_form
-from taut_kernels.bench.timing import Timing
 from taut_kernels.fused import _rms_norm_launch, rms_norm
+from taut_kernels.instruments.timing import Timing
 from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 STEP = Step("fp8", 16, 192, 1024)

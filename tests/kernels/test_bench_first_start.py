@@ -11,9 +11,9 @@ import pytest
 import torch
 import triton
 
+from taut_bench import first_start
+from taut_bench.first_start import Row
 from taut_kernels import _compile_ahead
-from taut_kernels.bench import first_start
-from taut_kernels.bench.first_start import Row
 
 FACTS = "Measured with a fake."
 
@@ -21,9 +21,7 @@ FACTS = "Measured with a fake."
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first_start.main(["--output", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        "error: taut_kernels.bench.first_start needs a CUDA device\n"
-    )
+    assert capsys.readouterr().err == ("error: taut_bench.first_start needs a CUDA device\n")
 
 
 @pytest.mark.parametrize("given", ["0", "1,-2", "many"])

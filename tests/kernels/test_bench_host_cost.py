@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, _triton_launch
-from taut_kernels.bench import (
+from taut_bench import (
     fused_cases,
     host_cost,
     host_cost_parts,
     scaled_mm_layer,
-    timing,
     w4a16_layer,
     w4a16_rivals,
 )
-from taut_kernels.bench.host_cost_parts import PARTS, Case
+from taut_bench.host_cost_parts import PARTS, Case
+from taut_kernels import _launch, _triton_launch
 from taut_kernels.fused import silu_mul
 from taut_kernels.gemm import fp8, w4a16, w8a8
+from taut_kernels.instruments import timing
 
 STREAM = 55
 NUMBERS = itertools.count()

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from taut_kernels.bench import primitives, primitives_cases, report, timing, tune_primitives
-from taut_kernels.bench.primitives_cases import PARTS, Case, Subjects
-from taut_kernels.bench.tune_primitives_jobs import BUCKETS, jobs_of, row_of
+from taut_bench import primitives, primitives_cases, report
+from taut_bench.primitives_cases import PARTS, Case, Subjects
+from taut_kernels.instruments import timing
 from taut_kernels.primitives import _conv2d_tiles, _gemm_tiles
+from tuning import tune_primitives
+from tuning.tune_primitives_jobs import BUCKETS, jobs_of, row_of
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import triton
+from emulator import rows as emulator_rows
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import _launch, aot, testing, testing_gluon_rows, tiles_loss
+from taut_kernels import _launch, aot, testing, tiles_loss
 from taut_kernels.fused.softmax import softmax
 from taut_kernels.loss import _cross_entropy_ring, _row_softmax, variants
 from taut_kernels.loss._cross_entropy_ring_jit import cross_entropy_ring_kernel
@@ -86,7 +87,7 @@ def run_on_numpy(
     }
     pointers |= {"loss_ptr": losses, "lse_ptr": lse}
     cells = torch.zeros(M * tile.parts, dtype=torch.int64)
-    testing_gluon_rows.run(
+    emulator_rows.run(
         cross_entropy_ring_kernel,
         tile.parts * min(groups, M),
         pointers
@@ -203,7 +204,7 @@ def test_batches_of_sequences_out_of_place() -> None:
     arguments |= {"grad_ptr": grad, "M": M, "T": T, "stride_b": 4 * V, "stride_t": V}
     arguments |= {"stride_gb": T * V, "stride_gt": V, "ignore_index": -100, "z_loss": Z_LOSS}
     before = whole.clone()
-    testing_gluon_rows.run(
+    emulator_rows.run(
         cross_entropy_ring_kernel,
         2,
         arguments,
@@ -230,7 +231,7 @@ def test_softmax_is_the_gradient_without_a_target(tile: RingTile, dtype: torch.d
     cells = torch.zeros(7 * tile.parts, dtype=torch.int64) if tile.parts > 1 else None
     numbers = {"M": 7, "T": 7, "stride_b": 0, "stride_t": 12000, "stride_gb": 0}
     numbers |= {"stride_gt": 12000, "ignore_index": -1, "z_loss": 0}
-    testing_gluon_rows.run(
+    emulator_rows.run(
         cross_entropy_ring_kernel,
         tile.parts * 3,
         pointers | {"cells_ptr": cells} | numbers,

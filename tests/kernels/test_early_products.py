@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import triton
+from emulator import ptx_paths
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import aot, testing_ptx_paths
+from taut_kernels import aot
 from taut_kernels._variant import KernelVariant
 from taut_kernels.attention import variants as attention_variants
 from taut_kernels.gemm import (
@@ -67,7 +68,7 @@ def _touched(variant: KernelVariant) -> tuple[Touched, bool]:
     """Return instructions with the arguments their addresses come from, and whether one may end."""
     target = GPUTarget("cuda", 90, 32)
     compiled: Any = triton.compile(aot._source(variant), target=target, options=variant.options)
-    early = testing_ptx_paths.before_the_wait(compiled.asm["ptx"])
+    early = ptx_paths.before_the_wait(compiled.asm["ptx"])
     names: list[str] = []
     for name in variant.kernel.arg_names:
         if name in variant.descriptors:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, hopper
 
-from taut_kernels import _launch, testing_gluon, testing_gluon_hopper
-from taut_kernels.bench.scaled_mm_candidates import block_candidates
+from taut_kernels import _launch
 from taut_kernels.gemm import _fp8_block_pairs, scaled_mm_variants
 from taut_kernels.gemm._fp8_block_pairs_jit import fp8_block_pairs_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch_block
@@ -22,6 +22,7 @@ from taut_kernels.testing_scaled_mm import (
 )
 from taut_kernels.testing_scaled_mm import launch_block_case as run
 from taut_kernels.tiles_scaled_mm_tile import OPS, ScaledMmTile, why_not_for
+from tuning.scaled_mm_candidates import block_candidates
 
 WHOLE, HALF, WIDE, SHALLOW, SPLIT, SPLIT_WIDE = LATE = tuple(
     ScaledMmTile("pairs", block_m, 64, 256, 4, stages, split_k)
@@ -35,8 +36,8 @@ FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
 @pytest.fixture
-def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
-    kernel = testing_gluon.OnNumPy(fp8_block_pairs_kernel, testing_gluon_hopper.run)
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> gluon.OnNumPy:
+    kernel = gluon.OnNumPy(fp8_block_pairs_kernel, hopper.run)
     monkeypatch.setattr(_fp8_block_pairs, "_pairs", _launch.Launcher(kernel))
     return kernel
 
@@ -86,7 +87,7 @@ def test_scales_and_rows_may_lie_as_they_like() -> None:
     assert torch.equal(run(HALF, replace(case, x=rows)), expected)
 
 
-def test_nothing_is_compiled_by_the_number_of_tokens(on_numpy: testing_gluon.OnNumPy) -> None:
+def test_nothing_is_compiled_by_the_number_of_tokens(on_numpy: gluon.OnNumPy) -> None:
     for M in (1, 16, 17, 32, 40):
         check(HALF, case_of(M, 64, 256))
         assert on_numpy.grid == (1, 1, -(-M // 32))

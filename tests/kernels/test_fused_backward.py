@@ -11,8 +11,8 @@ import torch
 import triton
 from torch.utils.checkpoint import checkpoint
 
+from taut_bench import fused_backward, fused_backward_cases
 from taut_kernels import testing
-from taut_kernels.bench import fused_backward, fused_backward_cases, tune_fused_backward
 from taut_kernels.fused import rms_norm, rope, silu_mul
 from taut_kernels.fused._training_tiles import NormRingTile
 from taut_kernels.fused.layer_norm import layer_norm
@@ -21,6 +21,7 @@ from taut_kernels.fused.rms_norm_train import add_rms_norm_train, rms_norm_train
 from taut_kernels.fused.rope_train import rope_train
 from taut_kernels.fused.softmax import softmax
 from taut_kernels.fused.swiglu import silu, swiglu, swiglu_packed
+from tuning import tune_fused_backward
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")
 interpreter = pytest.mark.skipif(

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from taut_bench.shapes import PRODUCTS
 from taut_kernels import _tile_tables, measured_scaled_mm, tiles_scaled_mm
-from taut_kernels.bench import measured_scaled_mm_table
-from taut_kernels.bench.shapes import PRODUCTS
+from tuning import measured_scaled_mm_table
 
-RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results"
+RESULTS = Path(__file__).with_name("runs")
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 OF_BLOCKS = {
     H100: tuple(

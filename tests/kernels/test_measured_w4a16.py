@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from taut_bench import w4a16_format
 from taut_kernels import _tile_tables, measured_w4a16
-from taut_kernels.bench import measured_table, w4a16_format
 from taut_kernels.weight_format import DEFAULT, WeightFormat
+from tuning import measured_table
 
-RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results"
+RESULTS = Path(__file__).with_name("runs")
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 

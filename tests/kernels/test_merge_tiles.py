@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from taut_kernels import _tile_tables, tiles_decode
-from taut_kernels.bench import merge_tiles
 from taut_kernels.tiles_decode import DecodeTile
 from taut_kernels.weight_format import DEFAULT, WeightFormat
+from tuning import merge_tiles
 
 NAMES = ("w4a16_decode-h200.json", "w4a16_wgmma-nvidia-h200.json")
 EIGHT_BITS = "scaled_mm-h200.json"

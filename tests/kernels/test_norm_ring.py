@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import rows as emulator_rows
 
-from taut_kernels import _launch, testing, testing_gluon_rows
+from taut_kernels import _launch, testing
 from taut_kernels.fused import _norm_launch, _norm_ring, _training_tiles
 from taut_kernels.fused._norm_ring_jit import norm_backward_ring_kernel
 from taut_kernels.fused._tile_options import last_arguments
@@ -125,7 +126,7 @@ def run_on_numpy(
     names = norm_backward_ring_kernel.arg_names
     numbers = (M, N, N, N)
     constants = _norm_ring.launch_constants(tile, operands)
-    testing_gluon_rows.run(
+    emulator_rows.run(
         norm_backward_ring_kernel,
         programs,
         dict(zip(names, (*operands, dx, *parts, *numbers), strict=False)),
@@ -261,7 +262,7 @@ def test_launcher_gives_the_kernel_what_it_takes(
         arguments = (*pointers, *numbers)
         names = norm_backward_ring_kernel.arg_names
         assert len(arguments) + len(named) == len(names)
-        testing_gluon_rows.run(
+        emulator_rows.run(
             norm_backward_ring_kernel, grid[0], dict(zip(names, arguments, strict=False)), named
         )
 

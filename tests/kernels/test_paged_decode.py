@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import triton
+from emulator.paged import PagedCase, make_case
 
 from taut_kernels import _launch, testing
 from taut_kernels.attention import _decode_reference, _tiles, decode, decode_variants
 from taut_kernels.attention._reference import attention_ref
 from taut_kernels.attention.decode import make_arrivals, paged_decode
-from taut_kernels.testing_paged import PagedCase, make_case
 
 INTERPRET = Path(__file__).with_name("interpret_decode.py")
 interpreter = pytest.mark.skipif(

@@ -265,8 +265,8 @@ def test_gpu_strided_misaligned_and_far_rows(quantised: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantised", FORMATS)
 def test_gpu_every_tile_has_the_same_bits(quantised: torch.dtype) -> None:
-    from taut_kernels.bench import tune_fused
-    from taut_kernels.bench.fused_cases import Form
+    from taut_bench.fused_cases import Form
+    from tuning import tune_fused
 
     out, x = row_quant.OUT[quantised], rows(300, 4096, torch.bfloat16, "cuda")
     tiles = list(tune_fused.candidates(Form("row_quant", out), 4096, 300))

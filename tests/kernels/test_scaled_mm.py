@@ -11,9 +11,9 @@ import pytest
 import torch
 import triton
 
+from taut_bench import scaled_mm_rivals
+from taut_bench.scaled_mm_layer import SHAPES, make_layer
 from taut_kernels import _launch, _triton_launch, testing, tiles_scaled_mm
-from taut_kernels.bench import scaled_mm_rivals
-from taut_kernels.bench.scaled_mm_layer import SHAPES, make_layer
 from taut_kernels.gemm import _scaled_mm_launch, fp8, scaled_mm_variants, w8a8
 from taut_kernels.gemm._scaled_mm_launch import launch, launch_block
 from taut_kernels.testing_scaled_mm import (

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, hopper
 
-from taut_kernels import _launch, testing, testing_gluon, testing_gluon_hopper
+from taut_kernels import _launch, testing
 from taut_kernels.gemm import _scaled_mm_few
 from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
 from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
@@ -37,8 +38,8 @@ def each_tile(*cases: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.fixture
-def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
-    kernel = testing_gluon.OnNumPy(scaled_mm_few_kernel, testing_gluon_hopper.run)
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> gluon.OnNumPy:
+    kernel = gluon.OnNumPy(scaled_mm_few_kernel, hopper.run)
     monkeypatch.setattr(_scaled_mm_few, "_few", _launch.Launcher(kernel))
     return kernel
 
@@ -90,18 +91,18 @@ def test_body_on_numpy_is_the_reference(
 
 
 def test_nothing_is_compiled_by_the_number_of_tokens(
-    on_numpy: testing_gluon.OnNumPy, monkeypatch: pytest.MonkeyPatch
+    on_numpy: gluon.OnNumPy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no block is asked for that has no token."""
     asked: list[int] = []
-    load_block = testing_gluon_hopper.load_block
+    load_block = hopper.load_block
 
     def record(descriptor: Any, at: Any, *more: Any) -> None:
         if descriptor.shape[0] == _scaled_mm_few.TOKENS:
             asked.append(int(at[0]))
         load_block(descriptor, at, *more)
 
-    monkeypatch.setattr(testing_gluon_hopper, "load_block", record)
+    monkeypatch.setattr(hopper, "load_block", record)
     found = {}
     for M in (1, 32, 65, 96, 97, 129):
         asked.clear()

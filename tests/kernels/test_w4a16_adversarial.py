@@ -10,14 +10,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from emulator import gluon
+from emulator import wgmma as emulator_wgmma
 
-from taut_kernels import (
-    _launch,
-    formats,
-    testing,
-    testing_gluon,
-    testing_gluon_wgmma,
-)
+from taut_kernels import _launch, formats, testing
 from taut_kernels.gemm import (
     w4a16_decode_ring,
     w4a16_launch,
@@ -88,11 +84,11 @@ RINGS = {
 
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = testing_gluon.OnNumPy(
-        w4a16_decode_ring_kernel, lambda body, grid, named: testing_gluon.run(body, grid[:2], named)
+    ring = gluon.OnNumPy(
+        w4a16_decode_ring_kernel, lambda body, grid, named: gluon.run(body, grid[:2], named)
     )
-    wgmma = testing_gluon.OnNumPy(w4a16_wgmma_ring_kernel, testing_gluon_wgmma.run)
-    fed = testing_gluon.OnNumPy(w4a16_wgmma_tma_kernel, testing_gluon_wgmma.run_fed)
+    wgmma = gluon.OnNumPy(w4a16_wgmma_ring_kernel, emulator_wgmma.run)
+    fed = gluon.OnNumPy(w4a16_wgmma_tma_kernel, emulator_wgmma.run_fed)
     monkeypatch.setattr(w4a16_decode_ring, "_KERNEL", _launch.Launcher(ring))
     monkeypatch.setattr(w4a16_wgmma_ring, "_KERNEL", _launch.Launcher(wgmma))
     monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(fed))

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon
 
-from taut_kernels import _launch, testing, testing_gluon, tiles_wgmma
-from taut_kernels.bench import tune_w4a16_wgmma
-from taut_kernels.bench.shapes import PRODUCTS
+from taut_bench.shapes import PRODUCTS
+from taut_kernels import _launch, testing, tiles_wgmma
 from taut_kernels.gemm import w4a16_decode_ring as ring
 from taut_kernels.gemm import w4a16_decode_ring_variants, w4a16_launch
 from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
@@ -28,6 +28,7 @@ from taut_kernels.tiles_decode_ring import (
 )
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.weight_format import DEFAULT
+from tuning import tune_w4a16_wgmma
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
@@ -175,8 +176,8 @@ def test_kernel_computes_the_product_on_numpy(
     grid: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel = testing_gluon.OnNumPy(
-        w4a16_decode_ring_kernel, lambda body, grid, named: testing_gluon.run(body, grid[:2], named)
+    kernel = gluon.OnNumPy(
+        w4a16_decode_ring_kernel, lambda body, grid, named: gluon.run(body, grid[:2], named)
     )
     monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
     case = make_case(M, N, K, G, dtype, asymmetric)

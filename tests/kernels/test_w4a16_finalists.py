@@ -7,11 +7,13 @@ import itertools
 import pytest
 import torch
 
-from taut_kernels.bench import timing, tune_w4a16_wgmma, w4a16_finalists, w4a16_format, w4a16_rows
+from taut_bench import w4a16_format
+from taut_kernels.instruments import timing
 from taut_kernels.tiles_wgmma import BUCKETS, Choice, bucket_of
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 from taut_kernels.weight_format import DEFAULT
+from tuning import tune_w4a16_wgmma, w4a16_finalists, w4a16_rows
 
 
 def test_numbers_of_tokens_lie_in_their_bucket_and_reach_its_end() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from taut_bench.shapes import PRODUCTS
 from taut_kernels import tiles_decode, tiles_wgmma
-from taut_kernels.bench import w4a16_known_tiles as known
-from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring
 from taut_kernels.tiles_decode_ring import RingTile, token_tiles
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.weight_format import DEFAULT
+from tuning import w4a16_known_tiles as known
 
 SIZES = sorted(set(PRODUCTS.values()))
 

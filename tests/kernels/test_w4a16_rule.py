@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from taut_bench.shapes import PRODUCTS
 from taut_kernels import tiles_wgmma, tiles_wgmma_rule
 from taut_kernels.aot import SHARED_MEMORY_BYTES
-from taut_kernels.bench.shapes import PRODUCTS
 from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring, w4a16_wgmma_tma
 from taut_kernels.tiles_decode_ring import RingTile, token_tiles
 from taut_kernels.tiles_w4a16_cost import Cost, Cut, dense_estimate, estimate, fastest

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from emulator.ptx import run_ptx
 from triton.backends.compiler import GPUTarget
 
 from taut_kernels import _launch, aot, formats_mma, testing, tiles_wgmma
@@ -24,7 +25,6 @@ from taut_kernels.gemm import w4a16_wgmma as wgmma
 from taut_kernels.gemm._w4a16_convert_ptx import convert_ptx
 from taut_kernels.gemm._w4a16_plan import ELEMENT, Weight
 from taut_kernels.gemm._w4a16_wgmma_jit import w4a16_wgmma_kernel
-from taut_kernels.testing_gluon_ptx import run_ptx
 from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
 from taut_kernels.weight_format import DEFAULT, WeightFormat
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, wgmma
 
-from taut_kernels import _launch, testing, testing_gluon, testing_gluon_wgmma, tiles_wgmma
-from taut_kernels.bench import tune_w4a16_wgmma
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
+from taut_bench.shapes import PRODUCTS
+from taut_kernels import _launch, testing, tiles_wgmma
 from taut_kernels.gemm import w4a16_launch, w4a16_sum, w4a16_wgmma_ring_variants
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
@@ -23,6 +22,8 @@ from taut_kernels.tiles_decode_ring import SHARED_BYTES
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.weight_format import DEFAULT
+from tuning import tune_w4a16_wgmma
+from tuning.wgmma_ring_candidates import wgmma_ring_candidates
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
@@ -174,7 +175,7 @@ def test_kernel_computes_the_product_on_numpy(
     grid: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel = testing_gluon.OnNumPy(w4a16_wgmma_ring_kernel, testing_gluon_wgmma.run)
+    kernel = gluon.OnNumPy(w4a16_wgmma_ring_kernel, wgmma.run)
     monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
     monkeypatch.setattr(ring, "reorder", fragment_order)
     monkeypatch.setattr(w4a16_sum, "launch", add_splits)

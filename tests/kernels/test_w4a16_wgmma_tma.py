@@ -12,24 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, hopper, wgmma
 
-from taut_kernels import (
-    _launch,
-    testing,
-    testing_gluon,
-    testing_gluon_hopper,
-    testing_gluon_wgmma,
-    tiles_wgmma,
-)
-from taut_kernels.bench import tune_w4a16_wgmma
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
+from taut_bench.shapes import PRODUCTS
+from taut_kernels import _launch, testing, tiles_wgmma
 from taut_kernels.gemm import w4a16_launch, w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
 from taut_kernels.tiles_decode_ring import SHARED_BYTES
 from taut_kernels.tiles_wgmma import BUCKETS
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.weight_format import DEFAULT
+from tuning import tune_w4a16_wgmma
+from tuning.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
@@ -55,8 +49,8 @@ def make_case(
     )
 
 
-def on_numpy() -> testing_gluon.OnNumPy:
-    return testing_gluon.OnNumPy(w4a16_wgmma_tma_kernel, testing_gluon_wgmma.run_fed)
+def on_numpy() -> gluon.OnNumPy:
+    return gluon.OnNumPy(w4a16_wgmma_tma_kernel, wgmma.run_fed)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +151,14 @@ def test_no_row_beyond_the_tokens_is_asked_for(
 ) -> None:
     """TMA fills such rows with zeros, which takes it longer than to load rows."""
     asked = set()
-    read = testing_gluon_hopper.Descriptor.read
+    read = hopper.Descriptor.read
 
-    def watched(self: testing_gluon_hopper.Descriptor, first: tuple[int, ...]) -> Any:
+    def watched(self: hopper.Descriptor, first: tuple[int, ...]) -> Any:
         if len(first) == 2:
             asked.update(range(first[0], first[0] + self.block_shape[0]))
         return read(self, first)
 
-    monkeypatch.setattr(testing_gluon_hopper.Descriptor, "read", watched)
+    monkeypatch.setattr(hopper.Descriptor, "read", watched)
     monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(on_numpy()))
     case = make_case(M, 64, 512, 128, torch.bfloat16, False)
     change = {"chunks_per_step": 1, "running": 1} if block_m > 256 else {}

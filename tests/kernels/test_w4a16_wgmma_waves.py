@@ -8,16 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from emulator import gluon
+from emulator import wgmma as emulator_wgmma
 
-from taut_kernels import _launch, testing, testing_gluon, testing_gluon_wgmma, tiles_wgmma
-from taut_kernels.bench import tune_w4a16_wgmma
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.wgmma_waves_candidates import (
-    fed_waves_candidates,
-    grouped_candidates,
-    uneven_candidates,
-    waves_candidates,
-)
+from taut_bench.shapes import PRODUCTS
+from taut_kernels import _launch, testing, tiles_wgmma
 from taut_kernels.gemm import w4a16, w4a16_launch, w4a16_wgmma_tma, w4a16_wgmma_variants
 from taut_kernels.gemm import w4a16_wgmma as wgmma
 from taut_kernels.gemm import w4a16_wgmma_ring as ring
@@ -29,6 +24,13 @@ from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 from taut_kernels.weight_format import DEFAULT
+from tuning import tune_w4a16_wgmma
+from tuning.wgmma_waves_candidates import (
+    fed_waves_candidates,
+    grouped_candidates,
+    uneven_candidates,
+    waves_candidates,
+)
 
 OLD = WgmmaTile(128, 1, 8, 1, 1, 3, reordered=True, early_wait=True)
 HALF = WgmmaTile(128, 1, 4, 1, 1, 3, reordered=True, early_wait=False)
@@ -144,7 +146,7 @@ class OnNumPy:
             self.launches.append((named["ROLE"], named["y_ptr"].storage_offset(), grid))
             if self.kernel is w4a16_wgmma_ring_kernel:
                 named = {name: named[name] for name in self.arg_names}
-                testing_gluon_wgmma.run(self.kernel, grid, named)
+                emulator_wgmma.run(self.kernel, grid, named)
 
         return launch
 
@@ -182,9 +184,9 @@ def test_two_tiles_fed_by_tma_fill_the_result_on_numpy(
 
     def run(kernel: Any, grid: tuple[int, int, int], named: dict[str, Any]) -> None:
         grids.append(grid)
-        testing_gluon_wgmma.run_fed(kernel, grid, named)
+        emulator_wgmma.run_fed(kernel, grid, named)
 
-    kernel = testing_gluon.OnNumPy(w4a16_wgmma_tma_kernel, run)
+    kernel = gluon.OnNumPy(w4a16_wgmma_tma_kernel, run)
     monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(kernel))
     case = testing.make_w4a16_case(
         40, 640, 512, 64, dtype=torch.bfloat16, asymmetric=asymmetric, with_bias=asymmetric

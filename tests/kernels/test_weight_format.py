@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from taut_bench import w4a16_format
 from taut_kernels import weight_format
-from taut_kernels.bench import w4a16_format
 from taut_kernels.gemm._w4a16_plan import Call
 from taut_kernels.weight_format import DEFAULT, WeightFormat
 

@@ -9,7 +9,7 @@ A table is ``tiles/attention-<card>.json``::
 element (16 but for decode), ``load`` one of :data:`LOADS` (``large`` but for decode), ``tile`` has
 the fields of :class:`AttentionTile`, of :class:`HopperTile` where the kernel is ``forward_hopper``,
 or of :class:`DecodeTile` where it is ``decode``. What no row names takes the rule.
-``python -m taut_kernels.bench.tune_attention`` writes a table, and `python -m taut_kernels.aot`
+``python -m tuning.tune_attention`` writes a table, and `python -m taut_kernels.aot`
 proves that no tile spills on sm_80 and sm_90.
 """
 

@@ -8,7 +8,7 @@ gradients, so that registers hold little more than the sums of dw and db.
 
 A thread reads only what it copied; a chunk is [THREADS, 8], 16 bytes a thread in 16-bit types.
 Gluon is Triton with layouts and shared memory written out. The interpreter does not run it; tests
-run its arithmetic on NumPy (:mod:`taut_kernels.testing_gluon_rows`), and a GPU the rest.
+run its arithmetic on NumPy (:mod:`emulator.rows`), and a GPU the rest.
 """
 
 # ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a kernel is one

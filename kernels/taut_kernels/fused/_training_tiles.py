@@ -1,7 +1,7 @@
 """How the training kernels are cut up: rules.
 
 Softmax's, and the norms' backward at 2048 to 8192 and at 16384 columns, were measured on an H200
-(2026-11-22, ``bench/tune_fused_backward.py`` finds such tiles); the others were reasoned.
+(2026-11-22, ``kernels/tuning/tune_fused_backward.py`` finds such tiles); the others were reasoned.
 """
 
 from __future__ import annotations

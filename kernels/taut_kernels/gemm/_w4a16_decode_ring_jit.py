@@ -8,7 +8,7 @@ of its row warps, in the order in which lanes read them (16 bytes each, no bank 
 Tensors are [1, K_WARPS, ROW_WARPS, 32 lanes, 4]; an element is one 32-bit register of a fragment.
 Gluon is Triton with layouts and shared memory written out: plain Triton has no way to read one
 shared fragment from every warp. The interpreter runs neither it nor inline assembly; the tests run
-its arithmetic on NumPy (:mod:`taut_kernels.testing_gluon`), and a GPU the rest.
+its arithmetic on NumPy (:mod:`emulator.gluon`), and a GPU the rest.
 """
 
 # ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a kernel's

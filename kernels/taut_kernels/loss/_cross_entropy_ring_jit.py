@@ -9,7 +9,7 @@ programs that share it, through global memory.
 
 A thread reads only what it copied; tensors are [UNITS, THREADS, 4] words of two bf16 logits.
 Gluon is Triton with layouts and shared memory written out. The interpreter does not run it; tests
-run its arithmetic on NumPy (:mod:`taut_kernels.testing_gluon_rows`), and a GPU the rest.
+run its arithmetic on NumPy (:mod:`emulator.rows`), and a GPU the rest.
 """
 
 # ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them)

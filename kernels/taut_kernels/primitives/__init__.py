@@ -6,7 +6,7 @@
 - :mod:`taut_kernels.primitives.pooling`: `max_pool2d`, `avg_pool2d`
 - :mod:`taut_kernels.primitives.reduction`: `reduce`: sum, max, mean; three rungs
 
-``python -m taut_kernels.bench.primitives --output DIR`` shows what each idea gains.
+``python -m taut_bench.primitives --output DIR`` shows what each idea gains.
 """
 
 from taut_kernels.primitives.convolution import conv2d
