@@ -13,7 +13,7 @@ MAX_TOKENS = 64
 SHARED_BYTES = 227 * 1024
 """Shared memory a program may use on an H100 or H200 (CUDA C++ Programming Guide)."""
 _RESERVED_BYTES = 2048
-"""Left for sums across warps before the ring is there to be used again."""
+"""Left to the compiler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,11 @@ class RingTile:
 
     Args:
         row_tiles: tiles of 16 output rows a warp, 1 or 2.
-        row_warps: warps of a program beside each other along N, a power of two; they share their
+        row_warps: warps of a program beside each other along N, 4, 8 or 16; they share their
             activations.
-        k_warps: warps of a program along K, a power of two; 4..16 warps together.
         chunks_per_step: chunks of 64 K indices a warp takes between two barriers, 2 or 4.
         split_k: programs along K, 1..32; more than one adds a last-program reduction.
         stages: steps the ring holds, 2..10 and even; fewer where they do not fit.
-        late: ask for a stage halfway through a step, not first: more registers, but copies that
-            wait for their turn hold up less.
-        scale_first: multiply weights by their scale, rounded, before the product instead of
-            the group's sums after it: a second set of sums less to hold, more instructions.
         registers: most a thread may have; 0 leaves it to ptxas.
 
     Raises:
@@ -40,19 +35,15 @@ class RingTile:
 
     row_tiles: int
     row_warps: int
-    k_warps: int
     chunks_per_step: int
     split_k: int
     stages: int
-    late: bool = False
     registers: int = 0
-    scale_first: bool = False
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[int, ...]] = {
             "row_tiles": (1, 2),
-            "row_warps": (1, 2, 4, 8, 16),
-            "k_warps": (1, 2, 4, 8, 16),
+            "row_warps": (4, 8, 16),
             "chunks_per_step": (2, 4),
             "split_k": tuple(range(1, 33)),
             "stages": (2, 4, 6, 8, 10),
@@ -60,21 +51,18 @@ class RingTile:
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field} must be one of {values}, got {getattr(self, field)}")
-        if not 4 <= self.num_warps <= 16:
-            raise ValueError(f"row_warps × k_warps must lie in 4..16, got {self.num_warps}")
         if self.registers and not 32 <= self.registers <= 255:
             raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
 
     def __str__(self) -> str:
-        cut = f"{self.rows}r/{self.row_warps}x{self.k_warps}w/k{self.split_k}"
-        flags = ("l" if self.late else "") + ("f" if self.scale_first else "")
+        cut = f"{self.rows}r/{self.row_warps}w/k{self.split_k}"
         cap = f"/{self.registers}" if self.registers else ""
-        return f"ring/{cut}/{self.chunks_per_step}c/{self.stages}s{flags}{cap}"
+        return f"ring/{cut}/{self.chunks_per_step}c/{self.stages}s{cap}"
 
     @property
     def num_warps(self) -> int:
         """Warps a program."""
-        return self.row_warps * self.k_warps
+        return self.row_warps
 
     @property
     def rows(self) -> int:
@@ -90,7 +78,7 @@ class RingTile:
             has_zeros: with zero points.
         """
         weights = self.num_warps * self.chunks_per_step * self.row_tiles * 512
-        activations = self.k_warps * self.chunks_per_step * 2 * token_tiles * 512
+        activations = self.chunks_per_step * 2 * token_tiles * 512
         scales = scale_bytes(self.chunks_per_step, group_size, has_zeros=has_zeros)
         return weights + activations + scales * self.row_tiles * self.num_warps
 
@@ -102,13 +90,11 @@ class RingTile:
             group_size: G, or 0 for one group a channel.
             has_zeros: with zero points.
 
-        Raises:
-            ValueError: two stages do not fit.
+        Returns:
+            Two at least: so many of the largest tile fit.
         """
         size = self.stage_bytes(token_tiles, group_size, has_zeros=has_zeros)
         fit = (SHARED_BYTES - _RESERVED_BYTES) // size
-        if fit < 2:
-            raise ValueError(f"{self}: two stages of {size} bytes do not fit shared memory")
         return min(self.stages, fit - fit % 2)
 
 

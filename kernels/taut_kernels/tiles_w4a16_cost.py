@@ -26,13 +26,9 @@ _START = 1.7
 _FILL = 1.3
 _UNEVEN = 0.6
 """Of what is shared, how much the busiest multiprocessor's programs count, not the average's."""
-_REORDER = (0.5, 4.3e6)
-"""A launch that brings activations into fragment order; bytes a µs."""
 _MEET = (1.25, 1.1e5, 3.3e4)
 """The last of a tile's programs adds its splits: once, bytes a µs it reads, and that its
 multiprocessor writes and reads of all its programs."""
-_SUM = (2.1, 3.0e6)
-"""A launch of its own adds them; bytes a µs."""
 _DENSE = (3.4, 3.2e6, 7.5e8)
 """Dequantising and cuBLAS: once, bytes and products a µs."""
 Tile = TypeVar("Tile")
@@ -62,16 +58,12 @@ class Cut:
         splits: along K.
         chunks: a program's.
         sums: bytes of a program's partial sums.
-        reordered: bytes that a launch in front reads and writes; 0 where there is none.
-        summed: a launch of its own adds the splits.
     """
 
     programs: int
     splits: int
     chunks: int
     sums: int
-    reordered: int = 0
-    summed: bool = False
 
 
 def estimate(cut: Cut, cost: Cost) -> float:
@@ -82,12 +74,8 @@ def estimate(cut: Cut, cost: Cost) -> float:
     us = _START + _FILL * (rounds - 1)
     load = (1 - _UNEVEN) * programs / MULTIPROCESSORS + _UNEVEN * busiest
     us += cut.chunks * (load * cost.shared + rounds * cost.own)
-    if cut.reordered:
-        us += _REORDER[0] + cut.reordered / _REORDER[1]
     if cut.splits == 1:
         return us
-    if cut.summed:
-        return us + _SUM[0] + programs * cut.sums / _SUM[1]
     return us + _MEET[0] + cut.sums * (cut.splits / _MEET[1] + busiest / _MEET[2])
 
 

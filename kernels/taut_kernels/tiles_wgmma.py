@@ -127,8 +127,7 @@ def _choice(tile: Any, max_m: int | None, where: str) -> Choice:
                 return RingTile(**tile)
         elif "head" in tile:
             if max_m is not None and set(tile) == {"head", "tail", "places"}:
-                head = _product_tile(tile["head"], max_m, where)
-                tail = _product_tile(tile["tail"], max_m, where)
+                head, tail = WgmmaRingTile(**tile["head"]), WgmmaRingTile(**tile["tail"])
                 return WavesTile(head, tail, tile["places"])
         else:
             return _product_tile(tile, max_m, where)
@@ -170,7 +169,7 @@ def rule(N: int, K: int, bucket: int, *, hopper: bool) -> Choice:
     if bucket == len(BUCKETS):
         return "dense"  # by then dequantising costs one part in ten
     tokens = BUCKETS[bucket]
-    if hopper and K >= tiles_wgmma_rule.LEAST_K:
+    if hopper and K >= tiles_wgmma_rule.LEAST_K and N >= tiles_wgmma_rule.LEAST_N:
         return tiles_wgmma_rule.rule(N, K, tokens)
     return plain_rule(N, K, tokens)
 

@@ -31,13 +31,10 @@ class WgmmaRingTile:
         chunks_per_step: chunks of 64 K indices between two barriers, 1, 2 or 4.
         split_k: programs along K, 1..16; more than one adds a last-program reduction.
         stages: steps the ring holds, 3..12; one is always being given back.
-        reordered: bring the activations into fragment order first, in a launch of its own; else
-            each program gathers pairs of columns.
         registers: most a thread may have; 0 leaves it to ptxas.
         parts: products a chunk of 64 rows, 1, 2 or 4: while one runs the next one's weights are
             converted.
         running: products left running then, 1..3.
-        summed: a launch of its own adds the splits, not the program that arrives last.
         tma: TMA copies weights and activations, the latter in their own order.
         group_m: blocks of tokens whose programs run beside each other, so that what runs at once
             reads few weights and few activations; 0: all rows of a block of tokens first. With
@@ -53,11 +50,9 @@ class WgmmaRingTile:
     chunks_per_step: int
     split_k: int
     stages: int
-    reordered: bool
     registers: int = 0
     parts: int = 1
     running: int = 1
-    summed: bool = False
     tma: bool = False
     group_m: int = 0
 
@@ -80,19 +75,14 @@ class WgmmaRingTile:
             # A whole step's products would still read their weights' registers when the next step
             # begins to write them: seen in SASS, which no wait orders.
             raise ValueError(f"running must be below parts × chunks_per_step, got {self.running}")
-        if self.summed and self.split_k == 1:
-            raise ValueError("summed needs split_k > 1")
         if self.uneven and self.split_k > 1:
             raise ValueError(f"block_m {self.block_m} takes no split_k, got {self.split_k}")
-        if self.tma and (self.reordered or self.summed):
-            raise ValueError("tma takes neither reordered nor summed")
         if self.registers and not 32 <= self.registers <= 255:
             raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
 
     def __str__(self) -> str:
         cut = f"{self.block_m}x{self.rows}/{self.warp_groups}x{self.group_tiles}g/k{self.split_k}"
-        flags = f"p{self.parts}.{self.running}" + "r" * self.reordered + "s" * self.summed
-        flags += "t" * self.tma
+        flags = f"p{self.parts}.{self.running}" + "t" * self.tma
         cap = f"/{self.registers}" if self.registers else ""
         group = f"/g{self.group_m}" if self.group_m else ""
         return f"wring/{cut}/{self.chunks_per_step}c/{self.stages}s{flags}{cap}{group}"
@@ -162,6 +152,6 @@ class WgmmaRingTile:
         if self.tma and self.rows > N:
             return f"{self} takes {self.rows} features at least, got {N}"
         meetings = -(-N // self.rows) * -(-M // self.block_m)
-        if self.split_k > 1 and not self.summed and meetings > N // 16:
+        if self.split_k > 1 and meetings > N // 16:
             return f"split_k: {meetings} tiles meet, arrivals counts {N // 16}"
         return None

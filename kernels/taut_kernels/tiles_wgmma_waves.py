@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_tile import WgmmaTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +21,16 @@ class WavesTile:
         places: programs of the head that run at once.
 
     Raises:
-        ValueError: the tiles neither both reorder the activations nor are both fed by TMA, the
-            head splits K, or there is no place.
+        ValueError: a tile is not fed by TMA, the head splits K, or there is no place.
     """
 
-    head: WgmmaTile | WgmmaRingTile
-    tail: WgmmaTile | WgmmaRingTile
+    head: WgmmaRingTile
+    tail: WgmmaRingTile
     places: int
 
     def __post_init__(self) -> None:
-        reordered = self.head.reordered and self.tail.reordered
-        if not reordered and not (_fed(self.head) and _fed(self.tail)):
-            # The tail may read activations before its head, which waited for them, has ended: past
-            # L1, as TMA and 16-byte copies do and others do not.
-            raise ValueError("head and tail need reordered, or tma")
+        if not (self.head.tma and self.tail.tma):
+            raise ValueError("head and tail need tma")
         if self.head.split_k > 1:
             raise ValueError(f"split_k of the head must be 1, got {self.head.split_k}")
         if self.places < 1:
@@ -74,16 +69,7 @@ class WavesTile:
         for tokens in range(block, M + block, block):
             rows = self.head_rows(tokens, N)
             blocks = -(-tokens // self.tail.block_m)
-            meetings = (N - rows) // self.tail.rows * blocks if _meets(self.tail) else 0
+            meetings = (N - rows) // self.tail.rows * blocks if self.tail.split_k > 1 else 0
             if meetings > N // 16:
                 return f"split_k: {meetings} tiles meet, arrivals counts {N // 16}"
-        return self.head.why_not(N, M) if isinstance(self.head, WgmmaRingTile) else None
-
-
-def _fed(tile: WgmmaTile | WgmmaRingTile) -> bool:
-    return isinstance(tile, WgmmaRingTile) and tile.tma
-
-
-def _meets(tile: WgmmaTile | WgmmaRingTile) -> bool:
-    """Say whether a tile's programs count their arrivals."""
-    return tile.split_k > 1 and not (isinstance(tile, WgmmaRingTile) and tile.summed)
+        return self.head.why_not(N, M)

@@ -1,6 +1,6 @@
 """Prove that moving code changed nothing that runs: digests of what kernels compile to.
 
-    python kernels/tuning/fingerprints.py record before.json [--every N] [--jobs J] [--target sm_90]
+    python kernels/tuning/fingerprints.py record before.json [--every N] [--only TEXT] [--jobs J]
     python kernels/tuning/fingerprints.py compare before.json after.json
 
 ``record`` compiles every kernel × tile of the ahead-of-time list to PTX, without a GPU, leaves out
@@ -116,10 +116,11 @@ def _form(job: tuple[str, int]) -> dict[str, str]:
     }
 
 
-def _forms(targets: Sequence[str], every: int, jobs: int) -> Iterator[dict[str, str]]:
+def _forms(targets: Sequence[str], every: int, only: str, jobs: int) -> Iterator[dict[str, str]]:
     from taut_kernels import aot
 
-    work = [(target, place) for target in targets for place in aot.chosen(target, every)]
+    places = [(target, place) for target in targets for place in aot.chosen(target, every)]
+    work = [job for job in places if only in _variants()[job[1]].label]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_forget_cache) as pool:
         for count, form in enumerate(pool.map(_form, work, chunksize=4)):
@@ -163,10 +164,10 @@ def _ops() -> dict[str, str]:
     return found
 
 
-def record(path: Path, targets: Sequence[str], every: int, jobs: int) -> int:
+def record(path: Path, wanted: tuple[Sequence[str], int, str], jobs: int) -> int:
     """Write the digests of the package beside this folder."""
     torch.set_num_threads(1)
-    forms = list(_forms(targets, every, jobs))
+    forms = list(_forms(*wanted, jobs))
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     document = {"versions": versions, "ops": _ops(), "forms": forms}
     path.write_text(json.dumps(document, indent=0) + "\n")
@@ -213,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recording = commands.add_parser("record")
     recording.add_argument("output", type=Path)
     recording.add_argument("--target", action="append", choices=["sm_80", "sm_90"])
+    recording.add_argument("--only", default="", metavar="TEXT", help="forms whose label has it")
     recording.add_argument("--every", type=int, default=1, metavar="N", help="a sample")
     recording.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     comparing = commands.add_parser("compare")
@@ -221,7 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.command == "compare":
         return compare(given.before, given.after)
-    return record(given.output, given.target or ["sm_90"], given.every, given.jobs)
+    wanted = (given.target or ["sm_90"], given.every, given.only)
+    return record(given.output, wanted, given.jobs)
 
 
 if __name__ == "__main__":

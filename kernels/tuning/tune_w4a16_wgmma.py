@@ -51,7 +51,6 @@ from tuning.wgmma_waves_candidates import (
     fed_waves_candidates,
     grouped_candidates,
     uneven_candidates,
-    waves_candidates,
 )
 
 TOKENS = (*BUCKETS, 4096)
@@ -63,21 +62,20 @@ _SHARED_BYTES = 200_000
 _MULTIPROCESSORS = 132
 _REGISTERS = 65536
 _RING_BYTES = 220_000
-_RING_FORMS: dict[tuple[int, int], tuple[tuple[int, bool], ...]] = {
-    (1, 2): ((96, False),),
-    (2, 2): ((128, False), (128, True), (80, True)),
-    (1, 4): ((104, False),),
-    (2, 4): ((128, False), (128, True)),
-    (1, 8): ((128, False),),
-    (2, 8): ((255, False), (168, True)),
+_RING_CAPS: dict[tuple[int, int], tuple[int, ...]] = {
+    (1, 2): (96,),
+    (2, 2): (128,),
+    (1, 4): (104,),
+    (2, 4): (128,),
+    (1, 8): (128,),
+    (2, 8): (255,),
 }
-"""Registers a thread to allow, about what ptxas wants, and ``scale_first``; by row, token tiles."""
-_SMALL_GROUP_FORMS = ((168, False), (168, True))
+"""Registers a thread to allow, about what ptxas wants; by row, token tiles."""
+_SMALL_GROUP_CAP = 168
 """Of two row tiles: scales and zero points of groups of 32 spill under a cap of 128."""
-REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "waves", "tma-waves")
+REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "tma-waves")
 RING_TOKENS = 128
 """Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
-_WAVES = (256, 1024)
 _FED_WAVES = (192, 2048)
 Tile = WgmmaTile | RingTile | WgmmaRingTile | WavesTile
 
@@ -114,22 +112,22 @@ def ring_candidates(N: int, K: int, M: int, given: Format = DEFAULT) -> Iterator
     programs take what is free, two on one multiprocessor and none on another.
     """
     chunks, tokens = K // 64, token_tiles(M)
-    for row_tiles, row_warps, k_warps, split, per_step in itertools.product(
-        (1, 2), (4, 8, 16), (1, 2), range(1, 9), (2, 4)
+    for row_tiles, row_warps, split, per_step in itertools.product(
+        (1, 2), (4, 8, 16), range(1, 9), (2, 4)
     ):
-        steps = chunks // (per_step * k_warps * split)
-        if steps < 4 or steps % 2 or chunks % (per_step * k_warps * split):
+        steps = chunks // (per_step * split)
+        if steps < 4 or steps % 2 or chunks % (per_step * split):
             continue
         # One row tile a warp won only where K was split much (o, down).
-        if row_warps * k_warps > (16 if k_warps == 1 else 8) or (row_tiles == 1 and split < 4):
+        if row_tiles == 1 and split < 4:
             continue
-        tile = RingTile(row_tiles, row_warps, k_warps, per_step, split, 2)
+        tile = RingTile(row_tiles, row_warps, per_step, split, 2)
         programs = triton.cdiv(N, tile.rows) * split
         size = tile.stage_bytes(tokens, given.group_size, has_zeros=given.zero_points)
-        forms = _RING_FORMS.get((row_tiles, tokens), ())
+        caps = _RING_CAPS.get((row_tiles, tokens), ())
         if given.group_size == 32 and row_tiles == 2 and tokens in (2, 4):
-            forms += _SMALL_GROUP_FORMS
-        for cap, first in forms:
+            caps += (_SMALL_GROUP_CAP,)
+        for cap in caps:
             most = _REGISTERS // (32 * tile.num_warps * cap)
             for resident in range(2, most + 1):
                 stages = min(_RING_BYTES // resident // size // 2 * 2, 6, steps)
@@ -140,7 +138,7 @@ def ring_candidates(N: int, K: int, M: int, given: Format = DEFAULT) -> Iterator
                 ):
                     continue
                 if 0.7 <= waves <= 1 or (row_tiles == 2 and 1.6 <= waves <= 3):
-                    yield dataclasses.replace(tile, stages=stages, registers=cap, scale_first=first)
+                    yield dataclasses.replace(tile, stages=stages, registers=cap)
 
 
 def all_candidates(
@@ -156,8 +154,6 @@ def all_candidates(
         found += wgmma_ring_candidates(N, K, M, given)
     if "tma" in regimes:
         found += tma_candidates(N, K, M)
-    if "waves" in regimes and _WAVES[0] <= M <= _WAVES[1]:
-        found += waves_candidates(N, K, M)
     if "tma-waves" in regimes and _FED_WAVES[0] <= M <= _FED_WAVES[1]:
         found += fed_waves_candidates(N, K, M)
     if "tma-waves" in regimes:
@@ -170,9 +166,7 @@ def regime_of(tile: Tile) -> str:
     """Name the regime of a tile, one of :data:`REGIMES`."""
     if isinstance(tile, WgmmaRingTile):
         return "tma" if tile.tma else "wgmma-ring"
-    if isinstance(tile, WavesTile) and not tile.head.reordered:
-        return "tma-waves"
-    return {RingTile: "ring", WgmmaTile: "wgmma", WavesTile: "waves"}[type(tile)]
+    return {RingTile: "ring", WgmmaTile: "wgmma", WavesTile: "tma-waves"}[type(tile)]
 
 
 Job = tuple[int, int, int, Tile]
@@ -180,8 +174,8 @@ Job = tuple[int, int, int, Tile]
 
 
 def _compiled_apart(tile: Tile) -> tuple[Tile, ...]:
-    """Return what is compiled for a candidate: tiles fed by TMA are the same in every role."""
-    if isinstance(tile, WavesTile) and regime_of(tile) == "tma-waves":
+    """Return what is compiled for a candidate."""
+    if isinstance(tile, WavesTile):
         return tile.head, tile.tail
     return (tile,)
 

@@ -108,7 +108,7 @@ def product_tiles(N: int, K: int, M: int) -> list[RingTile | WgmmaTile | WgmmaRi
 def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaTile | WgmmaRingTile]:
     """Yield a winner with K split in every way that fits the shape."""
     if isinstance(tile, RingTile):
-        blocks, step, fewest = 1, tile.k_warps * tile.chunks_per_step, 4
+        blocks, step, fewest = 1, tile.chunks_per_step, 4
         fits = M <= MAX_TOKENS
     elif isinstance(tile, WgmmaRingTile) and tile.tma:
         yield from _tma_cuts(tile, N, K, M)
@@ -128,10 +128,7 @@ def _cuts(tile: Any, N: int, K: int, M: int) -> Iterator[RingTile | WgmmaTile | 
         if not counted or chunks // (step * split) < fewest:
             continue
         if _enough(programs * split, split):
-            change: dict[str, Any] = {"split_k": split}
-            if isinstance(tile, WgmmaRingTile):
-                change["summed"] = tile.summed and split > 1
-            yield dataclasses.replace(tile, **change)
+            yield dataclasses.replace(tile, split_k=split)
 
 
 def _tma_cuts(tile: WgmmaRingTile, N: int, K: int, M: int) -> Iterator[WgmmaRingTile]:

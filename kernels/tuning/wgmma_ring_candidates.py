@@ -42,9 +42,8 @@ def wgmma_ring_candidates(
     Programs fill the places of all multiprocessors once, or nearly, or several times.
     """
     chunks = K // 64
-    reorders = (False,) if M <= 32 else (False, True)
-    for (tiles, groups), per_step, reordered, resident, split in itertools.product(
-        _SHAPES, (2, 4), reorders, (1, 2, 3, 4), _SPLITS
+    for (tiles, groups), per_step, resident, split in itertools.product(
+        _SHAPES, (2, 4), (1, 2, 3, 4), _SPLITS
     ):
         steps = triton.cdiv(chunks, per_step * split)
         if steps < 4 or steps * per_step * split > 1.1 * chunks:
@@ -53,7 +52,7 @@ def wgmma_ring_candidates(
         if resident * threads * _NEEDED[tiles, M] > _REGISTERS:
             continue
         cap = min(255, _REGISTERS // (resident * threads) // 8 * 8)
-        tile = WgmmaRingTile(M, tiles, groups, per_step, split, 3, reordered)
+        tile = WgmmaRingTile(M, tiles, groups, per_step, split, 3)
         size = tile.stage_bytes(given.group_size, has_zeros=given.zero_points)
         stages = min((SHARED_BYTES // resident - 1024) // size, 10, steps + 2)
         in_flight = (stages - 2) * tile.rows * per_step * 32 * resident

@@ -69,7 +69,7 @@ def tma_candidates(
         registers = (cap * (threads + 128) - _PRODUCER_REGISTERS) // threads
         if min(registers, _MOST_REGISTERS) < _NEEDED.get((tiles, block_m), 256):
             continue
-        tile = WgmmaRingTile(block_m, tiles, groups, per_step, 1, 3, False, registers=cap, tma=True)
+        tile = WgmmaRingTile(block_m, tiles, groups, per_step, 1, 3, registers=cap, tma=True)
         for split, steps in well_filled(tile, N, K, M, resident)[:splits]:
             stages = min(_tma_stages(tile, resident), 12, max(3, steps))
             if stages < 3:

@@ -1,7 +1,7 @@
 """Which cuts of 256 and more tokens :mod:`tuning.tune_w4a16_wgmma` tries besides.
 
-Rings of 128 and 256 tokens, their splits added by a launch of its own, and two tiles where one
-leaves much of a last wave empty: of the older kernels up to 1024 tokens, fed by TMA up to 2048.
+Two tiles fed by TMA where one leaves much of a last wave empty, uneven blocks, and groups of
+blocks.
 """
 
 from __future__ import annotations
@@ -12,35 +12,27 @@ from dataclasses import replace
 
 import triton
 
-from taut_kernels.tiles_wgmma import WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
 
 _MULTIPROCESSORS = 132
-_SPLITS = (2, 3, 4, 5)
-_HEAD = WgmmaTile(256, 1, 8, 1, 1, 3, reordered=True, early_wait=True)
-"""One program a multiprocessor, as of the next."""
-_LARGE = WgmmaRingTile(256, 1, 2, 1, 1, 6, reordered=True, parts=4, running=3)
-_SMALL = WgmmaRingTile(128, 1, 1, 2, 1, 3, reordered=True, parts=2, running=2)
-"""Two programs a multiprocessor."""
-_TAILS = (_SMALL, WgmmaTile(128, 1, 4, 2, 1, 3, reordered=True, early_wait=False))
 _FED_LARGE = (
-    WgmmaRingTile(128, 2, 2, 2, 1, 4, False, registers=168, parts=2, running=2, tma=True),
-    WgmmaRingTile(256, 1, 2, 2, 1, 3, False, registers=168, parts=2, running=2, tma=True),
+    WgmmaRingTile(128, 2, 2, 2, 1, 4, registers=168, parts=2, running=2, tma=True),
+    WgmmaRingTile(256, 1, 2, 2, 1, 3, registers=168, parts=2, running=2, tma=True),
 )
 """One program a multiprocessor: 256 rows × 128 tokens, and 128 × 256."""
 _FED_SMALL = (
-    WgmmaRingTile(128, 1, 2, 2, 1, 5, False, registers=168, parts=2, running=2, tma=True),
-    WgmmaRingTile(128, 1, 1, 2, 1, 3, False, registers=128, parts=2, running=2, tma=True),
+    WgmmaRingTile(128, 1, 2, 2, 1, 5, registers=168, parts=2, running=2, tma=True),
+    WgmmaRingTile(128, 1, 1, 2, 1, 3, registers=128, parts=2, running=2, tma=True),
 )
 """128 rows × 128 tokens, one program a multiprocessor; 64 × 128, two."""
-_192X128 = WgmmaRingTile(192, 1, 2, 2, 1, 3, False, registers=168, parts=2, running=2, tma=True)
+_192X128 = WgmmaRingTile(192, 1, 2, 2, 1, 3, registers=168, parts=2, running=2, tma=True)
 _FED_UNEVEN = (
-    WgmmaRingTile(192, 2, 2, 1, 1, 6, False, registers=168, parts=4, running=2, tma=True),
-    WgmmaRingTile(192, 2, 2, 1, 1, 6, False, registers=168, parts=4, running=1, tma=True),
-    WgmmaRingTile(288, 1, 2, 1, 1, 5, False, registers=168, parts=4, running=2, tma=True),
-    WgmmaRingTile(320, 1, 2, 1, 1, 5, False, registers=168, parts=4, running=2, tma=True),
-    WgmmaRingTile(384, 1, 2, 1, 1, 4, False, registers=168, parts=4, running=2, tma=True),
+    WgmmaRingTile(192, 2, 2, 1, 1, 6, registers=168, parts=4, running=2, tma=True),
+    WgmmaRingTile(192, 2, 2, 1, 1, 6, registers=168, parts=4, running=1, tma=True),
+    WgmmaRingTile(288, 1, 2, 1, 1, 5, registers=168, parts=4, running=2, tma=True),
+    WgmmaRingTile(320, 1, 2, 1, 1, 5, registers=168, parts=4, running=2, tma=True),
+    WgmmaRingTile(384, 1, 2, 1, 1, 4, registers=168, parts=4, running=2, tma=True),
     _192X128,
 )
 """One program a multiprocessor: 256 rows × 192 tokens, 128 × 288, 320 and 384, and 128 × 192. With
@@ -62,21 +54,6 @@ _FED_KEPT = 2
 _LEAST_STEPS = 4
 _WORTH = 0.97
 """Of the whole waves that the head's tile alone would take."""
-
-
-def waves_candidates(N: int, K: int, M: int) -> Iterator[WgmmaRingTile | WavesTile]:
-    """Yield the cuts worth compiling for one shape and number of tokens, 256..1024."""
-    for tile, resident in ((_LARGE, 1), (_SMALL, 2)):
-        yield tile
-        for split in _SPLITS:
-            places = resident * _MULTIPROCESSORS
-            programs = triton.cdiv(N, tile.rows) * triton.cdiv(M, tile.block_m) * split
-            if 0.7 * places <= programs <= places and K // 64 // split >= 8:
-                yield replace(tile, split_k=split, summed=True)
-    for tail in _TAILS:
-        waves = WavesTile(_HEAD, tail, _MULTIPROCESSORS)
-        if waves.head_rows(M, N) < N:
-            yield waves
 
 
 def fed_waves_candidates(N: int, K: int, M: int) -> Iterator[WavesTile]:

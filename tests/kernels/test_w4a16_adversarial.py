@@ -75,10 +75,9 @@ EDITS = ZEROS | {
     "subnormal scales": _subnormal_scales,
 }
 RINGS = {
-    "decode ring": RingTile(1, 4, 1, 2, 3, 4),
-    "decode ring, scales first": RingTile(2, 4, 1, 2, 2, 4, scale_first=True),
-    "wgmma ring": WgmmaRingTile(32, 2, 1, 4, 2, 4, False, parts=4, running=1),
-    "wgmma by TMA": WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
+    "decode ring": RingTile(1, 4, 2, 3, 4),
+    "wgmma ring": WgmmaRingTile(32, 2, 1, 4, 2, 4, parts=4, running=1),
+    "wgmma by TMA": WgmmaRingTile(32, 1, 2, 2, 3, 4, parts=2, running=2, tma=True),
 }
 
 

@@ -231,9 +231,9 @@ def test_a_row_of_a_format_is_compiled_in_it(name: str, monkeypatch: pytest.Monk
     tables = {"card": tiles_decode.DecodeTable("card", decodes)}
     monkeypatch.setattr(tiles_decode, "tables", lambda: tables)
     choices: dict[Any, tiles_wgmma.Choice] = {
-        (4096, 4096, 0, weights): RingTile(1, 8, 1, 2, 5, 4),
+        (4096, 4096, 0, weights): RingTile(1, 8, 2, 5, 4),
         (4096, 4096, 2, weights): tiles_wgmma.WgmmaTile(64, 1, 4, 2, 4, 3, True, False),
-        (4096, 4096, 3, weights): WgmmaRingTile(128, 1, 2, 2, 3, 3, True),
+        (4096, 4096, 3, weights): WgmmaRingTile(128, 1, 2, 2, 3, 3),
     }
     products = {"card": tiles_wgmma.WgmmaTable("card", choices)}
     monkeypatch.setattr(tiles_wgmma, "tables", lambda: products)

@@ -43,7 +43,7 @@ def test_a_row_is_worth_it_that_gains_all_over_the_bucket_and_loses_nowhere(
 
 
 WIDE, OTHER, THIRD = (
-    WgmmaRingTile(block_m, 1, 2, 1, 1, 4, False, parts=4, running=2, tma=True)
+    WgmmaRingTile(block_m, 1, 2, 1, 1, 4, parts=4, running=2, tma=True)
     for block_m in (384, 192, 288)
 )
 AT = {M: BUCKETS.index(M) for M in (1152, 1280, 1664)}

@@ -182,33 +182,25 @@ def test_gpu_every_regime(
     check(make_case(M, N, K, G, dtype, asymmetric, "cuda"))
 
 
-OLD = WgmmaTile(128, 1, 8, 1, 1, 3, reordered=True, early_wait=True)
-RING = WgmmaRingTile(64, 2, 1, 2, 1, 5, False, parts=2, running=2)
-FED = WgmmaRingTile(64, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True)
+RING = WgmmaRingTile(64, 2, 1, 2, 1, 5, parts=2, running=2)
+FED = WgmmaRingTile(64, 2, 1, 2, 1, 4, parts=2, running=2, tma=True)
 REGIMES: dict[str, tuple[Any, int]] = {
     "decode": (DecodeTile(1, 1, 1, 1, 4, 4, 1, False), 5),
     "decode, split": (DecodeTile(1, 2, 2, 3, 4, 4, 2, True), 8),
-    "decode ring": (RingTile(2, 8, 1, 2, 1, 4), 16),
-    "decode ring, split": (RingTile(2, 4, 1, 2, 2, 4, scale_first=True), 24),
+    "decode ring": (RingTile(2, 8, 2, 1, 4), 16),
+    "decode ring, split": (RingTile(2, 4, 2, 2, 4), 24),
     "wgmma": (WgmmaTile(64, 2, 4, 2, 3, 3, reordered=False, early_wait=True), 64),
     "wgmma ring": (RING, 50),
-    "wgmma ring, summed": (
-        WgmmaRingTile(64, 2, 1, 2, 3, 4, True, parts=2, running=2, summed=True),
-        70,
-    ),
+    "wgmma ring, split": (WgmmaRingTile(64, 2, 1, 2, 3, 4, parts=2, running=2), 70),
     "wgmma by TMA": (FED, 50),
     "wgmma by TMA, split": (
-        WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
+        WgmmaRingTile(32, 1, 2, 2, 3, 4, parts=2, running=2, tma=True),
         33,
     ),
     "pairs of tiles": (
-        WavesTile(OLD, WgmmaTile(128, 1, 4, 1, 1, 3, reordered=True, early_wait=False), 2),
-        513,
-    ),
-    "pairs of tiles by TMA": (
         WavesTile(
             FED,
-            WgmmaRingTile(64, 1, 1, 2, 1, 4, False, parts=2, running=2, tma=True),
+            WgmmaRingTile(64, 1, 1, 2, 1, 4, parts=2, running=2, tma=True),
             20,
         ),
         513,
@@ -216,7 +208,7 @@ REGIMES: dict[str, tuple[Any, int]] = {
     "dense": ("dense", 40),
 }
 """A tile and a number of tokens for each way to run a product."""
-ROUNDS_LATE = ("decode", "decode, split", "decode ring")
+ROUNDS_LATE = ("decode", "decode, split", "decode ring", "decode ring, split")
 """Those that multiply by scales in fp32 only; the others round the dequantised weight."""
 
 

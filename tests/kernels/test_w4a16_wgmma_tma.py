@@ -27,17 +27,17 @@ from tuning.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
-    "one": WgmmaRingTile(16, 1, 1, 4, 1, 3, False, parts=2, running=2, tma=True),
-    "two": WgmmaRingTile(64, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True),
-    "wide": WgmmaRingTile(64, 1, 2, 2, 1, 3, False, parts=4, running=3, tma=True),
-    "split": WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
-    "half": WgmmaRingTile(32, 1, 1, 1, 2, 6, False, parts=4, running=1, tma=True),
-    "grouped": WgmmaRingTile(16, 1, 1, 2, 2, 4, False, parts=2, running=2, tma=True, group_m=2),
-    "thirds": WgmmaRingTile(96, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True, group_m=2),
-    "wide thirds": WgmmaRingTile(192, 1, 1, 1, 1, 4, False, parts=4, running=2, tma=True),
-    "ninths": WgmmaRingTile(288, 1, 1, 1, 1, 4, False, parts=4, running=2, tma=True),
-    "fifths": WgmmaRingTile(320, 1, 2, 1, 1, 4, False, parts=4, running=1, tma=True),
-    "long thirds": WgmmaRingTile(384, 1, 1, 1, 1, 3, False, parts=2, running=1, tma=True),
+    "one": WgmmaRingTile(16, 1, 1, 4, 1, 3, parts=2, running=2, tma=True),
+    "two": WgmmaRingTile(64, 2, 1, 2, 1, 4, parts=2, running=2, tma=True),
+    "wide": WgmmaRingTile(64, 1, 2, 2, 1, 3, parts=4, running=3, tma=True),
+    "split": WgmmaRingTile(32, 1, 2, 2, 3, 4, parts=2, running=2, tma=True),
+    "half": WgmmaRingTile(32, 1, 1, 1, 2, 6, parts=4, running=1, tma=True),
+    "grouped": WgmmaRingTile(16, 1, 1, 2, 2, 4, parts=2, running=2, tma=True, group_m=2),
+    "thirds": WgmmaRingTile(96, 2, 1, 2, 1, 4, parts=2, running=2, tma=True, group_m=2),
+    "wide thirds": WgmmaRingTile(192, 1, 1, 1, 1, 4, parts=4, running=2, tma=True),
+    "ninths": WgmmaRingTile(288, 1, 1, 1, 1, 4, parts=4, running=2, tma=True),
+    "fifths": WgmmaRingTile(320, 1, 2, 1, 1, 4, parts=4, running=1, tma=True),
+    "long thirds": WgmmaRingTile(384, 1, 1, 1, 1, 3, parts=2, running=1, tma=True),
 }
 
 
@@ -106,8 +106,6 @@ def test_kernel_computes_the_product_on_numpy(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reordered": True}, "tma takes neither reordered nor summed"),
-        ({"summed": True, "split_k": 2}, "tma takes neither reordered nor summed"),
         ({"group_m": 3}, r"group_m must be one of \(0, 2, 4, 8, 16\), got 3"),
         ({"tma": False, "group_m": 2}, r"group_m must be one of \(0,\), got 2"),
         ({"tma": False, "block_m": 96}, r"block_m must be one of \(16, 32, 64, 128, 256\), got 96"),
@@ -216,7 +214,7 @@ def test_candidates_fit_the_card_and_the_layer() -> None:
 
 def test_fullest_card_comes_first() -> None:
     # 64 tiles of 64 rows: two splits fill 128 of 132 places, one fills half of that.
-    tile = WgmmaRingTile(64, 1, 1, 4, 1, 5, False, tma=True)
+    tile = WgmmaRingTile(64, 1, 1, 4, 1, 5, tma=True)
     assert well_filled(tile, 4096, 4096, 64, 1) == [(2, 8)]
     splits = [split for split, _ in well_filled(tile, 4096, 4096, 64, 2)]
     assert splits[0] == 4

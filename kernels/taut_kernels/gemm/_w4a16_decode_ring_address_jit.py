@@ -57,13 +57,12 @@ def word_addresses(
     CHUNKS_PER_STEP: gl.constexpr,
     ROW_TILES: gl.constexpr,
     ROW_WARPS: gl.constexpr,
-    K_WARPS: gl.constexpr,
     L: gl.constexpr,
 ):
     """Return pointers to the first step's weights, and which chunk each is of."""
     copied = axis(0, CHUNKS_PER_STEP * ROW_TILES, L, 5)
     tile = copied % ROW_TILES + first_tile(N, L, ROW_TILES, ROW_WARPS, 5)
-    chunk = copied // ROW_TILES + first_chunk + axis(1, K_WARPS, L, 5) * CHUNKS_PER_STEP
+    chunk = copied // ROW_TILES + first_chunk
     lane_word = axis(3, 32, L, 5) * 4 + axis(4, 4, L, 5)
     return qweight_ptr + ((tile * CHUNKS + chunk) * 128 + lane_word), chunk
 
@@ -78,14 +77,13 @@ def scale_addresses(
     QUADS: gl.constexpr,  # of whole_quads: a line is a quad's, not a group's
     ROW_TILES: gl.constexpr,
     ROW_WARPS: gl.constexpr,
-    K_WARPS: gl.constexpr,
     LS: gl.constexpr,
 ):
     """Return pointers to each lane's word of a quad, and the first step's quads or groups."""
     copied = axis(0, WARP_LINES * ROW_TILES, LS, 4)
     tile = copied % ROW_TILES + first_tile(N, LS, ROW_TILES, ROW_WARPS, 4)
     first = first_group // 4 if QUADS else first_group
-    line = copied // ROW_TILES + first + axis(1, K_WARPS, LS, 4) * WARP_LINES
+    line = copied // ROW_TILES + first
     lane = axis(3, 32, LS, 4)
     quads = tile * (ALL_QUADS * 32) + (lane if QUADS else lane // 4 * 4)
     return scales_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + quads, line
@@ -99,20 +97,19 @@ def activation_addresses(
     first_chunk,
     CHUNKS_PER_STEP: gl.constexpr,
     TOKEN_TILES: gl.constexpr,
-    K_WARPS: gl.constexpr,
     LX: gl.constexpr,
 ):
     """Return pointers to the first step's activations, and which chunk each is of.
 
-    Fragments lie as (chunk of the warp, half, token tile, K-warp). Columns beyond M read the last
+    Fragments lie as (chunk, half, token tile). Columns beyond M read the last
     token again: no mask, never stored.
     """
-    fragment = axis(0, CHUNKS_PER_STEP * 2 * TOKEN_TILES * K_WARPS, LX, 3)
+    fragment = axis(0, CHUNKS_PER_STEP * 2 * TOKEN_TILES, LX, 3)
     lane = axis(1, 32, LX, 3)
-    token = (fragment // K_WARPS) % TOKEN_TILES * 8 + lane // 4
+    token = fragment % TOKEN_TILES * 8 + lane // 4
     token = gl.minimum(token, M - 1).to(gl.int64)
-    half = (fragment // (K_WARPS * TOKEN_TILES)) % 2
-    chunk = fragment // (2 * K_WARPS * TOKEN_TILES) + (fragment % K_WARPS) * CHUNKS_PER_STEP
+    half = (fragment // TOKEN_TILES) % 2
+    chunk = fragment // (2 * TOKEN_TILES)
     chunk += first_chunk
     word = chunk * 32 + half * 16 + (lane % 4) * 4 + axis(2, 4, LX, 3)
     words_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)

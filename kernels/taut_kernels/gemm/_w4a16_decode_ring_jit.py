@@ -5,7 +5,7 @@ another way: `cp.async` keeps a ring of stages full, weights, scales and activat
 in flight cost shared memory instead of registers, and a program copies its activations once for all
 of its row warps, in the order in which lanes read them (16 bytes each, no bank twice).
 
-Tensors are [1, K_WARPS, ROW_WARPS, 32 lanes, 4]; an element is one 32-bit register of a fragment.
+Tensors are [1, 1, ROW_WARPS, 32 lanes, 4]; an element is one 32-bit register of a fragment.
 Gluon is Triton with layouts and shared memory written out: plain Triton has no way to read one
 shared fragment from every warp. The interpreter runs neither it nor inline assembly; the tests run
 its arithmetic on NumPy (:mod:`emulator.gluon`), and a GPU the rest.
@@ -86,7 +86,6 @@ def _allocate(
     FRAGMENTS: gl.constexpr,
     WARP_SCALES: gl.constexpr,
     WARP_ZEROS: gl.constexpr,
-    K_WARPS: gl.constexpr,
     ROW_WARPS: gl.constexpr,
     HAS_GROUPS: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
@@ -101,15 +100,15 @@ def _allocate(
     w, s, z, x = (), (), (), ()
     for _ in gl.static_range(2):
         words = gl.allocate_shared_memory(
-            gl.int32, [HALF, WARP_TILES, K_WARPS, ROW_WARPS, 32, 4], _row_major(5)
+            gl.int32, [HALF, WARP_TILES, 1, ROW_WARPS, 32, 4], _row_major(5)
         )
         scales = gl.allocate_shared_memory(
-            gl.int32, [S_HALF, WARP_SCALES, K_WARPS, ROW_WARPS, 32], _row_major(4)
+            gl.int32, [S_HALF, WARP_SCALES, 1, ROW_WARPS, 32], _row_major(4)
         )
         zeros = scales
         if HAS_ZEROS:
             zeros = gl.allocate_shared_memory(
-                gl.int32, [S_HALF, WARP_ZEROS, K_WARPS, ROW_WARPS, 8], _row_major(4)
+                gl.int32, [S_HALF, WARP_ZEROS, 1, ROW_WARPS, 8], _row_major(4)
             )
         values = gl.allocate_shared_memory(gl.int32, [HALF, FRAGMENTS, 32, 4], _row_major(3))
         w, s, z, x = w + (words,), s + (scales,), z + (zeros,), x + (values,)
@@ -140,63 +139,52 @@ def _step(
     activations,
     channel_zeros,
     AHEAD: gl.constexpr,
-    LATE: gl.constexpr,
     STEPS: gl.constexpr,
     CHUNKS: gl.constexpr,
     ROW_TILES: gl.constexpr,
     TOKEN_TILES: gl.constexpr,
     CHUNKS_PER_STEP: gl.constexpr,
-    K_WARPS: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     QUADS: gl.constexpr,
     HAS_ZEROS: gl.constexpr,
-    SCALE_FIRST: gl.constexpr,
     ELEMENT: gl.constexpr,
     MASKED: gl.constexpr,
     L: gl.constexpr,
 ):
-    """Wait for a stage, multiply it, and ask for a later one first or (LATE) halfway through."""
-    STEP_CHUNKS: gl.constexpr = K_WARPS * CHUNKS_PER_STEP
-    HALF: gl.constexpr = CHUNKS_PER_STEP // 2
+    """Wait for a stage, multiply it, and ask for a later one first."""
     async_copy.wait_group(AHEAD - 1)
     barrier()
-    place = zero_places(first_chunk, step, CHUNKS_PER_STEP, K_WARPS, GROUP_SIZE, QUADS, L)
-    for part in gl.static_range(2):
-        if part == (1 if LATE else 0):
-            ahead = step + AHEAD
-            if ahead < STEPS:
-                copy_stage(
-                    next_slots,
-                    ahead,
-                    weights,
-                    CHUNKS,
-                    STEP_CHUNKS,
-                    GROUP_SIZE,
-                    QUADS,
-                    HAS_ZEROS,
-                    MASKED,
-                )
-                copy_activations(next_slots[3], ahead, activations, CHUNKS, STEP_CHUNKS, MASKED)
-            async_copy.commit_group()
-        sums, totals = multiply_chunks(
-            sums,
-            totals,
-            slots,
-            place,
-            channel_zeros,
-            part * HALF,
-            part * HALF + HALF,
-            ROW_TILES,
-            TOKEN_TILES,
-            K_WARPS,
+    place = zero_places(first_chunk, step, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, L)
+    ahead = step + AHEAD
+    if ahead < STEPS:
+        copy_stage(
+            next_slots,
+            ahead,
+            weights,
+            CHUNKS,
+            CHUNKS_PER_STEP,
             GROUP_SIZE,
             QUADS,
             HAS_ZEROS,
-            SCALE_FIRST,
-            ELEMENT,
-            L,
+            MASKED,
         )
-    return sums, totals
+        copy_activations(next_slots[3], ahead, activations, CHUNKS, CHUNKS_PER_STEP, MASKED)
+    async_copy.commit_group()
+    return multiply_chunks(
+        sums,
+        totals,
+        slots,
+        place,
+        channel_zeros,
+        CHUNKS_PER_STEP,
+        ROW_TILES,
+        TOKEN_TILES,
+        GROUP_SIZE,
+        QUADS,
+        HAS_ZEROS,
+        ELEMENT,
+        L,
+    )
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -220,27 +208,22 @@ def w4a16_decode_ring_kernel(
     TOKEN_TILES: gl.constexpr,  # of 8 tokens: 1, 2, 4 or 8
     ROW_TILES: gl.constexpr,  # 16-row tiles a warp
     ROW_WARPS: gl.constexpr,
-    K_WARPS: gl.constexpr,
     CHUNKS_PER_STEP: gl.constexpr,  # a warp, 2 or 4: a step has whole groups
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,  # even
-    LATE: gl.constexpr,  # ask for a stage halfway through a step, not first
-    SCALE_FIRST: gl.constexpr,  # groups' scales go onto the weights, rounded, not onto their sums
     PDL: gl.constexpr,  # start before the kernel in front has ended (sm_90)
 ):
     # Outermost is what a warp copies one after another.
     L: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, K_WARPS, ROW_WARPS, 1, 1], [4, 3, 2, 1, 0]
+        [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, ROW_WARPS, 1, 1], [4, 3, 2, 1, 0]
     )
     LS: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1], [1, 1, 1, 32], [1, K_WARPS, ROW_WARPS, 1], [3, 2, 1, 0]
+        [1, 1, 1, 1], [1, 1, 1, 32], [1, 1, ROW_WARPS, 1], [3, 2, 1, 0]
     )
-    WARPS: gl.constexpr = K_WARPS * ROW_WARPS
-    LX: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
+    LX: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [ROW_WARPS, 1, 1], [2, 1, 0])
     CHUNKS: gl.constexpr = K // 64
-    STEP_CHUNKS: gl.constexpr = K_WARPS * CHUNKS_PER_STEP
-    STEPS: gl.constexpr = _steps(CHUNKS, STEP_CHUNKS * SPLIT_K)
-    MASKED: gl.constexpr = CHUNKS != STEP_CHUNKS * SPLIT_K * STEPS
+    STEPS: gl.constexpr = _steps(CHUNKS, CHUNKS_PER_STEP * SPLIT_K)
+    MASKED: gl.constexpr = CHUNKS != CHUNKS_PER_STEP * SPLIT_K * STEPS
     ALL_QUADS: gl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     WARP_GROUPS: gl.constexpr = CHUNKS_PER_STEP * 64 // GROUP_SIZE if GROUP_SIZE else 1
     WARP_LINES: gl.constexpr = scale_lines(CHUNKS_PER_STEP, GROUP_SIZE)
@@ -250,20 +233,19 @@ def w4a16_decode_ring_kernel(
     if PDL:
         early_start(False)
     split = gl.program_id(1)
-    first_chunk = split * (STEPS * STEP_CHUNKS)
+    first_chunk = split * (STEPS * CHUNKS_PER_STEP)
     words = word_addresses(
-        qweight_ptr, N, first_chunk, CHUNKS, CHUNKS_PER_STEP, ROW_TILES, ROW_WARPS, K_WARPS, L
+        qweight_ptr, N, first_chunk, CHUNKS, CHUNKS_PER_STEP, ROW_TILES, ROW_WARPS, L
     )
     scales = scale_addresses(
         scales_ptr,
         N,
-        split * (STEPS * K_WARPS * WARP_GROUPS),
+        split * (STEPS * WARP_GROUPS),
         ALL_QUADS,
         WARP_LINES,
         QUADS,
         ROW_TILES,
         ROW_WARPS,
-        K_WARPS,
         LS,
     )
     zeros = scales
@@ -277,19 +259,17 @@ def w4a16_decode_ring_kernel(
             GROUP_SIZE,
             ROW_TILES,
             ROW_WARPS,
-            K_WARPS,
         )
     weights = (words, scales, zeros)
     activations = activation_addresses(
-        x_ptr, M, stride_xm, first_chunk, CHUNKS_PER_STEP, TOKEN_TILES, K_WARPS, LX
+        x_ptr, M, stride_xm, first_chunk, CHUNKS_PER_STEP, TOKEN_TILES, LX
     )
     rings = _allocate(
         STAGES,
         CHUNKS_PER_STEP * ROW_TILES,
-        STEP_CHUNKS * 2 * TOKEN_TILES,
+        CHUNKS_PER_STEP * 2 * TOKEN_TILES,
         WARP_LINES * ROW_TILES,
         zero_quads(CHUNKS_PER_STEP, GROUP_SIZE) * ROW_TILES,
-        K_WARPS,
         ROW_WARPS,
         GROUP_SIZE != 0,
         HAS_ZEROS,
@@ -301,7 +281,7 @@ def w4a16_decode_ring_kernel(
                 stage,
                 weights,
                 CHUNKS,
-                STEP_CHUNKS,
+                CHUNKS_PER_STEP,
                 GROUP_SIZE,
                 QUADS,
                 HAS_ZEROS,
@@ -313,13 +293,13 @@ def w4a16_decode_ring_kernel(
         # kernel that makes the activations (and the one that used arrivals and partial before).
         early_start(True)
     # Copied behind the weights, the first activations would make the first step wait for them all.
-    load_activations(rings[3], activations, FULL, CHUNKS, STEP_CHUNKS, MASKED)
+    load_activations(rings[3], activations, FULL, CHUNKS, CHUNKS_PER_STEP, MASKED)
 
     channel_zeros, sums = (), ()
     if GROUP_SIZE == 0 and HAS_ZEROS:
         channel_zeros = channel_offsets(zeros_ptr, N, ROW_TILES, ROW_WARPS, ELEMENT, L)
     for _ in gl.static_range(ROW_TILES * TOKEN_TILES):
-        sums = sums + (gl.full((1, K_WARPS, ROW_WARPS, 32, 4), 0.0, gl.float32, L),)
+        sums = sums + (gl.full((1, 1, ROW_WARPS, 32, 4), 0.0, gl.float32, L),)
     totals = sums
 
     slot, before = 0, STAGES // 2 - 1
@@ -338,25 +318,20 @@ def w4a16_decode_ring_kernel(
                 activations,
                 channel_zeros,
                 STAGES - 1,
-                LATE,
                 STEPS,
                 CHUNKS,
                 ROW_TILES,
                 TOKEN_TILES,
                 CHUNKS_PER_STEP,
-                K_WARPS,
                 GROUP_SIZE,
                 QUADS,
                 HAS_ZEROS,
-                SCALE_FIRST,
                 ELEMENT,
                 MASKED,
                 L,
             )
         before = slot
         slot = gl.where(slot + 1 == STAGES // 2, 0, slot + 1)
-    if SCALE_FIRST:
-        totals = sums
     if GROUP_SIZE == 0:
         channel_scales = channel_words(scales_ptr, N, ROW_TILES, ROW_WARPS, L)
         totals = _scale_channels(sums, channel_scales, TOKEN_TILES, ELEMENT)

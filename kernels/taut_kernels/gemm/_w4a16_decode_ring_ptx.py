@@ -17,49 +17,42 @@ _NEGATIVE_ZERO = 0x80008000
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def ring_convert_ptx(element: str, has_zeros: bool, scaled: bool) -> str:
-    """Write the PTX of ``q - zero``, or of that times its scale, for one lane's four words.
+def ring_convert_ptx(element: str, has_zeros: bool) -> str:
+    """Write the PTX of ``q - zero`` for one lane's four words.
 
     Operands: sixteen results, four an MMA step; four words; then, with zero points, four copies of
-    the offsets -(magic + zero) of each half of the 64 columns; then, scaled, four copies of the
-    scale word of each half. Such a word holds what rows g (low half) and g + 8 (high half) need.
+    the offsets -(magic + zero) of each half of the 64 columns. Such a word holds what rows g (low
+    half) and g + 8 (high half) need.
 
     Args:
         element: ``bf16`` or ``f16``.
         has_zeros: with zero points; otherwise 8 is subtracted.
-        scaled: multiply by the scale, rounded to the element.
 
     Returns:
         The text.
     """
-    text = ["{", ".reg .b32 shifted, value, one, nothing, offset0, offset1, scale0, scale1;"]
-    text += [f"mov.b32 one, {ONE[element]:#x};", f"mov.b32 nothing, {_NEGATIVE_ZERO:#x};"]
-    zeros, scales = _OUTPUTS + 4, _OUTPUTS + (12 if has_zeros else 4)
+    text = ["{", ".reg .b32 shifted, value, one, offset0, offset1;"]
+    text += [f"mov.b32 one, {ONE[element]:#x};"]
+    zeros = _OUTPUTS + 4
     if not has_zeros:
         text += [f"mov.b32 offset{row}, {MINUS_MIDDLE[element]:#x};" for row in (0, 1)]
     for step in range(4):
         if step % 2 == 0:
             text += both_rows("offset", f"${zeros + 2 * step}") if has_zeros else []
-            text += both_rows("scale", f"${scales + 2 * step}") if scaled else []
         for register in range(4):
             result, row = f"${4 * step + register}", register % 2
             word = _OUTPUTS + step % 2 * 2 + register // 2
             text += shifted(word, step // 2 * 2 + row)
             # 0xEA is (source & mask) | magic.
             text += [f"lop3.b32 value, shifted, 0x000f000f, {MAGIC[element]:#x}, 0xEA;"]
-            text += [
-                f"fma.rn.{element}x2 {'value' if scaled else result}, value, one, offset{row};"
-            ]
-            if scaled:
-                # Adding -0 keeps the product as it is.
-                text += [f"fma.rn.{element}x2 {result}, value, scale{row}, nothing;"]
+            text += [f"fma.rn.{element}x2 {result}, value, one, offset{row};"]
     return "\n".join([*text, "}"])
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
-def ring_convert_constraints(has_zeros: bool, scaled: bool) -> str:
+def ring_convert_constraints(has_zeros: bool) -> str:
     """Write the constraints of :func:`ring_convert_ptx`; outputs are written before inputs end."""
-    return ",".join(["=&r"] * _OUTPUTS + ["r"] * (4 + 8 * has_zeros + 8 * scaled))
+    return ",".join(["=&r"] * _OUTPUTS + ["r"] * (4 + 8 * has_zeros))
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]

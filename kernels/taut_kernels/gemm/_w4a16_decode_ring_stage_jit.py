@@ -3,7 +3,7 @@
 See :mod:`taut_kernels.gemm._w4a16_decode_ring_jit`.
 """
 
-# ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a kernel's
+# ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them; a kernel's
 # branches fall at compile time)
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
 
@@ -186,15 +186,14 @@ def _word_of_quad(
     LANES: gl.constexpr,
 ):
     """Read eight words of a quad, each for four lanes."""
-    K_WARPS: gl.constexpr = slot.shape[1]
     ROW_WARPS: gl.constexpr = slot.shape[2]
     EIGHT: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 1, 1], [1, 1, 1, 8, 4], [1, K_WARPS, ROW_WARPS, 1, 1], [4, 3, 2, 1, 0]
+        [1, 1, 1, 1, 1], [1, 1, 1, 8, 4], [1, 1, ROW_WARPS, 1, 1], [4, 3, 2, 1, 0]
     )
-    lines = slot.reshape([slot.shape[0], K_WARPS, ROW_WARPS, 8, WORDS])
+    lines = slot.reshape([slot.shape[0], 1, ROW_WARPS, 8, WORDS])
     word = lines.slice(LINE, 1, 0).slice(WORD, 1, 4).load(EIGHT)
-    word = word + gl.full([1, K_WARPS, ROW_WARPS, 8, 4], 0, gl.int32, EIGHT)  # to all four lanes
-    word = gl.reshape(word, (1, K_WARPS, ROW_WARPS, 32))
+    word = word + gl.full([1, 1, ROW_WARPS, 8, 4], 0, gl.int32, EIGHT)  # to all four lanes
+    word = gl.reshape(word, (1, 1, ROW_WARPS, 32))
     return gl.convert_layout(word, LANES, assert_trivial=True)
 
 
@@ -206,7 +205,6 @@ def _multiply_chunk(
     FIRST: gl.constexpr,  # the chunk half's first fragment
     HALF: gl.constexpr,
     TOKEN_TILES: gl.constexpr,
-    K_WARPS: gl.constexpr,
     ELEMENT: gl.constexpr,
     L: gl.constexpr,
 ):
@@ -215,7 +213,7 @@ def _multiply_chunk(
     SHARED: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, L))
     values = ()
     for t in gl.static_range(TOKEN_TILES):
-        fragment = x_slot.slice((FIRST + t) * K_WARPS, K_WARPS, 0)
+        fragment = x_slot.slice(FIRST + t, 1, 0)
         value = gl.expand_dims(fragment.load(SHARED), 1)
         values = values + (gl.expand_dims(value, 0),)
     result = ()
@@ -250,24 +248,20 @@ def multiply_chunks(
     slots,  # the stage's weights, scales, zero points and activations
     place,  # of zero_places
     channel_zeros,  # of channel_offsets, without GROUP_SIZE
-    FIRST: gl.constexpr,  # chunks of the warp in this stage
-    END: gl.constexpr,
+    CHUNKS: gl.constexpr,  # of this stage
     ROW_TILES: gl.constexpr,
     TOKEN_TILES: gl.constexpr,
-    K_WARPS: gl.constexpr,
     GROUP_SIZE: gl.constexpr,  # 0: one group a channel, never closed here
     QUADS: gl.constexpr,  # of whole_quads
     HAS_ZEROS: gl.constexpr,
-    SCALE_FIRST: gl.constexpr,  # weights before the product; no group is closed then
     ELEMENT: gl.constexpr,
     L: gl.constexpr,
 ):
-    """Multiply some of a stage's chunks, and close the groups that end there."""
-    SCALED: gl.constexpr = SCALE_FIRST and GROUP_SIZE != 0
-    CONVERT: gl.constexpr = ring_convert_ptx(ELEMENT, HAS_ZEROS, SCALED)
-    CONVERT_CONSTRAINTS: gl.constexpr = ring_convert_constraints(HAS_ZEROS, SCALED)
+    """Multiply a stage's chunks, and close the groups that end there."""
+    CONVERT: gl.constexpr = ring_convert_ptx(ELEMENT, HAS_ZEROS)
+    CONVERT_CONSTRAINTS: gl.constexpr = ring_convert_constraints(HAS_ZEROS)
     SCALE: gl.constexpr = scale_ptx(ELEMENT, 0)
-    for c in gl.static_range(FIRST, END):
+    for c in gl.static_range(CHUNKS):
         weights = ()
         for r in gl.static_range(ROW_TILES):
             operands = (slots[0].slice(c * ROW_TILES + r, 1, 0).load(L),)
@@ -280,10 +274,6 @@ def multiply_chunks(
                         operands = operands + (zero,)
                     else:
                         operands = operands + (channel_zeros[r],)
-            if SCALED:
-                for h in gl.static_range(2):
-                    scale = lane_word(slots[1], 64 * c + 32 * h, r, ROW_TILES, GROUP_SIZE, QUADS, L)
-                    operands = operands + (scale,)
             weights = weights + gl.inline_asm_elementwise(
                 CONVERT,
                 CONVERT_CONSTRAINTS,
@@ -300,11 +290,10 @@ def multiply_chunks(
                 (2 * c + h) * TOKEN_TILES,
                 h,
                 TOKEN_TILES,
-                K_WARPS,
                 ELEMENT,
                 L,
             )
-            if _closes(64 * c + 32 * h + 32, 0 if SCALED else GROUP_SIZE):
+            if _closes(64 * c + 32 * h + 32, GROUP_SIZE):
                 new_sums, new_totals = (), ()
                 for i in gl.static_range(len(sums)):
                     scale = lane_word(

@@ -1,4 +1,4 @@
-"""The end of the ring kernel: sums across warps and programs, and the store.
+"""The end of the ring kernel: sums across programs, and the store.
 
 See :mod:`taut_kernels.gemm._w4a16_decode_ring_jit`.
 """
@@ -51,7 +51,7 @@ def reduce_and_store(
     SPLIT_K: gl.constexpr,
     L: gl.constexpr,
 ):
-    """Add the K-warps' totals, then the splits' in the program that arrives last, and store."""
+    """Add the splits' totals in the program that arrives last, and store."""
     ROWS: gl.constexpr = gl.SliceLayout(1, L)
     pid, split = gl.program_id(0), gl.program_id(1)
     row_warp, lane = axis(1, ROW_WARPS, ROWS, 4), axis(2, 32, ROWS, 4)

@@ -28,21 +28,20 @@ def zero_addresses(
     GROUP_SIZE: gl.constexpr,
     ROW_TILES: gl.constexpr,
     ROW_WARPS: gl.constexpr,
-    K_WARPS: gl.constexpr,
 ):
     """Return pointers to the first quads of each row tile, and what tells which they are in a step.
 
-    That is the first chunk of each K-warp in the first step, and the quad of its part that is
+    That is the first chunk of the first step, and the quad of its part that is
     copied. All of a warp's, quads × row tiles along axis 0, are one copy, 16 bytes a lane.
     """
     QUADS: gl.constexpr = zero_quads(CHUNKS_PER_STEP, GROUP_SIZE)
     LZ: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 1, 4], [16, 1, 1, 2], [1, K_WARPS, ROW_WARPS, 1], [3, 2, 1, 0]
+        [1, 1, 1, 4], [16, 1, 1, 2], [1, 1, ROW_WARPS, 1], [3, 2, 1, 0]
     )
     copied = axis(0, QUADS * ROW_TILES, LZ, 4)
     tile = copied % ROW_TILES + first_tile(N, LZ, ROW_TILES, ROW_WARPS, 4)
     words = (tile * ALL_QUADS + copied // ROW_TILES) * 8 + axis(3, 8, LZ, 4)
-    chunk = first_chunk + axis(1, K_WARPS, LZ, 4) * CHUNKS_PER_STEP
+    chunk = first_chunk
     return zeros_ptr + words, chunk, copied // ROW_TILES
 
 
@@ -51,16 +50,14 @@ def zero_places(
     first_chunk,
     step,
     CHUNKS_PER_STEP: gl.constexpr,
-    K_WARPS: gl.constexpr,
     GROUP_SIZE: gl.constexpr,
     QUADS: gl.constexpr,  # of whole_quads
     L: gl.constexpr,
 ):
-    """Return the place in its quad of the first group of each K-warp's part of a step."""
+    """Return the place in its quad of the first group of a step."""
     place = 0
     if GROUP_SIZE and not QUADS:
-        chunk = first_chunk + step * (K_WARPS * CHUNKS_PER_STEP)
-        chunk = chunk + axis(1, K_WARPS, L, 5) * CHUNKS_PER_STEP
+        chunk = first_chunk + step * CHUNKS_PER_STEP
         place = chunk * 64 // GROUP_SIZE % 4
     return place
 

@@ -219,7 +219,6 @@ def w4a16_wgmma_kernel(
     PDL: tl.constexpr,  # start before the kernel in front has ended (sm_90)
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
-    ROLE: tl.constexpr = "alone",  # "head", "tail": of taut_kernels.gemm.w4a16_wgmma_waves
 ):
     CHUNKS: tl.constexpr = K // 64
     GROUPS: tl.constexpr = K // GROUP_SIZE if GROUP_SIZE else 1
@@ -228,7 +227,7 @@ def w4a16_wgmma_kernel(
     ROWS: tl.constexpr = TILES * 16
     SAME_GROUP: tl.constexpr = GROUP_SIZE != 32
 
-    if PDL and ROLE != "head":
+    if PDL:
         gdc_launch_dependents()
     pid, split, pid_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     element = tl.arange(0, TILES * 128)
@@ -275,11 +274,7 @@ def w4a16_wgmma_kernel(
                 _prefetch(word_ptrs + (first * CHUNKS_PER_STEP + c) * 128)
         # The first weights, which nobody writes while serving, are on their way: now wait for the
         # kernel that makes the activations (and the one that used arrivals and partial before).
-        # A tail starts when every program of its head has passed this place: all of that is over.
-        if ROLE != "tail":
-            gdc_wait()
-        if ROLE == "head":
-            gdc_launch_dependents()
+        gdc_wait()
     acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for step in tl.range(first, last, num_stages=STAGES):
         chunk = step * CHUNKS_PER_STEP
@@ -348,6 +343,3 @@ def w4a16_wgmma_kernel(
                 total += tl.load(cells + s * SIZE, cache_modifier=".cg")
             _store_tile(y_ptr, bias_ptr, total, rows, token, M, N, HAS_BIAS)
             tl.store(arrivals_ptr + tile_of_y, 0)
-    if PDL and ROLE == "tail":
-        # What comes next waits for this kernel only: let its end mean the head's end too.
-        gdc_wait()

@@ -217,7 +217,7 @@ def _copy_ahead(
 
 @gluon.jit(do_not_specialize=["M"])
 def w4a16_wgmma_ring_kernel(
-    x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1; in fragment order if REORDERED
+    x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1
     qweight_ptr,  # [N/16, K/64, 32, 4] int32
     scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
     zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
@@ -239,20 +239,15 @@ def w4a16_wgmma_ring_kernel(
     CHUNKS_PER_STEP: gl.constexpr,  # 1, 2 or 4; with 1 a step may be half a group
     SPLIT_K: gl.constexpr,
     STAGES: gl.constexpr,
-    REORDERED: gl.constexpr,
     PARTS: gl.constexpr,  # products a chunk of a row tile, 1, 2 or 4
     RUNNING: gl.constexpr,  # products left running while the next one's weights are converted
     PDL: gl.constexpr,  # start before the kernel in front has ended (sm_90)
-    ROLE: gl.constexpr = "alone",  # "head", "tail": of taut_kernels.gemm.w4a16_wgmma_waves
-    SUMMED: gl.constexpr = False,  # a launch of its own adds the splits
 ):
     L: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 1, 4], [1, 1, 1, 32, 1], [1, 1, WARPS, 1, 1], [4, 3, 2, 1, 0]
     )
     LS: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1], [1, 1, 1, 32], [1, 1, WARPS, 1], [3, 2, 1, 0])
-    LX: gl.constexpr = gl.BlockedLayout(
-        [1, 4] if REORDERED else [1, 1], [4, 8] if REORDERED else [1, 32], [WARPS, 1], [1, 0]
-    )
+    LX: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     ACC: gl.constexpr = sums_of(BLOCK_M, WARPS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     CHUNKS: gl.constexpr = K // 64
@@ -265,12 +260,12 @@ def w4a16_wgmma_ring_kernel(
     # One stage stays empty: the last product of the step before still reads its activations.
     AHEAD: gl.constexpr = STAGES - 2
 
-    if PDL and ROLE != "head":
+    if PDL:
         early_start(False)
     split = gl.program_id(1)
     first_chunk = split * (STEPS * CHUNKS_PER_STEP)
     words = word_addresses(
-        qweight_ptr, N, first_chunk, CHUNKS, CHUNKS_PER_STEP, ROW_TILES, WARPS, 1, L
+        qweight_ptr, N, first_chunk, CHUNKS, CHUNKS_PER_STEP, ROW_TILES, WARPS, L
     )
     scales = scale_addresses(
         scales_ptr,
@@ -281,16 +276,15 @@ def w4a16_wgmma_ring_kernel(
         QUADS,
         ROW_TILES,
         WARPS,
-        1,
         LS,
     )
     zeros = scales
     if HAS_ZEROS and GROUP_SIZE:
         zeros = zero_addresses(
-            zeros_ptr, N, first_chunk, ALL_QUADS, CHUNKS_PER_STEP, GROUP_SIZE, ROW_TILES, WARPS, 1
+            zeros_ptr, N, first_chunk, ALL_QUADS, CHUNKS_PER_STEP, GROUP_SIZE, ROW_TILES, WARPS
         )
     weights = (words, scales, zeros)
-    tokens = token_addresses(x_ptr, M, stride_xm, first_chunk, BLOCK_M, REORDERED, LX)
+    tokens = token_addresses(x_ptr, M, stride_xm, first_chunk, BLOCK_M, LX)
     rings, x_rings = _allocate(
         STAGES,
         TILES,
@@ -311,11 +305,7 @@ def w4a16_wgmma_ring_kernel(
     if PDL:
         # The first weights, which nobody writes while serving, are on their way: now wait for the
         # kernel that makes the activations (and the one that used arrivals and partial before).
-        # A tail starts when every program of its head has passed this place: all of that is over.
-        if ROLE != "tail":
-            early_start(True)
-        if ROLE == "head":
-            early_start(False)
+        early_start(True)
     for stage in gl.static_range(AHEAD):
         if stage < STEPS:
             copy_tokens(x_rings, stage, tokens, stage, first_chunk, CHUNKS, CHUNKS_PER_STEP, MASKED)
@@ -354,7 +344,7 @@ def w4a16_wgmma_ring_kernel(
             HAS_ZEROS,
             MASKED,
         )
-        place = zero_places(first_chunk, step, CHUNKS_PER_STEP, 1, GROUP_SIZE, QUADS, L)
+        place = zero_places(first_chunk, step, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, L)
         operands = load_operands(
             now, place, channels, TILES, ROW_TILES, GROUP_SIZE, QUADS, HAS_ZEROS, ELEMENT, L
         )
@@ -389,9 +379,5 @@ def w4a16_wgmma_ring_kernel(
         ROW_TILES,
         WARPS,
         SPLIT_K,
-        SUMMED,
         ACC,
     )
-    if PDL and ROLE == "tail":
-        # What comes next waits for this kernel only: let its end mean the head's end too.
-        early_start(True)

@@ -27,7 +27,6 @@ def token_addresses(
     stride_xm,
     first_chunk,
     BLOCK_M: gl.constexpr,
-    REORDERED: gl.constexpr,
     LX: gl.constexpr,
 ):
     """Return pointers to the first chunk's activations: words of two columns, fragment order."""
@@ -36,9 +35,8 @@ def token_addresses(
     # every multiprocessor would ask one place of L2 for one line.
     token = (token % M).to(gl.int64)
     word = axis(1, 32, LX, 2)
-    if not REORDERED:
-        # Positions count (h, i, j, t), columns (h, t, i, j).
-        word = word // 16 * 16 + word % 4 * 4 + word // 8 % 2 * 2 + word // 4 % 2
+    # Positions count (h, i, j, t), columns (h, t, i, j).
+    word = word // 16 * 16 + word % 4 * 4 + word // 8 % 2 * 2 + word // 4 % 2
     words_ptr = x_ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     return words_ptr + (token * (stride_xm // 2) + (word + first_chunk * 32))
 
@@ -266,7 +264,6 @@ def reduce_and_store(
     ROW_TILES: gl.constexpr,
     WARPS: gl.constexpr,
     SPLIT_K: gl.constexpr,
-    SUMMED: gl.constexpr,
     ACC: gl.constexpr,
     first_tile=None,
     first_token=None,
@@ -306,33 +303,32 @@ def reduce_and_store(
                 _by_register(sums[r], WARPS, BLOCK_M), CELLS, assert_trivial=True
             )
             gl.store(cells + (split * ROW_TILES + r) * SIZE, part)
-        if not SUMMED:
-            # Every thread's partials are stored before one of them announces the program.
-            barrier()
-            arrived = gl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
-            if arrived == SPLIT_K - 1:
-                for r in gl.static_range(ROW_TILES):
-                    value = gl.full((BLOCK_M // 8, 32 * WARPS, 4), 0.0, gl.float32, CELLS)
-                    for s in gl.static_range(SPLIT_K):
-                        # In order of the splits: the same bits from run to run. Past L1, which
-                        # does not see what other programs store.
-                        value += gl.load(cells + (s * ROW_TILES + r) * SIZE, cache_modifier=".cg")
-                    value = _by_row(value, WARPS, BLOCK_M, ACC)
-                    _store_tile(
-                        y_ptr,
-                        bias_ptr,
-                        value,
-                        r,
-                        M,
-                        N,
-                        HAS_BIAS,
-                        BLOCK_M,
-                        ROW_TILES,
-                        WARPS,
-                        ACC,
-                        first_tile,
-                        first_token,
-                        BEGIN,
-                        PIECE,
-                    )
-                gl.store(arrivals_ptr + tile_of_y, 0)
+        # Every thread's partials are stored before one of them announces the program.
+        barrier()
+        arrived = gl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT_K - 1:
+            for r in gl.static_range(ROW_TILES):
+                value = gl.full((BLOCK_M // 8, 32 * WARPS, 4), 0.0, gl.float32, CELLS)
+                for s in gl.static_range(SPLIT_K):
+                    # In order of the splits: the same bits from run to run. Past L1, which
+                    # does not see what other programs store.
+                    value += gl.load(cells + (s * ROW_TILES + r) * SIZE, cache_modifier=".cg")
+                value = _by_row(value, WARPS, BLOCK_M, ACC)
+                _store_tile(
+                    y_ptr,
+                    bias_ptr,
+                    value,
+                    r,
+                    M,
+                    N,
+                    HAS_BIAS,
+                    BLOCK_M,
+                    ROW_TILES,
+                    WARPS,
+                    ACC,
+                    first_tile,
+                    first_token,
+                    BEGIN,
+                    PIECE,
+                )
+            gl.store(arrivals_ptr + tile_of_y, 0)

@@ -367,7 +367,7 @@ def _multiply_all(
     for step in range(STEPS):
         now, zeros_now = scales, zeros
         place = zero_places(
-            first_chunk, step, CHUNKS, 1, GROUP_SIZE, whole_quads(CHUNKS, GROUP_SIZE), L
+            first_chunk, step, CHUNKS, GROUP_SIZE, whole_quads(CHUNKS, GROUP_SIZE), L
         )
         if GROUP_SIZE:
             ahead = first_chunk + (step + 1) * CHUNKS
@@ -483,7 +483,6 @@ def _product(
             ROW_TILES,
             WARPS,
             SPLIT_K,
-            False,
             sums_of(rings[1][p].shape[1], WARPS),
             first_tile,
             first_token,

@@ -2,10 +2,8 @@
 
 Maths     as :mod:`taut_kernels.gemm.w4a16`
 Numerics  as :mod:`taut_kernels.gemm.w4a16_decode`: q - z is exact, products accumulate in fp32
-          within a group, scale and bias are applied in fp32, one rounding at the store; tiles with
-          ``scale_first`` as :mod:`taut_kernels.gemm.w4a16_wgmma`: (q - z) · s is rounded once to
-          the dtype of ``x`` before the product. For one tile, the same bits from run to run:
-          K-warps and splits are added in a fixed order.
+          within a group, scale and bias are applied in fp32, one rounding at the store.
+          For one tile, the same bits from run to run: splits are added in a fixed order.
 Limits    as :mod:`taut_kernels.gemm.w4a16`, M ≤ 64
 Source    The products of :mod:`taut_kernels.gemm.w4a16_decode`; multi-stage `cp.async` as in
           "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on LLMs", arXiv:2408.11743.
@@ -34,9 +32,6 @@ def launch_constants(
         group_size: G, or 0 for one group a channel.
         has_zeros: with zero points.
         pdl: the card has programmatic dependent launch.
-
-    Raises:
-        ValueError: the tile's ring does not fit shared memory.
     """
     return {
         "PDL": pdl,
@@ -45,11 +40,8 @@ def launch_constants(
         "HAS_ZEROS": has_zeros,
         "TOKEN_TILES": tokens,
         "ROW_WARPS": tile.row_warps,
-        "K_WARPS": tile.k_warps,
         "CHUNKS_PER_STEP": tile.chunks_per_step,
         "SPLIT_K": tile.split_k,
-        "LATE": tile.late,
-        "SCALE_FIRST": tile.scale_first,
         "STAGES": tile.stages_that_fit(tokens, group_size, has_zeros=has_zeros),
     }
 

@@ -37,9 +37,8 @@ def kernel_variants() -> Iterator[KernelVariant]:
     for dtype, has_zeros, group_size in _FORMATS:
         # 576 = 9 chunks: no cut of it comes out even, so copies are masked.
         for K, tile in (
-            (4096, RingTile(2, 4, 2, 2, 2, 4)),
-            (4096, RingTile(2, 4, 1, 2, 2, 4, scale_first=True)),
-            (576, RingTile(1, 4, 1, 2, 1, 4)),
+            (4096, RingTile(2, 4, 2, 2, 4)),
+            (576, RingTile(1, 4, 2, 1, 4)),
         ):
             if K == 4096 or group_size in (0, 64):
                 yield _variant(tile, K, 2, dtype, has_zeros, group_size)

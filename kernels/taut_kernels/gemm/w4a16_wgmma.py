@@ -12,8 +12,6 @@ Source    Weights as the 64-row register operand of `wgmma`, tokens as its colum
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from taut_kernels import _launch
@@ -27,15 +25,13 @@ from taut_kernels.gemm._w4a16_plan import (
 from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
 from taut_kernels.tiles_wgmma import WgmmaTile
 
-Role = Literal["alone", "head", "tail"]
-"""Of a launch: the only one, or one of two (:mod:`taut_kernels.gemm.w4a16_wgmma_waves`)."""
 _REORDER_BLOCK = 2048
 _PRODUCT = _launch.Launcher(w4a16_wgmma_kernel)
 _REORDER = _launch.Launcher(reorder_kernel)
 
 
 def launch_constants(
-    tile: WgmmaTile, K: int, group_size: int, *, hopper: bool, role: Role = "alone"
+    tile: WgmmaTile, K: int, group_size: int, *, hopper: bool
 ) -> dict[str, int | bool | str]:
     """Return the kernel constants that follow from tile and shape.
 
@@ -45,7 +41,6 @@ def launch_constants(
         group_size: G, or 0 for one group a channel.
         hopper: the card has `wgmma`, whose products go on after they were issued, and programmatic
             dependent launch.
-        role: of this launch.
     """
     return {
         "K": K,
@@ -60,7 +55,6 @@ def launch_constants(
         "PDL": hopper,
         "WARPS": tile.num_warps,
         "STAGES": tile.num_stages,
-        "ROLE": role,
     }
 
 
@@ -97,14 +91,13 @@ def plan(tile: WgmmaTile, call: Call) -> OneProduct:
     return OneProduct(product(tile, call, call.N), call, reorder if tile.reordered else None)
 
 
-def product(tile: WgmmaTile, call: Call, rows: int, role: Role = "alone") -> Product:
+def product(tile: WgmmaTile, call: Call, rows: int) -> Product:
     """Prepare the product of some output features, whose parts are whole tiles.
 
     Args:
         tile: how to cut the work.
         call: what to prepare for.
         rows: how many of its features.
-        role: of this launch.
 
     Raises:
         ValueError: the tile makes more partial sums meet than ``arrivals`` counts.
@@ -117,12 +110,12 @@ def product(tile: WgmmaTile, call: Call, rows: int, role: Role = "alone") -> Pro
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
         hopper = _launch.is_hopper(call.device)
-        named = launch_constants(tile, call.K, call.group, hopper=hopper, role=role) | {
+        named = launch_constants(tile, call.K, call.group, hopper=hopper) | {
             "HAS_ZEROS": call.has_zeros,
             "HAS_BIAS": call.has_bias,
             "ELEMENT": ELEMENT[call.dtype],
         }
         return named, {"num_warps": tile.num_warps} | _launch.PDL_OPTIONS[hopper]
 
-    form = _PRODUCT.form((tile, role, call.form), call.device_number)
+    form = _PRODUCT.form((tile, call.form), call.device_number)
     return Product(form, constants, call.N, grid, sums, meet=tile.split_k > 1)

@@ -13,30 +13,24 @@ Source    The products of :mod:`taut_kernels.gemm.w4a16_wgmma`, the ring of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-
 from taut_kernels import _launch
-from taut_kernels.gemm import w4a16_sum, w4a16_wgmma_tma
+from taut_kernels.gemm import w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_plan import (
     ELEMENT,
     Call,
     Fills,
     OneProduct,
     Product,
-    Weight,
     require_meeting_places,
 )
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
-from taut_kernels.gemm.w4a16_wgmma import Role, reorder
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 
 _KERNEL = _launch.Launcher(w4a16_wgmma_ring_kernel)
 
 
 def launch_constants(
-    tile: WgmmaRingTile, K: int, group_size: int, *, has_zeros: bool, role: Role = "alone"
+    tile: WgmmaRingTile, K: int, group_size: int, *, has_zeros: bool
 ) -> dict[str, int | bool | str]:
     """Return the kernel constants that follow from tile and shape.
 
@@ -45,7 +39,6 @@ def launch_constants(
         K: input features.
         group_size: G, or 0 for one group a channel.
         has_zeros: with zero points.
-        role: of this launch.
 
     Raises:
         ValueError: the tile's ring does not fit shared memory.
@@ -59,43 +52,10 @@ def launch_constants(
         "CHUNKS_PER_STEP": tile.chunks_per_step,
         "SPLIT_K": tile.split_k,
         "STAGES": tile.stages_that_fit(group_size, has_zeros=has_zeros),
-        "REORDERED": tile.reordered,
         "PARTS": tile.parts,
         "RUNNING": tile.running,
         "PDL": True,
-        "ROLE": role,
-        "SUMMED": tile.summed,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Summed:
-    """A product whose splits a second launch adds.
-
-    Attributes:
-        product: leaves the splits' sums.
-        tile: how the work is cut.
-        row_tiles: tiles of 16 rows a warp.
-    """
-
-    product: Product
-    tile: WgmmaRingTile
-    row_tiles: int
-
-    def __call__(self, x: torch.Tensor, weight: Weight, y: torch.Tensor) -> None:
-        """As of :class:`taut_kernels.gemm._w4a16_plan.Fills`."""
-        partial = self.product(x, weight, y)
-        assert partial is not None, "K is split"
-        w4a16_sum.launch(
-            partial,
-            weight.bias,
-            y,
-            self.product.grid[::2],
-            split_k=self.tile.split_k,
-            block_m=self.tile.block_m,
-            num_warps=self.tile.num_warps,
-            row_tiles=self.row_tiles,
-        )
 
 
 def plan(tile: WgmmaRingTile, call: Call) -> OneProduct:
@@ -108,17 +68,16 @@ def plan(tile: WgmmaRingTile, call: Call) -> OneProduct:
     Raises:
         ValueError: as of :func:`product`.
     """
-    return OneProduct(product(tile, call, call.N), call, reorder if tile.reordered else None)
+    return OneProduct(product(tile, call, call.N), call)
 
 
-def product(tile: WgmmaRingTile, call: Call, rows: int, role: Role = "alone") -> Fills:
+def product(tile: WgmmaRingTile, call: Call, rows: int) -> Fills:
     """Prepare the product of some output features, whose parts are whole tiles.
 
     Args:
         tile: how to cut the work.
         call: what to prepare for.
         rows: how many of its features.
-        role: of this launch.
 
     Raises:
         ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or it has
@@ -130,12 +89,12 @@ def product(tile: WgmmaRingTile, call: Call, rows: int, role: Role = "alone") ->
     tile_rows = 64 * row_tiles * tile.warp_groups
     grid = (-(-rows // tile_rows), tile.split_k, -(-call.M // tile.block_m))
     split = tile.split_k > 1
-    if split and not tile.summed:
+    if split:
         require_meeting_places(grid[0] * grid[2], call.N)
 
     def constants() -> tuple[_launch.Constants, _launch.Constants]:
         has_zeros = call.has_zeros
-        named = launch_constants(tile, call.K, call.group, has_zeros=has_zeros, role=role) | {
+        named = launch_constants(tile, call.K, call.group, has_zeros=has_zeros) | {
             "HAS_BIAS": call.has_bias,
             "ELEMENT": ELEMENT[call.dtype],
             "ROW_TILES": row_tiles,
@@ -143,12 +102,11 @@ def product(tile: WgmmaRingTile, call: Call, rows: int, role: Role = "alone") ->
         options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
         return named, options | _launch.PDL_OPTIONS[True]
 
-    found = Product(
-        _KERNEL.form((tile, role, row_tiles, call.form), call.device_number),
+    return Product(
+        _KERNEL.form((tile, row_tiles, call.form), call.device_number),
         constants,
         call.N,
         grid,
         grid[0] * grid[1] * grid[2] * tile_rows * tile.block_m if split else 0,
-        meet=split and not tile.summed,
+        meet=split,
     )
-    return _Summed(found, tile, row_tiles) if split and tile.summed else found

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 from taut_kernels import _launch, tiles_wgmma, tiles_wgmma_rule
 from taut_kernels._variant import KernelVariant, each_once
-from taut_kernels.gemm import w4a16_sum, w4a16_wgmma_tma
-from taut_kernels.gemm._w4a16_sum_jit import sum_splits_kernel
+from taut_kernels.gemm import w4a16_wgmma_tma
 from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
 from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
-from taut_kernels.gemm.w4a16_wgmma import Role
 from taut_kernels.gemm.w4a16_wgmma_ring import launch_constants
 from taut_kernels.gemm.w4a16_wgmma_variants import products_of
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
@@ -29,28 +27,25 @@ def kernel_variants() -> Iterator[KernelVariant]:
     Tables and the rule choose the kernel on cards of compute capability 9.0 alone.
     """
     measured = {
-        (K, tile, role, own): None
+        (K, tile, own): None
         for table in tiles_wgmma.tables().values()
         for (_, K, _, own), choice in table.choices.items()
-        for tile, role in products_of(choice)
+        for tile in products_of(choice)
         if isinstance(tile, WgmmaRingTile)
     }
-    for K, tile, role, own in measured:
-        yield _any_variant(tile, K, "bf16", own.zero_points, own.group_size, role)
-    for tile in {tile: None for _, tile, _, _ in measured if tile.summed}:
-        yield _sums(tile)
+    for K, tile, own in measured:
+        yield _any_variant(tile, K, "bf16", own.zero_points, own.group_size)
     for tile in tiles_wgmma_rule.every_tile(WgmmaRingTile):
         yield _any_variant(tile, 4096, *_LARGEST_FORMAT)
     for dtype, has_zeros, group_size in _FORMATS:
         # 576 = 9 chunks: no cut of it comes out even, so copies are masked.
         for K, tile in (
-            (4096, WgmmaRingTile(64, 1, 2, 2, 2, 4, False, parts=2, running=2)),
-            (576, WgmmaRingTile(32, 2, 1, 2, 1, 4, True, parts=4, running=3)),
-            (576, WgmmaRingTile(256, 1, 2, 1, 3, 6, True, parts=2, summed=True)),
-            (4096, WgmmaRingTile(64, 1, 2, 2, 3, 4, False, 80, parts=2, running=2, tma=True)),
-            (4096, WgmmaRingTile(16, 2, 1, 4, 1, 4, False, 128, tma=True, parts=2)),
-            (576, WgmmaRingTile(32, 1, 1, 1, 2, 4, False, 128, parts=4, tma=True)),
-            (4096, WgmmaRingTile(192, 1, 2, 2, 1, 3, False, 168, parts=2, running=2, tma=True)),
+            (4096, WgmmaRingTile(64, 1, 2, 2, 2, 4, parts=2, running=2)),
+            (576, WgmmaRingTile(32, 2, 1, 2, 1, 4, parts=4, running=3)),
+            (4096, WgmmaRingTile(64, 1, 2, 2, 3, 4, 80, parts=2, running=2, tma=True)),
+            (4096, WgmmaRingTile(16, 2, 1, 4, 1, 4, 128, tma=True, parts=2)),
+            (576, WgmmaRingTile(32, 1, 1, 1, 2, 4, 128, parts=4, tma=True)),
+            (4096, WgmmaRingTile(192, 1, 2, 2, 1, 3, 168, parts=2, running=2, tma=True)),
         ):
             if K == 4096 or group_size in (0, 64):
                 yield _any_variant(tile, K, dtype, has_zeros, group_size)
@@ -62,11 +57,10 @@ def _any_variant(
     dtype: str,
     has_zeros: bool,
     group_size: int,
-    role: Role = "alone",
 ) -> KernelVariant:
     if tile.tma:
         return _fed_variant(tile, K, dtype, has_zeros, group_size)
-    return _variant(tile, K, dtype, has_zeros, group_size, role)
+    return _variant(tile, K, dtype, has_zeros, group_size)
 
 
 def _fed_variant(
@@ -110,27 +104,25 @@ def _variant(
     dtype: str,
     has_zeros: bool,
     group_size: int,
-    role: Role = "alone",
 ) -> KernelVariant:
     pointers = {"x_ptr": dtype, "qweight_ptr": "i32", "scales_ptr": dtype, "y_ptr": dtype}
     optional = {
         "zeros_ptr": "i32" if has_zeros else None,
         "bias_ptr": dtype,
         "partial_ptr": "fp32" if tile.split_k > 1 else None,
-        "arrivals_ptr": "i32" if tile.split_k > 1 and not tile.summed else None,
+        "arrivals_ptr": "i32" if tile.split_k > 1 else None,
     }
     pointers |= {name: element for name, element in optional.items() if element is not None}
     absent = {name: None for name, element in optional.items() if element is None}
     scheme = f"{'asym' if has_zeros else 'sym'} group={group_size or 'channel'}"
-    where = "" if role == "alone" else f" {role}"
     return KernelVariant(
-        label=f"w4a16_wgmma_ring {dtype} {scheme} K={K}{where}",
+        label=f"w4a16_wgmma_ring {dtype} {scheme} K={K}",
         kernel=w4a16_wgmma_ring_kernel,
         tile=tile,
         pointers=pointers,
         integers=("M", "N", "stride_xm"),
         divisible_by_16=("N", "stride_xm"),
-        constants=launch_constants(tile, K, group_size, has_zeros=has_zeros, role=role)
+        constants=launch_constants(tile, K, group_size, has_zeros=has_zeros)
         | absent
         | {
             "HAS_BIAS": True,
@@ -141,26 +133,4 @@ def _variant(
         | _launch.PDL_OPTIONS[True],
         targets=("sm_90",),
         allowed_spill_bytes=_MAX_SPILL_BYTES if tile.registers else 0,
-    )
-
-
-def _sums(tile: WgmmaRingTile) -> KernelVariant:
-    return KernelVariant(
-        label="w4a16_sum bf16",
-        kernel=sum_splits_kernel,
-        tile=tile,
-        pointers={"partial_ptr": "fp32", "bias_ptr": "bf16", "y_ptr": "bf16"},
-        integers=("M", "N", "rows"),
-        divisible_by_16=("N", "rows"),
-        constants={
-            "SPLIT_K": tile.split_k,
-            "BLOCK_M": tile.block_m,
-            "TOKENS": w4a16_sum.TOKENS,
-            "WARPS": tile.num_warps,
-            "ROW_TILES": tile.group_tiles,
-            "HAS_BIAS": True,
-            "PDL": True,
-        },
-        options={"num_warps": w4a16_sum.WARPS} | _launch.PDL_OPTIONS[True],
-        targets=("sm_90",),
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from taut_kernels import _launch, tiles_wgmma, tiles_wgmma_rule
+from taut_kernels import _launch, tiles_wgmma
 from taut_kernels._variant import KernelVariant, each_once
 from taut_kernels.gemm import w4a16_dense
 from taut_kernels.gemm._w4a16_dense_jit import w4a16_dequantize_kernel
 from taut_kernels.gemm._w4a16_wgmma_jit import reorder_kernel, w4a16_wgmma_kernel
-from taut_kernels.gemm.w4a16_wgmma import Role, launch_constants
+from taut_kernels.gemm.w4a16_wgmma import launch_constants
 from taut_kernels.tiles_wgmma import BUCKETS, Choice, WgmmaTile
 from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
 from taut_kernels.tiles_wgmma_waves import WavesTile
@@ -26,15 +26,15 @@ def kernel_variants() -> Iterator[KernelVariant]:
     """
     tables = tiles_wgmma.tables().values()
     measured = {
-        (K, tile, role, own): None
+        (K, tile, own): None
         for t in tables
         for (_, K, _, own), choice in t.choices.items()
-        for tile, role in products_of(choice)
+        for tile in products_of(choice)
         if isinstance(tile, WgmmaTile)
     }
     # Only cards of compute capability 9.0 were measured.
-    for K, tile, role, own in measured:
-        yield _product(tile, K, "bf16", own.zero_points, own.group_size, "sm_90", role)
+    for K, tile, own in measured:
+        yield _product(tile, K, "bf16", own.zero_points, own.group_size, "sm_90")
     yield from _every_format()
     for dtype, has_zeros, group_size in _FORMATS:
         yield _dequantize(dtype, has_zeros, group_size)
@@ -43,17 +43,13 @@ def kernel_variants() -> Iterator[KernelVariant]:
             yield _reorder(dtype, target)
 
 
-def products_of(choice: Choice) -> Iterator[tuple[WgmmaTile | WgmmaRingTile, Role]]:
-    """Yield the tiles of a table's choice, with the role each is launched in.
-
-    Fed by TMA they know none, and one form serves them all.
-    """
+def products_of(choice: Choice) -> Iterator[WgmmaTile | WgmmaRingTile]:
+    """Yield the tiles of a table's choice."""
     if isinstance(choice, WavesTile):
-        fed = not choice.head.reordered
-        yield choice.head, "alone" if fed else "head"
-        yield choice.tail, "alone" if fed else "tail"
+        yield choice.head
+        yield choice.tail
     elif isinstance(choice, WgmmaTile | WgmmaRingTile):
-        yield choice, "alone"
+        yield choice
 
 
 def _every_format() -> Iterator[KernelVariant]:
@@ -64,7 +60,6 @@ def _every_format() -> Iterator[KernelVariant]:
         for tokens in BUCKETS
         for K in (4096, 576)
     }
-    chosen |= {(4096, tile): None for tile in tiles_wgmma_rule.every_tile(WgmmaTile)}
     for K, tile in chosen:
         if not isinstance(tile, WgmmaTile):
             continue
@@ -88,9 +83,8 @@ def _product(
     has_zeros: bool,
     group_size: int,
     target: str,
-    role: Role = "alone",
 ) -> KernelVariant:
-    constants = launch_constants(tile, K, group_size, hopper=target == "sm_90", role=role)
+    constants = launch_constants(tile, K, group_size, hopper=target == "sm_90")
     pointers = {"x_ptr": dtype, "qweight_ptr": "i32", "scales_ptr": dtype, "y_ptr": dtype}
     optional = {
         "zeros_ptr": "i32" if has_zeros else None,
@@ -100,9 +94,8 @@ def _product(
     }
     pointers |= {name: element for name, element in optional.items() if element is not None}
     absent = {name: None for name, element in optional.items() if element is None}
-    where = "" if role == "alone" else f" {role}"
     return KernelVariant(
-        label=f"w4a16_wgmma {dtype} {_scheme(has_zeros, group_size)} K={K}{where}",
+        label=f"w4a16_wgmma {dtype} {_scheme(has_zeros, group_size)} K={K}",
         kernel=w4a16_wgmma_kernel,
         tile=tile,
         pointers=pointers,
