@@ -188,7 +188,8 @@ def compare(before: Path, after: Path) -> int:
     def key(form: dict[str, str]) -> tuple[str, ...]:
         return form["target"], form["label"], form["tile"]
 
-    ours, theirs = defaultdict(set), defaultdict(set)
+    ours: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    theirs: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for found, document in ((ours, old), (theirs, new)):
         for form in document["forms"]:
             found[key(form)].add(form["digest"])
