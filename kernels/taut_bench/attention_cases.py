@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from taut_kernels.attention import decode, prefill
-from taut_kernels.attention._decode_reference import paged_decode_ref
-from taut_kernels.attention._reference import attention_backward_ref, attention_ref
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.attention.decode.reference import paged_decode_ref
+from taut_kernels.attention.prefill import op as prefill
+from taut_kernels.attention.reference import attention_backward_ref, attention_ref
 from taut_kernels.instruments.attention_work import seen_pairs
 
 HEADS, HEADS_K, DIM = 32, 8, 128
@@ -102,7 +103,7 @@ class Cached:
         context_lens: [B] int32, all alike.
         k_scale: [1] fp32, or None for bf16.
         v_scale: likewise.
-        arrivals: of :func:`~taut_kernels.attention.decode.make_arrivals`.
+        arrivals: of :func:`~taut_kernels.attention.decode.op.make_arrivals`.
     """
 
     q: torch.Tensor

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from taut_bench.attention_cases import DIM, PAGE, Cached, Gradients, Prompt
 from taut_bench.fused_rivals import UnavailableError
-from taut_kernels.attention import prefill
+from taut_kernels.attention.prefill import op as prefill
 
 Forward = Callable[[], torch.Tensor]
 """Returns o, [1, T, Hq, D]."""

@@ -24,9 +24,10 @@ import torch
 from taut_bench import other_tiles, report
 from taut_bench.decoder_layer import FORMS, HIDDEN, PRODUCTS, SCHEMES, Layer, Step
 from taut_bench.shapes import token_counts
-from taut_kernels import _early_start, tiles_fused
 from taut_kernels.instruments import timing
-from taut_kernels.tiles_fused import FusedTile
+from taut_kernels.launch import early_start
+from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.rowwise.tiles import FusedTile
 
 DEFAULT_TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 DEFAULT_CONTEXTS = (192,)
@@ -54,13 +55,13 @@ class Row:
 @contextmanager
 def late_starts() -> Iterator[None]:
     """Launch kernels between products without early starts."""
-    shipped = _early_start.EARLY_TOKENS
+    shipped = early_start.EARLY_TOKENS
     try:
-        _early_start.EARLY_TOKENS = 0
+        early_start.EARLY_TOKENS = 0
         tiles_fused.lookup.cache_clear()  # it keeps what it answered
         yield
     finally:
-        _early_start.EARLY_TOKENS = shipped
+        early_start.EARLY_TOKENS = shipped
         tiles_fused.lookup.cache_clear()
 
 

@@ -13,11 +13,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from taut_kernels import _launch, formats_mma, tiles_scaled_mm
-from taut_kernels.attention import cache_write, decode
-from taut_kernels.fused import quantize, rms_norm, rope, silu_mul
-from taut_kernels.gemm import _scaled_mm_launch, fp8, w4a16, w8a8
-from taut_kernels.tiles_scaled_mm_tile import PREFETCH, STARTS_EARLY, ScaledMmTile
+from taut_kernels.activation import silu_mul
+from taut_kernels.attention.cache_write import op as cache_write
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.gemm.scaled_mm import dispatch as scaled_mm_launch
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
+from taut_kernels.gemm.scaled_mm.tile import PREFETCH, STARTS_EARLY, ScaledMmTile
+from taut_kernels.gemm.w4a16 import layout as formats_mma
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.launch import launcher
+from taut_kernels.norm import rms_norm
+from taut_kernels.quantize import op as quantize
+from taut_kernels.rope import op as rope
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 14336
 PRODUCTS = {
@@ -69,7 +78,7 @@ def _8_bit_product(N: int, K: int, dtype: torch.dtype, generator: torch.Generato
     weight = drawn.to(dtype) if weight is None else weight
     unit = 1 / 32 if dtype is torch.int8 else 1.0
     scale = (torch.rand((N, 1), device="cuda", generator=generator) + 0.5) * unit / math.sqrt(K)
-    arrivals = _scaled_mm_launch.make_arrivals(N, weight.device)
+    arrivals = scaled_mm_launch.make_arrivals(N, weight.device)
     op = w8a8.OP if dtype is torch.int8 else fp8.OP
 
     def call(x: Activations, form: str) -> torch.Tensor:
@@ -81,9 +90,9 @@ def _8_bit_product(N: int, K: int, dtype: torch.dtype, generator: torch.Generato
                 values, weight.t(), scales, scale, torch.bfloat16
             )
             return y
-        gpu, M = _launch.gpu_name(values.device), values.shape[0]
+        gpu, M = launcher.gpu_name(values.device), values.shape[0]
         tile = _in_form(tiles_scaled_mm.lookup(op, gpu, N, K, M, in_layer=True).tile, form)
-        return _scaled_mm_launch.launch(
+        return scaled_mm_launch.launch(
             tile, values, weight, scales, scale, None, None, None, arrivals, torch.bfloat16
         )
 

@@ -65,7 +65,7 @@ def measure(
     """Start an engine in this process and measure it.
 
     Args:
-        checkpoint: of :func:`taut_bench.engine_checkpoint.write`, or any other vLLM loads.
+        checkpoint: of :func:`.engine_checkpoint.write`, or any other vLLM loads.
         mode: one of :data:`MODES`; ``TAUT_KERNELS`` already has its first part.
         batches: prompts at once; each is captured as a CUDA graph.
         repeats: the median counts.

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from taut_kernels import formats
+from taut_kernels.gemm.w4a16 import disk as formats
 
 LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -2,8 +2,8 @@
 
 The kernels that a worker with Llama-3-8B in W4A16 (symmetric groups of 128, bf16) warms up: its
 four layers', decode attention's, norms', activation's and RoPE's, by the plugin's own warm-ups. For
-each number of compilers side by side (:mod:`taut_kernels._compile_ahead`) in a process of its own
-with an empty Triton cache. Loading weights, vLLM's own kernels and graphs are not in it. Writes
+each number of compilers side by side (:mod:`taut_kernels.launch.compile_ahead`) in a process of its
+own with an empty Triton cache. Loading weights, vLLM's own kernels and graphs are not in it. Writes
 ``first_start.csv`` and ``first_start.md``.
 """
 
@@ -26,9 +26,9 @@ import triton
 
 from taut_bench import report, shapes, w4a16_layer
 from taut_bench.w4a16_format import GROUP_SIZE
-from taut_kernels import _compile_ahead, _launch
-from taut_kernels.gemm._w4a16_plan import Weight
-from taut_kernels.tiles_wgmma import ONE_OF_EACH
+from taut_kernels.gemm.w4a16.lookup import ONE_OF_EACH
+from taut_kernels.gemm.w4a16.plan import Weight
+from taut_kernels.launch import compile_ahead, launcher
 from taut_kernels.vllm_plugin import warm_up, warm_up_decode
 
 COMPILERS = (1, 8)
@@ -78,11 +78,11 @@ def _warm_ups(device: torch.device) -> dict[str, Callable[[], object]]:
         quantised=frozenset(),
         rotations=frozenset({rotation}),
     )
-    gpu = _launch.gpu_name(device)
+    gpu = launcher.gpu_name(device)
     return {
-        "products": lambda: [_compile_ahead.warmed_up(call) for call in calls],
+        "products": lambda: [compile_ahead.warmed_up(call) for call in calls],
         "decode attention": lambda: warm_up_decode.compile_decode(form, _SEQUENCES, device),
-        "fused ops": lambda: _compile_ahead.warmed_up(
+        "fused ops": lambda: compile_ahead.warmed_up(
             lambda: warm_up.compile_all(widths, device, gpu)
         ),
     }
@@ -94,7 +94,7 @@ def measure(compilers: int) -> list[Row]:
     Args:
         compilers: beside each other.
     """
-    _compile_ahead.THREADS = compilers
+    compile_ahead.THREADS = compilers
     compiled: list[None] = []
     triton.knobs.runtime.jit_post_compile_hook = lambda **_: compiled.append(None)
     rows = []

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from taut_bench.shapes import MODELS, Model
-from taut_kernels.fused import quantize, rms_norm, rope, row_quant, silu_mul
+from taut_kernels.activation import silu_mul
+from taut_kernels.norm import rms_norm
+from taut_kernels.quantize import op as quantize
+from taut_kernels.rope import op as rope
+from taut_kernels.rowwise import row_quant
 
 _REGISTERING = (quantize,)  # importing an op's module registers it
 
@@ -22,7 +26,7 @@ class Form:
     """One benchmarked operation.
 
     Attributes:
-        op: its name in :mod:`taut_kernels.tiles_fused`.
+        op: its name in :mod:`taut_kernels.rowwise.tiles`.
         out: ``same``, ``fp8`` or ``int8``.
         gpt_oss: an activation of gpt-oss's form, not SiLU·mul.
     """

@@ -18,7 +18,7 @@ class Row:
     """One measured cell.
 
     Attributes:
-        form: operation, a key of :data:`taut_bench.fused_cases.FORMS`.
+        form: operation, a key of :data:`.fused_cases.FORMS`.
         N: columns of the output, or heads.
         M: tokens.
         kernel: whose; ``copy`` is a copy kernel that moves as many bytes.

@@ -20,7 +20,10 @@ from taut_bench.fused_cases import (
     quantised_dtype,
     taut,
 )
-from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
+from taut_kernels.activation import silu_mul
+from taut_kernels.norm import rms_norm
+from taut_kernels.rope import op as rope
+from taut_kernels.rowwise import row_quant
 
 
 class UnavailableError(RuntimeError):

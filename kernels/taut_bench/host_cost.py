@@ -34,9 +34,13 @@ from taut_bench import (
 from taut_bench.host_cost_parts import PARTS, Call, Case, parts
 from taut_bench.refusal import REFUSED, first_line
 from taut_bench.w4a16_format import GROUP_SIZE
-from taut_kernels.fused import rms_norm, rope, silu_mul
-from taut_kernels.gemm import fp8, w4a16, w8a8
+from taut_kernels.activation import silu_mul
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
+from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.instruments import timing
+from taut_kernels.norm import rms_norm
+from taut_kernels.rope import op as rope
 
 FOUR_BITS = ("cuBLAS", "Marlin", "Machete")
 FORMS = ("rms_norm", "add_rms_norm", "rms_norm_fp8", "silu_mul", "rope")
@@ -88,7 +92,7 @@ def four_bits(names: Sequence[str], tokens: Sequence[int]) -> Iterator[Case]:
     """Yield W4A16's calls (groups of 128, symmetric, bf16).
 
     Args:
-        names: shapes of :data:`taut_bench.shapes.PRODUCTS`.
+        names: shapes of :data:`.shapes.PRODUCTS`.
         tokens: numbers of rows.
     """
     op, function = torch.ops.taut.w4a16_gemm.default, w4a16._launch_w4a16_gemm
@@ -119,7 +123,7 @@ def eight_bits(kind: str, tokens: Sequence[int]) -> Iterator[Case]:
     """Yield the calls of an 8-bit product of Llama-3-8B's o.
 
     Args:
-        kind: of :data:`taut_bench.scaled_mm_layer.KINDS`.
+        kind: of :data:`.scaled_mm_layer.KINDS`.
         tokens: numbers of rows.
     """
     name = scaled_mm_layer.KINDS[kind]
@@ -156,7 +160,7 @@ def fused(name: str, tokens: int) -> Case:
     """Return a fused form's call at the width it has in Llama-3-8B.
 
     Args:
-        name: of :data:`taut_bench.fused_cases.FORMS`; bf16 or dynamic fp8.
+        name: of :data:`.fused_cases.FORMS`; bf16 or dynamic fp8.
         tokens: numbers of rows.
     """
     form = fused_cases.FORMS[name]

@@ -1,4 +1,4 @@
-"""What stands around a launch: a call in parts, for :mod:`taut_bench.host_cost`."""
+"""What stands around a launch: a call in parts, for :mod:`.host_cost`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import _launch
+from taut_kernels.launch import launcher
 
 Call = Callable[[], object]
 PARTS = ("dispatcher", "with allocations", "function", "launches", "C calls")
@@ -52,7 +52,7 @@ class _Seen:
 
 def _observe(function: Callable[..., Any], operands: Sequence[Any]) -> _Seen:
     """Call once and note what it asks for, in the order in which it does."""
-    empty, launch = _launch.empty, _launch.Form.__call__
+    empty, launch = launcher.empty, launcher.Form.__call__
     seen = _Seen([], [], [], None)
     made: list[torch.Tensor] = []
 
@@ -63,13 +63,13 @@ def _observe(function: Callable[..., Any], operands: Sequence[Any]) -> _Seen:
         made.append(empty(shape, dtype=dtype, device=device))
         return made[-1]
 
-    def noted_launch(form: _launch.Form, *arguments: Any) -> None:
+    def noted_launch(form: launcher.Form, *arguments: Any) -> None:
         seen.launches.append((form, *arguments))
         launch(form, *arguments)
 
     with (
-        mock.patch.object(_launch, "empty", noted_empty),
-        mock.patch.object(_launch.Form, "__call__", noted_launch),
+        mock.patch.object(launcher, "empty", noted_empty),
+        mock.patch.object(launcher.Form, "__call__", noted_launch),
     ):
         seen.result = function(*operands)
     returned = seen.result if isinstance(seen.result, tuple) else (seen.result,)
@@ -118,7 +118,7 @@ def parts(case: Case) -> dict[str, Call]:
         return result
 
     def allocating(*_: Any) -> Any:
-        made = [_launch.empty(shape, dtype=dtype, device=at) for shape, dtype, at in memory]
+        made = [launcher.empty(shape, dtype=dtype, device=at) for shape, dtype, at in memory]
         returned = tuple(made[i] for i in outputs)
         return returned if isinstance(result, tuple) else returned[0]
 

@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from taut_kernels import tiles_fused
-from taut_kernels.fused import _rms_norm_launch, _rope_launch, _silu_mul_launch, quantize
-from taut_kernels.tiles_fused import OPS, FusedTile
+from taut_kernels.activation import silu_mul_launch
+from taut_kernels.norm import rms_norm_launch
+from taut_kernels.quantize import op as quantize
+from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.rowwise.tiles import OPS, FusedTile
 
 _TILE = re.compile(r"(?P<rows>\d+)x(?P<block>\d+)/(?P<warps>\d+)w(?:/r(?P<registers>\d+))?")
-_PLANS = (_rms_norm_launch.plan, _rope_launch.plan, _silu_mul_launch.plan, quantize._plan)
+_PLANS = (rms_norm_launch.plan, rope_launch.plan, silu_mul_launch.plan, quantize._plan)
 """What ops keep of the tables' answers."""
 
 

@@ -13,17 +13,17 @@ from taut_bench.shapes import LLAMA3_8B_PRODUCTS
 from taut_kernels import testing
 from taut_kernels.instruments import timing
 from taut_kernels.primitives import (
-    _conv2d_tiles,
-    _gemm_tiles,
-    _reduce_tiles,
-    _transpose_tiles,
+    conv2d_tiles,
     convolution,
     gemm,
+    gemm_tiles,
     pooling,
+    reduce_tiles,
     reduction,
+    transpose_tiles,
     transposition,
 )
-from taut_kernels.primitives._conv2d_launch import Window
+from taut_kernels.primitives.conv2d_launch import Window
 from taut_kernels.primitives.variants import RESNET_LAYERS
 
 PARTS = ("gemm", "transpose", "conv2d", "pool", "reduction")
@@ -101,8 +101,8 @@ def _gemm(M: int, N: int, K: int) -> Subjects:
     def rung(version: str) -> Call:
         return lambda i: gemm.matmul(a[i], b[i], version=version)
 
-    pipelined = replace(_gemm_tiles.TILED, num_stages=3)
-    ours = {f"taut {version}": rung(version) for version in _gemm_tiles.VERSIONS}
+    pipelined = replace(gemm_tiles.TILED, num_stages=3)
+    ours = {f"taut {version}": rung(version) for version in gemm_tiles.VERSIONS}
     ours["taut v2, 3 stages"] = lambda i: gemm.launch("v2", pipelined, a[i], b[i])
     return Subjects(
         ours,
@@ -144,7 +144,7 @@ def _transpose(
     def rung(version: str) -> Call:
         return lambda i: transposition.transpose(x[i], version=version)
 
-    versions = _transpose_tiles.VERSIONS if described else _transpose_tiles.VERSIONS[:-1]
+    versions = transpose_tiles.VERSIONS if described else transpose_tiles.VERSIONS[:-1]
     rivals = _rivals(lambda x: x.transpose(-2, -1).contiguous(), x, compiled)
     gold = transposition.transpose_ref(x[0])
     ours = {f"taut {version}": rung(version) for version in versions}
@@ -176,7 +176,7 @@ def _conv2d(N: int, C: int, K: int, side: int, stride: int) -> Subjects:
     def rung(version: str) -> Call:
         return lambda i: convolution.conv2d(x[i], weight, None, stride, 1, version=version)
 
-    ours = {f"taut {version}": rung(version) for version in _conv2d_tiles.VERSIONS}
+    ours = {f"taut {version}": rung(version) for version in conv2d_tiles.VERSIONS}
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         gold = convolution.conv2d_ref(x[0].double(), weight.double(), None, window)
         reference = convolution.conv2d_ref(x[0], weight, None, window)
@@ -245,7 +245,7 @@ def _reduction(shape: tuple[int, ...], operation: str, dim: int | None) -> Subje
     rivals = _rivals(theirs, x, operation == "sum")
     gold = reduction.reduce_ref(x[0].double(), operation, dim, False)
     reference = reduction.reduce_ref(x[0], operation, dim, False)
-    ours = {f"taut {version}": rung(version) for version in _reduce_tiles.VERSIONS}
+    ours = {f"taut {version}": rung(version) for version in reduce_tiles.VERSIONS}
     return Subjects(ours, rivals, len(x), gold, reference)
 
 

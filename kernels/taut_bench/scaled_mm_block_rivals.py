@@ -29,7 +29,7 @@ from torch.nn import functional
 from taut_bench import scaled_mm_rivals
 from taut_bench.scaled_mm_layer import OUT_DTYPE, Layer, token_major
 from taut_bench.scaled_mm_rivals import DENSE, OTHER_WORK, Call, Prepare, Product, UnavailableError
-from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
+from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP
 
 FP8_UTILS = "vllm.model_executor.layers.quantization.utils.fp8_utils"
 _DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")

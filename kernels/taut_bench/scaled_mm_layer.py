@@ -9,8 +9,9 @@ import torch
 
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS
 from taut_kernels import testing
-from taut_kernels.gemm import fp8, w8a8
-from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
+from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP
 
 SHAPES = LLAMA3_8B_PRODUCTS
 """N × K of the products measured unless others are asked for."""

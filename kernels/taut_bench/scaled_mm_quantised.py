@@ -21,10 +21,12 @@ from taut_bench import scaled_mm_block_rivals as rivals
 from taut_bench.scaled_mm_layer import OUT_DTYPE, Layer, make_layer, product_ref
 from taut_bench.scaled_mm_rivals import Call, Prepare, Product
 from taut_bench.scaled_mm_rivals import cutlass_product as cutlass_by_channel
-from taut_kernels import _launch, tiles_scaled_mm
-from taut_kernels.gemm import fp8, w8a8
-from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
-from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP, PREFETCH, STARTS_EARLY
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
+from taut_kernels.gemm.scaled_mm.dispatch import launch, make_arrivals
+from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP, PREFETCH, STARTS_EARLY
+from taut_kernels.launch import launcher
 
 KIND = "fp8-block-quantised"
 KINDS = {KIND: fp8.BLOCK_OP, "fp8-quantised": fp8.OP, "int8-quantised": w8a8.OP}
@@ -92,7 +94,7 @@ def _taut_product(layer: Layer, weight: torch.Tensor) -> Product:
 def _taut_by_channel(layer: Layer, weight: torch.Tensor, *, early: bool) -> Product:
     """Bind the tile our table has for it alone; with an early start where its kernel has one."""
     arrivals = make_arrivals(weight.shape[0], weight.device)
-    gpu, (N, K) = _launch.gpu_name(weight.device), weight.shape
+    gpu, (N, K) = launcher.gpu_name(weight.device), weight.shape
 
     def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
         tile = tiles_scaled_mm.lookup(layer.op, gpu, N, K, x.shape[0]).tile

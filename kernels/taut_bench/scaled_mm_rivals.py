@@ -15,7 +15,7 @@ import torch
 
 from taut_bench.refusal import REFUSED, first_line
 from taut_bench.scaled_mm_layer import OUT_DTYPE, Layer
-from taut_kernels.gemm._scaled_mm_launch import make_arrivals
+from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
 from taut_kernels.instruments.timing import Subject
 
 Call = Callable[[int], torch.Tensor]

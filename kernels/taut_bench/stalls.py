@@ -82,8 +82,8 @@ def products(kind: str, names: Sequence[str], tokens: Sequence[int]) -> Iterator
     """Yield a product's calls, ours and its rivals'.
 
     Args:
-        kind: of :data:`taut_bench.scaled_mm_layer.ALL_KINDS`.
-        names: shapes of :data:`taut_bench.shapes.PRODUCTS`.
+        kind: of :data:`.scaled_mm_layer.ALL_KINDS`.
+        names: shapes of :data:`.shapes.PRODUCTS`.
         tokens: numbers of rows.
     """
     kernels = list(BLOCK_PRODUCTS if kind == BLOCK_KIND else PRODUCTS)
@@ -101,7 +101,7 @@ def four_bits(names: Sequence[str], tokens: Sequence[int]) -> Iterator[Case]:
     """Yield W4A16's calls (groups of 128, symmetric, bf16), ours and its rivals'.
 
     Args:
-        names: shapes of :data:`taut_bench.shapes.PRODUCTS`.
+        names: shapes of :data:`.shapes.PRODUCTS`.
         tokens: numbers of rows.
     """
     for shape in names:
@@ -127,7 +127,7 @@ def fused(name: str, widths: Sequence[int], tokens: int) -> Iterator[Case]:
     """Yield a fused form's calls, ours and its rivals'.
 
     Args:
-        name: of :data:`taut_bench.fused_cases.FORMS`.
+        name: of :data:`.fused_cases.FORMS`.
         widths: columns N.
         tokens: rows M.
     """

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from taut_bench import report, shapes
-from taut_kernels import weight_format
-from taut_kernels.gemm import w4a16
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.w4a16 import weight_format
 
 NAME = "w4a16"
 GROUP_SIZE = 128

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from taut_kernels import formats, formats_mma
-from taut_kernels.gemm import w4a16
-from taut_kernels.gemm._w4a16_plan import Weight
+from taut_kernels.gemm.w4a16 import disk as formats
+from taut_kernels.gemm.w4a16 import layout as formats_mma
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.w4a16.plan import Weight
 
 _CHECKED_ROWS = 256
 

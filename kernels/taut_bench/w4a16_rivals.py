@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from taut_bench.w4a16_layer import Layer
-from taut_kernels import formats, formats_mma
-from taut_kernels.gemm import w4a16
+from taut_kernels.gemm.w4a16 import disk as formats
+from taut_kernels.gemm.w4a16 import layout as formats_mma
+from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.instruments.timing import Subject
 
 Call = Callable[[torch.Tensor], torch.Tensor]

@@ -62,7 +62,7 @@ class _Stop(Exception):  # noqa: N818 (no error: the compiler has what is wanted
 
 def _ptx(variant: Any, target: str) -> str:
     """Return the PTX of a variant; assembling it would take most of the time and add nothing."""
-    from taut_kernels import aot
+    from taut_kernels.instruments import aot
 
     found: list[str] = []
 
@@ -96,7 +96,7 @@ def _digest(data: str | bytes) -> str:
 
 @cache
 def _variants() -> list[Any]:
-    from taut_kernels import aot
+    from taut_kernels.instruments import aot
 
     return list(aot.every_variant())
 
@@ -118,7 +118,7 @@ def _form(job: tuple[str, int]) -> dict[str, str]:
 
 
 def _forms(targets: Sequence[str], every: int, only: str, jobs: int) -> Iterator[dict[str, str]]:
-    from taut_kernels import aot
+    from taut_kernels.instruments import aot
 
     places = [(target, place) for target in targets for place in aot.chosen(target, every)]
     work = [job for job in places if only in _variants()[job[1]].label]

@@ -2,7 +2,7 @@
 
 Takes the CSVs of `taut_bench.scaled_mm` of each kind (where two have a cell, the later one
 counts), maybe one of `taut_bench.decode_chain --forms`, and writes what
-:mod:`taut_kernels.measured_scaled_mm` reads. Only what vLLM runs there is a rival: CUTLASS; for
+:mod:`taut_kernels.gemm.scaled_mm.verdict` reads. Only what vLLM runs there is a rival: CUTLASS; for
 block-wise FP8 the faster of it and DeepGEMM, behind the quantisation (``--kind
 fp8-block-quantised``). A card with tiles of its own has verdicts on the first two in their table.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from taut_bench import shapes
 from taut_bench.decoder_layer import FORMS
 from taut_bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, KINDS
-from taut_kernels import measured_scaled_mm
+from taut_kernels.gemm.scaled_mm import verdict as measured_scaled_mm
 from tuning import measured_table
 
 VLLM = "CUTLASS"

@@ -3,8 +3,8 @@
 Reads the CSV files of `taut_bench.w4a16` (of one card; where two have a cell, the later
 file counts; ``FILE@512``: of 512 and more tokens alone, as where a run left Marlin out, which is
 behind Machete there) and writes ``tiles/w4a16_measured-<card>.json``,
-:mod:`taut_kernels.measured_w4a16`. Files of another format in bf16 make rows of that format; fp16
-and groups of a channel are no rows' own. Needs no GPU.
+:mod:`taut_kernels.gemm.w4a16.verdict`. Files of another format in bf16 make rows of that format;
+fp16 and groups of a channel are no rows' own. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from taut_bench import w4a16_format
-from taut_kernels import measured_w4a16, weight_format
-from taut_kernels.gemm.w4a16 import GROUP_SIZES
-from taut_kernels.weight_format import WeightFormat
+from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
+from taut_kernels.gemm.w4a16 import weight_format
+from taut_kernels.gemm.w4a16.op import GROUP_SIZES
+from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 
 OURS = "taut"
 VLLM = ("Marlin", "Machete")

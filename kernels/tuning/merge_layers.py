@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from taut_kernels import tiles_scaled_mm
-from taut_kernels.tiles_scaled_mm_tile import PREFETCH
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm.tile import PREFETCH
 from tuning.measured_scaled_mm_table import VLLM, forms_of_layers
 from tuning.merge_tiles import FAMILIES, write_over
 

@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from taut_kernels import tiles_decode, tiles_scaled_mm, tiles_wgmma, weight_format
-from taut_kernels._tile_tables import TWINS
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import weight_format
+from taut_kernels.launch.tile_tables import TWINS
 
 Rows = list[dict[str, Any]]
 

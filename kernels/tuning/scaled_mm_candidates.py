@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from taut_kernels.tiles_scaled_mm_rule import rule
-from taut_kernels.tiles_scaled_mm_tile import (
+from taut_kernels.gemm.scaled_mm.rule import rule
+from taut_kernels.gemm.scaled_mm.tile import (
     BLOCK_GROUP,
     FEW_RING_BYTES,
     MULTIPROCESSORS,

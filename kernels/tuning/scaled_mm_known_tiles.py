@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_tile
-from taut_kernels.tiles_scaled_mm_rule import waves_us
-from taut_kernels.tiles_scaled_mm_tile import MULTIPROCESSORS, ScaledMmTile
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import tile as tiles_scaled_mm_tile
+from taut_kernels.gemm.scaled_mm.rule import waves_us
+from taut_kernels.gemm.scaled_mm.tile import MULTIPROCESSORS, ScaledMmTile
 from tuning.scaled_mm_candidates import cuts_of_few, is_of_few, pairs, resident, widths_of
 
 _SPLITS = (1, 2, 4, 8)

@@ -37,10 +37,13 @@ from taut_bench.attention_cases import (
     make_prompt,
 )
 from taut_bench.refusal import REFUSED, first_line
-from taut_kernels import _launch
-from taut_kernels.attention import _prefill_hopper, _tiles, decode, prefill
-from taut_kernels.attention._tiles import AttentionTile, DecodeTile, HopperTile, Tile
+from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.attention.prefill import hopper as prefill_hopper
+from taut_kernels.attention.prefill import op as prefill
+from taut_kernels.attention.tiles import AttentionTile, DecodeTile, HopperTile, Tile
 from taut_kernels.instruments import timing
+from taut_kernels.launch import launcher
 from tuning.attention_candidates import (
     backward_candidates,
     decode_candidates,
@@ -86,10 +89,10 @@ def _settings(tokens: int) -> prefill.Settings:
 
 def _forward(tile: AttentionTile | HopperTile, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = prompt.q, prompt.k, prompt.v
-    o = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = launcher.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(1, q.shape[2], q.shape[1], device=q.device)
     if isinstance(tile, HopperTile):
-        _prefill_hopper.launch(tile, q, k, v, o, lse, _settings(q.shape[1]))
+        prefill_hopper.launch(tile, q, k, v, o, lse, _settings(q.shape[1]))
     else:
         prefill.launch_forward(tile, q, k, v, o, lse, _settings(q.shape[1]))
     return o, lse
@@ -110,7 +113,7 @@ def _run(kernel: str, tile: Any, prompt: Prompt, saved: tuple[torch.Tensor, torc
     """Run one kernel of prefill with a tile, the others by the rule."""
     if kernel in FORWARD:
         return _forward(tile, prompt)[0]
-    keys, queries = _tiles.backward(None, DIM)
+    keys, queries = attention_tiles.backward(None, DIM)
     if kernel == "key_gradients":
         return _backward(tile, queries, prompt, saved)
     return _backward(keys, tile, prompt, saved)
@@ -168,7 +171,7 @@ def tune_prefill(kernel: str, tiles: Sequence[AttentionTile | HopperTile]) -> li
     """Check and time one kernel's candidates.
 
     Args:
-        kernel: one of :data:`_tiles.KERNELS` but ``decode``.
+        kernel: one of :data:`attention_tiles.KERNELS` but ``decode``.
         tiles: candidates that compile.
 
     Returns:
@@ -176,7 +179,7 @@ def tune_prefill(kernel: str, tiles: Sequence[AttentionTile | HopperTile]) -> li
         backward pass with the other kernel's tile by the rule.
     """
     gate, large = PromptGate(), make_prompt(TOKENS)
-    rule = _tiles.forward(DIM, False, _launch.is_hopper(large.q.device))
+    rule = attention_tiles.forward(DIM, False, launcher.is_hopper(large.q.device))
     small_saved, saved = _forward(rule, gate.prompt), _forward(rule, large)
 
     def judge(tile: AttentionTile | HopperTile) -> str | None:
@@ -312,14 +315,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tuning.tune_attention")
     parser.add_argument("--output", type=Path, required=True, help="directory for the results")
-    parser.add_argument("--kernel", action="append", choices=_tiles.KERNELS)
+    parser.add_argument("--kernel", action="append", choices=attention_tiles.KERNELS)
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--top", type=int, default=6, help="rows printed for each kernel")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         sys.stderr.write("error: tuning.tune_attention needs a CUDA device\n")
         return 2
-    kernels = arguments.kernel or _tiles.KERNELS
+    kernels = arguments.kernel or attention_tiles.KERNELS
     jobs = _jobs(kernels)
     compiled = _compile_all(jobs, arguments.processes)
     good = [job for job in jobs if job in compiled]

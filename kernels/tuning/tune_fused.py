@@ -35,10 +35,13 @@ from taut_bench.fused_cases import (
     quantised_dtype,
     why_wrong,
 )
-from taut_kernels import tiles_fused
-from taut_kernels.fused import _rms_norm_launch, _rope_launch, _silu_mul_launch, quantize
+from taut_kernels.activation import silu_mul_launch
 from taut_kernels.instruments import timing
-from taut_kernels.tiles_fused import FusedTile
+from taut_kernels.norm import rms_norm_launch
+from taut_kernels.quantize import op as quantize
+from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.rowwise.tiles import FusedTile
 
 TIE = 1.02
 """Times this near each other are not told apart."""
@@ -92,19 +95,17 @@ def _call(form: Form, tile: FusedTile, copies: Sequence[Operands]) -> Call:
             q, k = operands.q.unflatten(1, (-1, HEAD_DIM)), operands.k.unflatten(1, (-1, HEAD_DIM))  # type: ignore[no-untyped-call]
             assert operands.positions is not None
             assert operands.cache is not None
-            _rope_launch.launch(tile, operands.positions, q, k, operands.cache, True)
+            rope_launch.launch(tile, operands.positions, q, k, operands.cache, True)
             return operands.x
         y, scales = result if isinstance(result, tuple) else (result, None)
         if form.op.startswith("silu"):
-            _silu_mul_launch.launch(tile, form.out, operands.x, *form.activation, y, scales)
+            silu_mul_launch.launch(tile, form.out, operands.x, *form.activation, y, scales)
         elif form.op == "row_quant":
             assert scales is not None
             quantize.launch(tile, form.out, operands.x, y, scales)
         else:
             weight, residual = operands.weight, operands.residual
-            _rms_norm_launch.launch(
-                tile, form.out, operands.x, weight, residual, EPSILON, y, scales
-            )
+            rms_norm_launch.launch(tile, form.out, operands.x, weight, residual, EPSILON, y, scales)
         return result
 
     return call

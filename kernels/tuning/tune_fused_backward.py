@@ -1,7 +1,7 @@
 """Time tiles of the fused training kernels: ``python -m tuning.tune_fused_backward``.
 
 Every candidate is compiled first, in parallel, then held to the reference, then timed over operands
-that do not fit L2. What is found goes by hand into the rules of `fused/_training_tiles.py`. Writes
+that do not fit L2. What is found goes by hand into the rules of `rowwise/training_tiles.py`. Writes
 ``tune_fused_backward.csv``, fastest first.
 """
 
@@ -21,10 +21,13 @@ import torch
 
 from taut_bench.fused_backward import LONG_WIDTHS, WIDTHS
 from taut_bench.refusal import REFUSED, first_line
-from taut_kernels.fused import _norm_launch, _swiglu_launch, _training_tiles, softmax
-from taut_kernels.fused._training_tiles import NormRingTile, TrainingTile
+from taut_kernels.activation import swiglu_launch
 from taut_kernels.instruments import timing
-from taut_kernels.tiles_fused import FusedTile
+from taut_kernels.norm import train_launch as norm_launch
+from taut_kernels.rowwise import training_tiles
+from taut_kernels.rowwise.tiles import FusedTile
+from taut_kernels.rowwise.training_tiles import NormRingTile, TrainingTile
+from taut_kernels.softmax import op as softmax
 
 _ELEMENTS = 2**25
 """Of an operand: 64 MiB in bf16."""
@@ -115,7 +118,7 @@ def _norm_ring_tiles(N: int, most: int) -> Iterator[NormRingTile]:
 
 def _norm_backward_tiles(N: int, most: int) -> Iterator[TrainingTile | NormRingTile]:
     """Yield tiles of the persistent kernels; ``most`` columns a thread."""
-    shortest, longest = _training_tiles.NORM_RING_COLUMNS
+    shortest, longest = training_tiles.NORM_RING_COLUMNS
     if shortest < N <= longest:
         yield from _norm_ring_tiles(N, most)
     for num_warps in (2, 4, 8, 16, 32):
@@ -145,8 +148,8 @@ def _norm_operands(count: int) -> Callable[[int, int], Tensors]:
 def _norm_backward(
     kind: str,
 ) -> Callable[[TrainingTile | NormRingTile | None, Tensors], Tensors]:
-    from taut_kernels.fused.layer_norm import layer_norm_backward_ref
-    from taut_kernels.fused.rms_norm_train import rms_norm_backward_ref
+    from taut_kernels.norm.layer_norm import layer_norm_backward_ref
+    from taut_kernels.norm.rms_norm_train import rms_norm_backward_ref
 
     def run(tile: TrainingTile | NormRingTile | None, operands: Tensors) -> Tensors:
         x, dy, *others = operands
@@ -160,15 +163,15 @@ def _norm_backward(
         if tile is None:
             return rms_norm_backward_ref(dy, added, x, weight, rstd, True)
         wants = (weight.dtype, None if mean is None else weight.dtype)
-        found = _norm_launch.backward(dy, added, x, weight, mean, rstd, wants, tile)
+        found = norm_launch.backward(dy, added, x, weight, mean, rstd, wants, tile)
         return tuple(one for one in found if one is not None)
 
     return run
 
 
 def _norm_forward(kind: str) -> Callable[[FusedTile | None, Tensors], Tensors]:
-    from taut_kernels.fused.layer_norm import layer_norm_ref
-    from taut_kernels.fused.rms_norm_train import rms_norm_train_ref
+    from taut_kernels.norm.layer_norm import layer_norm_ref
+    from taut_kernels.norm.rms_norm_train import rms_norm_train_ref
 
     def run(tile: FusedTile | None, operands: Tensors) -> Tensors:
         x, *others = operands
@@ -178,7 +181,7 @@ def _norm_forward(kind: str) -> Callable[[FusedTile | None, Tensors], Tensors]:
             return (layer_norm_ref(x, weight, bias, _EPSILON)[0],)
         if tile is None:
             return (rms_norm_train_ref(x, weight, residual, _EPSILON)[0],)
-        found = _norm_launch.forward(
+        found = norm_launch.forward(
             x, residual, weight, bias, _EPSILON, centred=bias is not None, tile=tile
         )
         return (found[0],)
@@ -196,17 +199,17 @@ def _norm_forward_tiles(N: int) -> Iterator[FusedTile]:
 def _swiglu(tile: TrainingTile | None, operands: Tensors) -> Tensors:
     gate, up = operands
     if tile is None:
-        return (_swiglu_launch.swiglu_ref(gate, up, 1.0, 0.0, None),)
-    return (_swiglu_launch.launch(gate, up, 1.0, 0.0, None, tile),)
+        return (swiglu_launch.swiglu_ref(gate, up, 1.0, 0.0, None),)
+    return (swiglu_launch.launch(gate, up, 1.0, 0.0, None, tile),)
 
 
 def _swiglu_backward(tile: TrainingTile | None, operands: Tensors) -> Tensors:
     dy, gate, up = operands
     if tile is None:
-        return _swiglu_launch.swiglu_backward_ref(dy, gate, up, 1.0, 0.0, None)
+        return swiglu_launch.swiglu_backward_ref(dy, gate, up, 1.0, 0.0, None)
     d_gate, d_up = (torch.empty_like(gate) for _ in range(2))
     form = (1.0, 0.0, None)
-    _swiglu_launch.launch_backward(dy, gate, up, d_gate, d_up, form, tile=tile)
+    swiglu_launch.launch_backward(dy, gate, up, d_gate, d_up, form, tile=tile)
     return d_gate, d_up
 
 

@@ -22,8 +22,9 @@ import triton
 
 from taut_bench import report
 from taut_kernels.instruments import timing
-from taut_kernels.loss import _divergence, _row_softmax
-from taut_kernels.tiles_loss import OPS, RING, LossTile, RingTile, ring_rule, rule
+from taut_kernels.loss import divergence as loss_divergence
+from taut_kernels.loss import row_softmax
+from taut_kernels.loss.tiles import OPS, RING, LossTile, RingTile, ring_rule, rule
 
 VOCABULARIES = (32000, 50304, 128256, 151936, 256000)
 """Llama-2, GPT-2 padded, Llama-3, Qwen-2.5, Gemma-2."""
@@ -87,14 +88,14 @@ def _run(
     scale = torch.ones(M, dtype=torch.float32, device="cuda")
     if op != "divergence":
         target = torch.zeros(M, dtype=torch.int64, device="cuda")
-        objective = _row_softmax.Objective()
-        _row_softmax.launch(logits, target, objective, scale, logits, tile=tile)
+        objective = row_softmax.Objective()
+        row_softmax.launch(logits, target, objective, scale, logits, tile=tile)
         return
     assert teacher is not None
     assert isinstance(tile, LossTile)
     keep = torch.ones(M, dtype=torch.int8, device="cuda")
-    divergence = _divergence.Divergence(_FORM, 1.0, 0.5)
-    _divergence.launch(logits, teacher, keep, divergence, scale, logits, tile=tile)
+    divergence = loss_divergence.Divergence(_FORM, 1.0, 0.5)
+    loss_divergence.launch(logits, teacher, keep, divergence, scale, logits, tile=tile)
 
 
 def _compile(job: tuple[str, int, LossTile | RingTile]) -> str | None:

@@ -11,13 +11,14 @@ import torch
 
 from taut_bench.primitives_cases import draw
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS
-from taut_kernels import _tile_tables, testing
+from taut_kernels import testing
 from taut_kernels.instruments import timing
+from taut_kernels.launch import tile_tables
 from taut_kernels.primitives import convolution, gemm, transposition
-from taut_kernels.primitives._conv2d_launch import Window
-from taut_kernels.primitives._conv2d_tiles import ConvTile, Layer, pixel_block
-from taut_kernels.primitives._gemm_tiles import GemmTile
-from taut_kernels.primitives._transpose_tiles import TransposeTile
+from taut_kernels.primitives.conv2d_launch import Window
+from taut_kernels.primitives.conv2d_tiles import ConvTile, Layer, pixel_block
+from taut_kernels.primitives.gemm_tiles import GemmTile
+from taut_kernels.primitives.transpose_tiles import TransposeTile
 from taut_kernels.primitives.variants import RESNET_LAYERS
 
 PARTS = ("gemm", "conv2d", "transpose")
@@ -251,7 +252,7 @@ def kept_rows(part: str, gpu: str, new: list[dict[str, Any]]) -> list[dict[str, 
         # null is the last bucket.
         return tuple(float("inf") if row[name] is None else row[name] for name in keys)
 
-    rows = {key(row): row for row in [*_tile_tables.shipped_rows(part, gpu), *new]}
+    rows = {key(row): row for row in [*tile_tables.shipped_rows(part, gpu), *new]}
     return [rows[found] for found in sorted(rows)]
 
 

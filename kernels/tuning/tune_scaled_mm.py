@@ -41,12 +41,12 @@ from taut_bench.scaled_mm_layer import (
     Layer,
     make_layer,
 )
-from taut_kernels import tiles_scaled_mm
-from taut_kernels._launch import gpu_name
-from taut_kernels.gemm import fp8
-from taut_kernels.gemm._scaled_mm_launch import launch, launch_block, make_arrivals
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block, make_arrivals
+from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP, ScaledMmTile
 from taut_kernels.instruments import timing
-from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP, ScaledMmTile
+from taut_kernels.launch.launcher import gpu_name
 from tuning.scaled_mm_candidates import BUCKETS, block_candidates, candidates
 from tuning.scaled_mm_known_tiles import known_tiles
 from tuning.scaled_mm_results import Final, Results

@@ -34,15 +34,17 @@ from taut_bench.refusal import first_line
 from taut_bench.shapes import PRODUCTS
 from taut_bench.w4a16_format import DEFAULT, Format
 from taut_bench.w4a16_layer import Layer, make_layer
-from taut_kernels import _tile_tables, tiles_wgmma, weight_format
-from taut_kernels._launch import gpu_name, is_hopper
-from taut_kernels.gemm import w4a16_launch
-from taut_kernels.gemm._w4a16_plan import Call, Weight
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import weight_format
+from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile, token_tiles
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.plan import Call, Weight
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.instruments import timing
-from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile, token_tiles
-from taut_kernels.tiles_wgmma import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
+from taut_kernels.launch import tile_tables
+from taut_kernels.launch.launcher import gpu_name, is_hopper
 from tuning import tune_best, w4a16_finalists, w4a16_known_tiles, w4a16_rows
 from tuning.tune_w4a16_decode import KNOWN, REFUSED, SHAPES, compile_tile
 from tuning.wgmma_ring_candidates import wgmma_ring_candidates
@@ -328,7 +330,7 @@ def _changed(
     decided: dict[w4a16_rows.Place, tuple[Choice, Choice]], met: list[Result], given: Format
 ) -> list[Result]:
     """Return what a table of this card should change to, each with its time at its bucket's end."""
-    table = _tile_tables.of_card(tiles_wgmma.tables(), torch.cuda.get_device_name())
+    table = tile_tables.of_card(tiles_wgmma.tables(), torch.cuda.get_device_name())
     rows = w4a16_rows.changed(decided, {} if table is None else table.choices, given.weights)
     # By bucket the last that met, at its end. The head alone of a pair was timed as the pair.
     ends = {(r.N, r.K, tiles_wgmma.bucket_of(r.M), r.tile): r for r in met}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+from taut_kernels.gemm.w4a16.lookup import Choice
 from taut_kernels.instruments import timing
-from taut_kernels.tiles_wgmma import Choice
 
 SubjectOf = Callable[[Choice, int], timing.Subject]
 """Makes the subject of a choice at a number of tokens."""

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from taut_kernels import tiles_decode, tiles_wgmma
-from taut_kernels.tiles_decode import UNIT, DecodeTile
-from taut_kernels.tiles_decode_ring import MAX_TOKENS, RingTile
-from taut_kernels.tiles_w4a16_cost import estimate
-from taut_kernels.tiles_wgmma import WgmmaTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.weight_format import DEFAULT
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16.cost import estimate
+from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile
+from taut_kernels.gemm.w4a16.decode_tile import UNIT, DecodeTile
+from taut_kernels.gemm.w4a16.lookup import WgmmaTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
 from tuning.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
 
 _SPLITS = (1, 2, 3, 4, 6, 8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from taut_kernels import tiles_wgmma
-from taut_kernels.tiles_wgmma import BUCKETS, Choice, Choices
-from taut_kernels.tiles_wgmma_waves import WavesTile
-from taut_kernels.weight_format import WeightFormat
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, Choice, Choices
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 
 Place = tuple[int, int, int]
 """N, K and a bucket's index."""

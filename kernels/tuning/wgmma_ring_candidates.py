@@ -1,4 +1,4 @@
-"""Which tiles of the `wgmma` ring kernel :mod:`tuning.tune_w4a16_wgmma` tries."""
+"""Which tiles of the `wgmma` ring kernel :mod:`.tune_w4a16_wgmma` tries."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 import triton
 
 from taut_bench.w4a16_format import DEFAULT, Format
-from taut_kernels.tiles_decode_ring import SHARED_BYTES
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 
 _MULTIPROCESSORS = 132
 _REGISTERS = 65536

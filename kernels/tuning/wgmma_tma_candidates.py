@@ -1,4 +1,4 @@
-"""Which tiles with ``tma`` :mod:`tuning.tune_w4a16_wgmma` tries."""
+"""Which tiles with ``tma`` :mod:`.tune_w4a16_wgmma` tries."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import triton
 
-from taut_kernels.tiles_decode_ring import SHARED_BYTES
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 
 _MULTIPROCESSORS = 132
 REGISTERS = 65536

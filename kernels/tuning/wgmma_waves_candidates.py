@@ -1,4 +1,4 @@
-"""Which cuts of 256 and more tokens :mod:`tuning.tune_w4a16_wgmma` tries besides.
+"""Which cuts of 256 and more tokens :mod:`.tune_w4a16_wgmma` tries besides.
 
 Two tiles fed by TMA where one leaves much of a last wave empty, uneven blocks, and groups of
 blocks.
@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import triton
 
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 
 _MULTIPROCESSORS = 132
 _FED_LARGE = (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import formats
+from taut_kernels.gemm.w4a16 import disk as formats
 
 HERE = Path(__file__).parent
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 128, 256, 2, 96

@@ -10,16 +10,15 @@ import triton
 from emulator import ptx_paths
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import aot
-from taut_kernels._variant import KernelVariant
-from taut_kernels.attention import variants as attention_variants
-from taut_kernels.gemm import (
-    scaled_mm_variants,
-    w4a16_decode_ring_variants,
-    w4a16_decode_variants,
-    w4a16_wgmma_ring_variants,
-    w4a16_wgmma_variants,
-)
+from taut_kernels.attention.cache_write import variants as cache_write_variants
+from taut_kernels.attention.decode import variants as decode_variants
+from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
+from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
+from taut_kernels.gemm.w4a16 import decode_variants as w4a16_decode_variants
+from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
+from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
+from taut_kernels.instruments import aot
+from taut_kernels.launch.variant import KernelVariant
 
 WEIGHTS = {"qweight_ptr", "scales_ptr", "zeros_ptr", "w_desc"}
 READS = ("ld.", "cp.async.")
@@ -33,7 +32,8 @@ def _variants() -> Iterator[KernelVariant]:
         w4a16_wgmma_variants,
         w4a16_wgmma_ring_variants,
         scaled_mm_variants,
-        attention_variants,
+        decode_variants,
+        cache_write_variants,
     ):
         yield from module.kernel_variants()
 

@@ -9,25 +9,27 @@ import pytest
 import torch
 from emulator import gluon, hopper
 
-from taut_kernels import _launch, testing
-from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
-from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
-from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
-from taut_kernels.gemm._scaled_mm_launch import launch_block
-from taut_kernels.testing_scaled_mm import (
+from taut_kernels import testing
+from taut_kernels.gemm.scaled_mm import blocks_hopper as fp8_block_hopper
+from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
+from taut_kernels.gemm.scaled_mm.blocks_hopper_kernel import fp8_block_hopper_kernel
+from taut_kernels.gemm.scaled_mm.blocks_tall_kernel import fp8_block_tall_kernel
+from taut_kernels.gemm.scaled_mm.dispatch import launch_block
+from taut_kernels.gemm.scaled_mm.tile import (
+    ScaledMmTile,
+    most_shared_tokens,
+    tiles_of_blocks,
+    why_not_for,
+)
+from taut_kernels.launch import launcher
+from taut_kernels.testing.scaled_mm import (
     EXTREMES,
     ScaledMmCase,
     cut_results,
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.testing_scaled_mm import launch_block_case as run
-from taut_kernels.tiles_scaled_mm_tile import (
-    ScaledMmTile,
-    most_shared_tokens,
-    tiles_of_blocks,
-    why_not_for,
-)
+from taut_kernels.testing.scaled_mm import launch_block_case as run
 from tuning.scaled_mm_candidates import block_candidates
 
 DEEP, SHALLOW, TALL, SHALLOW_TALL, HALF, QUARTER, SINGLE, TWICE = TILES = tuple(
@@ -53,7 +55,7 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> dict[int, gluon.OnNumPy]:
     }
     kernels[64] = kernels[128]
     for tokens, name in ((128, "_blocks"), (256, "_tall")):
-        monkeypatch.setattr(_fp8_block_hopper, name, _launch.Launcher(kernels[tokens]))
+        monkeypatch.setattr(fp8_block_hopper, name, launcher.Launcher(kernels[tokens]))
     return kernels
 
 

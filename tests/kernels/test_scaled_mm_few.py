@@ -10,13 +10,14 @@ import pytest
 import torch
 from emulator import gluon, hopper
 
-from taut_kernels import _launch, testing
-from taut_kernels.gemm import _scaled_mm_few
-from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
-from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
-from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.testing_scaled_mm import launch_case as run
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile, tiles_of_few
+from taut_kernels import testing
+from taut_kernels.gemm.scaled_mm import few as scaled_mm_few
+from taut_kernels.gemm.scaled_mm.dispatch import launch, make_arrivals
+from taut_kernels.gemm.scaled_mm.few_kernel import scaled_mm_few_kernel
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile, tiles_of_few
+from taut_kernels.launch import launcher
+from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
+from taut_kernels.testing.scaled_mm import launch_case as run
 
 NARROW = ScaledMmTile("few", 128, 64, 256, 4, 4)
 TILES = (
@@ -40,7 +41,7 @@ def each_tile(*cases: tuple[Any, ...]) -> list[Any]:
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> gluon.OnNumPy:
     kernel = gluon.OnNumPy(scaled_mm_few_kernel, hopper.run)
-    monkeypatch.setattr(_scaled_mm_few, "_few", _launch.Launcher(kernel))
+    monkeypatch.setattr(scaled_mm_few, "_few", launcher.Launcher(kernel))
     return kernel
 
 
@@ -98,7 +99,7 @@ def test_nothing_is_compiled_by_the_number_of_tokens(
     load_block = hopper.load_block
 
     def record(descriptor: Any, at: Any, *more: Any) -> None:
-        if descriptor.shape[0] == _scaled_mm_few.TOKENS:
+        if descriptor.shape[0] == scaled_mm_few.TOKENS:
             asked.append(int(at[0]))
         load_block(descriptor, at, *more)
 
@@ -117,7 +118,7 @@ def test_nothing_is_compiled_by_the_number_of_tokens(
         97: [0, 32, 64, 65],
         129: [0, 32, 64, 96, 97],
     }
-    assert len(_scaled_mm_few._few._forms) == 1
+    assert len(scaled_mm_few._few._forms) == 1
 
 
 @pytest.mark.usefixtures("on_numpy")

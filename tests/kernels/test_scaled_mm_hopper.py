@@ -12,19 +12,20 @@ from emulator import hopper
 from emulator.memory import Shared, block, floats
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from taut_kernels import _launch, testing
-from taut_kernels.gemm import _scaled_mm_hopper
-from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
-from taut_kernels.gemm._scaled_mm_launch import launch
-from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
-from taut_kernels.testing_scaled_mm import (
+from taut_kernels import testing
+from taut_kernels.gemm.scaled_mm import hopper as scaled_mm_hopper
+from taut_kernels.gemm.scaled_mm.dispatch import launch
+from taut_kernels.gemm.scaled_mm.hopper_kernel import scaled_mm_hopper_kernel
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.gemm.scaled_mm.turns_kernel import scaled_mm_turns_kernel
+from taut_kernels.launch import launcher
+from taut_kernels.testing.scaled_mm import (
     EXTREMES,
     ScaledMmCase,
     cut_results,
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 WIDE, SQUARE = (
     ScaledMmTile("hopper", 128, block_n, 128, 4, stages, group_m=group_m)
@@ -76,7 +77,7 @@ class OnNumPy:
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kernel in (("_hopper", scaled_mm_hopper_kernel), ("_turns", scaled_mm_turns_kernel)):
-        monkeypatch.setattr(_scaled_mm_hopper, name, _launch.Launcher(OnNumPy(kernel)))
+        monkeypatch.setattr(scaled_mm_hopper, name, launcher.Launcher(OnNumPy(kernel)))
 
 
 def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
@@ -149,7 +150,7 @@ def test_groups_in_turns_end_at_any_number_of_tiles(tiles: int) -> None:
 
 def test_tma_is_told_of_no_rows_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(_scaled_mm_hopper, "_hopper", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(scaled_mm_hopper, "_hopper", lambda *arguments: asked.append(arguments))
     case = make_scaled_mm_case("w8a8_gemm", 1, 40, 64)
     wide = torch.zeros(5, 96, dtype=torch.int8)[:, :64]
     odd = case.x.as_strided((1, 64), (3, 1))
@@ -167,7 +168,7 @@ def test_tma_is_told_of_no_rows_that_overlap(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_place_overwritten_while_its_block_is_stored_shows() -> None:
     y = torch.zeros(64, 64)
     descriptor = hopper.Descriptor(
-        TensorDescriptor(y.half(), [64, 64], [64, 1], [64, 64], _scaled_mm_hopper.RESULT_LAYOUT)
+        TensorDescriptor(y.half(), [64, 64], [64, 1], [64, 64], scaled_mm_hopper.RESULT_LAYOUT)
     )
     place = Shared(np.zeros((64, 64), np.float32))
     place.store(block(np.full((64, 64), 1.0)))

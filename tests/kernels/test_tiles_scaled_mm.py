@@ -10,11 +10,13 @@ import pytest
 
 from taut_bench.scaled_mm_layer import SHAPES
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_rule, tiles_scaled_mm_tile
-from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.tiles_scaled_mm import Bucket, parse
-from taut_kernels.tiles_scaled_mm_rule import rule
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile, most_shared_tokens
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import rule as tiles_scaled_mm_rule
+from taut_kernels.gemm.scaled_mm import tile as tiles_scaled_mm_tile
+from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
+from taut_kernels.gemm.scaled_mm.lookup import Bucket, parse
+from taut_kernels.gemm.scaled_mm.rule import rule
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile, most_shared_tokens
 from tuning.scaled_mm_candidates import (
     BUCKETS,
     SHARED_BYTES,

@@ -13,11 +13,13 @@ import torch
 from emulator import gluon
 
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import _launch, testing, tiles_wgmma
-from taut_kernels.gemm import w4a16_decode_ring as ring
-from taut_kernels.gemm import w4a16_decode_ring_variants, w4a16_launch
-from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
-from taut_kernels.tiles_decode_ring import (
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import decode_ring as ring
+from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
+from taut_kernels.gemm.w4a16.decode_ring_tile import (
     SHARED_BYTES,
     RingTile,
     scale_bytes,
@@ -26,8 +28,9 @@ from taut_kernels.tiles_decode_ring import (
     whole_quads,
     zero_quads,
 )
-from taut_kernels.tiles_wgmma import BUCKETS
-from taut_kernels.weight_format import DEFAULT
+from taut_kernels.gemm.w4a16.lookup import BUCKETS
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -171,7 +174,7 @@ def test_kernel_computes_the_product_on_numpy(
     kernel = gluon.OnNumPy(
         w4a16_decode_ring_kernel, lambda body, grid, named: gluon.run(body, grid[:2], named)
     )
-    monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
+    monkeypatch.setattr(ring, "_KERNEL", launcher.Launcher(kernel))
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from taut_bench import w4a16_format
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, Choice, bucket_of
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
 from taut_kernels.instruments import timing
-from taut_kernels.tiles_wgmma import BUCKETS, Choice, bucket_of
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
-from taut_kernels.weight_format import DEFAULT
 from tuning import tune_w4a16_wgmma, w4a16_finalists, w4a16_rows
 
 

@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing
-from taut_kernels.gemm import w4a16, w4a16_launch
-from taut_kernels.gemm.w4a16 import w4a16_gemm, w4a16_gemm_ref
-from taut_kernels.tiles_decode import DecodeTile
-from taut_kernels.tiles_decode_ring import RingTile
-from taut_kernels.tiles_wgmma import WgmmaTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.lookup import WgmmaTile
+from taut_kernels.gemm.w4a16.op import w4a16_gemm, w4a16_gemm_ref
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.launch import launcher
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -142,7 +144,7 @@ def test_layers_without_a_layout_say_why() -> None:
 )
 def test_activations_reach_the_kernel_aligned(view: Any) -> None:
     x = torch.randn(3, 64).to(torch.float16)
-    aligned = _launch.aligned(view(x))
+    aligned = launcher.aligned(view(x))
     assert torch.equal(aligned, x)
     assert (aligned.stride(1), aligned.stride(0) % 8, aligned.data_ptr() % 16) == (1, 0, 0)
 

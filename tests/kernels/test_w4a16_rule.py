@@ -8,14 +8,17 @@ from dataclasses import replace
 import pytest
 
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import tiles_wgmma, tiles_wgmma_rule
-from taut_kernels.aot import SHARED_MEMORY_BYTES
-from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring, w4a16_wgmma_tma
-from taut_kernels.tiles_decode_ring import RingTile, token_tiles
-from taut_kernels.tiles_w4a16_cost import Cost, Cut, dense_estimate, estimate, fastest
-from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_rule import LEAST_K, cut, rule
+from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import ring as w4a16_wgmma_ring
+from taut_kernels.gemm.w4a16 import rule as tiles_wgmma_rule
+from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
+from taut_kernels.gemm.w4a16.cost import Cost, Cut, dense_estimate, estimate, fastest
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.rule import LEAST_K, cut, rule
+from taut_kernels.instruments.aot import SHARED_MEMORY_BYTES
 
 DRAW = random.Random(0)
 ODD = [(16 * DRAW.randint(1, 4000), 64 * DRAW.randint(8, 480)) for _ in range(60)]
@@ -224,10 +227,8 @@ def test_rule_at_1024_tokens_leaves_dense_to_few_features() -> None:
 
 
 def test_every_tile_of_the_rule_is_compiled_ahead_of_time() -> None:
-    from taut_kernels.gemm import (
-        w4a16_decode_ring_variants,
-        w4a16_wgmma_ring_variants,
-    )
+    from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
+    from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
 
     for kind, module in (
         (RingTile, w4a16_decode_ring_variants),

@@ -13,14 +13,17 @@ import torch
 from emulator import gluon, wgmma
 
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import _launch, testing, tiles_wgmma
-from taut_kernels.gemm import w4a16_launch, w4a16_wgmma_ring_variants
-from taut_kernels.gemm import w4a16_wgmma_ring as ring
-from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
-from taut_kernels.tiles_decode_ring import SHARED_BYTES
-from taut_kernels.tiles_wgmma import BUCKETS
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.weight_format import DEFAULT
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import ring
+from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
+from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES
+from taut_kernels.gemm.w4a16.lookup import BUCKETS
+from taut_kernels.gemm.w4a16.ring_kernel import w4a16_wgmma_ring_kernel
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 from tuning.wgmma_ring_candidates import wgmma_ring_candidates
 
@@ -142,7 +145,7 @@ def test_kernel_computes_the_product_on_numpy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = gluon.OnNumPy(w4a16_wgmma_ring_kernel, wgmma.run)
-    monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
+    monkeypatch.setattr(ring, "_KERNEL", launcher.Launcher(kernel))
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():

@@ -15,13 +15,16 @@ import torch
 from emulator import gluon, hopper, wgmma
 
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import _launch, testing, tiles_wgmma
-from taut_kernels.gemm import w4a16_launch, w4a16_wgmma_tma
-from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
-from taut_kernels.tiles_decode_ring import SHARED_BYTES
-from taut_kernels.tiles_wgmma import BUCKETS
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.weight_format import DEFAULT
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
+from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES
+from taut_kernels.gemm.w4a16.lookup import BUCKETS
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 from tuning.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
 
@@ -93,7 +96,7 @@ def test_kernel_computes_the_product_on_numpy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = on_numpy()
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(kernel))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(kernel))
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():
@@ -128,7 +131,7 @@ def test_launch_refuses_fewer_features_than_a_tile_has_rows() -> None:
 
 
 def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(on_numpy()))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(on_numpy()))
     case = make_case(20, 80, 512, 64, torch.bfloat16, False)
     x, *others = case.operands()
     wide = torch.full((20, 768), float("nan"), dtype=x.dtype)
@@ -157,7 +160,7 @@ def test_no_row_beyond_the_tokens_is_asked_for(
         return read(self, first)
 
     monkeypatch.setattr(hopper.Descriptor, "read", watched)
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(on_numpy()))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(on_numpy()))
     case = make_case(M, 64, 512, 128, torch.bfloat16, False)
     change = {"chunks_per_step": 1, "running": 1} if block_m > 256 else {}
     tile = dataclasses.replace(TILES["two"], group_tiles=1, block_m=block_m, **change)

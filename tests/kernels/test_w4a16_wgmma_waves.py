@@ -12,16 +12,21 @@ from emulator import gluon
 from emulator import wgmma as emulator_wgmma
 
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import _launch, testing, tiles_wgmma
-from taut_kernels.gemm import w4a16, w4a16_launch, w4a16_wgmma_tma, w4a16_wgmma_variants
-from taut_kernels.gemm import w4a16_wgmma as wgmma
-from taut_kernels.gemm import w4a16_wgmma_ring as ring
-from taut_kernels.gemm import w4a16_wgmma_waves as waves
-from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
-from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
-from taut_kernels.weight_format import DEFAULT
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.w4a16 import pair as waves
+from taut_kernels.gemm.w4a16 import portable as wgmma
+from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
+from taut_kernels.gemm.w4a16 import ring
+from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 from tuning.wgmma_waves_candidates import (
     fed_waves_candidates,
@@ -138,7 +143,7 @@ def test_two_tiles_fed_by_tma_fill_the_result_on_numpy(
         emulator_wgmma.run_fed(kernel, grid, named)
 
     kernel = gluon.OnNumPy(w4a16_wgmma_tma_kernel, run)
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(kernel))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(kernel))
     case = testing.make_w4a16_case(
         40, 640, 512, 64, dtype=torch.bfloat16, asymmetric=asymmetric, with_bias=asymmetric
     )
@@ -152,7 +157,7 @@ def test_two_tiles_fed_by_tma_fill_the_result_on_numpy(
 
 def test_without_a_tail_the_head_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = gluon.OnNumPy(w4a16_wgmma_tma_kernel, emulator_wgmma.run_fed)
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(kernel))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(kernel))
     case = testing.make_w4a16_case(20, 256, 640, 64, dtype=torch.bfloat16)
     with testing.nan_poison():
         actual = w4a16_launch.launch(WavesTile(FED, FED_TAIL, 4), *case.operands())

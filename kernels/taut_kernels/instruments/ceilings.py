@@ -1,6 +1,6 @@
 """What the machine at hand can do at most: its copy rate and its matrix rate by dtype, measured.
 
-On CUDA the copy is the kernel of :mod:`taut_kernels.instruments.timing` (1 GiB, in a graph) and the
+On CUDA the copy is the kernel of :mod:`.timing` (1 GiB, in a graph) and the
 matrix product cuBLAS's on 8192³; on a CPU torch's own copy of 256 MiB and its product of 2048³
 (fp32) or 1024³. A ceiling is the best of several runs on a CPU, where neighbours only take away,
 and the median of replays on a GPU. Figures are kept in a JSON file by device, torch version and

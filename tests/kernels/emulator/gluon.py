@@ -76,7 +76,7 @@ def _python(function: Any) -> Callable[..., Any] | None:
 def copies() -> dict[str, Any]:
     """Return stand-ins for what a kernel of `cp.async` uses beside `gl`, by their global name."""
     groups = types.SimpleNamespace(commit_group=lambda: None, wait_group=lambda _: None)
-    return {"_copy": copy, "barrier": lambda: None, "async_copy": groups}
+    return {"copy": copy, "barrier": lambda: None, "async_copy": groups}
 
 
 def run(

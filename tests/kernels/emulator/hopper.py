@@ -373,7 +373,7 @@ def _stand_ins() -> dict[str, Any]:
         wait=lambda barrier, parity: barrier.wait(parity),
     )
     return {
-        "_copy": _copy,
+        "copy": _copy,
         "async_copy": types.SimpleNamespace(
             mbarrier_arrive=_arrive_with_copies, commit_group=_commit, wait_group=_wait_groups
         ),

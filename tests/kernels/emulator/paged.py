@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from taut_kernels.attention import _decode_reference
+from taut_kernels.attention.decode import reference as decode_reference
 
 HOLE = -(2**30)
 """Stands in the table where no page is: an address that nobody survives reading."""
@@ -49,13 +49,13 @@ class PagedCase:
 
     def reference(self) -> torch.Tensor:
         """Return the specification's result."""
-        return _decode_reference.paged_decode_ref(
+        return decode_reference.paged_decode_ref(
             self.q, self.k_cache, self.v_cache, *self.settings()
         )
 
     def gold(self) -> torch.Tensor:
         """Return the result in fp64."""
-        return _decode_reference.paged_decode_ref(
+        return decode_reference.paged_decode_ref(
             self.q.double(), self.k_cache, self.v_cache, *self.settings()
         )
 

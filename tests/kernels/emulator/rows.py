@@ -290,7 +290,7 @@ def _scope(function: Any, gl: Any, copies: _Copies, scopes: dict[str, Any]) -> d
         return found
     scope = scopes[function.__module__] = dict(function.__globals__)
     scope["gl"] = gl
-    scope["_copy"] = copies.copy
+    scope["copy"] = copies.copy
     scope["barrier"] = lambda: None
     scope["range"] = _range
     scope["async_copy"] = types.SimpleNamespace(commit_group=copies.commit, wait_group=copies.wait)

@@ -88,12 +88,12 @@ def run(kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any]) -> N
     }
     x, y, z = (range(size) for size in grid)
     for program in itertools.product(x, y, z):
-        scope = gluon._scope(outer, _language(program, grid), {})
-        scope |= {
+        replaced = gluon.copies() | {
             "_PUBLIC": True,
             "warpgroup_mma": _product,
             "warpgroup_mma_wait": lambda _, deps: deps[0] if len(deps) == 1 else tuple(deps),
         }
+        scope = gluon._scope(outer, _language(program, grid), {}, replaced)
         types.FunctionType(outer.__code__, scope)(**given)
 
 
