@@ -37,7 +37,7 @@ def suits_decode_attention(
         kv_cache_dtype: as vLLM spells it.
         extra: further arguments for vLLM.
     """
-    from taut_kernels.vllm_plugin.decode_attention import ELEMENT_BYTES
+    from taut_kernels.for_deploy import ELEMENT_BYTES
 
     # A draft model may attend otherwise, and would get the backend of the model it drafts for.
     if names_one_of(extra, (*ATTENTION_FLAGS, *SPECULATIVE_FLAGS)):

@@ -236,7 +236,7 @@ def check_kernels(mode: str, environment: Mapping[str, str]) -> None:
     Raises:
         WorkerError: with the reason.
     """
-    from taut_kernels.vllm_plugin.selfcheck import why_not_ready
+    from taut_kernels.for_deploy import why_not_ready
 
     if mode == "off":
         return
@@ -263,7 +263,7 @@ def check_int8(checkpoint: Path, platform: Platform, mode: str) -> None:
     schemes = read_quantization(unasked.config_of(checkpoint)).groups
     if all(scheme.name != "W8A8" for _, scheme in schemes):
         return
-    from taut_kernels.vllm_plugin.selfcheck import why_int8_wrong
+    from taut_kernels.for_deploy import why_int8_wrong
 
     if (reason := why_int8_wrong()) is not None:
         raise WorkerError(f"--kernels off: {reason}; leave it out, and taut's exact product serves")
@@ -285,7 +285,7 @@ def fused_engine_options(asked: bool | None, mode: str, *, suited: bool) -> dict
     """
     if asked is False or not (asked or suited):
         return {}
-    from taut_kernels.vllm_plugin import fused_ops
+    from taut_kernels.for_deploy import fused_ops
 
     gpu = _gpu()
     if not asked and not fused_ops.used_unasked(gpu):
@@ -331,7 +331,7 @@ def attention_engine_options(asked: bool | None, mode: str, *, suited: bool) -> 
     """
     if asked is False or not (asked or suited):
         return {}
-    from taut_kernels.vllm_plugin import decode_attention
+    from taut_kernels.for_deploy import decode_attention
 
     gpu = _gpu()
     reason = decode_attention.why_not_used(gpu, mode)
@@ -376,7 +376,7 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
     Raises:
         WorkerError: what was asked for cannot be had here.
     """
-    from taut_kernels.vllm_plugin import MODE_VARIABLE, cache_key
+    from taut_kernels.for_deploy import MODE_VARIABLE, cache_key
 
     mode = spec.kernels or _kernel_mode(manifest, platform)
     fused, attends = _suited(spec) if platform == "cuda" else (False, False)

@@ -2,13 +2,15 @@
 
 Importing the package does nothing. The rooms inside:
 
-- :mod:`taut_kernels.gemm`: matrix products over compressed weights, one op a file
-- :mod:`taut_kernels.fused`: norm, activation and rotary embedding, with quantisation behind them
+- :mod:`taut_kernels.launch`, :mod:`taut_kernels.hopper`: what launchers and device code share
+- :mod:`taut_kernels.gemm`: products with compressed weights, ``w4a16`` and ``scaled_mm``
+- ``norm``, ``activation``, ``rope``, ``softmax``, ``quantize``: ops along rows, over ``rowwise``
+- :mod:`taut_kernels.attention`: ``prefill``, ``decode`` and ``cache_write``
 - :mod:`taut_kernels.loss`: cross entropy and distillation losses, with or without the projection
-- :mod:`taut_kernels.formats`: disk and kernel layouts of weights
-- :mod:`taut_kernels.tiles`: tile tables
-- :mod:`taut_kernels.aot`: compile every kernel without a GPU
-- :mod:`taut_kernels.instruments`: roofline, profile, memory, explain, CUDA-graph capture
+- :mod:`taut_kernels.primitives`: GEMM, transposition, convolution, pooling, reduction
+- ``tiles``: tables of measured tiles, a file an op and card
+- :mod:`taut_kernels.instruments`: roofline, profile, memory, explain, CUDA-graph capture, and
+  ``aot``, which compiles every kernel without a GPU
 - :mod:`taut_kernels.testing`: inputs, error budget, NaN poison
 - :mod:`taut_kernels.vllm_plugin`: what vLLM loads
 """

@@ -28,7 +28,8 @@ from taut_deploy.checkpoint import read_manifest
 from taut_deploy.commands import doctor
 from taut_deploy.compress import driver
 from taut_deploy.errors import TautError
-from taut_kernels import measured_w4a16, tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
 from taut_kernels.vllm_plugin import fused_ops
 
 TAUT = str(Path(sys.executable).with_name("taut"))

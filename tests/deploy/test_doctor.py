@@ -14,7 +14,8 @@ from taut_deploy.commands import doctor
 from taut_deploy.errors import ModelError
 from taut_deploy.layer_schemes import DENSE, read_quantization
 from taut_deploy.layer_shapes import StoredLayer
-from taut_kernels import measured_w4a16, tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 THEIRS = "vLLM's own"

@@ -10,7 +10,7 @@ import torch
 from taut_deploy.compress.formats import quantization_config, read_back, stored_tensors
 from taut_deploy.compress.grid import GridSpec, QuantizedWeight
 from taut_deploy.recipe import Quantize
-from taut_kernels.formats import unpack_weight, unpack_zero_point
+from taut_kernels.gemm.w4a16.disk import unpack_weight, unpack_zero_point
 
 
 def random_weight(n: int, k: int, groups: int, *, zeros: bool, bits: int = 4) -> QuantizedWeight:

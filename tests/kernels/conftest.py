@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import formats
+from taut_kernels.gemm.w4a16 import disk as formats
 
 HERE = Path(__file__).parent
 HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY = 128, 256, 2, 96
@@ -60,7 +60,9 @@ def _environment(env: dict[str, str] | None) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("TAUT_", "VLLM_", "TRITON_INTERPRET"))
     }
-    return inherited | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2"} | (env or {})
+    path = os.pathsep.join(filter(None, [str(HERE), inherited.get("PYTHONPATH")]))
+    ours = {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
+    return inherited | ours | (env or {})
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from taut_kernels import fuse_for_vllm
-from taut_kernels.fused import rms_norm, row_quant
+from taut_kernels.norm import rms_norm
+from taut_kernels.rowwise import row_quant
 from taut_kernels.vllm_plugin import fusion
 
 EPSILON = 1e-5

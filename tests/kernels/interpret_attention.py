@@ -9,9 +9,11 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import _launch, testing
-from taut_kernels.attention import _reference, prefill
-from taut_kernels.attention._tiles import AttentionTile
+from taut_kernels import testing
+from taut_kernels.attention import reference as attention_reference
+from taut_kernels.attention.prefill import op as prefill
+from taut_kernels.attention.tiles import AttentionTile
+from taut_kernels.launch import launcher
 from taut_kernels.testing import assert_within_budget
 
 TILES = (AttentionTile(16, 16, 4, 1), AttentionTile(32, 16, 4, 1), AttentionTile(16, 32, 4, 1))
@@ -41,9 +43,9 @@ def check(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, tile):
         o = torch.full_like(q, float("nan")).contiguous()
         lse = torch.full(prefill._lse_shape(q), float("nan"))
         prefill.launch_forward(tile, q, k, v, o, lse, settings)
-    reference, reference_lse = _reference.attention_ref(q, k, v, *settings)
+    reference, reference_lse = attention_reference.attention_ref(q, k, v, *settings)
     doubles = (q.double(), k.double(), v.double())
-    gold, gold_lse = _reference.attention_ref(*doubles, *settings)
+    gold, gold_lse = attention_reference.attention_ref(*doubles, *settings)
     assert_within_budget(o, gold, reference)
     unseen = gold_lse == float("-inf")
     assert torch.equal(lse == float("-inf"), unseen)
@@ -52,14 +54,16 @@ def check(q, k, v, cu_q, cu_k, max_q, max_k, causal, window, tile):
 
     do = strided(draw(q.shape, 11))
     # On sm_90 backward's programs begin in another order.
-    hopper = mock.patch.object(_launch, "is_hopper", lambda _: max_q % 2 == 0)
+    hopper = mock.patch.object(launcher, "is_hopper", lambda _: max_q % 2 == 0)
     with testing.nan_poison(), hopper:
         ours = prefill.launch_backward(tile, tile, do, q, k, v, reference, reference_lse, settings)
     args = (do, q, k, v, reference, reference_lse)
-    theirs = _reference.attention_backward_ref(*args, *settings)
+    theirs = attention_reference.attention_backward_ref(*args, *settings)
     # Where a query sees one key, its gradient and the key's are differences of equal terms.
     terms = scale * (do.double() * gold).sum(-1).abs().max() * max(q.abs().max(), k.abs().max())
-    gold = _reference.attention_backward_ref(do.double(), *doubles, gold, gold_lse, *settings)
+    gold = attention_reference.attention_backward_ref(
+        do.double(), *doubles, gold, gold_lse, *settings
+    )
     for found, expected, right, cancelled in zip(
         ours, theirs, gold, (terms, terms, 0), strict=True
     ):
@@ -109,8 +113,10 @@ def large_scores():
     o, lse = torch.empty_like(q), torch.empty(1, 2, 40)
     settings = prefill.Settings(None, None, 40, 40, True, 0, 1.0)
     prefill.launch_forward(TILES[0], q, k, v, o, lse, settings)
-    gold, gold_lse = _reference.attention_ref(q.double(), k.double(), v.double(), *settings)
-    reference, _ = _reference.attention_ref(q, k, v, *settings)
+    gold, gold_lse = attention_reference.attention_ref(
+        q.double(), k.double(), v.double(), *settings
+    )
+    reference, _ = attention_reference.attention_ref(q, k, v, *settings)
     assert_within_budget(o, gold, reference)
     assert torch.allclose(lse.double(), gold_lse, rtol=1e-5)
     return 1
@@ -125,13 +131,15 @@ def registered():
         # A gradient expanded from a scalar.
         do = torch.ones((), dtype=q.dtype).expand(q.shape)
         found = prefill._launch_attention_backward(do, q, k, v, o, lse, *settings)
-    reference, reference_lse = _reference.attention_ref(q, k, v, *settings)
+    reference, reference_lse = attention_reference.attention_ref(q, k, v, *settings)
     doubles = (q.double(), k.double(), v.double())
-    gold, gold_lse = _reference.attention_ref(*doubles, *settings)
+    gold, gold_lse = attention_reference.attention_ref(*doubles, *settings)
     assert_within_budget(o, gold, reference)
     args = (do, q, k, v, reference, reference_lse)
-    theirs = _reference.attention_backward_ref(*args, *settings)
-    exact = _reference.attention_backward_ref(do.double(), *doubles, gold, gold_lse, *settings)
+    theirs = attention_reference.attention_backward_ref(*args, *settings)
+    exact = attention_reference.attention_backward_ref(
+        do.double(), *doubles, gold, gold_lse, *settings
+    )
     for ours, expected, right in zip(found, theirs, exact, strict=True):
         assert_within_budget(ours, right, expected)
     return 1

@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from taut_kernels.attention import cache_write as cw
-from taut_kernels.attention._cache_write_jit import e4m3_codes
+from taut_kernels.attention.cache_write import op as cw
+from taut_kernels.attention.cache_write.kernel import e4m3_codes
 
 FP8 = torch.float8_e4m3fn
 # An eighth of a model, Llama's, no powers of two, more heads than a program takes, wide heads.

@@ -8,11 +8,15 @@ import itertools
 import sys
 
 import torch
+from emulator.paged import make_case
 
-from taut_kernels import _launch, testing
-from taut_kernels.attention import _decode_merge_jit, _decode_shares_jit, _decode_values_jit, decode
-from taut_kernels.attention._tiles import DecodeTile
-from taut_kernels.testing_paged import make_case
+from taut_kernels import testing
+from taut_kernels.attention.decode import merge_jit as decode_merge_jit
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.attention.decode import shares_jit as decode_shares_jit
+from taut_kernels.attention.decode import values_jit as decode_values_jit
+from taut_kernels.attention.tiles import DecodeTile
+from taut_kernels.launch import launcher
 
 # Warps × keys: fewer keys a tile than a page of 64 has, and more.
 TILES = (DecodeTile(16, 2, 2, 4, 16), DecodeTile(16, 4, 2, 4, 40), DecodeTile(32, 1, 2, 4, 1))
@@ -96,18 +100,18 @@ def many_splits():
 def _left(case, tile, **launch):
     """Run the kernel; return o, and which parts were stored, [programs a split, splits]."""
     arrivals = decode.make_arrivals(len(case.context_lens), case.q.shape[2], case.q.device, 8)
-    allocated, empty = [], _launch.empty
+    allocated, empty = [], launcher.empty
 
     def remembered(*args, **kwargs):
         allocated.append(empty(*args, **kwargs).fill_(float("nan")))
         return allocated[-1]
 
-    _launch.empty = remembered
+    launcher.empty = remembered
     try:
         settings = decode.Settings(*case.settings(arrivals))
         found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, **launch)
     finally:
-        _launch.empty = empty
+        launcher.empty = empty
     assert not arrivals.any(), "arrivals are left as they were"
     return found, (~allocated[2].isnan()).flatten(1).all(1)
 
@@ -211,7 +215,7 @@ def layouts_of_shares():
     def lay_out(contexts_ptr, o_ptr, shares, min_keys, most_keys, window, QUERIES: tl.constexpr,
                 WINDOW: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_B: tl.constexpr):  # fmt: skip
         place = tl.program_id(0)
-        batch, split, active, context, first, last = _decode_shares_jit.find_part(
+        batch, split, active, context, first, last = decode_shares_jit.find_part(
             contexts_ptr, tl.num_programs(0) - shares, shares, min_keys, most_keys, window, place,
             QUERIES, WINDOW, BLOCK_KEYS, BLOCK_B,
         )  # fmt: skip
@@ -277,10 +281,10 @@ def _merged(partial, stats, active, rows, dim, unroll):
     @triton.jit
     def merge(partial_ptr, stats_ptr, o_ptr, active, D: tl.constexpr, BLOCK_D: tl.constexpr,
               ROWS: tl.constexpr, BLOCK_R: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-        acc, total = _decode_merge_jit.merged_splits(
+        acc, total = decode_merge_jit.merged_splits(
             partial_ptr, stats_ptr, active, D, BLOCK_D, ROWS, BLOCK_R, UNROLL
         )
-        _decode_merge_jit.store_rows(acc, total, 0.5, o_ptr, 0, ROWS, 0, D, D, BLOCK_D, BLOCK_R,
+        decode_merge_jit.store_rows(acc, total, 0.5, o_ptr, 0, ROWS, 0, D, D, BLOCK_D, BLOCK_R,
                                      BLOCK_R)  # fmt: skip
 
     out = torch.full((rows, dim), float("nan"))
@@ -329,7 +333,7 @@ def conversions():
     def convert(words_ptr, out_ptr, FORMAT: tl.constexpr):
         offs = tl.arange(0, 256)
         words = tl.load(words_ptr + offs)
-        even, odd = _decode_values_jit.halves(words, FORMAT, False)
+        even, odd = decode_values_jit.halves(words, FORMAT, False)
         tl.store(out_ptr + 2 * offs, even)
         tl.store(out_ptr + 2 * offs + 1, odd)
 

@@ -10,18 +10,15 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import _launch, testing
-from taut_kernels.fused import (
-    _rms_norm_launch,
-    _rope_launch,
-    _silu_mul_launch,
-    quantize,
-    rms_norm,
-    rope,
-    row_quant,
-    silu_mul,
-)
-from taut_kernels.tiles_fused import FusedTile
+from taut_kernels import testing
+from taut_kernels.activation import silu_mul, silu_mul_launch
+from taut_kernels.launch import launcher
+from taut_kernels.norm import rms_norm, rms_norm_launch
+from taut_kernels.quantize import op as quantize
+from taut_kernels.rope import op as rope
+from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise.tiles import FusedTile
 
 DTYPES = (torch.float16, torch.float32)
 OUTS = ("same", "fp8", "int8", "static_fp8")
@@ -96,17 +93,17 @@ def check_norm(x, weight, residual, tile, out):
     dtype = {"same": x.dtype, "int8": torch.int8}.get(out, row_quant.FP8)
     y = empty(x.shape, dtype=dtype, device=device)
     if out == "same":
-        _rms_norm_launch.launch(tile, out, x, weight, ours, EPSILON, y, None)
+        rms_norm_launch.launch(tile, out, x, weight, ours, EPSILON, y, None)
         reference = rms_norm.rms_norm_ref(x, weight, theirs, EPSILON)
         testing.assert_within_budget(y, gold, reference)
     elif out == "static_fp8":
         scale = torch.tensor([0.02])
-        _rms_norm_launch.launch(tile, out, x, weight, ours, EPSILON, y, scale)
+        rms_norm_launch.launch(tile, out, x, weight, ours, EPSILON, y, scale)
         reference = rms_norm.rms_norm_static_quant_ref(x, weight, theirs, EPSILON, scale)
         check_quantised(y, scale, reference, scale)
     else:
         scales = empty((x.shape[0], 1), dtype=torch.float32, device=device)
-        _rms_norm_launch.launch(tile, out, x, weight, ours, EPSILON, y, scales)
+        rms_norm_launch.launch(tile, out, x, weight, ours, EPSILON, y, scales)
         check_quantised(y, scales, *rms_norm.rms_norm_quant_ref(x, weight, theirs, EPSILON, dtype))
     if residual is not None:
         assert torch.equal(ours, theirs)
@@ -157,7 +154,7 @@ def norm_keeps_other_rows_from_an_infinity():
     for out in ("fp8", "int8"):
         y = empty(x.shape, dtype=torch.float32 if out == "fp8" else torch.int8, device=x.device)
         scales = empty((4, 1), dtype=torch.float32, device=x.device)
-        _rms_norm_launch.launch(FusedTile(4, 64, 4), out, x, weight, None, EPSILON, y, scales)
+        rms_norm_launch.launch(FusedTile(4, 64, 4), out, x, weight, None, EPSILON, y, scales)
         reference, reference_scales = rms_norm.rms_norm_quant_ref(
             x, weight, None, EPSILON, row_quant.FP8 if out == "fp8" else row_quant.INT8
         )
@@ -175,17 +172,17 @@ def check_activation(x, form, interleaved, tile, out):
     dtype = {"same": x.dtype, "int8": torch.int8}.get(out, row_quant.FP8)
     y = empty((x.shape[0], x.shape[1] // 2), dtype=dtype, device=x.device)
     if out == "same":
-        _silu_mul_launch.launch(tile, out, x, *form, interleaved, y, None)
+        silu_mul_launch.launch(tile, out, x, *form, interleaved, y, None)
         gold = silu_mul.silu_mul_ref(x.double(), *form, interleaved)
         testing.assert_within_budget(y, gold, silu_mul.silu_mul_ref(x, *form, interleaved))
     elif out == "static_fp8":
         scale = torch.tensor([0.2])
-        _silu_mul_launch.launch(tile, out, x, *form, interleaved, y, scale)
+        silu_mul_launch.launch(tile, out, x, *form, interleaved, y, scale)
         reference = silu_mul.silu_mul_static_quant_ref(x, *form, interleaved, scale)
         check_quantised(y, scale, reference, scale)
     else:
         scales = empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
-        _silu_mul_launch.launch(tile, out, x, *form, interleaved, y, scales)
+        silu_mul_launch.launch(tile, out, x, *form, interleaved, y, scales)
         reference = silu_mul.silu_mul_quant_ref(x, *form, interleaved, dtype)
         check_quantised(y, scales, *reference)
 
@@ -230,11 +227,11 @@ def check_rotation_apart(tile, positions, before, after, cache, neox):
         testing._empty_nan((0,) if x is None else x.shape, dtype=before[0].dtype, device="cpu")
         for x in before
     ]
-    _rope_launch.launch(tile, positions, *before, cache, neox, tuple(new))
+    rope_launch.launch(tile, positions, *before, cache, neox, tuple(new))
     for found, wanted, old, copy in zip(new, after, before, copies, strict=True):
         assert wanted is None or torch.equal(found, wanted)
         assert wanted is None or torch.equal(old, copy)
-    with mock.patch.object(_launch, "empty", empty):
+    with mock.patch.object(launcher, "empty", empty):
         found = rope._launch_rope_apart(positions, *before, cache, neox)
     reference = rope.rope_apart_ref(positions, *before, cache, neox)
     assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
@@ -299,7 +296,7 @@ def rotations():
 
                 rope.rope_ref(positions, *heads(expected), cache, neox)
                 check_rotation_apart(tile, positions, heads(qkv), heads(expected), cache, neox)
-                _rope_launch.launch(tile, positions, *heads(qkv), cache, neox)
+                rope_launch.launch(tile, positions, *heads(qkv), cache, neox)
                 # fp32 in the order of the formula on both sides, one rounding: equal bits, and
                 # nothing beside the rotated columns is touched.
                 assert torch.equal(qkv, expected)
@@ -317,7 +314,7 @@ def empty_batch():
         ):
             assert q.shape == (0, 64)
             assert scales.shape == (0, 1)
-        _rope_launch.launch(
+        rope_launch.launch(
             FusedTile(1, 4, 1),
             torch.zeros(0, dtype=torch.int64),
             x.view(0, 1, 64),
@@ -331,7 +328,7 @@ def empty_batch():
 def launchers_write_every_element():
     """The op's own launchers, whose tiles come from the rule, on poisoned outputs."""
     count = 0
-    with mock.patch.object(_launch, "empty", empty):
+    with mock.patch.object(launcher, "empty", empty):
         for M, N in ((1, 4096), (300, 96), (2, 33000)):
             x, weight, residual = norm_operands(M, N, torch.float16, True, True)
             y = rms_norm._launch_rms_norm(x, weight, residual.clone(), EPSILON)

@@ -9,22 +9,17 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import _launch, testing
-from taut_kernels.fused import (
-    _norm_launch,
-    _rms_norm_launch,
-    _rope_launch,
-    _silu_mul_launch,
-    _swiglu_launch,
-    _training_tiles,
-    layer_norm,
-    rms_norm_train,
-    rope_train,
-    silu_mul,
-    softmax,
-)
-from taut_kernels.fused._training_tiles import TrainingTile
-from taut_kernels.tiles_fused import FusedTile
+from taut_kernels import testing
+from taut_kernels.activation import silu_mul, silu_mul_launch, swiglu_launch
+from taut_kernels.launch import launcher
+from taut_kernels.norm import layer_norm, rms_norm_launch, rms_norm_train
+from taut_kernels.norm import train_launch as norm_launch
+from taut_kernels.rope import rope_launch
+from taut_kernels.rope import train as rope_train
+from taut_kernels.rowwise import training_tiles
+from taut_kernels.rowwise.tiles import FusedTile
+from taut_kernels.rowwise.training_tiles import TrainingTile
+from taut_kernels.softmax import op as softmax
 
 DTYPES = (torch.float16, torch.float32)
 EPSILON = 1e-5
@@ -95,7 +90,7 @@ def backward_of(op, operands, tile=None):
     dtype = x.dtype if weight is None else weight.dtype
     wanted = None if weight is None else dtype
     wants = (wanted, wanted if op is layer_norm else None)
-    return _norm_launch.backward(dy, dt, x, weight, mean, rstd, wants, tile)
+    return norm_launch.backward(dy, dt, x, weight, mean, rstd, wants, tile)
 
 
 def reference_of(op, operands):
@@ -120,8 +115,8 @@ NORMS = [
 LIMIT = 4096
 
 
-@mock.patch.object(_norm_launch, "RESIDENT_LIMIT", LIMIT)
-@mock.patch.object(_training_tiles, "LAYER_NORM_BACKWARD_LIMIT", LIMIT)
+@mock.patch.object(norm_launch, "RESIDENT_LIMIT", LIMIT)
+@mock.patch.object(training_tiles, "LAYER_NORM_BACKWARD_LIMIT", LIMIT)
 def norm_shapes():
     count = 0
     for op in (layer_norm, rms_norm_train):
@@ -138,7 +133,7 @@ def check_norm(op, dtype, M, N, tile, backward, with_weight):
     x, dy, dt = draw(M, N, dtype, pad=3) + 0.5, draw(M, N, dtype, 1, 5), draw(M, N, dtype, 2)
     weight, bias = (draw(1, N, dtype, seed)[0] + 1 if with_weight else None for seed in (3, 4))
     residual = None if centred or not with_weight else draw(M, N, dtype, 5)
-    y, total, mean, rstd = _norm_launch.forward(
+    y, total, mean, rstd = norm_launch.forward(
         x, residual, weight, bias if centred else None, EPSILON, centred=centred, tile=tile
     )
     if centred:
@@ -165,7 +160,7 @@ def norms_of_other_parameter_types():
     weight = draw(1, 200, torch.float32, 2)[0]
     for op, centred in ((layer_norm, True), (rms_norm_train, False)):
         bias = weight if centred else None
-        y, _, mean, rstd = _norm_launch.forward(x, None, weight, bias, EPSILON, centred=centred)
+        y, _, mean, rstd = norm_launch.forward(x, None, weight, bias, EPSILON, centred=centred)
         assert y.dtype is torch.float16
         operands = (dy, None, x, weight, mean, rstd)
         gradients = backward_of(op, operands)
@@ -193,7 +188,7 @@ def norm_adversarial_values():
     for op, centred in ((layer_norm, True), (rms_norm_train, False)):
         for edit in edits:
             edit(x := base.clone())
-            y, _, mean, rstd = _norm_launch.forward(x, None, None, None, EPSILON, centred=centred)
+            y, _, mean, rstd = norm_launch.forward(x, None, None, None, EPSILON, centred=centred)
             forward = (
                 (lambda x: layer_norm.layer_norm_ref(x, None, None, EPSILON)[0])
                 if centred
@@ -210,7 +205,7 @@ def norm_adversarial_values():
 def norm_gradients_are_the_same_bits_every_time():
     x, dy = draw(37, 300, torch.float16), draw(37, 300, torch.float16, 1)
     weight = draw(1, 300, torch.float16, 2)[0]
-    _, _, mean, rstd = _norm_launch.forward(x, None, weight, weight, EPSILON, centred=True)
+    _, _, mean, rstd = norm_launch.forward(x, None, weight, weight, EPSILON, centred=True)
     operands = (dy, None, x, weight, mean, rstd)
     first = backward_of(layer_norm, operands)
     for _ in range(2):
@@ -224,22 +219,22 @@ def training_forward_has_the_bits_of_serving():
     x, residual = draw(5, 500, torch.float16), draw(5, 500, torch.float16, 1)
     weight = draw(1, 500, torch.float16, 2)[0]
     for other in (None, residual):
-        y, total, _, _ = _norm_launch.forward(
+        y, total, _, _ = norm_launch.forward(
             x, other, weight, None, EPSILON, centred=False, tile=tile
         )
         served, updated = torch.empty_like(y), None if other is None else other.clone()
-        _rms_norm_launch.launch(tile, "same", x, weight, updated, EPSILON, served, None)
+        rms_norm_launch.launch(tile, "same", x, weight, updated, EPSILON, served, None)
         assert torch.equal(y, served)
         assert other is None or torch.equal(total, updated)
     gate, up = draw(5, 500, torch.float16, 3), draw(5, 500, torch.float16, 4)
     for form in FORMS:
-        y = _swiglu_launch.launch(gate, up, *form)
+        y = swiglu_launch.launch(gate, up, *form)
         served = torch.empty_like(y)
-        _silu_mul_launch.launch(tile, "same", torch.cat((gate, up), 1), *form, False, served, None)
+        silu_mul_launch.launch(tile, "same", torch.cat((gate, up), 1), *form, False, served, None)
         assert torch.equal(y, served)
     q, k, positions, cache = heads(9, 4, 2, 64, 64, torch.float16)
     turned = rope_train.launch(positions, q, k, cache, True, False)
-    _rope_launch.launch(FusedTile(1, 4, 1), positions, q, k, cache, True)
+    rope_launch.launch(FusedTile(1, 4, 1), positions, q, k, cache, True)
     assert torch.equal(turned[0], q)
     assert torch.equal(turned[1], k)
     return 2 + len(FORMS) + 1
@@ -268,33 +263,33 @@ def activation_shapes():
 
 def check_silu(dtype, M, N, tile):
     x, dy = draw(M, N, dtype, pad=3) * 3, draw(M, N, dtype, 1, 5)
-    y = _swiglu_launch.launch(x, None, 1.0, 0.0, None, tile)
-    gold = _swiglu_launch.silu_ref(x.double())
-    testing.assert_within_budget(y, gold, _swiglu_launch.silu_ref(x))
-    dx = _launch.empty(x.shape, dtype=dtype, device=x.device)
-    _swiglu_launch.launch_backward(dy, x, None, dx, None, (1.0, 0.0, None), tile=tile)
-    gold = _swiglu_launch.silu_backward_ref(*double(dy, x))
-    testing.assert_within_budget(dx, gold, _swiglu_launch.silu_backward_ref(dy, x))
+    y = swiglu_launch.launch(x, None, 1.0, 0.0, None, tile)
+    gold = swiglu_launch.silu_ref(x.double())
+    testing.assert_within_budget(y, gold, swiglu_launch.silu_ref(x))
+    dx = launcher.empty(x.shape, dtype=dtype, device=x.device)
+    swiglu_launch.launch_backward(dy, x, None, dx, None, (1.0, 0.0, None), tile=tile)
+    gold = swiglu_launch.silu_backward_ref(*double(dy, x))
+    testing.assert_within_budget(dx, gold, swiglu_launch.silu_backward_ref(dy, x))
 
 
 def check_swiglu(dtype, M, N, form, tile):
     x, dy = draw(M, 2 * N, dtype, pad=2) * 2, draw(M, N, dtype, 1, 5)
-    gate, up = _swiglu_launch.halves(x, False)
-    y = _swiglu_launch.launch(gate, up, *form, tile)
-    gold = _swiglu_launch.swiglu_ref(*double(gate, up), *form)
-    testing.assert_within_budget(y, gold, _swiglu_launch.swiglu_ref(gate, up, *form))
-    found = _swiglu_launch.launch_swiglu_backward(dy, gate, up, *form)
-    gold = _swiglu_launch.swiglu_backward_ref(*double(dy, gate, up), *form)
-    within(found, gold, _swiglu_launch.swiglu_backward_ref(dy, gate, up, *form))
+    gate, up = swiglu_launch.halves(x, False)
+    y = swiglu_launch.launch(gate, up, *form, tile)
+    gold = swiglu_launch.swiglu_ref(*double(gate, up), *form)
+    testing.assert_within_budget(y, gold, swiglu_launch.swiglu_ref(gate, up, *form))
+    found = swiglu_launch.launch_swiglu_backward(dy, gate, up, *form)
+    gold = swiglu_launch.swiglu_backward_ref(*double(dy, gate, up), *form)
+    within(found, gold, swiglu_launch.swiglu_backward_ref(dy, gate, up, *form))
     for interleaved in (False, True):
-        y = _swiglu_launch.launch_packed(x, *form, interleaved)
+        y = swiglu_launch.launch_packed(x, *form, interleaved)
         reference = silu_mul.silu_mul_ref(x, *form, interleaved)
         gold = silu_mul.silu_mul_ref(x.double(), *form, interleaved)
         testing.assert_within_budget(y, gold, reference)
         arguments = (*form, interleaved)
-        dx = _swiglu_launch.launch_swiglu_packed_backward(dy, x, *arguments)
-        reference = _swiglu_launch.swiglu_packed_backward_ref(dy, x, *arguments)
-        gold = _swiglu_launch.swiglu_packed_backward_ref(*double(dy, x), *arguments)
+        dx = swiglu_launch.launch_swiglu_packed_backward(dy, x, *arguments)
+        reference = swiglu_launch.swiglu_packed_backward_ref(dy, x, *arguments)
+        gold = swiglu_launch.swiglu_packed_backward_ref(*double(dy, x), *arguments)
         testing.assert_within_budget(dx, gold, reference)
 
 
@@ -303,10 +298,10 @@ def activation_extreme_values():
     x = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 88.0, 1e30, 7.0, 7.5]])
     ones = torch.ones_like(x)
     dx = torch.empty_like(x)
-    _swiglu_launch.launch_backward(ones, x, None, dx, None, (1.0, 0.0, None))
+    swiglu_launch.launch_backward(ones, x, None, dx, None, (1.0, 0.0, None))
     assert torch.allclose(dx, torch.tensor([[0.0, 0, 0.5, 0.5, 1, 1, 1.0054, 1.0036]]), atol=1e-3)
-    d_gate, d_up = _swiglu_launch.launch_swiglu_backward(ones, x, x, 1.702, 1.0, 7.0)
-    gold = _swiglu_launch.swiglu_backward_ref(*double(ones, x, x), 1.702, 1.0, 7.0)
+    d_gate, d_up = swiglu_launch.launch_swiglu_backward(ones, x, x, 1.702, 1.0, 7.0)
+    gold = swiglu_launch.swiglu_backward_ref(*double(ones, x, x), 1.702, 1.0, 7.0)
     assert torch.allclose(d_gate.double(), gold[0], atol=1e-4)
     assert torch.allclose(d_up.double(), gold[1], atol=1e-4)
     assert (d_gate[0, 5], d_gate[0, 7], d_up[0, 0], d_up[0, 7]) == (0, 0, 0, 0)
@@ -348,11 +343,11 @@ def empty_batches():
     weight = torch.ones(64, dtype=torch.float16)
     assert softmax.launch(x).shape == softmax.launch_backward(x, x).shape == (0, 64)
     for op, centred in ((layer_norm, True), (rms_norm_train, False)):
-        y, _, mean, rstd = _norm_launch.forward(x, None, weight, None, EPSILON, centred=centred)
+        y, _, mean, rstd = norm_launch.forward(x, None, weight, None, EPSILON, centred=centred)
         dx, dw, _ = backward_of(op, (x, None, x, weight, mean, rstd))
         assert y.shape == dx.shape == (0, 64)
         assert torch.equal(dw, torch.zeros(64, dtype=torch.float16))
-    assert _swiglu_launch.launch_swiglu_backward(x, x, x, 1.0, 0.0, None)[1].shape == (0, 64)
+    assert swiglu_launch.launch_swiglu_backward(x, x, x, 1.0, 0.0, None)[1].shape == (0, 64)
     q = torch.empty(0, 2, 64, dtype=torch.float16)
     positions, cache = torch.empty(0, dtype=torch.int64), torch.ones(4, 64, dtype=torch.float16)
     assert rope_train.launch(positions, q, q, cache, True, False)[0].shape == (0, 2, 64)
@@ -362,9 +357,9 @@ def empty_batches():
 def programs_outnumber_rows():
     """A persistent grid never has more programs than pieces: each would write a part."""
     tile = TrainingTile(4, 64, 1, per_sm=32)
-    assert _training_tiles.programs(tile, 2, torch.device("cpu")) == 2
+    assert training_tiles.programs(tile, 2, torch.device("cpu")) == 2
     x, dy, weight = (draw(M, 64, torch.float32, M) for M in (5, 5, 1))
-    _, _, _, rstd = _norm_launch.forward(x, None, weight[0], None, EPSILON, centred=False)
+    _, _, _, rstd = norm_launch.forward(x, None, weight[0], None, EPSILON, centred=False)
     operands = (dy, None, x, weight[0], None, rstd)
     found = backward_of(rms_norm_train, operands, tile)[:2]
     gold, reference = (reference_of(rms_norm_train, o) for o in (double(*operands), operands))
@@ -378,19 +373,19 @@ def sums_of_two_gradients():
     count = 0
     for one in (kinds[0], None):
         for two in (kinds[1], None):
-            found = _norm_launch.column_sums(parts, (one, two))
+            found = norm_launch.column_sums(parts, (one, two))
             for sums, part, dtype in zip(found, parts, (one, two), strict=True):
                 assert (sums is None) == (dtype is None)
                 if sums is not None:
                     gold = part.double().sum(dim=0)
                     testing.assert_within_budget(sums, gold, part.sum(dim=0).to(dtype))
                     count += 1
-    assert _norm_launch.column_sums([None, parts[1]], kinds)[0] is None
+    assert norm_launch.column_sums([None, parts[1]], kinds)[0] is None
     return count
 
 
 def main(names):
-    with mock.patch.object(_launch, "empty", testing._empty_nan):
+    with mock.patch.object(launcher, "empty", testing._empty_nan):
         for name in names:
             print(name, globals()[name]())
 

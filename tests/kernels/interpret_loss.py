@@ -10,21 +10,22 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import _launch, testing
+from taut_kernels import testing
+from taut_kernels.launch import launcher
 from taut_kernels.loss import (
-    _block_softmax,
-    _divergence,
-    _linear_divergence,
-    _logit_cut,
-    _row_softmax,
-    _row_weights,
+    block_softmax,
     gradient_scale,
     linear_cross_entropy,
+    linear_divergence,
+    logit_cut,
+    row_softmax,
+    row_weights,
 )
-from taut_kernels.loss._divergence import Divergence
-from taut_kernels.loss._reduction import row_scale
-from taut_kernels.loss._row_softmax import Objective
-from taut_kernels.tiles_loss import LossTile
+from taut_kernels.loss import divergence as loss_divergence
+from taut_kernels.loss.divergence import Divergence
+from taut_kernels.loss.reduction import row_scale
+from taut_kernels.loss.row_softmax import Objective
+from taut_kernels.loss.tiles import LossTile
 
 DTYPES = (torch.float16, torch.float32)
 # M, V, tile: one step; a partial last step; as many columns as steps hold; one column; long rows.
@@ -81,14 +82,14 @@ def assert_within_budget(actual, gold, reference, logits):
 def check_rows(logits, target, objective, scale, tile, *, grad="new"):
     """Hold loss, lse and gradient of one call to the budget; `grad` names where it goes."""
     gold_grad, reference_grad = nan_like(logits.double()), nan_like(logits)
-    gold = _row_softmax.cross_entropy_ref(
+    gold = row_softmax.cross_entropy_ref(
         logits.double(), target, objective, scale.double(), gold_grad
     )
-    reference = _row_softmax.cross_entropy_ref(logits, target, objective, scale, reference_grad)
+    reference = row_softmax.cross_entropy_ref(logits, target, objective, scale, reference_grad)
     logits = logits.clone() if grad == "over" else logits
     out = {"new": nan_like(logits).contiguous(), "over": logits, "none": None}[grad]
     factors = None if out is None else scale
-    found = _row_softmax.launch(logits, target, objective, factors, out, tile=tile)
+    found = row_softmax.launch(logits, target, objective, factors, out, tile=tile)
     source = gold[1] if grad == "over" else logits  # the logits are gone
     for triple in zip(found, gold, reference, strict=True):
         assert_within_budget(*triple, source)
@@ -108,8 +109,8 @@ def cross_entropy_rows():
                     count += 1
                 # The gradient alone, from the lse of the call before.
                 again, wanted = nan_like(logits), nan_like(logits)
-                _row_softmax.launch(logits, target, objective, scale, again, lse, tile)
-                _row_softmax.launch(logits, target, objective, scale, wanted, tile=tile)
+                row_softmax.launch(logits, target, objective, scale, again, lse, tile)
+                row_softmax.launch(logits, target, objective, scale, wanted, tile=tile)
                 # Between fp32 lse in a register and in memory there is one rounding.
                 assert torch.allclose(again, wanted, rtol=1e-5, atol=1e-6)
                 count += 1
@@ -137,7 +138,7 @@ def cross_entropy_ignored_and_impossible_targets():
     target[1], target[2], target[4], target[6] = -100, 300, -1, 2**40
     logits[1, 5] = float("inf")
     grad = nan_like(logits)
-    losses, lse = _row_softmax.launch(
+    losses, lse = row_softmax.launch(
         logits, target, Objective(), scale, grad, tile=LossTile(128, 4, 2)
     )
     assert losses.isnan().tolist() == [False, False, True, False, True, False, True]
@@ -167,7 +168,7 @@ def cross_entropy_adversarial_values():
     logits = base.clone()
     logits[0], logits[1, 3], logits[2, 3] = minus, float("inf"), float("nan")
     grad = nan_like(logits)
-    losses, _ = _row_softmax.launch(
+    losses, _ = row_softmax.launch(
         logits, target, Objective(), scale, grad, tile=LossTile(128, 4, 2)
     )
     wanted = torch.nn.functional.cross_entropy(logits, target, reduction="none")
@@ -186,17 +187,17 @@ def divergence_rows():
             for divergence in DIVERGENCES:
                 golds = [x.double() for x in (student, teacher)]
                 gold_grad, reference_grad = nan_like(golds[0]), nan_like(student)
-                gold = _divergence.divergence_ref(
+                gold = loss_divergence.divergence_ref(
                     *golds, keep, divergence, scale.double(), gold_grad
                 )
-                reference = _divergence.divergence_ref(
+                reference = loss_divergence.divergence_ref(
                     student, teacher, keep, divergence, scale, reference_grad
                 )
                 over, z = student.clone(), student / divergence.temperature
-                found = _divergence.launch(over, teacher, keep, divergence, scale, over, tile)
+                found = loss_divergence.launch(over, teacher, keep, divergence, scale, over, tile)
                 assert_within_budget(found, gold, reference, student / divergence.temperature)
                 assert_within_budget(over, gold_grad, reference_grad, z)
-                alone = _divergence.launch(student, teacher, keep, divergence, tile=tile)
+                alone = loss_divergence.launch(student, teacher, keep, divergence, tile=tile)
                 assert_within_budget(alone, gold, reference, student / divergence.temperature)
                 count += 1
     return count
@@ -213,8 +214,10 @@ def divergence_of_impossible_tokens():
         if divergence.form == "reverse_kl":
             continue  # infinite where the teacher rules a token out
         grad, wanted_grad = nan_like(student), nan_like(student)
-        wanted = _divergence.divergence_ref(student, teacher, keep, divergence, scale, wanted_grad)
-        found = _divergence.launch(
+        wanted = loss_divergence.divergence_ref(
+            student, teacher, keep, divergence, scale, wanted_grad
+        )
+        found = loss_divergence.launch(
             student, teacher, keep, divergence, scale, grad, LossTile(128, 4, 2)
         )
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
@@ -230,19 +233,19 @@ def blocks_of_the_vocabulary():
         for objective in OBJECTIVES:
             target[3] = objective.ignore_index
             for columns in (77, 300):
-                known = _block_softmax.Statistics(5, torch.float32, logits.device)
+                known = block_softmax.Statistics(5, torch.float32, logits.device)
                 for start in range(0, 300, columns):
                     part = logits[:, start : start + columns]
-                    _block_softmax.launch_statistics(part, target, known.values, start, objective)
+                    block_softmax.launch_statistics(part, target, known.values, start, objective)
                 losses, lse = known.finish(target, objective, 300)
                 grad = nan_like(logits)
                 for start in range(0, 300, columns):
                     part = slice(start, start + columns)
-                    _block_softmax.launch_gradient(
+                    block_softmax.launch_gradient(
                         logits[:, part], grad[:, part], target, scale, lse, start, 300, objective
                     )
                 wanted_grad = nan_like(logits)
-                wanted = _row_softmax.launch(
+                wanted = row_softmax.launch(
                     logits, target, objective, scale, wanted_grad, tile=LossTile(128, 4, 2)
                 )
                 assert torch.allclose(losses, wanted[0], rtol=1e-5, atol=1e-5)
@@ -259,15 +262,15 @@ def blocks_of_impossible_targets():
     for dtype in DTYPES:
         logits, target, scale = draw(7, V, dtype)
         target[1], target[2], target[4], target[6] = -100, V, -1, 2**32 + 5
-        known = _block_softmax.Statistics(7, torch.float32, logits.device)
+        known = block_softmax.Statistics(7, torch.float32, logits.device)
         for start in range(0, V, columns):
             part = logits[:, start : start + columns]
-            _block_softmax.launch_statistics(part, target, known.values, start, Objective())
+            block_softmax.launch_statistics(part, target, known.values, start, Objective())
         losses, lse = known.finish(target, Objective(), V)
         grad = nan_like(logits)
         for start in range(0, V, columns):
             part = slice(start, start + columns)
-            _block_softmax.launch_gradient(
+            block_softmax.launch_gradient(
                 logits[:, part], grad[:, part], target, scale, lse, start, V, Objective()
             )
         assert losses.isnan().tolist() == [False, False, True, False, True, False, True]
@@ -276,7 +279,7 @@ def blocks_of_impossible_targets():
         assert grad[[2, 4, 6]].isnan().all()
         good = [0, 3, 5]
         wanted_grad = nan_like(logits[good])
-        wanted, _ = _row_softmax.launch(
+        wanted, _ = row_softmax.launch(
             logits[good], target[good], Objective(), scale[good], wanted_grad
         )
         assert torch.allclose(losses[good], wanted, rtol=1e-5, atol=1e-5)
@@ -302,14 +305,14 @@ def check_linear(operands, cut):
     wants = [True, True, projection[2] is not None]
     options = (-100, 0.1, 1e-3, 10.0, "mean", *cut, cut[1] == 7)
     run = linear_cross_entropy._linear_cross_entropy
-    found = run(_logit_cut.TRITON, *operands, *options, False, wants)
+    found = run(logit_cut.TRITON, *operands, *options, False, wants)
     wide = [None if t is None else t.double() for t in projection]
-    gold = run(_logit_cut.TORCH, *wide, target, *options, False, wants)
-    reference = run(_logit_cut.TORCH, *operands, *options, False, wants)
+    gold = run(logit_cut.TORCH, *wide, target, *options, False, wants)
+    reference = run(logit_cut.TORCH, *operands, *options, False, wants)
     for triple in zip(found, gold, reference, strict=True):
         testing.assert_within_budget(*triple)
     again = linear_cross_entropy._linear_cross_entropy_backward(
-        _logit_cut.TRITON, torch.tensor(1.0), found[1], *operands, *options, wants
+        logit_cut.TRITON, torch.tensor(1.0), found[1], *operands, *options, wants
     )
     for triple in zip(again, gold[2:], reference[2:], strict=True):
         testing.assert_within_budget(*triple)
@@ -317,7 +320,7 @@ def check_linear(operands, cut):
 
 def linear_cross_entropies():
     count = 0
-    with mock.patch.object(_launch, "empty", testing._empty_nan):
+    with mock.patch.object(launcher, "empty", testing._empty_nan):
         for dtype in DTYPES:
             for M, H, V, with_bias in ((20, 8, 150, False), (6, 24, 97, True)):
                 operands = linear_operands(M, H, V, dtype, with_bias)
@@ -329,7 +332,7 @@ def linear_cross_entropies():
 
 def linear_divergences():
     count = 0
-    with mock.patch.object(_launch, "empty", testing._empty_nan):
+    with mock.patch.object(launcher, "empty", testing._empty_nan):
         for dtype in DTYPES:
             x, weight, bias, target = linear_operands(20, 8, 150, dtype, True)
             teacher = linear_operands(20, 12, 150, torch.float16, False)
@@ -337,12 +340,12 @@ def linear_divergences():
             for form, beta in (("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3)):
                 wants = [True] * 3
                 options = (keep, form, 2.0, beta, "mean", 7, dtype is torch.float16, wants)
-                run = _linear_divergence._linear_divergence
+                run = linear_divergence._linear_divergence
                 student = (x, weight, bias)
-                found = run(_divergence.launch, *student, *teacher[:3], *options)
+                found = run(loss_divergence.launch, *student, *teacher[:3], *options)
                 wide = [None if t is None else t.double() for t in (*student, *teacher[:3])]
-                gold = run(_divergence.divergence_ref, *wide, *options)
-                reference = run(_divergence.divergence_ref, *student, *teacher[:3], *options)
+                gold = run(loss_divergence.divergence_ref, *wide, *options)
+                reference = run(loss_divergence.divergence_ref, *student, *teacher[:3], *options)
                 for triple in zip(found, gold, reference, strict=True):
                     testing.assert_within_budget(*triple)
                 count += 1
@@ -355,12 +358,12 @@ def empty_batches():
     for cut in (("tokens", 0), ("vocabulary", 0)):
         options = (-100, 0.0, 0.0, 0.0, "mean", *cut, False, False, [True, True, False])
         loss, _, grad_x, grad_weight, _ = linear_cross_entropy._linear_cross_entropy(
-            _logit_cut.TRITON, none, weight, None, target, *options
+            logit_cut.TRITON, none, weight, None, target, *options
         )
         assert loss == 0
         assert grad_x.shape == (0, 8)
         assert torch.equal(grad_weight, weight)
-    losses, _ = _row_softmax.launch(torch.zeros(0, 9), target, Objective())
+    losses, _ = row_softmax.launch(torch.zeros(0, 9), target, Objective())
     assert losses.shape == (0,)
     return 2
 
@@ -378,17 +381,17 @@ def scaling():
 
 
 def weights_of_rows():
-    shapes = (1, 100, _row_weights.BLOCK + 3, 2 * _row_weights.BLOCK)
+    shapes = (1, 100, row_weights.BLOCK + 3, 2 * row_weights.BLOCK)
     for M in shapes:
         generator = torch.Generator().manual_seed(M)
         losses = torch.randn(M, generator=generator)
         for share in (0.0, 0.5, 1.0):  # of rows that do not count
             target = torch.where(torch.rand(M, generator=generator) < share, -100, 7)
             for reduction in ("mean", "sum"):
-                weights = _row_weights.launch_row_weights(target, -100, mean=reduction == "mean")
+                weights = row_weights.launch_row_weights(target, -100, mean=reduction == "mean")
                 counts = target != -100
                 assert torch.equal(weights, row_scale(counts, reduction, torch.float32))
-                total = _row_weights.launch_weighted_sum(losses, weights)
+                total = row_weights.launch_weighted_sum(losses, weights)
                 gold = (losses.double() * weights).sum()
                 assert abs(total - gold) <= 1e-6 * (losses * weights).abs().sum()
     return len(shapes)

@@ -11,11 +11,11 @@ import torch
 
 from taut_kernels import testing
 from taut_kernels.primitives import convolution, gemm, pooling, reduction, transposition
-from taut_kernels.primitives._conv2d_launch import Window, why_not_blocks
-from taut_kernels.primitives._conv2d_tiles import ConvTile
-from taut_kernels.primitives._gemm_tiles import GemmTile
-from taut_kernels.primitives._reduce_tiles import ReduceTile
-from taut_kernels.primitives._transpose_tiles import TransposeTile
+from taut_kernels.primitives.conv2d_launch import Window, why_not_blocks
+from taut_kernels.primitives.conv2d_tiles import ConvTile
+from taut_kernels.primitives.gemm_tiles import GemmTile
+from taut_kernels.primitives.reduce_tiles import ReduceTile
+from taut_kernels.primitives.transpose_tiles import TransposeTile
 
 FLOATS = (torch.float16, torch.float32)
 GEMM = [

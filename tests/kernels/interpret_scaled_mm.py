@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 
 from taut_kernels import testing
-from taut_kernels.gemm import _scaled_mm_launch, fp8
-from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
+from taut_kernels.gemm.scaled_mm import dispatch as scaled_mm_launch
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 
 RING = ScaledMmTile("ring", 16, 64, 64, 4, 3)
 SPLIT = ScaledMmTile("ring", 32, 64, 64, 4, 3, split_k=3)
@@ -30,10 +31,10 @@ AWKWARD = [
 
 
 def check(case: ScaledMmCase, tile: ScaledMmTile) -> None:
-    launch = _scaled_mm_launch.launch
+    launch = scaled_mm_launch.launch
     operands = case.operands()
     if case.op == "fp8_gemm" and fp8.is_block_wise(case.weight, case.weight_scale):
-        launch = _scaled_mm_launch.launch_block
+        launch = scaled_mm_launch.launch_block
     elif case.op == "fp8_gemm":
         operands = (*operands[:4], None, None, *operands[4:])
     with testing.nan_poison():
@@ -56,7 +57,7 @@ def e4m3_is_right() -> int:
     x.view(torch.uint8)[:, 3] = values.view(torch.uint8)
     one = torch.ones(1)
     # fp32 results, which only the interpreter's caller asks for: nothing is rounded.
-    y = _scaled_mm_launch.launch(RING, x, weight, one, one, None, None, None, None, torch.float32)
+    y = scaled_mm_launch.launch(RING, x, weight, one, one, None, None, None, None, torch.float32)
     assert torch.equal(y, values.float()[:, None] * values.float()[None, :])
     return count
 
@@ -148,7 +149,7 @@ def strided_and_offset_inputs() -> int:
     for x, weight in views:
         for tile in (RING, SPLIT):
             with testing.nan_poison():
-                actual = _scaled_mm_launch.launch(tile, x, weight, *case.operands()[2:])
+                actual = scaled_mm_launch.launch(tile, x, weight, *case.operands()[2:])
             assert torch.equal(actual, case.reference())
     return len(views)
 
@@ -158,7 +159,7 @@ def empty_batch() -> int:
         case = make_scaled_mm_case(op, 0, 32, 64)
         zeros = (None, None)
         operands = (*case.operands()[:4], *zeros, *case.operands()[-3:])
-        assert _scaled_mm_launch.launch(RING, *operands).shape == (0, 32)
+        assert scaled_mm_launch.launch(RING, *operands).shape == (0, 32)
     return 2
 
 

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from taut_kernels import _launch
+from taut_kernels.launch import launcher
 
 
 class Driver:
@@ -49,8 +49,8 @@ class Compiler:
     def __init__(self) -> None:
         self.forms: list[str] = []
         self._used: set[JITFunction[Any]] = set()
-        self._kept: dict[_launch.Form, Compiled] = {}
-        self._known: list[_launch.Form] = []
+        self._kept: dict[launcher.Form, Compiled] = {}
+        self._known: list[launcher.Form] = []
 
     def __call__(self, kernel: JITFunction[Any], key: Any) -> Compiled:
         self.forms.append(f"{kernel._fn_name.rpartition('.')[2]} {key}")
@@ -83,13 +83,13 @@ class Compiler:
         """Note each form that keeps what was compiled: a look at all of them takes a millisecond,
         which the launches between two looks do not take.
         """
-        keep = _launch.Form._keep
+        keep = launcher.Form._keep
 
-        def keep_and_note(form: _launch.Form, compiled: Any) -> None:
+        def keep_and_note(form: launcher.Form, compiled: Any) -> None:
             keep(form, compiled)
             self._known.append(form)
 
-        _launch.Form._keep = keep_and_note
+        launcher.Form._keep = keep_and_note
 
 
 def pretend_hopper() -> Compiler:
@@ -98,6 +98,6 @@ def pretend_hopper() -> Compiler:
     compiler = Compiler()
     compiler.note_what_is_known()
     JITFunction._do_compile = lambda self, key, *rest: compiler(self, key)
-    _launch.capability = lambda device: (9, 0)
-    _launch.multiprocessors = lambda device: 132
+    launcher.capability = lambda device: (9, 0)
+    launcher.multiprocessors = lambda device: 132
     return compiler

@@ -11,9 +11,9 @@ import os
 
 import pytest
 
-from taut_kernels import aot
-from taut_kernels.gemm import w4a16_wgmma
-from taut_kernels.tiles_wgmma import WgmmaTile
+from taut_kernels.gemm.w4a16 import portable as w4a16_wgmma
+from taut_kernels.gemm.w4a16.lookup import WgmmaTile
+from taut_kernels.instruments import aot
 
 EVERY = int(os.environ.get("TAUT_AOT_EVERY", "5"))
 """1 compiles all of some 1,700, as `make aot` does: 12 minutes of a core, 30 of an old one."""

@@ -9,21 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from emulator import gluon, hopper
 from triton import knobs
 
-from taut_kernels import (
-    _assembler,
-    _launch,
-    aot,
-    testing_gluon,
-    testing_gluon_hopper,
-    tiles_scaled_mm_tile,
-)
-from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
-from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
-from taut_kernels.gemm._scaled_mm_launch import launch_block
-from taut_kernels.testing_scaled_mm import make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
+from taut_kernels.gemm.scaled_mm import blocks_hopper as fp8_block_hopper
+from taut_kernels.gemm.scaled_mm import tile as tiles_scaled_mm_tile
+from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
+from taut_kernels.gemm.scaled_mm.blocks_tall_kernel import fp8_block_tall_kernel
+from taut_kernels.gemm.scaled_mm.dispatch import launch_block
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.instruments import aot
+from taut_kernels.launch import assembler as launch_assembler
+from taut_kernels.launch import launcher
+from taut_kernels.testing.scaled_mm import make_scaled_mm_case
 
 Brought = Callable[[str, str], tuple[str, str]]
 
@@ -48,9 +46,9 @@ def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Brought
 
 def test_the_newer_of_the_same_major_version_assembles(brought: Brought) -> None:
     usual, newer = brought("12.8", "12.10")
-    with _assembler.newest_ptxas():
+    with launch_assembler.newest_ptxas():
         assert knobs.nvidia.ptxas.path == newer
-        with _assembler.newest_ptxas():
+        with launch_assembler.newest_ptxas():
             assert knobs.nvidia.ptxas.path == newer
     assert knobs.nvidia.ptxas.path == usual
 
@@ -58,21 +56,21 @@ def test_the_newer_of_the_same_major_version_assembles(brought: Brought) -> None
 @pytest.mark.parametrize("other", ["12.8", "12.7", "13.4"])
 def test_one_that_is_no_newer_or_wants_newer_drivers_does_not(other: str, brought: Brought) -> None:
     usual, _ = brought("12.8", other)
-    with _assembler.newest_ptxas():
+    with launch_assembler.newest_ptxas():
         assert knobs.nvidia.ptxas.path == usual
 
 
 def test_a_path_of_the_users_stays(brought: Brought, monkeypatch: pytest.MonkeyPatch) -> None:
     usual, _ = brought("12.8", "12.9")
     monkeypatch.setenv("TRITON_PTXAS_PATH", usual)
-    with _assembler.newest_ptxas():
+    with launch_assembler.newest_ptxas():
         assert knobs.nvidia.ptxas.path == usual
     assert os.environ["TRITON_PTXAS_PATH"] == usual
 
 
 def test_what_raises_inside_leaves_the_usual_one(brought: Brought) -> None:
     usual, _ = brought("12.8", "12.9")
-    with pytest.raises(KeyError), _assembler.newest_ptxas():
+    with pytest.raises(KeyError), launch_assembler.newest_ptxas():
         raise KeyError
     assert knobs.nvidia.ptxas.path == usual
 
@@ -84,9 +82,9 @@ def test_variants_are_compiled_by_what_their_launcher_takes() -> None:
         for v in scaled_mm_variants.kernel_variants()
         if v.tile.kernel == "blocks"
     }
-    assert set(chosen.values()) == {_assembler.newest_ptxas}
+    assert set(chosen.values()) == {launch_assembler.newest_ptxas}
     for tile in tiles_scaled_mm_tile.tiles_of_blocks():
-        assert chosen[tile.block_m] is _fp8_block_hopper.launcher(tile).assembler
+        assert chosen[tile.block_m] is fp8_block_hopper.launcher(tile).assembler
     entered = []
 
     @contextmanager
@@ -105,8 +103,8 @@ def test_nothing_is_assembled_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError("asked for")
         yield
 
-    kernel = testing_gluon.OnNumPy(fp8_block_tall_kernel, testing_gluon_hopper.run)
-    monkeypatch.setattr(_fp8_block_hopper, "_tall", _launch.Launcher(kernel, assembler))
+    kernel = gluon.OnNumPy(fp8_block_tall_kernel, hopper.run)
+    monkeypatch.setattr(fp8_block_hopper, "_tall", launcher.Launcher(kernel, assembler))
     case = make_scaled_mm_case("fp8_gemm", 3, 8, 16, scaling="block")
     tile = ScaledMmTile("blocks", 256, 128, 128, 4, 4)
     operands = (case.x, case.weight, case.x_scale, case.weight_scale, None, case.arrivals)

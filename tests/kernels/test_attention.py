@@ -10,8 +10,9 @@ import torch
 import triton
 
 from taut_kernels import testing
-from taut_kernels.attention import _reference, prefill
-from taut_kernels.attention.prefill import attention
+from taut_kernels.attention import reference as attention_reference
+from taut_kernels.attention.prefill import op as prefill
+from taut_kernels.attention.prefill.op import attention
 
 INTERPRET = Path(__file__).with_name("interpret_attention.py")
 interpreter = pytest.mark.skipif(
@@ -61,7 +62,9 @@ def test_reference_matches_the_formula(
         draw(2, count_k, 2, 8, seed=1).double(),
         draw(2, count_k, 2, 8, seed=2).double(),
     )
-    o, lse = _reference.attention_ref(q, k, v, None, None, count_q, count_k, causal, window, 0.3)
+    o, lse = attention_reference.attention_ref(
+        q, k, v, None, None, count_q, count_k, causal, window, 0.3
+    )
     assert testing.max_error(o, formula(q, k, v, causal, window, 0.3)) < 1e-12
     assert lse.shape == (2, 4, count_q)
 
@@ -80,8 +83,8 @@ def test_reference_gradient_is_autograds(
     wanted = torch.autograd.grad(formula_graph(*inputs, causal, window), inputs, do)
     q, k, v = (x.detach() for x in inputs)
     settings = (None, None, count_q, count_k, causal, window, 0.3)
-    o, lse = _reference.attention_ref(q, k, v, *settings)
-    found = _reference.attention_backward_ref(do, q, k, v, o, lse, *settings)
+    o, lse = attention_reference.attention_ref(q, k, v, *settings)
+    found = attention_reference.attention_backward_ref(do, q, k, v, o, lse, *settings)
     for ours, right in zip(found, wanted, strict=True):
         assert testing.max_error(ours, right) < 1e-12
 
@@ -109,7 +112,7 @@ def formula_graph(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, window: int
 ) -> torch.Tensor:
     """The same in operations that autograd follows; a query that sees no key gives 0."""
-    seen = _reference.seen_keys(q.shape[1], k.shape[1], causal, window)
+    seen = attention_reference.seen_keys(q.shape[1], k.shape[1], causal, window)
     group = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bthd,bnhd->bhtn", q, keys) * 0.3
@@ -289,9 +292,9 @@ def test_empty_batches_and_sequences(shape: tuple[int, ...]) -> None:
 
 
 def test_variants_cover_every_form() -> None:
-    from taut_kernels.attention import variants
+    from taut_kernels.attention.prefill import variants as attention_variants
 
-    found = list(variants.kernel_variants())
+    found = list(attention_variants.kernel_variants())
     assert len(found) == len({(v.label, v.tile, v.targets) for v in found})
     for target in ("sm_80", "sm_90"):
         labels = [v.label for v in found if target in v.targets]
@@ -311,17 +314,21 @@ def check_on_gpu(
     settings = (None, None, count_q, count_k, causal, window, dim**-0.5)
     with testing.nan_poison():
         o, lse = torch.ops.taut.attention(q, k, v, *settings)
-    reference, reference_lse = _reference.attention_ref(q, k, v, *settings)
+    reference, reference_lse = attention_reference.attention_ref(q, k, v, *settings)
     doubles = (q.double(), k.double(), v.double())
-    gold, gold_lse = _reference.attention_ref(*doubles, *settings)
+    gold, gold_lse = attention_reference.attention_ref(*doubles, *settings)
     testing.assert_within_budget(o, gold, reference)
     assert torch.allclose(lse.double(), gold_lse, atol=1e-3)
     with testing.nan_poison():
         args = (do, q, k, v, o, lse, *settings)
         found = torch.ops.taut.attention_backward(*args)
     again = torch.ops.taut.attention_backward(*args)
-    wanted = _reference.attention_backward_ref(do, q, k, v, reference, reference_lse, *settings)
-    right = _reference.attention_backward_ref(do.double(), *doubles, gold, gold_lse, *settings)
+    wanted = attention_reference.attention_backward_ref(
+        do, q, k, v, reference, reference_lse, *settings
+    )
+    right = attention_reference.attention_backward_ref(
+        do.double(), *doubles, gold, gold_lse, *settings
+    )
     for ours, repeated, theirs, exact in zip(found, again, wanted, right, strict=True):
         testing.assert_within_budget(ours, exact, theirs)
         assert torch.equal(ours, repeated)

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import hopper
 
-from taut_kernels import _launch, testing, testing_gluon_hopper
-from taut_kernels.attention import _prefill_hopper, _reference, _tiles
-from taut_kernels.attention._arguments import padded_dim
-from taut_kernels.attention._call import Settings
-from taut_kernels.attention._prefill_hopper_jit import attention_hopper_kernel
-from taut_kernels.attention._tiles import HopperTile
-from taut_kernels.attention.prefill import attention
-from taut_kernels.bench.attention_candidates import hopper_candidates
+from taut_kernels import testing
+from taut_kernels.attention import reference as attention_reference
+from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.attention.arguments import padded_dim
+from taut_kernels.attention.prefill import hopper as prefill_hopper
+from taut_kernels.attention.prefill.call import Settings
+from taut_kernels.attention.prefill.hopper_kernel import attention_hopper_kernel
+from taut_kernels.attention.prefill.op import attention
+from taut_kernels.attention.tiles import HopperTile
+from taut_kernels.launch import launcher
+from tuning.attention_candidates import hopper_candidates
 
 HALVES = partial(torch.zeros, dtype=torch.float16)
 SMALL, LARGE = HopperTile(64, 3), HopperTile(128, 2)
@@ -31,16 +35,16 @@ class OnNumPy:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps == 4
             named = dict(zip(self.arg_names, arguments, strict=False)) | constants
-            testing_gluon_hopper.run(attention_hopper_kernel, grid[0], named)
+            hopper.run(attention_hopper_kernel, grid[0], named)
 
         return launch
 
 
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_prefill_hopper, "_forward", _launch.Launcher(OnNumPy()))
+    monkeypatch.setattr(prefill_hopper, "_forward", launcher.Launcher(OnNumPy()))
     # Divides no number of tiles below: the last turn has programs without one.
-    monkeypatch.setattr(_launch, "multiprocessors", lambda _: 7)
+    monkeypatch.setattr(launcher, "multiprocessors", lambda _: 7)
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -50,13 +54,15 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float16) -> torch.Te
 def check(tile: HopperTile, q: Any, k: Any, v: Any, settings: Settings) -> None:
     """Hold the kernel to the error budget, with every output poisoned before."""
     with testing.nan_poison():
-        o = _launch.empty(q.shape, dtype=q.dtype, device=q.device)
+        o = launcher.empty(q.shape, dtype=q.dtype, device=q.device)
         shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        lse = _launch.empty(shape, dtype=torch.float32, device=q.device)
-        _prefill_hopper.launch(tile, q, k, v, o, lse, settings)
+        lse = launcher.empty(shape, dtype=torch.float32, device=q.device)
+        prefill_hopper.launch(tile, q, k, v, o, lse, settings)
     q, k, v = (x.nan_to_num() for x in (q, k, v))
-    reference, _ = _reference.attention_ref(q, k, v, *settings)
-    gold, gold_lse = _reference.attention_ref(q.double(), k.double(), v.double(), *settings)
+    reference, _ = attention_reference.attention_ref(q, k, v, *settings)
+    gold, gold_lse = attention_reference.attention_ref(
+        q.double(), k.double(), v.double(), *settings
+    )
     testing.assert_within_budget(o, gold, reference)
     assert torch.allclose(lse.double(), gold_lse, atol=1e-3)
 
@@ -107,9 +113,9 @@ def test_packed_sequences_on_numpy_do_not_see_each_other(tile: HopperTile, causa
 
 
 def test_a_barrier_nobody_completes_is_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testing_gluon_hopper, "PATIENCE", 0.05)
-    barrier = testing_gluon_hopper.Barriers(1).index(0)
-    testing_gluon_hopper._initialise(barrier, 2)
+    monkeypatch.setattr(hopper, "PATIENCE", 0.05)
+    barrier = hopper.Barriers(1).index(0)
+    hopper._initialise(barrier, 2)
     barrier.arrive(1)
     with pytest.raises(RuntimeError, match="deadlock"):
         barrier.wait(0)
@@ -136,9 +142,9 @@ def test_takes_what_tma_reads(
     arguments: dict[str, Any] = {name: HALVES(2, 8, 2, 64) for name in "qkv"} | change
     queries, window = arguments.pop("max_q", 512), arguments.pop("window", 0)
     settings = Settings(None, None, queries, 8, True, window, 1.0)
-    assert not _prefill_hopper.serves(**arguments, settings=settings)
-    monkeypatch.setattr(_launch, "is_hopper", lambda _: True)
-    assert _prefill_hopper.serves(**arguments, settings=settings) == served
+    assert not prefill_hopper.serves(**arguments, settings=settings)
+    monkeypatch.setattr(launcher, "is_hopper", lambda _: True)
+    assert prefill_hopper.serves(**arguments, settings=settings) == served
 
 
 @pytest.mark.gpu(capability=(9, 0))
@@ -154,7 +160,7 @@ def test_gpu_runs_every_candidate(tile: HopperTile, causal: bool) -> None:
 @pytest.mark.gpu(capability=(9, 0))
 @pytest.mark.parametrize("dim", [64, 96, 256])
 def test_gpu_runs_the_other_dimensions_packed(dim: int) -> None:
-    check_packed(_tiles.forward_hopper(None, padded_dim(dim)), True, dim, "cuda")
+    check_packed(attention_tiles.forward_hopper(None, padded_dim(dim)), True, dim, "cuda")
 
 
 @pytest.mark.gpu(capability=(9, 0))
@@ -165,10 +171,12 @@ def test_gpu_computes_what_tma_cannot_read_with_the_plain_kernel(dim: int, causa
         draw(2, 600, 2, dim + 1, seed=n, dtype=torch.bfloat16).cuda()[..., :dim] for n in (1, 2, 3)
     )
     settings = Settings(None, None, 600, 600, causal, 0, 0.1)
-    assert not _prefill_hopper.serves(q, k, v, settings)
+    assert not prefill_hopper.serves(q, k, v, settings)
     o, lse = torch.ops.taut.attention(q, k, v, *settings)
-    reference, _ = _reference.attention_ref(q, k, v, *settings)
-    gold, gold_lse = _reference.attention_ref(q.double(), k.double(), v.double(), *settings)
+    reference, _ = attention_reference.attention_ref(q, k, v, *settings)
+    gold, gold_lse = attention_reference.attention_ref(
+        q.double(), k.double(), v.double(), *settings
+    )
     testing.assert_within_budget(o, gold, reference)
     assert torch.allclose(lse.double(), gold_lse, atol=1e-3)
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import hopper
 
-from taut_kernels import _launch, testing, testing_gluon_hopper
-from taut_kernels.attention import _backward_hopper, _reference
-from taut_kernels.attention._backward_hopper_keys_jit import key_gradients_hopper_kernel
-from taut_kernels.attention._backward_hopper_queries_jit import query_gradients_hopper_kernel
-from taut_kernels.attention._call import Settings
+from taut_kernels import testing
+from taut_kernels.attention import reference
+from taut_kernels.attention.prefill import hopper_backward as backward_hopper
+from taut_kernels.attention.prefill.call import Settings
+from taut_kernels.attention.prefill.hopper_keys_kernel import key_gradients_hopper_kernel
+from taut_kernels.attention.prefill.hopper_queries_kernel import query_gradients_hopper_kernel
+from taut_kernels.launch import launcher
 
 
 class OnNumPy:
@@ -26,7 +29,7 @@ class OnNumPy:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps == 4
             named = dict(zip(self.arg_names, arguments, strict=False)) | constants
-            testing_gluon_hopper.run(self.kernel, grid[0], named)
+            hopper.run(self.kernel, grid[0], named)
 
         return launch
 
@@ -37,9 +40,9 @@ def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_key_gradients", key_gradients_hopper_kernel),
         ("_query_gradients", query_gradients_hopper_kernel),
     ):
-        monkeypatch.setattr(_backward_hopper, name, _launch.Launcher(OnNumPy(kernel)))
+        monkeypatch.setattr(backward_hopper, name, launcher.Launcher(OnNumPy(kernel)))
     # Divides no number of tiles below: the last turn has programs without one.
-    monkeypatch.setattr(_launch, "multiprocessors", lambda _: 7)
+    monkeypatch.setattr(launcher, "multiprocessors", lambda _: 7)
 
 
 def draw(
@@ -51,14 +54,14 @@ def draw(
 def check(do: Any, q: Any, k: Any, v: Any, settings: Settings, used: tuple[int, int]) -> None:
     """Hold the gradients of the rows in use to the error budget, all of them poisoned before."""
     clean = [x.nan_to_num() for x in (do, q, k, v)]
-    o, lse = _reference.attention_ref(*clean[1:], *settings)
+    o, lse = reference.attention_ref(*clean[1:], *settings)
     delta = (o.float() * clean[0].float()).sum(-1).transpose(-1, -2).contiguous()
     with testing.nan_poison():
-        found = _backward_hopper.launch(do, q, k, v, lse, delta, settings)
-    plain = _reference.attention_backward_ref(*clean, o, lse, *settings)
+        found = backward_hopper.launch(do, q, k, v, lse, delta, settings)
+    plain = reference.attention_backward_ref(*clean, o, lse, *settings)
     doubles = [x.double() for x in clean]
-    gold_o, gold_lse = _reference.attention_ref(*doubles[1:], *settings)
-    gold = _reference.attention_backward_ref(*doubles, gold_o, gold_lse, *settings)
+    gold_o, gold_lse = reference.attention_ref(*doubles[1:], *settings)
+    gold = reference.attention_backward_ref(*doubles, gold_o, gold_lse, *settings)
     for ours, theirs, exact, rows in zip(found, plain, gold, (*used, used[1]), strict=True):
         part = slice(0, rows)
         testing.assert_within_budget(ours[part], exact[part], theirs[part])
@@ -123,22 +126,22 @@ def test_packed_sequences_on_numpy_do_not_see_each_other(causal: bool) -> None:
 def test_takes_heads_of_128_and_gradients_that_tma_reads(
     dim: int, gap: int, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_launch, "is_hopper", lambda _: True)
+    monkeypatch.setattr(launcher, "is_hopper", lambda _: True)
     q = torch.zeros(2, 8, 2, dim, dtype=torch.float16)
     do = torch.zeros(2, 8, 2, dim + gap, dtype=torch.float16)[..., :dim]
     settings = Settings(None, None, 512, 8, True, 0, 1.0)
-    assert _backward_hopper.serves(do, q, q, q, settings) == served
+    assert backward_hopper.serves(do, q, q, q, settings) == served
 
 
 def test_takes_no_call_without_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_launch, "is_hopper", lambda _: True)
+    monkeypatch.setattr(launcher, "is_hopper", lambda _: True)
     q = torch.zeros(512, 2, 128, dtype=torch.float16)
     bounds = torch.tensor([0, 512], dtype=torch.int32)
     served = Settings(bounds, bounds, 512, 512, True, 0, 1.0)
-    assert _backward_hopper.serves(q, q, q, q, served)
-    assert not _backward_hopper.serves(q, q, q, q, served._replace(max_k=0))
+    assert backward_hopper.serves(q, q, q, q, served)
+    assert not backward_hopper.serves(q, q, q, q, served._replace(max_k=0))
     nothing = served._replace(cu_q=bounds[:1], cu_k=bounds[:1])
-    assert not _backward_hopper.serves(q, q, q, q, nothing)
+    assert not backward_hopper.serves(q, q, q, q, nothing)
 
 
 @pytest.mark.gpu(capability=(9, 0))
@@ -153,7 +156,7 @@ def test_gpu_programs_of_many_tiles_give_the_bits_of_one_tile_each(
     settings = (None, None, 700, 700, causal, 0, 0.1)
     found = []
     for programs in (1000, 5, 2):
-        monkeypatch.setattr(_launch, "multiprocessors", lambda _, count=programs: count)
+        monkeypatch.setattr(launcher, "multiprocessors", lambda _, count=programs: count)
         o, lse = torch.ops.taut.attention(q, k, v, *settings)
         gradients = torch.ops.taut.attention_backward(do, q, k, v, o, lse, *settings)
         found.append((o, lse, *gradients))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from taut_kernels.attention._reference import seen_keys
+from taut_kernels.attention.reference import seen_keys
 from taut_kernels.instruments.attention_work import ATTENTION_WORK, seen_pairs
 from taut_kernels.instruments.counters import count
 from taut_kernels.instruments.errors import InstrumentError

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from taut_kernels import testing
-from taut_kernels.attention.decode import paged_decode
-from taut_kernels.attention.prefill import attention
-from taut_kernels.gemm import w4a16_dense
-from taut_kernels.gemm.fp8 import fp8_gemm
-from taut_kernels.gemm.w4a16 import w4a16_gemm
-from taut_kernels.loss._projection import add_product
+from taut_kernels.attention.decode.op import paged_decode
+from taut_kernels.attention.prefill.op import attention
+from taut_kernels.gemm.scaled_mm.op_fp8 import fp8_gemm
+from taut_kernels.gemm.w4a16 import dense as w4a16_dense
+from taut_kernels.gemm.w4a16.op import w4a16_gemm
 from taut_kernels.loss.cross_entropy import cross_entropy
+from taut_kernels.loss.projection import add_product
 from taut_kernels.primitives.convolution import conv2d
 from taut_kernels.primitives.gemm import matmul
 

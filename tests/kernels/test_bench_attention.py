@@ -10,19 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.attention import _tiles
-from taut_kernels.bench import (
-    attention,
-    attention_candidates,
-    attention_cases,
-    attention_rivals,
-    plots,
-    report,
-    timing,
-    tune_attention,
-)
-from taut_kernels.bench.attention_cases import DecodeGate, PromptGate, Shape, make_cached
-from taut_kernels.bench.fused_rivals import UnavailableError
+from taut_bench import attention, attention_cases, attention_rivals, plots, report
+from taut_bench.attention_cases import DecodeGate, PromptGate, Shape, make_cached
+from taut_bench.fused_rivals import UnavailableError
+from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.instruments import timing
+from tuning import attention_candidates, tune_attention
 
 no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 RATES = attention.Rates(707e12, 4.24e12)
@@ -136,14 +129,17 @@ def test_candidates_are_many_and_distinct() -> None:
         list(attention_candidates.decode_candidates(2)),
     ):
         assert 15 <= len(tiles) == len(set(tiles)) <= 60
-    tile = _tiles.DecodeTile(16, 1, 4, 4, 256)
+    tile = attention_tiles.DecodeTile(16, 1, 4, 4, 256)
     assert attention_candidates.resident(tile, 2) == 7  # 28 KiB and the system's, of 228
     assert tile in attention_candidates.splits_candidates(tile)
 
 
 def test_table_rows_hold_the_fastest_and_can_be_read() -> None:
-    slow, fast = _tiles.AttentionTile(64, 64, 4, 2), _tiles.AttentionTile(128, 64, 8, 3)
-    cached = _tiles.DecodeTile(32, 4, 3, 4, 256)
+    slow, fast = (
+        attention_tiles.AttentionTile(64, 64, 4, 2),
+        attention_tiles.AttentionTile(128, 64, 8, 3),
+    )
+    cached = attention_tiles.DecodeTile(32, 4, 3, 4, 256)
     results = [
         tune_attention.Result("forward", 16, "large", 9.0, slow),
         tune_attention.Result("forward", 16, "large", 7.0, fast),
@@ -152,7 +148,7 @@ def test_table_rows_hold_the_fastest_and_can_be_read() -> None:
     import json
 
     document = {"gpu": "card", "source": "", "rows": tune_attention.table_rows(results)}
-    tiles = _tiles.parse_table(json.dumps(document), "table.json").tiles
+    tiles = attention_tiles.parse_table(json.dumps(document), "table.json").tiles
     assert tiles == {
         ("forward", 128, 2, "large"): fast,
         ("decode", 128, 1, "small"): cached,
@@ -163,9 +159,12 @@ def test_table_rows_hold_the_fastest_and_can_be_read() -> None:
 def test_tuning_leaves_wrong_tiles_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good, bad = _tiles.DecodeTile(16, 1, 2, 4, 256), _tiles.DecodeTile(32, 1, 2, 4, 256)
+    good, bad = (
+        attention_tiles.DecodeTile(16, 1, 2, 4, 256),
+        attention_tiles.DecodeTile(32, 1, 2, 4, 256),
+    )
 
-    def launch(tile: _tiles.DecodeTile, q: torch.Tensor, *caches: Any) -> torch.Tensor:
+    def launch(tile: attention_tiles.DecodeTile, q: torch.Tensor, *caches: Any) -> torch.Tensor:
         *caches, settings = caches
         o: torch.Tensor = torch.ops.taut.paged_decode(q, *caches, *settings)
         return o * 2 if tile == bad else o
@@ -238,7 +237,7 @@ def test_what_no_graph_holds_is_a_note_and_ours_an_error(monkeypatch: pytest.Mon
 def test_tuning_runs_from_candidates_to_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def launch(tile: _tiles.DecodeTile, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def launch(tile: attention_tiles.DecodeTile, q: torch.Tensor, *rest: Any) -> torch.Tensor:
         *caches, settings = rest
         o: torch.Tensor = torch.ops.taut.paged_decode(q, *caches, *settings)
         return o
@@ -250,6 +249,6 @@ def test_tuning_runs_from_candidates_to_a_table(
     one = {size: list(attention_candidates.decode_candidates(size))[:1] for size in (1, 2)}
     monkeypatch.setattr(tune_attention, "decode_candidates", one.__getitem__)
     assert tune_attention.main(["--output", str(tmp_path), "--kernel", "decode"]) == 0
-    table = _tiles.parse_table((tmp_path / "table.json").read_text(), "table.json")
+    table = attention_tiles.parse_table((tmp_path / "table.json").read_text(), "table.json")
     assert len(table.tiles) == 4
     assert "WRONG" not in capsys.readouterr().out

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _early_start, tiles_fused
-from taut_kernels.bench import decode_chain, other_tiles, report
-from taut_kernels.bench.decoder_layer import FORMS, PRODUCTS, Step, _in_form
-from taut_kernels.bench.timing import Timing
-from taut_kernels.fused import _rms_norm_launch, rms_norm
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
+from taut_bench import decode_chain, other_tiles, report
+from taut_bench.decoder_layer import FORMS, PRODUCTS, Step, _in_form
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.instruments.timing import Timing
+from taut_kernels.launch import early_start
+from taut_kernels.norm import rms_norm, rms_norm_launch
+from taut_kernels.rowwise import tiles as tiles_fused
 
 STEP = Step("fp8", 16, 192, 1024)
 
@@ -43,7 +44,7 @@ def test_late_starts_hold_inside_alone() -> None:
 
     assert early()
     with decode_chain.late_starts():
-        assert _early_start.EARLY_TOKENS == 0
+        assert early_start.EARLY_TOKENS == 0
         assert not early()
     assert early()
 
@@ -68,14 +69,14 @@ def test_an_op_runs_with_the_other_tile(monkeypatch: pytest.MonkeyPatch) -> None
     def prepared(tile: tiles_fused.FusedTile, *_: Any) -> None:
         used.append(str(tile))
 
-    monkeypatch.setattr(_rms_norm_launch, "_prepared", prepared)
+    monkeypatch.setattr(rms_norm_launch, "_prepared", prepared)
     x = torch.zeros(4, 512)
     _, tile = other_tiles.parse("rms_norm=2x256/2w")
     for tiles in ({}, {"rms_norm": tile}, {}):
         with other_tiles.instead(tiles):
             rms_norm._launch_rms_norm(x, None, None, 1e-6)
     assert used[0] == used[2] != used[1] == "2x256/2w"
-    _rms_norm_launch.plan.cache_clear()
+    rms_norm_launch.plan.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from taut_kernels.bench import engine_profile
+from taut_bench import engine_profile
 
 
 def kernel(name: str, start: float, us: float, launch: int) -> dict[str, Any]:

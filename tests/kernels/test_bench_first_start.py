@@ -11,9 +11,9 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import _compile_ahead
-from taut_kernels.bench import first_start
-from taut_kernels.bench.first_start import Row
+from taut_bench import first_start
+from taut_bench.first_start import Row
+from taut_kernels.launch import compile_ahead
 
 FACTS = "Measured with a fake."
 
@@ -21,9 +21,7 @@ FACTS = "Measured with a fake."
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first_start.main(["--output", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        "error: taut_kernels.bench.first_start needs a CUDA device\n"
-    )
+    assert capsys.readouterr().err == ("error: taut_bench.first_start needs a CUDA device\n")
 
 
 @pytest.mark.parametrize("given", ["0", "1,-2", "many"])
@@ -50,7 +48,7 @@ def test_counts_what_each_warm_up_compiled(monkeypatch: pytest.MonkeyPatch) -> N
             triton.knobs.runtime.jit_post_compile_hook(key="k", repr="r")
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", None)
-    monkeypatch.setattr(_compile_ahead, "THREADS", 1)
+    monkeypatch.setattr(compile_ahead, "THREADS", 1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     warm_ups = {"products": lambda: compiles(3), "decode attention": lambda: compiles(1)}
     monkeypatch.setattr(first_start, "_warm_ups", lambda device: warm_ups)
@@ -60,7 +58,7 @@ def test_counts_what_each_warm_up_compiled(monkeypatch: pytest.MonkeyPatch) -> N
         (8, "decode attention", 1),
     ]
     assert all(r.seconds >= 0 for r in rows)
-    assert _compile_ahead.THREADS == 8
+    assert compile_ahead.THREADS == 8
 
 
 def test_each_number_of_compilers_has_a_process_and_an_empty_cache(

@@ -11,26 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import tiles_fused
-from taut_kernels.bench import (
-    fused,
-    fused_cases,
-    fused_report,
-    fused_rivals,
-    report,
-    timing,
-    tune_fused,
-)
-from taut_kernels.bench.fused_cases import FORMS, Call, Form, Operands, bytes_moved
-from taut_kernels.tiles_fused import FusedTile
+from taut_bench import fused, fused_cases, fused_report, fused_rivals, report
+from taut_bench.fused_cases import FORMS, Call, Form, Operands, bytes_moved
+from taut_kernels.instruments import timing
+from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.rowwise.tiles import FusedTile
+from tuning import tune_fused
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("more", [[], ["--tune"]])
+@pytest.mark.parametrize("command", [fused, tune_fused])
 def test_without_a_gpu_the_command_says_so(
-    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fused.main(["--output", str(tmp_path), *more]) == 2
+    assert command.main(["--output", str(tmp_path)]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
 
 
@@ -182,7 +176,7 @@ def test_gpt_oss_takes_the_tiles_of_silu_mul(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tune_fused, "run", lambda widths, *_: tuned.append(set(widths)) or 0)
     for more in ([], ["--form", "gpt_oss"]):
-        assert fused.main(["--output", str(tmp_path), "--tune", *more]) == 0
+        assert tune_fused.main(["--output", str(tmp_path), *more]) == 0
     everything, asked = tuned
     assert asked == {"gpt_oss"}
     assert everything == {name for name in FORMS if "gpt_oss" not in name}

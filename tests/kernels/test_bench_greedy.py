@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from taut_kernels.bench import engine_checkpoint, greedy
-from taut_kernels.bench import report as bench_report
-from taut_kernels.bench.greedy import Comparison, chance_of_as_many, compare
+from taut_bench import engine_checkpoint, greedy
+from taut_bench import report as bench_report
+from taut_bench.greedy import Comparison, chance_of_as_many, compare
 
 
 def test_a_pair_is_compared_up_to_its_first_difference() -> None:

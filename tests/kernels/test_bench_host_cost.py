@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, _triton_launch
-from taut_kernels.bench import (
+from taut_bench import (
     fused_cases,
     host_cost,
     host_cost_parts,
     scaled_mm_layer,
-    timing,
     w4a16_layer,
     w4a16_rivals,
 )
-from taut_kernels.bench.host_cost_parts import PARTS, Case
-from taut_kernels.fused import silu_mul
-from taut_kernels.gemm import fp8, w4a16, w8a8
+from taut_bench.host_cost_parts import PARTS, Case
+from taut_kernels.activation import silu_mul
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.instruments import timing
+from taut_kernels.launch import launcher, triton_abi
 
 STREAM = 55
 NUMBERS = itertools.count()
@@ -45,21 +47,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What C functions were given."""
     calls: list[tuple[Any, ...]] = []
 
-    def route(compiled: Any) -> _triton_launch.Route:
-        return _triton_launch.Route(lambda *given: calls.append(given), ("fixed",), packed=True)
+    def route(compiled: Any) -> triton_abi.Route:
+        return triton_abi.Route(lambda *given: calls.append(given), ("fixed",), packed=True)
 
-    monkeypatch.setattr(_triton_launch, "route", route)
-    monkeypatch.setattr(_launch, "_current_stream", lambda: lambda device: STREAM)
+    monkeypatch.setattr(triton_abi, "route", route)
+    monkeypatch.setattr(launcher, "_current_stream", lambda: lambda device: STREAM)
     return calls
 
 
 def doubling(launches: int, results: int) -> Case:
     """Return a case of an op that launches and returns some of what it allocates."""
-    kernel = _launch.Launcher(Jit())
+    kernel = launcher.Launcher(Jit())
 
     def function(x: torch.Tensor) -> Any:
-        scratch = _launch.empty((7,), dtype=torch.float32, device=x.device)
-        made = [_launch.empty((3, 4), dtype=x.dtype, device=x.device) for _ in range(results)]
+        scratch = launcher.empty((7,), dtype=torch.float32, device=x.device)
+        made = [launcher.empty((3, 4), dtype=x.dtype, device=x.device) for _ in range(results)]
         for y in [*made, scratch][:launches]:
             kernel("key", (1, 2, 3), (x, y), (x.shape[0],), lambda: ({"BLOCK": 64}, {}))
         return tuple(made) if results > 1 else made[0] if made else None
@@ -79,13 +81,13 @@ def test_each_part_does_its_part(
     found = host_cost_parts.parts(case)
     assert list(found) == [part for part in PARTS if results or part != "with allocations"]
     asked: list[tuple[int, ...]] = []
-    empty = _launch.empty
+    empty = launcher.empty
 
     def counted(shape: tuple[int, ...], **named: Any) -> torch.Tensor:
         asked.append(shape)
         return empty(shape, **named)
 
-    monkeypatch.setattr(_launch, "empty", counted)
+    monkeypatch.setattr(launcher, "empty", counted)
     does = {}
     for part, call in found.items():
         launched.clear()

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from taut_kernels.bench import loss, report, timing
-from taut_kernels.bench.fused_rivals import UnavailableError
-from taut_kernels.bench.loss_cases import KERNELS, OPS, SHAPES, Operands, Shape, kernels_of
+from taut_bench import loss, report
+from taut_bench.fused_rivals import UnavailableError
+from taut_bench.loss_cases import KERNELS, OPS, SHAPES, Operands, Shape, kernels_of
+from taut_kernels.instruments import timing
 
 BAR = Shape("linear_cross_entropy", 8192, 2304, 256000)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from taut_kernels.bench import plots
+from taut_bench import plots
 
-RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-21-h200"
+RESULTS = Path(__file__).with_name("runs") / "2026-11-21-h200"
 PNG = b"\x89PNG\r\n"
 
 
@@ -106,5 +106,5 @@ def test_without_matplotlib_the_benchmark_says_how_to_draw_later(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = plots.draw_or_say(_copy("w4a16.csv", tmp_path))
     assert said.startswith("no plot: ")
-    assert said.endswith("python -m taut_kernels.bench.plots w4a16.csv")
+    assert said.endswith("python -m taut_bench.plots w4a16.csv")
     assert not (tmp_path / "w4a16.png").exists()

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from taut_kernels.bench import primitives, primitives_cases, report, timing, tune_primitives
-from taut_kernels.bench.primitives_cases import PARTS, Case, Subjects
-from taut_kernels.bench.tune_primitives_jobs import BUCKETS, jobs_of, row_of
-from taut_kernels.primitives import _conv2d_tiles, _gemm_tiles
+from taut_bench import primitives, primitives_cases, report
+from taut_bench.primitives_cases import PARTS, Case, Subjects
+from taut_kernels.instruments import timing
+from taut_kernels.primitives import conv2d_tiles, gemm_tiles
+from tuning import tune_primitives
+from tuning.tune_primitives_jobs import BUCKETS, jobs_of, row_of
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -105,10 +107,10 @@ def test_winners_make_tables_that_are_read_back(
     }
     tune_primitives.write_tables(rows, tmp_path)
     text = (tmp_path / "gemm-h100-80gb-hbm3.json").read_text()
-    products = _gemm_tiles.parse(text, "gemm")
+    products = gemm_tiles.parse(text, "gemm")
     assert json.loads(text)["gpu"] == products.gpu == "NVIDIA H100 80GB HBM3"
     assert [limit for limit, _ in products.buckets[4096, 4096]] == list(BUCKETS.values())
-    layers = _conv2d_tiles.parse((tmp_path / "conv2d-h100-80gb-hbm3.json").read_text(), "conv2d")
+    layers = conv2d_tiles.parse((tmp_path / "conv2d-h100-80gb-hbm3.json").read_text(), "conv2d")
     assert [limit for limit, _ in layers.buckets[64, 64, 3, 3, 56, 56]] == [64, None]
 
 

@@ -12,23 +12,24 @@ import pytest
 import torch
 from torch.nn import functional
 
-from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_rule
-from taut_kernels.bench import (
+from taut_bench import (
     plots,
     report,
     scaled_mm,
     scaled_mm_layer,
     scaled_mm_quantised,
     scaled_mm_rivals,
-    timing,
-    tune_scaled_mm,
 )
-from taut_kernels.bench import scaled_mm_block_rivals as block_rivals
-from taut_kernels.bench.scaled_mm_layer import KINDS, OUT_DTYPE, Layer, make_layer
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.gemm import fp8
-from taut_kernels.testing_scaled_mm import ScaledMmCase
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
+from taut_bench import scaled_mm_block_rivals as block_rivals
+from taut_bench.scaled_mm_layer import KINDS, OUT_DTYPE, Layer, make_layer
+from taut_bench.shapes import PRODUCTS
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm import rule as tiles_scaled_mm_rule
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.instruments import timing
+from taut_kernels.testing.scaled_mm import ScaledMmCase
+from tuning import tune_scaled_mm
 
 N, K, M = 272, 400, 9
 

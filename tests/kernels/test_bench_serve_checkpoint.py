@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from taut_kernels.bench import engine_checkpoint, serve_checkpoint
+from taut_bench import engine_checkpoint, serve_checkpoint
 
 
 def test_a_text_of_known_words_comes_back(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from taut_kernels.bench import shapes, visit
+from taut_bench import shapes
+from tuning import visit
 
 CHILD = """
 import subprocess, sys, time

@@ -14,26 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import formats, tiles_decode, tiles_wgmma
-from taut_kernels.bench import (
-    measured_table,
-    plots,
-    report,
-    shapes,
-    timing,
-    tune_w4a16_decode,
-    tune_w4a16_wgmma,
-    w4a16,
-    w4a16_format,
-    w4a16_known_tiles,
-    w4a16_rivals,
-)
-from taut_kernels.bench.w4a16_format import DTYPES, Format
-from taut_kernels.bench.w4a16_layer import Layer, empty_weight, make_layer
-from taut_kernels.gemm import w4a16_launch
-from taut_kernels.gemm.w4a16 import w4a16_gemm_ref
-from taut_kernels.tiles_decode import DecodeTile
-from taut_kernels.tiles_decode_ring import token_tiles
+from taut_bench import plots, report, shapes, w4a16, w4a16_format, w4a16_rivals
+from taut_bench.w4a16_format import DTYPES, Format
+from taut_bench.w4a16_layer import Layer, empty_weight, make_layer
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16 import disk as formats
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16.decode_ring_tile import token_tiles
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
+from taut_kernels.instruments import timing
+from tuning import measured_table, tune_w4a16_decode, tune_w4a16_wgmma, w4a16_known_tiles
 
 N, K, ROWS = 48, 256, 20
 FORMATS = [

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import measured_scaled_mm, tiles_scaled_mm
-from taut_kernels.measured_scaled_mm import MeasuredTable
-from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import Bucket, ScaledMmTable
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import verdict as measured_scaled_mm
+from taut_kernels.gemm.scaled_mm.lookup import Bucket, ScaledMmTable
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.gemm.scaled_mm.verdict import MeasuredTable
+from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.vllm_plugin import block_scaled_mm_op as op
 
 needs_vllm = pytest.mark.skipif(
@@ -76,7 +77,7 @@ def test_verdicts_behind_the_quantisation_choose_the_kernel(
     M: int, always: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
-    monkeypatch.setattr(op._launch, "gpu_name", lambda device: GPU)
+    monkeypatch.setattr(op.launcher, "gpu_name", lambda device: GPU)
     monkeypatch.setattr(op, "launch_block", lambda *a: called.append("ours"))
     monkeypatch.setattr(op, "_vllm", lambda *a: called.append("vLLM"))
     op._dispatch(*_operands(case_of(M), always))
@@ -144,7 +145,7 @@ class Rest(L.CutlassFp8BlockScaledMMKernel):
     def is_supported(cls, compute_capability=None):
         return True, None
     def apply_block_scaled_mm(self, A, B, As, Bs):
-        from taut_kernels.gemm.fp8 import fp8_gemm_ref
+        from taut_kernels.gemm.scaled_mm.op_fp8 import fp8_gemm_ref
         return fp8_gemm_ref(A, B, As, Bs, None, None, torch.bfloat16)
 
 here = block_scaled_mm.current_platform

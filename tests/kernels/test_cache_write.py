@@ -10,12 +10,13 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import _early_start
-from taut_kernels.attention import cache_write as cw
-from taut_kernels.attention import cache_write_variants, decode
-from taut_kernels.attention.cache_write import cache_write
-from taut_kernels.fused import _rms_norm_launch
-from taut_kernels.tiles_fused import FusedTile
+from taut_kernels.attention.cache_write import op as cw
+from taut_kernels.attention.cache_write import variants as cache_write_variants
+from taut_kernels.attention.cache_write.op import cache_write
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.launch import early_start
+from taut_kernels.norm import rms_norm_launch
+from taut_kernels.rowwise.tiles import FusedTile
 
 INTERPRET = Path(__file__).with_name("interpret_cache_write.py")
 interpreter = pytest.mark.skipif(
@@ -387,7 +388,7 @@ def test_gpu_graph_of_kernels_that_start_early_follows_its_data(
 ) -> None:
     """rms_norm → cache_write → paged_decode → rms_norm, which must wait for each other."""
     if not early:
-        monkeypatch.setattr(_early_start, "EARLY_TOKENS", 0)
+        monkeypatch.setattr(early_start, "EARLY_TOKENS", 0)
     sequences, heads, dim, page, most = 16, 8, 128, 16, 512
     pages = sequences * most // page
     hopper = torch.cuda.get_device_capability() == (9, 0)
@@ -409,11 +410,11 @@ def test_gpu_graph_of_kernels_that_start_early_follows_its_data(
     o = torch.empty_like(q)
 
     def run() -> None:
-        _rms_norm_launch.launch(tile, "same", x, weight, None, 1e-6, new, None)
+        rms_norm_launch.launch(tile, "same", x, weight, None, 1e-6, new, None)
         cw.launch(k, v, *found, slots, *scales)
         decode.decode_into(o, q, *found, settings)
         flat = o.view(sequences, heads * dim)
-        _rms_norm_launch.launch(tile, "same", flat, weight, None, 1e-6, out, None)
+        rms_norm_launch.launch(tile, "same", flat, weight, None, 1e-6, out, None)
 
     run()
     torch.cuda.synchronize()
@@ -431,7 +432,7 @@ def test_gpu_graph_of_kernels_that_start_early_follows_its_data(
         graph.replay()
         torch.cuda.synchronize()
         normed = torch.empty_like(new)
-        _rms_norm_launch.launch(late, "same", x, weight, None, 1e-6, normed, None)
+        rms_norm_launch.launch(late, "same", x, weight, None, 1e-6, normed, None)
         keys, values = normed.view(2, sequences, heads, dim).unbind()
         cw.cache_write_ref(keys, values, *wanted, slots, *scales)
         for mine, reference in zip(found, wanted, strict=True):
@@ -441,6 +442,6 @@ def test_gpu_graph_of_kernels_that_start_early_follows_its_data(
         assert torch.equal(o, again)
         last = torch.empty_like(out)
         flat = again.view(sequences, heads * dim)
-        _rms_norm_launch.launch(late, "same", flat, weight, None, 1e-6, last, None)
+        rms_norm_launch.launch(late, "same", flat, weight, None, 1e-6, last, None)
         assert torch.equal(out, last)
         assert not arrivals.any()

@@ -9,9 +9,11 @@ import torch
 import triton
 from triton.runtime import _async_compile
 
-from taut_kernels import _assembler, _compile_ahead, _launch, testing
-from taut_kernels.gemm import w4a16_launch
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.launch import assembler as launch_assembler
+from taut_kernels.launch import compile_ahead, launcher
 
 GRID = (1, 1, 1)
 
@@ -41,42 +43,44 @@ def constants() -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def several_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compile_ahead, "THREADS", 2)
-    monkeypatch.setattr(_launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(compile_ahead, "THREADS", 2)
+    monkeypatch.setattr(launcher, "_current_device", lambda: 0)
 
 
 def test_a_form_is_asked_for_with_its_own_arguments_and_launched_afterwards() -> None:
     jit, x = Jit(), torch.zeros(64)
-    form = _launch.Form(jit, 0)
+    form = launcher.Form(jit, 0)
 
     def run() -> str:
         form(GRID, (x,), (5,), constants)
         return "ran"
 
-    assert _compile_ahead.warmed_up(run) == "ran"
+    assert compile_ahead.warmed_up(run) == "ran"
     named = {"BLOCK": 64, "num_warps": 4}
     assert jit.seen == [("asked", GRID, (x, 5), named), ("launched", GRID, (x, 5), named)]
-    assert not _compile_ahead.active
+    assert not compile_ahead.active
 
 
 def test_nothing_compiled_is_launched_meanwhile() -> None:
     jit, x = Jit(), torch.zeros(64)
-    form = _launch.Form(jit, 0)
+    form = launcher.Form(jit, 0)
     form._compiled = object()  # its launch would fail
-    with _compile_ahead._asking():
+    with compile_ahead._asking():
         form(GRID, (x,), (5,), constants)
     assert not jit.seen
 
 
 @pytest.mark.parametrize(
-    ("device", "assembler"), [(-1, None), (0, _assembler.newest_ptxas)], ids=["CPU", "assembler"]
+    ("device", "assembler"),
+    [(-1, None), (0, launch_assembler.newest_ptxas)],
+    ids=["CPU", "assembler"],
 )
 def test_what_the_interpreter_or_another_assembler_takes_is_not_asked_for(
     device: int, assembler: Any
 ) -> None:
     jit = Jit()
-    form = _launch.Form(jit, device, *(() if assembler is None else (assembler,)))
-    with _compile_ahead._asking():
+    form = launcher.Form(jit, device, *(() if assembler is None else (assembler,)))
+    with compile_ahead._asking():
         form(GRID, (torch.zeros(64),), (5,), constants)
     assert not jit.seen
 
@@ -86,29 +90,29 @@ def test_an_error_ends_it() -> None:
         raise RuntimeError("no such layer")
 
     with pytest.raises(RuntimeError, match="no such layer"):
-        _compile_ahead.warmed_up(run)
-    assert not _compile_ahead.active
+        compile_ahead.warmed_up(run)
+    assert not compile_ahead.active
     assert _async_compile.active_mode.get() is None
 
 
 @pytest.mark.parametrize("why", ["one core", "no such mode", "inside"])
 def test_runs_once_where_it_would_bring_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "one core":
-        monkeypatch.setattr(_compile_ahead, "THREADS", 1)
+        monkeypatch.setattr(compile_ahead, "THREADS", 1)
     elif why == "inside":
-        monkeypatch.setattr(_compile_ahead, "active", True)
+        monkeypatch.setattr(compile_ahead, "active", True)
     else:
         monkeypatch.delattr(triton, "AsyncCompileMode")
     calls: list[int] = []
-    _compile_ahead.warmed_up(lambda: calls.append(1))
+    compile_ahead.warmed_up(lambda: calls.append(1))
     assert calls == [1]
 
 
 def test_of_layers_alike_the_first_alone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compile_ahead, "_seen", set())
+    monkeypatch.setattr(compile_ahead, "_seen", set())
     calls: list[bool] = []
     for alike in ("a", "a", "b", None, None):
-        _compile_ahead.warmed_up(lambda: calls.append(_compile_ahead.active), alike)
+        compile_ahead.warmed_up(lambda: calls.append(compile_ahead.active), alike)
     assert calls == [True, False, False, True, False, True, False, True, False]
 
 
@@ -122,7 +126,7 @@ def test_gpu_the_second_run_compiles_nothing(
     monkeypatch.setattr(
         triton.knobs.runtime,
         "jit_post_compile_hook",
-        lambda **named: compiled.append(_compile_ahead.active or not named["is_manual_warmup"]),
+        lambda **named: compiled.append(compile_ahead.active or not named["is_manual_warmup"]),
     )
     # 13 chunks: no other test has these forms.
     case = testing.make_w4a16_case(48, 128, 832, 64, dtype=torch.bfloat16, device="cuda")
@@ -135,7 +139,7 @@ def test_gpu_the_second_run_compiles_nothing(
     def run() -> list[torch.Tensor]:
         return [w4a16_launch.launch(tile, *operands) for tile in tiles]
 
-    for actual in _compile_ahead.warmed_up(run):
+    for actual in compile_ahead.warmed_up(run):
         testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
     assert len(compiled) == len(tiles)
     assert not any(compiled), "each form was compiled ahead"

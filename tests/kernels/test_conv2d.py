@@ -12,9 +12,9 @@ import torch
 import triton
 
 from taut_kernels import testing
-from taut_kernels.primitives import _conv2d_tiles, conv2d, convolution
-from taut_kernels.primitives._conv2d_launch import Window, why_not_blocks
-from taut_kernels.primitives._conv2d_tiles import ConvTile
+from taut_kernels.primitives import conv2d, conv2d_tiles, convolution
+from taut_kernels.primitives.conv2d_launch import Window, why_not_blocks
+from taut_kernels.primitives.conv2d_tiles import ConvTile
 
 INTERPRET = Path(__file__).with_name("interpret_primitives.py")
 interpreter = pytest.mark.skipif(
@@ -120,7 +120,7 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
 def test_pixel_blocks_leave_little_outside(
     sizes: tuple[int, int, int], pixels: int, expected: tuple[int, int, int]
 ) -> None:
-    assert _conv2d_tiles.pixel_block(*sizes, pixels) == expected
+    assert conv2d_tiles.pixel_block(*sizes, pixels) == expected
 
 
 def table(**change: Any) -> str:
@@ -132,12 +132,12 @@ def table(**change: Any) -> str:
 
 
 def test_table_is_looked_up_by_layer_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = _conv2d_tiles.parse(table(), "conv2d-card.json")
-    monkeypatch.setattr(_conv2d_tiles, "tables", lambda: {"card": parsed})
-    lookup, layer = _conv2d_tiles.lookup.__wrapped__, (64, 64, 3, 3, 56, 56)
+    parsed = conv2d_tiles.parse(table(), "conv2d-card.json")
+    monkeypatch.setattr(conv2d_tiles, "tables", lambda: {"card": parsed})
+    lookup, layer = conv2d_tiles.lookup.__wrapped__, (64, 64, 3, 3, 56, 56)
     assert lookup("card", 32, layer).num_stages == 4
     assert lookup("card", 33, layer).num_stages == 3
-    assert lookup("card", 33, (64, 64, 3, 3, 56, 57)) == _conv2d_tiles.rule(
+    assert lookup("card", 33, (64, 64, 3, 3, 56, 57)) == conv2d_tiles.rule(
         33, (64, 64, 3, 3, 56, 57)
     )
     for change, message in (
@@ -146,7 +146,7 @@ def test_table_is_looked_up_by_layer_and_bucket(monkeypatch: pytest.MonkeyPatch)
         ({"tile": {"pixels": 3}}, "conv2d-card.json: C=64 K=64"),
     ):
         with pytest.raises(ValueError, match=message):
-            _conv2d_tiles.parse(table(**change), "conv2d-card.json")
+            conv2d_tiles.parse(table(**change), "conv2d-card.json")
 
 
 # N, C, H, W, K, R, S, stride, padding, dilation

@@ -11,10 +11,10 @@ import triton
 from torch.nn import functional
 
 from taut_kernels import testing
-from taut_kernels.loss import _row_softmax
-from taut_kernels.loss._row_softmax import Objective
+from taut_kernels.loss import row_softmax
 from taut_kernels.loss.cross_entropy import cross_entropy
 from taut_kernels.loss.modules import CrossEntropyLoss
+from taut_kernels.loss.row_softmax import Objective
 
 INTERPRET = Path(__file__).with_name("interpret_loss.py")
 interpreter = pytest.mark.skipif(
@@ -304,13 +304,13 @@ def test_gpu_kernel_matches_reference(
     objective = Objective(**named)
     scale = torch.rand(shape[0], device="cuda")
     gold_grad, reference_grad = torch.empty_like(logits.double()), torch.empty_like(logits)
-    gold = _row_softmax.cross_entropy_ref(
+    gold = row_softmax.cross_entropy_ref(
         logits.double(), target, objective, scale.double(), gold_grad
     )
-    reference = _row_softmax.cross_entropy_ref(logits, target, objective, scale, reference_grad)
+    reference = row_softmax.cross_entropy_ref(logits, target, objective, scale, reference_grad)
     grad = torch.full_like(logits, float("nan"))
     with testing.nan_poison():
-        found = _row_softmax.launch(logits, target, objective, scale, grad)
+        found = row_softmax.launch(logits, target, objective, scale, grad)
     size = logits.abs().max().item() * max(1.0, gold[0].abs().max().item())
     for actual, wanted, rounded in zip(found, gold, reference, strict=True):
         budget = 2 * (testing.max_error(rounded, wanted) + 4e-7 * size)
@@ -319,7 +319,7 @@ def test_gpu_kernel_matches_reference(
     budget = 2 * (testing.max_error(reference_grad, gold_grad) + rounding)
     assert testing.max_error(grad, gold_grad) <= budget
     over = logits.clone()
-    _row_softmax.launch(over, target, objective, scale, over)
+    row_softmax.launch(over, target, objective, scale, over)
     assert torch.equal(over, grad)
 
 

@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 import triton
+from emulator import rows as emulator_rows
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import _launch, aot, testing, testing_gluon_rows, tiles_loss
-from taut_kernels.fused.softmax import softmax
-from taut_kernels.loss import _cross_entropy_ring, _row_softmax, variants
-from taut_kernels.loss._cross_entropy_ring_jit import cross_entropy_ring_kernel
-from taut_kernels.loss._row_softmax import Objective
-from taut_kernels.tiles_loss import RingTile
+from taut_kernels import testing
+from taut_kernels.instruments import aot
+from taut_kernels.launch import launcher
+from taut_kernels.loss import cross_entropy_ring, row_softmax, variants
+from taut_kernels.loss import tiles as tiles_loss
+from taut_kernels.loss.cross_entropy_ring_kernel import cross_entropy_ring_kernel
+from taut_kernels.loss.row_softmax import Objective
+from taut_kernels.loss.tiles import RingTile
+from taut_kernels.softmax.op import softmax
 
 ALONE = RingTile(1, 1, 8, 12, 0, 1)
 WITH_LAG = RingTile(1, 1, 8, 14, 2, 1)
@@ -60,7 +64,7 @@ def test_tile_counts_its_chunks() -> None:
     assert (tile.chunks(128256), tile.ahead(128256)) == (16, 7)
     assert [tile.chunks(V) for V in (8, 16384, 16392, 32768)] == [2, 2, 4, 4]
     with pytest.raises(ValueError, match=r"does not hold rows of 256000 columns"):
-        _cross_entropy_ring.launch_constants(tile, 256000, batched=False)
+        cross_entropy_ring.launch_constants(tile, 256000, batched=False)
 
 
 def run_on_numpy(
@@ -86,14 +90,14 @@ def run_on_numpy(
     }
     pointers |= {"loss_ptr": losses, "lse_ptr": lse}
     cells = torch.zeros(M * tile.parts, dtype=torch.int64)
-    testing_gluon_rows.run(
+    emulator_rows.run(
         cross_entropy_ring_kernel,
         tile.parts * min(groups, M),
         pointers
         | {"cells_ptr": cells if tile.parts > 1 else None, "M": M, "T": T}
         | {"stride_b": T * V, "stride_t": V, "stride_gb": T * V, "stride_gt": V}
         | {"ignore_index": -100, "z_loss": Z_LOSS},
-        _cross_entropy_ring.launch_constants(tile, V, batched=sequence is not None),
+        cross_entropy_ring.launch_constants(tile, V, batched=sequence is not None),
     )
     return losses, lse, grad
 
@@ -108,11 +112,11 @@ def assert_equals_reference(
     """Hold losses, lse and gradient to the budget; NaN where the reference has it."""
     objective = Objective(z_loss=z_loss)
     gold_grad = torch.empty_like(logits, dtype=torch.float64)
-    gold = _row_softmax.cross_entropy_ref(
+    gold = row_softmax.cross_entropy_ref(
         logits.double(), target, objective, scale.double(), gold_grad
     )
     plain_grad = torch.empty_like(logits)
-    plain = _row_softmax.cross_entropy_ref(logits, target, objective, scale, plain_grad)
+    plain = row_softmax.cross_entropy_ref(logits, target, objective, scale, plain_grad)
     size = max(1.0, logits.float().nan_to_num(0, 0, 0).abs().max().item())
     for actual, wanted, rounded in zip(
         found, (*gold, gold_grad), (*plain, plain_grad), strict=True
@@ -203,11 +207,11 @@ def test_batches_of_sequences_out_of_place() -> None:
     arguments |= {"grad_ptr": grad, "M": M, "T": T, "stride_b": 4 * V, "stride_t": V}
     arguments |= {"stride_gb": T * V, "stride_gt": V, "ignore_index": -100, "z_loss": Z_LOSS}
     before = whole.clone()
-    testing_gluon_rows.run(
+    emulator_rows.run(
         cross_entropy_ring_kernel,
         2,
         arguments,
-        _cross_entropy_ring.launch_constants(WITH_LAG, V, batched=True),
+        cross_entropy_ring.launch_constants(WITH_LAG, V, batched=True),
     )
     assert torch.equal(whole, before)
     found = (losses, lse, grad.view(M, V))
@@ -230,11 +234,11 @@ def test_softmax_is_the_gradient_without_a_target(tile: RingTile, dtype: torch.d
     cells = torch.zeros(7 * tile.parts, dtype=torch.int64) if tile.parts > 1 else None
     numbers = {"M": 7, "T": 7, "stride_b": 0, "stride_t": 12000, "stride_gb": 0}
     numbers |= {"stride_gt": 12000, "ignore_index": -1, "z_loss": 0}
-    testing_gluon_rows.run(
+    emulator_rows.run(
         cross_entropy_ring_kernel,
         tile.parts * 3,
         pointers | {"cells_ptr": cells} | numbers,
-        _cross_entropy_ring.launch_constants(tile, 12000, batched=False),
+        cross_entropy_ring.launch_constants(tile, 12000, batched=False),
     )
     gold = x.double().softmax(1)
     assert y.isnan().all(1).nonzero().flatten().tolist() == [2, 4]
@@ -262,13 +266,13 @@ def reason(
 ) -> str | None:
     grad = torch.empty(logits.shape, dtype=logits.dtype) if gradient else None
     known = {"smoothed": False, "softcapped": False} | options
-    return _cross_entropy_ring.why_not_supported(logits, grad, given=backward_only, **known)
+    return cross_entropy_ring.why_not_supported(logits, grad, given=backward_only, **known)
 
 
 def test_says_why_it_does_not_take_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.zeros(4, 32000, dtype=torch.bfloat16)
     assert reason(logits) == "the ring needs the shared memory of compute capability 9.0"
-    monkeypatch.setattr(_launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(launcher, "is_hopper", lambda device: True)
     assert reason(logits) is None
     assert reason(torch.zeros(2, 3, 32000, dtype=torch.bfloat16)[:, :-1]) is None
     for found, words in (
@@ -303,8 +307,8 @@ def test_says_why_it_does_not_take_a_call(monkeypatch: pytest.MonkeyPatch) -> No
 def test_few_rows_and_endless_ones_are_the_other_kernels(
     M: int, V: int, parts: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
-    tile = _cross_entropy_ring.choose(torch.empty(M, V, dtype=torch.bfloat16, device="meta"))
+    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
+    tile = cross_entropy_ring.choose(torch.empty(M, V, dtype=torch.bfloat16, device="meta"))
     assert (tile and tile.parts) == parts
 
 
@@ -327,9 +331,9 @@ def test_few_rows_and_endless_ones_are_the_other_kernels(
 def test_softmax_takes_long_rows_of_16_bits(
     x: torch.Tensor, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _cross_entropy_ring.choose_softmax(x) is None
-    monkeypatch.setattr(_launch, "is_hopper", lambda device: True)
-    assert (_cross_entropy_ring.choose_softmax(x) is not None) == taken
+    assert cross_entropy_ring.choose_softmax(x) is None
+    monkeypatch.setattr(launcher, "is_hopper", lambda device: True)
+    assert (cross_entropy_ring.choose_softmax(x) is not None) == taken
 
 
 def test_launch_takes_the_ring_where_it_applies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,9 +347,9 @@ def test_launch_takes_the_ring_where_it_applies(monkeypatch: pytest.MonkeyPatch)
     def blocks(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
         return target, target
 
-    monkeypatch.setattr(_launch, "is_hopper", lambda device: True)
-    monkeypatch.setattr(_cross_entropy_ring, "launch", ring)
-    monkeypatch.setattr(_row_softmax, "_launch_blocks", blocks)
+    monkeypatch.setattr(launcher, "is_hopper", lambda device: True)
+    monkeypatch.setattr(cross_entropy_ring, "launch", ring)
+    monkeypatch.setattr(row_softmax, "_launch_blocks", blocks)
     for objective, rows, expected in (
         (Objective(z_loss=0.1), logits, scale),
         (Objective(label_smoothing=0.1), logits, target),
@@ -353,7 +357,7 @@ def test_launch_takes_the_ring_where_it_applies(monkeypatch: pytest.MonkeyPatch)
         (Objective(), logits[:, :8192], target),
         (Objective(), logits[:23], target),
     ):
-        found, _ = _row_softmax.launch(rows, target, objective, scale, torch.empty_like(rows))
+        found, _ = row_softmax.launch(rows, target, objective, scale, torch.empty_like(rows))
         assert found is expected
     assert taken == [(1, 24, 16384)]
 
@@ -362,7 +366,7 @@ def on_gpu(
     tile: RingTile, logits: torch.Tensor, target: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad = logits.clone()
-    losses, lse = _cross_entropy_ring.launch(tile, grad, target, scale, grad, -100, Z_LOSS)
+    losses, lse = cross_entropy_ring.launch(tile, grad, target, scale, grad, -100, Z_LOSS)
     return losses, lse, grad
 
 
@@ -387,7 +391,7 @@ def test_gpu_kernel_matches_reference(V: int, tile: RingTile, M: int) -> None:
     assert_equals_reference(found, logits, target, scale)
     # The same bits from run to run, and out of place.
     grad = torch.full_like(logits, float("nan"))
-    again = _cross_entropy_ring.launch(tile, logits, target, scale, grad, -100, Z_LOSS)
+    again = cross_entropy_ring.launch(tile, logits, target, scale, grad, -100, Z_LOSS)
     for first, second in zip(found, (*again, grad), strict=True):
         assert torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
 
@@ -397,13 +401,13 @@ def test_gpu_kernel_matches_reference(V: int, tile: RingTile, M: int) -> None:
 def test_gpu_agrees_with_the_kernel_that_reads_twice(V: int) -> None:
     logits, target, scale = draw(300, V, "cuda")
     target[::5] = -100
-    tile = tiles_loss.ring(_launch.gpu_name(logits.device), V)
+    tile = tiles_loss.ring(launcher.gpu_name(logits.device), V)
     assert tile is not None
     ring, blocks = logits.clone(), logits.clone()
     objective = Objective()
-    found = _row_softmax.launch(ring, target, objective, scale, ring, tile=tile)
+    found = row_softmax.launch(ring, target, objective, scale, ring, tile=tile)
     block = tiles_loss.lookup(None, "cross_entropy", V)
-    wanted = _row_softmax.launch(blocks, target, objective, scale, blocks, tile=block)
+    wanted = row_softmax.launch(blocks, target, objective, scale, blocks, tile=block)
     for actual, expected in zip(found, wanted, strict=True):
         assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
     assert torch.allclose(ring.float(), blocks.float(), rtol=2**-7, atol=1e-12)
@@ -418,7 +422,7 @@ def test_gpu_batches_of_sequences_and_a_captured_graph() -> None:
     grad = torch.empty(1024, 32000, dtype=torch.bfloat16, device="cuda")
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
-        return _cross_entropy_ring.launch(tile, rows, labels, scale, grad, -100, Z_LOSS)
+        return cross_entropy_ring.launch(tile, rows, labels, scale, grad, -100, Z_LOSS)
 
     losses, lse = call()
     assert_equals_reference((losses, lse, grad), rows.reshape(1024, 32000), labels, scale)
@@ -443,7 +447,7 @@ def test_gpu_batches_of_sequences_and_a_captured_graph() -> None:
 def test_gpu_softmax_of_long_rows(M: int, N: int, dtype: torch.dtype) -> None:
     x = draw(M, N, "cuda")[0].to(dtype)
     x[3, 9], x[4] = float("inf"), float("-inf")
-    assert _cross_entropy_ring.choose_softmax(x) is not None
+    assert cross_entropy_ring.choose_softmax(x) is not None
     y = softmax(x)
     gold, plain = x.double().softmax(1), x.softmax(1)
     assert torch.equal(y.isnan(), gold.isnan())

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.attention import _decode_reference, _tiles, decode
+from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.attention.decode import reference as decode_reference
 from taut_kernels.testing import assert_within_budget
 from taut_kernels.vllm_plugin import compat, decode_attention
 from taut_kernels.vllm_plugin.decode_attention import LayerFacts
@@ -52,9 +54,9 @@ def test_reasons_and_options_agree(gpu: str | None, mode: str, reason: str | Non
 
 
 def test_a_table_without_decode_rows_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = {("forward", 128, 2, "large"): _tiles.AttentionTile(64, 64, 4, 2)}
-    table = _tiles.AttentionTable("card", forward)
-    monkeypatch.setattr(_tiles, "tables", lambda: {"card": table})
+    forward = {("forward", 128, 2, "large"): attention_tiles.AttentionTile(64, 64, 4, 2)}
+    table = attention_tiles.AttentionTable("card", forward)
+    monkeypatch.setattr(attention_tiles, "tables", lambda: {"card": table})
     assert "not measured" in str(decode_attention.why_not_used("card", "prefer"))
 
 
@@ -167,7 +169,7 @@ def test_decode_writes_to_the_callers_memory() -> None:
     settings = decode.Settings(table, contexts, None, None, None, 32, 0, 0.1)
     out = torch.full((3, 1, 4, 80), 5.0).half()
     decode.decode_into(out[..., :64], q, kv[..., :64], kv[..., 64:], settings)
-    expected = _decode_reference.paged_decode_ref(q, kv[..., :64], kv[..., 64:], *settings)
+    expected = decode_reference.paged_decode_ref(q, kv[..., :64], kv[..., 64:], *settings)
     assert torch.equal(out[..., :64], expected)
     assert (out[..., 64:] == 5).all()
 
@@ -214,8 +216,10 @@ def test_counters_are_shared_and_grow_without_those_in_use_going(
 def test_a_grid_for_the_longest_context_keeps_short_ones_whole(
     size: int, sequences: int, most: int, load: str, min_keys: int, splits: int, shares: int
 ) -> None:
-    tile, *found = _tiles.bounded_decode(H200, 128, size, 8 * sequences, most, 132, sequences)
-    assert tile == replace(_tiles.decode(H200, 128, size, load), min_keys=min_keys)
+    tile, *found = attention_tiles.bounded_decode(
+        H200, 128, size, 8 * sequences, most, 132, sequences
+    )
+    assert tile == replace(attention_tiles.decode(H200, 128, size, load), min_keys=min_keys)
     assert found == [splits, shares]
 
 
@@ -224,18 +228,20 @@ def test_a_grid_for_the_longest_context_is_bounded() -> None:
         for heads, sequences in itertools.product((1, 2, 5, 8, 64), (1, 5, 33, 256, 1024, 8192)):
             for most in (0, 1, 64, 1024, 8192, 131072, 2**20):
                 kind = (H200, dim, size, heads * sequences, most, 132, sequences)
-                tile, splits, shares = _tiles.bounded_decode(*kind)
-                assert tile.min_keys >= _tiles.decode(H200, dim, size, "small").min_keys // 2
+                tile, splits, shares = attention_tiles.bounded_decode(*kind)
+                assert (
+                    tile.min_keys >= attention_tiles.decode(H200, dim, size, "small").min_keys // 2
+                )
                 assert 1 <= splits <= max(1, -(-most // tile.min_keys))
                 # The kernel counts places in 15 bits.
-                assert 0 <= shares < 2**15 - _tiles.MOST_LENGTHS
-                divided = most > tile.min_keys and sequences <= _tiles.MOST_LENGTHS
+                assert 0 <= shares < 2**15 - attention_tiles.MOST_LENGTHS
+                divided = most > tile.min_keys and sequences <= attention_tiles.MOST_LENGTHS
                 assert (shares > 0) == (divided and sequences > 1)
                 assert splits == 1 or sequences == 1
 
 
 def test_blocks_of_lengths_are_few_and_fit() -> None:
-    blocks = [decode.lengths_read(count) for count in range(1, _tiles.MOST_LENGTHS + 1)]
+    blocks = [decode.lengths_read(count) for count in range(1, attention_tiles.MOST_LENGTHS + 1)]
     assert all(block >= count for count, block in enumerate(blocks, 1))
     assert blocks == sorted(blocks)
     assert len({*blocks}) <= 3
@@ -466,8 +472,8 @@ def test_a_graph_follows_lengths_and_pages(
         assert torch.equal(first, out)
         settings: Any = (table, fields["seq_lens"], *(scales if eight_bit else (None, None)))
         operands = (both[..., :dim], both[..., dim:], *settings, None, most, 0, 0.1)
-        reference = _decode_reference.paged_decode_ref(q[:, None], *operands)
-        gold = _decode_reference.paged_decode_ref(q[:, None].double(), *operands)
+        reference = decode_reference.paged_decode_ref(q[:, None], *operands)
+        gold = decode_reference.paged_decode_ref(q[:, None].double(), *operands)
         assert_within_budget(out[:, None], gold, reference)
         assert impl._arrivals is not None
         assert not impl._arrivals.any()

@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from taut_kernels._descriptors import Describe
+from taut_kernels.launch.descriptors import Describe
 
 LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
 BLOCK = [32, 64]

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import triton
+from emulator import ptx_paths
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import aot, testing_ptx_paths
-from taut_kernels._variant import KernelVariant
-from taut_kernels.attention import variants as attention_variants
-from taut_kernels.gemm import (
-    scaled_mm_variants,
-    w4a16_decode_ring_variants,
-    w4a16_decode_variants,
-    w4a16_wgmma_ring_variants,
-    w4a16_wgmma_variants,
-)
+from taut_kernels.attention.cache_write import variants as cache_write_variants
+from taut_kernels.attention.decode import variants as decode_variants
+from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
+from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
+from taut_kernels.gemm.w4a16 import decode_variants as w4a16_decode_variants
+from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
+from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
+from taut_kernels.instruments import aot
+from taut_kernels.launch.variant import KernelVariant
 
 WEIGHTS = {"qweight_ptr", "scales_ptr", "zeros_ptr", "w_desc"}
 READS = ("ld.", "cp.async.")
@@ -32,7 +32,8 @@ def _variants() -> Iterator[KernelVariant]:
         w4a16_wgmma_variants,
         w4a16_wgmma_ring_variants,
         scaled_mm_variants,
-        attention_variants,
+        decode_variants,
+        cache_write_variants,
     ):
         yield from module.kernel_variants()
 
@@ -43,7 +44,7 @@ def _name(variant: KernelVariant) -> str:
 
 
 def _early_forms() -> list[KernelVariant]:
-    """Return one form of each kernel that starts early, of each role, with zeros where it may."""
+    """Return one form of each kernel that starts early, with zeros where it may."""
     found: dict[tuple[Any, ...], KernelVariant] = {}
     for variant in _variants():
         constants = variant.constants
@@ -52,11 +53,10 @@ def _early_forms() -> list[KernelVariant]:
             continue
         split = constants.get("SPLIT_K", 1) > 1 or constants.get("SPLIT", False)
         cut = constants.get("HAS_ZEROS", False), split, bool(constants.get("AHEAD", 0))
-        role = constants.get("ROLE"), constants.get("SUMMED", False), constants.get("BLOCK_B", 0)
-        found.setdefault((_name(variant), *role, *cut), variant)
-    every: dict[tuple[Any, ...], KernelVariant] = {}
-    for (kernel, role, *_), variant in sorted(found.items(), key=lambda item: str(item[0])):
-        every[kernel, role] = variant  # the last: as many operands as it may have
+        found.setdefault((_name(variant), constants.get("BLOCK_B", 0), *cut), variant)
+    every: dict[str, KernelVariant] = {}
+    for (kernel, *_), variant in sorted(found.items(), key=lambda item: str(item[0])):
+        every[kernel] = variant  # the last: as many operands as it may have
     return list(every.values())
 
 
@@ -67,7 +67,7 @@ def _touched(variant: KernelVariant) -> tuple[Touched, bool]:
     """Return instructions with the arguments their addresses come from, and whether one may end."""
     target = GPUTarget("cuda", 90, 32)
     compiled: Any = triton.compile(aot._source(variant), target=target, options=variant.options)
-    early = testing_ptx_paths.before_the_wait(compiled.asm["ptx"])
+    early = ptx_paths.before_the_wait(compiled.asm["ptx"])
     names: list[str] = []
     for name in variant.kernel.arg_names:
         if name in variant.descriptors:
@@ -89,19 +89,13 @@ def test_every_kernel_that_starts_early_is_looked_at() -> None:
     wgmma = {"w4a16_wgmma_kernel", "w4a16_wgmma_ring_kernel", "w4a16_wgmma_tma_kernel"}
     rings = {"scaled_mm_kernel", "fp8_block_kernel"}
     rings |= {"scaled_mm_pairs_kernel", "fp8_block_pairs_kernel"}
-    others = {"sum_splits_kernel", "cache_write_kernel", "paged_decode_kernel"}
+    others = {"cache_write_kernel", "paged_decode_kernel"}
     assert kernels == w4a16 | wgmma | rings | others
 
 
 @pytest.mark.parametrize("variant", EARLY_FORMS, ids=lambda variant: variant.label)
 def test_before_the_wait_weights_alone_are_read(variant: KernelVariant) -> None:
     touched, ends = _touched(variant)
-    role = variant.constants.get("ROLE")
-    if role == "tail":
-        # Its head waited for all it reads and writes; but its end has to mean the head's, too.
-        assert not ends
-        assert any(op.startswith("st.") for op, _ in touched)
-        return
     if _name(variant) != "w4a16_wgmma_tma_kernel":  # of which some warps do nothing, and end
         assert not ends
     for op, of in touched:

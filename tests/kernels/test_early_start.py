@@ -13,20 +13,18 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import _early_start, _launch, aot, tiles_fused
-from taut_kernels._variant import KernelVariant
-from taut_kernels.fused import (
-    _rms_norm_launch,
-    _rope_launch,
-    _silu_mul_launch,
-    rms_norm,
-    rope,
-    silu_mul,
-    variants,
-)
-from taut_kernels.fused._tile_options import tile_of
-from taut_kernels.gemm import w8a8
-from taut_kernels.tiles_fused import FusedTile
+from taut_kernels.activation import silu_mul, silu_mul_launch
+from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
+from taut_kernels.instruments import aot
+from taut_kernels.instruments import rowwise_variants as fused_variants
+from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.variant import KernelVariant
+from taut_kernels.norm import rms_norm, rms_norm_launch
+from taut_kernels.rope import op as rope
+from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.rowwise.tile_options import tile_of
+from taut_kernels.rowwise.tiles import FusedTile
 
 N, HEADS, KV_HEADS, D = 4096, 32, 8, 128
 EPSILON = 1e-5
@@ -51,7 +49,7 @@ def _calls(M: int) -> list[tuple[Any, Callable[[], Any]]]:
     q, k = torch.zeros(M, HEADS, D), torch.zeros(M, KV_HEADS, D)
     positions, cache, scale = torch.zeros(M, dtype=torch.int64), torch.zeros(1, D), torch.ones(1)
     plain: tuple[Any, ...] = (x, 1.0, 0.0, None, False)
-    norms, gates, turns = _rms_norm_launch, _silu_mul_launch, _rope_launch
+    norms, gates, turns = rms_norm_launch, silu_mul_launch, rope_launch
     return [
         (norms, lambda: rms_norm._launch_rms_norm(x, None, None, EPSILON)),
         (norms, lambda: rms_norm._launch_rms_norm(x, None, x, EPSILON)),
@@ -71,7 +69,7 @@ def _calls(M: int) -> list[tuple[Any, Callable[[], Any]]]:
 def test_launchers_start_few_rows_early_on_hopper_only(
     M: int, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_launch, "capability", lambda device: capability)
+    monkeypatch.setattr(launcher, "capability", lambda device: capability)
     for module, call in _calls(M):
         tile = launched_tile(module, call, monkeypatch)
         assert tile.pdl is (capability == (9, 0) and M <= 64)
@@ -90,7 +88,7 @@ def _instructions(variant: KernelVariant, path: Path) -> list[str]:
 def _early_forms() -> list[KernelVariant]:
     """Return one form that starts early of each kernel, output and order of columns."""
     found: dict[tuple[Any, ...], KernelVariant] = {}
-    for variant in variants.kernel_variants():
+    for variant in fused_variants.kernel_variants():
         if variant.tile.pdl and "bf16" in variant.pointers.values():  # type: ignore[attr-defined]
             constants = variant.constants
             rest = tuple(constants.get(name) for name in ("OUT", "NEOX", "INTERLEAVED"))
@@ -169,7 +167,7 @@ def test_gpu_a_chain_that_starts_early_has_the_bits_of_one_that_does_not(
     inputs, chain = _chain(M)
     graphs, results = [], []
     for early in (256, 0):
-        monkeypatch.setattr(_early_start, "EARLY_TOKENS", early)
+        monkeypatch.setattr(early_start, "EARLY_TOKENS", early)
         tiles_fused.lookup.cache_clear()
         assert tile_of("rope", HEADS, M, torch.device("cuda")).pdl is bool(early)
         chain()

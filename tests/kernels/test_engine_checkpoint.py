@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.bench import engine, engine_checkpoint, greedy
+from taut_bench import engine, engine_checkpoint, greedy
 
 SCHEMES = ("gptq", "awq")
 SMALL = engine_checkpoint.LLAMA_3_8B | {

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taut_kernels import formats
+from taut_kernels.gemm.w4a16 import disk as formats
 
 SIZES = [(1, 8), (3, 5), (16, 32), (7, 128), (24, 200), (5, 576)]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from emulator.ptx import run_ptx
 
-from taut_kernels import formats, formats_mma
-from taut_kernels.gemm._w4a16_decode_ptx import shifted, unpack_zeros
-from taut_kernels.testing_gluon_ptx import run_ptx
+from taut_kernels.gemm.w4a16 import disk as formats
+from taut_kernels.gemm.w4a16 import layout as formats_mma
+from taut_kernels.gemm.w4a16.decode_ptx import shifted, unpack_zeros
 
 DTYPES = (torch.float16, torch.bfloat16)
 

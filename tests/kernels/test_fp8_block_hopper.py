@@ -7,27 +7,30 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, hopper
 
-from taut_kernels import _launch, testing, testing_gluon, testing_gluon_hopper
-from taut_kernels.bench.scaled_mm_candidates import block_candidates
-from taut_kernels.gemm import _fp8_block_hopper, scaled_mm_variants
-from taut_kernels.gemm._fp8_block_hopper_jit import fp8_block_hopper_kernel
-from taut_kernels.gemm._fp8_block_tall_jit import fp8_block_tall_kernel
-from taut_kernels.gemm._scaled_mm_launch import launch_block
-from taut_kernels.testing_scaled_mm import (
+from taut_kernels import testing
+from taut_kernels.gemm.scaled_mm import blocks_hopper as fp8_block_hopper
+from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
+from taut_kernels.gemm.scaled_mm.blocks_hopper_kernel import fp8_block_hopper_kernel
+from taut_kernels.gemm.scaled_mm.blocks_tall_kernel import fp8_block_tall_kernel
+from taut_kernels.gemm.scaled_mm.dispatch import launch_block
+from taut_kernels.gemm.scaled_mm.tile import (
+    ScaledMmTile,
+    most_shared_tokens,
+    tiles_of_blocks,
+    why_not_for,
+)
+from taut_kernels.launch import launcher
+from taut_kernels.testing.scaled_mm import (
     EXTREMES,
     ScaledMmCase,
     cut_results,
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.testing_scaled_mm import launch_block_case as run
-from taut_kernels.tiles_scaled_mm_tile import (
-    ScaledMmTile,
-    most_shared_tokens,
-    tiles_of_blocks,
-    why_not_for,
-)
+from taut_kernels.testing.scaled_mm import launch_block_case as run
+from tuning.scaled_mm_candidates import block_candidates
 
 DEEP, SHALLOW, TALL, SHALLOW_TALL, HALF, QUARTER, SINGLE, TWICE = TILES = tuple(
     ScaledMmTile("blocks", block_m, block_n, 128, 4, stages, group_m=group_m)
@@ -44,15 +47,15 @@ FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
 @pytest.fixture
-def on_numpy(monkeypatch: pytest.MonkeyPatch) -> dict[int, testing_gluon.OnNumPy]:
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> dict[int, gluon.OnNumPy]:
     """Let both kernels run on NumPy; return them by tokens a tile."""
     kernels = {
-        tokens: testing_gluon.OnNumPy(kernel, testing_gluon_hopper.run)
+        tokens: gluon.OnNumPy(kernel, hopper.run)
         for tokens, kernel in ((128, fp8_block_hopper_kernel), (256, fp8_block_tall_kernel))
     }
     kernels[64] = kernels[128]
     for tokens, name in ((128, "_blocks"), (256, "_tall")):
-        monkeypatch.setattr(_fp8_block_hopper, name, _launch.Launcher(kernels[tokens]))
+        monkeypatch.setattr(fp8_block_hopper, name, launcher.Launcher(kernels[tokens]))
     return kernels
 
 
@@ -66,7 +69,7 @@ def case_of(M: int, N: int, K: int, **options: Any) -> ScaledMmCase:
     [(333, 520, 400), (700, 264, 272), (129, 600, 128), (1, 8, 16), (300, 136, 640), (33, 72, 656)],
 )
 def test_body_on_numpy_is_the_reference(
-    tile: ScaledMmTile, M: int, N: int, K: int, on_numpy: dict[int, testing_gluon.OnNumPy]
+    tile: ScaledMmTile, M: int, N: int, K: int, on_numpy: dict[int, gluon.OnNumPy]
 ) -> None:
     case = case_of(M, N, K, with_bias=M % 2 == 1)
     assert case.why_wrong(run(tile, case)) is None
@@ -79,8 +82,8 @@ def test_body_on_numpy_is_the_reference(
 def test_no_token_is_asked_for_that_does_not_exist(
     tile: ScaledMmTile, M: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = testing_gluon_hopper.load_within(M)
-    monkeypatch.setattr(testing_gluon_hopper, "load_block", load)
+    load = hopper.load_within(M)
+    monkeypatch.setattr(hopper, "load_block", load)
     case = case_of(M, 136, 144)
     assert case.why_wrong(run(tile, case)) is None
 

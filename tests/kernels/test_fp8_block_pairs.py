@@ -7,21 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, hopper
 
-from taut_kernels import _launch, testing_gluon, testing_gluon_hopper
-from taut_kernels.bench.scaled_mm_candidates import block_candidates
-from taut_kernels.gemm import _fp8_block_pairs, scaled_mm_variants
-from taut_kernels.gemm._fp8_block_pairs_jit import fp8_block_pairs_kernel
-from taut_kernels.gemm._scaled_mm_launch import launch_block
-from taut_kernels.testing_scaled_mm import (
+from taut_kernels.gemm.scaled_mm import blocks_pairs as fp8_block_pairs
+from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
+from taut_kernels.gemm.scaled_mm.blocks_pairs_kernel import fp8_block_pairs_kernel
+from taut_kernels.gemm.scaled_mm.dispatch import launch_block
+from taut_kernels.gemm.scaled_mm.tile import OPS, ScaledMmTile, why_not_for
+from taut_kernels.launch import launcher
+from taut_kernels.testing.scaled_mm import (
     EXTREMES,
     ScaledMmCase,
     cut_results,
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.testing_scaled_mm import launch_block_case as run
-from taut_kernels.tiles_scaled_mm_tile import OPS, ScaledMmTile, why_not_for
+from taut_kernels.testing.scaled_mm import launch_block_case as run
+from tuning.scaled_mm_candidates import block_candidates
 
 WHOLE, HALF, WIDE, SHALLOW, SPLIT, SPLIT_WIDE = LATE = tuple(
     ScaledMmTile("pairs", block_m, 64, 256, 4, stages, split_k)
@@ -35,9 +37,9 @@ FP8_EXTREMES = [name for name, (op, *_) in EXTREMES.items() if op == "fp8_gemm"]
 
 
 @pytest.fixture
-def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
-    kernel = testing_gluon.OnNumPy(fp8_block_pairs_kernel, testing_gluon_hopper.run)
-    monkeypatch.setattr(_fp8_block_pairs, "_pairs", _launch.Launcher(kernel))
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> gluon.OnNumPy:
+    kernel = gluon.OnNumPy(fp8_block_pairs_kernel, hopper.run)
+    monkeypatch.setattr(fp8_block_pairs, "_pairs", launcher.Launcher(kernel))
     return kernel
 
 
@@ -86,11 +88,11 @@ def test_scales_and_rows_may_lie_as_they_like() -> None:
     assert torch.equal(run(HALF, replace(case, x=rows)), expected)
 
 
-def test_nothing_is_compiled_by_the_number_of_tokens(on_numpy: testing_gluon.OnNumPy) -> None:
+def test_nothing_is_compiled_by_the_number_of_tokens(on_numpy: gluon.OnNumPy) -> None:
     for M in (1, 16, 17, 32, 40):
         check(HALF, case_of(M, 64, 256))
         assert on_numpy.grid == (1, 1, -(-M // 32))
-    assert len(_fp8_block_pairs._pairs._forms) == 1
+    assert len(fp8_block_pairs._pairs._forms) == 1
 
 
 def test_tiles_fit() -> None:

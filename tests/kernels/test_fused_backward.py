@@ -11,16 +11,19 @@ import torch
 import triton
 from torch.utils.checkpoint import checkpoint
 
+from taut_bench import fused_backward, fused_backward_cases
 from taut_kernels import testing
-from taut_kernels.bench import fused_backward, fused_backward_cases, tune_fused_backward
-from taut_kernels.fused import rms_norm, rope, silu_mul
-from taut_kernels.fused._training_tiles import NormRingTile
-from taut_kernels.fused.layer_norm import layer_norm
-from taut_kernels.fused.modules import LayerNorm, RMSNorm, SwiGLU
-from taut_kernels.fused.rms_norm_train import add_rms_norm_train, rms_norm_train
-from taut_kernels.fused.rope_train import rope_train
-from taut_kernels.fused.softmax import softmax
-from taut_kernels.fused.swiglu import silu, swiglu, swiglu_packed
+from taut_kernels.activation import silu_mul
+from taut_kernels.activation.swiglu import silu, swiglu, swiglu_packed
+from taut_kernels.modules import LayerNorm, RMSNorm, SwiGLU
+from taut_kernels.norm import rms_norm
+from taut_kernels.norm.layer_norm import layer_norm
+from taut_kernels.norm.rms_norm_train import add_rms_norm_train, rms_norm_train
+from taut_kernels.rope import op as rope
+from taut_kernels.rope.train import rope_train
+from taut_kernels.rowwise.training_tiles import NormRingTile
+from taut_kernels.softmax.op import softmax
+from tuning import tune_fused_backward
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")
 interpreter = pytest.mark.skipif(
@@ -328,7 +331,7 @@ def test_rejects_bad_inputs(call: Call, message: str) -> None:
 
 
 def test_variants_cover_every_op() -> None:
-    from taut_kernels.fused import training_variants
+    from taut_kernels.instruments import training_variants
 
     found = list(training_variants.kernel_variants())
     assert len(found) == len({(v.label, v.tile) for v in found})

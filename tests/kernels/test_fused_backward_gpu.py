@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from taut_kernels import testing
-from taut_kernels.fused import _swiglu_launch, rms_norm, silu_mul
-from taut_kernels.fused import rms_norm_train as rn
-from taut_kernels.fused import rope_train as rt
-from taut_kernels.fused.swiglu import silu, swiglu
+from taut_kernels.activation import silu_mul, swiglu_launch
+from taut_kernels.activation.swiglu import silu, swiglu
+from taut_kernels.norm import rms_norm
+from taut_kernels.norm import rms_norm_train as rn
+from taut_kernels.rope import train as rt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,7 +70,7 @@ def test_gpu_rms_norm_matches_the_reference(M: int, width: int, dtype: torch.dty
 def test_gpu_activations_match_the_reference(
     M: int, width: int, form: tuple[float, float, float | None], dtype: torch.dtype
 ) -> None:
-    ops, ref = torch.ops.taut, _swiglu_launch
+    ops, ref = torch.ops.taut, swiglu_launch
     x = 2 * draw(M, 2 * width + 3, dtype=dtype).cuda()[:, : 2 * width]
     dy = draw(M, width, dtype=dtype, seed=1).cuda()
     gate, up = ref.halves(x, False)

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import tiles_fused
-from taut_kernels.fused import _rms_norm_launch, _rope_launch, _silu_mul_launch, quantize
+from taut_kernels.activation import silu_mul_launch
+from taut_kernels.norm import rms_norm_launch
+from taut_kernels.quantize import op as quantize
+from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.vllm_plugin import fused_ops, warm_up
 
 SCRIPT = Path(__file__).with_name("vllm_fused_ops.py")
@@ -283,7 +286,7 @@ def test_warm_up_runs_every_tile_of_a_rotation(
                 assert (part.dtype, part.stride(2)) == (torch.float16, 1)
         assert (positions.shape, cache.shape, neox) == ((tile.rows,), (1, 48), True)
 
-    monkeypatch.setattr(_rope_launch, "launch", launch)
+    monkeypatch.setattr(rope_launch, "launch", launch)
     none: frozenset[Any] = frozenset()
     rotation = warm_up.Rotation(4, kv_heads, 64, 48, True, torch.float16, apart)
     widths = warm_up.Widths(none, none, none, rotations=frozenset({rotation}))
@@ -326,8 +329,8 @@ def test_warm_up_runs_every_tile_of_every_form(monkeypatch: pytest.MonkeyPatch) 
     def activation(tile: Any, out: str, x: Any, *_: Any) -> None:
         seen.append(("silu", out, x.shape[1] // 2, tile, False))
 
-    monkeypatch.setattr(_rms_norm_launch, "launch", norm)
-    monkeypatch.setattr(_silu_mul_launch, "launch", activation)
+    monkeypatch.setattr(rms_norm_launch, "launch", norm)
+    monkeypatch.setattr(silu_mul_launch, "launch", activation)
     widths = warm_up.Widths(
         frozenset({(4096, torch.bfloat16)}),
         frozenset({(14336, torch.bfloat16)}),

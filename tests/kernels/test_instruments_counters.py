@@ -172,11 +172,11 @@ def test_formula_agrees_with_the_schema(op: str, monkeypatch: pytest.MonkeyPatch
 
 def test_every_op_of_every_group_has_a_formula(run_python: Any) -> None:
     code = (
-        "import pkgutil, importlib, torch, taut_kernels.gemm as g,"
-        " taut_kernels.fused as f, taut_kernels.loss as l, taut_kernels.primitives as p,"
-        " taut_kernels.attention as a\n"
-        "[importlib.import_module(m.name) for group in (g, f, l, p, a)"
-        " for m in pkgutil.iter_modules(group.__path__, group.__name__ + '.')]\n"
+        "import pkgutil, importlib, torch\n"
+        "rooms = 'gemm norm activation rope softmax quantize attention loss primitives'.split()\n"
+        "[importlib.import_module(m.name) for room in rooms"
+        " for m in pkgutil.walk_packages("
+        "importlib.import_module('taut_kernels.' + room).__path__, f'taut_kernels.{room}.')]\n"
         "names = torch._C._dispatch_get_all_op_names()\n"
         "print(*sorted(n[6:].split('.')[0] for n in names if n.startswith('taut::')))"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from taut_kernels.gemm import int8_cpu
+from taut_kernels.gemm.scaled_mm import cpu_int8 as int8_cpu
 
 
 def _saturating(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

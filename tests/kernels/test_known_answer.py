@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.fused import row_quant
+from taut_kernels.rowwise import row_quant
 from taut_kernels.vllm_plugin import known_answer, known_ops
 from taut_kernels.vllm_plugin.known_answer import WrongAnswerError
 from taut_kernels.vllm_plugin.warm_up import Rotation, Widths

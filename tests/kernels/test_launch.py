@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import _launch
+from taut_kernels.launch import launcher
 
 
 class Compiled:
@@ -33,7 +33,7 @@ STREAM = 55
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the launcher a stream where there is no GPU."""
-    monkeypatch.setattr(_launch, "_current_stream", lambda: lambda index: STREAM)
+    monkeypatch.setattr(launcher, "_current_stream", lambda: lambda index: STREAM)
 
 
 class Jit:
@@ -59,7 +59,7 @@ def constants() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def test_asks_triton_once_a_key_and_then_passes_every_argument_in_order() -> None:
     jit = Jit()
-    launch = _launch.Launcher(jit)
+    launch = launcher.Launcher(jit)
     x, grid = torch.zeros(64), (1, 2, 3)
     for M in (5, 6):
         launch("a", grid, (x, None), (M,), constants)
@@ -75,7 +75,7 @@ def test_a_profiler_with_hooks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks.add(lambda metadata: None)
     monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hooks)
     jit = Jit()
-    launch = _launch.Launcher(jit)
+    launch = launcher.Launcher(jit)
     x, grid = torch.zeros(64), (1, 2, 3)
     for M in (5, 6):
         launch("a", grid, (x, None), (M,), constants)
@@ -85,7 +85,7 @@ def test_a_profiler_with_hooks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stride", [24, 2**31])
 def test_a_stride_of_another_kind_goes_through_triton(stride: int) -> None:
     jit = Jit()
-    launch = _launch.Launcher(jit)
+    launch = launcher.Launcher(jit)
     x = torch.zeros(64)
     for some in (64, stride, 64, stride):
         launch("a", (1, 1, 1), (x, x), (5,), constants, (some,))
@@ -101,10 +101,10 @@ def test_a_tensor_of_another_device_runs_there(monkeypatch: pytest.MonkeyPatch) 
             entered.append(device)
 
         def __enter__(self) -> None:
-            monkeypatch.setattr(_launch, "_current_device", lambda: 1)
+            monkeypatch.setattr(launcher, "_current_device", lambda: 1)
 
         def __exit__(self, *_: Any) -> None:
-            monkeypatch.setattr(_launch, "_current_device", lambda: 0)
+            monkeypatch.setattr(launcher, "_current_device", lambda: 0)
 
     class Tensor:
         is_cuda = True
@@ -115,11 +115,11 @@ def test_a_tensor_of_another_device_runs_there(monkeypatch: pytest.MonkeyPatch) 
         def data_ptr(self) -> int:
             return 4096
 
-    monkeypatch.setattr(_launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(launcher, "_current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Device)
     jit = Jit()
     pointers: Any = (Tensor(), None)
-    _launch.Launcher(jit)("a", (1, 1, 1), pointers, (5,), constants)
+    launcher.Launcher(jit)("a", (1, 1, 1), pointers, (5,), constants)
     assert entered == [1]
     assert len(jit.asked) == 1
 
@@ -135,21 +135,21 @@ def test_memory_on_the_current_gpu_is_asked_for_without_the_dispatcher(
         asked.append(given)
         return torch.empty_strided(given[0], given[1], dtype=given[2])
 
-    monkeypatch.setattr(_launch, "_empty_here", here)
-    monkeypatch.setattr(_launch, "_current_device", lambda: 1)
+    monkeypatch.setattr(launcher, "_empty_here", here)
+    monkeypatch.setattr(launcher, "_current_device", lambda: 1)
     gpu = torch.device("cuda", 1)
     shapes = [(5,), (0,), (3, 4), (0, 4), (3, 0), (0, 0), (1, 1)]
     for shape in shapes:
         for given in (shape, torch.empty(shape).shape):
-            found = _launch.empty(given, dtype=torch.float16, device=gpu)
+            found = launcher.empty(given, dtype=torch.float16, device=gpu)
             expected = torch.empty(shape, dtype=torch.float16)
             assert (found.shape, found.stride()) == (expected.shape, expected.stride())
     assert len(asked) == 2 * len(shapes)
-    assert _launch.empty((3, 4), dtype=torch.int32, device=torch.device("cpu")).shape == (3, 4)
+    assert launcher.empty((3, 4), dtype=torch.int32, device=torch.device("cpu")).shape == (3, 4)
     monkeypatch.setattr(torch, "empty", lambda *_, **named: named["device"])
     others: list[Any] = [
-        _launch.empty((3, 4), dtype=torch.int32, device=torch.device("cuda", 0)),
-        _launch.empty((2, 3, 4), dtype=torch.int32, device=gpu),
+        launcher.empty((3, 4), dtype=torch.int32, device=torch.device("cuda", 0)),
+        launcher.empty((2, 3, 4), dtype=torch.int32, device=gpu),
     ]
     assert others == [torch.device("cuda", 0), gpu]
     assert len(asked) == 2 * len(shapes)
@@ -159,7 +159,7 @@ def test_memory_on_the_current_gpu_is_asked_for_without_the_dispatcher(
 def test_gpu_memory_is_as_torch_gives_it() -> None:
     for shape in [(5,), (0,), (3, 4), (0, 4), (3, 0)]:
         device = torch.device("cuda", torch.cuda.current_device())
-        found = _launch.empty(shape, dtype=torch.bfloat16, device=device)
+        found = launcher.empty(shape, dtype=torch.bfloat16, device=device)
         expected = torch.empty(shape, dtype=torch.bfloat16, device=device)
         for each in (found, expected):
             assert not each.requires_grad
@@ -167,12 +167,12 @@ def test_gpu_memory_is_as_torch_gives_it() -> None:
             expected.shape, expected.stride(), expected.dtype, expected.device
         )  # fmt: skip
         with torch.inference_mode():
-            assert _launch.empty(shape, dtype=torch.bfloat16, device=device).is_inference()
+            assert launcher.empty(shape, dtype=torch.bfloat16, device=device).is_inference()
 
 
 def test_an_unaligned_pointer_goes_through_triton_every_time() -> None:
     jit = Jit()
-    launch = _launch.Launcher(jit)
+    launch = launcher.Launcher(jit)
     x = torch.zeros(64)
     odd = x[1:]
     assert odd.data_ptr() % 16
@@ -189,10 +189,10 @@ def test_a_single_row_at_any_stride_becomes_an_aligned_one(stride: int) -> None:
     """PyTorch calls it contiguous; Triton would compile a form for stride 1, under the same key."""
     x = torch.arange(32, dtype=torch.int8).as_strided((1, 32), (stride, 1))
     assert x.is_contiguous()
-    found = _launch.aligned(x)
+    found = launcher.aligned(x)
     assert found.stride() == (32, 1)
     assert torch.equal(found, x)
-    assert _launch.aligned(found) is found
+    assert launcher.aligned(found) is found
 
 
 def test_a_device_is_asked_once_and_the_current_one_by_its_number(
@@ -206,10 +206,10 @@ def test_a_device_is_asked_once_and_the_current_one_by_its_number(
 
     monkeypatch.setattr(torch.cuda, "get_device_name", name)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    _launch._gpu_name.cache_clear()
+    launcher._gpu_name.cache_clear()
     cards = [torch.device("cuda"), torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert [_launch.gpu_name(card) for card in cards * 2] == ["card 1", "card 0", "card 1"] * 2
+    assert [launcher.gpu_name(card) for card in cards * 2] == ["card 1", "card 0", "card 1"] * 2
     assert asked == [torch.device("cuda", 1), torch.device("cuda", 0)]
-    _launch._gpu_name.cache_clear()
-    assert _launch.gpu_name(torch.device("cpu")) is None
-    assert _launch.capability(torch.device("cpu")) == (0, 0)
+    launcher._gpu_name.cache_clear()
+    assert launcher.gpu_name(torch.device("cpu")) is None
+    assert launcher.capability(torch.device("cpu")) == (0, 0)

@@ -10,9 +10,9 @@ import torch
 import triton
 
 from taut_kernels import testing
-from taut_kernels.fused import layer_norm as ln
-from taut_kernels.fused.layer_norm import layer_norm
-from taut_kernels.fused.modules import LayerNorm
+from taut_kernels.modules import LayerNorm
+from taut_kernels.norm import layer_norm as ln
+from taut_kernels.norm.layer_norm import layer_norm
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")
 interpreter = pytest.mark.skipif(

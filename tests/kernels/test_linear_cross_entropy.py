@@ -12,9 +12,10 @@ import triton
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from taut_kernels import _launch, testing
-from taut_kernels.loss import _logit_cut, _row_chunks, _vocabulary_chunks
+from taut_kernels import testing
+from taut_kernels.launch import launcher
 from taut_kernels.loss import linear_cross_entropy as lce
+from taut_kernels.loss import logit_cut, row_chunks, vocabulary_chunks
 from taut_kernels.loss.linear_cross_entropy import linear_cross_entropy
 from taut_kernels.loss.modules import LinearCrossEntropyLoss
 
@@ -209,14 +210,14 @@ def test_cut_follows_the_workspace(
     wanted: tuple[str, int],
 ) -> None:
     V, chunk_by, chunk_size = options
-    cut = _logit_cut.plan(M, V, itemsize, chunk_by, chunk_size, weight_wanted=weight_wanted)
+    cut = logit_cut.plan(M, V, itemsize, chunk_by, chunk_size, weight_wanted=weight_wanted)
     assert (cut.by, cut.size) == wanted
 
 
 @pytest.mark.parametrize("shape", [(8192, 2304, 256000), (8192, 4096, 128256)])
 def test_planned_memory_of_the_bar_is_below_its_limit(shape: tuple[int, int, int]) -> None:
     M, H, V = shape
-    cut = _logit_cut.plan(M, V, 2, "auto", 0, weight_wanted=True)
+    cut = logit_cut.plan(M, V, 2, "auto", 0, weight_wanted=True)
     gradients = 2 * (M * H + V * H)
     if cut.by == "tokens":
         peak = gradients + 2 * cut.size * V
@@ -234,14 +235,14 @@ def test_no_allocation_holds_the_logits(cut: dict[str, Any]) -> None:
     *operands, target = draw(M, H, V, torch.float32)
     operands[2] = None  # type: ignore[call-overload]
     largest = 0
-    allocate = _launch.empty
+    allocate = launcher.empty
 
     def empty(shape: tuple[int, ...], **kind: Any) -> torch.Tensor:
         nonlocal largest
         largest = max(largest, torch.Size(shape).numel())
         return allocate(shape, **kind)
 
-    with mock.patch.object(_launch, "empty", empty):
+    with mock.patch.object(launcher, "empty", empty):
         results(linear_cross_entropy, operands, target, **cut)
     chunk = cut["chunk_size"] * (V if cut["chunk_by"] == "tokens" else M)
     assert largest <= max(chunk, V * H)
@@ -521,7 +522,7 @@ def test_gpu_does_not_wait_for_the_device() -> None:
 
 
 def test_workspaces_are_whole_tiles() -> None:
-    assert _row_chunks.default_chunk(128256, 2) % 128 == 0
-    assert _row_chunks.default_chunk(10**9, 2) == 128
-    assert _vocabulary_chunks.default_columns(8192, 2) % 256 == 0
+    assert row_chunks.default_chunk(128256, 2) % 128 == 0
+    assert row_chunks.default_chunk(10**9, 2) == 128
+    assert vocabulary_chunks.default_columns(8192, 2) % 256 == 0
     assert lce.CHUNK_BY == ("auto", "tokens", "vocabulary")

@@ -16,7 +16,11 @@ import pytest
 
 import taut_kernels
 
-FILES = sorted(Path(taut_kernels.__file__).parent.rglob("*_jit.py"))
+FILES = sorted(
+    path
+    for pattern in ("*_jit.py", "*kernel.py")
+    for path in Path(taut_kernels.__file__).parent.rglob(pattern)
+)
 
 
 def _assigned(nodes: list[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:

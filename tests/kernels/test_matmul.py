@@ -12,8 +12,8 @@ import torch
 import triton
 
 from taut_kernels import testing
-from taut_kernels.primitives import _gemm_tiles, gemm, matmul
-from taut_kernels.primitives._gemm_tiles import GemmTile
+from taut_kernels.primitives import gemm, gemm_tiles, matmul
+from taut_kernels.primitives.gemm_tiles import GemmTile
 
 INTERPRET = Path(__file__).with_name("interpret_primitives.py")
 interpreter = pytest.mark.skipif(
@@ -106,7 +106,7 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
 def test_rungs_with_the_copy_engine_are_refused_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gemm._launch, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(gemm.launcher, "capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=r"version 'v4' needs .* 9.0 \(TMA\): use 'v2'"):
         gemm.check_copy_engine("v4", torch.device("cuda"), "v2")
     gemm.check_copy_engine("v4", torch.device("cpu"), "v2")
@@ -120,13 +120,13 @@ def table(**change: Any) -> str:
 
 
 def test_table_is_looked_up_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = _gemm_tiles.parse(table(), "gemm-card.json")
-    monkeypatch.setattr(_gemm_tiles, "tables", lambda: {"card": parsed})
-    lookup = _gemm_tiles.lookup.__wrapped__
+    parsed = gemm_tiles.parse(table(), "gemm-card.json")
+    monkeypatch.setattr(gemm_tiles, "tables", lambda: {"card": parsed})
+    lookup = gemm_tiles.lookup.__wrapped__
     assert lookup("card", 64, 64, 32).block_m == 64
     assert lookup("card", 65, 64, 32) == GemmTile(128, 128, 64, 8, 4)
-    assert lookup("card", 65, 64, 33) == _gemm_tiles.rule(65, 64, 33)
-    assert lookup(None, 65, 64, 32) == _gemm_tiles.rule(65, 64, 32)
+    assert lookup("card", 65, 64, 33) == gemm_tiles.rule(65, 64, 33)
+    assert lookup(None, 65, 64, 32) == gemm_tiles.rule(65, 64, 32)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_table_is_looked_up_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_broken_table_is_refused_by_name(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _gemm_tiles.parse(table(**change), "gemm-card.json")
+        gemm_tiles.parse(table(**change), "gemm-card.json")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_tile_out_of_range_is_refused(change: dict[str, Any], message: str) ->
 )
 def test_rule_fills_the_card_without_empty_shares(shape: tuple[int, int, int]) -> None:
     M, N, K = shape
-    tile = _gemm_tiles.rule(*shape)
+    tile = gemm_tiles.rule(*shape)
     tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
     if tile.split_k > 1:
         assert tiles * tile.split_k <= 132
@@ -170,9 +170,9 @@ def test_rule_fills_the_card_without_empty_shares(shape: tuple[int, int, int]) -
 
 
 TILES = [
-    ("v1", _gemm_tiles.DIRECT),
-    ("v2", _gemm_tiles.TILED),
-    ("v3", _gemm_tiles.PIPELINED),
+    ("v1", gemm_tiles.DIRECT),
+    ("v2", gemm_tiles.TILED),
+    ("v3", gemm_tiles.PIPELINED),
     ("v4", GemmTile(128, 256, 64, 8, 3, parts=2)),
     ("v4", GemmTile(64, 64, 64, 4, 4, split_k=5)),
     ("v4", GemmTile(128, 128, 64, 8, 4, persistent=True, flatten=True)),
@@ -202,7 +202,7 @@ def test_gpu_kernels_match_reference(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("version", _gemm_tiles.VERSIONS)
+@pytest.mark.parametrize("version", gemm_tiles.VERSIONS)
 def test_gpu_op_reads_any_strides(version: str) -> None:
     base = draw(600, 800, dtype=torch.bfloat16, device="cuda")
     pairs = [
@@ -234,12 +234,12 @@ def test_gpu_epilogues(activation: str) -> None:
 
 @pytest.mark.gpu
 def test_gpu_every_tile_of_the_table_is_right_and_repeats_its_bits() -> None:
-    tables = _gemm_tiles.tables().values()
+    tables = gemm_tiles.tables().values()
     found = {tile for table in tables for rows in table.buckets.values() for _, tile in rows}
     a = draw(700, 4096, dtype=torch.bfloat16, device="cuda")
     b = draw(1024, 4096, dtype=torch.bfloat16, device="cuda").t()
     gold, reference = gemm.matmul_ref(a.double(), b.double()), gemm.matmul_ref(a, b)
-    for tile in found | {_gemm_tiles.rule(64, 1024, 4096), _gemm_tiles.rule(4096, 4096, 4096)}:
+    for tile in found | {gemm_tiles.rule(64, 1024, 4096), gemm_tiles.rule(4096, 4096, 4096)}:
         c = gemm.launch("v4", tile, a, b)
         testing.assert_within_budget(c, gold, reference)
         for _ in range(20):
@@ -247,7 +247,7 @@ def test_gpu_every_tile_of_the_table_is_right_and_repeats_its_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("version", _gemm_tiles.VERSIONS)
+@pytest.mark.parametrize("version", gemm_tiles.VERSIONS)
 def test_gpu_graph_replays_on_new_data(version: str) -> None:
     a = draw(64, 512, dtype=torch.bfloat16, device="cuda")
     b = draw(512, 256, dtype=torch.bfloat16, device="cuda")

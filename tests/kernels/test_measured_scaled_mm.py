@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import _tile_tables, measured_scaled_mm, tiles_scaled_mm
-from taut_kernels.bench import measured_scaled_mm_table
-from taut_kernels.bench.shapes import PRODUCTS
+from taut_bench.shapes import PRODUCTS
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import verdict as measured_scaled_mm
+from taut_kernels.launch import tile_tables
+from tuning import measured_scaled_mm_table
 
-RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results"
+RESULTS = Path(__file__).with_name("runs")
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 OF_BLOCKS = {
     H100: tuple(
@@ -171,7 +173,7 @@ def test_verdicts_on_blocks_are_what_the_quantised_benchmark_says(
     arguments = ["--fp8-block", *paths, "--gpu", gpu, "--source", "x", "--output", str(output)]
     assert measured_scaled_mm_table.main(arguments) == 0
     card = gpu.split()[1].lower()
-    shipped = json.loads((_tile_tables._DIRECTORY / f"scaled_mm_measured-{card}.json").read_text())
+    shipped = json.loads((tile_tables._DIRECTORY / f"scaled_mm_measured-{card}.json").read_text())
     rows = json.loads(output.read_text())["rows"]
     assert rows == shipped["rows"]
     assert {row["op"] for row in rows} == {"fp8_block"}

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _tile_tables, measured_w4a16
-from taut_kernels.bench import measured_table, w4a16_format
-from taut_kernels.weight_format import DEFAULT, WeightFormat
+from taut_bench import w4a16_format
+from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
+from taut_kernels.launch import tile_tables
+from tuning import measured_table
 
-RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results"
+RESULTS = Path(__file__).with_name("runs")
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 
@@ -193,7 +195,7 @@ def test_what_is_said_of_a_layer_is_of_the_row_it_stands_by(
 
 
 def test_a_card_is_not_judged_by_the_figures_of_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _tile_tables.TWINS[H100] == H200
+    assert tile_tables.TWINS[H100] == H200
     monkeypatch.setattr(measured_w4a16, "tables", lambda: {H200: _parse(_row(vllm_us=[1.0, 9.0]))})
     reason = measured_w4a16.why_not_preferred(H100, 64, 128)
     assert reason == f"not measured against vLLM's kernels on {H100}"
@@ -202,7 +204,7 @@ def test_a_card_is_not_judged_by_the_figures_of_its_twin(monkeypatch: pytest.Mon
 
 
 def test_every_shipped_table_parses() -> None:
-    names = sorted(path.name for path in _tile_tables._DIRECTORY.glob("w4a16_measured-*.json"))
+    names = sorted(path.name for path in tile_tables._DIRECTORY.glob("w4a16_measured-*.json"))
     assert names == ["w4a16_measured-h100.json", "w4a16_measured-h200.json"]
     assert set(measured_w4a16.tables()) == {H100, H200}
 
@@ -287,7 +289,7 @@ def test_the_shipped_tables_are_what_the_committed_benchmarks_say(
     arguments = [*inputs, "--gpu", gpu, "--source", "x", "--output", str(output)]
     assert measured_table.main(arguments) == 0
     assert f"28672×4096: decode {decode}" in capsys.readouterr().out
-    table = json.loads((_tile_tables._DIRECTORY / shipped).read_text())
+    table = json.loads((tile_tables._DIRECTORY / shipped).read_text())
     assert json.loads(output.read_text())["rows"] == table["rows"]
     assert table["gpu"] == gpu
     for name in (f"{results}/w4a16-models.csv, w4a16.csv", *later):

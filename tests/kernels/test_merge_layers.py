@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import tiles_scaled_mm
-from taut_kernels.bench import merge_layers
-from taut_kernels.bench.shapes import PRODUCTS
+from taut_bench.shapes import PRODUCTS
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.launch import tile_tables
+from tuning import merge_layers
 
 TILE = {"kernel": "pairs", "block_m": 16, "block_n": 64, "block_k": 256, "num_warps": 4}
 RING = {"kernel": "ring", "block_m": 64, "block_n": 64, "block_k": 128, "num_warps": 4}
 FORMS = ("table", "late", "early", "early+prefetch", "CUTLASS")
-RESULTS = Path(__file__).parents[2] / "kernels" / "bench_results" / "2026-11-26-h100-11h"
+RESULTS = Path(__file__).with_name("runs") / "2026-11-26-h100-11h"
 
 
 def _row(max_m: int | None, M: list[int], tile: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def test_what_is_no_table_or_no_chain_is_refused(
 
 def test_the_h100s_layers_are_what_the_committed_chain_says() -> None:
     """But int8's o, whose one token wants an early start and whose 16 do not: two buckets."""
-    path = Path(tiles_scaled_mm.__file__).with_name("tiles") / "scaled_mm-h100.json"
+    path = tile_tables._DIRECTORY / "scaled_mm-h100.json"
     shipped = path.read_text(encoding="utf-8")
     again = json.loads(merge_layers.merged(shipped, RESULTS / "decode_chain-forms.csv"))
     assert again == json.loads(shipped)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import _tile_tables, tiles_decode
-from taut_kernels.bench import merge_tiles
-from taut_kernels.tiles_decode import DecodeTile
-from taut_kernels.weight_format import DEFAULT, WeightFormat
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
+from taut_kernels.launch import tile_tables
+from tuning import merge_tiles
 
 NAMES = ("w4a16_decode-h200.json", "w4a16_wgmma-nvidia-h200.json")
 EIGHT_BITS = "scaled_mm-h200.json"
@@ -66,7 +67,7 @@ def test_tables_that_do_not_fit_together_are_refused() -> None:
 
 @pytest.mark.parametrize("name", [*NAMES, EIGHT_BITS])
 def test_a_shipped_table_stays_as_it_is_written(name: str, tmp_path: Path) -> None:
-    before = (_tile_tables._DIRECTORY / name).read_text(encoding="utf-8")
+    before = (tile_tables._DIRECTORY / name).read_text(encoding="utf-8")
     shipped, tuned = tmp_path / name, tmp_path / "tuned.json"
     shipped.write_text(before, encoding="utf-8")
     table = json.loads(before)
@@ -106,7 +107,7 @@ def test_an_eight_bit_products_buckets_give_way_from_the_first_tuned_one_on() ->
 def test_a_merged_format_is_what_a_layer_of_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = json.loads((_tile_tables._DIRECTORY / NAMES[0]).read_text(encoding="utf-8"))
+    before = json.loads((tile_tables._DIRECTORY / NAMES[0]).read_text(encoding="utf-8"))
     before["rows"] = [row for row in before["rows"] if "format" not in row]
     row = before["rows"][0]
     tile = row["tile"] | {"depth": 4, "x_depth": 4, "batch": 4}

@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import rows as emulator_rows
 
-from taut_kernels import _launch, testing, testing_gluon_rows
-from taut_kernels.fused import _norm_launch, _norm_ring, _training_tiles
-from taut_kernels.fused._norm_ring_jit import norm_backward_ring_kernel
-from taut_kernels.fused._tile_options import last_arguments
-from taut_kernels.fused._training_tiles import NormRingTile
-from taut_kernels.fused.layer_norm import layer_norm_backward_ref
-from taut_kernels.fused.rms_norm_train import rms_norm_backward_ref
+from taut_kernels import testing
+from taut_kernels.launch import launcher
+from taut_kernels.norm import ring as norm_ring
+from taut_kernels.norm import train_launch as norm_launch
+from taut_kernels.norm.layer_norm import layer_norm_backward_ref
+from taut_kernels.norm.ring_kernel import norm_backward_ring_kernel
+from taut_kernels.norm.rms_norm_train import rms_norm_backward_ref
+from taut_kernels.rowwise import training_tiles
+from taut_kernels.rowwise.tile_options import last_arguments
+from taut_kernels.rowwise.training_tiles import NormRingTile
 
 FORMS = ("rms_norm", "add_rms_norm", "layer_norm")
 HELD = NormRingTile(8, 0, held=True)
@@ -124,8 +128,8 @@ def run_on_numpy(
     ]
     names = norm_backward_ring_kernel.arg_names
     numbers = (M, N, N, N)
-    constants = _norm_ring.launch_constants(tile, operands)
-    testing_gluon_rows.run(
+    constants = norm_ring.launch_constants(tile, operands)
+    emulator_rows.run(
         norm_backward_ring_kernel,
         programs,
         dict(zip(names, (*operands, dx, *parts, *numbers), strict=False)),
@@ -186,18 +190,18 @@ def test_adversarial_values(form: str, tile: NormRingTile) -> None:
 
 
 def refused(operands: Operands, hopper: pytest.MonkeyPatch) -> str | None:
-    hopper.setattr(_launch, "is_hopper", lambda _: True)
-    reason = _norm_ring.why_not_supported(operands)
-    assert reason is None or _norm_ring.choose(operands) is None
+    hopper.setattr(launcher, "is_hopper", lambda _: True)
+    reason = norm_ring.why_not_supported(operands)
+    assert reason is None or norm_ring.choose(operands) is None
     return reason
 
 
 def test_ring_takes_rows_of_16_bits_that_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     operands = draw("add_rms_norm", 16, 16384)
     x, dy, added, *others = operands
-    assert "compute capability 9.0" in (_norm_ring.why_not_supported(operands) or "")
+    assert "compute capability 9.0" in (norm_ring.why_not_supported(operands) or "")
     assert refused(operands, monkeypatch) is None
-    assert _norm_ring.choose(operands) is not None
+    assert norm_ring.choose(operands) is not None
     wide = (x.float(), dy, added, *others)
     assert "of one 16-bit type" in (refused(wide, monkeypatch) or "")
     assert "of one 16-bit type" in (refused((x, dy.half(), added, *others), monkeypatch) or "")
@@ -214,7 +218,7 @@ def test_ring_takes_rows_of_16_bits_that_are_aligned(monkeypatch: pytest.MonkeyP
 
 def rule(form: str, N: int, rows: int) -> NormRingTile | None:
     centred, added = form == "layer_norm", form == "add_rms_norm"
-    return _training_tiles.norm_ring(N, rows, centred=centred, added=added)
+    return training_tiles.norm_ring(N, rows, centred=centred, added=added)
 
 
 def test_ring_is_for_long_rows() -> None:
@@ -222,16 +226,16 @@ def test_ring_is_for_long_rows() -> None:
         assert [rule(form, N, 62) for N in (8192, 16400, 16376)] == [None] * 3
         assert rule(form, 8208, 62) is not None
     with pytest.raises(ValueError, match="does not hold two rows of 32768 columns"):
-        _norm_ring.launch_constants(HELD, draw("rms_norm", 1, 32768))
+        norm_ring.launch_constants(HELD, draw("rms_norm", 1, 32768))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_few_rows_go_through_the_ring_only_where_that_was_faster(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_launch, "is_hopper", lambda _: True)
+    monkeypatch.setattr(launcher, "is_hopper", lambda _: True)
     # A CPU counts as two multiprocessors.
-    few, many = (_norm_ring.choose(draw(form, M, 8208)) for M in (15, 16))
+    few, many = (norm_ring.choose(draw(form, M, 8208)) for M in (15, 16))
     assert few == rule(form, 8208, 7)
     assert (few is not None) == (form == "rms_norm")
     assert many == rule(form, 8208, 8)
@@ -243,7 +247,7 @@ def test_few_rows_go_through_the_ring_only_where_that_was_faster(
 def test_two_of_the_longest_rows_fit(form: str, weight: torch.dtype) -> None:
     for rows in (0, 8):
         if (tile := rule(form, 16384, rows)) is not None:
-            _norm_ring.launch_constants(tile, draw(form, 1, 16384, weight))
+            norm_ring.launch_constants(tile, draw(form, 1, 16384, weight))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -261,7 +265,7 @@ def test_launcher_gives_the_kernel_what_it_takes(
         arguments = (*pointers, *numbers)
         names = norm_backward_ring_kernel.arg_names
         assert len(arguments) + len(named) == len(names)
-        testing_gluon_rows.run(
+        emulator_rows.run(
             norm_backward_ring_kernel, grid[0], dict(zip(names, arguments, strict=False)), named
         )
 
@@ -269,14 +273,14 @@ def test_launcher_gives_the_kernel_what_it_takes(
         pairs = zip(parts, wants, strict=True)
         return tuple(None if part is None else part.sum(dim=0).to(kind) for part, kind in pairs)
 
-    monkeypatch.setattr(_norm_ring, "_launcher", launch)
-    monkeypatch.setattr(_norm_launch, "column_sums", column_sums)
-    monkeypatch.setattr(_launch, "is_hopper", lambda _: True)
+    monkeypatch.setattr(norm_ring, "_launcher", launch)
+    monkeypatch.setattr(norm_launch, "column_sums", column_sums)
+    monkeypatch.setattr(launcher, "is_hopper", lambda _: True)
     operands = draw(form, 17, 8208)
     x, dy, added, weight, mean, rstd = operands
     wants = (weight.dtype, None if mean is None else weight.dtype)
     with testing.nan_poison():
-        found = _norm_launch.backward(dy, added, x, weight, mean, rstd, wants)
+        found = norm_launch.backward(dy, added, x, weight, mean, rstd, wants)
     assert_right(found, operands)
 
 
@@ -284,7 +288,7 @@ def on_gpu(operands: Operands, tile: NormRingTile | None = None) -> tuple[Any, .
     x, dy, added, weight, mean, rstd = operands
     kind = x.dtype if weight is None else weight.dtype
     wants = (kind, None if mean is None else kind)
-    return _norm_launch.backward(dy, added, x, weight, mean, rstd, wants, tile)
+    return norm_launch.backward(dy, added, x, weight, mean, rstd, wants, tile)
 
 
 @pytest.mark.gpu(capability=(9, 0))
@@ -328,7 +332,7 @@ def test_gpu_rows_far_apart() -> None:
     far = memory.as_strided((3, 16384), (2**30, 1))
     far.copy_(x)
     operands = with_statistics("rms_norm", far, dy, None, None)
-    assert _norm_ring.choose(operands) is not None
+    assert norm_ring.choose(operands) is not None
     found = on_gpu(operands)
     for one, wanted in zip(found, on_gpu((x, *operands[1:])), strict=True):
         assert one is None or torch.equal(one, wanted)

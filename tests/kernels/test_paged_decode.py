@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 import triton
+from emulator.paged import PagedCase, make_case
 
-from taut_kernels import _launch, testing
-from taut_kernels.attention import _decode_reference, _tiles, decode, decode_variants
-from taut_kernels.attention._reference import attention_ref
-from taut_kernels.attention.decode import make_arrivals, paged_decode
-from taut_kernels.testing_paged import PagedCase, make_case
+from taut_kernels import testing
+from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.attention.decode import reference as decode_reference
+from taut_kernels.attention.decode import variants as decode_variants
+from taut_kernels.attention.decode.op import make_arrivals, paged_decode
+from taut_kernels.attention.reference import attention_ref
+from taut_kernels.launch import launcher
 
 INTERPRET = Path(__file__).with_name("interpret_decode.py")
 interpreter = pytest.mark.skipif(
@@ -32,7 +36,7 @@ def test_reference_is_attention_over_the_gathered_keys(dtype: torch.dtype, windo
     for number, context in enumerate(case.context_lens.tolist()):
         pages = case.block_table[number, : -(-context // 16)].long()
         k, v = (
-            _decode_reference.gathered(cache, pages, context).double()
+            decode_reference.gathered(cache, pages, context).double()
             for cache in (case.k_cache, case.v_cache)
         )
         if case.k_scale is not None and case.v_scale is not None:
@@ -183,7 +187,7 @@ def test_pages_the_cache_does_not_have_are_refused_on_the_cpu(page: int) -> None
 def test_an_8_bit_cache_at_an_odd_address_is_refused() -> None:
     odd = torch.zeros(5 * 16 * 2 * 64 + 1, dtype=INT8)[1:].view(5, 16, 2, 64)
     settings = decode.Settings(*GOOD.settings())
-    tile = _tiles.decode(None, 64, 1, "small")
+    tile = attention_tiles.decode(None, 64, 1, "small")
     with pytest.raises(ValueError, match="v_cache must start at an even element"):
         decode.launch(tile, GOOD.q, torch.zeros_like(odd), odd, settings, 1)
 
@@ -192,7 +196,7 @@ def test_few_sequences_start_early_and_many_let_the_next_kernel_on_hopper_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(_launch, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(launcher, "capability", lambda device: (9, 0))
     starts = [decode.early_starts(sequences, 1024, cpu) for sequences in (1, 8, 9, 16, 17)]
     assert starts == [(False, True), (False, True), (True, True), (True, True), (True, False)]
     many = [decode.early_starts(sequences, 1024, cpu) for sequences in (64, 65)]
@@ -200,7 +204,7 @@ def test_few_sequences_start_early_and_many_let_the_next_kernel_on_hopper_alone(
     assert decode.early_starts(1, decode.EARLY_KEYS + 1, cpu) == (False, False)
     assert decode.early_starts(2, decode.EARLY_KEYS + 1, cpu) == (False, True)
     for capability in ((8, 0), (10, 0), (0, 0)):
-        monkeypatch.setattr(_launch, "capability", lambda device, it=capability: it)
+        monkeypatch.setattr(launcher, "capability", lambda device, it=capability: it)
         assert decode.early_starts(9, 1, cpu) == (False, False)
 
 
@@ -208,7 +212,7 @@ def test_a_launch_hands_its_starts_to_the_kernel(monkeypatch: pytest.MonkeyPatch
     calls: list[Any] = []
     monkeypatch.setattr(decode, "early_starts", lambda sequences, keys, device: (keys > 9, True))
     monkeypatch.setattr(decode, "_paged_decode", lambda *call: calls.append((call[0], call[-2]())))
-    tile = _tiles.decode(None, 64, 2, "small")
+    tile = attention_tiles.decode(None, 64, 2, "small")
     for keys in (9, 10):
         settings = decode.Settings(*GOOD.settings())._replace(max_context=keys)
         decode.launch(tile, GOOD.q, GOOD.k_cache, GOOD.v_cache, settings, 1)
@@ -246,12 +250,12 @@ def check_on_gpu(case: PagedCase, splits: int | None = None) -> torch.Tensor:
     sequences, queries, heads, dim = case.q.shape
     arrivals = make_arrivals(sequences, heads, case.q.device, queries)
     settings = decode.Settings(*case.settings(arrivals))
-    gpu, size = _launch.gpu_name(case.q.device), case.k_cache.element_size()
+    gpu, size = launcher.gpu_name(case.q.device), case.k_cache.element_size()
     # The first call makes sure of the tile for the other load.
     loads = ("large", "small", "small", "small") if splits is None else ("large",) * 3
     found = []
     for load in loads:
-        tile = _tiles.decode(gpu, 128 if dim == 96 else dim, size, load)
+        tile = attention_tiles.decode(gpu, 128 if dim == 96 else dim, size, load)
         with testing.nan_poison():
             found.append(decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, splits))
     if splits is None:
@@ -317,7 +321,7 @@ def test_gpu_every_tile_worth_tuning_is_right(dtype: torch.dtype) -> None:
     gold, reference = case.gold(), case.reference()
     settings = decode.Settings(*case.settings())
     for keys, warps in ((16, 1), (16, 8), (32, 1), (32, 2), (32, 4)):
-        tile = _tiles.DecodeTile(keys, warps, 3, 4, 64)
+        tile = attention_tiles.DecodeTile(keys, warps, 3, 4, 64)
         found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings)
         testing.assert_within_budget(found, gold, reference)
 
@@ -346,7 +350,7 @@ def test_gpu_captured_graph_follows_lengths_and_pages(dtype: torch.dtype) -> Non
 def test_gpu_conversions_by_assembly_and_by_arithmetic_are_the_same() -> None:
     import triton.language as tl
 
-    from taut_kernels.attention._decode_values_jit import halves
+    from taut_kernels.attention.decode.values_jit import halves
 
     @triton.jit  # type: ignore[untyped-decorator]
     def convert(words_ptr, out_ptr, FORMAT: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -403,7 +407,7 @@ def test_gpu_shares_of_uneven_lengths(dtype: torch.dtype, queries: int, window: 
         arrivals = make_arrivals(len(lens), 8, case.q.device, queries)
         settings = decode.Settings(*case.settings(arrivals))
         for shares, load in ((1, "small"), (2, "large"), (33, "large"), (300, "many")):
-            tile = _tiles.decode(torch.cuda.get_device_name(), 128, dtype.itemsize, load)
+            tile = attention_tiles.decode(torch.cuda.get_device_name(), 128, dtype.itemsize, load)
             found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, shares=shares)
             again = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, shares=shares)
             testing.assert_within_budget(found, gold, reference)
@@ -417,7 +421,7 @@ def test_gpu_shares_with_lengths_beyond_the_table() -> None:
     case = dataclasses.replace(case, block_table=case.block_table[:, :20].contiguous())
     case.context_lens.copy_(torch.tensor([2**31 - 1, -(2**31), 160, 0]))
     settings = decode.Settings(*case.settings())
-    for load in _tiles.LOADS:
-        tile = _tiles.decode(None, 64, 2, load)
+    for load in attention_tiles.LOADS:
+        tile = attention_tiles.decode(None, 64, 2, load)
         found = decode.launch(tile, case.q, case.k_cache, case.v_cache, settings, shares=40)
         testing.assert_within_budget(found, case.gold(), case.reference())

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from taut_kernels import measured_w4a16, vllm_plugin
+from taut_kernels import vllm_plugin
+from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
+from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 from taut_kernels.vllm_plugin import compat, selection, selfcheck
-from taut_kernels.weight_format import WeightFormat
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
@@ -28,8 +29,9 @@ def test_importing_the_package_touches_no_device_and_no_vllm(run_python: Any) ->
     code = (
         "import sys, taut_kernels, taut_kernels.vllm_plugin\n"
         "assert not {'vllm', 'torch', 'triton'} & set(sys.modules)\n"
-        "import taut_kernels.gemm.w4a16, taut_kernels.gemm.w4a16_cpu, taut_kernels.testing, torch\n"
-        "import taut_kernels.aot, taut_kernels.vllm_plugin.selfcheck\n"
+        "import taut_kernels.gemm.w4a16.op, taut_kernels.gemm.w4a16.cpu, torch\n"
+        "import taut_kernels.testing, taut_kernels.instruments.aot\n"
+        "import taut_kernels.vllm_plugin.selfcheck\n"
         "assert 'vllm' not in sys.modules\n"
         "assert not torch.cuda.is_initialized()\n"
     )
@@ -104,7 +106,8 @@ def test_not_ready_without_our_entry_point(
 
 
 def test_not_ready_where_the_op_computes_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from taut_kernels.gemm import w4a16, w4a16_cpu
+    from taut_kernels.gemm.w4a16 import cpu as w4a16_cpu
+    from taut_kernels.gemm.w4a16 import op as w4a16
 
     def wrong(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.full((2, 32), 191.0, dtype=x.dtype)
@@ -490,7 +493,8 @@ import dataclasses, sys, types
 import torch
 from vllm.model_executor import parameter
 from vllm.model_executor.layers.quantization import auto_awq, auto_gptq
-from taut_kernels import formats, testing
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.vllm_plugin import linear, register
 register()
 

@@ -11,7 +11,7 @@ import triton
 
 from taut_kernels import testing
 from taut_kernels.primitives import avg_pool2d, max_pool2d, pooling, reduce, reduction
-from taut_kernels.primitives._reduce_tiles import VERSIONS, tile_of
+from taut_kernels.primitives.reduce_tiles import VERSIONS, tile_of
 
 INTERPRET = Path(__file__).with_name("interpret_primitives.py")
 interpreter = pytest.mark.skipif(

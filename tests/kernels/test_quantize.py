@@ -11,9 +11,12 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing, tiles_fused
-from taut_kernels.fused import _rms_norm_launch, quantize, row_quant
-from taut_kernels.fused.rms_norm import rms_norm, rms_norm_quant
+from taut_kernels import testing
+from taut_kernels.norm import rms_norm_launch
+from taut_kernels.norm.rms_norm import rms_norm, rms_norm_quant
+from taut_kernels.quantize import op as quantize
+from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import tiles as tiles_fused
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
 interpreter = pytest.mark.skipif(
@@ -265,8 +268,8 @@ def test_gpu_strided_misaligned_and_far_rows(quantised: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantised", FORMATS)
 def test_gpu_every_tile_has_the_same_bits(quantised: torch.dtype) -> None:
-    from taut_kernels.bench import tune_fused
-    from taut_kernels.bench.fused_cases import Form
+    from taut_bench.fused_cases import Form
+    from tuning import tune_fused
 
     out, x = row_quant.OUT[quantised], rows(300, 4096, torch.bfloat16, "cuda")
     tiles = list(tune_fused.candidates(Form("row_quant", out), 4096, 300))
@@ -302,7 +305,7 @@ def test_gpu_early_start_waits_for_the_kernel_in_front_in_a_graph(
     def chain() -> None:
         for q, scales in found:
             middle.fill_(float("nan"))
-            _rms_norm_launch.launch(norm, "same", x, None, None, 1e-5, middle, None)
+            rms_norm_launch.launch(norm, "same", x, None, None, 1e-5, middle, None)
             quantize.launch(quant, out, middle, q, scales)
 
     chain()
@@ -314,7 +317,7 @@ def test_gpu_early_start_waits_for_the_kernel_in_front_in_a_graph(
         x.copy_(torch.randn(M, N, device="cuda") * (seed + 1))
         graph.replay()
         torch.cuda.synchronize()
-        _rms_norm_launch.launch(late, "same", x, None, None, 1e-5, alone, None)
+        rms_norm_launch.launch(late, "same", x, None, None, 1e-5, alone, None)
         for q, scales in found:
             assert_is_reference(alone, q, scales)
 

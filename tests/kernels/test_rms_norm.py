@@ -9,10 +9,13 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import _tile_tables, testing, tiles_fused
-from taut_kernels.fused import _rms_norm_launch, row_quant
-from taut_kernels.fused import rms_norm as rn
-from taut_kernels.fused.rms_norm import rms_norm, rms_norm_quant
+from taut_kernels import testing
+from taut_kernels.launch import tile_tables
+from taut_kernels.norm import rms_norm as rn
+from taut_kernels.norm import rms_norm_launch
+from taut_kernels.norm.rms_norm import rms_norm, rms_norm_quant
+from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import tiles as tiles_fused
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
 interpreter = pytest.mark.skipif(
@@ -224,9 +227,9 @@ def test_plain_norm_refuses_the_same_epsilons() -> None:
 
 
 def test_variants_cover_every_form() -> None:
-    from taut_kernels.fused import variants
+    from taut_kernels.instruments import rowwise_variants as fused_variants
 
-    found = list(variants.kernel_variants())
+    found = list(fused_variants.kernel_variants())
     assert len(found) == len({(v.label, v.tile) for v in found})
     labels = " ".join(v.label for v in found)
     for form in (
@@ -407,7 +410,7 @@ def test_gpu_op_contract(op: str) -> None:
 @pytest.mark.gpu
 def test_gpu_every_tile_of_the_tables_is_right() -> None:
     name = torch.cuda.get_device_name()
-    table = _tile_tables.of_card(tiles_fused.tables(), name)
+    table = tile_tables.of_card(tiles_fused.tables(), name)
     for (op, N), rows in table.tiles.items() if table else ():
         if "rms_norm" not in op:
             continue
@@ -418,7 +421,7 @@ def test_gpu_every_tile_of_the_tables_is_right() -> None:
             y = torch.full_like(x, float("nan"))
             expected = gold(x, weight, residual)
             theirs = None if residual is None else residual.clone()
-            _rms_norm_launch.launch(tile, "same", x, weight, residual, EPSILON, y, None)
+            rms_norm_launch.launch(tile, "same", x, weight, residual, EPSILON, y, None)
             reference = rn.rms_norm_ref(x, weight, theirs, EPSILON)
             testing.assert_within_budget(y, expected, reference)
 
@@ -508,12 +511,12 @@ def test_gpu_dependent_launch_waits_for_the_kernel_in_front() -> None:
     middle, y, expected = (torch.empty_like(x) for _ in range(3))
     # The same tile without it: another one adds the squares in another order.
     alone = tiles_fused.FusedTile(1, 1024, 4)
-    _rms_norm_launch.launch(alone, "same", x, weight, None, EPSILON, middle, None)
-    _rms_norm_launch.launch(alone, "same", middle, weight, None, EPSILON, expected, None)
+    rms_norm_launch.launch(alone, "same", x, weight, None, EPSILON, middle, None)
+    rms_norm_launch.launch(alone, "same", middle, weight, None, EPSILON, expected, None)
     for _ in range(20):
         middle.fill_(float("nan"))
-        _rms_norm_launch.launch(tile, "same", x, weight, None, EPSILON, middle, None)
-        _rms_norm_launch.launch(tile, "same", middle, weight, None, EPSILON, y, None)
+        rms_norm_launch.launch(tile, "same", x, weight, None, EPSILON, middle, None)
+        rms_norm_launch.launch(tile, "same", middle, weight, None, EPSILON, y, None)
         assert torch.equal(y, expected)
 
 

@@ -12,9 +12,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 from taut_kernels import testing
-from taut_kernels.fused import _rope_launch
-from taut_kernels.fused import rope as rp
-from taut_kernels.fused.rope import rope, rope_apart
+from taut_kernels.rope import op as rp
+from taut_kernels.rope import rope_launch
+from taut_kernels.rope.op import rope, rope_apart
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -407,7 +407,7 @@ def test_positions_of_another_type_have_a_plan_of_their_own() -> None:
     """A kernel compiled for 8-byte positions would read 4-byte ones wrongly."""
     q, table = torch.zeros(2, 4, 64), torch.zeros(8, 64)
     calls = {
-        _rope_launch.call_of(torch.zeros(2, dtype=dtype), q, None, table, True, False)
+        rope_launch.call_of(torch.zeros(2, dtype=dtype), q, None, table, True, False)
         for dtype in (torch.int32, torch.int64)
     }
     assert len(calls) == 2

@@ -11,19 +11,25 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import _launch, _triton_launch, testing, tiles_scaled_mm
-from taut_kernels.bench import scaled_mm_rivals
-from taut_kernels.bench.scaled_mm_layer import SHAPES, make_layer
-from taut_kernels.gemm import _scaled_mm_launch, fp8, scaled_mm_variants, w8a8
-from taut_kernels.gemm._scaled_mm_launch import launch, launch_block
-from taut_kernels.testing_scaled_mm import (
+from taut_bench import scaled_mm_rivals
+from taut_bench.scaled_mm_layer import SHAPES, make_layer
+from taut_kernels import testing
+from taut_kernels.gemm.scaled_mm import dispatch as scaled_mm_launch
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
+from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
+from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.launch import launcher as launching
+from taut_kernels.launch import triton_abi
+from taut_kernels.testing.scaled_mm import (
     EXTREMES,
     ScaledMmCase,
     cut_results,
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 INTERPRET = Path(__file__).with_name("interpret_scaled_mm.py")
 OUT_DTYPES = (torch.bfloat16, torch.float16)
@@ -265,13 +271,13 @@ class _Recorder:
         return call
 
 
-def _recorded(recorder: _Recorder) -> _triton_launch.Route:
+def _recorded(recorder: _Recorder) -> triton_abi.Route:
     """Return a way to launch that records."""
 
     def call(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
         recorder[x, y, z](*arguments)
 
-    return _triton_launch.Route(call, (), packed=False)
+    return triton_abi.Route(call, (), packed=False)
 
 
 @pytest.mark.parametrize(("op", "scaling", "zero_points"), VARIETIES)
@@ -280,18 +286,18 @@ def test_a_remembered_launch_hands_over_the_same_arguments(
 ) -> None:
     case = make_scaled_mm_case(op, 5, 200, 256, scaling=scaling, zero_points=zero_points)
     name = "_BLOCK" if scaling == "block" else "_RING"
-    launcher = getattr(_scaled_mm_launch, name)
+    launcher = getattr(scaled_mm_launch, name)
     recorder = _Recorder(launcher.kernel)
-    monkeypatch.setattr(_scaled_mm_launch, name, type(launcher)(recorder))
-    monkeypatch.setattr(_triton_launch, "route", _recorded)
-    monkeypatch.setattr(_launch, "_current_stream", lambda: lambda device: 0)
-    _scaled_mm_launch._prepared_ring.cache_clear()  # it keeps forms of the launcher that was
+    monkeypatch.setattr(scaled_mm_launch, name, type(launcher)(recorder))
+    monkeypatch.setattr(triton_abi, "route", _recorded)
+    monkeypatch.setattr(launching, "_current_stream", lambda: lambda device: 0)
+    scaled_mm_launch._prepared_ring.cache_clear()  # it keeps forms of the launcher that was
     tile = ScaledMmTile("ring", 16, 64, 128, 4, 3, split_k=2)
     for _ in range(2):
         _launch_case(tile, case)
     other = make_scaled_mm_case(op, 5, 200, 256, scaling=scaling, with_bias=True)
     _launch_case(tile, other)
-    _scaled_mm_launch._prepared_ring.cache_clear()
+    scaled_mm_launch._prepared_ring.cache_clear()
     first, second, third = recorder.calls
     fresh = {"y_ptr", "partial_ptr"}
     assert set(first) == {*recorder.arg_names, "grid"}

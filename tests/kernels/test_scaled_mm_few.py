@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, hopper
 
-from taut_kernels import _launch, testing, testing_gluon, testing_gluon_hopper
-from taut_kernels.gemm import _scaled_mm_few
-from taut_kernels.gemm._scaled_mm_few_jit import scaled_mm_few_kernel
-from taut_kernels.gemm._scaled_mm_launch import launch, make_arrivals
-from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.testing_scaled_mm import launch_case as run
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile, tiles_of_few
+from taut_kernels import testing
+from taut_kernels.gemm.scaled_mm import few as scaled_mm_few
+from taut_kernels.gemm.scaled_mm.dispatch import launch, make_arrivals
+from taut_kernels.gemm.scaled_mm.few_kernel import scaled_mm_few_kernel
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile, tiles_of_few
+from taut_kernels.launch import launcher
+from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
+from taut_kernels.testing.scaled_mm import launch_case as run
 
 NARROW = ScaledMmTile("few", 128, 64, 256, 4, 4)
 TILES = (
@@ -37,9 +39,9 @@ def each_tile(*cases: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.fixture
-def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
-    kernel = testing_gluon.OnNumPy(scaled_mm_few_kernel, testing_gluon_hopper.run)
-    monkeypatch.setattr(_scaled_mm_few, "_few", _launch.Launcher(kernel))
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> gluon.OnNumPy:
+    kernel = gluon.OnNumPy(scaled_mm_few_kernel, hopper.run)
+    monkeypatch.setattr(scaled_mm_few, "_few", launcher.Launcher(kernel))
     return kernel
 
 
@@ -90,18 +92,18 @@ def test_body_on_numpy_is_the_reference(
 
 
 def test_nothing_is_compiled_by_the_number_of_tokens(
-    on_numpy: testing_gluon.OnNumPy, monkeypatch: pytest.MonkeyPatch
+    on_numpy: gluon.OnNumPy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no block is asked for that has no token."""
     asked: list[int] = []
-    load_block = testing_gluon_hopper.load_block
+    load_block = hopper.load_block
 
     def record(descriptor: Any, at: Any, *more: Any) -> None:
-        if descriptor.shape[0] == _scaled_mm_few.TOKENS:
+        if descriptor.shape[0] == scaled_mm_few.TOKENS:
             asked.append(int(at[0]))
         load_block(descriptor, at, *more)
 
-    monkeypatch.setattr(testing_gluon_hopper, "load_block", record)
+    monkeypatch.setattr(hopper, "load_block", record)
     found = {}
     for M in (1, 32, 65, 96, 97, 129):
         asked.clear()
@@ -116,7 +118,7 @@ def test_nothing_is_compiled_by_the_number_of_tokens(
         97: [0, 32, 64, 65],
         129: [0, 32, 64, 96, 97],
     }
-    assert len(_scaled_mm_few._few._forms) == 1
+    assert len(scaled_mm_few._few._forms) == 1
 
 
 @pytest.mark.usefixtures("on_numpy")

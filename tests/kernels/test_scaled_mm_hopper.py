@@ -8,22 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulator import hopper
+from emulator.memory import Shared, block, floats
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from taut_kernels import _launch, testing, testing_gluon_hopper
-from taut_kernels.gemm import _scaled_mm_hopper
-from taut_kernels.gemm._scaled_mm_hopper_jit import scaled_mm_hopper_kernel
-from taut_kernels.gemm._scaled_mm_launch import launch
-from taut_kernels.gemm._scaled_mm_turns_jit import scaled_mm_turns_kernel
-from taut_kernels.testing_gluon_memory import Shared, block, floats
-from taut_kernels.testing_scaled_mm import (
+from taut_kernels import testing
+from taut_kernels.gemm.scaled_mm import hopper as scaled_mm_hopper
+from taut_kernels.gemm.scaled_mm.dispatch import launch
+from taut_kernels.gemm.scaled_mm.hopper_kernel import scaled_mm_hopper_kernel
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.gemm.scaled_mm.turns_kernel import scaled_mm_turns_kernel
+from taut_kernels.launch import launcher
+from taut_kernels.testing.scaled_mm import (
     EXTREMES,
     ScaledMmCase,
     cut_results,
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
 
 WIDE, SQUARE = (
     ScaledMmTile("hopper", 128, block_n, 128, 4, stages, group_m=group_m)
@@ -67,7 +69,7 @@ class OnNumPy:
         def run(*arguments: Any, num_warps: int, **constants: Any) -> None:
             assert num_warps == 4
             named = dict(zip(self.arg_names, arguments, strict=False)) | constants
-            testing_gluon_hopper.run(self.kernel, grid[0], named)
+            hopper.run(self.kernel, grid[0], named)
 
         return run
 
@@ -75,7 +77,7 @@ class OnNumPy:
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kernel in (("_hopper", scaled_mm_hopper_kernel), ("_turns", scaled_mm_turns_kernel)):
-        monkeypatch.setattr(_scaled_mm_hopper, name, _launch.Launcher(OnNumPy(kernel)))
+        monkeypatch.setattr(scaled_mm_hopper, name, launcher.Launcher(OnNumPy(kernel)))
 
 
 def run(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
@@ -134,8 +136,8 @@ def test_extreme_values_on_numpy(tile: ScaledMmTile, extreme: str) -> None:
 def test_no_token_is_asked_for_that_does_not_exist(
     tile: ScaledMmTile, M: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = testing_gluon_hopper.load_within(M)
-    monkeypatch.setattr(testing_gluon_hopper, "load_block", load)
+    load = hopper.load_within(M)
+    monkeypatch.setattr(hopper, "load_block", load)
     check(tile, make_scaled_mm_case("fp8_gemm", M, 136, 144))
 
 
@@ -148,7 +150,7 @@ def test_groups_in_turns_end_at_any_number_of_tiles(tiles: int) -> None:
 
 def test_tma_is_told_of_no_rows_that_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(_scaled_mm_hopper, "_hopper", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(scaled_mm_hopper, "_hopper", lambda *arguments: asked.append(arguments))
     case = make_scaled_mm_case("w8a8_gemm", 1, 40, 64)
     wide = torch.zeros(5, 96, dtype=torch.int8)[:, :64]
     odd = case.x.as_strided((1, 64), (3, 1))
@@ -165,14 +167,14 @@ def test_tma_is_told_of_no_rows_that_overlap(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_place_overwritten_while_its_block_is_stored_shows() -> None:
     y = torch.zeros(64, 64)
-    descriptor = testing_gluon_hopper.Descriptor(
-        TensorDescriptor(y.half(), [64, 64], [64, 1], [64, 64], _scaled_mm_hopper.RESULT_LAYOUT)
+    descriptor = hopper.Descriptor(
+        TensorDescriptor(y.half(), [64, 64], [64, 1], [64, 64], scaled_mm_hopper.RESULT_LAYOUT)
     )
     place = Shared(np.zeros((64, 64), np.float32))
     place.store(block(np.full((64, 64), 1.0)))
-    testing_gluon_hopper.store_block(descriptor, (32, 0), place)
+    hopper.store_block(descriptor, (32, 0), place)
     place.store(block(np.full((64, 64), 2.0)))
-    testing_gluon_hopper.wait_stores(0)
+    hopper.wait_stores(0)
     written = floats(descriptor.memory, "f16")
     assert (written[32:] == 2.0).all(), "what was there when somebody waited"
     assert (written[:32] == 0.0).all()

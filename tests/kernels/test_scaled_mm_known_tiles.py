@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_tile
-from taut_kernels.bench.scaled_mm_candidates import (
-    BUCKETS,
-    SHARED_BYTES,
-    candidates,
-    ring_bytes,
-    widths_of,
-)
-from taut_kernels.bench.scaled_mm_known_tiles import known_tiles
-from taut_kernels.bench.shapes import PRODUCTS
+from taut_bench.shapes import PRODUCTS
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import tile as tiles_scaled_mm_tile
+from tuning.scaled_mm_candidates import BUCKETS, SHARED_BYTES, candidates, ring_bytes, widths_of
+from tuning.scaled_mm_known_tiles import known_tiles
 
 
 @pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])

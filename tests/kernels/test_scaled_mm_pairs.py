@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, hopper
 
-from taut_kernels import _launch, testing, testing_gluon, testing_gluon_hopper
-from taut_kernels.bench.scaled_mm_candidates import candidates
-from taut_kernels.gemm import _scaled_mm_pairs, scaled_mm_variants
-from taut_kernels.gemm._scaled_mm_pairs_jit import scaled_mm_pairs_kernel
-from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.testing_scaled_mm import launch_case as run
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile, tiles_of_pairs
+from taut_kernels import testing
+from taut_kernels.gemm.scaled_mm import pairs as scaled_mm_pairs
+from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
+from taut_kernels.gemm.scaled_mm.pairs_kernel import scaled_mm_pairs_kernel
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile, tiles_of_pairs
+from taut_kernels.launch import launcher
+from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
+from taut_kernels.testing.scaled_mm import launch_case as run
+from tuning.scaled_mm_candidates import candidates
 
 TILES = (
     *tiles_of_pairs(),
@@ -29,9 +32,9 @@ SPLIT = TILES[-3]
 
 
 @pytest.fixture
-def on_numpy(monkeypatch: pytest.MonkeyPatch) -> testing_gluon.OnNumPy:
-    kernel = testing_gluon.OnNumPy(scaled_mm_pairs_kernel, testing_gluon_hopper.run)
-    monkeypatch.setattr(_scaled_mm_pairs, "_pairs", _launch.Launcher(kernel))
+def on_numpy(monkeypatch: pytest.MonkeyPatch) -> gluon.OnNumPy:
+    kernel = gluon.OnNumPy(scaled_mm_pairs_kernel, hopper.run)
+    monkeypatch.setattr(scaled_mm_pairs, "_pairs", launcher.Launcher(kernel))
     return kernel
 
 
@@ -84,12 +87,12 @@ def test_parts_without_a_step_add_nothing() -> None:
     check(SPLIT, make_scaled_mm_case("w8a8_gemm", 9, 128, 384))
 
 
-def test_nothing_is_compiled_by_the_number_of_tokens(on_numpy: testing_gluon.OnNumPy) -> None:
+def test_nothing_is_compiled_by_the_number_of_tokens(on_numpy: gluon.OnNumPy) -> None:
     tile = TILES[1]
     for M in (1, 16, 17, 32, 40):
         check(tile, make_scaled_mm_case("fp8_gemm", M, 64, 256))
         assert on_numpy.grid == (1, 1, -(-M // 32))
-    assert len(_scaled_mm_pairs._pairs._forms) == 1
+    assert len(scaled_mm_pairs._pairs._forms) == 1
 
 
 @pytest.mark.usefixtures("on_numpy")

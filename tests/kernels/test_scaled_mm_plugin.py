@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import tiles_scaled_mm
-from taut_kernels.testing_scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.tiles_scaled_mm import Bucket, ScaledMmTable
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm.lookup import Bucket, ScaledMmTable
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.vllm_plugin import compat, scaled_mm_op, selection
 
 needs_vllm = pytest.mark.skipif(
@@ -80,7 +80,7 @@ def test_the_measured_table_chooses_the_kernel(
     op: str, M: int, always: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
-    monkeypatch.setattr(scaled_mm_op._launch, "gpu_name", lambda device: GPU)
+    monkeypatch.setattr(scaled_mm_op.launcher, "gpu_name", lambda device: GPU)
     monkeypatch.setattr(scaled_mm_op, "launch", lambda *a: called.append("ours"))
     monkeypatch.setattr(scaled_mm_op, "_cutlass", lambda *a: called.append("cutlass"))
     scaled_mm_op._dispatch(*_operands(make_scaled_mm_case(op, M, 64, 128), always))
@@ -187,9 +187,10 @@ import torch
 from vllm.model_executor.kernels import linear as L
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     GroupShape, kFp8DynamicTokenSym, kFp8StaticChannelSym, kFp8Dynamic128Sym)
-from taut_kernels import tiles_scaled_mm, testing
+from taut_kernels import testing
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.vllm_plugin import scaled_mm
-from taut_kernels.testing_scaled_mm import make_scaled_mm_case
+from taut_kernels.testing.scaled_mm import make_scaled_mm_case
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"

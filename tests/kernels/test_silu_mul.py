@@ -10,9 +10,9 @@ import torch
 import triton
 
 from taut_kernels import testing
-from taut_kernels.fused import row_quant
-from taut_kernels.fused import silu_mul as sm
-from taut_kernels.fused.silu_mul import silu_mul, silu_mul_quant
+from taut_kernels.activation import silu_mul as sm
+from taut_kernels.activation.silu_mul import silu_mul, silu_mul_quant
+from taut_kernels.rowwise import row_quant
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")
 interpreter = pytest.mark.skipif(

@@ -9,10 +9,11 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import aot, testing
-from taut_kernels.fused import _training_tiles, training_variants
-from taut_kernels.fused import softmax as sm
-from taut_kernels.fused.softmax import softmax
+from taut_kernels import testing
+from taut_kernels.instruments import aot, training_variants
+from taut_kernels.rowwise import training_tiles
+from taut_kernels.softmax import op as sm
+from taut_kernels.softmax.op import softmax
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")
 interpreter = pytest.mark.skipif(
@@ -119,7 +120,7 @@ def test_rejects_bad_inputs(x: torch.Tensor, message: str) -> None:
 )
 def test_two_programs_with_long_rows_fit_a_multiprocessor(N: int, backward: bool) -> None:
     # One loads while the other computes: 261 µs instead of 322 at 32768 columns on an H200.
-    rule = _training_tiles.softmax_backward if backward else _training_tiles.softmax
+    rule = training_tiles.softmax_backward if backward else training_tiles.softmax
     tile = rule(N, 8192, 2)
     found = aot.compile_variant(training_variants.softmax(N, tile, backward=backward), "sm_90")
     assert found.failure is None

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import (
-    _tile_tables,
-    tiles_decode,
-    tiles_fused,
-    tiles_loss,
-    tiles_scaled_mm,
-    tiles_wgmma,
-)
-from taut_kernels.attention import _tiles as tiles_attention
-from taut_kernels.primitives import _conv2d_tiles, _gemm_tiles
+from taut_kernels.attention import tiles as tiles_attention
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.launch import tile_tables
+from taut_kernels.loss import tiles as tiles_loss
+from taut_kernels.primitives import conv2d_tiles, gemm_tiles
+from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.vllm_plugin import decode_attention, fused_ops
 
 OWN = ("scaled_mm",)
@@ -26,10 +24,10 @@ H100, H200, UNKNOWN = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA X"
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "attention": tiles_attention.tables,
-    "conv2d": _conv2d_tiles.tables,
+    "conv2d": conv2d_tiles.tables,
     "decode": tiles_decode.tables,
     "fused": tiles_fused.tables,
-    "gemm": _gemm_tiles.tables,
+    "gemm": gemm_tiles.tables,
     "loss": tiles_loss.tables,
     "scaled_mm": tiles_scaled_mm.tables,
     "wgmma": tiles_wgmma.tables,
@@ -37,10 +35,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 LOOKUPS: dict[str, Callable[[str | None], Any]] = {
     "attention": lambda gpu: tiles_attention.decode(gpu, 128, 2, "large"),
-    "conv2d": lambda gpu: _conv2d_tiles.lookup(gpu, 32, (128, 128, 3, 3, 28, 28)),
+    "conv2d": lambda gpu: conv2d_tiles.lookup(gpu, 32, (128, 128, 3, 3, 28, 28)),
     "decode": lambda gpu: tiles_decode.lookup(gpu, 8192, 8192, 1, hopper=True),
     "fused": lambda gpu: tiles_fused.lookup(gpu, "rms_norm", 4096, 4096, True),
-    "gemm": lambda gpu: _gemm_tiles.lookup(gpu, 512, 6144, 4096),
+    "gemm": lambda gpu: gemm_tiles.lookup(gpu, 512, 6144, 4096),
     "loss": lambda gpu: tiles_loss.lookup(gpu, "cross_entropy", 256000),
     "loss ring": lambda gpu: tiles_loss.ring(gpu, 32000),
     "scaled_mm": lambda gpu: tiles_scaled_mm.lookup("fp8_gemm", gpu, 28672, 4096, 1),
@@ -57,37 +55,37 @@ class _Table:
 
 def test_a_table_of_its_own_comes_before_its_twins() -> None:
     own, twin = _Table(H100), _Table(H200)
-    assert _tile_tables.of_card({H100: own, H200: twin}, H100) is own
-    assert _tile_tables.of_card({H100: own, H200: twin}, H200) is twin
-    assert _tile_tables.of_card({H200: twin}, H100) is twin
-    assert _tile_tables.of_card({H100: own}, H200) is None  # a twin lends, it does not borrow
-    assert _tile_tables.of_card({}, H100) is None
+    assert tile_tables.of_card({H100: own, H200: twin}, H100) is own
+    assert tile_tables.of_card({H100: own, H200: twin}, H200) is twin
+    assert tile_tables.of_card({H200: twin}, H100) is twin
+    assert tile_tables.of_card({H100: own}, H200) is None  # a twin lends, it does not borrow
+    assert tile_tables.of_card({}, H100) is None
 
 
 @pytest.mark.parametrize("gpu", [UNKNOWN, "NVIDIA H100 PCIe", "", None])
 def test_a_card_that_is_nobodys_twin_has_no_table(gpu: str | None) -> None:
-    assert _tile_tables.of_card({H200: _Table(H200)}, gpu) is None
+    assert tile_tables.of_card({H200: _Table(H200)}, gpu) is None
 
 
 def test_tuning_starts_from_the_rows_that_are_lent() -> None:
     """Else a tuned row would drop all others: a card's own table replaces its twin's."""
-    lent = _tile_tables.shipped_rows("gemm", H200)
+    lent = tile_tables.shipped_rows("gemm", H200)
     assert lent
-    assert _tile_tables.shipped_rows("gemm", H100) == lent
-    assert _tile_tables.shipped_rows("gemm", UNKNOWN) == []
+    assert tile_tables.shipped_rows("gemm", H100) == lent
+    assert tile_tables.shipped_rows("gemm", UNKNOWN) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_h100_takes_its_own_tiles_or_the_h200s(family: str) -> None:
     tables = FAMILIES[family]()
-    assert _tile_tables.of_card(tables, H100) is tables[H100 if family in OWN else H200]
-    assert _tile_tables.of_card(tables, UNKNOWN) is None
-    assert _tile_tables.of_card(tables, None) is None
+    assert tile_tables.of_card(tables, H100) is tables[H100 if family in OWN else H200]
+    assert tile_tables.of_card(tables, UNKNOWN) is None
+    assert tile_tables.of_card(tables, None) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_card_a_twin_names_has_a_table(family: str) -> None:
-    assert set(_tile_tables.TWINS.values()) <= set(FAMILIES[family]())
+    assert set(tile_tables.TWINS.values()) <= set(FAMILIES[family]())
 
 
 @pytest.mark.parametrize("family", LOOKUPS)

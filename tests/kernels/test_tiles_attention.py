@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from taut_kernels.attention import _tiles
-from taut_kernels.attention._tiles import AttentionTile, DecodeTile, HopperTile
+from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.attention.tiles import AttentionTile, DecodeTile, HopperTile
 
 ROW = (
     '{"kernel": "decode", "D": 128, "bits": 8, "load": "small", "us": 1.0, "tile": '
@@ -15,45 +15,53 @@ TEXT = '{"gpu": "card", "source": "here", "rows": [%s]}'
 
 
 def test_the_tables_that_ship_are_read_and_used() -> None:
-    (gpu, table), *_ = _tiles.tables().items()
+    (gpu, table), *_ = attention_tiles.tables().items()
     assert table.gpu == gpu
     assert table.tiles
     for (kernel, dim, size, load), tile in table.tiles.items():
         if kernel == "forward":
-            assert _tiles.forward(dim, False, True, gpu) == tile
+            assert attention_tiles.forward(dim, False, True, gpu) == tile
         elif kernel == "forward_hopper":
-            assert _tiles.forward_hopper(gpu, dim) == tile
+            assert attention_tiles.forward_hopper(gpu, dim) == tile
         elif kernel == "decode":
-            assert _tiles.decode(gpu, dim, size, load) == tile
+            assert attention_tiles.decode(gpu, dim, size, load) == tile
         else:
-            assert tile in _tiles.backward(gpu, dim)
+            assert tile in attention_tiles.backward(gpu, dim)
 
 
 def test_a_card_without_a_table_takes_the_rule() -> None:
     for dim in (64, 128, 256):
-        assert _tiles.forward(dim, False, True, "no such card") == _tiles.forward(dim, False, True)
-        assert _tiles.forward_hopper("no such card", dim) == _tiles.FORWARD_HOPPER[dim]
-        keys, queries = _tiles.backward("no such card", dim)
-        assert (keys, queries) == (_tiles.KEY_GRADIENTS[dim], _tiles.QUERY_GRADIENTS[dim])
+        assert attention_tiles.forward(dim, False, True, "no such card") == attention_tiles.forward(
+            dim, False, True
+        )
+        assert (
+            attention_tiles.forward_hopper("no such card", dim)
+            == attention_tiles.FORWARD_HOPPER[dim]
+        )
+        keys, queries = attention_tiles.backward("no such card", dim)
+        assert (keys, queries) == (
+            attention_tiles.KEY_GRADIENTS[dim],
+            attention_tiles.QUERY_GRADIENTS[dim],
+        )
         for size in (1, 2):
-            for load in _tiles.LOADS:
-                tile = _tiles.decode("no such card", dim, size, load)
-                assert tile == _tiles.decode(None, dim, size, load)
+            for load in attention_tiles.LOADS:
+                tile = attention_tiles.decode("no such card", dim, size, load)
+                assert tile == attention_tiles.decode(None, dim, size, load)
 
 
 def test_a_row_is_read() -> None:
-    tiles = _tiles.parse_table(TEXT % ROW, "a.json").tiles
+    tiles = attention_tiles.parse_table(TEXT % ROW, "a.json").tiles
     assert tiles == {("decode", 128, 1, "small"): DecodeTile(32, 4, 2, 2, 512)}
     forward = (
         ROW.replace('"decode"', '"forward"').replace('"small"', '"large"').replace(": 8,", ": 16,")
     )
     cut = '{"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}}'
     forward = forward[: forward.index('{"keys"')] + cut
-    tiles = _tiles.parse_table(TEXT % forward, "a.json").tiles
+    tiles = attention_tiles.parse_table(TEXT % forward, "a.json").tiles
     assert tiles == {("forward", 128, 2, "large"): AttentionTile(64, 32, 4, 2)}
     hopper = forward.replace('"forward"', '"forward_hopper"')
     hopper = hopper[: hopper.index('{"block_m"')] + '{"block_n": 64, "num_stages": 3}}'
-    tiles = _tiles.parse_table(TEXT % hopper, "a.json").tiles
+    tiles = attention_tiles.parse_table(TEXT % hopper, "a.json").tiles
     assert tiles == {("forward_hopper", 128, 2, "large"): HopperTile(64, 3)}
 
 
@@ -72,34 +80,36 @@ def test_a_row_is_read() -> None:
 )
 def test_a_wrong_row_names_its_file(right: str, wrong: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf"^a\.json: {message}"):
-        _tiles.parse_table(TEXT % ROW.replace(right, wrong), "a.json")
+        attention_tiles.parse_table(TEXT % ROW.replace(right, wrong), "a.json")
 
 
 def test_splits_fill_the_device_once_or_many_times() -> None:
     tile = DecodeTile(16, 4, 3, 4, 256)
-    assert _tiles.decode_splits(tile, 8, 131072, 132) == 66  # 528 programs, 4 each
-    assert _tiles.decode_splits(tile, 8, 1024, 132) == 4  # 256 keys each
-    assert _tiles.decode_splits(tile, 512, 8192, 132) == 1  # 512 of 528 places
-    assert _tiles.decode_splits(tile, 1024, 8192, 132) == 8  # two rounds: 1024 keys each
-    assert _tiles.decode_splits(tile, 300, 8192, 132) == 8  # 2.3 each: one would have 3
-    assert _tiles.decode_splits(tile, 8, 0, 132) == 1
+    assert attention_tiles.decode_splits(tile, 8, 131072, 132) == 66  # 528 programs, 4 each
+    assert attention_tiles.decode_splits(tile, 8, 1024, 132) == 4  # 256 keys each
+    assert attention_tiles.decode_splits(tile, 512, 8192, 132) == 1  # 512 of 528 places
+    assert attention_tiles.decode_splits(tile, 1024, 8192, 132) == 8  # two rounds: 1024 keys each
+    assert attention_tiles.decode_splits(tile, 300, 8192, 132) == 8  # 2.3 each: one would have 3
+    assert attention_tiles.decode_splits(tile, 8, 0, 132) == 1
 
 
 def test_load_is_keys_a_multiprocessor() -> None:
-    assert _tiles.load_of(8, 16896, 132) == "small"
-    assert _tiles.load_of(8, 16897, 132) == "large"
-    assert _tiles.load_of(264, 1024, 132) == "large"
-    assert _tiles.load_of(265, 1024, 132) == "many"
-    assert _tiles.load_of(265, 100, 132) == "small"
+    assert attention_tiles.load_of(8, 16896, 132) == "small"
+    assert attention_tiles.load_of(8, 16897, 132) == "large"
+    assert attention_tiles.load_of(264, 1024, 132) == "large"
+    assert attention_tiles.load_of(265, 1024, 132) == "many"
+    assert attention_tiles.load_of(265, 100, 132) == "small"
 
 
 @pytest.mark.parametrize(("size", "pairs", "splits"), [(2, 512, 1), (1, 512, 2), (1, 1024, 1)])
 def test_many_sequences_are_hardly_divided(size: int, pairs: int, splits: int) -> None:
-    tile = _tiles.decode("NVIDIA H200", 128, size, _tiles.load_of(pairs, 8192, 132))
-    assert _tiles.decode_splits(tile, pairs, 8192, 132) == splits
+    tile = attention_tiles.decode(
+        "NVIDIA H200", 128, size, attention_tiles.load_of(pairs, 8192, 132)
+    )
+    assert attention_tiles.decode_splits(tile, pairs, 8192, 132) == splits
 
 
 @pytest.mark.parametrize(("size", "splits"), [(2, 33), (1, 49)])
 def test_a_long_sequence_is_merged_from_few_parts(size: int, splits: int) -> None:
-    tile = _tiles.decode("NVIDIA H200", 128, size, _tiles.load_of(8, 32768, 132))
-    assert _tiles.decode_splits(tile, 8, 32768, 132) == splits
+    tile = attention_tiles.decode("NVIDIA H200", 128, size, attention_tiles.load_of(8, 32768, 132))
+    assert attention_tiles.decode_splits(tile, 8, 32768, 132) == splits

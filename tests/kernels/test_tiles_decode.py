@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import tiles_decode
-from taut_kernels.tiles_decode import DecodeTile
-from taut_kernels.weight_format import DEFAULT, WeightFormat
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 
 TILE = {
     "row_tiles": 1,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from taut_kernels import _early_start, tiles_fused
-from taut_kernels.fused._tile_options import launch_options
-from taut_kernels.tiles_fused import FusedTile
+from taut_kernels.launch import early_start, tile_tables
+from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.rowwise.tile_options import launch_options
+from taut_kernels.rowwise.tiles import FusedTile
 
 SMALL = {"rows": 1, "block": 1024, "num_warps": 4, "pdl": False}
 LARGE = {"rows": 2, "block": 2048, "num_warps": 8, "pdl": True}
@@ -55,7 +55,7 @@ def test_few_rows_start_early_on_hopper_only(gpu: str | None, op: str) -> None:
             alone = tiles_fused.lookup(gpu, op, N, M)
             early = tiles_fused.lookup(gpu, op, N, M, True)
             assert alone.pdl is False
-            assert early.pdl is (M <= _early_start.EARLY_TOKENS == 64)
+            assert early.pdl is (M <= early_start.EARLY_TOKENS == 64)
             assert dataclasses.replace(early, pdl=False) == alone
 
 
@@ -63,7 +63,7 @@ def test_few_rows_start_early_on_hopper_only(gpu: str | None, op: str) -> None:
 def test_every_tile_has_the_forms_of_every_number_of_rows(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_early_start, "EARLY_TOKENS", most)
+    monkeypatch.setattr(early_start, "EARLY_TOKENS", most)
     tiles_fused.lookup.cache_clear()
     for gpu in (None, "NVIDIA H200"):
         for op in tiles_fused.OPS:
@@ -99,7 +99,7 @@ def test_few_long_rows_are_quantised_by_32_warps() -> None:
 
 
 def test_shipped_tables_parse() -> None:
-    for path in Path(tiles_fused.__file__).with_name("tiles").glob("fused-*.json"):
+    for path in tile_tables._DIRECTORY.glob("fused-*.json"):
         table = tiles_fused.parse(path.read_text(encoding="utf-8"), path.name)
         assert table.gpu
         assert all(rows[-1][0] is None for rows in table.tiles.values())

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import tiles_loss
+from taut_kernels.loss import tiles as tiles_loss
 from taut_kernels.loss import variants
-from taut_kernels.tiles_loss import LossTile, RingTile
+from taut_kernels.loss.tiles import LossTile, RingTile
 
 ROW = {
     "op": "cross_entropy",

@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 
-from taut_kernels import tiles_scaled_mm, tiles_scaled_mm_rule, tiles_scaled_mm_tile
-from taut_kernels.bench.scaled_mm_candidates import (
+from taut_bench.scaled_mm_layer import SHAPES
+from taut_bench.shapes import PRODUCTS
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import rule as tiles_scaled_mm_rule
+from taut_kernels.gemm.scaled_mm import tile as tiles_scaled_mm_tile
+from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
+from taut_kernels.gemm.scaled_mm.lookup import Bucket, parse
+from taut_kernels.gemm.scaled_mm.rule import rule
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile, most_shared_tokens
+from tuning.scaled_mm_candidates import (
     BUCKETS,
     SHARED_BYTES,
     block_candidates,
     candidates,
     ring_bytes,
 )
-from taut_kernels.bench.scaled_mm_layer import SHAPES
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.tiles_scaled_mm import Bucket, parse
-from taut_kernels.tiles_scaled_mm_rule import rule
-from taut_kernels.tiles_scaled_mm_tile import ScaledMmTile, most_shared_tokens
 
 TILE = {"kernel": "ring", "block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4}
 TILE |= {"num_stages": 4}

@@ -11,7 +11,7 @@ import triton
 
 from taut_kernels import testing
 from taut_kernels.primitives import transpose, transposition
-from taut_kernels.primitives._transpose_tiles import VERSIONS
+from taut_kernels.primitives.transpose_tiles import VERSIONS
 
 INTERPRET = Path(__file__).with_name("interpret_primitives.py")
 interpreter = pytest.mark.skipif(

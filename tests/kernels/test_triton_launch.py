@@ -10,8 +10,8 @@ import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
 
-from taut_kernels import _triton_launch
-from taut_kernels.fused import _rms_norm_launch, rms_norm
+from taut_kernels.launch import triton_abi
+from taut_kernels.norm import rms_norm, rms_norm_launch
 
 GRID, STREAM, ARGUMENTS = (3, 2, 1), 55, (4096, None, 8192, 7, 0.5, "bf16", True)
 
@@ -77,7 +77,7 @@ def both(run: Any, calls: list[Any]) -> tuple[Any, Any]:
     compiled = Compiled(run)
     given = (compiled.function, compiled.packed_metadata, None, None, None)
     compiled.run(*GRID, STREAM, *given, *ARGUMENTS)
-    _triton_launch.route(compiled).launch(GRID, STREAM, ARGUMENTS)
+    triton_abi.route(compiled).launch(GRID, STREAM, ARGUMENTS)
     return tuple(calls)  # type: ignore[return-value]
 
 
@@ -87,7 +87,7 @@ def test_a_known_launcher_is_left_out_and_its_function_gets_the_same(kind: type[
     run = kind(calls)
     expected, found = both(run, calls)
     assert found == expected
-    chosen = _triton_launch.route(Compiled(run))
+    chosen = triton_abi.route(Compiled(run))
     assert chosen.call is run.launch
     assert chosen.packed is (kind is Packed)
     assert len(calls) == 2, "looking for a route launches nothing"
@@ -96,14 +96,14 @@ def test_a_known_launcher_is_left_out_and_its_function_gets_the_same(kind: type[
 @pytest.mark.parametrize("kind", [Reordered, Adding, Silent])
 def test_a_launcher_that_does_something_else_stays(kind: type[Spread]) -> None:
     run = kind([])
-    assert _triton_launch.route(Compiled(run)).call is run
+    assert triton_abi.route(Compiled(run)).call is run
 
 
 @pytest.mark.parametrize("size", ["global_scratch_size", "profile_scratch_size"])
 def test_a_launcher_that_allocates_stays(size: str) -> None:
     run = Spread([])
     setattr(run, size, 128)
-    assert _triton_launch.route(Compiled(run)).call is run
+    assert triton_abi.route(Compiled(run)).call is run
 
 
 def test_what_is_no_launcher_is_called_as_it_is() -> None:
@@ -138,7 +138,7 @@ def installed(**changed: Any) -> Any:
 def test_the_installed_triton_has_what_the_stand_in_has() -> None:
     """Every attribute the constructor sets is one above, and the ones looked at are among them."""
     names = set(inspect.getclosurevars(CudaLauncher.__init__).unbound)
-    assert {"launch", *_triton_launch._SCRATCH} <= names
+    assert {"launch", *triton_abi._SCRATCH} <= names
     source = inspect.getsource(CudaLauncher.__call__)
     assert "self.launch(" in source
 
@@ -150,13 +150,13 @@ def test_the_installed_tritons_launcher_is_left_out(monkeypatch: pytest.MonkeyPa
     run = installed(launch=lambda *passed: calls.append(passed))
     expected, found = both(run, calls)
     assert found == expected
-    assert _triton_launch.route(Compiled(run)).call is run.launch
+    assert triton_abi.route(Compiled(run)).call is run.launch
 
 
 @pytest.mark.gpu
 def test_gpu_a_compiled_kernel_is_launched_without_its_launcher() -> None:
     x, residual = (torch.randn(3, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    launcher, device = _rms_norm_launch._resident, torch.cuda.current_device()
+    launcher, device = rms_norm_launch._resident, torch.cuda.current_device()
     expected = [rms_norm.rms_norm(x, epsilon=1e-5, residual=residual.clone()) for _ in range(2)]
     assert torch.equal(*expected)
     forms = [form for (at, _), form in launcher._forms.items() if at == device]

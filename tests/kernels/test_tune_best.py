@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from taut_kernels.bench import tune_best
+from tuning import tune_best
 
 
 def test_the_fastest_of_each_cell_are_kept_in_order(tmp_path: Path) -> None:

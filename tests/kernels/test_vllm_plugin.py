@@ -90,7 +90,7 @@ def _gold_logprobs(directory: Path, prompt: list[int], tokens: list[int]) -> Any
     from safetensors.torch import load_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from taut_kernels import formats
+    from taut_kernels.gemm.w4a16 import disk as formats
 
     state, dense = load_file(directory / "model.safetensors"), {}
     for name, tensor in state.items():

@@ -10,25 +10,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from emulator import gluon
+from emulator import wgmma as emulator_wgmma
 
-from taut_kernels import (
-    _launch,
-    formats,
-    testing,
-    testing_gluon,
-    testing_gluon_wgmma,
-)
-from taut_kernels.gemm import (
-    w4a16_decode_ring,
-    w4a16_launch,
-    w4a16_wgmma_ring,
-    w4a16_wgmma_tma,
-)
-from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
-from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
-from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
-from taut_kernels.tiles_decode_ring import RingTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
+from taut_kernels.gemm.w4a16 import disk as formats
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import ring as w4a16_wgmma_ring
+from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
+from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile
+from taut_kernels.gemm.w4a16.ring_kernel import w4a16_wgmma_ring_kernel
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
+from taut_kernels.launch import launcher
 
 Edit = Callable[[testing.W4A16Case], testing.W4A16Case]
 
@@ -79,23 +75,22 @@ EDITS = ZEROS | {
     "subnormal scales": _subnormal_scales,
 }
 RINGS = {
-    "decode ring": RingTile(1, 4, 1, 2, 3, 4),
-    "decode ring, scales first": RingTile(2, 4, 1, 2, 2, 4, scale_first=True),
-    "wgmma ring": WgmmaRingTile(32, 2, 1, 4, 2, 4, False, parts=4, running=1),
-    "wgmma by TMA": WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
+    "decode ring": RingTile(1, 4, 2, 3, 4),
+    "wgmma ring": WgmmaRingTile(32, 2, 1, 4, 2, 4, parts=4, running=1),
+    "wgmma by TMA": WgmmaRingTile(32, 1, 2, 2, 3, 4, parts=2, running=2, tma=True),
 }
 
 
 @pytest.fixture
 def on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = testing_gluon.OnNumPy(
-        w4a16_decode_ring_kernel, lambda body, grid, named: testing_gluon.run(body, grid[:2], named)
+    ring = gluon.OnNumPy(
+        w4a16_decode_ring_kernel, lambda body, grid, named: gluon.run(body, grid[:2], named)
     )
-    wgmma = testing_gluon.OnNumPy(w4a16_wgmma_ring_kernel, testing_gluon_wgmma.run)
-    fed = testing_gluon.OnNumPy(w4a16_wgmma_tma_kernel, testing_gluon_wgmma.run_fed)
-    monkeypatch.setattr(w4a16_decode_ring, "_KERNEL", _launch.Launcher(ring))
-    monkeypatch.setattr(w4a16_wgmma_ring, "_KERNEL", _launch.Launcher(wgmma))
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(fed))
+    wgmma = gluon.OnNumPy(w4a16_wgmma_ring_kernel, emulator_wgmma.run)
+    fed = gluon.OnNumPy(w4a16_wgmma_tma_kernel, emulator_wgmma.run_fed)
+    monkeypatch.setattr(w4a16_decode_ring, "_KERNEL", launcher.Launcher(ring))
+    monkeypatch.setattr(w4a16_wgmma_ring, "_KERNEL", launcher.Launcher(wgmma))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(fed))
 
 
 @pytest.mark.usefixtures("on_numpy")

@@ -15,22 +15,23 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing, tiles_decode, tiles_wgmma
-from taut_kernels.gemm import (
-    w4a16,
-    w4a16_decode_ring_variants,
-    w4a16_decode_variants,
-    w4a16_launch,
-    w4a16_wgmma_ring_variants,
-    w4a16_wgmma_variants,
-)
-from taut_kernels.gemm import w4a16_decode as decode
-from taut_kernels.gemm._w4a16_decode_jit import w4a16_decode_kernel
-from taut_kernels.gemm.w4a16 import w4a16_gemm_ref
-from taut_kernels.tiles_decode import DecodeTile
-from taut_kernels.tiles_decode_ring import RingTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.weight_format import WeightFormat
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import decode
+from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16 import decode_variants as w4a16_decode_variants
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
+from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
+from taut_kernels.gemm.w4a16.decode_kernel import w4a16_decode_kernel
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.weight_format import WeightFormat
+from taut_kernels.launch import launcher
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
@@ -85,8 +86,8 @@ class Launched:
 def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
     """Run the op's launcher on CPU tensors, as on a card whose kernel does nothing."""
     found = Launched()
-    monkeypatch.setattr(_launch, "_current_stream", lambda: lambda index: 0)
-    monkeypatch.setattr(decode, "_KERNEL", _launch.Launcher(found))
+    monkeypatch.setattr(launcher, "_current_stream", lambda: lambda index: 0)
+    monkeypatch.setattr(decode, "_KERNEL", launcher.Launcher(found))
     w4a16._plan.cache_clear()
     yield found
     w4a16._plan.cache_clear()
@@ -231,9 +232,9 @@ def test_a_row_of_a_format_is_compiled_in_it(name: str, monkeypatch: pytest.Monk
     tables = {"card": tiles_decode.DecodeTable("card", decodes)}
     monkeypatch.setattr(tiles_decode, "tables", lambda: tables)
     choices: dict[Any, tiles_wgmma.Choice] = {
-        (4096, 4096, 0, weights): RingTile(1, 8, 1, 2, 5, 4),
+        (4096, 4096, 0, weights): RingTile(1, 8, 2, 5, 4),
         (4096, 4096, 2, weights): tiles_wgmma.WgmmaTile(64, 1, 4, 2, 4, 3, True, False),
-        (4096, 4096, 3, weights): WgmmaRingTile(128, 1, 2, 2, 3, 3, True),
+        (4096, 4096, 3, weights): WgmmaRingTile(128, 1, 2, 2, 3, 3),
     }
     products = {"card": tiles_wgmma.WgmmaTable("card", choices)}
     monkeypatch.setattr(tiles_wgmma, "tables", lambda: products)
@@ -308,7 +309,7 @@ def test_launch_covers_every_row_and_names_every_argument(
     tile: str, N: int, M: int, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder()
-    monkeypatch.setattr(decode, "_KERNEL", _launch.Launcher(recorder))
+    monkeypatch.setattr(decode, "_KERNEL", launcher.Launcher(recorder))
     arguments = make_case(M, N, 1536, 128, torch.bfloat16, asymmetric=True).operands()
     y = w4a16_launch.launch(TILES[tile], *arguments)
     assert y.shape == (M, N)

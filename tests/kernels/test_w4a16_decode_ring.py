@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon
 
-from taut_kernels import _launch, testing, testing_gluon, tiles_wgmma
-from taut_kernels.bench import tune_w4a16_wgmma
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.gemm import w4a16_decode_ring as ring
-from taut_kernels.gemm import w4a16_decode_ring_variants, w4a16_launch
-from taut_kernels.gemm._w4a16_decode_ring_jit import w4a16_decode_ring_kernel
-from taut_kernels.tiles_decode_ring import (
+from taut_bench.shapes import PRODUCTS
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import decode_ring as ring
+from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
+from taut_kernels.gemm.w4a16.decode_ring_tile import (
     SHARED_BYTES,
     RingTile,
     scale_bytes,
@@ -26,22 +28,19 @@ from taut_kernels.tiles_decode_ring import (
     whole_quads,
     zero_quads,
 )
-from taut_kernels.tiles_wgmma import BUCKETS
-from taut_kernels.weight_format import DEFAULT
+from taut_kernels.gemm.w4a16.lookup import BUCKETS
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.launch import launcher
+from tuning import tune_w4a16_wgmma
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
-    "rows": RingTile(2, 8, 1, 2, 1, 4),
-    "both": RingTile(2, 4, 2, 2, 1, 6, late=True),
-    "split": RingTile(1, 4, 1, 2, 3, 4),
-    "k_warps": RingTile(1, 2, 4, 4, 2, 2, late=True, scale_first=True),
-    "scaled": RingTile(2, 4, 1, 2, 2, 4, scale_first=True),
-    "wide": RingTile(2, 8, 2, 2, 2, 4, registers=128),
+    "rows": RingTile(2, 8, 2, 1, 4),
+    "deep": RingTile(2, 4, 2, 1, 6),
+    "split": RingTile(1, 4, 2, 3, 4),
+    "long": RingTile(1, 4, 4, 2, 2),
+    "wide": RingTile(2, 16, 2, 2, 4, registers=128),
 }
-
-
-def reference(case: testing.W4A16Case, tile: RingTile) -> torch.Tensor:
-    return case.rounded_reference() if tile.scale_first else case.reference()
 
 
 def make_case(
@@ -58,7 +57,7 @@ def make_case(
         ({"row_tiles": 3}, r"row_tiles must be one of \(1, 2\), got 3"),
         ({"row_warps": 3}, "row_warps must be one of"),
         ({"chunks_per_step": 1}, r"chunks_per_step must be one of \(2, 4\), got 1"),
-        ({"row_warps": 1, "k_warps": 2}, r"row_warps × k_warps must lie in 4..16, got 2"),
+        ({"row_warps": 2}, r"row_warps must be one of \(4, 8, 16\), got 2"),
         ({"registers": 300}, "registers must be 0 or lie in 32..255, got 300"),
         ({"stages": 3}, r"stages must be one of \(2, 4, 6, 8, 10\), got 3"),
     ],
@@ -67,7 +66,6 @@ def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, int], message:
     fields: dict[str, Any] = {
         "row_tiles": 2,
         "row_warps": 8,
-        "k_warps": 1,
         "chunks_per_step": 2,
         "split_k": 1,
         "stages": 4,
@@ -81,21 +79,20 @@ def test_token_tiles_are_the_next_power_of_two() -> None:
 
 
 def test_ring_takes_the_stages_that_fit() -> None:
-    tile = RingTile(2, 8, 2, 2, 1, 6)
-    assert tile.stage_bytes(2, 128, has_zeros=False) == 16 * 2 * 2 * 512 + 16 * 512 + 2 * 16 * 128
+    tile = RingTile(2, 16, 2, 1, 6)
+    assert tile.stage_bytes(2, 128, has_zeros=False) == 16 * 2 * 2 * 512 + 8 * 512 + 2 * 16 * 128
     assert tile.stages_that_fit(2, 128, has_zeros=False) == 4
     for group, lines in ((64, 2), (32, 1)):
         # A row tile's scales and one quad's zero points.
         scales = 2 * 16 * (128 * lines + 32)
-        expected = 16 * 2 * 2 * 512 + 16 * 512 + scales
+        expected = 16 * 2 * 2 * 512 + 8 * 512 + scales
         assert tile.stage_bytes(2, group, has_zeros=True) == expected
     assert tile.stages_that_fit(2, 32, has_zeros=True) == 4
     for tokens in (1, 2, 4, 8):
         for group in (0, 32, 64, 128):
             stages = tile.stages_that_fit(tokens, group, has_zeros=True)
             assert 2 <= stages * tile.stage_bytes(tokens, group, has_zeros=True) < SHARED_BYTES
-    with pytest.raises(ValueError, match="two stages of 141312 bytes do not fit"):
-        RingTile(2, 8, 2, 4, 1, 2).stages_that_fit(8, 32, has_zeros=True)
+    assert RingTile(2, 16, 4, 1, 2).stages_that_fit(8, 32, has_zeros=True) == 2
 
 
 @pytest.mark.parametrize(
@@ -127,7 +124,6 @@ def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
     tile = {
         "row_tiles": 2,
         "row_warps": 8,
-        "k_warps": 1,
         "chunks_per_step": 2,
         "split_k": 1,
         "stages": 4,
@@ -138,7 +134,7 @@ def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
         return json.dumps({"gpu": "card", "source": "test", "rows": [row | change]})
 
     parsed = tiles_wgmma.parse(table(), "t.json")
-    assert parsed.choices[64, 128, BUCKETS.index(32), DEFAULT] == RingTile(2, 8, 1, 2, 1, 4)
+    assert parsed.choices[64, 128, BUCKETS.index(32), DEFAULT] == RingTile(2, 8, 2, 1, 4)
     for max_m in (128, None):
         with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
             tiles_wgmma.parse(table(max_m=max_m), "t.json")
@@ -149,17 +145,17 @@ def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
     [
         ("rows", 16, 512, 640, 128, torch.bfloat16, False, (2, 1, 1)),
         ("rows", 9, 80, 576, 64, torch.float16, True, (1, 1, 1)),
-        ("both", 5, 272, 1088, 32, torch.float16, True, (3, 1, 1)),
+        ("deep", 5, 272, 1088, 32, torch.float16, True, (3, 1, 1)),
         ("split", 33, 80, 576, 64, torch.bfloat16, True, (2, 3, 1)),
         ("split", 17, 64, 1024, 128, torch.float16, False, (1, 3, 1)),
-        ("both", 12, 144, 1408, 128, torch.bfloat16, True, (2, 1, 1)),
+        ("deep", 12, 144, 1408, 128, torch.bfloat16, True, (2, 1, 1)),
         ("wide", 13, 48, 832, 64, torch.float16, True, (1, 2, 1)),
-        ("k_warps", 29, 144, 1088, 32, torch.bfloat16, True, (5, 2, 1)),
-        ("k_warps", 9, 64, 2432, 128, torch.float16, True, (2, 2, 1)),
-        ("k_warps", 21, 32, 2112, 64, torch.bfloat16, True, (1, 2, 1)),
-        ("scaled", 24, 144, 640, 128, torch.bfloat16, False, (2, 2, 1)),
-        ("scaled", 11, 64, 1088, 32, torch.float16, True, (1, 2, 1)),
-        ("scaled", 9, 64, 704, -1, torch.bfloat16, True, (1, 2, 1)),
+        ("long", 29, 144, 1088, 32, torch.bfloat16, True, (3, 2, 1)),
+        ("long", 9, 64, 2432, 128, torch.float16, True, (1, 2, 1)),
+        ("long", 21, 32, 2112, 64, torch.bfloat16, True, (1, 2, 1)),
+        ("deep", 24, 144, 640, 128, torch.bfloat16, False, (2, 1, 1)),
+        ("deep", 11, 64, 1088, 32, torch.float16, True, (1, 1, 1)),
+        ("deep", 9, 64, 704, -1, torch.bfloat16, True, (1, 1, 1)),
         ("wide", 64, 144, 704, -1, torch.float16, True, (1, 2, 1)),
         ("wide", 1, 16, 64, -1, torch.bfloat16, False, (1, 2, 1)),
     ],
@@ -175,15 +171,15 @@ def test_kernel_computes_the_product_on_numpy(
     grid: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel = testing_gluon.OnNumPy(
-        w4a16_decode_ring_kernel, lambda body, grid, named: testing_gluon.run(body, grid[:2], named)
+    kernel = gluon.OnNumPy(
+        w4a16_decode_ring_kernel, lambda body, grid, named: gluon.run(body, grid[:2], named)
     )
-    monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
+    monkeypatch.setattr(ring, "_KERNEL", launcher.Launcher(kernel))
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():
         actual = w4a16_launch.launch(TILES[tile], *operands)
-    testing.assert_within_budget(actual, case.gold(), reference(case, TILES[tile]))
+    testing.assert_within_budget(actual, case.gold(), case.reference())
     assert kernel.grid == grid
     assert not operands[5].any(), "arrivals must be 0 again"
     assert kernel.constants["PDL"] is False, "a CPU has no dependent launch"
@@ -222,7 +218,7 @@ def test_candidates_fit_the_card() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tile", "M"),
-    [("rows", 16), ("both", 7), ("split", 64), ("k_warps", 27), ("wide", 32), ("scaled", 24)],
+    [("rows", 16), ("deep", 7), ("split", 64), ("long", 27), ("wide", 32), ("deep", 24)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("asymmetric", [False, True])
@@ -235,7 +231,7 @@ def test_gpu_every_cut_and_format(
         operands = case.operands()
         with testing.nan_poison():
             actual = w4a16_launch.launch(TILES[tile], *operands)
-        testing.assert_within_budget(actual, case.gold(), reference(case, TILES[tile]))
+        testing.assert_within_budget(actual, case.gold(), case.reference())
         for _ in range(5):
             again = w4a16_launch.launch(TILES[tile], *operands)
             assert torch.equal(again, actual), "bits differ between runs"

@@ -7,11 +7,13 @@ import itertools
 import pytest
 import torch
 
-from taut_kernels.bench import timing, tune_w4a16_wgmma, w4a16_finalists, w4a16_format, w4a16_rows
-from taut_kernels.tiles_wgmma import BUCKETS, Choice, bucket_of
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
-from taut_kernels.weight_format import DEFAULT
+from taut_bench import w4a16_format
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, Choice, bucket_of
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.instruments import timing
+from tuning import tune_w4a16_wgmma, w4a16_finalists, w4a16_rows
 
 
 def test_numbers_of_tokens_lie_in_their_bucket_and_reach_its_end() -> None:
@@ -41,7 +43,7 @@ def test_a_row_is_worth_it_that_gains_all_over_the_bucket_and_loses_nowhere(
 
 
 WIDE, OTHER, THIRD = (
-    WgmmaRingTile(block_m, 1, 2, 1, 1, 4, False, parts=4, running=2, tma=True)
+    WgmmaRingTile(block_m, 1, 2, 1, 1, 4, parts=4, running=2, tma=True)
     for block_m in (384, 192, 288)
 )
 AT = {M: BUCKETS.index(M) for M in (1152, 1280, 1664)}

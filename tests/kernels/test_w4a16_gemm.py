@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import _launch, testing
-from taut_kernels.gemm import w4a16, w4a16_launch
-from taut_kernels.gemm.w4a16 import w4a16_gemm, w4a16_gemm_ref
-from taut_kernels.tiles_decode import DecodeTile
-from taut_kernels.tiles_decode_ring import RingTile
-from taut_kernels.tiles_wgmma import WgmmaTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.lookup import WgmmaTile
+from taut_kernels.gemm.w4a16.op import w4a16_gemm, w4a16_gemm_ref
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.launch import launcher
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -142,7 +144,7 @@ def test_layers_without_a_layout_say_why() -> None:
 )
 def test_activations_reach_the_kernel_aligned(view: Any) -> None:
     x = torch.randn(3, 64).to(torch.float16)
-    aligned = _launch.aligned(view(x))
+    aligned = launcher.aligned(view(x))
     assert torch.equal(aligned, x)
     assert (aligned.stride(1), aligned.stride(0) % 8, aligned.data_ptr() % 16) == (1, 0, 0)
 
@@ -182,33 +184,25 @@ def test_gpu_every_regime(
     check(make_case(M, N, K, G, dtype, asymmetric, "cuda"))
 
 
-OLD = WgmmaTile(128, 1, 8, 1, 1, 3, reordered=True, early_wait=True)
-RING = WgmmaRingTile(64, 2, 1, 2, 1, 5, False, parts=2, running=2)
-FED = WgmmaRingTile(64, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True)
+RING = WgmmaRingTile(64, 2, 1, 2, 1, 5, parts=2, running=2)
+FED = WgmmaRingTile(64, 2, 1, 2, 1, 4, parts=2, running=2, tma=True)
 REGIMES: dict[str, tuple[Any, int]] = {
     "decode": (DecodeTile(1, 1, 1, 1, 4, 4, 1, False), 5),
     "decode, split": (DecodeTile(1, 2, 2, 3, 4, 4, 2, True), 8),
-    "decode ring": (RingTile(2, 8, 1, 2, 1, 4), 16),
-    "decode ring, split": (RingTile(2, 4, 1, 2, 2, 4, scale_first=True), 24),
+    "decode ring": (RingTile(2, 8, 2, 1, 4), 16),
+    "decode ring, split": (RingTile(2, 4, 2, 2, 4), 24),
     "wgmma": (WgmmaTile(64, 2, 4, 2, 3, 3, reordered=False, early_wait=True), 64),
     "wgmma ring": (RING, 50),
-    "wgmma ring, summed": (
-        WgmmaRingTile(64, 2, 1, 2, 3, 4, True, parts=2, running=2, summed=True),
-        70,
-    ),
+    "wgmma ring, split": (WgmmaRingTile(64, 2, 1, 2, 3, 4, parts=2, running=2), 70),
     "wgmma by TMA": (FED, 50),
     "wgmma by TMA, split": (
-        WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
+        WgmmaRingTile(32, 1, 2, 2, 3, 4, parts=2, running=2, tma=True),
         33,
     ),
     "pairs of tiles": (
-        WavesTile(OLD, WgmmaTile(128, 1, 4, 1, 1, 3, reordered=True, early_wait=False), 2),
-        513,
-    ),
-    "pairs of tiles by TMA": (
         WavesTile(
             FED,
-            WgmmaRingTile(64, 1, 1, 2, 1, 4, False, parts=2, running=2, tma=True),
+            WgmmaRingTile(64, 1, 1, 2, 1, 4, parts=2, running=2, tma=True),
             20,
         ),
         513,
@@ -216,7 +210,7 @@ REGIMES: dict[str, tuple[Any, int]] = {
     "dense": ("dense", 40),
 }
 """A tile and a number of tokens for each way to run a product."""
-ROUNDS_LATE = ("decode", "decode, split", "decode ring")
+ROUNDS_LATE = ("decode", "decode, split", "decode ring", "decode ring, split")
 """Those that multiply by scales in fp32 only; the others round the dequantised weight."""
 
 

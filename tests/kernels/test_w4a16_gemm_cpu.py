@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import formats, testing
-from taut_kernels.gemm.w4a16_cpu import w4a16_gemm_cpu, why_not_supported
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import disk as formats
+from taut_kernels.gemm.w4a16.cpu import w4a16_gemm_cpu, why_not_supported
 
 BF16 = torch.bfloat16
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from taut_kernels import tiles_decode, tiles_wgmma
-from taut_kernels.bench import w4a16_known_tiles as known
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.gemm import w4a16_decode_ring, w4a16_wgmma_ring
-from taut_kernels.tiles_decode_ring import RingTile, token_tiles
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.weight_format import DEFAULT
+from taut_bench.shapes import PRODUCTS
+from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import ring as w4a16_wgmma_ring
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from tuning import w4a16_known_tiles as known
 
 SIZES = sorted(set(PRODUCTS.values()))
 

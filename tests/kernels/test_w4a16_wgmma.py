@@ -15,18 +15,23 @@ import numpy as np
 import pytest
 import torch
 import triton
+from emulator.ptx import run_ptx
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import _launch, aot, formats_mma, testing, tiles_wgmma
-from taut_kernels.gemm import w4a16_dense as dense
-from taut_kernels.gemm import w4a16_launch, w4a16_wgmma_variants
-from taut_kernels.gemm import w4a16_wgmma as wgmma
-from taut_kernels.gemm._w4a16_convert_ptx import convert_ptx
-from taut_kernels.gemm._w4a16_plan import ELEMENT, Weight
-from taut_kernels.gemm._w4a16_wgmma_jit import w4a16_wgmma_kernel
-from taut_kernels.testing_gluon_ptx import run_ptx
-from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
-from taut_kernels.weight_format import DEFAULT, WeightFormat
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dense
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import layout as formats_mma
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import portable as wgmma
+from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
+from taut_kernels.gemm.w4a16.plan import ELEMENT, Weight
+from taut_kernels.gemm.w4a16.portable_kernel import w4a16_wgmma_kernel
+from taut_kernels.gemm.w4a16.portable_ptx import convert_ptx
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
+from taut_kernels.instruments import aot
+from taut_kernels.launch import launcher
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
@@ -184,7 +189,7 @@ def test_launch_covers_the_result_and_names_every_argument(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder, seen = Recorder(), []
-    monkeypatch.setattr(wgmma, "_PRODUCT", _launch.Launcher(recorder))
+    monkeypatch.setattr(wgmma, "_PRODUCT", launcher.Launcher(recorder))
     monkeypatch.setattr(wgmma, "reorder", lambda x: seen.append(x) or x)
     cut = TILES[tile]
     y = w4a16_launch.launch(cut, *make_case(M, N, K, 64, torch.bfloat16, True).operands())

@@ -5,36 +5,38 @@ Layouts, barriers and waits are Triton's to compile (test_aot.py) and a GPU's to
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, wgmma
 
-from taut_kernels import _launch, testing, testing_gluon, testing_gluon_wgmma, tiles_wgmma
-from taut_kernels.bench import tune_w4a16_wgmma
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.wgmma_ring_candidates import wgmma_ring_candidates
-from taut_kernels.gemm import w4a16_launch, w4a16_sum, w4a16_wgmma_ring_variants
-from taut_kernels.gemm import w4a16_wgmma_ring as ring
-from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
-from taut_kernels.tiles_decode_ring import SHARED_BYTES
-from taut_kernels.tiles_wgmma import BUCKETS
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.weight_format import DEFAULT
+from taut_bench.shapes import PRODUCTS
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import ring
+from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
+from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES
+from taut_kernels.gemm.w4a16.lookup import BUCKETS
+from taut_kernels.gemm.w4a16.ring_kernel import w4a16_wgmma_ring_kernel
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.launch import launcher
+from tuning import tune_w4a16_wgmma
+from tuning.wgmma_ring_candidates import wgmma_ring_candidates
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
-    "one": WgmmaRingTile(32, 1, 1, 2, 1, 4, False),
-    "two": WgmmaRingTile(64, 2, 1, 2, 1, 5, False, parts=2, running=2),
-    "wide": WgmmaRingTile(64, 2, 2, 2, 1, 6, True, parts=4, running=3),
-    "split": WgmmaRingTile(32, 2, 1, 4, 2, 4, False, parts=4, running=1),
-    "three": WgmmaRingTile(16, 1, 4, 2, 3, 3, True),
-    "many": WgmmaRingTile(256, 1, 2, 1, 1, 6, True, parts=2, running=1),
-    "short": WgmmaRingTile(128, 1, 2, 1, 1, 5, True, parts=4, running=3),
-    "short_split": WgmmaRingTile(128, 1, 2, 1, 3, 5, True, parts=2, running=1),
-    "summed": WgmmaRingTile(64, 2, 1, 2, 3, 4, True, parts=2, running=2, summed=True),
+    "one": WgmmaRingTile(32, 1, 1, 2, 1, 4),
+    "two": WgmmaRingTile(64, 2, 1, 2, 1, 5, parts=2, running=2),
+    "wide": WgmmaRingTile(64, 2, 2, 2, 1, 6, parts=4, running=3),
+    "split": WgmmaRingTile(32, 2, 1, 4, 2, 4, parts=4, running=1),
+    "three": WgmmaRingTile(16, 1, 4, 2, 3, 3),
+    "many": WgmmaRingTile(256, 1, 2, 1, 1, 6, parts=2, running=1),
+    "short": WgmmaRingTile(128, 1, 2, 1, 1, 5, parts=4, running=3),
+    "short_split": WgmmaRingTile(128, 1, 2, 1, 3, 5, parts=2, running=1),
 }
 
 
@@ -54,7 +56,6 @@ def fields(**change: Any) -> dict[str, Any]:
         "chunks_per_step": 2,
         "split_k": 1,
         "stages": 5,
-        "reordered": False,
     } | change
 
 
@@ -65,7 +66,6 @@ def fields(**change: Any) -> dict[str, Any]:
         ({"group_tiles": 3}, r"group_tiles must be one of \(1, 2\), got 3"),
         ({"warp_groups": 3}, r"warp_groups must be one of \(1, 2, 4\), got 3"),
         ({"chunks_per_step": 3}, r"chunks_per_step must be one of \(1, 2, 4\), got 3"),
-        ({"summed": True}, "summed needs split_k > 1"),
         ({"split_k": 17}, "split_k must be one of"),
         ({"stages": 2}, "stages must be one of"),
         ({"parts": 3}, r"parts must be one of \(1, 2, 4\), got 3"),
@@ -81,7 +81,7 @@ def test_tile_refuses_what_the_kernel_cannot_do(change: dict[str, int], message:
 
 
 def test_ring_takes_the_stages_that_fit() -> None:
-    tile = WgmmaRingTile(64, 2, 2, 2, 1, 12, False)
+    tile = WgmmaRingTile(64, 2, 2, 2, 1, 12)
     # Weights 256 x 128 / 2, activations 64 x 128 x 2, a line of scales and 8 zero words a row tile.
     assert tile.stage_bytes(128, has_zeros=False) == 16384 + 16384 + 2048
     assert tile.stage_bytes(32, has_zeros=True) == 16384 + 16384 + 2048 + 512
@@ -91,7 +91,7 @@ def test_ring_takes_the_stages_that_fit() -> None:
         assert stages >= 3
         assert stages * tile.stage_bytes(group, has_zeros=True) < SHARED_BYTES
     with pytest.raises(ValueError, match="three stages of 98304 bytes do not fit"):
-        WgmmaRingTile(128, 2, 2, 4, 1, 3, False).stages_that_fit(0, has_zeros=False)
+        WgmmaRingTile(128, 2, 2, 4, 1, 3).stages_that_fit(0, has_zeros=False)
 
 
 def test_every_measured_tile_fits_every_format() -> None:
@@ -114,35 +114,6 @@ def test_table_tells_the_tiles_of_the_rings_and_of_wgmma_apart() -> None:
         tiles_wgmma.parse(table(max_m=None), "t.json")
 
 
-def fragment_order(x: torch.Tensor) -> torch.Tensor:
-    """Reorder columns as the kernel's `reorder` does: positions count (h, i, j, t, b)."""
-    M, K = x.shape
-    return x.view(M, K // 64, 2, 4, 2, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).reshape(M, K).contiguous()
-
-
-def add_splits(
-    partial: torch.Tensor,
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    tiles: tuple[int, int],
-    *,
-    split_k: int,
-    block_m: int,
-    num_warps: int,
-    row_tiles: int,
-) -> None:
-    """Add splits one tile of 16 rows after another: what test_w4a16_sum.py holds the kernel to."""
-    shape = (tiles[1], tiles[0], split_k, row_tiles, block_m // 8, num_warps, 8, 4, 2, 2)
-    # Eight tokens, warp, g, t, r, b: rows are (r, g), tokens (eight, t, b).
-    total = partial.view(shape).sum(2).permute(0, 1, 4, 2, 7, 5, 3, 6, 8)
-    for m, n, warp, r in itertools.product(*map(range, (*tiles[::-1], num_warps, row_tiles))):
-        tile = min((n * num_warps + warp) * row_tiles, y.shape[1] // 16 - row_tiles) + r
-        value = total[m, n, warp, r].reshape(16, block_m).t()[: y.shape[0] - m * block_m]
-        if bias is not None:
-            value = value + bias[16 * tile : 16 * tile + 16].float()
-        y[m * block_m : (m + 1) * block_m, 16 * tile : 16 * tile + 16] = value.to(y.dtype)
-
-
 @pytest.mark.parametrize(
     ("tile", "M", "N", "K", "G", "dtype", "asymmetric", "grid"),
     [
@@ -160,7 +131,6 @@ def add_splits(
         ("short", 70, 128, 1152, 128, torch.float16, False, (1, 1, 1)),
         ("short_split", 128, 128, 896, 128, torch.bfloat16, True, (1, 3, 1)),
         ("short_split", 30, 80, 576, 32, torch.float16, True, (1, 3, 1)),
-        ("summed", 70, 272, 1152, 128, torch.bfloat16, True, (3, 3, 2)),
     ],
 )
 def test_kernel_computes_the_product_on_numpy(
@@ -174,10 +144,8 @@ def test_kernel_computes_the_product_on_numpy(
     grid: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kernel = testing_gluon.OnNumPy(w4a16_wgmma_ring_kernel, testing_gluon_wgmma.run)
-    monkeypatch.setattr(ring, "_KERNEL", _launch.Launcher(kernel))
-    monkeypatch.setattr(ring, "reorder", fragment_order)
-    monkeypatch.setattr(w4a16_sum, "launch", add_splits)
+    kernel = gluon.OnNumPy(w4a16_wgmma_ring_kernel, wgmma.run)
+    monkeypatch.setattr(ring, "_KERNEL", launcher.Launcher(kernel))
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():
@@ -187,10 +155,7 @@ def test_kernel_computes_the_product_on_numpy(
     assert not operands[5].any(), "arrivals must be 0 again"
 
 
-def test_launch_refuses_more_meeting_places_than_arrivals_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ring, "reorder", fragment_order)
+def test_launch_refuses_more_meeting_places_than_arrivals_counts() -> None:
     operands = make_case(33, 16, 512, 64, torch.bfloat16, False).operands()
     with pytest.raises(ValueError, match="split_k: 3 tiles meet, arrivals counts 1"):
         w4a16_launch.launch(TILES["three"], *operands)
@@ -234,7 +199,6 @@ def test_candidates_fit_the_card() -> None:
         ("many", 257),
         ("short", 129),
         ("short_split", 100),
-        ("summed", 70),
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,38 +12,35 @@ from typing import Any
 
 import pytest
 import torch
+from emulator import gluon, hopper, wgmma
 
-from taut_kernels import (
-    _launch,
-    testing,
-    testing_gluon,
-    testing_gluon_hopper,
-    testing_gluon_wgmma,
-    tiles_wgmma,
-)
-from taut_kernels.bench import tune_w4a16_wgmma
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
-from taut_kernels.gemm import w4a16_launch, w4a16_wgmma_tma
-from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
-from taut_kernels.tiles_decode_ring import SHARED_BYTES
-from taut_kernels.tiles_wgmma import BUCKETS
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.weight_format import DEFAULT
+from taut_bench.shapes import PRODUCTS
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
+from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES
+from taut_kernels.gemm.w4a16.lookup import BUCKETS
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.launch import launcher
+from tuning import tune_w4a16_wgmma
+from tuning.wgmma_tma_candidates import REGISTERS, tma_candidates, well_filled
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
-    "one": WgmmaRingTile(16, 1, 1, 4, 1, 3, False, parts=2, running=2, tma=True),
-    "two": WgmmaRingTile(64, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True),
-    "wide": WgmmaRingTile(64, 1, 2, 2, 1, 3, False, parts=4, running=3, tma=True),
-    "split": WgmmaRingTile(32, 1, 2, 2, 3, 4, False, parts=2, running=2, tma=True),
-    "half": WgmmaRingTile(32, 1, 1, 1, 2, 6, False, parts=4, running=1, tma=True),
-    "grouped": WgmmaRingTile(16, 1, 1, 2, 2, 4, False, parts=2, running=2, tma=True, group_m=2),
-    "thirds": WgmmaRingTile(96, 2, 1, 2, 1, 4, False, parts=2, running=2, tma=True, group_m=2),
-    "wide thirds": WgmmaRingTile(192, 1, 1, 1, 1, 4, False, parts=4, running=2, tma=True),
-    "ninths": WgmmaRingTile(288, 1, 1, 1, 1, 4, False, parts=4, running=2, tma=True),
-    "fifths": WgmmaRingTile(320, 1, 2, 1, 1, 4, False, parts=4, running=1, tma=True),
-    "long thirds": WgmmaRingTile(384, 1, 1, 1, 1, 3, False, parts=2, running=1, tma=True),
+    "one": WgmmaRingTile(16, 1, 1, 4, 1, 3, parts=2, running=2, tma=True),
+    "two": WgmmaRingTile(64, 2, 1, 2, 1, 4, parts=2, running=2, tma=True),
+    "wide": WgmmaRingTile(64, 1, 2, 2, 1, 3, parts=4, running=3, tma=True),
+    "split": WgmmaRingTile(32, 1, 2, 2, 3, 4, parts=2, running=2, tma=True),
+    "half": WgmmaRingTile(32, 1, 1, 1, 2, 6, parts=4, running=1, tma=True),
+    "grouped": WgmmaRingTile(16, 1, 1, 2, 2, 4, parts=2, running=2, tma=True, group_m=2),
+    "thirds": WgmmaRingTile(96, 2, 1, 2, 1, 4, parts=2, running=2, tma=True, group_m=2),
+    "wide thirds": WgmmaRingTile(192, 1, 1, 1, 1, 4, parts=4, running=2, tma=True),
+    "ninths": WgmmaRingTile(288, 1, 1, 1, 1, 4, parts=4, running=2, tma=True),
+    "fifths": WgmmaRingTile(320, 1, 2, 1, 1, 4, parts=4, running=1, tma=True),
+    "long thirds": WgmmaRingTile(384, 1, 1, 1, 1, 3, parts=2, running=1, tma=True),
 }
 
 
@@ -55,8 +52,8 @@ def make_case(
     )
 
 
-def on_numpy() -> testing_gluon.OnNumPy:
-    return testing_gluon.OnNumPy(w4a16_wgmma_tma_kernel, testing_gluon_wgmma.run_fed)
+def on_numpy() -> gluon.OnNumPy:
+    return gluon.OnNumPy(w4a16_wgmma_tma_kernel, wgmma.run_fed)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +96,7 @@ def test_kernel_computes_the_product_on_numpy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel = on_numpy()
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(kernel))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(kernel))
     case = make_case(M, N, K, G, dtype, asymmetric)
     operands = case.operands()
     with testing.nan_poison():
@@ -112,8 +109,6 @@ def test_kernel_computes_the_product_on_numpy(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"reordered": True}, "tma takes neither reordered nor summed"),
-        ({"summed": True, "split_k": 2}, "tma takes neither reordered nor summed"),
         ({"group_m": 3}, r"group_m must be one of \(0, 2, 4, 8, 16\), got 3"),
         ({"tma": False, "group_m": 2}, r"group_m must be one of \(0,\), got 2"),
         ({"tma": False, "block_m": 96}, r"block_m must be one of \(16, 32, 64, 128, 256\), got 96"),
@@ -136,7 +131,7 @@ def test_launch_refuses_fewer_features_than_a_tile_has_rows() -> None:
 
 
 def test_kernel_reads_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(on_numpy()))
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(on_numpy()))
     case = make_case(20, 80, 512, 64, torch.bfloat16, False)
     x, *others = case.operands()
     wide = torch.full((20, 768), float("nan"), dtype=x.dtype)
@@ -157,15 +152,15 @@ def test_no_row_beyond_the_tokens_is_asked_for(
 ) -> None:
     """TMA fills such rows with zeros, which takes it longer than to load rows."""
     asked = set()
-    read = testing_gluon_hopper.Descriptor.read
+    read = hopper.Descriptor.read
 
-    def watched(self: testing_gluon_hopper.Descriptor, first: tuple[int, ...]) -> Any:
+    def watched(self: hopper.Descriptor, first: tuple[int, ...]) -> Any:
         if len(first) == 2:
             asked.update(range(first[0], first[0] + self.block_shape[0]))
         return read(self, first)
 
-    monkeypatch.setattr(testing_gluon_hopper.Descriptor, "read", watched)
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(on_numpy()))
+    monkeypatch.setattr(hopper.Descriptor, "read", watched)
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(on_numpy()))
     case = make_case(M, 64, 512, 128, torch.bfloat16, False)
     change = {"chunks_per_step": 1, "running": 1} if block_m > 256 else {}
     tile = dataclasses.replace(TILES["two"], group_tiles=1, block_m=block_m, **change)
@@ -222,7 +217,7 @@ def test_candidates_fit_the_card_and_the_layer() -> None:
 
 def test_fullest_card_comes_first() -> None:
     # 64 tiles of 64 rows: two splits fill 128 of 132 places, one fills half of that.
-    tile = WgmmaRingTile(64, 1, 1, 4, 1, 5, False, tma=True)
+    tile = WgmmaRingTile(64, 1, 1, 4, 1, 5, tma=True)
     assert well_filled(tile, 4096, 4096, 64, 1) == [(2, 8)]
     splits = [split for split, _ in well_filled(tile, 4096, 4096, 64, 2)]
     assert splits[0] == 4

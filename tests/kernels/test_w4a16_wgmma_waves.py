@@ -8,37 +8,46 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from emulator import gluon
+from emulator import wgmma as emulator_wgmma
 
-from taut_kernels import _launch, testing, testing_gluon, testing_gluon_wgmma, tiles_wgmma
-from taut_kernels.bench import tune_w4a16_wgmma
-from taut_kernels.bench.shapes import PRODUCTS
-from taut_kernels.bench.wgmma_waves_candidates import (
+from taut_bench.shapes import PRODUCTS
+from taut_kernels import testing
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.w4a16 import pair as waves
+from taut_kernels.gemm.w4a16 import portable as wgmma
+from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
+from taut_kernels.gemm.w4a16 import ring
+from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.launch import launcher
+from tuning import tune_w4a16_wgmma
+from tuning.wgmma_waves_candidates import (
     fed_waves_candidates,
     grouped_candidates,
     uneven_candidates,
-    waves_candidates,
 )
-from taut_kernels.gemm import w4a16, w4a16_launch, w4a16_wgmma_tma, w4a16_wgmma_variants
-from taut_kernels.gemm import w4a16_wgmma as wgmma
-from taut_kernels.gemm import w4a16_wgmma_ring as ring
-from taut_kernels.gemm import w4a16_wgmma_waves as waves
-from taut_kernels.gemm._w4a16_wgmma_jit import w4a16_wgmma_kernel
-from taut_kernels.gemm._w4a16_wgmma_ring_jit import w4a16_wgmma_ring_kernel
-from taut_kernels.gemm._w4a16_wgmma_tma_jit import w4a16_wgmma_tma_kernel
-from taut_kernels.tiles_wgmma import BUCKETS, WgmmaTile
-from taut_kernels.tiles_wgmma_ring import WgmmaRingTile
-from taut_kernels.tiles_wgmma_waves import WavesTile
-from taut_kernels.weight_format import DEFAULT
 
-OLD = WgmmaTile(128, 1, 8, 1, 1, 3, reordered=True, early_wait=True)
-HALF = WgmmaTile(128, 1, 4, 1, 1, 3, reordered=True, early_wait=False)
-SPLIT = dataclasses.replace(OLD, split_k=2)
-RING = WgmmaRingTile(32, 1, 2, 2, 1, 4, reordered=True, parts=2, running=2)
-SMALL = WgmmaRingTile(16, 1, 1, 2, 2, 4, reordered=True)
-MANY = WgmmaRingTile(256, 1, 2, 1, 1, 6, reordered=True, parts=2)
-FED = WgmmaRingTile(32, 2, 1, 2, 1, 3, False, parts=2, running=2, tma=True)
-FED_TAIL = WgmmaRingTile(16, 1, 1, 2, 2, 4, False, parts=2, running=2, tma=True)
-MODULES = {w4a16_wgmma_kernel: (wgmma, "_PRODUCT"), w4a16_wgmma_ring_kernel: (ring, "_KERNEL")}
+
+def fed(block_m: int, group_tiles: int, warp_groups: int, split_k: int = 1) -> WgmmaRingTile:
+    return WgmmaRingTile(
+        block_m, group_tiles, warp_groups, 2, split_k, 3, parts=2, running=2, tma=True
+    )
+
+
+OLD = fed(128, 1, 2)
+HALF = fed(128, 1, 1)
+SPLIT = fed(128, 1, 2, 2)
+MANY = fed(256, 1, 2)
+FED = fed(32, 2, 1)
+FED_TAIL = fed(16, 1, 1, 2)
+BY_COPIES = WgmmaRingTile(32, 1, 2, 2, 1, 4, parts=2, running=2)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +80,8 @@ def test_head_takes_whole_waves(
     ("change", "message"),
     [
         ({"head": SPLIT}, "split_k of the head must be 1, got 2"),
-        ({"tail": dataclasses.replace(HALF, reordered=False)}, "need reordered, or tma"),
-        ({"tail": FED_TAIL}, "need reordered, or tma"),
-        ({"head": FED}, "need reordered, or tma"),
-        ({"head": dataclasses.replace(RING, reordered=False)}, "head and tail need reordered"),
+        ({"tail": BY_COPIES}, "head and tail need tma"),
+        ({"head": BY_COPIES}, "head and tail need tma"),
         ({"places": 0}, "places must be at least 1, got 0"),
     ],
 )
@@ -125,55 +132,6 @@ def test_table_refuses_two_tiles_where_one_has_nothing_to_do(
         tiles_wgmma.parse(table(dataclasses.asdict(tile), N, max_m), "t.json")
 
 
-def fragment_order(x: torch.Tensor) -> torch.Tensor:
-    """Reorder columns as the kernel's `reorder` does: positions count (h, i, j, t, b)."""
-    M, K = x.shape
-    return x.view(M, K // 64, 2, 4, 2, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).reshape(M, K).contiguous()
-
-
-class OnNumPy:
-    """Stands in for a jit kernel: remembers how it was launched, and runs a ring on NumPy."""
-
-    def __init__(self, kernel: Any, launches: list[tuple[str, int, tuple[int, ...]]]) -> None:
-        self.kernel, self.launches = kernel, launches
-        self.arg_names = kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            named = dict(zip(self.arg_names, arguments, strict=False)) | constants
-            self.launches.append((named["ROLE"], named["y_ptr"].storage_offset(), grid))
-            if self.kernel is w4a16_wgmma_ring_kernel:
-                named = {name: named[name] for name in self.arg_names}
-                testing_gluon_wgmma.run(self.kernel, grid, named)
-
-        return launch
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, tuple[int, ...]]]:
-    found: list[tuple[str, int, tuple[int, ...]]] = []
-    for kernel, (module, name) in MODULES.items():
-        monkeypatch.setattr(module, name, _launch.Launcher(OnNumPy(kernel, found)))
-    monkeypatch.setattr(waves, "reorder", fragment_order)
-    return found
-
-
-@pytest.mark.parametrize("asymmetric", [False, True])
-def test_two_launches_fill_the_result_on_numpy(
-    asymmetric: bool, launches: list[tuple[str, int, tuple[int, ...]]]
-) -> None:
-    case = testing.make_w4a16_case(
-        33, 448, 640, 64, dtype=torch.bfloat16, asymmetric=asymmetric, with_bias=asymmetric
-    )
-    operands = case.operands()
-    with testing.nan_poison():
-        actual = w4a16_launch.launch(WavesTile(RING, SMALL, 2), *operands)
-    testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
-    # Two tiles of tokens: three waves of one tile of rows each; then one of 64 rows, K in two.
-    assert launches == [("head", 0, (3, 1, 2)), ("tail", 384, (1, 2, 3))]
-    assert not operands[5].any(), "arrivals must be 0 again"
-
-
 @pytest.mark.parametrize("asymmetric", [False, True])
 def test_two_tiles_fed_by_tma_fill_the_result_on_numpy(
     asymmetric: bool, monkeypatch: pytest.MonkeyPatch
@@ -182,10 +140,10 @@ def test_two_tiles_fed_by_tma_fill_the_result_on_numpy(
 
     def run(kernel: Any, grid: tuple[int, int, int], named: dict[str, Any]) -> None:
         grids.append(grid)
-        testing_gluon_wgmma.run_fed(kernel, grid, named)
+        emulator_wgmma.run_fed(kernel, grid, named)
 
-    kernel = testing_gluon.OnNumPy(w4a16_wgmma_tma_kernel, run)
-    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", _launch.Launcher(kernel))
+    kernel = gluon.OnNumPy(w4a16_wgmma_tma_kernel, run)
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(kernel))
     case = testing.make_w4a16_case(
         40, 640, 512, 64, dtype=torch.bfloat16, asymmetric=asymmetric, with_bias=asymmetric
     )
@@ -197,46 +155,24 @@ def test_two_tiles_fed_by_tma_fill_the_result_on_numpy(
     assert not operands[5].any(), "arrivals must be 0 again"
 
 
-def test_without_a_tail_the_head_takes_all(
-    launches: list[tuple[str, int, tuple[int, ...]]],
-) -> None:
+def test_without_a_tail_the_head_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = gluon.OnNumPy(w4a16_wgmma_tma_kernel, emulator_wgmma.run_fed)
+    monkeypatch.setattr(w4a16_wgmma_tma, "_KERNEL", launcher.Launcher(kernel))
     case = testing.make_w4a16_case(20, 256, 640, 64, dtype=torch.bfloat16)
     with testing.nan_poison():
-        actual = w4a16_launch.launch(WavesTile(RING, SMALL, 2), *case.operands())
+        actual = w4a16_launch.launch(WavesTile(FED, FED_TAIL, 4), *case.operands())
     testing.assert_within_budget(actual, case.gold(), case.rounded_reference())
-    assert launches == [("head", 0, (2, 1, 1))]
+    assert kernel.grid == (2, 1, 1)
 
 
-def test_rows_of_other_kernels_are_cut_alike(
-    launches: list[tuple[str, int, tuple[int, ...]]],
-) -> None:
-    operands = testing.make_w4a16_case(300, 640, 256, 64, dtype=torch.float16).operands()
-    w4a16_launch.launch(WavesTile(OLD, HALF, 4), *operands)
-    assert launches == [("head", 0, (4, 1, 3)), ("tail", 512, (2, 1, 3))]
-
-
-def test_variants_name_the_roles_of_both_tiles() -> None:
-    found = list(w4a16_wgmma_variants.products_of(WavesTile(OLD, MANY, 264)))
-    assert found == [(OLD, "head"), (MANY, "tail")]
-    assert list(w4a16_wgmma_variants.products_of(OLD)) == [(OLD, "alone")]
-    fed = list(w4a16_wgmma_variants.products_of(WavesTile(FED, FED_TAIL, 264)))
-    assert fed == [(FED, "alone"), (FED_TAIL, "alone")]
+def test_variants_name_both_tiles() -> None:
+    found = list(w4a16_wgmma_variants.products_of(WavesTile(FED, FED_TAIL, 264)))
+    assert found == [FED, FED_TAIL]
+    assert list(w4a16_wgmma_variants.products_of(OLD)) == [OLD]
     assert list(w4a16_wgmma_variants.products_of("dense")) == []
 
 
-@pytest.mark.parametrize("M", [256, 1024])
-def test_candidates_could_stand_in_a_table(M: int) -> None:
-    for N, K in PRODUCTS.values():
-        found = list(waves_candidates(N, K, M))
-        assert len(found) == len(set(found)) > 1
-        for tile in found:
-            row = {"N": N, "K": K, "max_m": M, "tile": dataclasses.asdict(tile), "us": 1.0}
-            text = json.dumps({"gpu": "card", "source": "test", "rows": [row]})
-            parsed = tiles_wgmma.parse(text, "t.json")
-            assert parsed.choices[N, K, BUCKETS.index(M), DEFAULT] == tile
-            for part, _ in w4a16_wgmma_variants.products_of(tile):
-                if isinstance(part, WgmmaRingTile):
-                    assert part.stages_that_fit(32, has_zeros=True) >= 3
+def test_every_regime_has_candidates() -> None:
     kinds = tune_w4a16_wgmma.all_candidates(6144, 4096, 1024, tune_w4a16_wgmma.REGIMES)
     assert {type(t).__name__ for t in kinds} == {"WgmmaTile", "WgmmaRingTile", "WavesTile"}
 
@@ -294,7 +230,7 @@ CHAINED = (
     WavesTile(OLD, HALF, 2),
     WavesTile(OLD, SPLIT, 3),
     WavesTile(MANY, HALF, 2),
-    WavesTile(MANY, dataclasses.replace(RING, block_m=128, split_k=3, summed=True), 2),
+    WavesTile(MANY, fed(128, 1, 2, 3), 2),
     WavesTile(FED, dataclasses.replace(FED_TAIL, block_m=64, split_k=1), 20),
     WavesTile(
         dataclasses.replace(FED, block_m=256, group_tiles=1, warp_groups=2, registers=168),
@@ -384,7 +320,7 @@ def check_chained(tile: WavesTile, case: testing.W4A16Case) -> None:
     [
         (WavesTile(OLD, HALF, 2), waves),
         (MANY, ring),
-        (SPLIT, wgmma),
+        (WgmmaTile(128, 1, 8, 1, 2, 3, reordered=True, early_wait=True), wgmma),
     ],
 )
 def test_the_op_runs_what_the_table_chose(

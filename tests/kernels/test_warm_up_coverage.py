@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.bench import engine
+from taut_bench import engine
 from taut_kernels.vllm_plugin import warm_up
 
 pytestmark = [

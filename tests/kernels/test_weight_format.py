@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from taut_kernels import weight_format
-from taut_kernels.bench import w4a16_format
-from taut_kernels.gemm._w4a16_plan import Call
-from taut_kernels.weight_format import DEFAULT, WeightFormat
+from taut_bench import w4a16_format
+from taut_kernels.gemm.w4a16 import weight_format
+from taut_kernels.gemm.w4a16.plan import Call
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 
 
 @pytest.mark.parametrize(

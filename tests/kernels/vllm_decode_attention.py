@@ -23,7 +23,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn, registry
 
-from taut_kernels.attention import _decode_reference
+from taut_kernels.attention.decode import reference as decode_reference
 from taut_kernels.vllm_plugin import compat, decode_attention, record, register
 
 HEADS, KV_HEADS, DIM, PAGE, SCALE = 8, 2, 128, 16, 0.06
@@ -124,7 +124,7 @@ def expected(q: Any, kv: Any, meta: Any, eight_bit: bool, window: int) -> torch.
     scales: Any = (None, None)
     if eight_bit:
         both, scales = both.view(torch.float8_e4m3fn), (torch.tensor(0.25), torch.tensor(3.0))
-    o = _decode_reference.paged_decode_ref(
+    o = decode_reference.paged_decode_ref(
         q[:, None], both[..., :DIM], both[..., DIM:], meta.block_table, meta.seq_lens, *scales,
         None, 0, window, SCALE,
     )  # fmt: skip

@@ -225,7 +225,7 @@ def main() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from taut_kernels.fused import rms_norm
+    from taut_kernels.norm import rms_norm
     from taut_kernels.vllm_plugin import custom_ops, ir_ops, register
 
     register()

@@ -38,8 +38,10 @@ from warm_up_subjects import (
     w4a16_layer,
 )
 
-from taut_kernels import tiles_fused, tiles_scaled_mm, tiles_wgmma
-from taut_kernels.attention._tiles import MOST_LENGTHS
+from taut_kernels.attention.tiles import MOST_LENGTHS
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.vllm_plugin import (
     custom_ops,
     fused_ops,

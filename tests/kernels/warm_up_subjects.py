@@ -27,19 +27,19 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.llama import LlamaMLP
 
-from taut_kernels import _launch, formats_mma
-from taut_kernels.attention import _tiles, cache_write, decode
-from taut_kernels.attention._arguments import padded_dim
-from taut_kernels.fused import (
-    _rms_norm_launch,
-    _rope_launch,
-    _silu_mul_launch,
-    quantize,
-    rms_norm,
-    rope,
-    silu_mul,
-)
-from taut_kernels.gemm import w4a16, w4a16_dense
+from taut_kernels.activation import silu_mul, silu_mul_launch
+from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.attention.arguments import padded_dim
+from taut_kernels.attention.cache_write import op as cache_write
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.gemm.w4a16 import dense as w4a16_dense
+from taut_kernels.gemm.w4a16 import layout as formats_mma
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.launch import launcher
+from taut_kernels.norm import rms_norm, rms_norm_launch
+from taut_kernels.quantize import op as quantize
+from taut_kernels.rope import op as rope
+from taut_kernels.rope import rope_launch
 from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up_decode
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
@@ -123,13 +123,13 @@ def pretend_cuda() -> None:
 
 def use_card(name: str) -> None:
     """Let every table and choice be that card's."""
-    _launch.gpu_name = lambda device: name
+    launcher.gpu_name = lambda device: name
     for plan in (
         w4a16._plan,
-        _rms_norm_launch.plan,
-        _silu_mul_launch.plan,
+        rms_norm_launch.plan,
+        silu_mul_launch.plan,
         quantize._plan,
-        _rope_launch.plan,
+        rope_launch.plan,
     ):
         plan.cache_clear()  # a process has one card
     linear.current_platform.get_device_name = lambda: name
@@ -262,9 +262,11 @@ def decode_attention(form: warm_up_decode.DecodeForm, most: int) -> tuple[Prepar
         table = empty(B, -(-longest // form.page_size), dtype=torch.int32)
         lens, arrivals = empty(B, dtype=torch.int32), empty(B * form.heads, dtype=torch.int32)
         settings = decode.Settings(table, lens, scale, scale, arrivals, longest, form.window, 0.1)
-        gpu, dim = _launch.gpu_name(q.device), padded_dim(form.head_dim)
+        gpu, dim = launcher.gpu_name(q.device), padded_dim(form.head_dim)
         load = decode.load(q, k, settings)
-        tile, splits, shares = _tiles.bounded_decode(gpu, dim, form.cache_dtype.itemsize, *load, B)
+        tile, splits, shares = attention_tiles.bounded_decode(
+            gpu, dim, form.cache_dtype.itemsize, *load, B
+        )
         out = empty(B, 1, form.heads, form.head_dim, dtype=form.dtype)
         decode.launch(tile, q, k, v, settings, splits, out, shares)
 

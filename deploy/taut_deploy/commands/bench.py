@@ -53,7 +53,7 @@ def kernels(
     Liger, torch.compile), fused-backward (softmax and the same with gradients: Liger), loss (Liger,
     Cut Cross-Entropy, torch), attention (FlashAttention 3, vLLM's Triton kernels) or primitives
     (GEMM, transpose, convolution, pooling, reduction: cuBLAS, cuDNN, torch). The rest are the
-    arguments of 'python -m taut_kernels.bench.<group>' (--output DIR …). --report FILE.html makes
+    arguments of 'python -m taut_bench.<group>' (--output DIR …). --report FILE.html makes
     one HTML file with plots of the run's CSVs; with --from DIR of those of an earlier run, which
     needs no device. A group's own options: 'taut bench kernels GROUP --help'.
     """
@@ -76,7 +76,7 @@ def kernels(
     if group not in _KERNEL_GROUPS:
         known = ", ".join(_KERNEL_GROUPS)
         raise typer.BadParameter(f"unknown group {group!r}: expected one of {known}")
-    module = import_module(f"taut_kernels.bench.{group.replace('-', '_')}")
+    module = import_module(f"taut_bench.{group.replace('-', '_')}")
     with redirect_stdout(sys.stderr if as_json else sys.stdout):
         code = module.main(arguments)
     if report is not None and folder is not None and code in (0, 1):
@@ -95,7 +95,7 @@ def _output_of(arguments: list[str]) -> Path:
 
 
 def _write_report(folder: Path, target: Path, as_json: bool) -> None:
-    from taut_kernels.bench import html_report
+    from taut_bench import html_report
 
     try:
         sections = html_report.write(folder, target)

@@ -80,7 +80,7 @@ def doctor(
 
 def diagnose(checkpoint: Path | None) -> dict[str, Any]:
     """Everything ``taut doctor`` prints, as plain data."""
-    from taut_kernels.vllm_plugin.selfcheck import why_not_ready
+    from taut_kernels.for_deploy import why_not_ready
 
     reason = why_not_ready(os.environ.get("VLLM_PLUGINS"))
     facts: dict[str, Any] = {
@@ -121,8 +121,7 @@ def _devices() -> dict[str, str]:
 
 def _fused_ops() -> str:
     """Whether a worker here can run our norms and activations, and what they wait for."""
-    from taut_kernels.vllm_plugin import requested_mode
-    from taut_kernels.vllm_plugin.fused_ops import used_unasked, why_not_fused_ops
+    from taut_kernels.for_deploy import requested_mode, used_unasked, why_not_fused_ops
 
     reason = why_not_fused_ops(_gpu(), requested_mode())
     if reason is not None:
@@ -134,10 +133,9 @@ def _fused_ops() -> str:
 
 def _decode_attention() -> str:
     """Whether a worker here can decode on our attention, and what it waits for."""
-    from taut_kernels.vllm_plugin import requested_mode
-    from taut_kernels.vllm_plugin.decode_attention import why_not_used
+    from taut_kernels.for_deploy import decode_attention, requested_mode
 
-    reason = why_not_used(_gpu(), requested_mode())
+    reason = decode_attention.why_not_used(_gpu(), requested_mode())
     if reason is not None:
         return f"not used: {reason}"
     return "for Llama, Mistral and Qwen; for others with taut worker --decode-attention"
@@ -275,7 +273,7 @@ def _choose(
         return _THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
     if layer.obstacle is not None:
         return _THEIR_KERNEL, layer.obstacle
-    from taut_kernels.vllm_plugin import requested_mode
+    from taut_kernels.for_deploy import requested_mode
 
     gpu, mode = _gpu(), requested_mode()
     device = "cuda" if gpu else "cpu"
@@ -295,7 +293,7 @@ def _choose(
 
 def _choose_int8_on_cpu(mode: str) -> tuple[str, str]:
     """Likewise of W8A8 on a CPU: vLLM's product where it is right."""
-    from taut_kernels.vllm_plugin.selfcheck import why_int8_wrong
+    from taut_kernels.for_deploy import why_int8_wrong
 
     wrong = why_int8_wrong()
     if wrong is None:
@@ -311,9 +309,7 @@ def _choose_four_bit(
     """Likewise of W4A16, where a layer is ours at every number of tokens or at none."""
     import torch
 
-    from taut_kernels.measured_w4a16 import remark
-    from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
-    from taut_kernels.weight_format import of_layer
+    from taut_kernels.for_deploy import of_layer, remark, why_not_ours, why_not_preferred
 
     gpu, group = _gpu(), layer.group_size
     weights = of_layer(group, shape[1], has_zeros=layer.zero_points)
@@ -337,7 +333,7 @@ def _wrong_capability() -> str | None:
 
 def _choose_blocks(gpu: str | None, mode: str, layer: tuple[int, int]) -> tuple[str, str]:
     """Likewise of FP8 with blocks of weights, where each call chooses, too."""
-    from taut_kernels.vllm_plugin import block_scaled_mm_op
+    from taut_kernels.for_deploy import block_scaled_mm_op
 
     asked = (gpu, *layer, mode)
     if reason := _wrong_capability() or block_scaled_mm_op.why_not_at_all(*asked):
@@ -353,8 +349,7 @@ def _choose_eight_bit(
     """Likewise of int8 and FP8, where each call chooses by its number of tokens."""
     import torch
 
-    from taut_kernels.vllm_plugin import scaled_mm_op
-    from taut_kernels.vllm_plugin.fused_ops import used_unasked
+    from taut_kernels.for_deploy import scaled_mm_op, used_unasked
 
     if reason := _wrong_capability():
         return _THEIR_KERNEL, reason

@@ -44,7 +44,7 @@ def explain(
     """What torch.compile makes of it: graphs, breaks and why, guards, generated kernels."""
     choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
     with instrument(as_json):
-        from taut_kernels.instruments import explain, triton_kernels
+        from taut_kernels.for_deploy import explain, triton_kernels
 
         # First: a target that is wrong is found before minutes of compiling.
         compiled = triton_kernels.compile_kernels(subject, target, forms) if target else None

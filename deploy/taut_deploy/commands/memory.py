@@ -53,7 +53,7 @@ def memory(
     choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
     files: list[Path] = []
     with instrument(as_json):
-        from taut_kernels.instruments import memory, memory_snapshot
+        from taut_kernels.for_deploy import memory, memory_snapshot
 
         first = one_subject(choice)
         make_folder(output)

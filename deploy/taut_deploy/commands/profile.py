@@ -43,7 +43,7 @@ def profile(
     """Where the time goes: a chrome trace, the longest kernels, and findings in words."""
     choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
     with instrument(as_json):
-        from taut_kernels.instruments import profile
+        from taut_kernels.for_deploy import profile
 
         trace = output / "trace.json.gz"
         schedule = profile.Schedule(wait, warmup, active)

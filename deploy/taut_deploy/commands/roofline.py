@@ -47,7 +47,7 @@ def roofline(
     """How near an op, a callable or a model comes to the machine's copy and matrix rates."""
     choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
     with instrument(as_json):
-        from taut_kernels.instruments import ceilings, roofline, roofline_plot
+        from taut_kernels.for_deploy import ceilings, roofline, roofline_plot
 
         found = list(subjects(choice))
         make_folder(output)

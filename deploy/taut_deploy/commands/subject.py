@@ -17,7 +17,7 @@ from taut_deploy.files import write_json_atomically, write_text_atomically
 if TYPE_CHECKING:
     import torch
 
-    from taut_kernels.instruments.subject import Subject
+    from taut_kernels.for_deploy import Subject
 
 SubjectArgument = Annotated[
     str,
@@ -89,8 +89,7 @@ def instrument(as_json: bool) -> Iterator[None]:
     """
     # Before the profiler's first use: it would announce each of its starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    from taut_kernels.instruments.errors import InstrumentError
-    from taut_kernels.instruments.subject import described_if_of_a_step
+    from taut_kernels.for_deploy import InstrumentError, described_if_of_a_step
 
     # A user's module beside the current directory is found as with 'python -m'.
     if str(Path.cwd()) not in sys.path:
@@ -125,7 +124,7 @@ def subjects(choice: Choice) -> Iterator["Subject"]:
         MeasureError: the reference is nothing known, or an option does not fit it.
         InstrumentError: what the instruments refuse.
     """
-    from taut_kernels.instruments.subject import resolve_device
+    from taut_kernels.for_deploy import resolve_device
 
     device = resolve_device(choice.device)
     if choice.device == "auto" and device.type == "cpu":
@@ -136,8 +135,7 @@ def subjects(choice: Choice) -> Iterator["Subject"]:
 
 
 def _built(choice: Choice, device: "torch.device") -> Iterator["Subject"]:
-    from taut_kernels.instruments.op_cases import OP_CASES, from_op
-    from taut_kernels.instruments.subject import from_reference
+    from taut_kernels.for_deploy import OP_CASES, from_op, from_reference
 
     if choice.reference in OP_CASES:
         _refuse(choice, "an op", "inputs", "batch", "tokens")
@@ -201,7 +199,7 @@ def _model(choice: Choice, device: "torch.device", ops: list[str]) -> "Subject":
 
     from taut_deploy.home import TautHome
     from taut_deploy.models import ModelStore
-    from taut_kernels.instruments.subject import Subject
+    from taut_kernels.for_deploy import Subject
 
     try:
         record = ModelStore(TautHome.from_environment().models).find(choice.reference)

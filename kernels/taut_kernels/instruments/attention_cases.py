@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from taut_kernels.attention import cache_write, decode, prefill
-from taut_kernels.attention._decode_arguments import check
+from taut_kernels.attention.cache_arguments import check
+from taut_kernels.attention.cache_write import op as cache_write
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.attention.prefill import op as prefill
 from taut_kernels.instruments.errors import InstrumentError
 
 Sizes = Mapping[str, int]
@@ -18,7 +20,7 @@ _HEADS = {"Hq": 32, "Hk": 8, "D": 128}
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool, window: int
 ) -> torch.Tensor:
-    """Attend with :func:`taut_kernels.attention.prefill.attention`; returns o.
+    """Attend with :func:`taut_kernels.attention.prefill.op.attention`; returns o.
 
     Args:
         q: [B, Tq, Hq, D].

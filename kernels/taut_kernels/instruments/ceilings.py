@@ -1,6 +1,6 @@
 """What the machine at hand can do at most: its copy rate and its matrix rate by dtype, measured.
 
-On CUDA the copy is the kernel of :mod:`taut_kernels.bench.timing` (1 GiB, in a graph) and the
+On CUDA the copy is the kernel of :mod:`.timing` (1 GiB, in a graph) and the
 matrix product cuBLAS's on 8192³; on a CPU torch's own copy of 256 MiB and its product of 2048³
 (fp32) or 1024³. A ceiling is the best of several runs on a CPU, where neighbours only take away,
 and the median of replays on a GPU. Figures are kept in a JSON file by device, torch version and
@@ -178,7 +178,7 @@ def _write_cache(cache: Path | None, kept: dict[str, Ceilings]) -> None:
 
 def _copy_rate(device: torch.device) -> float:
     if device.type == "cuda":
-        from taut_kernels.bench import timing
+        from taut_kernels.instruments import timing
 
         return timing.copy_ceiling()
     source = torch.ones(_COPY_BYTES // 4)
@@ -202,7 +202,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     call = _product(size, device, dtype)
     call()  # raises where the device has no such product
     if device.type == "cuda":
-        from taut_kernels.bench import timing
+        from taut_kernels.instruments import timing
 
         subject = timing.Subject("product", lambda _: call(), 1)
         seconds = timing.measure([subject], replays=20, min_calls=10)[0].median * 1e-6

@@ -8,7 +8,7 @@ perfect fusion would still move. Their ratio says what fusing can gain.
 Rules    views move nothing; a dimension of stride 0 is one element; an operand that is written in
          place is also read, but for fills, copies and ``out=``; a lookup (embedding, index, gather)
          reads as much as it returns, and its indices; an op of ours counts by its formula
-         (:mod:`taut_kernels.instruments.op_work`)
+         (:mod:`.op_work`)
 FLOPs    products and convolutions by `torch.utils.flop_counter`, with what its table lacks for
          CPUs; attention as two products (backward five) of the whole square, masked or not; one per
          output of a pointwise operation, one per input of a reduction, five per element of a

@@ -3,7 +3,7 @@
 Every allocation of torch, inside operations too, comes from `torch.profiler`; who asked for it from
 a mode that names each operation with the user's line and the `nn.Module` it runs in. Figures are
 what a step adds to what was allocated before it (weights and inputs are not in them). On CUDA the
-allocator's own snapshot is written as well: :mod:`taut_kernels.instruments.memory_snapshot`.
+allocator's own snapshot is written as well: :mod:`.memory_snapshot`.
 """
 
 from __future__ import annotations

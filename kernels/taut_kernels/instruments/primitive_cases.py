@@ -9,14 +9,14 @@ import torch
 
 from taut_kernels.instruments.errors import InstrumentError
 from taut_kernels.primitives import (
-    _conv2d_tiles,
-    _gemm_tiles,
-    _reduce_tiles,
-    _transpose_tiles,
+    conv2d_tiles,
     convolution,
     gemm,
+    gemm_tiles,
     pooling,
+    reduce_tiles,
     reduction,
+    transpose_tiles,
     transposition,
 )
 
@@ -41,7 +41,7 @@ def _rung(sizes: Sizes, known: tuple[str, ...]) -> str:
 def matmul(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Draw a [M, K] and b [K, N], the transpose of a layer's weight; a bias [N] where it is 1."""
     M, N, K = sizes["M"], sizes["N"], sizes["K"]
-    version = _rung(sizes, _gemm_tiles.VERSIONS)
+    version = _rung(sizes, gemm_tiles.VERSIONS)
     if sizes["bias"] and version != "v4":
         raise InstrumentError(f"--shape bias=1: needs version=4, got {sizes['version']}")
     if version in ("v3", "v4"):
@@ -52,7 +52,7 @@ def matmul(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any,
 
 def transpose(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Draw x [M, N]."""
-    version = _rung(sizes, _transpose_tiles.VERSIONS)
+    version = _rung(sizes, transpose_tiles.VERSIONS)
     if version == "v5":
         gemm.check_copy_engine(version, device, "v4")
     return _draw((sizes["M"], sizes["N"]), dtype, device), version
@@ -71,7 +71,7 @@ def conv2d(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     sizes_of_window = ((1, 1), (1, 1), (1, 1))
     version = "v1" if sizes["C"] % 8 or sizes["N"] % 8 else "v2"
     if sizes["version"]:
-        asked = _rung(sizes, _conv2d_tiles.VERSIONS)
+        asked = _rung(sizes, conv2d_tiles.VERSIONS)
         if asked == "v2" != version:
             raise InstrumentError("--shape version=2: C and N must be multiples of 8")
         version = asked
@@ -92,5 +92,5 @@ def avg_pool2d(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[
 
 def reduce(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Draw x [M, N], summed along N."""
-    version = _rung(sizes, _reduce_tiles.VERSIONS)
+    version = _rung(sizes, reduce_tiles.VERSIONS)
     return _draw((sizes["M"], sizes["N"]), dtype, device), "sum", 1, False, version

@@ -62,7 +62,7 @@ def time_step(subject: Subject, min_seconds: float = _MIN_SECONDS) -> Timing:
 
 
 def _in_graph(subject: Subject) -> Timing:
-    from taut_kernels.bench import timing
+    from taut_kernels.instruments import timing
 
     copies = _rotated(subject, timing.ROTATED_BYTES)
     calls = max(len(copies), _calls_to_fill(subject))

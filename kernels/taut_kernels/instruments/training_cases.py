@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from taut_kernels.fused.layer_norm import layer_norm
-from taut_kernels.fused.rms_norm_train import add_rms_norm_train, rms_norm_train
-from taut_kernels.fused.rope_train import rope_train
-from taut_kernels.fused.softmax import softmax
-from taut_kernels.fused.swiglu import silu, swiglu, swiglu_packed
+from taut_kernels.activation.swiglu import silu, swiglu, swiglu_packed
+from taut_kernels.norm.layer_norm import layer_norm
+from taut_kernels.norm.rms_norm_train import add_rms_norm_train, rms_norm_train
+from taut_kernels.rope.train import rope_train
+from taut_kernels.softmax.op import softmax
 
 Sizes = Mapping[str, int]
 _EPSILON = 1e-5

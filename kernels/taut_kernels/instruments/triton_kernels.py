@@ -6,10 +6,10 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from taut_kernels import aot
-from taut_kernels._variant import KernelVariant
-from taut_kernels.aot import AotResult
+from taut_kernels.instruments import aot
+from taut_kernels.instruments.aot import AotResult
 from taut_kernels.instruments.errors import InstrumentError
+from taut_kernels.launch.variant import KernelVariant
 
 KERNELS = {
     "w4a16_gemm": r"w4a16_(decode|wgmma|dequantize|reorder) ",
@@ -45,7 +45,7 @@ KERNELS = {
     "avg_pool2d": r"avg_pool2d ",
     "reduce": r"reduce ",
 }
-"""Op → what the labels of its kernels match in :func:`taut_kernels.aot.every_variant`."""
+"""Op → what the labels of its kernels match in :func:`.aot.every_variant`."""
 
 
 def variants_of(op: str) -> list[KernelVariant]:

@@ -14,8 +14,8 @@ Numerics  fp32 throughout, one rounding of the gradient. Rows equal to ignore_in
 Gradient  in the forward pass for ``mean`` and ``sum`` (then one backward a graph), in the backward
           pass for ``none`` and fp16, where it needs what only that pass knows
 CUDA      loss and gradient of many long bf16 rows on compute capability 9.0, without smoothing and
-          soft cap: rows held on chip (:mod:`taut_kernels.loss._cross_entropy_ring`), memory read
-          once; everything else: rows read twice (:mod:`taut_kernels.loss._cross_entropy_jit`)
+          soft cap: rows held on chip (:mod:`.cross_entropy_ring`), memory read
+          once; everything else: rows read twice (:mod:`.cross_entropy_kernel`)
 CPU       plain torch, also fp64: the specification
 Limits    differentiable once; class weights and probabilities as targets are not supported
 Source    online softmax: arXiv:1805.02867, alg. 3; z-loss: arXiv:2204.02311, §5; the gradient over
@@ -30,19 +30,19 @@ from typing import Any
 
 import torch
 
-from taut_kernels import _launch
+from taut_kernels.launch import launcher
 from taut_kernels.loss import gradient_scale
-from taut_kernels.loss._projection import DTYPES
-from taut_kernels.loss._reduction import (
+from taut_kernels.loss.projection import DTYPES
+from taut_kernels.loss.reduction import (
     accumulator,
     check_options,
     forward_computes_gradients,
     loss_shape,
     refuse_double_backward,
 )
-from taut_kernels.loss._row_softmax import Objective, Rows, cross_entropy_ref, launch
-from taut_kernels.loss._row_weights import row_weights, weighted_sum
-from taut_kernels.loss._target import check_labels, check_values
+from taut_kernels.loss.row_softmax import Objective, Rows, cross_entropy_ref, launch
+from taut_kernels.loss.row_weights import row_weights, weighted_sum
+from taut_kernels.loss.target import check_labels, check_values
 
 Options = tuple[int, float, float, float, str]
 """The fields of :class:`Objective`, and the reduction."""
@@ -79,7 +79,7 @@ def _cross_entropy(
     with_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = tuple(logits.shape) if with_grad else (0,)
-    grad = _launch.empty(shape, dtype=logits.dtype, device=logits.device)
+    grad = launcher.empty(shape, dtype=logits.dtype, device=logits.device)
     options = (ignore_index, label_smoothing, z_loss, softcap, reduction)
     return *_forward(rows, logits, target, options, check, grad if with_grad else None), grad
 
@@ -125,7 +125,7 @@ def _cross_entropy_backward(
     softcap: float,
     reduction: str,
 ) -> torch.Tensor:
-    grad = _launch.empty(tuple(logits.shape), dtype=logits.dtype, device=logits.device)
+    grad = launcher.empty(tuple(logits.shape), dtype=logits.dtype, device=logits.device)
     options = (ignore_index, label_smoothing, z_loss, softcap)
     _backward(rows, grad_loss, logits, target, lse, options, reduction, grad)
     return grad

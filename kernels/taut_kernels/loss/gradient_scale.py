@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels import _launch
-from taut_kernels.loss._scale_jit import scale_kernel
-from taut_kernels.tiles_loss import launch_options
+from taut_kernels.launch import launcher
+from taut_kernels.loss.scale_kernel import scale_kernel
+from taut_kernels.loss.tiles import launch_options
 
 BLOCK = 4096
 NUM_WARPS = 8
 PER_SM = 8
 """Programs a multiprocessor: as many as are resident, so that they start at once."""
-_launcher = _launch.Launcher(scale_kernel)
+_launcher = launcher.Launcher(scale_kernel)
 
 
 def scale_ref_(x: torch.Tensor, factor: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ def launch_scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
     """
     n = x.numel()
     if n:
-        programs = min(-(-n // BLOCK), PER_SM * _launch.multiprocessors(x.device))
+        programs = min(-(-n // BLOCK), PER_SM * launcher.multiprocessors(x.device))
         _launcher(
             (x.dtype, n % 16 == 0, n == 1, n >= 2**31),
             (programs, 1, 1),

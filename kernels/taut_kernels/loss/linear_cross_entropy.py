@@ -1,6 +1,6 @@
 """Cross entropy of a projection's outputs: the [tokens, vocabulary] logits never exist as a whole.
 
-Maths     z = x · Wᵀ + b, then :mod:`taut_kernels.loss.cross_entropy`
+Maths     z = x · Wᵀ + b, then :mod:`.cross_entropy`
 Ops       `taut::linear_cross_entropy` → loss, lse, gradients or nothing;
           `taut::linear_cross_entropy_backward` → gradients, all from the beginning
 Shapes    x [..., H] bf16|fp16|fp32   weight [V, H] and bias [V] as x   target [...] integers
@@ -34,16 +34,16 @@ from typing import Any
 import torch
 
 from taut_kernels.loss import gradient_scale
-from taut_kernels.loss._block_softmax import MOST_COLUMNS
-from taut_kernels.loss._logit_cut import CHUNK_BY, TORCH, TRITON, Kernels, compute, plan
-from taut_kernels.loss._projection import (
+from taut_kernels.loss.block_softmax import MOST_COLUMNS
+from taut_kernels.loss.logit_cut import CHUNK_BY, TORCH, TRITON, Kernels, compute, plan
+from taut_kernels.loss.projection import (
     Projection,
     Wants,
     autocast_operands,
     check_chunk,
     check_projection,
 )
-from taut_kernels.loss._reduction import (
+from taut_kernels.loss.reduction import (
     accumulator,
     check_options,
     forward_computes_gradients,
@@ -52,8 +52,8 @@ from taut_kernels.loss._reduction import (
     refuse_double_backward,
     row_scale,
 )
-from taut_kernels.loss._row_softmax import Objective
-from taut_kernels.loss._target import check_labels, check_values
+from taut_kernels.loss.row_softmax import Objective
+from taut_kernels.loss.target import check_labels, check_values
 
 
 def _linear_cross_entropy(

@@ -4,7 +4,7 @@ Maths     p = softmax((x · Wᵀ + b) / T), q = softmax of the teacher's, m = β
           loss = T² · (β · Σ q · log(q / m) + (1 − β) · Σ p · log(p / m)) of each row;
           β = 0 is Σ q · log(q / p) and β = 1 is Σ p · log(p / q), the limits of loss / β and of
           loss / (1 − β)
-Ops, shapes, method, numerics, gradient, limits    as :mod:`taut_kernels.loss.linear_kl`
+Ops, shapes, method, numerics, gradient, limits    as :mod:`.linear_kl`
 Source    GKD, arXiv:2306.13649, eq. 1; T² as for KL. The code is ours.
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels.loss._divergence import Divergence
-from taut_kernels.loss._linear_divergence import linear_divergence
+from taut_kernels.loss.divergence import Divergence
+from taut_kernels.loss.linear_divergence import linear_divergence
 
 _LIMITS = {0.0: "forward_kl", 1.0: "reverse_kl"}
 
@@ -47,7 +47,7 @@ def linear_jsd(
         beta: the teacher's share of the mixture, 0..1; at its ends the two KL divergences.
         temperature: T; the loss is multiplied by T².
         reduction: ``mean`` over the tokens that count, ``sum`` or ``none``.
-        chunk_size: as for :func:`taut_kernels.loss.linear_kl.linear_kl`.
+        chunk_size: as for :func:`.linear_kl.linear_kl`.
         accumulate_fp32: likewise.
         use_checkpoint: likewise.
 

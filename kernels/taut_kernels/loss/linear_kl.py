@@ -12,7 +12,7 @@ Floors    (6 · H + 2 · Ht) · M · V operations: 48.7 ms at 8192 tokens, H = H
 Numerics  logits rounded to their dtype, as a linear layer would; fp32 from there to the gradient of
           the logits, rounded to x's dtype. A mean over no row is 0
 Gradient  of the student alone; in the forward pass or the backward pass as for
-          :mod:`taut_kernels.loss.linear_cross_entropy`
+          :mod:`.linear_cross_entropy`
 CPU       the same in plain torch, also fp64
 Limits    differentiable once; both vocabularies have one order and size
 Source    Hinton et al., arXiv:1503.02531, §2 (temperature, T²); reversed: MiniLLM,
@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels.loss._divergence import Divergence
-from taut_kernels.loss._linear_divergence import linear_divergence
+from taut_kernels.loss.divergence import Divergence
+from taut_kernels.loss.linear_divergence import linear_divergence
 
 
 def linear_kl(

@@ -37,7 +37,7 @@ class _Loss(torch.nn.Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """:func:`~taut_kernels.loss.cross_entropy.cross_entropy` with fixed options.
+    """:func:`.cross_entropy.cross_entropy` with fixed options.
 
     Args:
         options: its keyword arguments.
@@ -54,7 +54,7 @@ class CrossEntropyLoss(_Loss):
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """:func:`~taut_kernels.loss.linear_cross_entropy.linear_cross_entropy` with fixed options.
+    """:func:`.linear_cross_entropy.linear_cross_entropy` with fixed options.
 
     Args:
         options: its keyword arguments but ``bias``.
@@ -78,7 +78,7 @@ class LinearCrossEntropyLoss(_Loss):
 
 
 class LinearKLLoss(_Loss):
-    """:func:`~taut_kernels.loss.linear_kl.linear_kl` with fixed options.
+    """:func:`.linear_kl.linear_kl` with fixed options.
 
     Args:
         options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
@@ -106,7 +106,7 @@ class LinearKLLoss(_Loss):
 
 
 class LinearJSDLoss(_Loss):
-    """:func:`~taut_kernels.loss.linear_jsd.linear_jsd` with fixed options.
+    """:func:`.linear_jsd.linear_jsd` with fixed options.
 
     Args:
         options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from taut_kernels import tiles_loss
-from taut_kernels._variant import KernelVariant
-from taut_kernels.loss import _block_softmax, _cross_entropy_ring, _row_weights, gradient_scale
-from taut_kernels.loss._cross_entropy_jit import cross_entropy_kernel
-from taut_kernels.loss._cross_entropy_ring_jit import cross_entropy_ring_kernel
-from taut_kernels.loss._divergence import FORMS
-from taut_kernels.loss._divergence_jit import divergence_kernel
-from taut_kernels.loss._row_weights_jit import row_weights_kernel, weighted_sum_kernel
-from taut_kernels.loss._scale_jit import scale_kernel
-from taut_kernels.loss._vocabulary_block_jit import block_gradient_kernel, block_statistics_kernel
-from taut_kernels.tiles_loss import LossTile, RingTile, launch_options
+from taut_kernels.launch.variant import KernelVariant
+from taut_kernels.loss import block_softmax, cross_entropy_ring, gradient_scale, row_weights
+from taut_kernels.loss import tiles as tiles_loss
+from taut_kernels.loss.cross_entropy_kernel import cross_entropy_kernel
+from taut_kernels.loss.cross_entropy_ring_kernel import cross_entropy_ring_kernel
+from taut_kernels.loss.divergence import FORMS
+from taut_kernels.loss.divergence_kernel import divergence_kernel
+from taut_kernels.loss.row_weights_kernel import row_weights_kernel, weighted_sum_kernel
+from taut_kernels.loss.scale_kernel import scale_kernel
+from taut_kernels.loss.tiles import LossTile, RingTile, launch_options
+from taut_kernels.loss.vocabulary_block_kernel import block_gradient_kernel, block_statistics_kernel
 
 VOCABULARIES = (1000, 32000, 50257, 128256, 256000)
 SOFTMAX_COLUMNS = (24576, 131072, 262144)
@@ -76,7 +76,7 @@ def _ring(
     element: str = "bf16",
 ) -> KernelVariant:
     pointers = {"logits_ptr": element, "grad_ptr": element}
-    constants = _cross_entropy_ring.launch_constants(tile, V, batched=batched)
+    constants = cross_entropy_ring.launch_constants(tile, V, batched=batched)
     optional = {"cells_ptr": None if tile.parts == 1 else "i64"}
     optional |= {"target_ptr": None if softmax else "i64"}
     optional |= dict.fromkeys(("scale_ptr", "loss_ptr", "lse_ptr"), None if softmax else "fp32")
@@ -93,7 +93,7 @@ def _ring(
         divisible_by_16=strides,
         constants=constants,
         floats=("z_loss",),
-        options=_cross_entropy_ring.launch_options(tile),
+        options=cross_entropy_ring.launch_options(tile),
         targets=("sm_90",),
     )
 
@@ -101,7 +101,7 @@ def _ring(
 def _every_ring() -> Iterator[KernelVariant]:
     measured = (V for table in tiles_loss.tables().values() for V in table.rings)
     for V in dict.fromkeys((*VOCABULARIES, *measured)):
-        if V >= _cross_entropy_ring.MIN_COLUMNS and V % 16 == 0:
+        if V >= cross_entropy_ring.MIN_COLUMNS and V % 16 == 0:
             yield from (_ring(V, tile) for tile in _rings(V))
     for V in SOFTMAX_COLUMNS:
         for element in ("bf16", "fp16"):
@@ -110,8 +110,8 @@ def _every_ring() -> Iterator[KernelVariant]:
 
 
 def _around() -> Iterator[KernelVariant]:
-    tile = f"{_row_weights.BLOCK}/{_row_weights.NUM_WARPS}w"
-    options = launch_options(_row_weights.NUM_WARPS)
+    tile = f"{row_weights.BLOCK}/{row_weights.NUM_WARPS}w"
+    options = launch_options(row_weights.NUM_WARPS)
     yield KernelVariant(
         label="row_weights",
         kernel=row_weights_kernel,
@@ -119,7 +119,7 @@ def _around() -> Iterator[KernelVariant]:
         pointers={"target_ptr": "i64", "weights_ptr": "fp32"},
         integers=("M", "ignore_index"),
         divisible_by_16=(),
-        constants={"MEAN": True, "BLOCK": _row_weights.BLOCK},
+        constants={"MEAN": True, "BLOCK": row_weights.BLOCK},
         options=options,
     )
     yield KernelVariant(
@@ -129,7 +129,7 @@ def _around() -> Iterator[KernelVariant]:
         pointers=dict.fromkeys(("losses_ptr", "weights_ptr", "loss_ptr"), "fp32"),
         integers=("M",),
         divisible_by_16=(),
-        constants={"BLOCK": _row_weights.BLOCK},
+        constants={"BLOCK": row_weights.BLOCK},
         options=options,
     )
 
@@ -156,7 +156,7 @@ def _divergence(form: str, gradient: bool, V: int, tile: LossTile) -> KernelVari
 
 
 def _blocks(columns: int, extras: bool) -> Iterator[KernelVariant]:
-    block, num_warps = _block_softmax.block_options(columns)
+    block, num_warps = block_softmax.block_options(columns)
     shared: dict[str, Any] = {"HAS_SMOOTHING": extras, "HAS_SOFTCAP": extras, "BLOCK": block}
     shared["COLUMNS"] = columns
     options = launch_options(num_warps)

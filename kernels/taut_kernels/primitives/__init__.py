@@ -1,12 +1,12 @@
 """The classic kernels as ladders: each rung adds one idea, is kept, and is benchmarked.
 
-- :mod:`taut_kernels.primitives.gemm`: `matmul`, four rungs from plain pointers to measured tiles
-- :mod:`taut_kernels.primitives.transposition`: `transpose`, five rungs
-- :mod:`taut_kernels.primitives.convolution`: `conv2d` as an implicit product
-- :mod:`taut_kernels.primitives.pooling`: `max_pool2d`, `avg_pool2d`
-- :mod:`taut_kernels.primitives.reduction`: `reduce`: sum, max, mean; three rungs
+- :mod:`.gemm`: `matmul`, four rungs from plain pointers to measured tiles
+- :mod:`.transposition`: `transpose`, five rungs
+- :mod:`.convolution`: `conv2d` as an implicit product
+- :mod:`.pooling`: `max_pool2d`, `avg_pool2d`
+- :mod:`.reduction`: `reduce`: sum, max, mean; three rungs
 
-``python -m taut_kernels.bench.primitives --output DIR`` shows what each idea gains.
+``python -m taut_bench.primitives --output DIR`` shows what each idea gains.
 """
 
 from taut_kernels.primitives.convolution import conv2d

@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels import _launch
-from taut_kernels._autocast import without_autocast
-from taut_kernels.primitives import _conv2d_launch, _conv2d_tiles
-from taut_kernels.primitives._conv2d_launch import Window
-from taut_kernels.primitives._conv2d_tiles import GATHER, VERSIONS, ConvTile
-from taut_kernels.primitives._image import check_image, is_channels_last, pair
+from taut_kernels.launch import launcher
+from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.primitives import conv2d_launch, conv2d_tiles
+from taut_kernels.primitives.conv2d_launch import Window
+from taut_kernels.primitives.conv2d_tiles import GATHER, VERSIONS, ConvTile
 from taut_kernels.primitives.gemm import check_copy_engine
+from taut_kernels.primitives.image import check_image, is_channels_last, pair
 
 DTYPES = (torch.bfloat16, torch.float16)
 _MOST_PIXELS = 2**31
@@ -97,16 +97,16 @@ def launch(
     N, K, P, Q = window.output(x, weight)
     if N == 0:
         return _empty_output(x, weight, window)
-    y = _launch.empty((N, P, Q, K), dtype=x.dtype, device=x.device)
-    image = _conv2d_launch.as_nhwc(x)
+    y = launcher.empty((N, P, Q, K), dtype=x.dtype, device=x.device)
+    image = conv2d_launch.as_nhwc(x)
     taps = weight.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
     if not taps.is_contiguous():  # one channel, or one tap: torch calls either layout both
         taps = taps.contiguous()
-    run = _conv2d_launch.launch_gather if version == "v1" else _conv2d_launch.launch_blocks
+    run = conv2d_launch.launch_gather if version == "v1" else conv2d_launch.launch_blocks
     run(tile, image, taps, bias, window, y)
     if is_channels_last(x):
         return y.permute(0, 3, 1, 2)
-    return _conv2d_launch.swapped(y.view(N, P * Q, K)).view(N, K, P, Q)
+    return conv2d_launch.swapped(y.view(N, P * Q, K)).view(N, K, P, Q)
 
 
 def _launch_conv2d(
@@ -123,7 +123,7 @@ def _launch_conv2d(
     if version == "v2" and x.shape[0]:
         N, K, P, Q = window.output(x, weight)
         C, R, S = weight.shape[1:]
-        tile = _conv2d_tiles.lookup(_launch.gpu_name(x.device), N, (C, K, R, S, P, Q))
+        tile = conv2d_tiles.lookup(launcher.gpu_name(x.device), N, (C, K, R, S, P, Q))
     return launch(version, tile, x, weight, bias, window)
 
 
@@ -206,7 +206,7 @@ def conv2d(
     _check_operands(x, weight, bias, window)
     if version is not None and version not in VERSIONS:
         raise ValueError(f"version must be None, {' or '.join(VERSIONS)}, got {version!r}")
-    reason = _conv2d_launch.why_not_blocks(x, weight, window)
+    reason = conv2d_launch.why_not_blocks(x, weight, window)
     if version == "v2":
         if reason:
             raise ValueError(reason)
@@ -218,7 +218,7 @@ def conv2d(
 
 
 def _has_copy_engine(device: torch.device) -> bool:
-    return device.type != "cuda" or _launch.capability(device) >= (9, 0)
+    return device.type != "cuda" or launcher.capability(device) >= (9, 0)
 
 
 def _check_operands(

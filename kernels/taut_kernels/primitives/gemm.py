@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels import _launch
-from taut_kernels._autocast import without_autocast
-from taut_kernels.primitives import _gemm_launch, _gemm_tiles
-from taut_kernels.primitives._gemm_tiles import VERSIONS, GemmTile
+from taut_kernels.launch import launcher
+from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.primitives import gemm_launch, gemm_tiles
+from taut_kernels.primitives.gemm_tiles import VERSIONS, GemmTile
 
 DTYPES = (torch.bfloat16, torch.float16)
 ACTIVATIONS = ("none", "relu", "silu", "gelu")
@@ -76,15 +76,15 @@ def launch(
     Returns:
         [M, N].
     """
-    c = _launch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+    c = launcher.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
     if version == "v1":
-        _gemm_launch.launch_direct(tile, a, b, c)
+        gemm_launch.launch_direct(tile, a, b, c)
     elif version == "v2":
-        _gemm_launch.launch_tiled(tile, a, b, c)
+        gemm_launch.launch_tiled(tile, a, b, c)
     elif version == "v3":
-        _gemm_launch.launch_tma(tile, a, b, c)
+        gemm_launch.launch_tma(tile, a, b, c)
     else:
-        _gemm_launch.launch_tuned(tile, a, b, bias, activation, c)
+        gemm_launch.launch_tuned(tile, a, b, bias, activation, c)
     return c
 
 
@@ -96,10 +96,10 @@ def tile_of(version: str, a: torch.Tensor, b: torch.Tensor) -> GemmTile:
         a: [M, K], M and K ≥ 1.
         b: [K, N], N ≥ 1.
     """
-    fixed = {"v1": _gemm_tiles.DIRECT, "v2": _gemm_tiles.TILED, "v3": _gemm_tiles.PIPELINED}
+    fixed = {"v1": gemm_tiles.DIRECT, "v2": gemm_tiles.TILED, "v3": gemm_tiles.PIPELINED}
     if version in fixed:
         return fixed[version]
-    return _gemm_tiles.lookup(_launch.gpu_name(a.device), a.shape[0], b.shape[1], a.shape[1])
+    return gemm_tiles.lookup(launcher.gpu_name(a.device), a.shape[0], b.shape[1], a.shape[1])
 
 
 def _launch_matmul(
@@ -179,7 +179,7 @@ def check_copy_engine(version: str, device: torch.device, instead: str) -> None:
     Raises:
         ValueError: the card's compute capability is below 9.0.
     """
-    if device.type == "cuda" and _launch.capability(device) < _TMA_CAPABILITY:
+    if device.type == "cuda" and launcher.capability(device) < _TMA_CAPABILITY:
         raise ValueError(f"version {version!r} needs compute capability 9.0 (TMA): use {instead!r}")
 
 

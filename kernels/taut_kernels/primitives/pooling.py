@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels import _launch
-from taut_kernels.primitives._image import Pair, check_image, is_channels_last, output_size, pair
-from taut_kernels.primitives._pool_jit import pool2d_kernel
+from taut_kernels.launch import launcher
+from taut_kernels.primitives.image import Pair, check_image, is_channels_last, output_size, pair
+from taut_kernels.primitives.pool_kernel import pool2d_kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCKS = {True: 512, False: 128}
@@ -27,7 +27,7 @@ stride 2 would touch four lines where one holds what a warp needs."""
 MOST_UNROLLED = 25
 """Elements of a window whose loads are written out one by one."""
 _MOST_OUTPUTS = 2**31 - max(BLOCKS.values())
-_LAUNCHER = _launch.Launcher(pool2d_kernel)
+_LAUNCHER = launcher.Launcher(pool2d_kernel)
 
 
 def max_pool2d_ref(
@@ -75,9 +75,9 @@ def _empty_output(
 ) -> torch.Tensor:
     N, C, P, Q = _output_shape(x, kernel_size, stride, padding)
     if is_channels_last(x):
-        flat = _launch.empty((N, P, Q, C), dtype=x.dtype, device=x.device)
+        flat = launcher.empty((N, P, Q, C), dtype=x.dtype, device=x.device)
         return flat.permute(0, 3, 1, 2)
-    return _launch.empty((N, C, P, Q), dtype=x.dtype, device=x.device)
+    return launcher.empty((N, C, P, Q), dtype=x.dtype, device=x.device)
 
 
 def launch(

@@ -23,14 +23,14 @@ import math
 
 import torch
 
-from taut_kernels import _launch
-from taut_kernels.primitives._reduce_jit import reduce_kernel
-from taut_kernels.primitives._reduce_tiles import VERSIONS, ReduceTile, tile_of
+from taut_kernels.launch import launcher
+from taut_kernels.primitives.reduce_kernel import reduce_kernel
+from taut_kernels.primitives.reduce_tiles import VERSIONS, ReduceTile, tile_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OPERATIONS = ("sum", "max", "mean")
 _MOST_RESULTS = 2**31
-_LAUNCHER = _launch.Launcher(reduce_kernel)
+_LAUNCHER = launcher.Launcher(reduce_kernel)
 
 
 def reduce_ref(x: torch.Tensor, operation: str, dim: int | None, keepdim: bool) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _stage(
     numbers = (R, inner, share, splits, outer * inner, items, *x.stride(), factor)
     programs = items
     if tile.persistent:
-        programs = min(items, tile.per_sm * _launch.multiprocessors(x.device))
+        programs = min(items, tile.per_sm * launcher.multiprocessors(x.device))
     _LAUNCHER(
         (tile, block_i, x.dtype, y.dtype, maximum, numbers),
         (programs, 1, 1),
@@ -120,16 +120,16 @@ def launch(
     """
     if x.numel() == 0:
         return reduce_ref(x, operation, dim, keepdim)  # nothing to read
-    y = _launch.empty(result_shape(x, dim, keepdim), dtype=x.dtype, device=x.device)
+    y = launcher.empty(result_shape(x, dim, keepdim), dtype=x.dtype, device=x.device)
     three = _as_three(x, dim)
     outer, R, inner = three.shape
     maximum, factor = operation == "max", 1.0 / R if operation == "mean" else 1.0
-    share = tile.share_of(outer, R, inner, _launch.multiprocessors(x.device))
+    share = tile.share_of(outer, R, inner, launcher.multiprocessors(x.device))
     if share == R:
         _stage(tile, three, y, R, maximum, factor)
         return y
     splits = -(-R // share)
-    partial = _launch.empty((splits, outer * inner), dtype=torch.float32, device=x.device)
+    partial = launcher.empty((splits, outer * inner), dtype=torch.float32, device=x.device)
     _stage(tile, three, partial, share, maximum, 1.0)
     join = tile_of("v1", inner=outer * inner)
     _stage(join, partial[None], y, splits, maximum, factor)

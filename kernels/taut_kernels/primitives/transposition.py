@@ -20,23 +20,23 @@ from __future__ import annotations
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from taut_kernels import _launch
-from taut_kernels.primitives._transpose_jit import (
+from taut_kernels.launch import launcher as launching
+from taut_kernels.primitives.gemm import check_copy_engine
+from taut_kernels.primitives.transpose_kernel import (
     coalesced_kernel,
     rows_kernel,
     tiled_kernel,
     tma_kernel,
 )
-from taut_kernels.primitives._transpose_tiles import VERSIONS, TransposeTile, tile_of
-from taut_kernels.primitives.gemm import check_copy_engine
+from taut_kernels.primitives.transpose_tiles import VERSIONS, TransposeTile, tile_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEFAULT = "v4"
 MOST_BATCHES = 65535
 """Programs along a grid's third axis."""
-_ROWS = _launch.Launcher(rows_kernel)
-_COALESCED = _launch.Launcher(coalesced_kernel)
-_TILED = _launch.Launcher(tiled_kernel)
+_ROWS = launching.Launcher(rows_kernel)
+_COALESCED = launching.Launcher(coalesced_kernel)
+_TILED = launching.Launcher(tiled_kernel)
 
 
 def transpose_ref(x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ def launch(version: str, tile: TransposeTile, x: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: ``v5`` and a layout it does not take.
     """
-    y = _launch.empty((*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype=x.dtype, device=x.device)
+    y = launching.empty((*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return y
     batches = x if x.dim() == 3 else x[None]
@@ -117,14 +117,14 @@ def why_not_described(x: torch.Tensor) -> str | None:
     Returns:
         A reason, or None where they can.
     """
-    step = _launch.ALIGNMENT // x.element_size()
+    step = launching.ALIGNMENT // x.element_size()
     B, R, C = x.shape
     if R % step or C % step:
         return f"x must have multiples of {step} rows and columns with v5, got {R} and {C}"
     stride_b = x.stride(0) if B > 1 else 0
     if x.stride(2) != 1 or x.stride(1) % step or stride_b % step or x.stride(1) < C:
         return f"x must have contiguous rows at multiples of {step} with v5, got {x.stride()}"
-    if x.data_ptr() % _launch.ALIGNMENT:
+    if x.data_ptr() % launching.ALIGNMENT:
         return "x must start at a multiple of 16 bytes with v5"
     return None
 

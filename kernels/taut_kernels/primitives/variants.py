@@ -1,22 +1,22 @@
-"""Forms of the primitives' kernels compiled ahead of time; see `_gemm_variants` for the product."""
+"""Forms of the primitives' kernels compiled ahead of time; see `gemm_variants` for the product."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from taut_kernels._variant import KernelVariant
+from taut_kernels.launch.variant import KernelVariant
 from taut_kernels.primitives import (
-    _conv2d_tiles,
-    _gemm_variants,
-    _reduce_tiles,
-    _transpose_tiles,
+    conv2d_tiles,
+    gemm_variants,
     pooling,
+    reduce_tiles,
+    transpose_tiles,
 )
-from taut_kernels.primitives._conv2d_jit import blocks_kernel, gather_kernel
-from taut_kernels.primitives._conv2d_tiles import ConvTile, Layer, pixel_block
-from taut_kernels.primitives._pool_jit import pool2d_kernel
-from taut_kernels.primitives._reduce_jit import reduce_kernel
-from taut_kernels.primitives._transpose_jit import (
+from taut_kernels.primitives.conv2d_kernel import blocks_kernel, gather_kernel
+from taut_kernels.primitives.conv2d_tiles import ConvTile, Layer, pixel_block
+from taut_kernels.primitives.pool_kernel import pool2d_kernel
+from taut_kernels.primitives.reduce_kernel import reduce_kernel
+from taut_kernels.primitives.transpose_kernel import (
     coalesced_kernel,
     rows_kernel,
     tiled_kernel,
@@ -38,7 +38,7 @@ def _transposes() -> Iterator[KernelVariant]:
     kernels = {"v1": rows_kernel, "v2": coalesced_kernel, "v3": tiled_kernel, "v4": tiled_kernel}
     for element, itemsize in _ELEMENTS.items():
         for version, kernel in kernels.items():
-            tile = _transpose_tiles.tile_of(version, itemsize)
+            tile = transpose_tiles.tile_of(version, itemsize)
             named: dict[str, object] = {"BLOCK_R": tile.block_r, "BLOCK_C": tile.block_c}
             if kernel is not tiled_kernel:
                 named = {"BLOCK": tile.block_r * tile.block_c}
@@ -52,7 +52,7 @@ def _transposes() -> Iterator[KernelVariant]:
                 constants=named | {"stride_xc": 1},
                 options={"num_warps": tile.num_warps},
             )
-        tile = _transpose_tiles.tile_of("v5", itemsize)
+        tile = transpose_tiles.tile_of("v5", itemsize)
         r, c = tile.block_r, tile.block_c
         yield KernelVariant(
             label=f"transpose v5 {element}",
@@ -115,10 +115,10 @@ def blocks_variant(tile: ConvTile, N: int, layer: Layer, stride: int = 1) -> Ker
 
 
 def _convolutions() -> Iterator[KernelVariant]:
-    yield gather_variant(_conv2d_tiles.GATHER, tapwise=True)
-    yield gather_variant(_conv2d_tiles.GATHER_FEW, tapwise=False)
-    found = {(_conv2d_tiles.rule(_IMAGES, layer), layer): _IMAGES for layer in RESNET_LAYERS}
-    for table in _conv2d_tiles.tables().values():
+    yield gather_variant(conv2d_tiles.GATHER, tapwise=True)
+    yield gather_variant(conv2d_tiles.GATHER_FEW, tapwise=False)
+    found = {(conv2d_tiles.rule(_IMAGES, layer), layer): _IMAGES for layer in RESNET_LAYERS}
+    for table in conv2d_tiles.tables().values():
         for layer, buckets in table.buckets.items():
             found |= {(tile, layer): limit or 4 * _IMAGES for limit, tile in buckets}
     for (tile, layer), N in found.items():
@@ -150,9 +150,9 @@ def _pools() -> Iterator[KernelVariant]:
 
 def _reductions() -> Iterator[KernelVariant]:
     numbers = ("R", "inner", "share", "splits", "results", "items", "stride_xo", "stride_xr")
-    for version in _reduce_tiles.VERSIONS:
+    for version in reduce_tiles.VERSIONS:
         for inner, maximum in ((1, False), (4096, True)):
-            tile = _reduce_tiles.tile_of(version, inner=inner)
+            tile = reduce_tiles.tile_of(version, inner=inner)
             ones = ("inner", "stride_xr", "stride_xi") if inner == 1 else ("stride_xi",)
             constants: dict[str, object] = {"MAXIMUM": maximum, "PERSISTENT": tile.persistent}
             constants |= {"STAGES": tile.num_stages} | dict.fromkeys(ones, 1)
@@ -174,7 +174,7 @@ def _reductions() -> Iterator[KernelVariant]:
 
 def kernel_variants() -> Iterator[KernelVariant]:
     """Yield every specialisation of the primitives that is compiled ahead of time."""
-    yield from _gemm_variants.kernel_variants()
+    yield from gemm_variants.kernel_variants()
     yield from _transposes()
     yield from _convolutions()
     yield from _pools()

@@ -3,7 +3,7 @@
 The subclasses change who computes and nothing of what is computed: same cache, same metadata, same
 output tensor. A batch in which every sequence has one new token runs on ours, in CUDA graphs too;
 prefills, mixed batches, several tokens a sequence, and layers that ours does not cover
-(:mod:`taut_kernels.vllm_plugin.decode_attention`) run on vLLM's own code. A layer of ours also
+(:mod:`.decode_attention`) run on vLLM's own code. A layer of ours also
 writes its new keys and values by `taut::cache_write`, of all batches. Imports vLLM.
 
 Queries over an fp8 cache: FlashAttention 3 wants them in fp8, too, and has the layer quantise them;
@@ -26,7 +26,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from taut_kernels.attention import cache_write, decode
+from taut_kernels.attention.cache_write import op as cache_write
+from taut_kernels.attention.decode import op as decode
 from taut_kernels.vllm_plugin import (
     compat,
     decode_attention,

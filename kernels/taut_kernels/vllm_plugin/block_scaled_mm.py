@@ -3,7 +3,7 @@
 It stands in front of the kernel vLLM would have chosen (DeepGEMM, or CUTLASS), prepares the layer
 as that one does, quantises as that one does, and multiplies with whichever is faster at a call's
 number of tokens. A layer ours does not apply to at all is handed on whole, with the reason
-recorded. This module imports vLLM; only :mod:`taut_kernels.vllm_plugin.registration` imports it.
+recorded. This module imports vLLM; only :mod:`.registration` imports it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vllm.model_executor.kernels.linear import (
 )
 from vllm.platforms import current_platform
 
-from taut_kernels.gemm._scaled_mm_launch import make_arrivals
-from taut_kernels.tiles_scaled_mm_tile import BLOCK_GROUP
+from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
+from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP
 from taut_kernels.vllm_plugin import block_scaled_mm_op as op
 from taut_kernels.vllm_plugin import compat, known_answer, requested_mode
 from taut_kernels.vllm_plugin.scaled_mm import ARRIVALS, OUT_DTYPES, why_not_here
@@ -163,7 +163,7 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
         return y
 
     def taut_record(self) -> tuple[str, str | None]:
-        """Return what :func:`taut_kernels.vllm_plugin.selection.audit` records."""
+        """Return what :func:`.selection.audit` records."""
         ours, theirs = type(self).__name__, type(self.fallback).__name__
         if self.fall_through is not None:
             return theirs, f"{self.fall_through}; vLLM {theirs}"

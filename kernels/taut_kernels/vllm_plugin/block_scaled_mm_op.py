@@ -1,6 +1,6 @@
 """The op behind an FP8 layer with blocks of weights: our kernel or vLLM's, by a call's tokens.
 
-As :mod:`taut_kernels.vllm_plugin.scaled_mm_op`, which says why the choice has to be made inside an
+As :mod:`.scaled_mm_op`, which says why the choice has to be made inside an
 op. Which of vLLM's kernels stands behind it (``rest``) is the layer's own choice.
 """
 
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels import _launch, tiles_scaled_mm
-from taut_kernels._autocast import without_autocast
-from taut_kernels.gemm import fp8
-from taut_kernels.gemm._scaled_mm_launch import launch_block
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm.dispatch import launch_block
+from taut_kernels.launch import launcher
+from taut_kernels.launch.autocast import without_autocast
 
 OP = "fp8_block_by_regime"
 DEEP_GEMM, DEEP_GEMM_UE8M0, CUTLASS = RESTS = ("DeepGEMM", "DeepGEMM ue8m0", "CUTLASS")
@@ -58,7 +59,7 @@ def _dispatch(
     rest: str,
 ) -> torch.Tensor:
     (M, K), N = x.shape, weight.shape[0]
-    bucket = tiles_scaled_mm.lookup(fp8.BLOCK_OP, _launch.gpu_name(x.device), N, K, M)
+    bucket = tiles_scaled_mm.lookup(fp8.BLOCK_OP, launcher.gpu_name(x.device), N, K, M)
     if always or bucket.wins:
         return launch_block(
             bucket.tile, x, weight, x_scale, weight_scale, None, arrivals, out_dtype

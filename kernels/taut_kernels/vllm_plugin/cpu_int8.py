@@ -1,9 +1,9 @@
 """W8A8 on CPUs where vLLM's int8 product is wrong: the same layer with an exact one.
 
 vLLM multiplies int8 on CPUs by oneDNN, whose products saturate where the CPU has no VNNI
-(:mod:`taut_kernels.gemm.int8_cpu`). A worker multiplies a known pair as it starts; where the answer
-is wrong, :class:`TautCPUInt8ScaledMMLinearKernel` goes before vLLM's kernel. This module imports
-vLLM.
+(:mod:`taut_kernels.gemm.scaled_mm.cpu_int8`). A worker multiplies a known pair as it starts; where
+the answer is wrong, :class:`TautCPUInt8ScaledMMLinearKernel` goes before vLLM's kernel. This module
+imports vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm import _custom_ops
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 
-from taut_kernels.gemm.int8_cpu import int8_product_error, is_exact, split_codes
+from taut_kernels.gemm.scaled_mm.cpu_int8 import int8_product_error, is_exact, split_codes
 from taut_kernels.vllm_plugin import known_answer
 
 _TOKENS = (1, 16, 64)

@@ -20,7 +20,8 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.activation import SiluAndMul, SwigluOAIAndMul
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-from taut_kernels.fused import rope, silu_mul
+from taut_kernels.activation import silu_mul
+from taut_kernels.rope import op as rope
 
 _logger = logging.getLogger(__name__)
 _OTHER_ACTIVATIONS = "activations with gaps, or in another type than ours takes"

@@ -7,7 +7,7 @@ process (:func:`install`) and does nothing until vLLM is told to use it: the lau
 (:func:`why_not_layer`) and each batch (:func:`is_plain_decode`); all others are computed by
 vLLM's FlashAttention, over the same cache. ``TAUT_KERNELS=prefer`` takes what was measured on that
 card, ``require`` whatever the op allows. The backend itself, which imports vLLM:
-:mod:`taut_kernels.vllm_plugin.attention_backend`.
+:mod:`.attention_backend`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from taut_kernels import _tile_tables
-from taut_kernels.attention import _tiles
-from taut_kernels.attention._arguments import HEAD_DIMS, padded_dim
+from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.attention.arguments import HEAD_DIMS, padded_dim
+from taut_kernels.launch import tile_tables
 from taut_kernels.vllm_plugin import record, requested_mode
 
 BACKEND = "CUSTOM"
@@ -67,7 +67,7 @@ class LayerFacts:
 
 
 def _measured(gpu: str, head_dim: int | None = None, element_bytes: int | None = None) -> bool:
-    table = _tile_tables.of_card(_tiles.tables(), gpu)
+    table = tile_tables.of_card(attention_tiles.tables(), gpu)
     return table is not None and any(
         kernel == "decode" and head_dim in (None, dim) and element_bytes in (None, size)
         for kernel, dim, size, _ in table.tiles

@@ -1,17 +1,18 @@
-"""Which of vLLM's norms, activations and rotary embeddings run on `taut_kernels.fused`, and why.
+"""Which of vLLM's norms, activations and rotary embeddings run on our kernels, and why.
 
 Two places decide. The plugin registers IR providers and replaces `CustomOp` classes in every worker
 process (:func:`install`, which imports vLLM); the launcher passes :func:`engine_options`, without
 which vLLM's own priority and passes stay. ``TAUT_KERNELS=prefer`` does either only on a card whose
 measured table ships, ``require`` on every CUDA device. Linear layers are decided elsewhere
-(:mod:`taut_kernels.vllm_plugin.selection`).
+(:mod:`.selection`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from taut_kernels import _tile_tables, tiles_fused
+from taut_kernels.launch import tile_tables
+from taut_kernels.rowwise import tiles as tiles_fused
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ def why_not_fused_ops(gpu: str | None, mode: str) -> str | None:
         return "TAUT_KERNELS=off"
     if gpu is None:
         return "no CUDA device: vLLM's CPU graph is compiled as a whole"
-    if mode == "prefer" and _tile_tables.of_card(tiles_fused.tables(), gpu) is None:
+    if mode == "prefer" and tile_tables.of_card(tiles_fused.tables(), gpu) is None:
         return f"not measured against vLLM's on {gpu}; TAUT_KERNELS=require runs them"
     return None
 
@@ -150,7 +151,7 @@ def conclude(model: torch.nn.Module, mode: str) -> dict[str, Any]:
 
 
 def _warm_up(model: torch.nn.Module) -> None:
-    from taut_kernels._compile_ahead import warmed_up
+    from taut_kernels.launch.compile_ahead import warmed_up
     from taut_kernels.vllm_plugin import known_ops, warm_up
 
     device = next(model.parameters()).device

@@ -7,7 +7,7 @@
 | `taut_kernels_mode` | mode | 1 |
 
 Set once, in the API server's process, when its engine has loaded the model: from the record that
-process left (:mod:`taut_kernels.vllm_plugin.record`). A layer is named by the last part of its
+process left (:mod:`.record`). A layer is named by the last part of its
 module name and its shape N×K, not by its number, so a model of any depth has a handful of series;
 past :data:`MOST_SERIES` the rest is one series. There are none with ``TAUT_KERNELS=off`` or
 ``--disable-log-stats``. Imports prometheus_client, which vLLM brings, and no vLLM.
@@ -115,7 +115,7 @@ def publish(document: dict[str, Any]) -> None:
     """Set the gauges from a record, in place of what they showed.
 
     Args:
-        document: what :func:`taut_kernels.vllm_plugin.record.read` returned.
+        document: what :func:`.record.read` returned.
     """
     layers = _gauge(
         "taut_kernel_layers",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from vllm import ir
 
-from taut_kernels.fused import rms_norm as ops
+from taut_kernels.norm import rms_norm as ops
 from taut_kernels.vllm_plugin import compat, record
 
 PROVIDER = "taut"

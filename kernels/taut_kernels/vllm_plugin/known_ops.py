@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 
-from taut_kernels.attention._decode_reference import paged_decode_ref
-from taut_kernels.attention.cache_write import cache_write_ref
-from taut_kernels.fused import rms_norm, rope, row_quant, silu_mul
+from taut_kernels.activation import silu_mul
+from taut_kernels.attention.cache_write.op import cache_write_ref
+from taut_kernels.attention.decode.reference import paged_decode_ref
+from taut_kernels.norm import rms_norm
+from taut_kernels.rope import op as rope
+from taut_kernels.rowwise import row_quant
 from taut_kernels.vllm_plugin import known_answer
 from taut_kernels.vllm_plugin.known_answer import Kind
 from taut_kernels.vllm_plugin.warm_up import Rotation, Widths

@@ -2,7 +2,7 @@
 
 Holds no arithmetic: it converts the weights once after loading and calls `taut::w4a16_gemm` (CUDA)
 or `taut::w4a16_gemm_cpu` (CPU). This module imports vLLM; only
-:mod:`taut_kernels.vllm_plugin.registration` imports it.
+:mod:`.registration` imports it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from vllm.model_executor.parameter import permute_param_layout_
 from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
-from taut_kernels import formats, formats_mma, measured_w4a16, weight_format
-from taut_kernels._compile_ahead import warmed_up
-from taut_kernels.gemm import w4a16
-from taut_kernels.tiles_wgmma import ONE_OF_EACH
+from taut_kernels.gemm.w4a16 import disk as formats
+from taut_kernels.gemm.w4a16 import layout as formats_mma
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
+from taut_kernels.gemm.w4a16 import weight_format
+from taut_kernels.gemm.w4a16.lookup import ONE_OF_EACH
+from taut_kernels.launch.compile_ahead import warmed_up
 from taut_kernels.vllm_plugin import compat, known_answer, requested_mode
 from taut_kernels.vllm_plugin.selection import why_not_ours, why_not_preferred
 

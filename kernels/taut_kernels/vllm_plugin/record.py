@@ -1,10 +1,10 @@
 """The file in which a worker process leaves what its model runs on, and who else reads it.
 
 The process that loads the model writes it; the API server of the same worker, which is another
-process, reads it for the gauges on ``/metrics`` (:mod:`taut_kernels.vllm_plugin.gauges`).
+process, reads it for the gauges on ``/metrics`` (:mod:`.gauges`).
 ``TAUT_KERNELS_REPORT`` names the file. Where nobody set the variable, the first process of a worker
 does: its children inherit it. `taut doctor` does not read it: it asks beforehand, of a checkpoint,
-what :mod:`taut_kernels.vllm_plugin.selection` decides.
+what :mod:`.selection` decides.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def write(
         layers: one object a quantised layer, fields of `selection.LayerChoice`.
         mode: what the worker asked for.
         path: target file; its directory must exist.
-        ops: record of :mod:`taut_kernels.vllm_plugin.fused_ops`, or None.
-        known_answers: of :func:`taut_kernels.vllm_plugin.known_answer.results`, or None.
+        ops: record of :mod:`.fused_ops`, or None.
+        known_answers: of :func:`.known_answer.results`, or None.
 
     Raises:
         OSError: the file cannot be written.

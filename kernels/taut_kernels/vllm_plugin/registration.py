@@ -1,4 +1,4 @@
-"""The part of :func:`taut_kernels.vllm_plugin.register` that imports vLLM."""
+"""The part of :func:`.register` that imports vLLM."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Both extend vLLM's CUTLASS kernels, whose weights (as loaded, seen as [K, N]) suit ours, so that the
 faster of the two can run at each number of tokens. A layer ours does not apply to at all is handed
 to the CUTLASS kernel it extends, with the reason recorded. This module imports vLLM; only
-:mod:`taut_kernels.vllm_plugin.registration` imports it.
+:mod:`.registration` imports it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from vllm.model_executor.kernels.linear import (
 from vllm.model_executor.layers.fusion.quant_activation import as_quantized_activation
 from vllm.platforms import current_platform
 
-from taut_kernels import _tile_tables, tiles_scaled_mm
-from taut_kernels._compile_ahead import warmed_up
-from taut_kernels.gemm._scaled_mm_launch import make_arrivals
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
+from taut_kernels.launch import tile_tables
+from taut_kernels.launch.compile_ahead import warmed_up
 from taut_kernels.vllm_plugin import fused_ops, known_answer, requested_mode, scaled_mm_op
 
 ARRIVALS = "taut_arrivals"
@@ -45,7 +46,7 @@ def why_not_here(compute_capability: int | None) -> str | None:
     if found != 90:
         return f"taut's 8-bit kernels are for compute capability 90, got {found}"
     gpu = current_platform.get_device_name()
-    table = _tile_tables.of_card(tiles_scaled_mm.tables(), gpu)
+    table = tile_tables.of_card(tiles_scaled_mm.tables(), gpu)
     if requested_mode() == "prefer" and table is None:
         return f"not measured against vLLM's kernels on {gpu}; TAUT_KERNELS=require runs it"
     return None
@@ -184,7 +185,7 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
         return y.view(*x.shape[:-1], weight_t.shape[1])
 
     def taut_record(self) -> tuple[str, str | None]:
-        """Return what :func:`taut_kernels.vllm_plugin.selection.audit` records."""
+        """Return what :func:`.selection.audit` records."""
         return self.regimes.record(type(self).__name__, CutlassInt8ScaledMMLinearKernel.__name__)
 
 
@@ -259,7 +260,7 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
         return y.view(*shape[:-1], weight_t.shape[1])
 
     def taut_record(self) -> tuple[str, str | None]:
-        """Return what :func:`taut_kernels.vllm_plugin.selection.audit` records."""
+        """Return what :func:`.selection.audit` records."""
         return self.regimes.record(type(self).__name__, CutlassFP8ScaledMMLinearKernel.__name__)
 
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from taut_kernels import _launch, tiles_scaled_mm
-from taut_kernels._autocast import without_autocast
-from taut_kernels.gemm import fp8, w8a8
-from taut_kernels.gemm._scaled_mm_launch import launch
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
+from taut_kernels.gemm.scaled_mm.dispatch import launch
+from taut_kernels.launch import launcher
+from taut_kernels.launch.autocast import without_autocast
 
 OP = "scaled_mm_by_regime"
 
@@ -92,7 +94,7 @@ def _dispatch(
     always: bool,
 ) -> torch.Tensor:
     (M, K), N = x.shape, weight_t.shape[1]
-    gpu = _launch.gpu_name(x.device)
+    gpu = launcher.gpu_name(x.device)
     bucket = tiles_scaled_mm.lookup(table_op(x.dtype), gpu, N, K, M, in_layer=SURROUNDINGS.in_layer)
     if always or bucket.wins:
         return launch(

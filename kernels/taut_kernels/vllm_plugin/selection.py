@@ -2,7 +2,7 @@
 
 A worker audits the loaded model instead of trusting the choice it asked for:
 ``VLLM_DISABLED_KERNELS``, ``--linear-backend`` and a later plugin all change it silently. The audit
-ends in one log line, in the record (:mod:`taut_kernels.vllm_plugin.record`), and in the worker's
+ends in one log line, in the record (:mod:`.record`), and in the worker's
 gauges. `taut doctor` asks :func:`why_not_ours` and :func:`why_not_preferred` about a checkpoint.
 """
 
@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from taut_kernels import measured_w4a16
-from taut_kernels.gemm import w4a16, w4a16_cpu
+from taut_kernels.gemm.w4a16 import cpu as w4a16_cpu
+from taut_kernels.gemm.w4a16 import op as w4a16
+from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 from taut_kernels.vllm_plugin import known_answer, record
-from taut_kernels.weight_format import DEFAULT, WeightFormat
 
 OUR_PREFIX = "Taut"
 FOUR_BIT = ("uint4", "uint4b8")
@@ -82,7 +83,7 @@ def why_not_preferred(
 
     A kernel that may be slower is never put in silently: ours is preferred for shapes and formats
     that were measured against Marlin and Machete on this card and won by the rule of
-    :mod:`taut_kernels.measured_w4a16`.
+    :mod:`taut_kernels.gemm.w4a16.verdict`.
 
     Args:
         gpu: name of the card, None on a CPU.
@@ -219,7 +220,7 @@ def conclude(choices: list[LayerChoice], mode: str, ops: dict[str, Any] | None =
     Args:
         choices: of every quantised layer.
         mode: ``prefer`` or ``require``.
-        ops: record of :mod:`taut_kernels.vllm_plugin.fused_ops`, or None.
+        ops: record of :mod:`.fused_ops`, or None.
 
     Raises:
         KernelsNotUsedError: as :func:`refuse_unless_ours`.

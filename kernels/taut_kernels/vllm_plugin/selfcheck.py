@@ -65,9 +65,10 @@ def _why_excluded(vllm_plugins_env: str | None) -> str | None:
 
 def _why_wrong_answer(device: torch.device) -> str | None:
     """Compute a product that is exact in bf16: x = 1, weights 3, scale 0.5, K = 128 → 192."""
-    from taut_kernels import formats, formats_mma
-    from taut_kernels.gemm.w4a16 import make_arrivals, w4a16_gemm
-    from taut_kernels.gemm.w4a16_cpu import w4a16_gemm_cpu
+    from taut_kernels.gemm.w4a16 import disk as formats
+    from taut_kernels.gemm.w4a16 import layout as formats_mma
+    from taut_kernels.gemm.w4a16.cpu import w4a16_gemm_cpu
+    from taut_kernels.gemm.w4a16.op import make_arrivals, w4a16_gemm
 
     N, K, group_size = 32, 128, 32
     packed = formats.pack_weight(torch.full((N, K), 3, dtype=torch.int8))

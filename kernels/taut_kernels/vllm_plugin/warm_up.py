@@ -2,7 +2,7 @@
 
 Each width's every tile runs once on a few rows; what is compiled depends on the tile and not on the
 number of tokens. Holds no arithmetic and imports no vLLM: models are recognised by their parts.
-Attention has a warm-up of its own: :mod:`taut_kernels.vllm_plugin.warm_up_decode`.
+Attention has a warm-up of its own: :mod:`.warm_up_decode`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from taut_kernels import _launch, tiles_fused
-from taut_kernels.fused import (
-    _rms_norm_launch,
-    _rope_launch,
-    _silu_mul_launch,
-    quantize,
-    row_quant,
-)
+from taut_kernels.activation import silu_mul_launch
+from taut_kernels.launch import launcher
+from taut_kernels.norm import rms_norm_launch
+from taut_kernels.quantize import op as quantize
+from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import tiles as tiles_fused
 
 _EPSILON = 1e-6
 _PLAIN: tuple[float, float, float | None, bool] = (1.0, 0.0, None, False)
@@ -208,7 +207,7 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
     Returns:
         The number of launches.
     """
-    launches, hopper = 0, _launch.is_hopper(device)
+    launches, hopper = 0, launcher.is_hopper(device)
     norms = {(N, dtype, dtype) for N, dtype in widths.norms} | widths.other_norms
     activations = [(width, _PLAIN) for width in sorted(widths.activations, key=str)]
     activations += [(width, _CLAMPED) for width in sorted(widths.clamped, key=str)]
@@ -223,7 +222,7 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
                     x = torch.zeros(tile.rows, N, dtype=dtype, device=device)
                     residual = torch.zeros_like(x) if prefix else None
                     results = _results(tile.rows, N, dtype, out, stored, device)
-                    _rms_norm_launch.launch(tile, out, x, weight, residual, _EPSILON, *results)
+                    rms_norm_launch.launch(tile, out, x, weight, residual, _EPSILON, *results)
                     launches += 1
         # A given scale needs no look at the whole row: its tiles are those of the plain form.
         op = "silu_mul" if out in ("same", "static_fp8") else "silu_mul_quant"
@@ -231,7 +230,7 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
             for tile in tiles_fused.every_tile(gpu, op, N, hopper):
                 x = torch.zeros(tile.rows, 2 * N, dtype=dtype, device=device)
                 results = _results(tile.rows, N, dtype, out, stored, device)
-                _silu_mul_launch.launch(tile, out, x, *form, *results)
+                silu_mul_launch.launch(tile, out, x, *form, *results)
                 launches += 1
     launches += sum(_quantise(*width, device, gpu) for width in sorted(widths.inputs, key=str))
     return launches + sum(_rotate(rotation, device, gpu) for rotation in widths.rotations)
@@ -272,7 +271,7 @@ def _quantise(
     """Run every tile of quantisation alone once; return how many there are."""
     if row_quant.why_not_supported(stored, device) is not None:
         return 0
-    tiles = tiles_fused.every_tile(gpu, "row_quant", N, _launch.is_hopper(device))
+    tiles = tiles_fused.every_tile(gpu, "row_quant", N, launcher.is_hopper(device))
     for tile in tiles:
         x = torch.zeros(tile.rows, N, dtype=dtype, device=device)
         q = torch.empty(tile.rows, N, dtype=stored, device=device)
@@ -285,7 +284,7 @@ def _rotate(rotation: Rotation, device: torch.device, gpu: str | None) -> int:
     """Run every tile of a rotary embedding once; return how many there are."""
     heads, kv_heads, head_dim = rotation.heads, rotation.kv_heads, rotation.head_dim
     cache = torch.zeros(1, rotation.rotated, dtype=rotation.dtype, device=device)
-    tiles = tiles_fused.every_tile(gpu, "rope", heads + kv_heads, _launch.is_hopper(device))
+    tiles = tiles_fused.every_tile(gpu, "rope", heads + kv_heads, launcher.is_hopper(device))
     for tile in tiles:
         positions = torch.zeros(tile.rows, dtype=torch.int64, device=device)
         of_heads: Any = {"dtype": rotation.dtype, "device": device}
@@ -295,7 +294,5 @@ def _rotate(rotation: Rotation, device: torch.device, gpu: str | None) -> int:
         apart = None
         if rotation.apart:
             apart = (torch.empty(q.shape, **of_heads), torch.empty(k.shape, **of_heads))
-        _rope_launch.launch(
-            tile, positions, q, k if kv_heads else None, cache, rotation.neox, apart
-        )
+        rope_launch.launch(tile, positions, q, k if kv_heads else None, cache, rotation.neox, apart)
     return len(tiles)

@@ -1,6 +1,6 @@
 """Compile what a layer of ours may launch over its cache: decodes and cache writes.
 
-Beside :mod:`taut_kernels.vllm_plugin.warm_up`, which sees a loaded model: the form of a cache is
+Beside :mod:`.warm_up`, which sees a loaded model: the form of a cache is
 known later, when it is laid out. Imports no vLLM.
 """
 
@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
-from taut_kernels import _early_start, _launch
-from taut_kernels._compile_ahead import warmed_up
-from taut_kernels.attention import _tiles, cache_write, decode
-from taut_kernels.attention._arguments import padded_dim
-from taut_kernels.attention._tiles import DecodeTile
+from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.attention.arguments import padded_dim
+from taut_kernels.attention.cache_write import op as cache_write
+from taut_kernels.attention.decode import op as decode
+from taut_kernels.attention.tiles import DecodeTile
+from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.compile_ahead import warmed_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +56,16 @@ def _bounded_launches(
     Which tile a batch takes changes where its keys, at the longest context, pass a bound; whether
     it is divided, and whether one sequence starts early, where that context does.
     """
-    kind = (_launch.gpu_name(device), padded_dim(form.head_dim), form.cache_dtype.itemsize)
+    kind = (launcher.gpu_name(device), padded_dim(form.head_dim), form.cache_dtype.itemsize)
     blocks, _ = decode.row_blocks(form.heads // form.kv_heads)
-    units = _launch.multiprocessors(device)
+    units = launcher.multiprocessors(device)
     found: dict[tuple[Any, ...], tuple[DecodeTile, int, int, int, int]] = {}
     for count in range(1, sequences + 1):
         pairs = count * form.kv_heads * blocks
-        small = _tiles.SMALL_LOAD * units // pairs
+        small = attention_tiles.SMALL_LOAD * units // pairs
         ends = (small, decode.EARLY_KEYS)
         for longest in (1, *ends, *(end + 1 for end in ends), 2**20):
-            cut = _tiles.bounded_decode(*kind, pairs, longest, units, count)
+            cut = attention_tiles.bounded_decode(*kind, pairs, longest, units, count)
             tile, splits, shares = cut
             block = decode.lengths_read(count) if shares else 0
             starts = decode.early_starts(count, longest, device)
@@ -113,7 +115,7 @@ def _write_nowhere(form: DecodeForm, both: torch.Tensor, scale: torch.Tensor | N
     """Run the cache write of few tokens and of many; return how many forms."""
     dim, device = form.head_dim, both.device
     caches = (both[..., :dim], both[..., dim:])
-    counts = (1, _early_start.EARLY_TOKENS + 1)  # that start early, and that do not
+    counts = (1, early_start.EARLY_TOKENS + 1)  # that start early, and that do not
     for count in counts:
         tokens = torch.zeros(count, form.kv_heads, dim, dtype=form.dtype, device=device)
         nowhere = torch.full((count,), -1, dtype=torch.int64, device=device)

@@ -1,0 +1,1 @@
+"""Rotated keys and values written to a paged cache."""

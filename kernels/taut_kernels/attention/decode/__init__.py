@@ -1,0 +1,1 @@
+"""Attention of one new token a sequence over a paged cache."""

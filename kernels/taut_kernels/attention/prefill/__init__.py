@@ -1,0 +1,1 @@
+"""Attention of whole sequences, forward and backward."""

@@ -1,0 +1,110 @@
+"""All that the command line needs of this package, in one place: nothing else of it is imported.
+
+Importing this module imports nothing: a name brings its module with it when it is first asked for,
+so that commands which need no tensor library start without one.
+
+============================  =====================================================================
+why_not_ready                 why a worker here would not load the plugin
+why_int8_wrong                why vLLM's int8 product must not serve on this CPU
+requested_mode, cache_key,    what ``TAUT_KERNELS`` asks for, and what tells compiled graphs of one
+MODE_VARIABLE                 set of kernels from another's
+fused_ops, decode_attention   whether vLLM's norms and attention are exchanged, why not, and options
+ELEMENT_BYTES                 of a paged cache's types
+why_not_ours, remark,         which kernel a W4A16 layer would get, and why
+why_not_preferred, of_layer
+scaled_mm_op,                 likewise for layers of 8 bits
+block_scaled_mm_op
+OP_CASES, from_op, Subject,   what an instrument looks at: an op of ours, a function or a model
+from_reference, …
+ceilings, roofline, …         the instruments
+============================  =====================================================================
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from taut_kernels.gemm.w4a16.verdict import remark as remark
+    from taut_kernels.gemm.w4a16.weight_format import of_layer as of_layer
+    from taut_kernels.instruments import ceilings as ceilings
+    from taut_kernels.instruments import explain as explain
+    from taut_kernels.instruments import memory as memory
+    from taut_kernels.instruments import memory_snapshot as memory_snapshot
+    from taut_kernels.instruments import profile as profile
+    from taut_kernels.instruments import roofline as roofline
+    from taut_kernels.instruments import roofline_plot as roofline_plot
+    from taut_kernels.instruments import triton_kernels as triton_kernels
+    from taut_kernels.instruments.errors import InstrumentError as InstrumentError
+    from taut_kernels.instruments.op_cases import OP_CASES as OP_CASES
+    from taut_kernels.instruments.op_cases import from_op as from_op
+    from taut_kernels.instruments.subject import Subject as Subject
+    from taut_kernels.instruments.subject import (
+        described_if_of_a_step as described_if_of_a_step,
+    )
+    from taut_kernels.instruments.subject import from_reference as from_reference
+    from taut_kernels.instruments.subject import resolve_device as resolve_device
+    from taut_kernels.vllm_plugin import MODE_VARIABLE as MODE_VARIABLE
+    from taut_kernels.vllm_plugin import block_scaled_mm_op as block_scaled_mm_op
+    from taut_kernels.vllm_plugin import cache_key as cache_key
+    from taut_kernels.vllm_plugin import decode_attention as decode_attention
+    from taut_kernels.vllm_plugin import fused_ops as fused_ops
+    from taut_kernels.vllm_plugin import requested_mode as requested_mode
+    from taut_kernels.vllm_plugin import scaled_mm_op as scaled_mm_op
+    from taut_kernels.vllm_plugin.decode_attention import ELEMENT_BYTES as ELEMENT_BYTES
+    from taut_kernels.vllm_plugin.fused_ops import used_unasked as used_unasked
+    from taut_kernels.vllm_plugin.fused_ops import why_not_fused_ops as why_not_fused_ops
+    from taut_kernels.vllm_plugin.selection import why_not_ours as why_not_ours
+    from taut_kernels.vllm_plugin.selection import why_not_preferred as why_not_preferred
+    from taut_kernels.vllm_plugin.selfcheck import why_int8_wrong as why_int8_wrong
+    from taut_kernels.vllm_plugin.selfcheck import why_not_ready as why_not_ready
+
+_PLACES: dict[str, tuple[str, ...]] = {
+    "gemm.w4a16.verdict": ("remark",),
+    "gemm.w4a16.weight_format": ("of_layer",),
+    "instruments.errors": ("InstrumentError",),
+    "instruments.op_cases": ("OP_CASES", "from_op"),
+    "instruments.subject": (
+        "Subject",
+        "described_if_of_a_step",
+        "from_reference",
+        "resolve_device",
+    ),
+    "vllm_plugin": ("MODE_VARIABLE", "cache_key", "requested_mode"),
+    "vllm_plugin.decode_attention": ("ELEMENT_BYTES",),
+    "vllm_plugin.fused_ops": ("used_unasked", "why_not_fused_ops"),
+    "vllm_plugin.selection": ("why_not_ours", "why_not_preferred"),
+    "vllm_plugin.selfcheck": ("why_int8_wrong", "why_not_ready"),
+}
+_MODULES: dict[str, tuple[str, ...]] = {
+    "instruments": (
+        "ceilings",
+        "explain",
+        "memory",
+        "memory_snapshot",
+        "profile",
+        "roofline",
+        "roofline_plot",
+        "triton_kernels",
+    ),
+    "vllm_plugin": ("block_scaled_mm_op", "decode_attention", "fused_ops", "scaled_mm_op"),
+}
+_MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
+_FOLDER_OF = {name: folder for folder, names in _MODULES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # the type checker is to know the names above and no others
+
+    def __getattr__(name: str) -> Any:
+        """Import what a name stands for (PEP 562)."""
+        if name in _MODULE_OF:
+            return getattr(import_module(f"taut_kernels.{_MODULE_OF[name]}"), name)
+        if name in _FOLDER_OF:
+            return import_module(f"taut_kernels.{_FOLDER_OF[name]}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the names."""
+    return sorted((*_MODULE_OF, *_FOLDER_OF))

@@ -1,0 +1,54 @@
+"""What calls of the 8-bit kernels fed by `cp.async` are made of, whichever kernel it is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+
+
+def form_key(
+    tile: ScaledMmTile, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *absent: bool
+) -> Hashable:
+    """Tell apart what Triton compiles apart; rows of ``x`` and ``weight`` are aligned by now.
+
+    Args:
+        tile: how the work is cut.
+        x: [M, K].
+        weight: [N, K].
+        y: [M, N].
+        absent: which of the kernel's optional vectors are None.
+    """
+    wide = x.stride(0) >> 31, weight.stride(0) >> 31
+    return (tile, *weight.shape, x.dtype, y.dtype, wide, absent)
+
+
+def block_arguments(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    partial: torch.Tensor | None,
+    arrivals: torch.Tensor | None,
+    y: torch.Tensor,
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
+    """Return tensors and integers of a kernel of blocks of weights, in its order.
+
+    Args:
+        x: [M, K] e4m3.
+        weight: [N, K] e4m3.
+        x_scale: [M, ceil(K/128)] fp32, any strides.
+        weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
+        bias: [N] or None.
+        partial: room for the parts of sums, None where K is not split.
+        arrivals: a zero for every tile; handed over with ``partial`` only.
+        y: [M, N].
+    """
+    (M, K), N = x.shape, weight.shape[0]
+    counters = None if partial is None else arrivals
+    scales = x_scale.stride(0), x_scale.stride(1), weight_scale.stride(0)
+    tensors = (x, weight, x_scale, weight_scale, bias, y, partial, counters)
+    return tensors, (M, *scales, N, K, x.stride(0), weight.stride(0))

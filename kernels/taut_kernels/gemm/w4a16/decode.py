@@ -1,0 +1,82 @@
+"""The regime of `taut::w4a16_gemm` for at most 16 tokens: bound by weight bytes.
+
+Maths     as :mod:`.op`
+Numerics  q - z is an integer and exact in either type; products accumulate in fp32 within a group,
+          scale and bias are applied in fp32, one rounding at the store. For one tile, the same bits
+          from run to run: K-warps and splits are added in a fixed order.
+Limits    as :mod:`.op`, M ≤ 16
+Source    `mma.m16n8k16` with weights as the 16-row operand, so that tokens pad to 8 and not to 64.
+          The rest is ours.
+"""
+
+from __future__ import annotations
+
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16.decode_kernel import w4a16_decode_kernel
+from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product
+from taut_kernels.launch import launcher
+
+MAX_M = 16
+_KERNEL = launcher.Launcher(w4a16_decode_kernel)
+
+
+def launch_constants(
+    tile: tiles_decode.DecodeTile, K: int, token_tiles: int, group_size: int, *, pdl: bool
+) -> dict[str, int | bool]:
+    """Return the kernel constants that follow from tile and shape.
+
+    Args:
+        tile: how to cut the work.
+        K: input features.
+        token_tiles: 1 for M ≤ 8, 2 for M ≤ 16.
+        group_size: G, or 0 for one group a channel.
+        pdl: the card has programmatic dependent launch.
+    """
+    return {
+        "PDL": pdl,
+        "K": K,
+        "GROUP_SIZE": group_size,
+        "TOKEN_TILES": token_tiles,
+        "ROW_WARPS": tile.row_warps,
+        "K_WARPS": tile.k_warps,
+        "SPLIT_K": tile.split_k,
+        "DEPTH": tile.depth,
+        "X_DEPTH": tile.x_depth,
+        "BATCH": tile.batch,
+        "FENCE": tile.fence,
+    }
+
+
+def plan(tile: tiles_decode.DecodeTile, call: Call) -> OneProduct:
+    """Prepare a call of at most 16 tokens.
+
+    Args:
+        tile: how to cut the work.
+        call: what to prepare for.
+    """
+    token_tiles = 1 if call.M <= 8 else 2
+    row_tiles = min(tile.row_tiles, call.N // 16)
+    rows = 16 * row_tiles * tile.row_warps
+    programs = -(-call.N // rows)
+
+    def constants() -> tuple[launcher.Constants, launcher.Constants]:
+        pdl = launcher.is_hopper(call.device)
+        named = launch_constants(tile, call.K, token_tiles, call.group, pdl=pdl) | {
+            "HAS_ZEROS": call.has_zeros,
+            "HAS_BIAS": call.has_bias,
+            "ELEMENT": ELEMENT[call.dtype],
+            "ROW_TILES": row_tiles,
+        }
+        options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
+        return named, options | launcher.PDL_OPTIONS[pdl]
+
+    split = tile.split_k > 1
+    product = Product(
+        _KERNEL.form((tile, token_tiles, call.form), call.device_number),
+        constants,
+        call.N,
+        (programs, tile.split_k, 1),
+        programs * tile.split_k * token_tiles * 8 * rows if split else 0,
+        split,
+    )
+    return OneProduct(product, call)

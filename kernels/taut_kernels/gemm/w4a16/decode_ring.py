@@ -1,0 +1,87 @@
+"""The regime of `taut::w4a16_gemm` for some 16 to 64 tokens: a ring of shared memory.
+
+Maths     as :mod:`.op`
+Numerics  as :mod:`.decode`: q - z is exact, products accumulate in fp32
+          within a group, scale and bias are applied in fp32, one rounding at the store.
+          For one tile, the same bits from run to run: splits are added in a fixed order.
+Limits    as :mod:`.op`, M ≤ 64
+Source    The products of :mod:`.decode`; multi-stage `cp.async` as in
+          "MARLIN: Mixed-Precision Auto-Regressive Parallel Inference on LLMs", arXiv:2408.11743.
+          The rest is ours.
+"""
+
+from __future__ import annotations
+
+from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
+from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile, token_tiles
+from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product
+from taut_kernels.launch import launcher
+
+_KERNEL = launcher.Launcher(w4a16_decode_ring_kernel)
+
+
+def launch_constants(
+    tile: RingTile, K: int, tokens: int, group_size: int, *, has_zeros: bool, pdl: bool
+) -> dict[str, int | bool]:
+    """Return the kernel constants that follow from tile and shape.
+
+    Args:
+        tile: how to cut the work.
+        K: input features.
+        tokens: token tiles, of :func:`.decode_ring_tile.token_tiles`.
+        group_size: G, or 0 for one group a channel.
+        has_zeros: with zero points.
+        pdl: the card has programmatic dependent launch.
+    """
+    return {
+        "PDL": pdl,
+        "K": K,
+        "GROUP_SIZE": group_size,
+        "HAS_ZEROS": has_zeros,
+        "TOKEN_TILES": tokens,
+        "ROW_WARPS": tile.row_warps,
+        "CHUNKS_PER_STEP": tile.chunks_per_step,
+        "SPLIT_K": tile.split_k,
+        "STAGES": tile.stages_that_fit(tokens, group_size, has_zeros=has_zeros),
+    }
+
+
+def plan(tile: RingTile, call: Call) -> OneProduct:
+    """Prepare a call of at most 64 tokens.
+
+    Args:
+        tile: how to cut the work.
+        call: what to prepare for.
+
+    Raises:
+        ValueError: more than 64 tokens.
+    """
+    if call.M > MAX_TOKENS:
+        raise ValueError(f"x must have at most {MAX_TOKENS} rows for a ring tile, got {call.M}")
+    tokens = token_tiles(call.M)
+    row_tiles = min(tile.row_tiles, call.N // 16)
+    rows = 16 * row_tiles * tile.row_warps
+    programs = -(-call.N // rows)
+
+    def constants() -> tuple[launcher.Constants, launcher.Constants]:
+        pdl = launcher.is_hopper(call.device)
+        named = launch_constants(
+            tile, call.K, tokens, call.group, has_zeros=call.has_zeros, pdl=pdl
+        ) | {
+            "HAS_BIAS": call.has_bias,
+            "ELEMENT": ELEMENT[call.dtype],
+            "ROW_TILES": row_tiles,
+        }
+        options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
+        return named, options | launcher.PDL_OPTIONS[pdl]
+
+    split = tile.split_k > 1
+    product = Product(
+        _KERNEL.form((tile, tokens, call.form), call.device_number),
+        constants,
+        call.N,
+        (programs, tile.split_k, 1),
+        programs * tile.split_k * tokens * 8 * rows if split else 0,
+        split,
+    )
+    return OneProduct(product, call)

@@ -1,0 +1,162 @@
+"""How the ring kernel is cut up: a tile and the shared memory it takes.
+
+Its measured tiles stand in the tables of :mod:`.lookup`, which choose a regime
+for more than 8 tokens; :mod:`.rule` chooses it for a shape nobody measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TOKENS = 64
+"""Most tokens the kernel takes: eight tiles of 8."""
+SHARED_BYTES = 227 * 1024
+"""Shared memory a program may use on an H100 or H200 (CUDA C++ Programming Guide)."""
+_RESERVED_BYTES = 2048
+"""Left to the compiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingTile:
+    """One way to cut the work.
+
+    Args:
+        row_tiles: tiles of 16 output rows a warp, 1 or 2.
+        row_warps: warps of a program beside each other along N, 4, 8 or 16; they share their
+            activations.
+        chunks_per_step: chunks of 64 K indices a warp takes between two barriers, 2 or 4.
+        split_k: programs along K, 1..32; more than one adds a last-program reduction.
+        stages: steps the ring holds, 2..10 and even; fewer where they do not fit.
+        registers: most a thread may have; 0 leaves it to ptxas.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    row_tiles: int
+    row_warps: int
+    chunks_per_step: int
+    split_k: int
+    stages: int
+    registers: int = 0
+
+    def __post_init__(self) -> None:
+        allowed: dict[str, tuple[int, ...]] = {
+            "row_tiles": (1, 2),
+            "row_warps": (4, 8, 16),
+            "chunks_per_step": (2, 4),
+            "split_k": tuple(range(1, 33)),
+            "stages": (2, 4, 6, 8, 10),
+        }
+        for field, values in allowed.items():
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field} must be one of {values}, got {getattr(self, field)}")
+        if self.registers and not 32 <= self.registers <= 255:
+            raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
+
+    def __str__(self) -> str:
+        cut = f"{self.rows}r/{self.row_warps}w/k{self.split_k}"
+        cap = f"/{self.registers}" if self.registers else ""
+        return f"ring/{cut}/{self.chunks_per_step}c/{self.stages}s{cap}"
+
+    @property
+    def num_warps(self) -> int:
+        """Warps a program."""
+        return self.row_warps
+
+    @property
+    def rows(self) -> int:
+        """Output rows a program."""
+        return 16 * self.row_tiles * self.row_warps
+
+    def stage_bytes(self, token_tiles: int, group_size: int, *, has_zeros: bool) -> int:
+        """Return the shared memory of one stage.
+
+        Args:
+            token_tiles: of :func:`token_tiles`.
+            group_size: G, or 0 for one group a channel.
+            has_zeros: with zero points.
+        """
+        weights = self.num_warps * self.chunks_per_step * self.row_tiles * 512
+        activations = self.chunks_per_step * 2 * token_tiles * 512
+        scales = scale_bytes(self.chunks_per_step, group_size, has_zeros=has_zeros)
+        return weights + activations + scales * self.row_tiles * self.num_warps
+
+    def stages_that_fit(self, token_tiles: int, group_size: int, *, has_zeros: bool) -> int:
+        """Return how many stages the ring gets.
+
+        Args:
+            token_tiles: of :func:`token_tiles`.
+            group_size: G, or 0 for one group a channel.
+            has_zeros: with zero points.
+
+        Returns:
+            Two at least: so many of the largest tile fit.
+        """
+        size = self.stage_bytes(token_tiles, group_size, has_zeros=has_zeros)
+        fit = (SHARED_BYTES - _RESERVED_BYTES) // size
+        return min(self.stages, fit - fit % 2)
+
+
+def whole_quads(chunks: int, group_size: int) -> bool:
+    """Say whether a warp's part of a step is whole quads of groups.
+
+    A quad's scales of 16 rows are 32 words that lie together (:mod:`.formats_mma`). Then a stage
+    keeps each of them once, and one copy brings them all; else it keeps a group's eight words once
+    a lane: four times.
+
+    Args:
+        chunks: of 64 columns, the warp's in a step.
+        group_size: G, or 0 for one group a channel.
+    """
+    return group_size != 0 and 64 * chunks % (4 * group_size) == 0
+
+
+def scale_lines(chunks: int, group_size: int) -> int:
+    """Count the lines of 32 words that a row tile's scales of a step take in shared memory.
+
+    A line is a quad's (:func:`whole_quads`) or a group's; a channel's scales, and those of a group
+    longer than the step, take one.
+
+    Args:
+        chunks: of 64 columns, a warp's in a step.
+        group_size: G, or 0 for one group a channel.
+    """
+    if group_size == 0:
+        return 1
+    columns = 64 * chunks
+    return columns // (4 * group_size) or max(1, columns // group_size)
+
+
+def zero_quads(chunks: int, group_size: int) -> int:
+    """Count the quads whose zero points, eight words each, a row tile takes in a step.
+
+    Part of a quad takes them all: a word holds those of four groups (:mod:`.formats_mma`).
+
+    Args:
+        chunks: of 64 columns, a warp's in a step.
+        group_size: G, or 0 for one group a channel.
+    """
+    return max(1, 64 * chunks // (4 * group_size)) if group_size else 1
+
+
+def scale_bytes(chunks: int, group_size: int, *, has_zeros: bool) -> int:
+    """Return what a stage of a ring holds of a row tile's scales and zero points.
+
+    Args:
+        chunks: of 64 columns, a warp's in a step.
+        group_size: G, or 0 for one group a channel, which no stage holds.
+        has_zeros: with zero points.
+    """
+    if group_size == 0:
+        return 0
+    zeros = 32 * zero_quads(chunks, group_size) if has_zeros else 0
+    return 128 * scale_lines(chunks, group_size) + zeros
+
+
+def token_tiles(M: int) -> int:
+    """Return how many tiles of 8 tokens the kernel computes for M tokens: 1, 2, 4 or 8."""
+    tiles = 1
+    while 8 * tiles < M:
+        tiles *= 2
+    return tiles

@@ -1,0 +1,100 @@
+"""Runs `taut::w4a16_gemm` with a given tile: the op's way behind its look-up, and the tuners'."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from taut_kernels.gemm.w4a16 import decode as w4a16_decode
+from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16 import dense as w4a16_dense
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import pair as w4a16_wgmma_waves
+from taut_kernels.gemm.w4a16 import portable as w4a16_wgmma
+from taut_kernels.gemm.w4a16 import ring as w4a16_wgmma_ring
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.lookup import WgmmaTile
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.plan import Call, Runs, Weight
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.launch import launcher
+
+ONE_TOKEN_TILE = 8
+"""Tokens of one MMA: as many cost what one costs."""
+Tile = DecodeTile | RingTile | WgmmaTile | WgmmaRingTile | WavesTile
+"""How a kernel cuts the work; its type names the regime."""
+
+
+def tile_of(choice: tiles_wgmma.Choice, call: Call) -> Tile | Literal["dense"]:
+    """Return the tile of a choice: a table's own, or the one the decode regime has for a call.
+
+    Args:
+        choice: of :mod:`.lookup`.
+        call: what to run.
+    """
+    if choice == "dense" or not isinstance(choice, str):
+        return choice
+    gpu, hopper = launcher.gpu_name(call.device), launcher.is_hopper(call.device)
+    token_tiles = 1 if call.M <= ONE_TOKEN_TILE else 2
+    return tiles_decode.lookup(gpu, call.N, call.K, token_tiles, call.weights, hopper=hopper)
+
+
+def plan(tile: Tile | Literal["dense"], call: Call) -> Runs:
+    """Prepare a call.
+
+    Args:
+        tile: how to cut the work, or ``"dense"``.
+        call: what to prepare for.
+
+    Raises:
+        ValueError: the tile is not one for this call; says why.
+    """
+    match tile:
+        case DecodeTile():
+            return w4a16_decode.plan(tile, call)
+        case RingTile():
+            return w4a16_decode_ring.plan(tile, call)
+        case WgmmaTile():
+            return w4a16_wgmma.plan(tile, call)
+        case WgmmaRingTile():
+            return w4a16_wgmma_ring.plan(tile, call)
+        case WavesTile():
+            return w4a16_wgmma_waves.plan(tile, call)
+        case "dense":
+            return w4a16_dense.Plan(call)
+
+
+def launch(
+    tile: Tile | Literal["dense"],
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    group_size: int,
+) -> torch.Tensor:
+    """Multiply once; the op keeps its plans.
+
+    Args:
+        tile: how to cut the work, or ``"dense"``.
+        x: [M, K], M ≥ 1, rows 16-byte aligned.
+        qweight: as in the contract of :mod:`.op`.
+        scales: likewise.
+        zeros: likewise.
+        bias: likewise.
+        arrivals: likewise.
+        group_size: G.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        ValueError: the tile is not one for this call; says why.
+    """
+    (M, K), N = x.shape, 16 * qweight.shape[0]
+    call = Call(M, N, K, group_size, x.dtype, x.device, zeros is not None, bias is not None)
+    return plan(tile, call).run(x, Weight(qweight, scales, zeros, bias, arrivals))

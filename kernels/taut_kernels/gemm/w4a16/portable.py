@@ -1,0 +1,115 @@
+"""The regime of `taut::w4a16_gemm` for many tokens: weights in registers, operand A of `wgmma`.
+
+Maths     as :mod:`.op`
+Numerics  (q - z) · s is rounded once to the dtype of ``x`` before the product (the decode regime
+          does not); products accumulate in fp32 over all of K. For one tile, the same bits from run
+          to run: splits are added in a fixed order.
+Limits    as :mod:`.op`; (q - z) · s must be finite in the dtype of ``x``
+Source    Weights as the 64-row register operand of `wgmma`, tokens as its columns, so that few
+          tokens do not pad to 64: the idea of Triton's MXFP4 kernels for Hopper
+          (triton-lang/triton, PR 6833). The rest is ours.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from taut_kernels.gemm.w4a16.lookup import WgmmaTile
+from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product, require_meeting_places
+from taut_kernels.gemm.w4a16.portable_kernel import reorder_kernel, w4a16_wgmma_kernel
+from taut_kernels.launch import launcher
+
+_REORDER_BLOCK = 2048
+_PRODUCT = launcher.Launcher(w4a16_wgmma_kernel)
+_REORDER = launcher.Launcher(reorder_kernel)
+
+
+def launch_constants(
+    tile: WgmmaTile, K: int, group_size: int, *, hopper: bool
+) -> dict[str, int | bool | str]:
+    """Return the kernel constants that follow from tile and shape.
+
+    Args:
+        tile: how to cut the work.
+        K: input features.
+        group_size: G, or 0 for one group a channel.
+        hopper: the card has `wgmma`, whose products go on after they were issued, and programmatic
+            dependent launch.
+    """
+    return {
+        "K": K,
+        "GROUP_SIZE": group_size,
+        "BLOCK_M": tile.block_m,
+        "REPS": tile.row_reps,
+        "CHUNKS_PER_STEP": 1 if (K // 64) % 2 else tile.chunks_per_step,
+        "SPLIT_K": tile.split_k,
+        "REORDERED": tile.reordered,
+        "EARLY_WAIT": tile.early_wait and hopper,
+        "AHEAD": tile.ahead,
+        "PDL": hopper,
+        "WARPS": tile.num_warps,
+        "STAGES": tile.num_stages,
+    }
+
+
+def reorder(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` [M, K] with its columns in fragment order, contiguous."""
+    M, K = x.shape
+    out = launcher.empty((M, K), dtype=x.dtype, device=x.device)
+
+    def constants() -> tuple[launcher.Constants, launcher.Constants]:
+        pdl = launcher.is_hopper(x.device)
+        return {"BLOCK": _REORDER_BLOCK, "PDL": pdl}, dict(launcher.PDL_OPTIONS[pdl])
+
+    _REORDER(
+        (K, x.dtype),
+        (M, -(-K // _REORDER_BLOCK), 1),
+        (x, out),
+        (K, x.stride(0)),
+        constants,
+        (x.stride(0),),
+    )
+    return out
+
+
+def plan(tile: WgmmaTile, call: Call) -> OneProduct:
+    """Prepare a call.
+
+    Args:
+        tile: how to cut the work.
+        call: what to prepare for.
+
+    Raises:
+        ValueError: the tile makes more partial sums meet than ``arrivals`` counts.
+    """
+    return OneProduct(product(tile, call, call.N), call, reorder if tile.reordered else None)
+
+
+def product(tile: WgmmaTile, call: Call, rows: int) -> Product:
+    """Prepare the product of some output features, whose parts are whole tiles.
+
+    Args:
+        tile: how to cut the work.
+        call: what to prepare for.
+        rows: how many of its features.
+
+    Raises:
+        ValueError: the tile makes more partial sums meet than ``arrivals`` counts.
+    """
+    grid = (-(-rows // tile.rows), tile.split_k, -(-call.M // tile.block_m))
+    sums = 0
+    if tile.split_k > 1:
+        require_meeting_places(grid[0] * grid[2], call.N)
+        sums = grid[0] * grid[1] * grid[2] * tile.rows * tile.block_m
+
+    def constants() -> tuple[launcher.Constants, launcher.Constants]:
+        hopper = launcher.is_hopper(call.device)
+        named = launch_constants(tile, call.K, call.group, hopper=hopper) | {
+            "HAS_ZEROS": call.has_zeros,
+            "HAS_BIAS": call.has_bias,
+            "ELEMENT": ELEMENT[call.dtype],
+        }
+        return named, {"num_warps": tile.num_warps} | launcher.PDL_OPTIONS[hopper]
+
+    form = _PRODUCT.form((tile, call.form), call.device_number)
+    return Product(form, constants, call.N, grid, sums, meet=tile.split_k > 1)

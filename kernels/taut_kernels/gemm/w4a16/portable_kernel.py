@@ -1,0 +1,345 @@
+"""The Triton kernels of :mod:`.portable`.
+
+Weights are operand A of `wgmma` from registers: each warp loads the words of its 16-row tiles in
+fragment order, converts them (:mod:`.portable_ptx`), and a chain of joins
+and permutations, a renaming of registers, makes the tensor `tl.dot` wants. Activations are
+operand B, [BLOCK_M tokens] from shared memory. Lanes hold columns in an order of their own
+(``formats_mma``), so columns of activations are loaded in that order too.
+
+The Triton interpreter cannot run inline assembly: only a GPU runs this file.
+"""
+
+# ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a
+# kernel is one function: its branches fall at compile time)
+# mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return,misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from taut_kernels.gemm.w4a16.portable_ptx import (
+    WAIT_CONSTRAINTS,
+    WAIT_PTX,
+    convert_constraints,
+    convert_ptx,
+)
+from taut_kernels.gemm.w4a16.zeros_jit import every_element, lane_axis, lane_pointers
+
+
+@triton.jit
+def convert_words(
+    words,  # [tiles · 128] int32
+    quads,  # likewise: words of two scales, the quad of each lane's rows
+    zeros,  # as of zero_pointers: the quad's zero points; unused without HAS_ZEROS
+    index,  # [tiles · 128] int32: the chunk's group within the quad
+    ELEMENT: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    SAME_GROUP: tl.constexpr,
+    REPS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Convert one chunk of REPS · WARPS row tiles to [REPS, WARPS, g, t, j, b, r, i, h]."""
+    asm: tl.constexpr = convert_ptx(ELEMENT, HAS_ZEROS, SAME_GROUP)
+    constraints: tl.constexpr = convert_constraints(HAS_ZEROS)
+    operands = (words, quads)
+    if HAS_ZEROS:
+        operands = operands + (every_element(zeros) if REPS == 1 else zeros,)
+    operands = operands + (index,)
+    if ELEMENT == "bf16":
+        o = tl.inline_asm_elementwise(
+            asm,
+            constraints,
+            operands,
+            dtype=(
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+                tl.bfloat16,
+            ),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        o = tl.inline_asm_elementwise(
+            asm,
+            constraints,
+            operands,
+            dtype=(
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+            ),
+            is_pure=True,
+            pack=4,
+        )
+    # Each join adds the innermost axis: r, then i, then h.
+    first = tl.join(tl.join(o[0], o[1]), tl.join(o[2], o[3]))
+    second = tl.join(tl.join(o[4], o[5]), tl.join(o[6], o[7]))
+    return tl.reshape(tl.join(first, second), (REPS, WARPS, 8, 4, 2, 2, 2, 2, 2))
+
+
+@triton.jit
+def zero_pointers(
+    zeros_ptr,
+    tile,  # of each element of the words
+    lane_element,  # likewise: which of the tile's words
+    first_tile,
+    N,
+    QUADS: tl.constexpr,
+    REPS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Return pointers to each lane's zero points of the first quad: [WARPS · 32, 1] int32.
+
+    Where a warp has several row tiles [tiles · 128], a pointer for every word: a lane's words are
+    no longer neighbours in a reshaped tensor, since Triton counts row tiles before columns there.
+    """
+    if REPS == 1:
+        lane = lane_axis(WARPS)
+        zero_tile = tl.minimum(first_tile + lane // 32, N // 16 - 1)
+        zero_ptrs = lane_pointers(zeros_ptr, zero_tile * QUADS, lane)
+    else:
+        zero_ptrs = zeros_ptr + (tile * (QUADS * 8) + lane_element // 16)
+    return zero_ptrs
+
+
+@triton.jit
+def group_index(chunk, GROUP_SIZE: tl.constexpr, SIZE: tl.constexpr):
+    """Return [SIZE] copies of the place of a chunk's group in its quad."""
+    index = tl.full((SIZE,), 0, tl.int32)
+    if GROUP_SIZE:
+        index += (chunk * 64 // GROUP_SIZE) % 4
+    return index
+
+
+@triton.jit
+def fragment_columns(position):
+    """Return the column of activations that meets MMA position ``position`` (h, i, j, t, b)."""
+    column = (position // 32) * 32 + ((position // 2) % 4) * 8
+    return column + ((position // 16) % 2) * 4 + ((position // 8) % 2) * 2 + position % 2
+
+
+@triton.jit
+def reorder_kernel(
+    x_ptr,  # [M, K], stride_xk = 1
+    out_ptr,  # [M, K], contiguous: columns in fragment order
+    K,
+    stride_xm,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Bring the columns of activations into fragment order, so that tiles load 16 bytes a lane."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = position < K
+    value = tl.load(x_ptr + row * stride_xm + fragment_columns(position), mask=mask)
+    tl.store(out_ptr + row * K + position, value, mask=mask)
+
+
+PREFETCH_CHUNKS: tl.constexpr = tl.constexpr(4)
+"""Chunks brought into L2 before the activations are there: two steps, 2 KB a row tile."""
+
+
+@triton.jit
+def _prefetch(ptrs):
+    """Bring the lines of four neighbouring words a lane into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$4]; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;",
+        "=r,=r,=r,=r,l,l,l,l",
+        (ptrs.to(tl.int64),),
+        dtype=tl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@triton.jit
+def _shifted(queue):
+    """Return the queue without its head, each entry made anew by an empty instruction.
+
+    The pipeliner gives up on a loop that hands a value on unchanged ("distance > 1").
+    """
+    rest = ()
+    for i in tl.static_range(1, len(queue)):
+        entry = tl.inline_asm_elementwise(
+            "", "=r,0", (queue[i],), dtype=tl.int32, is_pure=True, pack=1
+        )
+        rest = rest + (entry,)
+    return rest
+
+
+@triton.jit
+def _store_tile(y_ptr, bias_ptr, acc, rows, token, M, N, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + rows, mask=rows < N, other=0).to(tl.float32)[:, None]
+    pointers = y_ptr + token[None, :].to(tl.int64) * N + rows[:, None]
+    mask = (token[None, :] < M) & (rows[:, None] < N)
+    tl.store(pointers, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def w4a16_wgmma_kernel(
+    x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1; in fragment order if REORDERED
+    qweight_ptr,  # [N/16, K/64, 32, 4] int32
+    scales_ptr,  # [N/16, quads, 8, 4, 2], read as words of two
+    zeros_ptr,  # [N/16, quads, 8] int32; unused without HAS_ZEROS
+    bias_ptr,  # [N]; unused without HAS_BIAS
+    y_ptr,  # [M, N], contiguous
+    partial_ptr,  # [tiles of y, SPLIT_K, rows, BLOCK_M] fp32
+    arrivals_ptr,  # [tiles of y or more] int32, 0 before and after; both unused with SPLIT_K = 1
+    M,
+    N,
+    stride_xm,
+    K: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,  # 32, 64, 128, or 0 for one group a channel
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ELEMENT: tl.constexpr,  # "bf16" or "f16"
+    BLOCK_M: tl.constexpr,  # tokens a program
+    REPS: tl.constexpr,  # 16-row tiles a warp
+    CHUNKS_PER_STEP: tl.constexpr,  # 1 or 2 chunks of 64 K indices
+    SPLIT_K: tl.constexpr,
+    REORDERED: tl.constexpr,
+    EARLY_WAIT: tl.constexpr,
+    AHEAD: tl.constexpr,  # steps of weights in registers; 0: in shared memory, as activations
+    PDL: tl.constexpr,  # start before the kernel in front has ended (sm_90)
+    WARPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    CHUNKS: tl.constexpr = K // 64
+    GROUPS: tl.constexpr = K // GROUP_SIZE if GROUP_SIZE else 1
+    QUADS: tl.constexpr = (GROUPS + 3) // 4
+    TILES: tl.constexpr = REPS * WARPS
+    ROWS: tl.constexpr = TILES * 16
+    SAME_GROUP: tl.constexpr = GROUP_SIZE != 32
+
+    if PDL:
+        gdc_launch_dependents()
+    pid, split, pid_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    element = tl.arange(0, TILES * 128)
+    # A program's spare row tiles repeat the last one; what they compute is not stored.
+    tile = tl.minimum(pid * TILES + element // 128, N // 16 - 1)
+    lane_element = element % 128
+    word_offsets = tile * (CHUNKS * 128) + lane_element
+    word_ptrs = qweight_ptr + tl.max_contiguous(tl.multiple_of(word_offsets, 4), 4)
+    quad_offsets = tile * (QUADS * 32) + (lane_element // 16) * 4 + lane_element % 4
+    quad_offsets = tl.max_contiguous(tl.multiple_of(quad_offsets, 4), 4)
+    quad_ptrs = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + quad_offsets
+    zero_ptrs = quad_ptrs
+    if HAS_ZEROS:
+        zero_ptrs = zero_pointers(zeros_ptr, tile, lane_element, pid * TILES, N, QUADS, REPS, WARPS)
+
+    position = tl.arange(0, 64 * CHUNKS_PER_STEP)
+    column = position
+    if not REORDERED:
+        column = tl.max_contiguous(tl.multiple_of(fragment_columns(position), 2), 2)
+    token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Tokens beyond M read the first ones again: no mask, never stored. Not all the last one:
+    # every multiprocessor would ask one place of L2 for one line, 128 times a step.
+    token_row = (token % M).to(tl.int64)
+    x_ptrs = x_ptr + token_row[:, None] * stride_xm + column[None, :]
+
+    STEPS: tl.constexpr = (CHUNKS // CHUNKS_PER_STEP + SPLIT_K - 1) // SPLIT_K
+    first = split * STEPS
+    last = tl.minimum(first + STEPS, CHUNKS // CHUNKS_PER_STEP)
+    quad = 0
+    if GROUP_SIZE:
+        quad = tl.minimum(first * (64 * CHUNKS_PER_STEP) // GROUP_SIZE // 4, QUADS - 1)
+    quads = tl.load(quad_ptrs + quad * 32)
+    zeros = quads
+    if HAS_ZEROS:
+        zeros = tl.load(zero_ptrs + quad * 8)
+    queue = ()
+    for c in tl.static_range(AHEAD * CHUNKS_PER_STEP):
+        mask = first + c // CHUNKS_PER_STEP < last
+        word_ptr = word_ptrs + (first * CHUNKS_PER_STEP + c) * 128
+        queue = queue + (tl.load(word_ptr, mask=mask, other=0, eviction_policy="evict_first"),)
+    if PDL:
+        if AHEAD == 0:
+            for c in tl.static_range(PREFETCH_CHUNKS):
+                _prefetch(word_ptrs + (first * CHUNKS_PER_STEP + c) * 128)
+        # The first weights, which nobody writes while serving, are on their way: now wait for the
+        # kernel that makes the activations (and the one that used arrivals and partial before).
+        gdc_wait()
+    acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):
+        chunk = step * CHUNKS_PER_STEP
+        x = tl.load(x_ptrs + chunk * 64)
+        # Carried, so that the pipeliner leaves them in registers, one step ahead.
+        next_quads = quads
+        next_zeros = zeros
+        if GROUP_SIZE:
+            quad = tl.minimum((chunk + CHUNKS_PER_STEP) * 64 // GROUP_SIZE // 4, QUADS - 1)
+            next_quads = tl.load(quad_ptrs + quad * 32)
+            if HAS_ZEROS:
+                next_zeros = tl.load(zero_ptrs + quad * 8)
+        parts = ()
+        for c in tl.static_range(CHUNKS_PER_STEP):
+            if AHEAD:
+                words = queue[0]
+                word_ptr = word_ptrs + (chunk + AHEAD * CHUNKS_PER_STEP + c) * 128
+                mask = step + AHEAD < last
+                word = tl.load(word_ptr, mask=mask, other=0, eviction_policy="evict_first")
+                queue = _shifted(queue) + (word,)
+            else:
+                words = tl.load(word_ptrs + (chunk + c) * 128, eviction_policy="evict_first")
+            if EARLY_WAIT:
+                # The products of the step before still read the registers that the conversion is
+                # about to write, and Triton 3.6 and 3.9 do not wait for them (README).
+                words = tl.inline_asm_elementwise(
+                    WAIT_PTX, WAIT_CONSTRAINTS, (words,), dtype=tl.int32, is_pure=False, pack=4
+                )
+            index = group_index(chunk + c, GROUP_SIZE, TILES * 128)
+            part = convert_words(
+                words, quads, zeros, index, ELEMENT, HAS_ZEROS, SAME_GROUP, REPS, WARPS
+            )
+            # rep, warp, r, g are the row; h, i, j, t, b the position along K.
+            part = tl.permute(part, (0, 1, 6, 2, 8, 7, 4, 3, 5))
+            parts = parts + (tl.reshape(part, (ROWS, 64)),)
+        weight = parts[0]
+        if CHUNKS_PER_STEP == 2:
+            weight = tl.permute(tl.join(parts[0], parts[1]), (0, 2, 1))
+            weight = tl.reshape(weight, (ROWS, 128))
+        acc = tl.dot(weight, x.T, acc)
+        if not EARLY_WAIT:
+            # A use that is no product makes Triton wait for the products at the end of the step.
+            acc = tl.inline_asm_elementwise(
+                "", "=f,0", (acc,), dtype=tl.float32, is_pure=True, pack=1
+            )
+        quads = next_quads
+        zeros = next_zeros
+
+    rows = pid * ROWS + tl.arange(0, ROWS)
+    if SPLIT_K == 1:
+        _store_tile(y_ptr, bias_ptr, acc, rows, token, M, N, HAS_BIAS)
+    else:
+        SIZE: tl.constexpr = ROWS * BLOCK_M
+        tile_of_y = pid_m * tl.num_programs(0) + pid
+        cell = tl.arange(0, ROWS)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        cells = partial_ptr + tile_of_y.to(tl.int64) * (SPLIT_K * SIZE) + cell
+        tl.store(cells + split * SIZE, acc)
+        # Every thread's partials are stored before one of them announces the program.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT_K - 1:
+            total = tl.zeros((ROWS, BLOCK_M), tl.float32)
+            for s in tl.range(SPLIT_K):
+                # In order of the splits: the same bits from run to run. Past L1, which does not
+                # see what other programs store.
+                total += tl.load(cells + s * SIZE, cache_modifier=".cg")
+            _store_tile(y_ptr, bias_ptr, total, rows, token, M, N, HAS_BIAS)
+            tl.store(arrivals_ptr + tile_of_y, 0)

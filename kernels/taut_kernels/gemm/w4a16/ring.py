@@ -1,0 +1,112 @@
+"""The regime of `taut::w4a16_gemm` for some 17 to 128 tokens: `wgmma` behind a ring of stages.
+
+Maths     as :mod:`.op`
+Numerics  as :mod:`.portable`: (q - z) · s is rounded once to the dtype of ``x``
+          before the product; products accumulate in fp32 over all of K. For one tile, the same
+          bits from run to run: splits are added in a fixed order.
+Limits    as :mod:`.portable`; sm_90 only
+Source    The products of :mod:`.portable`, the ring of
+          :mod:`.decode_ring`; converting one operand while the product
+          before it runs: the main loop for mixed inputs of NVIDIA/cutlass
+          (sm90_mma_tma_gmma_rs_warpspecialized_mixed_input.hpp). The rest is ours.
+"""
+
+from __future__ import annotations
+
+from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
+from taut_kernels.gemm.w4a16.plan import (
+    ELEMENT,
+    Call,
+    Fills,
+    OneProduct,
+    Product,
+    require_meeting_places,
+)
+from taut_kernels.gemm.w4a16.ring_kernel import w4a16_wgmma_ring_kernel
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.launch import launcher
+
+_KERNEL = launcher.Launcher(w4a16_wgmma_ring_kernel)
+
+
+def launch_constants(
+    tile: WgmmaRingTile, K: int, group_size: int, *, has_zeros: bool
+) -> dict[str, int | bool | str]:
+    """Return the kernel constants that follow from tile and shape.
+
+    Args:
+        tile: how to cut the work.
+        K: input features.
+        group_size: G, or 0 for one group a channel.
+        has_zeros: with zero points.
+
+    Raises:
+        ValueError: the tile's ring does not fit shared memory.
+    """
+    return {
+        "K": K,
+        "GROUP_SIZE": group_size,
+        "HAS_ZEROS": has_zeros,
+        "BLOCK_M": tile.block_m,
+        "WARPS": tile.num_warps,
+        "CHUNKS_PER_STEP": tile.chunks_per_step,
+        "SPLIT_K": tile.split_k,
+        "STAGES": tile.stages_that_fit(group_size, has_zeros=has_zeros),
+        "PARTS": tile.parts,
+        "RUNNING": tile.running,
+        "PDL": True,
+    }
+
+
+def plan(tile: WgmmaRingTile, call: Call) -> OneProduct:
+    """Prepare a call.
+
+    Args:
+        tile: how to cut the work.
+        call: what to prepare for.
+
+    Raises:
+        ValueError: as of :func:`product`.
+    """
+    return OneProduct(product(tile, call, call.N), call)
+
+
+def product(tile: WgmmaRingTile, call: Call, rows: int) -> Fills:
+    """Prepare the product of some output features, whose parts are whole tiles.
+
+    Args:
+        tile: how to cut the work.
+        call: what to prepare for.
+        rows: how many of its features.
+
+    Raises:
+        ValueError: the tile makes more partial sums meet than ``arrivals`` counts, or it has
+            ``tma`` and more rows than the layer.
+    """
+    if tile.tma:
+        return w4a16_wgmma_tma.product(tile, call, rows)
+    row_tiles = min(tile.group_tiles, rows // 16)
+    tile_rows = 64 * row_tiles * tile.warp_groups
+    grid = (-(-rows // tile_rows), tile.split_k, -(-call.M // tile.block_m))
+    split = tile.split_k > 1
+    if split:
+        require_meeting_places(grid[0] * grid[2], call.N)
+
+    def constants() -> tuple[launcher.Constants, launcher.Constants]:
+        has_zeros = call.has_zeros
+        named = launch_constants(tile, call.K, call.group, has_zeros=has_zeros) | {
+            "HAS_BIAS": call.has_bias,
+            "ELEMENT": ELEMENT[call.dtype],
+            "ROW_TILES": row_tiles,
+        }
+        options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
+        return named, options | launcher.PDL_OPTIONS[True]
+
+    return Product(
+        _KERNEL.form((tile, row_tiles, call.form), call.device_number),
+        constants,
+        call.N,
+        grid,
+        grid[0] * grid[1] * grid[2] * tile_rows * tile.block_m if split else 0,
+        meet=split,
+    )

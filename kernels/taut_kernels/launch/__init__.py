@@ -1,0 +1,1 @@
+"""What every launcher shares: forms, descriptors, tables of tiles, compiling ahead."""

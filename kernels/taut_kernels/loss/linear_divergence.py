@@ -1,0 +1,308 @@
+"""`taut::linear_divergence`: what :mod:`.linear_kl` and :mod:`.linear_jsd` call.
+
+The maths and the contract are theirs. A chunk of rows at a time (:mod:`._row_chunks`), the logits
+of student and teacher are made by torch (cuBLAS), one kernel turns the student's into their
+gradient, and that meets the student's operands once: four products.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+
+from taut_kernels.launch import launcher
+from taut_kernels.loss import divergence as loss_divergence
+from taut_kernels.loss import gradient_scale, row_chunks
+from taut_kernels.loss.divergence import Divergence
+from taut_kernels.loss.linear_cross_entropy import fake_gradients
+from taut_kernels.loss.projection import (
+    Gradients,
+    Projection,
+    Wants,
+    autocast_operands,
+    check_chunk,
+    check_projection,
+)
+from taut_kernels.loss.reduction import (
+    REDUCTIONS,
+    accumulator,
+    forward_computes_gradients,
+    loss_shape,
+    reduce,
+    refuse_double_backward,
+    row_scale,
+)
+
+WORKSPACE_BYTES = 512 * 2**20
+"""Logits of student and teacher a chunk may have; not tuned."""
+_ROW_MULTIPLE = 128
+
+
+def default_chunk(V: int, itemsize: int) -> int:
+    """Return how many rows fit the workspace.
+
+    Args:
+        V: vocabulary.
+        itemsize: bytes of a student's and a teacher's logit together.
+    """
+    rows = WORKSPACE_BYTES // (V * itemsize)
+    return max(_ROW_MULTIPLE, rows // _ROW_MULTIPLE * _ROW_MULTIPLE)
+
+
+def _compute(
+    rows: loss_divergence.Rows,
+    student: Projection,
+    teacher: Projection,
+    keep: torch.Tensor,
+    divergence: Divergence,
+    scale: torch.Tensor,
+    chunk_size: int,
+    fp32: bool,
+    wants: Wants,
+) -> tuple[torch.Tensor, Gradients]:
+    x, V = student.x, student.weight.shape[0]
+    chunk = chunk_size or default_chunk(V, x.itemsize + teacher.x.itemsize)
+    losses = torch.empty(x.shape[0], dtype=accumulator(x.dtype), device=x.device)
+    shape = (min(chunk, x.shape[0]), V)
+    buffer = launcher.empty(shape, dtype=teacher.x.dtype, device=x.device)
+
+    def gradient_of(logits: torch.Tensor, place: slice) -> None:
+        wanted = teacher.logits(buffer[: logits.shape[0]], place)
+        differentiated = (scale[place], logits) if any(wants) else (None, None)
+        losses[place] = rows(logits, wanted, keep[place], divergence, *differentiated)
+
+    gradients = row_chunks.run(student, gradient_of, wants, chunk, fp32=fp32)
+    return losses, gradients
+
+
+def _linear_divergence(
+    rows: loss_divergence.Rows,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    teacher_x: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    teacher_bias: torch.Tensor | None,
+    keep: torch.Tensor,
+    form: str,
+    temperature: float,
+    beta: float,
+    reduction: str,
+    chunk_size: int,
+    accumulate_fp32: bool,
+    wants: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    losses, gradients = _compute(
+        rows,
+        Projection(x, weight, bias),
+        Projection(teacher_x, teacher_weight, teacher_bias),
+        keep,
+        Divergence(form, temperature, beta),
+        row_scale(keep, reduction, accumulator(x.dtype)),
+        chunk_size,
+        accumulate_fp32,
+        Wants(*wants),
+    )
+    return reduce(losses, keep, reduction), *gradients
+
+
+def _linear_divergence_backward(
+    rows: loss_divergence.Rows,
+    grad_loss: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    teacher_x: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    teacher_bias: torch.Tensor | None,
+    keep: torch.Tensor,
+    form: str,
+    temperature: float,
+    beta: float,
+    reduction: str,
+    chunk_size: int,
+    accumulate_fp32: bool,
+    wants: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    dtype = accumulator(x.dtype)
+    _, gradients = _compute(
+        rows,
+        Projection(x, weight, bias),
+        Projection(teacher_x, teacher_weight, teacher_bias),
+        keep,
+        Divergence(form, temperature, beta),
+        (row_scale(keep, reduction, dtype) * grad_loss.to(dtype)).contiguous(),
+        chunk_size,
+        accumulate_fp32,
+        Wants(*wants),
+    )
+    return tuple(gradients)
+
+
+_OPERANDS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight, "
+    "Tensor? teacher_bias, Tensor keep, str form, float temperature, float beta, "
+    "str reduction, int chunk_size, bool accumulate_fp32, bool[] wants"
+)
+torch.library.define(
+    "taut::linear_divergence", f"({_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+torch.library.define(
+    "taut::linear_divergence_backward",
+    f"(Tensor grad_loss, {_OPERANDS}) -> (Tensor, Tensor, Tensor)",
+)
+for _name, _implementation in (
+    ("linear_divergence", _linear_divergence),
+    ("linear_divergence_backward", _linear_divergence_backward),
+):
+    for _device, _rows in (
+        ("CPU", loss_divergence.divergence_ref),
+        ("CUDA", loss_divergence.launch),
+    ):
+        torch.library.impl(f"taut::{_name}", _device, partial(_implementation, _rows))
+
+
+def _fake_linear_divergence(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any
+) -> tuple[torch.Tensor, ...]:
+    shape = loss_shape(x.shape[0], options[7])
+    loss = x.new_empty(shape, dtype=accumulator(x.dtype))
+    return loss, *fake_gradients(x, weight, bias, options[-1])
+
+
+def _fake_linear_divergence_backward(
+    grad_loss: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *options: Any,
+) -> tuple[torch.Tensor, ...]:
+    return fake_gradients(x, weight, bias, options[-1])
+
+
+torch.library.register_fake("taut::linear_divergence", _fake_linear_divergence)
+torch.library.register_fake("taut::linear_divergence_backward", _fake_linear_divergence_backward)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    *operands, wants = inputs
+    gradients = output[1:]
+    ctx.mark_non_differentiable(*gradients)
+    ctx.set_materialize_grads(False)
+    ctx.options, ctx.in_forward = tuple(operands[7:]), any(wants)
+    ctx.save_for_backward(*(gradients if ctx.in_forward else operands[:7]))
+
+
+def _autograd(
+    ctx: Any, grad_loss: torch.Tensor | None, *_: None
+) -> tuple[torch.Tensor | None, ...]:
+    refuse_double_backward("linear_divergence")
+    wants = list(ctx.needs_input_grad[:3])
+    rest = (None,) * 11
+    if grad_loss is None or not any(wants):
+        return None, None, None, *rest
+    gradients = gradient_scale.saved_once(ctx, "linear_divergence")
+    if not ctx.in_forward:
+        arguments = (grad_loss, *gradients, *ctx.options, wants)
+        gradients = torch.ops.taut.linear_divergence_backward(*arguments)
+    chosen = zip(gradients, wants, strict=True)
+    found: list[torch.Tensor | None] = [x if wanted else None for x, wanted in chosen]
+    if ctx.in_forward:
+        found = gradient_scale.scaled(found, grad_loss)
+    return *found, *rest
+
+
+torch.library.register_autograd("taut::linear_divergence", _autograd, setup_context=_setup_context)
+
+
+def linear_divergence(
+    divergence: Divergence,
+    student: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    mask: torch.Tensor | None,
+    *,
+    reduction: str,
+    chunk_size: int | None,
+    accumulate_fp32: bool,
+    use_checkpoint: bool,
+) -> torch.Tensor:
+    """Check the arguments of the public functions and call the op.
+
+    Args:
+        divergence: which.
+        student: x [..., H], weight [V, H], bias [V] or None.
+        teacher: x [..., Ht], weight [V, Ht], bias [V] or None.
+        mask: [...] bool, rows that count, or None for all.
+        reduction: ``mean`` over the rows that count, ``sum`` or ``none``.
+        chunk_size: rows at a time, or None.
+        accumulate_fp32: sum the weight's gradient in fp32.
+        use_checkpoint: compute the gradients in the backward pass.
+
+    Returns:
+        The loss in fp32 (fp64 for fp64): a scalar, or [...] for ``none``.
+
+    Raises:
+        ValueError: an argument the contract does not allow; names it.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be mean, sum or none, got {reduction!r}")
+    if not 0.0 < divergence.temperature < math.inf:
+        raise ValueError(f"temperature must be above 0 and finite, got {divergence.temperature}")
+    check_chunk(chunk_size)
+    student, teacher = autocast_operands(*student), autocast_operands(*teacher)
+    check_projection(*student)
+    check_projection(*teacher, prefix="teacher_")
+    shape = student[0].shape[:-1]
+    _check_pair(student, teacher, mask)
+    keep = torch.ones(shape, dtype=torch.bool, device=student[0].device) if mask is None else mask
+    wants = [
+        torch.is_grad_enabled() and operand is not None and operand.requires_grad
+        for operand in student
+    ]
+    if use_checkpoint or not forward_computes_gradients(student[0].dtype, reduction):
+        wants = [False] * 3
+    loss: torch.Tensor = torch.ops.taut.linear_divergence(
+        student[0].reshape(-1, student[0].shape[-1]),
+        *student[1:],
+        teacher[0].reshape(-1, teacher[0].shape[-1]),
+        *teacher[1:],
+        keep.reshape(-1).contiguous(),
+        divergence.form,
+        divergence.temperature,
+        divergence.beta,
+        reduction,
+        chunk_size or 0,
+        accumulate_fp32,
+        wants,
+    )[0]
+    return loss.view(shape) if reduction == "none" else loss
+
+
+def _check_pair(
+    student: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    mask: torch.Tensor | None,
+) -> None:
+    x, weight, _ = student
+    teacher_x, teacher_weight, _ = teacher
+    shape = x.shape[:-1]
+    if teacher_x.shape[:-1] != shape or teacher_x.device != x.device:
+        wanted = f"{(*shape, teacher_x.shape[-1])} on {x.device}"
+        found = f"{tuple(teacher_x.shape)} on {teacher_x.device}"
+        raise ValueError(f"teacher_x must have shape {wanted}, got {found}")
+    if teacher_weight.shape[0] != weight.shape[0]:
+        found = f"{teacher_weight.shape[0]} and {weight.shape[0]}"
+        raise ValueError(f"teacher_weight and weight must have one vocabulary, got {found}")
+    if torch.is_grad_enabled():
+        for name, operand in zip(("x", "weight", "bias"), teacher, strict=True):
+            if operand is not None and operand.requires_grad:
+                raise ValueError(f"teacher_{name} requires grad: detach it, it gets no gradient")
+    if mask is not None and (
+        mask.shape != shape or mask.dtype is not torch.bool or mask.device != x.device
+    ):
+        wanted = f"bool {tuple(shape)} on {x.device}"
+        found = f"{mask.dtype} {tuple(mask.shape)} on {mask.device}"
+        raise ValueError(f"mask must be {wanted}, got {found}")

@@ -1,0 +1,1 @@
+"""RMSNorm and LayerNorm: with quantisation behind them to serve, with gradients to train."""

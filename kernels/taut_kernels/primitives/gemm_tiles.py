@@ -1,0 +1,188 @@
+"""How the product's rungs are cut up: one tile each for V1 to V3, measured tables for V4.
+
+A table is ``tiles/gemm-<card>.json``::
+
+    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
+     "rows": [{"N": …, "K": …, "max_m": … | null, "tile": {…}, "M": [rows measured, …],
+               "us": [µs per call, …], "cublas_us": [µs of torch.matmul beside it, …]}, …]}
+
+Rows of one (N, K) are buckets of M: ``max_m`` is inclusive and rises, null in the last one.
+``tile`` holds fields of :class:`GemmTile`. What no table of the card names takes :func:`rule`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from taut_kernels.launch import tile_tables
+
+VERSIONS = ("v1", "v2", "v3", "v4")
+_ROW_FIELDS = {"N", "K", "max_m", "tile", "M", "us", "cublas_us"}
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200 SXM; what the rule fills."""
+_MOST_SPLITS = 16
+_LEAST_STEPS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTile:
+    """One way to cut the work.
+
+    Args:
+        block_m: rows of c a program, a power of two ≥ 16.
+        block_n: columns of c a program, a power of two ≥ 16.
+        block_k: indices of K a step, a power of two ≥ 16.
+        num_warps: 4 or 8; a warp group (four) takes at least 64 rows.
+        num_stages: steps whose loads are under way, ≥ 1.
+        group_m: tile rows walked together, V2 and later.
+        split_k: programs that share a tile, V4.
+        parts: 1, or 2 to store a tile in halves (less shared memory), V4.
+        persistent: one program a multiprocessor walks through tiles, V4.
+        flatten: one loop over tiles and K instead of two, V4, persistent and unsplit only.
+        specialize: warps of their own for loads (:mod:`._gemm_specialized_jit`): V4, 4 warps,
+            block_m ≥ 128, persistent, neither split nor in halves nor flattened.
+        store_tma: c through the copy engine; else through pointers, which leaves its shared memory
+            to one stage more; V4.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    split_k: int = 1
+    parts: int = 1
+    persistent: bool = False
+    flatten: bool = False
+    specialize: bool = False
+    store_tma: bool = True
+
+    def __str__(self) -> str:
+        size = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        marks = f"/g{self.group_m}/k{self.split_k}/h{self.parts}"
+        walk = "/p" * self.persistent + "f" * self.flatten + "s" * self.specialize
+        walk += "/d" * (not self.store_tma)
+        return f"{size}/{self.num_warps}w/{self.num_stages}s{marks}{walk}"
+
+    def __post_init__(self) -> None:
+        for field in ("block_m", "block_n", "block_k"):
+            value = getattr(self, field)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{field} must be a power of two of at least 16, got {value}")
+        if self.num_warps not in (4, 8):
+            raise ValueError(f"num_warps must be 4 or 8, got {self.num_warps}")
+        limits = {"num_stages": 8, "group_m": 64, "split_k": _MOST_SPLITS, "parts": 2}
+        for field, limit in limits.items():
+            if not 1 <= getattr(self, field) <= limit:
+                raise ValueError(f"{field} must lie in 1..{limit}, got {getattr(self, field)}")
+        if self.flatten and (not self.persistent or self.split_k > 1):
+            raise ValueError("flatten needs persistent and split_k 1")
+        plain = (self.num_warps, self.split_k, self.parts, self.flatten) == (4, 1, 1, False)
+        if self.specialize and not (plain and self.persistent and self.block_m >= 128):
+            raise ValueError(
+                "specialize needs persistent, block_m ≥ 128, num_warps 4, split_k 1, parts 1, "
+                "no flatten"
+            )
+
+
+DIRECT = GemmTile(64, 64, 32, 4, 1)
+TILED = GemmTile(128, 128, 64, 8, 1)
+PIPELINED = GemmTile(128, 256, 64, 8, 3, parts=2, persistent=True, flatten=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTable:
+    """The measured buckets of one card: (N, K) → (``max_m`` or None, tile)."""
+
+    gpu: str
+    buckets: dict[tuple[int, int], tuple[tuple[int | None, GemmTile], ...]]
+
+
+def parse(text: str, where: str) -> GemmTable:
+    """Read a table.
+
+    Args:
+        text: JSON in the form of the module's docstring.
+        where: file name, for errors.
+
+    Returns:
+        The table.
+
+    Raises:
+        ValueError: an unknown key, a tile out of range, or buckets out of order; names ``where``.
+    """
+    gpu, listed = tile_tables.rows_of(text, where)
+    found: dict[tuple[int, int], list[tuple[int | None, GemmTile]]] = {}
+    for row in listed:
+        key, bucket = _parse_row(row, where)
+        found.setdefault(key, []).append(bucket)
+    for (N, K), buckets in found.items():
+        limits = [limit for limit, _ in buckets]
+        bounded = [limit for limit in limits[:-1] if limit is not None]
+        if limits[-1] is not None or len(bounded) != len(limits) - 1:
+            raise ValueError(f"{where}: N={N} K={K}: only the last bucket has max_m null")
+        if sorted(set(bounded)) != bounded:
+            raise ValueError(f"{where}: N={N} K={K}: max_m must rise from bucket to bucket")
+    return GemmTable(gpu, {key: tuple(buckets) for key, buckets in found.items()})
+
+
+def _parse_row(
+    row: dict[str, Any], where: str
+) -> tuple[tuple[int, int], tuple[int | None, GemmTile]]:
+    if set(row) != _ROW_FIELDS:
+        raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}")
+    try:
+        tile = GemmTile(**row["tile"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: N={row['N']} K={row['K']}: {error}") from error
+    return (row["N"], row["K"]), (row["max_m"], tile)
+
+
+@cache
+def tables() -> dict[str, GemmTable]:
+    """Load every card's table, once a process."""
+    return tile_tables.load_all("gemm", parse)
+
+
+def rule(M: int, N: int, K: int) -> GemmTile:
+    """Choose V4's tile for a shape nobody measured, after what won on the H200.
+
+    The large persistent tile where every multiprocessor gets one. Else small ones with deep steps,
+    several beside each other, and K split while programs are fewer than multiprocessors and a
+    share keeps :data:`_LEAST_STEPS` steps: shorter ones lost to the pass that adds them.
+
+    Args:
+        M: rows of c, ≥ 1.
+        N: columns of c, ≥ 1.
+        K: indices summed over.
+    """
+    if M > 64 and -(-M // 128) * -(-N // 256) >= _MULTIPROCESSORS:
+        return GemmTile(128, 256, 64, 8, 4, 16, parts=2, persistent=True, flatten=True)
+    tile = GemmTile(64, 128, 128, 4, 4) if M > 64 else GemmTile(64, 64, 128, 4, 6)
+    tiles = -(-M // tile.block_m) * -(-N // tile.block_n)
+    steps = -(-K // tile.block_k)
+    split = min(_MOST_SPLITS, _MULTIPROCESSORS // tiles, steps // _LEAST_STEPS)
+    return replace(tile, split_k=max(1, split))
+
+
+@cache
+def lookup(gpu: str | None, M: int, N: int, K: int) -> GemmTile:
+    """Choose V4's tile of one call.
+
+    Args:
+        gpu: card name, None outside CUDA.
+        M: rows of c, ≥ 1.
+        N: columns of c.
+        K: indices summed over.
+    """
+    table = tile_tables.of_card(tables(), gpu)
+    for limit, tile in table.buckets.get((N, K), ()) if table else ():
+        if limit is None or limit >= M:
+            return tile
+    return rule(M, N, K)

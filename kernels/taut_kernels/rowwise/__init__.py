@@ -1,0 +1,1 @@
+"""What ops along rows share: their tiles, checks of arguments, chunks, quantised stores."""

@@ -1,0 +1,1 @@
+"""Softmax along rows, forward and backward."""

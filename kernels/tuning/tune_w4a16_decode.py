@@ -1,0 +1,249 @@
+"""Find the decode kernel's tiles on this card: ``python -m tuning.tune_w4a16_decode``.
+
+Every candidate is compiled first, in parallel, then held to the error budget, then timed; the
+fastest one of each shape and token tile goes into a table for ``taut_kernels/tiles``: of symmetric
+groups of 128, or, with ``--group-size`` and ``--zero-points``, rows of another format.
+`tuning.merge_tiles` brings them into the shipped table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from taut_bench import report, w4a16_format
+from taut_bench.refusal import first_line
+from taut_bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
+from taut_bench.w4a16_format import DEFAULT, Format
+from taut_bench.w4a16_layer import Layer, empty_weight, make_layer
+from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import weight_format
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
+from taut_kernels.gemm.w4a16.plan import Weight
+from taut_kernels.instruments import timing
+from tuning import tune_best, w4a16_known_tiles
+
+SHAPES = LLAMA3_8B_PRODUCTS | SQUARE
+"""N × K of a Llama-3-8B layer's products, and the square of the literature."""
+KNOWN = "try only tiles that won on a measured shape, with K split otherwise"
+_WARPS_PER_GPU = (850, 4500)
+REFUSED = (triton.TritonError, RuntimeError, ValueError)
+"""A tile that the compiler, the card or a plan does not take: in small groups stages are larger."""
+
+
+_QUEUES = {
+    (1, 1): ((8, 8, 2), (8, 4, 1), (8, 8, 8)),
+    (1, 2): ((4, 4, 2), (2, 2, 2), (8, 2, 2), (8, 1, 1)),
+    (2, 2): ((4, 4, 2), (4, 4, 4), (2, 2, 2), (4, 2, 2), (6, 2, 2), (4, 1, 1)),
+}
+"""(depth, x_depth, batch) to try, by row tiles and token tiles."""
+_REGISTERS = {(1, 1): (0, 96, 112, 128, 136, 144), (1, 2): (0, 96), (2, 2): (128, 168)}
+"""Caps to try, by row tiles and token tiles. Without one ptxas aims at some 72 registers a thread,
+and loads the activations two at a time, right before their product. With 136 or 144 there is room
+for the next weights while a unit is multiplied; up to 128 they are asked for behind it."""
+_ALL_REGISTERS = 132 * 65536
+
+
+def candidates(N: int, K: int, token_tiles: int) -> Iterator[DecodeTile]:
+    """Yield the tiles worth compiling for one shape."""
+    units = -(-K // tiles_decode.UNIT)
+    for row_tiles, row_warps, k_warps, split in itertools.product(
+        (1, 2), (1, 2, 4), (1, 2, 4, 8), range(1, 9)
+    ):
+        warps = N // 16 // row_tiles * k_warps * split
+        if not 2 <= row_warps * k_warps <= 8:
+            continue
+        if w4a16_known_tiles.idle_share(units, k_warps * split) > w4a16_known_tiles.MOST_IDLE:
+            continue
+        if not _WARPS_PER_GPU[0] <= warps <= _WARPS_PER_GPU[1]:
+            continue
+        if (row_warps > 2 and k_warps > 1) or (split > 1 and k_warps > 2):
+            continue
+        for (depth, x_depth, batch), fence, registers in itertools.product(
+            _QUEUES.get((row_tiles, token_tiles), ()),
+            (False, True) if token_tiles == 1 else (False,),
+            _REGISTERS.get((row_tiles, token_tiles), ()),
+        ):
+            if token_tiles == 1 and warps * 32 * registers > _ALL_REGISTERS:
+                continue  # not every program would have a place at once
+            yield DecodeTile(
+                row_tiles, row_warps, k_warps, split, depth, x_depth, batch, fence, registers
+            )
+
+
+def _tried(N: int, K: int, M: int, given: Format, *, known: bool) -> list[DecodeTile]:
+    """Return the candidates of one shape and number of tokens, each once."""
+    lean = M <= 8 and given.weights is not DEFAULT.weights
+    found: list[DecodeTile] = w4a16_known_tiles.lean_decode_tiles(N, K) if lean else []
+    if not (lean and known):
+        search = w4a16_known_tiles.decode_tiles if known else candidates
+        found += search(N, K, 1 if M <= 8 else 2)
+    return list(dict.fromkeys(found))
+
+
+def compile_tile(job: tuple[int, int, int, w4a16_launch.Tile], given: Format) -> str | None:
+    """Compile one candidate into Triton's cache, in a process of its own.
+
+    Args:
+        job: N, K, M and the tile.
+        given: the weights' format.
+
+    Returns:
+        A line where it does not compile.
+    """
+    N, K, M, tile = job
+    x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
+    weight = empty_weight(N, K, given.group_size, zero_points=given.zero_points)
+    try:
+        w4a16_launch.launch(tile, x, *weight, given.group_size)
+        torch.cuda.synchronize()
+    except REFUSED as error:
+        return f"N={N} K={K} M={M} {tile}: {first_line(error)}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """One timed candidate; ``us`` is microseconds a call."""
+
+    shape: str
+    N: int
+    K: int
+    M: int
+    us: float
+    tile: DecodeTile
+
+
+def _subject(layer: Layer, M: int, tile: DecodeTile, weights: list[Weight]) -> timing.Subject:
+    x = layer.x[:M]
+
+    def call(i: int) -> torch.Tensor:
+        return w4a16_launch.launch(tile, x, *weights[i], layer.group_size)
+
+    return timing.Subject(str(tile), call, len(weights))
+
+
+def _time_shape(
+    name: str, given: Format, Ms: Sequence[int], tiles: dict[int, list[DecodeTile]]
+) -> list[Result]:
+    N, K = PRODUCTS[name]
+    size, zero_points = given.group_size, given.zero_points
+    layer = make_layer(N, K, size, 16, torch.bfloat16, zero_points=zero_points)
+    weights = layer.packed(timing.copies_needed(layer.weight_bytes()))
+    results: list[Result] = []
+    for M in Ms:
+        for tile in tiles[M]:
+            subject = _subject(layer, M, tile, weights)
+            try:
+                y = subject.call(0)
+            except REFUSED as error:
+                sys.stdout.write(f"{name} M={M} {tile}: {first_line(error)}\n")
+                continue
+            assert isinstance(y, torch.Tensor)
+            if reason := layer.why_wrong(y):
+                sys.stdout.write(f"WRONG {name} M={M} {tile}: {reason}\n")
+                continue
+            us = timing.measure([subject], replays=15)[0].median
+            results.append(Result(name, N, K, M, us, tile))
+    return results
+
+
+def _table_rows(results: list[Result], given: Format = DEFAULT) -> list[dict[str, Any]]:
+    """Put the best tile of each shape and token tile into the rows of a table of ``tiles/``.
+
+    With 8 token columns the least sum over the measured M counts, so that no M pays for another.
+    """
+    sums: dict[tuple[int, int, int], dict[DecodeTile, list[float]]] = {}
+    for result in results:
+        key = (result.N, result.K, 8 if result.M <= 8 else 16)
+        sums.setdefault(key, {}).setdefault(result.tile, []).append(result.us)
+    rows = []
+    for (N, K, max_m), tiles in sums.items():
+        most = max(len(us) for us in tiles.values())
+        complete = {tile: us for tile, us in tiles.items() if len(us) == most}
+        tile, us = min(complete.items(), key=lambda item: sum(item[1]))
+        named = {"N": N, "K": K, "max_m": max_m} | weight_format.as_field(given.weights)
+        rows.append(named | {"tile": dataclasses.asdict(tile), "us": us})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tuning.tune_w4a16_decode")
+    parser.add_argument("--output", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
+    parser.add_argument("--tokens", type=int, action="append", choices=(1, 8, 16))
+    parser.add_argument("--known", action="store_true", help=KNOWN)
+    parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
+    w4a16_format.add_tuned_arguments(parser)
+    parser.add_argument("--top", type=int, default=6, help="rows printed for each shape")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.stderr.write("error: tuning.tune_w4a16_decode needs a CUDA device\n")
+        return 2
+    shapes = {name: PRODUCTS[name] for name in arguments.shape or SHAPES}
+    Ms, given = arguments.tokens or [1, 8, 16], w4a16_format.tuned(arguments)
+    tiles = {
+        (name, M): _tried(*shape, M, given, known=arguments.known)
+        for name, shape in shapes.items()
+        for M in Ms
+    }
+    # N is no constant of the kernel: shapes of one K share what is compiled.
+    jobs = {
+        (shapes[name][1], M <= 8, tile): (*shapes[name], 8 if M <= 8 else 16, tile)
+        for (name, M), some in tiles.items()
+        for tile in some
+    }
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
+        compiled = partial(compile_tile, given=given)
+        for line in pool.map(compiled, jobs.values(), chunksize=max(1, len(jobs) // 200)):
+            if line:
+                sys.stdout.write(f"does not compile: {line}\n")
+    sys.stdout.write(f"compiled {len(jobs)} candidates\n")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    results: list[Result] = []
+    for name in shapes:
+        found = _time_shape(name, given, Ms, {M: tiles[name, M] for M in Ms})
+        results += found
+        for M in Ms:
+            mine = sorted((r for r in found if r.M == M), key=lambda r: r.us)
+            for result in mine[: arguments.top]:
+                line = f"{name:8} M={M:<2} {result.us:6.2f} us  {dataclasses.astuple(result.tile)}"
+                sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        # After every shape: what was measured survives a run that is cut off.
+        _write_results(results, arguments.output, given)
+    return 0
+
+
+def _write_results(results: list[Result], folder: Path, given: Format) -> None:
+    command = w4a16_format.tuner("tuning.tune_w4a16_decode", given)
+    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
+    source, rows = f"{command}, {facts}", _table_rows(results, given)
+    table = {"gpu": torch.cuda.get_device_name(), "source": source, "rows": rows}
+    _write(table, folder / "table.json")
+    timed = [dataclasses.asdict(result) for result in results]
+    _write(timed, folder / "all.json")
+    tune_best.write(timed, folder)
+
+
+def _write(document: object, path: Path) -> None:
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

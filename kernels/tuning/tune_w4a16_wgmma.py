@@ -1,0 +1,435 @@
+"""Find the tiles for more than 8 tokens: ``python -m tuning.tune_w4a16_wgmma``.
+
+Every candidate of the `wgmma`, the `wgmma` ring (to 128 tokens; fed by TMA from 32 to 256) and the
+ring kernel (to 64), and from 256 to 2048 tokens of two tiles for one product, is compiled first, in
+parallel, then held to the error budget, called again and again for the same bits, then timed, with
+the dense (to 16 tokens: the decode) regime and what ships today; the fastest one of each shape and
+bucket of M goes into a table for ``taut_kernels/tiles``. Reordering the activations is inside the
+time. With ``--between`` the fastest ones meet what ships, in turn, at numbers of tokens spread over
+the bucket (``between.csv``, what ships first), and the table has the rows that are worth a change
+and those that a change of a wider bucket asks for. ``--group-size`` and ``--zero-points``
+make rows of another format than symmetric groups of 128; `tuning.merge_tiles` brings
+them into the shipped table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from taut_bench import report, w4a16_format
+from taut_bench.refusal import first_line
+from taut_bench.shapes import PRODUCTS
+from taut_bench.w4a16_format import DEFAULT, Format
+from taut_bench.w4a16_layer import Layer, make_layer
+from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
+from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import weight_format
+from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile, token_tiles
+from taut_kernels.gemm.w4a16.lookup import BUCKETS, DECODE_TOKENS, Choice, WgmmaTile
+from taut_kernels.gemm.w4a16.pair_tile import WavesTile
+from taut_kernels.gemm.w4a16.plan import Call, Weight
+from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
+from taut_kernels.instruments import timing
+from taut_kernels.launch import tile_tables
+from taut_kernels.launch.launcher import gpu_name, is_hopper
+from tuning import tune_best, w4a16_finalists, w4a16_known_tiles, w4a16_rows
+from tuning.tune_w4a16_decode import KNOWN, REFUSED, SHAPES, compile_tile
+from tuning.wgmma_ring_candidates import wgmma_ring_candidates
+from tuning.wgmma_tma_candidates import tma_candidates
+from tuning.wgmma_waves_candidates import (
+    fed_waves_candidates,
+    grouped_candidates,
+    uneven_candidates,
+)
+
+TOKENS = (*BUCKETS, 4096)
+"""M at which a bucket is decided: its largest, and 4096 for the one without a limit."""
+REPEATS = 12
+_SPLITS = (1, 2, 4, 8)
+_PROGRAMS = (100, 700)
+_SHARED_BYTES = 200_000
+_MULTIPROCESSORS = 132
+_REGISTERS = 65536
+_RING_BYTES = 220_000
+_RING_CAPS: dict[tuple[int, int], tuple[int, ...]] = {
+    (1, 2): (96,),
+    (2, 2): (128,),
+    (1, 4): (104,),
+    (2, 4): (128,),
+    (1, 8): (128,),
+    (2, 8): (255,),
+}
+"""Registers a thread to allow, about what ptxas wants; by row, token tiles."""
+_SMALL_GROUP_CAP = 168
+"""Of two row tiles: scales and zero points of groups of 32 spill under a cap of 128."""
+REGIMES = ("ring", "wgmma", "wgmma-ring", "tma", "tma-waves")
+RING_TOKENS = 128
+"""Most tokens whose ring candidates are a rule's; from 256 on a short list has them."""
+_FED_WAVES = (192, 2048)
+Tile = WgmmaTile | RingTile | WgmmaRingTile | WavesTile
+
+
+def candidates(N: int, K: int, M: int) -> Iterator[WgmmaTile]:
+    """Yield the tiles worth compiling for one shape and number of tokens."""
+    blocks = (M,) if M <= 64 else (64, 128) if M == 128 else (128, 256)
+    for block_m, reps, warps, chunks, stages, reordered, early, ahead in itertools.product(
+        blocks, (1, 2), (4, 8), (1, 2), (3, 4), (False, True), (False, True), (0, 1, 2)
+    ):
+        # Few tokens want long steps; with many, weights in registers leave no room for sums.
+        if (stages == 4 or chunks == 1) if M <= 64 else ahead:
+            continue
+        rows = 16 * reps * warps
+        if reordered != (M > 64) and M != 64:
+            continue
+        if reps * block_m > 256 or (chunks == 2 and (reps * block_m == 256 or (K // 64) % 2)):
+            continue
+        if stages * chunks * (rows * 32 + block_m * 128) > _SHARED_BYTES:
+            continue
+        programs = triton.cdiv(N, rows) * triton.cdiv(M, block_m)
+        for split in _SPLITS:
+            if not _PROGRAMS[0] <= programs * split or (
+                split > 1 and (M > 512 or programs * split > _PROGRAMS[1])
+            ):
+                continue
+            yield WgmmaTile(block_m, reps, warps, chunks, split, stages, reordered, early, ahead)
+
+
+def ring_candidates(N: int, K: int, M: int, given: Format = DEFAULT) -> Iterator[RingTile]:
+    """Yield the ring tiles worth compiling: several programs a multiprocessor, each place taken.
+
+    A grid that leaves places empty is spread unevenly where kernels start early: the next kernel's
+    programs take what is free, two on one multiprocessor and none on another.
+    """
+    chunks, tokens = K // 64, token_tiles(M)
+    for row_tiles, row_warps, split, per_step in itertools.product(
+        (1, 2), (4, 8, 16), range(1, 9), (2, 4)
+    ):
+        steps = chunks // (per_step * split)
+        if steps < 4 or steps % 2 or chunks % (per_step * split):
+            continue
+        # One row tile a warp won only where K was split much (o, down).
+        if row_tiles == 1 and split < 4:
+            continue
+        tile = RingTile(row_tiles, row_warps, per_step, split, 2)
+        programs = triton.cdiv(N, tile.rows) * split
+        size = tile.stage_bytes(tokens, given.group_size, has_zeros=given.zero_points)
+        caps = _RING_CAPS.get((row_tiles, tokens), ())
+        if given.group_size == 32 and row_tiles == 2 and tokens in (2, 4):
+            caps += (_SMALL_GROUP_CAP,)
+        for cap in caps:
+            most = _REGISTERS // (32 * tile.num_warps * cap)
+            for resident in range(2, most + 1):
+                stages = min(_RING_BYTES // resident // size // 2 * 2, 6, steps)
+                waves = programs / (resident * _MULTIPROCESSORS)
+                # As many programs as are meant must fit, and no more.
+                if stages < max(2, per_step) or (
+                    resident < most and _RING_BYTES // (stages * size) > resident
+                ):
+                    continue
+                if 0.7 <= waves <= 1 or (row_tiles == 2 and 1.6 <= waves <= 3):
+                    yield dataclasses.replace(tile, stages=stages, registers=cap)
+
+
+def all_candidates(
+    N: int, K: int, M: int, regimes: Sequence[str], given: Format = DEFAULT
+) -> list[Tile]:
+    """Return the candidates of some regimes, each once."""
+    found: list[Tile] = []
+    if "ring" in regimes and M <= MAX_TOKENS:
+        found += ring_candidates(N, K, M, given)
+    if "wgmma" in regimes:
+        found += candidates(N, K, M)
+    if "wgmma-ring" in regimes and M <= RING_TOKENS:
+        found += wgmma_ring_candidates(N, K, M, given)
+    if "tma" in regimes:
+        found += tma_candidates(N, K, M)
+    if "tma-waves" in regimes and _FED_WAVES[0] <= M <= _FED_WAVES[1]:
+        found += fed_waves_candidates(N, K, M)
+    if "tma-waves" in regimes:
+        found += uneven_candidates(M)
+        found += grouped_candidates(M)
+    return list(dict.fromkeys(found))
+
+
+def regime_of(tile: Tile) -> str:
+    """Name the regime of a tile, one of :data:`REGIMES`."""
+    if isinstance(tile, WgmmaRingTile):
+        return "tma" if tile.tma else "wgmma-ring"
+    return {RingTile: "ring", WgmmaTile: "wgmma", WavesTile: "tma-waves"}[type(tile)]
+
+
+Job = tuple[int, int, int, Tile]
+"""N, K, M and the tile to compile."""
+
+
+def _compiled_apart(tile: Tile) -> tuple[Tile, ...]:
+    """Return what is compiled for a candidate."""
+    if isinstance(tile, WavesTile):
+        return tile.head, tile.tail
+    return (tile,)
+
+
+def _job(N: int, K: int, M: int, tile: Tile) -> tuple[tuple[int, Tile, int], Job]:
+    """Return a compilation and what it serves: N is no constant of the kernels, M of few."""
+    if isinstance(tile, RingTile | WavesTile):
+        return (K, tile, M), (N, K, M, tile)
+    if isinstance(tile, WgmmaRingTile) and tile.tma:
+        M = tile.block_m  # of a part of two M may make more sums meet than a layer counts
+    return (K, tile, 0), (N, K, M, tile)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """One timed choice; ``us`` is microseconds a call, ``tile`` None for the dense regime."""
+
+    shape: str
+    N: int
+    K: int
+    M: int
+    us: float
+    tile: Choice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timed:
+    """What was timed of one shape.
+
+    Attributes:
+        results: every candidate's.
+        decided: with ``--between`` N, K and bucket → what ships and what should.
+        met: with it the times of the choices that met.
+    """
+
+    results: list[Result] = dataclasses.field(default_factory=list)
+    decided: dict[w4a16_rows.Place, tuple[Choice, Choice]] = dataclasses.field(default_factory=dict)
+    met: list[Result] = dataclasses.field(default_factory=list)
+
+
+def _subject(layer: Layer, M: int, tile: Choice, weights: list[Weight]) -> timing.Subject:
+    x, has_zeros = layer.x[:M], layer.weight_zero_point is not None
+    shape = (M, layer.N, layer.K)
+    call_of = Call(*shape, layer.group_size, x.dtype, x.device, has_zeros, has_bias=False)
+    cut = w4a16_launch.tile_of(tile, call_of)
+
+    def call(i: int) -> torch.Tensor:
+        return w4a16_launch.launch(cut, x, *weights[i], layer.group_size)
+
+    return timing.Subject(str(tile), call, len(weights))
+
+
+def _why_wrong(layer: Layer, subject: timing.Subject) -> str | None:
+    """Hold a candidate to the error budget and to the same bits in every call."""
+    first = subject.call(0)
+    assert isinstance(first, torch.Tensor)
+    if reason := layer.why_wrong(first):
+        return reason
+    for _ in range(REPEATS):
+        again = subject.call(0)
+        assert isinstance(again, torch.Tensor)
+        if not torch.equal(first, again):
+            return "bits differ from call to call"
+    return None
+
+
+def _time_shape(
+    name: str,
+    given: Format,
+    Ms: Sequence[int],
+    tiles: dict[int, list[Tile]],
+    replays: int,
+    *,
+    between: bool,
+) -> Timed:
+    """Return every candidate's time."""
+    N, K = PRODUCTS[name]
+    size, zero_points = given.group_size, given.zero_points
+    layer = make_layer(N, K, size, max(Ms), torch.bfloat16, zero_points=zero_points)
+    weights = layer.packed(timing.copies_needed(layer.weight_bytes()))
+    timed = Timed()
+    for M in Ms:
+        other: Choice = "decode" if M <= DECODE_TOKENS else "dense"
+        bucket, device = tiles_wgmma.bucket_of(M), layer.x.device
+        gpu, hopper = gpu_name(device), is_hopper(device)
+        ships = tiles_wgmma.lookup(gpu, N, K, bucket, given.weights, hopper=hopper)
+        for tile in dict.fromkeys((other, ships, *tiles[M])):
+            subject = _subject(layer, M, tile, weights)
+            try:
+                reason = _why_wrong(layer, subject)
+            except REFUSED as error:
+                sys.stdout.write(f"{name} M={M} {tile}: {first_line(error)}\n")
+                continue
+            if reason:
+                sys.stdout.write(f"WRONG {name} M={M} {tile}: {reason}\n")
+                continue
+            us = timing.measure([subject], replays, 8 if M >= 1024 else 32)[0].median
+            timed.results.append(Result(name, N, K, M, us, tile))
+            if tile == ships:
+                sys.stdout.write(f"{name:8} M={M:<4} {us:8.2f} us  ships: {tile}\n")
+        found = [r for r in timed.results if r.M == M]
+        _print_best(found)
+        if between:
+            least = max((bucket_end for bucket_end in TOKENS if bucket_end < M), default=0)
+            tokens = w4a16_finalists.spread(least, M)
+
+            def subject_of(choice: Choice, M: int) -> timing.Subject:
+                return _subject(layer, M, choice, weights)
+
+            best, met = _meet(found, ships, tokens, subject_of, replays)
+            timed.decided[N, K, bucket] = ships, best
+            timed.met.extend(met)
+    return timed
+
+
+def _meet(
+    found: list[Result],
+    ships: Choice,
+    tokens: list[int],
+    subject_of: w4a16_finalists.SubjectOf,
+    replays: int,
+) -> tuple[Choice, list[Result]]:
+    """Return the choice that should serve a bucket, and the times of those that met over it."""
+    ends = {r.tile: r.us for r in found}
+    few = w4a16_finalists.times_at(list(ends), tokens[1], subject_of, replays)
+    fastest = sorted(ends, key=lambda tile: ends[tile] * few[tile])
+    choices = list(dict.fromkeys((ships, *fastest[: w4a16_finalists.FINALISTS])))
+    times = w4a16_finalists.meet(choices, tokens, subject_of, replays)
+    met = [
+        dataclasses.replace(found[0], M=M, us=us, tile=choice)
+        for choice, own in zip(choices, times, strict=True)
+        for M, us in zip(tokens, own, strict=True)
+    ]
+    return choices[w4a16_finalists.worth_taking(times)], met
+
+
+def _as_json(choice: Choice) -> str | dict[str, Any]:
+    return choice if isinstance(choice, str) else dataclasses.asdict(choice)
+
+
+def _print_best(results: list[Result], top: int = 6) -> None:
+    for result in sorted(results, key=lambda r: r.us)[:top]:
+        tile = _as_json(result.tile)
+        tile = tile if isinstance(tile, str) else f"{result.tile}  {tuple(tile.values())}"
+        sys.stdout.write(f"{result.shape:8} M={result.M:<4} {result.us:8.2f} us  {tile}\n")
+    sys.stdout.flush()
+
+
+def _changed(
+    decided: dict[w4a16_rows.Place, tuple[Choice, Choice]], met: list[Result], given: Format
+) -> list[Result]:
+    """Return what a table of this card should change to, each with its time at its bucket's end."""
+    table = tile_tables.of_card(tiles_wgmma.tables(), torch.cuda.get_device_name())
+    rows = w4a16_rows.changed(decided, {} if table is None else table.choices, given.weights)
+    # By bucket the last that met, at its end. The head alone of a pair was timed as the pair.
+    ends = {(r.N, r.K, tiles_wgmma.bucket_of(r.M), r.tile): r for r in met}
+    return [
+        dataclasses.replace(ends[*place, decided[place][1]], tile=choice)
+        for place, choice in rows.items()
+    ]
+
+
+def table_rows(results: list[Result], given: Format = DEFAULT) -> list[dict[str, Any]]:
+    """Put the fastest choice of each shape and number of tokens into rows of a ``tiles/`` table."""
+    fastest: dict[tuple[int, int, int], Result] = {}
+    for r in results:
+        best = fastest.get((r.N, r.K, r.M))
+        if best is None or r.us < best.us:
+            fastest[r.N, r.K, r.M] = r
+    rows = []
+    for (N, K, M), r in fastest.items():
+        max_m = M if M in BUCKETS else None
+        named = {"N": N, "K": K, "max_m": max_m} | weight_format.as_field(given.weights)
+        rows.append(named | {"tile": _as_json(r.tile), "us": round(r.us, 3)})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tuning.tune_w4a16_wgmma")
+    parser.add_argument("--output", type=Path, required=True, help="directory for the results")
+    parser.add_argument("--shape", action="append", choices=sorted(PRODUCTS))
+    parser.add_argument("--tokens", type=int, action="append", choices=TOKENS)
+    parser.add_argument("--regime", action="append", choices=REGIMES)
+    parser.add_argument("--known", action="store_true", help=KNOWN)
+    parser.add_argument(
+        "--between", action="store_true", help="decide all over a bucket, not at its end alone"
+    )
+    parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
+    parser.add_argument("--replays", type=int, default=8)
+    w4a16_format.add_tuned_arguments(parser)
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        sys.stderr.write("error: tuning.tune_w4a16_wgmma needs a CUDA device\n")
+        return 2
+    shapes = arguments.shape or list(SHAPES)
+    Ms = arguments.tokens or list(TOKENS)
+    regimes, given = arguments.regime or REGIMES, w4a16_format.tuned(arguments)
+    tiles: dict[tuple[str, int], list[Tile]] = {
+        (name, M): [
+            tile
+            for tile in w4a16_known_tiles.product_tiles(*PRODUCTS[name], M)
+            if regime_of(tile) in regimes
+        ]
+        if arguments.known
+        else all_candidates(*PRODUCTS[name], M, regimes, given)
+        for name in shapes
+        for M in Ms
+    }
+    jobs = dict(
+        _job(*PRODUCTS[name], M, part)
+        for (name, M), some in tiles.items()
+        for tile in some
+        for part in _compiled_apart(tile)
+    )
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
+        for line in pool.map(partial(compile_tile, given=given), jobs.values(), chunksize=4):
+            if line:
+                sys.stdout.write(f"does not compile: {line}\n")
+    sys.stdout.write(f"compiled {len(jobs)} candidates\n")
+    sys.stdout.flush()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    command = w4a16_format.tuner("tuning.tune_w4a16_wgmma", given)
+    facts = ", ".join(f"{key} {value}" for key, value in report.environment().items())
+    results: list[Result] = []
+    met: list[Result] = []
+    decided: dict[w4a16_rows.Place, tuple[Choice, Choice]] = {}
+    for name in shapes:
+        own = {M: tiles[name, M] for M in Ms}
+        timed_here = _time_shape(name, given, Ms, own, arguments.replays, between=arguments.between)
+        results += timed_here.results
+        met += timed_here.met
+        decided |= timed_here.decided
+        table = {
+            "gpu": torch.cuda.get_device_name(),
+            "source": f"{command}, {facts}",
+            "rows": table_rows(_changed(decided, met, given) if decided else results, given),
+        }
+        # After every shape: what was measured survives a run that is cut off.
+        timed = [
+            {"shape": r.shape, "M": r.M, "us": r.us, "tile": _as_json(r.tile)} for r in results
+        ]
+        for file, document in (("w4a16_wgmma.json", table), ("all.json", timed)):
+            text = json.dumps(document, indent=1) + "\n"
+            (arguments.output / file).write_text(text, encoding="utf-8")
+        tune_best.write(timed, arguments.output)
+        if met:
+            rows = [(r.shape, r.M, f"{r.us:.1f}", str(r.tile)) for r in met]
+            report.write_csv(arguments.output / "between.csv", ("shape", "M", "us", "tile"), rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
