@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from taut_service.hash_key import hash_key
-from taut_service.key_file import read_keys
-from taut_service.settings import Settings, SettingsError, load_settings
-from taut_service.tls import ServerTls
+from taut_service.admit.hash_key import hash_key
+from taut_service.admit.key_file import read_keys
+from taut_service.config.settings import Settings, SettingsError, load_settings
+from taut_service.http.tls import ServerTls
 
 logger = logging.getLogger("taut_service")
 GC_THRESHOLD = 20_000
@@ -56,7 +56,7 @@ def _check_files(settings: Settings) -> None:
         ServerTls(settings.listen.tls)
     if settings.rate_limits.redis is not None:
         # Imported late: it brings the metrics and the package redis with it.
-        from taut_service.limits.store import build_store
+        from taut_service.admit.limits.store import build_store
 
         build_store(settings.rate_limits)
 
@@ -86,10 +86,10 @@ def _serve(settings: Settings, path: Path, host: str, port: int) -> int:
     # Imported late: --check and a wrong file need neither FastAPI nor uvicorn.
     import prometheus_client
 
-    from taut_service import logs
     from taut_service.app import create_app
-    from taut_service.descriptors import raise_soft_limit
-    from taut_service.server import GatewayServer, listen
+    from taut_service.http.descriptors import raise_soft_limit
+    from taut_service.http.server import GatewayServer, listen
+    from taut_service.watch import logs
 
     logs.configure()
     # Half of the lines of a scrape, read by nobody.

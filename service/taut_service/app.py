@@ -13,26 +13,26 @@ from typing import TextIO
 
 from fastapi import FastAPI
 
-from taut_service.access_log import AccessLog
-from taut_service.admission import Admission
-from taut_service.api import Lifespan, create_api
-from taut_service.auth import ApiKeys
+from taut_service.admit.admission import Admission
+from taut_service.admit.auth import ApiKeys
+from taut_service.admit.first_look import look_at_workers
+from taut_service.admit.key_file import KeyFileWatch
+from taut_service.admit.limits.limiter import RateLimiter
+from taut_service.admit.limits.store import build_store, read_store
 from taut_service.call import ROUTES
-from taut_service.discovery.supervisor import Supervisor
-from taut_service.drain import Drain
-from taut_service.first_look import look_at_workers
-from taut_service.fleet import Fleet
-from taut_service.front import Front
-from taut_service.gateway import Gateway
-from taut_service.key_file import KeyFileWatch
-from taut_service.limits.limiter import RateLimiter
-from taut_service.limits.store import build_store, read_store
-from taut_service.metrics import Metrics
-from taut_service.prober import ProbeTimes
-from taut_service.readings import read_admission, read_discovery, read_drain, read_workers
-from taut_service.reload import Reloader
-from taut_service.settings import Settings
-from taut_service.tracing import Tracing
+from taut_service.config.reload import Reloader
+from taut_service.config.settings import Settings
+from taut_service.http.api import Lifespan, create_api
+from taut_service.http.front import Front
+from taut_service.route.fleet import Fleet
+from taut_service.route.gateway import Gateway
+from taut_service.watch.access_log import AccessLog
+from taut_service.watch.drain import Drain
+from taut_service.watch.metrics import Metrics
+from taut_service.watch.readings import read_admission, read_discovery, read_drain, read_workers
+from taut_service.watch.tracing import Tracing
+from taut_service.worker.discovery.supervisor import Supervisor
+from taut_service.worker.prober import ProbeTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _lifespan_of(parts: _Parts, first_look_s: float) -> Lifespan:
 
 def _admin_of(parts: _Parts, host: str) -> FastAPI:
     # Imported late: its models cost a start without an admin port 50 ms.
-    from taut_service.admin import Controls, create_admin
+    from taut_service.watch.admin import Controls, create_admin
 
     return create_admin(
         Controls(parts.reloader, parts.admission, parts.discovery, parts.drain, parts.keys, host)

@@ -6,14 +6,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from taut_service.auth import Caller
-from taut_service.byte_budget import HeldBytes
-from taut_service.client_exchange import ClientExchange
-from taut_service.dialect import ANTHROPIC, OPENAI, RESPONSES, Dialect
-from taut_service.errors import Headers
-from taut_service.limits.limiter import Reservation
-from taut_service.metrics import RouteMetrics
-from taut_service.request_checks import (
+from taut_service.admit.auth import Caller
+from taut_service.admit.byte_budget import HeldBytes
+from taut_service.admit.limits.limiter import Reservation
+from taut_service.admit.request_checks import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     COUNT_FIELDS,
@@ -24,7 +20,11 @@ from taut_service.request_checks import (
     TOKENIZE_FIELDS,
     Fields,
 )
-from taut_service.sse import Usage
+from taut_service.errors import Headers
+from taut_service.http.client_exchange import ClientExchange
+from taut_service.http.dialect import ANTHROPIC, OPENAI, RESPONSES, Dialect
+from taut_service.http.sse import Usage
+from taut_service.watch.metrics import RouteMetrics
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -18,7 +18,7 @@ from chart_rendering import (
     the,
 )
 
-from taut_service.settings import Settings, load_settings
+from taut_service.config.settings import Settings, load_settings
 
 pytestmark = needs_helm
 CPU = set_values("cpu-minimal")

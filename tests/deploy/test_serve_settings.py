@@ -114,7 +114,7 @@ def test_the_gateway_accepts_the_configuration(prepared, tmp_path):
     """The seam itself: the service room's own loader reads what we write."""
     import yaml
 
-    from taut_service.settings import load_settings
+    from taut_service.config.settings import load_settings
 
     settings, _, _, (models, _) = prepared
     path = tmp_path / "gateway.yaml"

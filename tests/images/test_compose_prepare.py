@@ -16,7 +16,7 @@ import yaml
 
 from taut_deploy.compress import calibration
 from taut_deploy.errors import ModelError, RecipeError
-from taut_service.settings import Settings
+from taut_service.config.settings import Settings
 
 # importlib mode adds no test folder to the path.
 sys.path.insert(0, str(Path(__file__).parents[1] / "deploy"))

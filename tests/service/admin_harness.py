@@ -10,8 +10,8 @@ from typing import Any
 
 from gateway_harness import Answer, Harness, eventually, gateway
 
-from taut_service.server import AdminServer, listen
-from taut_service.settings import Settings
+from taut_service.config.settings import Settings
+from taut_service.http.server import AdminServer, listen
 
 
 class Admin:

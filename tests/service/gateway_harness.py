@@ -14,11 +14,11 @@ from typing import Any
 from mock_engine import MockEngine
 
 from taut_service.app import create_app
-from taut_service.front import Front
-from taut_service.prober import ProbeTimes
-from taut_service.server import GatewayServer, listen
-from taut_service.settings import Settings
-from taut_service.tls import ServerTls
+from taut_service.config.settings import Settings
+from taut_service.http.front import Front
+from taut_service.http.server import GatewayServer, listen
+from taut_service.http.tls import ServerTls
+from taut_service.worker.prober import ProbeTimes
 
 MODEL = "m"
 QUICK = ProbeTimes(

@@ -17,7 +17,7 @@ import pytest
 from redis.asyncio import Redis
 
 from taut_deploy.ports import free_port
-from taut_service.settings import RedisStore
+from taut_service.config.settings import RedisStore
 
 BINARY = shutil.which("redis-server")
 

@@ -16,12 +16,12 @@ import yaml
 from gateway_harness import Client, eventually, settings_for
 from pydantic import ValidationError
 
-from taut_service import access_log
-from taut_service.access_log import AccessLog
 from taut_service.call import ROUTES, Call
-from taut_service.metrics import Metrics
-from taut_service.settings import AccessLogSettings, Settings
-from taut_service.sse import Usage
+from taut_service.config.settings import AccessLogSettings, Settings
+from taut_service.http.sse import Usage
+from taut_service.watch import access_log
+from taut_service.watch.access_log import AccessLog
+from taut_service.watch.metrics import Metrics
 
 
 def call_with(request_id: bytes = b"id-1", status: int = 200, **values: Any) -> Call:

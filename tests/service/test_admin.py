@@ -17,7 +17,7 @@ from gateway_harness import COMPLETION, eventually, settings_for
 from mock_engine import Faults, MockEngine
 from pydantic import ValidationError
 
-from taut_service.settings import Settings
+from taut_service.config.settings import Settings
 
 ADMIN_KEY, PLAIN_KEY = "sk-admin", "sk-plain"
 KEYS = [
@@ -227,7 +227,7 @@ async def test_keys_with_the_scope_admin_only(caplog: pytest.LogCaptureFixture) 
         assert (await admin.ask("GET", "/admin/state", headers=user)).status == 403
         assert (await admin.ask("POST", "/admin/drain", headers=user)).status == 403
         assert (await admin.ask("GET", "/admin/state", headers=root)).status == 200
-        with caplog.at_level(logging.INFO, "taut_service.admin"):
+        with caplog.at_level(logging.INFO, "taut_service.watch.admin"):
             assert (await admin.ask("POST", "/admin/drain", headers=root)).status == 200
         assert [record.getMessage() for record in caplog.records] == [
             "admin root: draining, 0 live"

@@ -9,9 +9,9 @@ import pytest
 from gateway_harness import COMPLETION, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.admission import Admission, AdmissionController, Claim
+from taut_service.admit.admission import Admission, AdmissionController, Claim
+from taut_service.config.settings import AdmissionLimit, BrownOut, Settings
 from taut_service.errors import OverloadedError
-from taut_service.settings import AdmissionLimit, BrownOut, Settings
 
 
 def controller(inflight: int, queued: int, timeout_s: float = 5.0) -> AdmissionController:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taut_service.admission import AdmissionController, Claim
+from taut_service.admit.admission import AdmissionController, Claim
+from taut_service.admit.fair_queue import Priority
+from taut_service.config.settings import AdmissionLimit
 from taut_service.errors import OverloadedError
-from taut_service.fair_queue import Priority
-from taut_service.settings import AdmissionLimit
 
 LIMITS = st.builds(
     AdmissionLimit,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from taut_service.affinity import affinity_keys, prompt_beginning
-from taut_service.rendezvous import draw, rank_by_weight, seed_of
-from taut_service.settings import Affinity
+from taut_service.config.settings import Affinity
+from taut_service.route.affinity import affinity_keys, prompt_beginning
+from taut_service.route.rendezvous import draw, rank_by_weight, seed_of
 
 PREFIX = Affinity(by="prefix", block_chars=16, max_blocks=4)
 KEYS = [b"key-%d" % i for i in range(20_000)]

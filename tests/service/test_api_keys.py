@@ -12,11 +12,11 @@ import pytest
 from gateway_harness import CHAT, COMPLETION, MODEL, eventually, gateway, settings_for
 from mock_engine import MockEngine
 
-from taut_service.auth import ApiKeys, Caller
+from taut_service.admit.auth import ApiKeys, Caller
+from taut_service.admit.fair_queue import Priority
+from taut_service.admit.key_file import KeyFileWatch, read_keys
+from taut_service.config.settings import ApiKey, SettingsError
 from taut_service.errors import ForbiddenError, RequestError, UnauthorizedError
-from taut_service.fair_queue import Priority
-from taut_service.key_file import KeyFileWatch, read_keys
-from taut_service.settings import ApiKey, SettingsError
 
 
 def sha256(key: str) -> str:

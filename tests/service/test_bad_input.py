@@ -406,7 +406,7 @@ async def test_what_is_not_http_or_has_an_endless_head_is_refused(
 async def test_connection_without_a_request_is_closed(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("taut_service.protocol.FRAMING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("taut_service.http.protocol.FRAMING_TIMEOUT_S", 0.05)
     silent, slow = await harness.connect(), await harness.connect()
     slow.writer.write(b"GET /health/live HTTP/1.1\r\nhost: ")
     for client in (silent, slow):

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from taut_service.balance import Balancer
-from taut_service.rendezvous import seed_of
-from taut_service.settings import Affinity, Breaker, Timeouts, WorkerSettings
-from taut_service.upstream import UpstreamClient
-from taut_service.worker import Worker, WorkerState
-from taut_service.worker_load import ReportedLoad, parse_load
+from taut_service.config.settings import Affinity, Breaker, Timeouts, WorkerSettings
+from taut_service.route.balance import Balancer
+from taut_service.route.rendezvous import seed_of
+from taut_service.worker.upstream import UpstreamClient
+from taut_service.worker.worker import Worker, WorkerState
+from taut_service.worker.worker_load import ReportedLoad, parse_load
 
 AFFINITY = Affinity(by="session", min_requests=4, max_load_ratio=1.5)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from taut_service.breaker import CircuitBreaker
-from taut_service.retry_budget import RetryBudget
-from taut_service.settings import Breaker, Retries
+from taut_service.config.settings import Breaker, Retries
+from taut_service.route.breaker import CircuitBreaker
+from taut_service.route.retry_budget import RetryBudget
 
 LIMITS = Breaker(failures=3, failure_ratio=0.5, window_s=10, open_s=5)
 

@@ -11,7 +11,7 @@ import pytest
 from gateway_harness import CHAT, COMPLETION, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.client_exchange import ClientExchange
+from taut_service.http.client_exchange import ClientExchange
 
 BODY = json.dumps(COMPLETION).encode()
 

@@ -18,7 +18,7 @@ from mock_engine import Faults, MockEngine
 from observability_queries import HOME, OF_WORKERS
 
 from taut_deploy.ports import free_port
-from taut_service.settings import Settings
+from taut_service.config.settings import Settings
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(

@@ -19,10 +19,10 @@ from live_processes import House, call, eventually, house
 from mock_engine import Faults, MockEngine
 from raw_client import HOST, Client, body_of, post
 
-from taut_service.connection import NoDescriptorError
-from taut_service.descriptors import LOG_PAUSE_S, DescriptorReserve
-from taut_service.settings import Timeouts
-from taut_service.upstream import UpstreamClient
+from taut_service.config.settings import Timeouts
+from taut_service.http.descriptors import LOG_PAUSE_S, DescriptorReserve
+from taut_service.worker.connection import NoDescriptorError
+from taut_service.worker.upstream import UpstreamClient
 
 HARD, SOFT = 256, 128
 LIMITED = (

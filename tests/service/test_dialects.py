@@ -10,8 +10,8 @@ import pytest
 from gateway_harness import Answer, Harness, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.dialect import ANTHROPIC, OPENAI, RESPONSES
 from taut_service.errors import GatewayError, OverloadedError, RequestError, UpstreamDeadlineError
+from taut_service.http.dialect import ANTHROPIC, OPENAI, RESPONSES
 
 RESPONSE = {"model": "m", "input": "hello"}
 MESSAGE = {"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}

@@ -9,10 +9,11 @@ import socket
 import pytest
 from gateway_harness import eventually
 
-from taut_service.discovery import dns as dns_module
-from taut_service.discovery import watch_for, worker_at
-from taut_service.discovery.dns import DnsWatch
-from taut_service.settings import Discovery, DnsDiscovery, WorkerSettings
+from taut_service.config.settings import Discovery, DnsDiscovery, WorkerSettings
+from taut_service.worker.discovery import dns as dns_module
+from taut_service.worker.discovery.choose import watch_for
+from taut_service.worker.discovery.dns import DnsWatch
+from taut_service.worker.discovery.watch import worker_at
 
 
 class Answers:
@@ -75,7 +76,7 @@ async def test_a_bad_answer_keeps_the_last_set_and_a_good_one_replaces_it(
     bad: set[str] | Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, applied = watch({"10.0.0.1"}, bad, bad, {"10.0.0.2"})
-    with caplog.at_level(logging.INFO, "taut_service.discovery"):
+    with caplog.at_level(logging.INFO, "taut_service.worker.discovery"):
         for _ in range(4):
             await one.look_up()
     assert applied == [["http://10.0.0.1:8000"], ["http://10.0.0.2:8000"]]

@@ -11,7 +11,7 @@ from gateway_harness import COMPLETION, eventually, gateway
 from kubernetes_api import FakeApi, endpoint, endpoint_slice
 from mock_engine import Faults, MockEngine
 
-from taut_service.settings import Settings
+from taut_service.config.settings import Settings
 
 
 def document_for(api: FakeApi, **extra: Any) -> dict[str, Any]:

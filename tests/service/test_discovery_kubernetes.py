@@ -14,9 +14,9 @@ from gateway_harness import eventually
 from kubernetes_api import FakeApi, endpoint, endpoint_slice
 from pydantic import ValidationError
 
-from taut_service.discovery.endpoint_slices import SliceSet
-from taut_service.discovery.kubernetes import EndpointWatch
-from taut_service.settings import KubernetesDiscovery, WorkerSettings
+from taut_service.config.settings import KubernetesDiscovery, WorkerSettings
+from taut_service.worker.discovery.endpoint_slices import SliceSet
+from taut_service.worker.discovery.kubernetes import EndpointWatch
 
 
 class Follower:

@@ -16,9 +16,9 @@ import yaml
 from gateway_harness import COMPLETION, Client, Harness, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.drain import Drain
 from taut_service.errors import UnavailableError
-from taut_service.watch import RequestWatch
+from taut_service.http.request_watch import RequestWatch
+from taut_service.watch.drain import Drain
 
 
 @asynccontextmanager

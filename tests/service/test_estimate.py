@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from taut_service.limits.estimate import estimate
-from taut_service.limits.texts import MEDIA_BYTES
+from taut_service.admit.limits.estimate import estimate
+from taut_service.admit.limits.texts import MEDIA_BYTES
 
 MESSAGES = {"messages": [{"role": "user", "content": "abcd"}]}
 """Seven tokens: two brackets, two names, two texts of four bytes."""

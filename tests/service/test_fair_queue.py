@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from taut_service.fair_queue import FairQueue, Priority, Waiter
+from taut_service.admit.fair_queue import FairQueue, Priority, Waiter
 
 
 @pytest.fixture

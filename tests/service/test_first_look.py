@@ -15,7 +15,7 @@ from kubernetes_api import FakeApi, endpoint, endpoint_slice
 from mock_engine import MockEngine
 from test_discovery_gateway import document_for
 
-from taut_service.settings import Settings
+from taut_service.config.settings import Settings
 
 PATIENT = dataclasses.replace(QUICK, first_look_s=20)
 IMPATIENT = dataclasses.replace(QUICK, first_look_s=0.2)

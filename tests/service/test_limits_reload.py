@@ -12,7 +12,7 @@ import yaml
 from gateway_harness import COMPLETION, MODEL, Harness, eventually, gateway
 from mock_engine import Faults, MockEngine
 
-from taut_service.settings import Settings, SettingsError, load_settings
+from taut_service.config.settings import Settings, SettingsError, load_settings
 
 DIGEST = hashlib.sha256(b"k").hexdigest()
 

@@ -7,7 +7,7 @@ import socket
 
 import uvloop
 
-from taut_service.server import ACCEPTS, listen, watched_often
+from taut_service.http.server import ACCEPTS, listen, watched_often
 
 CROWD = 10 * ACCEPTS
 

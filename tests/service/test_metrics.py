@@ -17,11 +17,11 @@ from mock_engine import Faults, MockEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from taut_service.call import ROUTES
-from taut_service.families import STATUS_CLASSES
-from taut_service.gauges import Reading
-from taut_service.metrics import Metrics
-from taut_service.settings import Settings
-from taut_service.sse import Usage
+from taut_service.config.settings import Settings
+from taut_service.http.sse import Usage
+from taut_service.watch.families import STATUS_CLASSES
+from taut_service.watch.gauges import Reading
+from taut_service.watch.metrics import Metrics
 
 ROUTE_NAMES = [route.name for route in ROUTES]
 PRICE = {"prompt_per_million": 2.0, "completion_per_million": 10.0}

@@ -23,11 +23,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from mock_engine import Faults, MockEngine
 
+from taut_service.admit.limits.bucket import RateLimit
+from taut_service.admit.limits.estimate import Estimate
+from taut_service.admit.limits.limiter import RateLimiter, duration
+from taut_service.admit.limits.memory import SWEEP_AT, MemoryLimitStore
 from taut_service.errors import RateLimitedError, RequestError
-from taut_service.limits.bucket import RateLimit
-from taut_service.limits.estimate import Estimate
-from taut_service.limits.limiter import RateLimiter, duration
-from taut_service.limits.memory import SWEEP_AT, MemoryLimitStore
 
 PROMPT = 2
 """Estimate of the prompt of COMPLETION: five bytes."""

@@ -9,7 +9,7 @@ from gateway_harness import COMPLETION, Harness, eventually, gateway, settings_f
 from mock_engine import MockEngine
 from redis_process import RedisServer, redis_server
 
-from taut_service.settings import RateLimits, Settings
+from taut_service.config.settings import RateLimits, Settings
 
 KEYS = [{"name": "a", "sha256": hashlib.sha256(b"k").hexdigest(), "requests_per_minute": 4}]
 

@@ -19,13 +19,13 @@ import pytest
 from gateway_harness import eventually, settings_for
 from redis_process import RedisServer, redis_client, redis_server
 
+from taut_service.admit.limits.bucket import RateLimit, Standing
+from taut_service.admit.limits.memory import MemoryLimitStore
+from taut_service.admit.limits.redis_script import KEEP_S
+from taut_service.admit.limits.redis_store import BATCH, RedisLimitStore
+from taut_service.admit.limits.store import build_store
+from taut_service.config.settings import RateLimits, RedisStore, SettingsError
 from taut_service.errors import UnavailableError
-from taut_service.limits.bucket import RateLimit, Standing
-from taut_service.limits.memory import MemoryLimitStore
-from taut_service.limits.redis_script import KEEP_S
-from taut_service.limits.redis_store import BATCH, RedisLimitStore
-from taut_service.limits.store import build_store
-from taut_service.settings import RateLimits, RedisStore, SettingsError
 
 LIMIT_S = 0.05
 """The longest time limit that a configuration may give."""
@@ -379,7 +379,7 @@ async def test_password_comes_from_a_file(tmp_path: Path) -> None:
 
 
 def test_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "taut_service.limits.redis_store")
+    monkeypatch.delitem(sys.modules, "taut_service.admit.limits.redis_store")
     monkeypatch.setitem(sys.modules, "redis.asyncio", None)
     settings = RateLimits(store="redis", redis=RedisStore(url="redis://h"))
     with pytest.raises(SettingsError, match=r"pip install 'taut\[redis\]'"):

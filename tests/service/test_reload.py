@@ -26,8 +26,8 @@ from gateway_harness import (
 )
 from mock_engine import Faults, MockEngine
 
-from taut_service.settings import SettingsError, WorkerSettings, load_settings
-from taut_service.worker import Worker
+from taut_service.config.settings import SettingsError, WorkerSettings, load_settings
+from taut_service.worker.worker import Worker
 
 
 class Configuration:

@@ -12,8 +12,8 @@ from gateway_harness import COMPLETION, Harness, eventually, gateway, settings_f
 from mock_engine import Faults, MockEngine
 
 from taut_service.call import Call
-from taut_service.outgoing import Outgoing
-from taut_service.watch import RequestWatch
+from taut_service.http.request_watch import RequestWatch
+from taut_service.worker.outgoing import Outgoing
 
 STREAM = {**COMPLETION, "stream": True}
 Scenario = Callable[[Harness, MockEngine], Awaitable[None]]

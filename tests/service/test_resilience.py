@@ -15,7 +15,7 @@ import pytest
 from gateway_harness import COMPLETION, QUICK, Harness, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.worker import Worker, WorkerState
+from taut_service.worker.worker import Worker, WorkerState
 
 
 def worker(harness: Harness, name: str) -> Worker:

@@ -165,7 +165,7 @@ async def test_log_can_be_switched_off() -> None:
 
 def test_package_imports_without_the_heavy_libraries() -> None:
     script = (
-        "import sys, taut_service, taut_service.app, taut_service.server, taut_service.__main__\n"
+        "import sys, taut_service.app, taut_service.http.server, taut_service.__main__\n"
         "heavy = {'torch', 'numpy', 'vllm', 'triton', 'transformers', 'httpx', 'aiohttp',\n"
         "         'taut_kernels', 'taut_deploy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from taut_service.settings import Settings, SettingsError, load_settings
+from taut_service.config.settings import Settings, SettingsError, load_settings
 
 MINIMAL = """
 models:

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import pytest
 
+from taut_service.admit.limits.bucket import RateLimit, Standing
+from taut_service.admit.limits.estimate import Estimate
+from taut_service.admit.limits.limiter import Reservation
+from taut_service.admit.limits.memory import MemoryLimitStore
+from taut_service.admit.limits.settlement import settle
 from taut_service.call import CLIENT_CLOSED
-from taut_service.limits.bucket import RateLimit, Standing
-from taut_service.limits.estimate import Estimate
-from taut_service.limits.limiter import Reservation
-from taut_service.limits.memory import MemoryLimitStore
-from taut_service.limits.settlement import settle
-from taut_service.sse import SseReframer, Usage
+from taut_service.http.sse import SseReframer, Usage
 
 
 def event(**fields: Any) -> bytes:

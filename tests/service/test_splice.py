@@ -10,8 +10,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from taut_service.errors import RequestError
-from taut_service.json_body import parse_body
-from taut_service.splice import find_models, with_model
+from taut_service.http.json_body import parse_body
+from taut_service.http.splice import find_models, with_model
 
 
 def spliced(body: bytes, name: str = "served") -> bytes:

@@ -7,7 +7,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from taut_service.sse import SseReframer, Usage, read_usage
+from taut_service.http.sse import SseReframer, Usage, read_usage
 
 EVENTS = [
     b'data: {"choices":[{"text":"a"}]}',

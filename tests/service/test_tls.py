@@ -18,8 +18,8 @@ from certificates import Authority
 from gateway_harness import COMPLETION, Client, eventually, gateway, settings_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.settings import TlsFiles
-from taut_service.tls import ServerTls, TlsError
+from taut_service.config.settings import TlsFiles
+from taut_service.http.tls import ServerTls, TlsError
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def test_a_half_renewal_changes_nothing(
         trust = trusting(tmp_path)
         crt, key = authority.issue(tmp_path, "renewed")
         shutil.copy(crt, tmp_path / "tls.crt")
-        with caplog.at_level(logging.ERROR, "taut_service.tls"):
+        with caplog.at_level(logging.ERROR, "taut_service.http.tls"):
             assert not tls.check()
             assert not tls.check()
         assert len(caplog.records) == 1, "said once, not at every look"
@@ -183,7 +183,7 @@ def test_the_process_serves_https_and_its_health_check_asks_so(
 async def test_watch_takes_a_new_certificate_by_itself(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("taut_service.tls.CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr("taut_service.http.tls.CHECK_EVERY_S", 0.01)
     told: list[bool] = []
     tls = ServerTls(files(authority.issue(tmp_path)), told.append)
     watching = asyncio.create_task(tls.run())

@@ -185,7 +185,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_tracing_nothing_of_it_is_imported() -> None:
     script = (
-        "import sys, taut_service.app, taut_service.server, taut_service.__main__\n"
+        "import sys, taut_service.app, taut_service.http.server, taut_service.__main__\n"
         "found = [name for name in sys.modules if name.startswith(('opentelemetry', 'requests'))]\n"
         "assert not found, found\n"
     )

@@ -12,8 +12,8 @@ import pytest
 from gateway_harness import COMPLETION, Harness, eventually, gateway, variants_for
 from mock_engine import Faults, MockEngine
 
-from taut_service.settings import Settings
-from taut_service.variants import UnknownVariantError
+from taut_service.config.settings import Settings
+from taut_service.route.variants import UnknownVariantError
 
 
 def settings(model: dict[str, Any], **sections: Any) -> Settings:

@@ -14,14 +14,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from taut_deploy.cache.golden_prompt import ask_until_ready
 from taut_deploy.cache.key import CacheKey, cache_key_of
 from taut_deploy.cache.place import MARKER, VARIABLES, read_marker, why_not_writable
 from taut_deploy.checkpoint import Golden, Manifest, is_checkpoint, read_manifest
 from taut_deploy.errors import OutputError, WorkerError
 from taut_deploy.files import disk_errors_named, write_json_atomically
 from taut_deploy.ports import free_port
-from taut_deploy.serve.process import ChildSpec, RestartPolicy, SupervisedProcess
+from taut_deploy.serve.one_worker import ask_one_worker
+from taut_deploy.serve.process import ChildSpec
 from taut_deploy.worker import LOOPBACK, WorkerSpec, command_for, installed_platform
 from taut_deploy.worker_command import worker_command
 
@@ -193,26 +193,16 @@ async def _start_and_ask(
     child = ChildSpec(
         "worker", _command(spec, root, port), {"PYTHONSAFEPATH": "1"}, directory / LOG, _GRACE_S
     )
-    process = SupervisedProcess(child, say, RestartPolicy(failures_before_ready=1))
     started = time.monotonic()
-    run = asyncio.create_task(process.run())
-    ask = asyncio.create_task(ask_until_ready(f"http://{LOOPBACK}:{port}", _NAME, golden))
-    try:
-        await asyncio.wait({run, ask}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        took = time.monotonic() - started
-        if run.done():
-            run.result()
-        if not ask.done():
-            raise WorkerError(
-                f"no answer within {timeout_s:.0f} s (log: {child.log}); give a longer --timeout"
-            )
-        ask.result()
-        process.mark_ready()
-        return took
-    finally:
-        for task in (ask, run):
-            task.cancel()
-        await asyncio.gather(ask, run, return_exceptions=True)
+    return await ask_one_worker(
+        child,
+        f"http://{LOOPBACK}:{port}",
+        _NAME,
+        golden,
+        lambda: time.monotonic() - started,
+        timeout_s=timeout_s,
+        say=say,
+    )
 
 
 def _command(spec: WorkerSpec, root: Path, port: int) -> tuple[str, ...]:

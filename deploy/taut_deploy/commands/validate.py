@@ -58,6 +58,13 @@ def validate(
     latency_timeout_s: Annotated[
         float, typer.Option(help="Seconds after which an answer counts as failed.")
     ] = _PLAN.timeout_s,
+    served: Annotated[
+        bool,
+        typer.Option(
+            "--served/--no-served",
+            help="Start a worker for a candidate directory and compare what it serves.",
+        ),
+    ] = True,
     baseline_header: Annotated[
         list[str] | None, typer.Option(help="'Name: value' for the baseline's URL; repeatable.")
     ] = None,
@@ -106,6 +113,7 @@ def validate(
                 timeout_s=latency_timeout_s,
             ),
             accept_lower_bound=accept_lower_bound,
+            served=served,
             progress=lambda stage, done, total: report(done, total, stage),
         )
         result = run_validation(job)

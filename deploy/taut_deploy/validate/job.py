@@ -10,8 +10,8 @@ from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.latency.plan import LatencyPlan
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, done, total): ``compare`` and ``noise`` count sequences, ``latency`` pairs of
-blocks."""
+"""Called with (stage, done, total): ``compare``, ``noise`` and ``serve`` count sequences,
+``latency`` counts pairs of blocks."""
 
 
 class Verdict(enum.Enum):
@@ -55,6 +55,8 @@ class ValidationJob:
         latency_plan: how much of it.
         accept_lower_bound: let a KL that is only known as a lower bound (servers) pass a ``max``
             rule.
+        served: also have a worker of a candidate directory score a few sequences, so that what
+            serves is compared with what was scored.
         progress: called after each sequence and each pair of latency blocks.
 
     Raises:
@@ -82,6 +84,7 @@ class ValidationJob:
     latency: bool | None = None
     latency_plan: LatencyPlan = field(default_factory=LatencyPlan)
     accept_lower_bound: bool = False
+    served: bool = False
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ _LABELS = {
     "kl_p99": "KL p99",
     "top1_agreement": "top-1 agreement",
     "rms_delta_p": "RMS Δp of the true token",
+    "served_kl": "mean KL of what is served from the files (nats)",
 }
 
 
@@ -28,6 +29,7 @@ def render(report: Mapping[str, Any]) -> str:
         _head,
         _rules,
         _metrics,
+        _serving,
         markdown_latency.latency,
         _worst,
         _models,
@@ -108,6 +110,11 @@ def _metrics(report: Mapping[str, Any]) -> str:
             f"Intervals: {report['statistics']['interval']}. Noise floor: {report['noise_floor']}.",
         )
     )
+
+
+def _serving(report: Mapping[str, Any]) -> str:
+    reason = cell(report["serving"]["reason"])
+    return f"## Serving\n\n{reason[0].upper()}{reason[1:]}."
 
 
 def _worst(report: Mapping[str, Any]) -> str:

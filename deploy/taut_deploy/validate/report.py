@@ -23,7 +23,8 @@ from taut_deploy.validate.policy import Policy
 from taut_deploy.validate.text import TokenizedText, Tokenizer
 
 SCHEMA = "taut-validation-report"
-SCHEMA_VERSION = 2  # 2: latency, verdicts of both parts, a rule's part and concurrency
+# 2: latency, verdicts of both parts, a rule's part and concurrency. 3: serving.
+SCHEMA_VERSION = 3
 JSON_NAME, MARKDOWN_NAME, JUNIT_NAME = "report.json", "report.md", "junit.xml"
 _WORST = 10
 _CONTEXT_TOKENS = 24
@@ -91,6 +92,7 @@ def build(
     policy: Policy,
     rules: Sequence[RuleOutcome],
     latency: Mapping[str, Any],
+    serving: Mapping[str, Any],
     measured: Mapping[str, Metric],
     comparison: Comparison,
     noise_kind: str,
@@ -122,6 +124,7 @@ def build(
         "mean_delta_p": metrics.mean_delta_p(comparison),
         "noise_floor": noise_kind,
         "latency": dict(latency),
+        "serving": dict(serving),
         "worst_positions": worst_positions(comparison, text, tokenizer),
         "models": {role: dict(described) for role, described in models.items()},
         "text": _text_section(job, text, comparison),

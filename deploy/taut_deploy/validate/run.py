@@ -26,6 +26,7 @@ from taut_deploy.validate.job import ValidationJob, ValidationResult, Verdict
 from taut_deploy.validate.latency_part import check_latency, check_lengths, compare_latency
 from taut_deploy.validate.policy import load_policy
 from taut_deploy.validate.server_source import ServerConnection, ServerSource, is_url
+from taut_deploy.validate.serving import compare_served
 from taut_deploy.validate.text import TokenizedText, Tokenizer, read_text, tokenize_file
 
 _PROBE_CHARACTERS = 4000
@@ -83,6 +84,8 @@ def run(job: ValidationJob) -> ValidationResult:
     noise, noise_kind = _score_noise(job, text, baseline)
     measured = metrics.measure(comparison, noise, resamples=job.bootstrap, seed=job.seed)
     _, rules = judge(policy, measured, accept_lower_bound=job.accept_lower_bound)
+    serving, serving_rules = compare_served(job, text.sequences, measured["mean_kl"])
+    rules += serving_rules
     latency, latency_rules = compare_latency(job, policy, text, baseline.server, candidate.server)
     rules += latency_rules
     content = report.build(
@@ -90,6 +93,7 @@ def run(job: ValidationJob) -> ValidationResult:
         policy=policy,
         rules=rules,
         latency=latency,
+        serving=serving.as_json(),
         measured=measured,
         comparison=comparison,
         noise_kind=noise_kind,

@@ -1,0 +1,147 @@
+"""Reads a request's body: checks it, and keeps the few facts that later steps need of it.
+
+Invariant: nothing parsed outlives :func:`inspect`; a request that waits holds its bytes and these
+facts. A body that is large, or becomes large when it is parsed, is read in a thread of its own,
+one at a time, so that the event loop stays free; after each the thread rests for as long as it
+worked, so that a flood of large bodies leaves half of the interpreter to everyone else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from taut_service.admit.limits.estimate import Estimate, estimate
+from taut_service.admit.request_checks import check_fields, model_of, require
+from taut_service.call import Call
+from taut_service.config.generation import Generation
+from taut_service.errors import GatewayError
+from taut_service.http.json_body import parse_body
+from taut_service.http.json_bounds import check_shape
+from taut_service.http.splice import Places, find_models
+from taut_service.route.affinity import prompt_beginning
+from taut_service.route.variants import Model
+
+_SESSION_FIELDS = ("prompt_cache_key", "user")
+"""Body fields that name a session where the header is missing; OpenAI's, both optional."""
+
+
+class Facts(NamedTuple):
+    """What is known of a request's body once it is no longer parsed.
+
+    Args:
+        asked: the name of its model.
+        model: the model of that name.
+        cost: its tokens.
+        streamed: whether the client wants a stream.
+        session: what it belongs to, None if it does not say.
+        beginning: of its prompt, as far as affinity looks at it.
+        places: of the model's name in the bytes; empty if nobody looked.
+    """
+
+    asked: str
+    model: Model
+    cost: Estimate
+    streamed: bool
+    session: str | None
+    beginning: str
+    places: Places
+
+
+class Inspector:
+    """Reads bodies, the large ones beside the event loop. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
+        self._rest_until = 0.0
+
+    async def inspect(self, call: Call, body: bytes, generation: Generation) -> Facts:
+        """Check a body that is not light; see :func:`inspect`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._in_turn, call, body, generation)
+
+    def close(self) -> None:
+        """End the thread when it has nothing left to do."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _in_turn(self, call: Call, body: bytes, generation: Generation) -> Facts:
+        started = time.monotonic()
+        if started < self._rest_until:
+            time.sleep(self._rest_until - started)
+            started = time.monotonic()
+        try:
+            return inspect(call, body, generation, give_way=True)
+        except GatewayError as error:
+            # Its frames and causes hold the parsed body: the error would while it is sent.
+            error.__context__ = None
+            raise error.with_traceback(None) from None
+        finally:
+            ended = time.monotonic()
+            self._rest_until = ended + (ended - started)
+
+
+def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool = False) -> Facts:
+    """Check a body and take down what later steps need.
+
+    Args:
+        call: its ``model`` is filled in as soon as it is known.
+        body: as it came.
+        generation: the configuration in force.
+        give_way: let other threads run meanwhile.
+
+    Returns:
+        The facts.
+
+    Raises:
+        RequestError: the body is not what the route takes.
+        NotFoundError: no such model.
+        ForbiddenError: the caller may not use it.
+    """
+    limits = generation.settings.limits
+    check_shape(body, limits.max_json_nodes, limits.max_json_depth)
+    document = parse_body(body, give_way=give_way)
+    asked = model_of(document, generation.names)
+    model = generation.names[asked]
+    call.model = model.name
+    if call.key is not None:
+        call.key.check_model(model.name)
+    route = call.route
+    require(document, *route.required)
+    for name in route.also_required:
+        require(document, name)
+    check_fields(document, route.fields, model.limits)
+    default = generation.settings.rate_limits.default_max_tokens
+    return Facts(
+        asked,
+        model,
+        estimate(document, route.name, model.limits.max_model_len, default),
+        document.get("stream") is True,
+        _session(document),
+        _beginning(document, model),
+        find_models(body) if give_way and _is_renamed(model, asked) else (),
+    )
+
+
+def _beginning(document: dict[str, Any], model: Model) -> str:
+    affinity = model.settings.affinity
+    if affinity.by != "prefix":
+        return ""
+    # Of one worker nobody chooses.
+    for variant in model.variants.values():
+        if len(variant.workers) > 1:
+            return prompt_beginning(document, affinity)
+    return ""
+
+
+def _is_renamed(model: Model, asked: str) -> bool:
+    return any(variant.served_name != asked for variant in model.variants.values())
+
+
+def _session(document: dict[str, Any]) -> str | None:
+    for field in _SESSION_FIELDS:
+        named = document.get(field)
+        if isinstance(named, str) and named:
+            return named
+    return None

@@ -1,0 +1,1 @@
+"""The configuration file and its reload while requests run."""

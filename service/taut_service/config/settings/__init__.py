@@ -1,0 +1,67 @@
+"""The gateway's configuration: one YAML file, parsed once, frozen, unknown keys refused.
+
+:func:`load_settings` turns a file into :class:`Settings` or raises :class:`SettingsError` whose
+text has one line a mistake, each naming the file and the place in it. One module a concern:
+``listen``, ``models``, ``discovery``, ``admission``, ``routing``, ``limits``, ``keys``; ``root``
+puts them together and ``load`` reads the file.
+"""
+
+from taut_service.config.settings.admission import AdmissionLimit, BrownOut
+from taut_service.config.settings.discovery import Discovery, DnsDiscovery, KubernetesDiscovery
+from taut_service.config.settings.keys import ApiKey, PriorityName
+from taut_service.config.settings.limits import Limits, RateLimits, RedisStore
+from taut_service.config.settings.listen import AdminListen, Listen, TlsFiles
+from taut_service.config.settings.load import SettingsError, load_settings
+from taut_service.config.settings.models import (
+    DEFAULT_VARIANT,
+    Golden,
+    ModelSettings,
+    Price,
+    VariantSettings,
+    WorkerSettings,
+)
+from taut_service.config.settings.root import Settings
+from taut_service.config.settings.routing import (
+    Affinity,
+    Breaker,
+    Hedge,
+    Retries,
+    Routing,
+    Timeouts,
+    WorkerLoad,
+)
+from taut_service.config.settings.telemetry import AccessLogSettings, TracingSettings
+
+__all__ = [
+    "DEFAULT_VARIANT",
+    "AccessLogSettings",
+    "AdminListen",
+    "AdmissionLimit",
+    "Affinity",
+    "ApiKey",
+    "Breaker",
+    "BrownOut",
+    "Discovery",
+    "DnsDiscovery",
+    "Golden",
+    "Hedge",
+    "KubernetesDiscovery",
+    "Limits",
+    "Listen",
+    "ModelSettings",
+    "Price",
+    "PriorityName",
+    "RateLimits",
+    "RedisStore",
+    "Retries",
+    "Routing",
+    "Settings",
+    "SettingsError",
+    "Timeouts",
+    "TlsFiles",
+    "TracingSettings",
+    "VariantSettings",
+    "WorkerLoad",
+    "WorkerSettings",
+    "load_settings",
+]

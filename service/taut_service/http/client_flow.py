@@ -1,0 +1,162 @@
+"""What is watched while one direction of a client's connection stands still.
+
+A client that does not read its answer holds a place at a worker, and later what is left of the
+answer. So while bytes wait to be written, what the client takes of them is measured. The kernel's
+part is counted, too: it asks for more only when a third of megabytes has gone.
+
+A connection that is not read does not notice that its client has left: the event loop asks the
+kernel for readable sockets, and the end waits behind what has not been read. So while reading is
+paused the socket itself is asked now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import select
+import socket
+import struct
+import termios
+from collections.abc import Sized
+
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from taut_service.http.client_rules import SLOW_READER, ClientRules
+
+LOOK_S = 0.25
+"""Between two questions whether the client of a connection that is not read is still there."""
+# Not in every system's module; a hang-up is reported unasked.
+_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+
+
+class ClientFlow(FlowControl):
+    """uvicorn's flow control of one connection, with an eye on the client.
+
+    Args:
+        transport: of the connection.
+        loop: that runs it.
+        ahead: requests that wait for their turn; while there are any, nothing more is read.
+        rules: of the listener.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        ahead: Sized,
+        rules: ClientRules,
+    ) -> None:
+        super().__init__(transport)
+        self._loop = loop
+        self._ahead = ahead
+        self._given_up = False
+        self._rules = rules
+        self._look: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._unread = 0
+
+    def pause_reading(self) -> None:
+        """Read no more, but look whether the client leaves."""
+        super().pause_reading()
+        if self._look is None:
+            self._look = self._loop.call_later(LOOK_S, self._look_for_end)
+
+    def resume_reading(self) -> None:
+        """Read on, unless requests wait or nothing more is wanted."""
+        if not self.read_paused or self._ahead or self._given_up:
+            return
+        self._stop_looking()
+        super().resume_reading()
+
+    def give_up_reading(self) -> None:
+        """Read no more for good: what came cannot be understood."""
+        self._given_up = True
+        self.pause_reading()
+
+    def pause_writing(self) -> None:
+        """Hold what is to be written; measure how fast it goes."""
+        super().pause_writing()
+        self.watch_writing()
+
+    def resume_writing(self) -> None:
+        """Write on."""
+        super().resume_writing()
+        if self._write_timer is not None and not self._transport.is_closing():
+            self._stop_measuring()
+
+    def watch_writing(self) -> None:
+        """Cut the client off if it takes too little of what waits for it."""
+        if self._write_timer is None and self._transport.get_write_buffer_size():
+            self._unread = _unread(self._transport)
+            self._measure_later()
+
+    def _measure_later(self) -> None:
+        self._window_s = self._rules.timeouts().write_s
+        self._write_timer = self._loop.call_later(self._window_s, self._measure)
+
+    def _measure(self) -> None:
+        self._write_timer = None
+        before, self._unread = self._unread, _unread(self._transport)
+        least = self._window_s * self._rules.timeouts().write_min_bytes_per_s
+        if before - self._unread < max(1, least):
+            self._rules.closed(SLOW_READER)
+            _reset(self._transport)
+        else:
+            self._measure_later()
+
+    def _stop_measuring(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def close(self) -> None:
+        """Stop watching; the connection is lost."""
+        self._stop_looking()
+        self._stop_measuring()
+        self._given_up = True
+
+    def _look_for_end(self) -> None:
+        self._look = None
+        if _has_ended(self._transport):
+            self._transport.abort()
+        elif self.read_paused:
+            self._look = self._loop.call_later(LOOK_S, self._look_for_end)
+
+    def _stop_looking(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+
+
+def _unread(transport: asyncio.Transport) -> int:
+    """Return how many bytes written are on their way, those in the kernel included."""
+    waiting = transport.get_write_buffer_size()
+    descriptor = transport.get_extra_info("socket").fileno()
+    if descriptor < 0:
+        return waiting
+    try:
+        # Linux: what the other side has not acknowledged. Elsewhere only this process's part.
+        sent = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return waiting
+    return waiting + int(struct.unpack("i", sent)[0])
+
+
+def _reset(transport: asyncio.Transport) -> None:
+    """Close with a reset: what is in the kernel would stay there for as long as nobody reads it."""
+    with contextlib.suppress(OSError):
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+    transport.abort()
+
+
+def _has_ended(transport: asyncio.Transport) -> bool:
+    """Whether the other side has closed or reset, whatever of it is still to be read."""
+    descriptor = transport.get_extra_info("socket").fileno()
+    if descriptor < 0:
+        return False  # closing already
+    poll = select.poll()
+    poll.register(descriptor, _ENDED)
+    return bool(poll.poll(0))

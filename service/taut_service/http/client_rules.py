@@ -1,0 +1,37 @@
+"""What holds for every client's connection of one listener."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from taut_service.config.settings import Timeouts
+from taut_service.http.descriptors import DescriptorReserve
+
+SLOW_READER = "slow_reader"
+DESCRIPTORS = "descriptors"
+CLOSE_REASONS = (SLOW_READER, DESCRIPTORS)
+"""Why the gateway closes a connection of a client that did nothing wrong; metric labels."""
+
+
+def _default_timeouts() -> Timeouts:
+    return Timeouts()
+
+
+def _count_nothing(_: str) -> None:
+    return
+
+
+@dataclass(slots=True)
+class ClientRules:
+    """Asked and told by the connections.
+
+    Args:
+        timeouts: those in force, since a reload may change them.
+        closed: told why a connection is closed, one of ``CLOSE_REASONS``.
+        descriptors: what is kept free; None while the process does not listen yet.
+    """
+
+    timeouts: Callable[[], Timeouts] = _default_timeouts
+    closed: Callable[[str], None] = _count_nothing
+    descriptors: DescriptorReserve | None = None

@@ -1,0 +1,346 @@
+"""The raw ASGI front: answers the routes to workers itself, hands all others to FastAPI.
+
+For a worker's route: method → drain → key → body → JSON → model → fields → limits, then
+:class:`taut_service.route.gateway.Gateway`. FastAPI's own request handling would cost more than all
+of that. Whatever happens, a request is counted and logged exactly once, in ``finally``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from taut_service.admit.auth import CALLER, ApiKeys
+from taut_service.admit.byte_budget import FREE_BYTES, ByteBudget
+from taut_service.admit.claims import claim_of, timeout_of
+from taut_service.admit.inspection import Facts, Inspector, inspect
+from taut_service.admit.key_places import KeyPlaces
+from taut_service.admit.limits.limiter import RateLimiter
+from taut_service.admit.limits.settlement import settle
+from taut_service.call import CLIENT_CLOSED, Call, Route
+from taut_service.config.reload import Reloader
+from taut_service.errors import (
+    BodyTooLargeError,
+    GatewayError,
+    MethodNotAllowedError,
+    UnauthorizedError,
+)
+from taut_service.http.body import read_body
+from taut_service.http.client_exchange import SCOPE_KEY, ClientExchange
+from taut_service.http.headers import REQUEST_ID, RequestHeaders, RequestIds
+from taut_service.http.json_bounds import is_light
+from taut_service.http.relay import CutShortError
+from taut_service.http.request_watch import ClientDisconnectedError, RequestWatch
+from taut_service.route.gateway import Gateway
+from taut_service.watch.access_log import AccessLog
+from taut_service.watch.drain import Drain
+from taut_service.watch.metrics import UNKNOWN_MODEL, Metrics
+from taut_service.watch.tracing import Tracing, trace_id_of
+from taut_service.worker.outgoing import Outgoing
+
+LAST_WORD_S = 1.0
+"""Time to write an error to a client that may not be reading."""
+_REASON_OF_CODE: Mapping[str | None, str] = {
+    "queue_full": "queue_full",
+    "queue_timeout": "queue_timeout",
+    "total_timeout": "queue_timeout",
+    "no_ready_worker": "no_ready_worker",
+    "draining": "draining",
+    "shutting_down": "draining",
+    "invalid_api_key": "unauthorized",
+    "request_too_large": "too_large",
+    "too_many_bytes": "too_many_bytes",
+    "permission_denied": "forbidden",
+    "rate_limit_exceeded": "rate_limited",
+    "request_exceeds_rate_limit": "rate_limited",
+    "rate_limits_unavailable": "limits_unavailable",
+    "key_inflight_limit": "key_inflight",
+}
+_OPEN_PATHS = ("/health/", "/metrics", "/docs", "/openapi.json")
+
+
+class Front:
+    """The outermost ASGI callable.
+
+    Args:
+        api: the FastAPI application for every other path and for the lifespan.
+        routes: path → route.
+        gateway: answers checked requests.
+        reloader: holds the configuration in force.
+        keys: who may call.
+        limiter: how much they may call.
+        drain: whether the door is open.
+        metrics: where requests are counted.
+        access_log: where they are written down.
+        tracing: makes a span of each; None makes none.
+    """
+
+    def __init__(
+        self,
+        api: ASGIApp,
+        routes: Mapping[str, Route],
+        gateway: Gateway,
+        reloader: Reloader,
+        keys: ApiKeys,
+        limiter: RateLimiter,
+        drain: Drain,
+        metrics: Metrics,
+        access_log: AccessLog,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._api = api
+        self._routes = routes
+        self._gateway = gateway
+        self.reloader = reloader
+        self._keys = keys
+        self._limiter = limiter
+        self._key_places = KeyPlaces()
+        self.drain = drain
+        self.metrics = metrics
+        self._log = access_log
+        self._tracing = tracing
+        self._ids = RequestIds()
+        self._inspector = Inspector()
+        self._bytes = ByteBudget()
+        self.admin: FastAPI | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or pass it to FastAPI."""
+        if scope["type"] != "http":
+            await self._api(scope, receive, send)
+            return
+        # Out of the scope, which it points back at: no garbage for the collector.
+        exchange = scope.pop(SCOPE_KEY, None)
+        route = self._routes.get(scope["path"])
+        if route is None:
+            await self._pass_to_api(scope, receive, send)
+            return
+        headers = RequestHeaders(scope["headers"], self._ids)
+        metrics = self.metrics.route(UNKNOWN_MODEL, route.name)
+        call = Call(route, headers.request_id, metrics)
+        call.exchange = exchange
+        if self._tracing is not None:
+            call.span, headers.passed_on = self._tracing.begin(call, headers.passed_on)
+        watch = RequestWatch(receive, self.reloader.current.settings.timeouts.total_s)
+        self.drain.enter(watch)
+        try:
+            with watch:
+                await self._answer(call, scope, headers, receive, send, watch)
+        except ClientDisconnectedError:
+            call.status = CLIENT_CLOSED
+        except GatewayError as error:
+            await self._answer_error(call, error, headers, send)
+        except CutShortError:
+            # Returning without the end of the body makes the server close the client's connection.
+            call.status = 502
+        finally:
+            self.drain.leave(watch)
+            if call.holds_key_place and call.key is not None:
+                self._key_places.give_back(call.key.name)
+            self._account(call)
+
+    async def _answer(
+        self,
+        call: Call,
+        scope: Scope,
+        headers: RequestHeaders,
+        receive: Receive,
+        send: Send,
+        watch: RequestWatch,
+    ) -> None:
+        timeout_s = self._enter(call, scope["method"], headers)
+        if timeout_s is not None:
+            watch.shorten(timeout_s)
+        caller = call.key
+        exchange = call.exchange
+        body = None if exchange is None else exchange.take_body()
+        if body is None or len(body) > FREE_BYTES:
+            body = await self._body(call, headers, receive, watch, body)
+        elif len(body) > self.reloader.current.settings.limits.max_body_bytes:
+            raise BodyTooLargeError(self.reloader.current.settings.limits.max_body_bytes)
+        watch.listen(exchange)
+        if is_light(body):
+            try:
+                facts = inspect(call, body, self.reloader.current)
+            finally:
+                if call.model:
+                    call.metrics = self.metrics.route(call.model, call.route.name)
+        else:
+            facts = await self._facts(call, body)
+        query = scope["query_string"]
+        path = call.route.path.encode() + (b"?" + query if query else b"")
+        claim = claim_of(call, caller, headers, timeout_s, sum(facts.cost))
+        if caller is not None and caller.limit is not None:
+            call.reservation = await self._limiter.reserve(caller.name, caller.limit, facts.cost)
+            call.extra_headers = call.reservation.headers()
+        request = Outgoing(path, headers, body, facts)
+        # It may be a copy with another model by the time it waits.
+        del body
+        may_pin = caller is None or caller.may_pin
+        await self._gateway.answer(call, facts.model, request, send, claim, may_pin=may_pin)
+
+    async def _body(
+        self,
+        call: Call,
+        headers: RequestHeaders,
+        receive: Receive,
+        watch: RequestWatch,
+        arrived: bytes | None,
+    ) -> bytes:
+        """Return a body that has not arrived yet or is large, counted as held from now on."""
+        settings = self.reloader.current.settings
+        max_bytes, limit = settings.limits.max_body_bytes, settings.limits.max_inflight_bytes
+        if arrived is not None:
+            if len(arrived) > max_bytes:
+                raise BodyTooLargeError(max_bytes)
+            call.held = self._bytes.hold()
+            call.held.add(len(arrived), limit)
+            return arrived
+        call.held = held = self._bytes.hold()
+        if headers.content_length is not None and headers.content_length <= max_bytes:
+            held.check_room(headers.content_length, limit)
+
+        async def counted() -> Message:
+            message = await receive()
+            held.add(len(message.get("body", b"")), limit)
+            return message
+
+        silence = watch.limit(settings.timeouts.idle_s)
+        return await read_body(counted, headers.content_length, max_bytes, silence)
+
+    async def _facts(self, call: Call, body: bytes) -> Facts:
+        # Looked up when the body is there: a reload may have come in between.
+        generation = self.reloader.current
+        try:
+            facts = await self._inspector.inspect(call, body, generation)
+            if self.reloader.current is not generation:
+                # So may one while a large body was read, in its turn.
+                facts = await self._inspector.inspect(call, body, self.reloader.current)
+        finally:
+            if call.model:
+                call.metrics = self.metrics.route(call.model, call.route.name)
+        return facts
+
+    def _enter(self, call: Call, method: str, headers: RequestHeaders) -> float | None:
+        """Check what needs no body; return the client's time limit in seconds, None without."""
+        if method != "POST":
+            raise MethodNotAllowedError(method, "POST")
+        self.drain.check_open()
+        headers.check_framing()
+        caller = self._keys.caller_of(headers.authorization)
+        if caller is not None:
+            call.key, call.caller = caller, caller.name
+            headers.hide_authorization()
+            call.holds_key_place = self._key_places.take(caller)
+        return timeout_of(headers)
+
+    async def _answer_error(
+        self, call: Call, error: GatewayError, headers: RequestHeaders, send: Send
+    ) -> None:
+        if not call.worker:
+            self.metrics.rejected[_REASON_OF_CODE.get(error.code, "invalid")].inc()
+        if call.status and not call.streaming:
+            return  # part of a document is out: the server closes the connection
+        # A client that does not read must not hold the request open: without its end, the server
+        # closes it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORD_S):
+                if call.streaming:
+                    call.status = error.status
+                    event = call.route.dialect.event(error, headers.request_id, call.events)
+                    await send({"type": "http.response.body", "body": event})
+                else:
+                    call.status = error.status
+                    close = headers.expects_continue or self.drain.draining
+                    body = call.route.dialect.body(error, headers.request_id)
+                    await send_error(
+                        send,
+                        error,
+                        headers.request_id,
+                        close=close,
+                        body=body,
+                        exchange=call.exchange,
+                    )
+
+    def _account(self, call: Call) -> None:
+        seconds = time.perf_counter() - call.started
+        if call.held is not None:
+            call.held.release()
+        if call.reservation is not None:
+            settle(call, call.reservation)
+        if call.status in (0, CLIENT_CLOSED):
+            call.metrics.abandoned()
+        else:
+            call.metrics.finished(call.status, seconds, call.usage)
+        if call.worker:
+            variant = self.metrics.variant(call.model, call.variant)
+            left = call.status in (0, CLIENT_CLOSED)
+            variant.finished(0 if left else call.status, seconds, call.usage)
+            events = call.events - call.route.preamble
+            if events > 0:
+                variant.streamed(call.first_token_s, call.rest_s, events)
+        trace_id = ""
+        if self._tracing is not None and call.span is not None:
+            trace_id = trace_id_of(call.span)
+            self._tracing.end(call.span, call)
+        if self._log.enabled:
+            self._log.request(call, seconds, trace_id)
+
+    async def _pass_to_api(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = RequestHeaders(scope["headers"], self._ids)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (REQUEST_ID, headers.request_id),
+                ]
+            await send(message)
+
+        if not scope["path"].startswith(_OPEN_PATHS):
+            try:
+                scope[CALLER] = self._keys.caller_of(headers.authorization)
+            except UnauthorizedError as error:
+                self.metrics.rejected["unauthorized"].inc()
+                await send_error(send, error, headers.request_id, close=headers.expects_continue)
+                return
+        await self._api(scope, receive, send_with_id)
+
+
+async def send_error(
+    send: Send,
+    error: GatewayError,
+    request_id: bytes,
+    *,
+    close: bool,
+    body: bytes | None = None,
+    exchange: ClientExchange | None = None,
+) -> None:
+    """Send an error as a whole response.
+
+    Args:
+        send: the ASGI callable.
+        error: what to say.
+        request_id: for the header.
+        close: ask for the connection to be closed, for a client whose body will not be read.
+        body: the error in another shape than OpenAI's.
+        exchange: the cheaper way, where there is one.
+    """
+    body = error.body() if body is None else body
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (REQUEST_ID, request_id),
+        *error.headers(),
+    ]
+    if close:
+        headers.append((b"connection", b"close"))
+    elif exchange is not None and exchange.respond(error.status, headers, body):
+        return
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

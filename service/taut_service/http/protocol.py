@@ -1,0 +1,285 @@
+"""uvicorn's HTTP protocol with the bounds it lacks, of :mod:`taut_service.http.framing`.
+
+Without them a client can keep a connection for ever by sending nothing, or fill the memory with
+one endless header, with trailers, or with requests sent ahead. It also refuses what two servers
+could read differently (RFC 9112 §2.3, §3.2, §6.1): a missing or second ``Host``, a version other
+than 1.0 and 1.1, a transfer coding other than ``chunked``. What is not HTTP at all gets the same
+error shape as everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from typing import Any, cast
+
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from taut_service.errors import RequestError
+from taut_service.http.client_exchange import SCOPE_KEY, ClientExchange
+from taut_service.http.client_flow import ClientFlow
+from taut_service.http.client_rules import DESCRIPTORS, ClientRules
+from taut_service.http.framing import (
+    FRAMING_TIMEOUT_S,
+    MAX_FIELDS,
+    MAX_HEAD_BYTES,
+    TOO_MANY_FIELDS,
+    Framing,
+    Trailers,
+)
+
+_NUMBERS = itertools.count()
+MAX_PIPELINED = 64
+"""Requests sent ahead of the answer to the one before; the connection ends after that many."""
+_HIGH_WATER = 64 * 1024
+"""Bytes of body held before reading stops, as uvicorn does."""
+
+
+def why_ambiguous(version: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Say why a request could mean something else to another server.
+
+    Args:
+        version: of HTTP, such as ``1.1``.
+        headers: names in lower case.
+
+    Returns:
+        A sentence, or None for a request that is clear.
+    """
+    hosts = 0
+    for name, value in headers:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            return "the only transfer coding taken here is chunked"
+    if hosts == 1 and version == "1.1":
+        return None
+    if version not in ("1.0", "1.1"):
+        return "the request is neither HTTP/1.1 nor HTTP/1.0"
+    if hosts > 1:
+        return "the request has more than one Host"
+    return None if version == "1.0" else "the request has no Host"
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One client connection. Costs next to nothing while requests arrive whole, in one read."""
+
+    flow: ClientFlow
+    _timer: asyncio.TimerHandle | None = None
+    _exchange: ClientExchange | None = None
+    _refusal: str | None = None
+
+    def __init__(self, *args: Any, rules: ClientRules, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._rules = rules
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first head."""
+        super().connection_made(transport)
+        self.flow = ClientFlow(transport, self.loop, self.pipeline, self._rules)
+        self._framing = Framing()
+        self._trailers = Trailers()
+        self._wait_for_framing()
+        self.number = next(_NUMBERS)
+        reserve = self._rules.descriptors
+        everybody = cast("set[BoundedHttpProtocol]", self.connections)
+        if reserve is not None and reserve.is_touched_by(_descriptor(transport), len(everybody)):
+            reserve.make_room(self, [one for one in everybody if not one.transport.is_closing()])
+
+    @property
+    def idle_since(self) -> float | None:
+        """When the last request ended, or the first could have begun; None while one runs."""
+        if self._running() is not None:
+            return None
+        if self._timer is not None:
+            return self._timer.when() - FRAMING_TIMEOUT_S
+        if self.timeout_keep_alive_task is not None:
+            return self.timeout_keep_alive_task.when() - self.timeout_keep_alive
+        return self.loop.time()
+
+    def drop(self) -> None:
+        """Close at once: its descriptor is wanted."""
+        self._rules.closed(DESCRIPTORS)
+        self.transport.abort()
+
+    def _on_last_response(self) -> None:
+        """End the connection's last answer; see that what is left of it is taken."""
+        self.on_response_complete()
+        self.flow.watch_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; see that what is left of the answer is taken."""
+        super().timeout_keep_alive_handler()
+        self.flow.watch_writing()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        """Start the application on a request whose turn it is, pipelined ones included."""
+        self._exchange = exchange = ClientExchange(cycle)
+        cast("dict[str, object]", cycle.scope)[SCOPE_KEY] = exchange
+        if not cycle.keep_alive:
+            cycle.on_response = self._on_last_response
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+        if self.flow.read_paused:
+            self.flow.resume_reading()
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        framing = self._framing
+        framing.open = framing.in_head = True
+        framing.dry = framing.outside = framing.body = framing.pieces = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """End a head; what comes in fields from now on is a trailer, and dropped."""
+        framing = self._framing
+        if self._timer is not None:
+            self._stop_timer()
+        if framing.outside or not 0 < framing.size <= MAX_HEAD_BYTES:
+            refusal = framing.head_problem(self.headers, self.url)
+        elif len(self.headers) > MAX_FIELDS:
+            refusal = TOO_MANY_FIELDS
+        else:
+            refusal = None
+            framing.in_head = False
+            framing.size = 0
+        if refusal is None:
+            refusal = why_ambiguous(self.parser.get_http_version(), self.headers)
+        if refusal is None and len(self.pipeline) >= MAX_PIPELINED:
+            refusal = f"more than {MAX_PIPELINED} requests were sent ahead"
+        if refusal is not None:
+            # The parser turns it into its own error, which ends in send_400_response.
+            framing.in_head = True
+            self._refusal = refusal
+            raise ValueError(refusal)
+        super().on_headers_complete()
+        self.headers = self._trailers
+        self._trailers.seen = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Hold a piece of body, unless the request has been answered without it."""
+        framing = self._framing
+        framing.body += len(body)
+        framing.pieces += 1
+        cycle = self.cycle
+        if cycle.response_complete:
+            return
+        cycle.body += body
+        if len(cycle.body) > _HIGH_WATER:
+            self.flow.pause_reading()
+        cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        """End a request; read on, since only so is a client noticed that leaves."""
+        framing = self._framing
+        framing.open = framing.in_head = False
+        framing.size = 0
+        if self._timer is not None:
+            self._stop_timer()
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.more_body = False
+            cycle.message_event.set()
+        if self.flow.read_paused:
+            self.flow.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; bound what is still incomplete after it."""
+        framing = self._framing
+        framing.size = len(data)
+        super().data_received(data)
+        if (framing.open or framing.size) and not self.transport.is_closing():
+            self._bound_framing()
+
+    def _bound_framing(self) -> None:
+        """Bound an unfinished request, or line ends between two."""
+        framing = self._framing
+        refusal = framing.read_problem()
+        if refusal is not None:
+            self._refusal = refusal
+            self.send_400_response(refusal)
+            return
+        # A request that has been answered is read to its end, but not for ever.
+        answered = framing.open and not framing.in_head and self.cycle.response_complete
+        if answered or not framing.open or framing.in_head or framing.dry > 1:
+            if self._timer is None:
+                self._wait_for_framing()
+        else:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_timer()
+        self.flow.close()
+        # uvicorn tells the last request only; it may be one that waits for its turn.
+        if (running := self._running()) is not None:
+            running.disconnected = True
+            running.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+        if self._exchange is not None:
+            self._exchange.client_left()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be parsed, if it is its turn, and close."""
+        if not self._framing.in_head and self.pipeline:
+            # Its own turn has not come, and its body never will.
+            self.pipeline.popleft()
+        elif not self._framing.in_head:
+            self._end_running(msg)
+            return
+        last = self.pipeline[0][0] if self.pipeline else self._running()
+        if last is None:
+            self._write_400(msg)
+        else:
+            # The requests before it are answered first; the connection then ends without a word.
+            last.keep_alive = False
+            last.on_response = self._on_last_response
+            self.flow.give_up_reading()
+
+    def _end_running(self, msg: str) -> None:
+        """End the request that is being answered, since its body or trailers are wrong."""
+        cycle = self.cycle
+        if cycle is None or not cycle.response_started:
+            self._write_400(msg)
+        else:
+            self.transport.close()
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self._exchange is not None:
+            self._exchange.client_left()
+
+    def _running(self) -> RequestResponseCycle | None:
+        exchange = self._exchange
+        return None if exchange is None or exchange.answered else exchange.cycle
+
+    def _write_400(self, msg: str) -> None:
+        body = RequestError(self._refusal or msg, code="invalid_http").body()
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _wait_for_framing(self) -> None:
+        self._timer = self.loop.call_later(FRAMING_TIMEOUT_S, self._give_up)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self.flow.read_paused:
+            # The silence is this side's.
+            self._wait_for_framing()
+        else:
+            self.transport.close()
+
+
+def _descriptor(transport: asyncio.Transport) -> int:
+    number: int = transport.get_extra_info("socket").fileno()
+    return number

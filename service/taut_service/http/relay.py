@@ -1,0 +1,200 @@
+"""Carries a worker's answer to the client: whole documents in one go, streams event by event.
+
+A document is held until it is whole (up to ``HOLD_BYTES``), the head of a stream until its first
+event: a worker that dies before that costs nothing, another one can be asked. After that a stream
+cannot be taken back, and the failure becomes a last event ``data: {"error": …}``. One ``send`` per
+read; ``send`` waits while the client is slow, nothing is read meanwhile, and the connection then
+stops the worker (see :mod:`taut_service.worker.connection`).
+"""
+
+from __future__ import annotations
+
+import time
+
+from starlette.types import Send
+
+from taut_service.call import Call
+from taut_service.errors import (
+    Headers,
+    NotFoundError,
+    UpstreamDeadlineError,
+    UpstreamFailureError,
+)
+from taut_service.http.headers import response_headers
+from taut_service.http.sse import SseReframer, read_usage
+from taut_service.worker.connection import (
+    Connection,
+    ConnectionLostError,
+    StallError,
+    UpstreamError,
+)
+
+HOLD_BYTES = 1024 * 1024
+"""Documents up to this size are answered whole or not at all; longer ones as they come."""
+
+
+class CutShortError(Exception):
+    """A long document broke off after its beginning was sent: close the client's connection."""
+
+
+class NothingSentError(Exception):
+    """An answer broke off before any of it was passed on: another worker may be asked.
+
+    Args:
+        cause: a metric label.
+    """
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+async def relay(
+    call: Call, connection: Connection, worker: bytes, variant: bytes, send: Send
+) -> None:
+    """Pass on an answer whose head has arrived.
+
+    Args:
+        call: the request; its ``status``, ``usage`` and ``streaming`` are filled in.
+        connection: to the worker.
+        worker: its name, for the header.
+        variant: the name of its variant, for the header.
+        send: the ASGI callable.
+
+    Raises:
+        GatewayError: it should be sent, as an event if ``call.streaming``.
+        NothingSentError: nothing has been sent, and the worker is lost.
+        CutShortError: the beginning has been sent and the rest will not come.
+    """
+    status = connection.status
+    if status >= 500 or status // 100 == 3:
+        # The text of a worker's failure stays inside: it may name paths, tensors and versions.
+        raise UpstreamFailureError(
+            f"the worker failed on this request (its status was {status})", code="worker_error"
+        )
+    if status == 404 and call.route.optional:
+        raise NotFoundError(
+            f"the worker of {call.model!r} does not offer {call.route.path}", code="not_offered"
+        )
+    headers = response_headers(connection.headers, call.request_id, worker, variant)
+    headers += call.extra_headers
+    if _is_event_stream(headers):
+        await _relay_stream(call, connection, headers, send)
+    else:
+        await _relay_document(call, connection, headers, send)
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    return any(
+        name == b"content-type" and value[:17].lower() == b"text/event-stream"
+        for name, value in headers
+    )
+
+
+def _broken_before(error: UpstreamError) -> Exception:
+    """Return what a failure means while nothing has been sent."""
+    # After a time limit the work was probably done: it is not asked for again.
+    return failure_of(error) if isinstance(error, StallError) else NothingSentError(error.cause)
+
+
+def failure_of(error: UpstreamError) -> UpstreamFailureError:
+    """Return what a client is told about a broken or silent worker."""
+    if isinstance(error, StallError):
+        return UpstreamDeadlineError("the worker did not answer in time", code="worker_timeout")
+    return UpstreamFailureError(
+        "the worker's answer broke off; send the request again", code="worker_lost"
+    )
+
+
+async def _relay_document(call: Call, connection: Connection, headers: Headers, send: Send) -> None:
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        while data := await connection.read():
+            pieces.append(data)
+            size += len(data)
+            if size > HOLD_BYTES:
+                await _pass_on(call, connection, headers, pieces, send)
+                return
+    except UpstreamError as error:
+        raise _broken_before(error) from error
+    body = b"".join(pieces)
+    if connection.status >= 400:
+        body = call.route.dialect.worker_error(body, connection.status, call.request_id)
+    call.usage = read_usage(body)
+    headers = [item for item in headers if item[0] != b"content-length"]
+    headers.append((b"content-length", b"%d" % len(body)))
+    if call.exchange is not None and call.exchange.respond(connection.status, headers, body):
+        call.status = connection.status
+        return
+    await send({"type": "http.response.start", "status": connection.status, "headers": headers})
+    call.status = connection.status
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _pass_on(
+    call: Call, connection: Connection, headers: Headers, held: list[bytes], send: Send
+) -> None:
+    await send({"type": "http.response.start", "status": connection.status, "headers": headers})
+    call.status = connection.status
+    data = b"".join(held)
+    held.clear()
+    tail = b""
+    try:
+        while data:
+            # The usage object is in the last kilobytes, after the choices.
+            tail = (tail + data)[-4096:]
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = await connection.read()
+    except UpstreamError as error:
+        raise CutShortError from error
+    call.usage = read_usage(tail)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _relay_stream(call: Call, connection: Connection, headers: Headers, send: Send) -> None:
+    reframer = SseReframer(count_text=call.reservation is not None)
+    preamble = call.route.preamble
+    first = last = 0.0
+    connection.await_first_event()
+    try:
+        while data := await connection.read():
+            before = reframer.events
+            events = reframer.feed(data)
+            if not events:
+                continue
+            new = reframer.events - before
+            if new and reframer.events > preamble:
+                connection.await_next_event()
+                now = time.perf_counter()
+                if last:
+                    call.metrics.next_tokens(now - last, new)
+                else:
+                    first = now
+                    call.metrics.first_token(now - call.started)
+                last = now
+            if not call.streaming:
+                await _begin_stream(call, connection.status, headers, send)
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        rest = reframer.flush()
+        if rest is None:
+            raise ConnectionLostError("the stream ended within an event")
+    except UpstreamError as error:
+        raise failure_of(error) if call.streaming else _broken_before(error) from error
+    finally:
+        call.usage = reframer.usage
+        call.events = reframer.events
+        call.text_bytes = reframer.text_bytes
+        if last:
+            call.first_token_s = first - call.started
+            call.rest_s = last - first
+    if not call.streaming:
+        await _begin_stream(call, connection.status, headers, send)
+    await send({"type": "http.response.body", "body": rest})
+
+
+async def _begin_stream(call: Call, status: int, headers: Headers, send: Send) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    # From here on an error can only be an event. Not before: ``send`` may be interrupted.
+    call.status = status
+    call.streaming = True

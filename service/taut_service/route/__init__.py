@@ -1,0 +1,1 @@
+"""Which worker answers: variants, balance, affinity, retries, hedges, breakers."""

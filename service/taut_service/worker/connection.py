@@ -1,0 +1,351 @@
+"""One keep-alive HTTP/1.1 connection to a worker: bytes out, head and body pieces in.
+
+Invariant: at most one exchange at a time; after ``abort`` or an error the connection is never
+    used again. Reading stops (``pause_reading``) while more than ``HIGH_WATER`` bytes wait for
+    the consumer, so that a slow client slows its worker down and costs the gateway a bounded
+    amount of memory. Framing is httptools' (llhttp) work, within the bounds of
+    :mod:`taut_service.http.framing`; what either refuses is a :class:`ProtocolError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import httptools
+
+from taut_service.config.settings import Timeouts
+from taut_service.errors import Headers
+from taut_service.http.framing import (
+    BYTES_A_READ,
+    MAX_FIELDS,
+    MAX_HEAD_BYTES,
+    TOO_MANY_FIELDS,
+    Framing,
+    Trailers,
+)
+
+HIGH_WATER = 64 * 1024
+"""Bytes of body held for a slow consumer before reading stops."""
+NEVER = float("inf")
+
+
+class UpstreamError(Exception):
+    """A worker could not be talked to; ``cause`` is a metric label with few fixed values."""
+
+    cause = "error"
+
+
+class ConnectError(UpstreamError):
+    """No connection within ``connect_s``."""
+
+    cause = "connect"
+
+
+class NoDescriptorError(UpstreamError):
+    """This process has no descriptor left for a connection; it says nothing about the worker."""
+
+    cause = "connect"
+
+
+class ConnectionLostError(UpstreamError):
+    """The worker closed or reset the connection before the response was whole."""
+
+    cause = "reset"
+
+
+class ProtocolError(UpstreamError):
+    """What the worker sent is not an HTTP/1.1 response."""
+
+    cause = "protocol"
+
+
+class StallError(UpstreamError):
+    """The worker was silent for longer than the limit."""
+
+    cause = "timeout"
+
+
+class Connection(asyncio.Protocol):
+    """An ``asyncio.Protocol``; made by :class:`taut_service.worker.upstream.UpstreamClient`.
+
+    Args:
+        on_closed: told when the connection ends, so that a pool can forget it.
+        timeouts: longest silences, in bytes and in events. Time in which the consumer reads
+            nothing does not count.
+    """
+
+    def __init__(self, on_closed: Callable[[Connection], None], timeouts: Timeouts) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._on_closed = on_closed
+        self._first_byte_s = timeouts.first_byte_s
+        self._idle_s = timeouts.idle_s
+        self._first_token_s = timeouts.first_token_s or NEVER
+        self._gap_s = timeouts.gap_s or NEVER
+        self._look_s = min(self._first_byte_s, self._idle_s, self._first_token_s, self._gap_s)
+        self._transport: asyncio.Transport | None = None
+        self._framing = Framing()
+        self._trailers = Trailers()
+        self._parser = httptools.HttpResponseParser(self)
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._busy = False
+        self._keep_alive = False
+        self._paused = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self._fields = self.headers
+        self.got_bytes = False
+        self.received = 0
+        self._head_done = False
+        self._complete = False
+        self._until_close = False
+        self._error: UpstreamError | None = None
+        self._pieces: list[bytes] = []
+        self._buffered = 0
+        self._deadline = 0.0
+        self._event_deadline = NEVER
+
+    async def exchange(self, head: bytes, body: bytes) -> None:
+        """Send a request and wait for the head of its answer, then in ``status`` and ``headers``.
+
+        Args:
+            head: request line and headers, with the empty line.
+            body: the body whose length the head gives.
+
+        Raises:
+            UpstreamError: see the subclasses; the connection is then unusable.
+        """
+        if self._transport is None:
+            raise ConnectionLostError("closed before the request")
+        self._reset()
+        self._busy = True
+        self._sent_at = now = self._loop.time()
+        self._deadline = now + self._first_byte_s
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._look_s, self._check_deadline)
+        # One system call for the usual request; no copy of a large one.
+        if len(body) <= HIGH_WATER:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+        while not self._head_done:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """Return everything of the body that has arrived since, ``b""`` at its end.
+
+        Raises:
+            UpstreamError: the body will not come whole.
+        """
+        while not self._pieces:
+            if self._complete:
+                return b""
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        pieces, self._pieces = self._pieces, []
+        self._buffered = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            now = self._loop.time()
+            self._deadline = now + self._idle_s
+            self._event_deadline = max(self._event_deadline, now + self._gap_s)
+            self._transport.resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def await_first_event(self) -> None:
+        """Count from the request on how long the first event of a stream takes."""
+        self._event_deadline = self._sent_at + self._first_token_s
+
+    def await_next_event(self) -> None:
+        """Count from now on how long the next event takes."""
+        self._event_deadline = self._loop.time() + self._gap_s
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last byte of the answer has arrived (it may still wait to be read)."""
+        return self._complete
+
+    @property
+    def alive(self) -> bool:
+        """Whether the socket is open as far as this side knows."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def finish(self) -> bool:
+        """End the exchange; return whether the connection may carry another, else close it."""
+        if self._complete and self._keep_alive and self.alive and not self._paused:
+            self._busy = False
+            return True
+        self.abort()
+        return False
+
+    def abort(self) -> None:
+        """Close now; to a worker in the middle of an answer this says to stop generating."""
+        self._stop_timer()
+        self._busy = False
+        # Its traceback holds frames that hold the request, and they hold this.
+        self._error = None
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: UpstreamError) -> None:
+        if self._error is None and not self._complete:
+            self._error = error
+        self._wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check_deadline(self) -> None:
+        # One timer a connection, re-armed when it fires early, instead of one an exchange or a
+        # chunk. It may be left over from an exchange before: that makes it early, never late.
+        self._timer = None
+        now = self._loop.time()
+        if not self._busy or self._complete or self._error is not None:
+            return
+        deadline = min(self._deadline, self._event_deadline)
+        # While the consumer is behind, the silence is the client's and not the worker's.
+        behind = self._paused or bool(self._pieces)
+        if now < deadline or behind:
+            pause = self._look_s if behind else min(deadline - now, self._look_s)
+            self._timer = self._loop.call_later(pause, self._check_deadline)
+            return
+        self._fail(StallError("no answer" if not self.got_bytes else "silence within the answer"))
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        # A cast, since uvloop's transports do not inherit from asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; wake the consumer once a read, not once a chunk."""
+        if not self._busy:
+            # A worker that talks between requests has lost count of them: its next answer could
+            # be someone else's.
+            self.abort()
+            self._on_closed(self)
+            return
+        self.got_bytes = True
+        framing = self._framing
+        framing.size = size = len(data)
+        self.received += size
+        held, pieces = self._buffered, len(self._pieces)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._keep_alive = False
+            self._fail(ProtocolError(str(error)))
+            return
+        body = self._buffered - held
+        if not framing.open or (body and size - body <= BYTES_A_READ):
+            framing.dry = 0
+            self._deadline = self._loop.time() + self._idle_s
+        elif not self._within_bounds(body, len(self._pieces) - pieces):
+            return
+        if not self._head_done and self.received > MAX_HEAD_BYTES:
+            self._fail(ProtocolError("the response head is too long"))
+        elif self._buffered > HIGH_WATER and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def _within_bounds(self, body: int, pieces: int) -> bool:
+        """Judge a read with little or no body in it; fail and return False where it is too much."""
+        framing = self._framing
+        framing.body = body
+        framing.pieces += pieces
+        problem = framing.read_problem()
+        if problem is not None:
+            self._keep_alive = False
+            self._fail(ProtocolError(problem))
+            return False
+        # What is neither the beginning of a head nor body is no sign of work: neither are trailers
+        # that never end.
+        if framing.dry < 2:
+            self._deadline = self._loop.time() + self._idle_s
+        return True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the exchange: well, if the body was to last until close, else as an error."""
+        self._transport = None
+        self._stop_timer()
+        self._on_closed(self)
+        if self._busy and not self._complete:
+            if self._head_done and self._until_close and error is None:
+                self._complete = True
+                self._wake()
+            else:
+                self._fail(ConnectionLostError("closed by the worker"))
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        """Refuse a second answer to one request."""
+        if self._complete:
+            raise ProtocolError("more than one response")
+        framing = self._framing
+        framing.open = framing.in_head = True
+        framing.dry = framing.outside = framing.body = framing.pieces = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Collect a header, its name in lower case; drop a trailer."""
+        self._fields.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Take the status; forget an interim (1xx) head."""
+        framing = self._framing
+        if framing.outside or not 0 < framing.size <= MAX_HEAD_BYTES:
+            problem = framing.head_problem(self.headers)
+            if problem is not None:
+                raise ProtocolError(problem)
+        elif len(self.headers) > MAX_FIELDS:
+            raise ProtocolError(TOO_MANY_FIELDS)
+        framing.in_head = False
+        framing.size = 0
+        self.status = self._parser.get_status_code()
+        if self.status < 200:
+            self.headers.clear()
+            return
+        self._head_done = True
+        self._fields, self._trailers.seen = self._trailers, 0
+        names = {name for name, _ in self.headers}
+        framed = b"content-length" in names or b"transfer-encoding" in names
+        self._until_close = not framed and self.status not in (204, 304)
+
+    def on_body(self, piece: bytes) -> None:
+        """Hold a piece for the consumer."""
+        self._pieces.append(piece)
+        self._buffered += len(piece)
+
+    def on_message_complete(self) -> None:
+        """Note the end and whether the connection stays."""
+        framing = self._framing
+        framing.open = framing.in_head = False
+        framing.size = 0
+        if self._head_done:
+            self._complete = True
+            self._keep_alive = bool(self._parser.should_keep_alive())

@@ -1,0 +1,179 @@
+"""A worker's address and the idle connections to it.
+
+``send`` hands back a :class:`Connection` whose answer has begun. A pooled connection that the
+worker closed between two requests is replaced by a fresh one, once, and only if not one byte of
+an answer had come: uvicorn drops idle connections after five seconds, so this is the ordinary
+case, not a fault. Retrying elsewhere is the gateway's decision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable
+
+from taut_service.config.settings import Timeouts
+from taut_service.worker.connection import (
+    ConnectError,
+    Connection,
+    ConnectionLostError,
+    NoDescriptorError,
+)
+
+MAX_IDLE = 256
+"""Idle connections kept per worker; more than this were opened by a burst."""
+MAX_ANSWER_BYTES = 1024 * 1024
+"""Of a probe or a scrape."""
+
+
+class UpstreamClient:
+    """Keep-alive connections to one host and port. Belongs to one event loop.
+
+    Args:
+        host: name or address.
+        port: TCP port.
+        timeouts: limits on connecting and on silence.
+        on_stale: told when a pooled connection turned out to be closed.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeouts: Timeouts,
+        on_stale: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._timeouts = timeouts
+        self._on_stale = on_stale
+        self._retired = False
+        # Last in, first out: the most recently used is the least likely to have been closed. A
+        # dict, for removal in O(1).
+        self._idle: dict[Connection, None] = {}
+        literal = f"[{host}]" if ":" in host else host
+        self.authority = f"{literal}:{port}".encode()
+
+    @property
+    def idle(self) -> int:
+        """Pooled connections now."""
+        return len(self._idle)
+
+    async def send(self, head: bytes, body: bytes) -> Connection:
+        """Send a request, wait for the head of the answer.
+
+        Args:
+            head: request line and headers, with the empty line.
+            body: the body.
+
+        Returns:
+            The connection, to be read to its end and given to :meth:`give_back`, whatever happens.
+
+        Raises:
+            UpstreamError: connecting failed, or the answer did not begin.
+        """
+        while self._idle:
+            pooled, _ = self._idle.popitem()
+            if not pooled.alive:
+                continue
+            try:
+                return await self._exchange(pooled, head, body)
+            except ConnectionLostError:
+                if pooled.got_bytes:
+                    raise
+                self._on_stale()
+                break
+        return await self._exchange(await self._connect(), head, body)
+
+    async def ask(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """Do one small exchange from beginning to end, beside the requests.
+
+        Args:
+            method: GET or POST.
+            path: absolute.
+            body: JSON, or nothing.
+            timeout_s: patience with all of it.
+
+        Returns:
+            Status and body, of the latter at most ``MAX_ANSWER_BYTES`` and one read more.
+
+        Raises:
+            UpstreamError: connecting failed, or the answer broke off.
+            TimeoutError: it took too long.
+        """
+        head = (
+            f"{method} {path} HTTP/1.1\r\nhost: {self.authority.decode()}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        pieces: list[bytes] = []
+        size = 0
+        async with asyncio.timeout(timeout_s):
+            connection = await self.send(head.encode(), body)
+            try:
+                while size <= MAX_ANSWER_BYTES and (data := await connection.read()):
+                    pieces.append(data)
+                    size += len(data)
+            finally:
+                self.give_back(connection)
+        return connection.status, b"".join(pieces)
+
+    def give_back(self, connection: Connection) -> None:
+        """End the exchange; pool the connection, or close it if the answer was not whole."""
+        if connection.finish() and len(self._idle) < MAX_IDLE and not self._retired:
+            self._idle[connection] = None
+        else:
+            connection.abort()
+
+    def configure(self, timeouts: Timeouts) -> None:
+        """Take over other limits; connections that have the old ones are used no more."""
+        if timeouts != self._timeouts:
+            self._timeouts = timeouts
+            self.close()
+
+    def retire(self) -> None:
+        """Keep no connection any longer than its exchange lasts."""
+        self._retired = True
+        self.close()
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            connection, _ = self._idle.popitem()
+            connection.abort()
+
+    async def _exchange(self, connection: Connection, head: bytes, body: bytes) -> Connection:
+        try:
+            await connection.exchange(head, body)
+        except BaseException:
+            # Cancellation included: an abandoned request must not go on running in the worker.
+            connection.abort()
+            raise
+        return connection
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeouts.connect_s):
+                _, connection = await loop.create_connection(self._new, self._host, self._port)
+        except TimeoutError as error:
+            raise ConnectError(f"no connection within {self._timeouts.connect_s:g} s") from error
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise NoDescriptorError(_reason(error)) from error
+            raise ConnectError(_reason(error)) from error
+        return connection
+
+    def _new(self) -> Connection:
+        return Connection(self._forget, self._timeouts)
+
+    def _forget(self, connection: Connection) -> None:
+        self._idle.pop(connection, None)
+
+
+def _reason(error: OSError) -> str:
+    """Return the system's words: asyncio's own name the address as well."""
+    if error.errno is None or isinstance(error, socket.gaierror):
+        return error.strerror or str(error)
+    return os.strerror(error.errno)

@@ -1,0 +1,97 @@
+"""What a served batch says of a candidate: when it is asked, how it is judged, what stops it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from taut_deploy.errors import WorkerError
+from taut_deploy.validate import serving
+from taut_deploy.validate.divergence import Comparison
+from taut_deploy.validate.job import Metric, ValidationJob, Verdict
+
+NOISE = Metric(0.02, 0.01, 0.03, 0.01, 0.03, noise=0.001)
+
+
+def job(tmp_path, **changes):
+    named = {"baseline": "b", "candidate": str(tmp_path), "policy": "p", "output": tmp_path / "out"}
+    return ValidationJob(text=tmp_path / "text", **(named | {"served": True} | changes))
+
+
+def comparison(kl, difference=0.1):
+    zeros = np.zeros((2, 8))
+    tokens = np.zeros((2, 8), dtype=np.int64)
+    return Comparison(zeros + 1, zeros + 1 + difference, zeros + kl, tokens, tokens, True)
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """A worker that can be started, and what it is found to answer."""
+    found = SimpleNamespace(value=comparison(0.004), batches=[])
+
+    async def ask(_, batch):
+        found.batches.append(batch)
+        if isinstance(found.value, Exception):
+            raise found.value
+        return found.value
+
+    monkeypatch.setattr(serving, "_ask", ask)
+    monkeypatch.setattr(serving, "installed_platform", lambda: "cpu")
+    return found
+
+
+def test_what_is_served_as_scored_passes(answering, tmp_path):
+    result, (rule,) = serving.compare_served(job(tmp_path), [(1, 2, 3)] * 9, NOISE)
+    assert len(answering.batches[0]) == serving.SEQUENCES
+    assert result.compared
+    assert (rule.metric, rule.side, rule.verdict) == (serving.METRIC, "max", Verdict.PASS)
+    assert result.measured["rms_logprob"] == pytest.approx(0.1)
+    assert "0.1 (RMS) from those of the files over 16 tokens" in rule.reason
+
+
+def test_what_is_served_otherwise_fails_whatever_compression_cost(answering, tmp_path):
+    answering.value = comparison(1.5 * serving.LEAST_KL)
+    _, (rule,) = serving.compare_served(job(tmp_path), [(1, 2)], NOISE)
+    assert rule.verdict is Verdict.FAIL
+    assert rule.margin < 0
+    assert "what is served is not what was scored" in rule.reason
+
+
+def test_a_model_that_rounding_moves_far_may_differ_more(answering, tmp_path):
+    answering.value = comparison(1.5 * serving.LEAST_KL)
+    rounded = Metric(0.1, 0.1, 0.1, 0.1, 0.1, noise=serving.LEAST_KL / 2)
+    _, (rule,) = serving.compare_served(job(tmp_path), [(1, 2)], rounded)
+    assert rule.verdict is Verdict.PASS
+
+
+def test_a_candidate_that_no_worker_serves_is_not_proved(answering, tmp_path):
+    answering.value = WorkerError("worker ended 1 times before it was ready: no such op")
+    result, (rule,) = serving.compare_served(job(tmp_path), [(1, 2)], NOISE)
+    assert not result.compared
+    assert rule.verdict is Verdict.INCONCLUSIVE
+    assert "serving was not compared: no worker could be started" in rule.reason
+    assert "no such op" in rule.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"served": False}, "serving was not compared: --no-served"),
+        ({"candidate": "http://127.0.0.1:1"}, "what was scored is what is served"),
+    ],
+)
+def test_the_verdict_says_that_serving_was_not_compared(changes, reason, answering, tmp_path):
+    result, rules = serving.compare_served(job(tmp_path, **changes), [(1, 2)], NOISE)
+    assert rules == ()
+    assert reason in result.reason
+    assert answering.batches == []
+
+
+def test_without_vllm_it_says_so(tmp_path, monkeypatch):
+    def missing():
+        raise WorkerError("vLLM is not installed")
+
+    monkeypatch.setattr(serving, "installed_platform", missing)
+    result, rules = serving.compare_served(job(tmp_path), [(1, 2)], NOISE)
+    assert rules == ()
+    assert result.reason == "serving was not compared: vLLM is not installed"
