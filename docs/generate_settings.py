@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from taut_service.settings import Settings
+from taut_service.config.settings import Settings
 
 HERE = Path(__file__).parent
 PAGE = HERE / "gateway-settings.md"
