@@ -157,14 +157,14 @@ def main() -> int:
     try:
         text = page()
     except ValueError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 1
     if not check:
         PAGE.write_text(text, encoding="utf-8")
         return 0
     if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
         return 0
-    print(f"{PAGE} is not current: run python docs/generate_settings.py", file=sys.stderr)
+    sys.stderr.write(f"{PAGE} is not current: run python docs/generate_settings.py\n")
     return 1
 
 

@@ -64,7 +64,10 @@ def test_the_gateways_example_file_is_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["docs/architecture.md"])
 def test_files_that_are_named_exist(place: str) -> None:
     text = (ROOT / place).read_text(encoding="utf-8")
-    named = set(re.findall(r"`([\w/-]+\.(?:py|yaml|json|md))`", text)) - {"taut.json", "config.json"}
+    named = set(re.findall(r"`([\w/-]+\.(?:py|yaml|json|md))`", text)) - {
+        "taut.json",
+        "config.json",
+    }
     assert len(named) > 30
     known = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -73,4 +76,6 @@ def test_files_that_are_named_exist(place: str) -> None:
         text=True,
         check=True,
     ).stdout.splitlines()
-    assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in known)} == set()
+    assert {
+        name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in known)
+    } == set()

@@ -45,9 +45,8 @@ def broken(path: Path, text: str) -> Iterator[str]:
             yield f"{link}: no such file"
         elif ROOT not in there.parents and there != ROOT:
             yield f"{link}: outside of the repository"
-        elif anchor and there.suffix == ".md":
-            if anchor not in anchors(there.read_text(encoding="utf-8")):
-                yield f"{link}: no such heading"
+        elif anchor and anchor not in anchors(there.read_text(encoding="utf-8")):
+            yield f"{link}: no such heading"
 
 
 @pytest.mark.parametrize("name", documents())
