@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The checkout must never shadow an installed package (kernels/, docker/, tests/).
 export PYTHONSAFEPATH := 1
 
-.PHONY: help serve test setup chart chart-tools images container-tools check lint types contracts aot test-gpu bench bench-gpu clean
+.PHONY: help serve test setup chart chart-tools images container-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -59,6 +59,15 @@ bench: setup ## fault, fuzz and soak tests at full count, then the gateway again
 
 bench-gpu: setup ## kernels against their rivals, e.g. ARGS='--output results'; needs a CUDA device
 	@$(BIN)/taut bench kernels $(ARGS)
+
+DOCS := build/docs-venv
+docs: $(DOCS)/.ready ## the documents as a site in build/docs, API reference included; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+
+$(DOCS)/.ready: requirements/docs.txt
+	@python3 -m venv $(DOCS)
+	@$(DOCS)/bin/pip install --quiet --no-deps -r requirements/docs.txt
+	@touch $@
 
 clean: ## remove the virtual environment
 	rm -rf $(VENV)

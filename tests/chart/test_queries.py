@@ -12,7 +12,7 @@ import yaml
 from chart_rendering import CI_SETS, needs_helm, of_kind, render_set
 
 PROMTOOL = shutil.which("promtool")
-README = Path(__file__).parents[2] / "service" / "README.md"
+README = Path(__file__).parents[2] / "docs" / "gateway-metrics.md"
 
 
 def queries() -> list[str]:

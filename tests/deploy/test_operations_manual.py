@@ -180,7 +180,7 @@ def test_tests_that_are_named_exist() -> None:
 
 
 def test_metrics_that_are_named_exist() -> None:
-    documented = (ROOT / "service" / "README.md").read_text()
+    documented = (ROOT / "docs" / "gateway-metrics.md").read_text()
     listed = (ROOT / "docker" / "observability" / "vllm-metrics.txt").read_text()
     named = set(re.findall(r"`((?:taut_(?!deploy|kernels\b|service)|vllm:)[a-z_:]+)`", TEXT))
     assert len(named) > 8
@@ -224,7 +224,7 @@ def test_chart_values_that_are_named_exist() -> None:
     spans = re.findall(rf"(?:`|--set )((?:{tops})(?:\[\])?\.[\w.\[\]]+)", TEXT)
     named = {span.rstrip(".") for span in spans}
     assert len(named) > 15
-    settings = (ROOT / "service" / "README.md").read_text()
+    settings = (ROOT / "docs" / "gateway-settings.md").read_text()
     missing = {
         name
         for name in named
@@ -234,7 +234,7 @@ def test_chart_values_that_are_named_exist() -> None:
 
 
 def test_gateway_settings_that_are_named_exist() -> None:
-    documented = (ROOT / "service" / "README.md").read_text()
+    documented = (ROOT / "docs" / "gateway-settings.md").read_text()
     sections = "admission|timeouts|routing|limits|rate_limits|listen|models\\[\\]"
     named = set(re.findall(rf"`((?:{sections})\.[\w.\[\]]+)`", TEXT))
     assert len(named) > 6
