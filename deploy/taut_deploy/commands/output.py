@@ -9,8 +9,14 @@ import typer
 
 from taut_deploy.errors import OutputError
 from taut_deploy.files import place_not_finite
+from taut_deploy.models.remote_code import describe_code
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+TrustRemoteCodeFlag = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the model's own Python code; prints its hashes."),
+]
 
 
 def print_json(value: Any) -> None:
@@ -38,6 +44,16 @@ def print_facts(facts: Mapping[str, Any]) -> None:
 def say(text: str) -> None:
     """One line for the user, at once."""
     typer.echo(f"taut: {text}", err=True)
+
+
+def announce_code(directory: Path, trust_remote_code: bool) -> None:
+    """Name each file of code that may run now, with its sha256; nothing where none may.
+
+    Raises:
+        ModelError: the code is not in the directory.
+    """
+    for line in describe_code(directory) if trust_remote_code else ():
+        say(line)
 
 
 def make_folder(output: Path) -> None:

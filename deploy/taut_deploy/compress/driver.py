@@ -141,7 +141,12 @@ class _Run:
         if saved is not None and description is not None:
             return CalibrationSet(saved["tokens"], description)
         self._progress(0, len(self._stream.blocks), "preparing calibration tokens")
-        made = make_calibration_set(self._recipe.calibration, self._directory, self._job.cache)
+        made = make_calibration_set(
+            self._recipe.calibration,
+            self._directory,
+            self._job.cache,
+            trust_remote_code=self._job.trust_remote_code,
+        )
         self._workspace.save_tensors("calibration", {"tokens": made.tokens})
         self._workspace.commit("calibration", made.description)
         return made
@@ -151,7 +156,9 @@ class _Run:
 
         Returns one list of block arguments for the calibration and one for each golden prompt.
         """
-        streams = [calibration.tokens[:1], *tokenize_prompts(self._directory)]
+        trusted = self._job.trust_remote_code
+        prompts = tokenize_prompts(self._directory, trust_remote_code=trusted)
+        streams = [calibration.tokens[:1], *prompts]
         entered = [self._stream.enter(tokens) for tokens in streams]
         if self._workspace.committed("block-0") is None:
             batches = torch.split(calibration.tokens, self._batch_size)
@@ -232,7 +239,9 @@ class _Run:
         device = torch.device(self._job.device)
         probes = [last[f"probe-{i}"].to(device) for i in range(len(last) - 1)]
         return choose_golden(
-            [self._stream.leave(probe)[0, -1].cpu() for probe in probes], self._directory
+            [self._stream.leave(probe)[0, -1].cpu() for probe in probes],
+            self._directory,
+            trust_remote_code=self._job.trust_remote_code,
         )
 
     def _write_outer(self, reports: list[dict[str, Any]]) -> None:
@@ -277,6 +286,7 @@ class _Run:
         self, calibration: CalibrationSet, reports: list[dict[str, Any]], golden: Golden
     ) -> Manifest:
         model = self._job.model
+        trusted = self._job.trust_remote_code
         return Manifest(
             name=model.name,
             scheme=self._recipe.quantize.scheme,
@@ -292,7 +302,9 @@ class _Run:
             },
             layers=reports,
             golden=golden,
-            max_model_len=read_shape(self._directory).max_position_embeddings,
+            max_model_len=read_shape(
+                self._directory, trust_remote_code=trusted
+            ).max_position_embeddings,
             libraries=library_versions(),
         )
 

@@ -6,6 +6,7 @@ import torch
 
 from taut_deploy.checkpoint import Golden
 from taut_deploy.errors import ModelError
+from taut_deploy.models.pretrained import load_tokenizer
 
 # Short, factual, and of different shapes; the one the compressed model answers most decidedly is
 # kept.
@@ -19,27 +20,26 @@ PROMPTS = (
 )
 
 
-def tokenize_prompts(model: Path) -> list[torch.Tensor]:
+def tokenize_prompts(model: Path, *, trust_remote_code: bool = False) -> list[torch.Tensor]:
     """Each prompt's ids, [1, T], tokenised as a completion request would be."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     return [torch.tensor([tokenizer(prompt)["input_ids"]]) for prompt in PROMPTS]
 
 
-def choose_golden(logits: list[torch.Tensor], model: Path) -> Golden:
+def choose_golden(
+    logits: list[torch.Tensor], model: Path, *, trust_remote_code: bool = False
+) -> Golden:
     """The prompt with the widest gap between first and second token.
 
     Args:
         logits: one [V] fp32 vector per prompt, in order.
         model: directory with the tokenizer.
+        trust_remote_code: let the model's own Python code run.
 
     Raises:
         ModelError: if no answer is visible text, or a logit is not finite.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     best: Golden | None = None
     for prompt, scores in zip(PROMPTS, logits, strict=True):
         if not torch.isfinite(scores).all():

@@ -32,6 +32,7 @@ class CompressionJob:
         cache: where the calibration corpus is kept.
         device: ``cpu`` or ``cuda``.
         resume: continue what an interrupted run left.
+        trust_remote_code: let the model's own Python code run.
     """
 
     model: ModelRecord
@@ -40,6 +41,7 @@ class CompressionJob:
     cache: Path
     device: str = "cpu"
     resume: bool = True
+    trust_remote_code: bool = False
 
 
 def finished_checkpoint(job: CompressionJob) -> Manifest | None:
@@ -81,7 +83,8 @@ def open_stream(job: CompressionJob) -> StreamedModel:
         ModelError: the model cannot be read, or is quantised already.
     """
     directory = Path(job.model.path)
-    found = read_shape(directory).quantization
+    trusted = job.trust_remote_code
+    found = read_shape(directory, trust_remote_code=trusted).quantization
     if found is not None:
         raise ModelError(
             f"{directory}: its config.json says it is quantised already ({found}); "
@@ -93,7 +96,7 @@ def open_stream(job: CompressionJob) -> StreamedModel:
             "give it a number"
         )
     dtype = compute_dtype(stored_dtype(directory), job.device)
-    stream = StreamedModel(directory, dtype, torch.device(job.device))
+    stream = StreamedModel(directory, dtype, torch.device(job.device), trust_remote_code=trusted)
     stream.rehearse()
     return stream
 

@@ -15,7 +15,8 @@ class ServeSettings(BaseModel):
 
     ``kernels``, ``fused_ops`` and ``decode_attention`` are those of ``taut worker``, which chooses
     where they are left out; the uncompressed baseline is not told ``require``, which nothing of it
-    could meet. ``gateway`` is merged into the gateway's configuration file as it is (admission,
+    could meet. ``trust_remote_code`` lets the model's own Python code run, here and in the workers.
+    ``gateway`` is merged into the gateway's configuration file as it is (admission,
     timeouts, api_keys …).
     """
 
@@ -34,6 +35,7 @@ class ServeSettings(BaseModel):
     fused_ops: bool | None = None
     decode_attention: bool | None = None
     vllm_args: tuple[str, ...] = ()
+    trust_remote_code: bool = False
     gateway: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("kernels", mode="before")

@@ -55,6 +55,7 @@ class ValidationJob:
         latency_plan: how much of it.
         accept_lower_bound: let a KL that is only known as a lower bound (servers) pass a ``max``
             rule.
+        trust_remote_code: let Python code in the directories run.
         progress: called after each sequence and each pair of latency blocks.
 
     Raises:
@@ -82,6 +83,7 @@ class ValidationJob:
     latency: bool | None = None
     latency_plan: LatencyPlan = field(default_factory=LatencyPlan)
     accept_lower_bound: bool = False
+    trust_remote_code: bool = False
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
