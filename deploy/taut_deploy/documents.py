@@ -51,6 +51,18 @@ def read_json(path: Path, error_type: type[TautError]) -> Any:
     return parse_json(content, str(path), error_type)
 
 
+def read_json_object(path: Path, error_type: type[TautError]) -> dict[str, Any]:
+    """The object of a JSON file; see :func:`read_json`.
+
+    Raises:
+        TautError: of ``error_type``, likewise if it holds something else.
+    """
+    found = read_json(path, error_type)
+    if not isinstance(found, dict):
+        raise error_type(f"{path}: expected a JSON object")
+    return found
+
+
 def parse_json(content: bytes, origin: str, error_type: type[TautError]) -> Any:
     """Parse JSON within the bounds; NaN and infinity are read, as Python writes them.
 
@@ -162,25 +174,27 @@ def _require_bounded_events(text: str) -> None:
     open_nodes: list[tuple[str | None, int]] = []
     total = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_nodes.append((event.anchor, total))
-            total += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
+        if isinstance(event, yaml.CollectionEndEvent):
             anchor, before = open_nodes.pop()
-            if anchor is not None:
-                sizes[anchor] = total - before
+            sizes |= {anchor: total - before} if anchor is not None else {}
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
                 raise ValueError(f"the alias *{event.anchor} names nothing that is finished")
             total += sizes[event.anchor]
-        elif isinstance(event, yaml.ScalarEvent):
-            total += 1
-            if event.anchor is not None:
+        elif isinstance(event, yaml.NodeEvent):
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append((event.anchor, total))
+            elif event.anchor is not None:
                 sizes[event.anchor] = 1
-        if len(open_nodes) > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-        if total > MAX_NODES:
-            raise ValueError(f"more than {MAX_NODES} values, aliases counted")
+            total += 1
+        _require_bounds(len(open_nodes), total)
+
+
+def _require_bounds(depth: int, total: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if total > MAX_NODES:
+        raise ValueError(f"more than {MAX_NODES} values, aliases counted")
 
 
 def _parse_int(digits: str) -> int:
