@@ -8,24 +8,47 @@ log; ``validation`` is the only part that changes later.
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from taut_deploy.documents import first_problem, read_json
 from taut_deploy.errors import CheckpointError, ModelError
 from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file, write_json_atomically
 from taut_deploy.models.directory import require_contained
 
 MANIFEST = "taut.json"
 FORMAT_VERSION = 1
-_SHAPES: dict[str, type] = {
-    "name": str,
-    "scheme": str,
-    "recipe": dict,
-    "base_model": dict,
-    "calibration": dict,
-    "layers": list,
-    "files": dict,
-    "max_model_len": int,
-}
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+def require_public_name(name: str) -> str:
+    """A name that is one argument of a command, never a flag, and one line of a log.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not name or name.startswith("-") or len(name) > _MAX_NAME or not name.isprintable():
+        raise ValueError(
+            f"{name[:40]!r} is no model name: printable characters, at most {_MAX_NAME}, "
+            "and no '-' in front"
+        )
+    return name
+
+
+def _require_inside(name: str) -> str:
+    """A file of the checkpoint: relative, downwards, printable."""
+    parts = name.split("/")
+    if not name.isprintable() or any(part in {"", ".", ".."} for part in parts):
+        raise ValueError(f"{name[:80]!r} is no file of the checkpoint")
+    return name
+
+
+_MAX_NAME = 255
+_PublicName = Annotated[str, AfterValidator(require_public_name)]
+_FileName = Annotated[str, AfterValidator(_require_inside)]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Scheme = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}$")]
 # What changes the answers of a model that is loaded from the directory.
 _LOADED_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
 
@@ -41,10 +64,12 @@ class Golden:
         margin: logit distance to the runner-up; large means robust against rounding.
     """
 
-    prompt: str
-    expected_text: str
-    expected_token: int
-    margin: float
+    __pydantic_config__ = _STRICT
+
+    prompt: Annotated[str, Field(min_length=1, max_length=4096)]
+    expected_text: Annotated[str, Field(min_length=1, max_length=4096)]
+    expected_token: Annotated[int, Field(ge=0)]
+    margin: Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -69,19 +94,21 @@ class Manifest:
         format_version: version of this layout.
     """
 
-    name: str
-    scheme: str
-    bits: int
+    __pydantic_config__ = _STRICT
+
+    name: _PublicName
+    scheme: _Scheme
+    bits: Annotated[int, Field(ge=1, le=64)]
     recipe: dict[str, Any]
     recipe_hash: str
     base_model: dict[str, str]
     calibration: dict[str, Any]
     layers: list[dict[str, Any]]
     golden: Golden
-    max_model_len: int
+    max_model_len: Annotated[int, Field(ge=1, le=2**31 - 1)]
     libraries: dict[str, str]
-    files: dict[str, str] = field(default_factory=dict)
-    bytes: int = 0
+    files: dict[_FileName, _Sha256] = field(default_factory=dict)
+    bytes: Annotated[int, Field(ge=0)] = 0
     validation: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
 
@@ -89,6 +116,9 @@ class Manifest:
     def digest(self) -> str:
         """``sha256:`` over the hashes of all files."""
         return digest_of_hashes(self.files)
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -113,26 +143,22 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path, CheckpointError)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory}: no {MANIFEST}, so this is not a taut checkpoint"
         ) from error
-    except (ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: format_version is {version!r}, this taut reads {FORMAT_VERSION}"
         )
     try:
-        manifest = Manifest(**{**data, "golden": Golden(**data["golden"])})
-        for name, kind in _SHAPES.items():
-            if not isinstance(getattr(manifest, name), kind):
-                raise TypeError(f"{name!r} is not a {kind.__name__}")
-        return manifest
-    except (TypeError, KeyError) as error:
-        raise CheckpointError(f"{path}: {error}; compress the model again") from error
+        # As JSON: there, strict types still let an object be a dataclass.
+        return _MANIFEST.validate_json(json.dumps(data))
+    except ValidationError as error:
+        problem = first_problem(error)
+        raise CheckpointError(f"{path}: {problem}; compress the model again") from error
 
 
 def verify(directory: Path) -> Manifest:

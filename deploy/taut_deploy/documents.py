@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from taut_deploy.errors import TautError
 
@@ -94,12 +95,27 @@ def read_bounded(path: Path, limit: int, error_type: type[TautError]) -> bytes:
     return content
 
 
+def read_yaml_text(path: Path, error_type: type[TautError]) -> str:
+    """The text of a YAML file, which may be a pipe.
+
+    Raises:
+        OSError: it cannot be read.
+        TautError: of ``error_type``: larger than the bound, or not text.
+    """
+    try:
+        return read_bounded(path, MAX_YAML_BYTES, error_type).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise error_type(f"{path}: not a text file") from error
+
+
 def parse_yaml(text: str, origin: str, error_type: type[TautError]) -> Any:
     """Parse YAML within the bounds, strictly: a key given twice is an error, a date stays text.
 
     Raises:
         TautError: of ``error_type``, naming ``origin``.
     """
+    if len(text) > MAX_YAML_BYTES:
+        raise error_type(f"{origin}: larger than {MAX_YAML_BYTES >> 20} MiB")
     try:
         _require_bounded_events(text)
         value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
@@ -110,6 +126,19 @@ def parse_yaml(text: str, origin: str, error_type: type[TautError]) -> Any:
     if (reason := why_refused(value)) is not None:
         raise error_type(f"{origin}: {reason}")
     return value
+
+
+def first_problem(error: ValidationError, whole: str = "document") -> str:
+    """``key: what is wrong with it`` of the first wrong key that pydantic found.
+
+    Args:
+        error: of pydantic.
+        whole: what to say in place of a key where the whole is wrong.
+    """
+    first = error.errors(include_url=False, include_input=False)[0]
+    key = ".".join(str(part)[:80] for part in first["loc"]) or whole
+    unknown = first["type"] in {"extra_forbidden", "unexpected_keyword_argument"}
+    return f"{key}: {'unknown key' if unknown else first['msg']}"
 
 
 def why_refused(value: Any) -> str | None:

@@ -113,7 +113,39 @@ MANIFEST_DAMAGE = {
     "a key too few": (lambda p: edit_json(p, scheme=None), "scheme"),
     "a key too many": (lambda p: edit_json(p, surprise=1), "surprise"),
     "golden of another kind": (lambda p: edit_json(p, golden=3), r"taut\.json: "),
-    "files of another kind": (lambda p: edit_json(p, files=["a"]), "'files' is not a dict"),
+    "files of another kind": (
+        lambda p: edit_json(p, files=["a"]),
+        "files: Input should be an obj",
+    ),
+    "a name that is a flag": (
+        lambda p: edit_json(p, name="--trust-remote-code"),
+        r"name: .*'--trust-remote-code' is no model name",
+    ),
+    "a name with a NUL": (lambda p: edit_json(p, name="a\0b"), "holds a NUL or half a character"),
+    "a name of two lines": (lambda p: edit_json(p, name="a\nb"), "name: .*is no model name"),
+    "a context below zero": (
+        lambda p: edit_json(p, max_model_len=-1),
+        "max_model_len: Input should be greater than or equal to 1",
+    ),
+    "a context that is text": (
+        lambda p: edit_json(p, max_model_len="64"),
+        "max_model_len: Input should be a valid integer",
+    ),
+    "a context that is yes": (lambda p: edit_json(p, max_model_len=True), "max_model_len: "),
+    "a scheme that is a flag": (lambda p: edit_json(p, scheme="--x"), "scheme: "),
+    "a file elsewhere": (
+        lambda p: edit_json(p, files={"../x": "0" * 64}),
+        r"files\..*is no file of the checkpoint",
+    ),
+    "a margin that is NaN": (
+        lambda p: p.write_text(p.read_text().replace('"margin": 2.0', '"margin": NaN')),
+        "golden.margin: Input should be a finite number",
+    ),
+    "brackets without end": (lambda p: p.write_text("[" * 50_000), "nested deeper than 64 levels"),
+    "a number without end": (
+        lambda p: p.write_text('{"format_version": ' + "9" * 5_000 + "}"),
+        "a number of 5000 digits",
+    ),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest
+from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, require_public_name
 from taut_deploy.compress.calibration import describe_text
 from taut_deploy.compress.stream import StreamedModel
 from taut_deploy.compress.workspace import remove_leftovers
@@ -84,7 +84,17 @@ def open_stream(job: CompressionJob) -> StreamedModel:
     """
     directory = Path(job.model.path)
     trusted = job.trust_remote_code
-    found = read_shape(directory, trust_remote_code=trusted).quantization
+    try:
+        require_public_name(job.model.name)
+    except ValueError as error:
+        raise ModelError(f"{directory}: {error}; rename the directory") from error
+    shape = read_shape(directory, trust_remote_code=trusted)
+    if shape.max_position_embeddings < 1:
+        raise ModelError(
+            f"{directory / 'config.json'}: max_position_embeddings: the longest context is not "
+            "said; give it in tokens"
+        )
+    found = shape.quantization
     if found is not None:
         raise ModelError(
             f"{directory}: its config.json says it is quantised already ({found}); "

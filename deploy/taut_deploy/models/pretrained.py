@@ -11,14 +11,6 @@ from taut_deploy.documents import read_json
 from taut_deploy.errors import ModelError
 from taut_deploy.models.remote_code import why_code_is_needed
 
-_TOKENIZER_DOCUMENTS = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.json",
-    "vocab.json",
-)
-
 
 def load_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """The directory's configuration as transformers' object.
@@ -51,9 +43,6 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    for name in _TOKENIZER_DOCUMENTS:
-        if (directory / name).is_file():
-            read_json(directory / name, ModelError)
     try:
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code

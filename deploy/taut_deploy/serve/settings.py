@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from taut_deploy.documents import read_yaml_text
 from taut_deploy.errors import RecipeError
 from taut_deploy.strict_yaml import parse_mapping, validate_mapping
 from taut_deploy.worker import KernelMode
@@ -58,8 +59,8 @@ def load_serve_settings(path: Path | None, overrides: dict[str, Any]) -> ServeSe
     data: dict[str, Any] = {}
     if path is not None:
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_yaml_text(path, RecipeError)
+        except (OSError, ValueError) as error:
             raise RecipeError(f"{path}: cannot be read") from error
         data = parse_mapping(text, str(path), RecipeError)
     given = {key: value for key, value in overrides.items() if value is not None}

@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from taut_deploy.documents import read_json
 from taut_deploy.errors import OutputError
 from taut_deploy.files import disk_errors_named, write_json_atomically, write_text_atomically
 from taut_deploy.validate import metrics
@@ -48,8 +48,8 @@ def check_output(output: Path) -> None:
 
 def _is_ours(file: Path) -> bool:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(file, CouldNotValidateError)
+    except (OSError, CouldNotValidateError):
         return False
     return isinstance(content, dict) and content.get("schema") == SCHEMA
 
