@@ -6,9 +6,11 @@ log; ``validation`` is the only part that changes later.
 """
 
 import json
+import os
+import stat
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -49,8 +51,10 @@ _PublicName = Annotated[str, AfterValidator(require_public_name)]
 _FileName = Annotated[str, AfterValidator(_require_inside)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Scheme = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}$")]
-# What changes the answers of a model that is loaded from the directory.
-_LOADED_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
+# Beside what is listed: the manifest, the log, and the record of a store that fetched a checkpoint.
+_NOT_SEALED = VOLATILE_FILES | {MANIFEST, "taut-model.json"}
+# The root of a volume has one, which only its administrator may read.
+_OF_FILE_SYSTEM = "lost+found"
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,9 @@ def is_checkpoint(directory: Path) -> bool:
 
 def seal(directory: Path, manifest: Manifest) -> Manifest:
     """Hash what is in ``directory`` and write the manifest; returns it as written."""
-    files = {path.name: sha256_file(path) for path in _content(directory)}
+    files = {
+        path.relative_to(directory).as_posix(): sha256_file(path) for path in _content(directory)
+    }
     size = sum(path.stat().st_size for path in _content(directory))
     sealed = replace(manifest, files=files, bytes=size)
     write_json_atomically(directory / MANIFEST, asdict(sealed))
@@ -183,10 +189,26 @@ def verify(directory: Path) -> Manifest:
                 f"{path}: its sha256 differs from {MANIFEST} (altered or cut short); "
                 "compress the model again"
             )
-    extra = {path.name for path in _content(directory)} - manifest.files.keys()
-    if unlisted := sorted(name for name in extra if name.endswith(_LOADED_SUFFIXES)):
-        raise CheckpointError(f"{directory / unlisted[0]}: not listed in {MANIFEST}; remove it")
+    require_nothing_else(directory, manifest)
     return manifest
+
+
+def require_nothing_else(directory: Path, manifest: Manifest) -> None:
+    """Check that a checkpoint holds what its manifest lists, at any depth, and nothing else.
+
+    Hidden entries are left out: nothing loads them, and tools keep their own notes there.
+
+    Raises:
+        CheckpointError: naming the first file, link, pipe or socket that is not listed.
+    """
+    for path in _entries(directory):
+        name = path.relative_to(directory).as_posix()
+        if name in manifest.files:
+            continue
+        if name not in _NOT_SEALED or not path.is_file():
+            raise CheckpointError(
+                f"{path}: {_kind(path)} that is not listed in {MANIFEST}; remove it"
+            )
 
 
 def record_validation(directory: Path, verdict: dict[str, Any]) -> None:
@@ -198,8 +220,32 @@ def record_validation(directory: Path, verdict: dict[str, Any]) -> None:
 
 def _content(directory: Path) -> list[Path]:
     """Files a manifest accounts for, in a stable order."""
-    left_out = VOLATILE_FILES | {MANIFEST}
-    files = (path for path in directory.iterdir() if path.is_file())
-    return sorted(
-        path for path in files if path.name not in left_out and not path.name.startswith(".")
-    )
+    found = (path for path in _entries(directory) if path.is_file())
+    return [path for path in found if path.relative_to(directory).as_posix() not in _NOT_SEALED]
+
+
+def _entries(directory: Path) -> list[Path]:
+    """Everything below a checkpoint that is neither hidden nor a directory, in a stable order."""
+
+    def unreadable(error: OSError) -> NoReturn:
+        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+    found: list[Path] = []
+    for place, folders, files in os.walk(directory, onerror=unreadable):
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name != _OF_FILE_SYSTEM
+        ]
+        found += [Path(place) / name for name in (*files, *links) if not name.startswith(".")]
+    return sorted(found)
+
+
+def _kind(path: Path) -> str:
+    mode = path.lstat().st_mode
+    kinds = {
+        stat.S_ISLNK: "a link",
+        stat.S_ISFIFO: "a pipe",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISREG: "a file",
+    }
+    return next((word for applies, word in kinds.items() if applies(mode)), "a device")

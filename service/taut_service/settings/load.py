@@ -36,22 +36,23 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        mark: Any = event.start_mark
         if self._depth > _MAX_DEPTH:
             raise yaml.composer.ComposerError(
-                None, None, f"nested deeper than {_MAX_DEPTH} levels", event.start_mark
+                None, None, f"nested deeper than {_MAX_DEPTH} levels", mark
             )
         self._depth += 1
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent) and id(node) not in self._finished:
             raise yaml.composer.ComposerError(
-                None, None, "an alias stands inside its own anchor", event.start_mark
+                None, None, "an alias stands inside its own anchor", mark
             )
         self._finished.add(id(node))
         long = isinstance(node, yaml.ScalarNode) and len(node.value) > _MAX_DIGITS
         if node is not None and long and node.tag in _NUMBERS:
             raise yaml.composer.ComposerError(
-                None, None, f"a number of {len(node.value)} characters", event.start_mark
+                None, None, f"a number of {len(node.value)} characters", mark
             )
         return node
 
