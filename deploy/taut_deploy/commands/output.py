@@ -36,14 +36,22 @@ def print_facts(facts: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             typer.echo(f"{name}:")
             for inner, inside in value.items():
-                typer.echo(f"  {inner}: {inside}")
+                typer.echo(printable(f"  {inner}: {inside}"))
         else:
-            typer.echo(f"{name}: {value}")
+            typer.echo(printable(f"{name}: {value}"))
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters written out: a name must not move the cursor."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def say(text: str) -> None:
     """One line for the user, at once."""
-    typer.echo(f"taut: {text}", err=True)
+    typer.echo("\n".join(map(printable, f"taut: {text}".split("\n"))), err=True)
 
 
 def announce_code(directory: Path, trust_remote_code: bool) -> None:

@@ -31,6 +31,7 @@ from taut_deploy.compress.job import (
     open_stream,
     stored_dtype,
 )
+from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.plan import CompressionPlan, grid_spec, is_ignored, make_plan
 from taut_deploy.compress.stream import (
     BlockArguments,
@@ -45,7 +46,7 @@ from taut_deploy.files import (
     require_free_space,
     write_json_atomically,
 )
-from taut_deploy.models.directory import model_files, read_config, read_shape
+from taut_deploy.models.directory import read_config, read_shape
 
 _BATCH_TOKENS = 2048
 
@@ -61,6 +62,7 @@ def plan(job: CompressionJob) -> CompressionPlan:
         ModelError: if the model cannot be read.
     """
     directory = Path(job.model.path)
+    kept_files(directory)
     return make_plan(open_stream(job), job.recipe, directory, stored_dtype(directory))
 
 
@@ -98,6 +100,7 @@ class _Run:
         self._progress = progress
         self._directory = Path(job.model.path)
         self._recipe = job.recipe
+        self._kept = kept_files(self._directory, with_code=job.trust_remote_code)
         self._stream = open_stream(job)
         self._plan = make_plan(
             self._stream, job.recipe, self._directory, stored_dtype(self._directory)
@@ -250,13 +253,11 @@ class _Run:
         outer = {name: self._stream.read(name) for name in self._stream.outer_names}
         self._workspace.save_shard(self._shard_name(len(self._stream.blocks)), outer)
         write_json_atomically(target / "model.safetensors.index.json", _shard_index(target))
-        for path in model_files(self._directory):
-            if path.suffix != ".safetensors" and path.name not in {
-                "config.json",
-                "model.safetensors.index.json",
-            }:
-                with disk_errors_named(target / path.name):
-                    shutil.copyfile(path, target / path.name)
+        for path in self._kept:
+            copy = target / path.relative_to(self._directory)
+            with disk_errors_named(copy):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
         quantized = {report["name"] for report in reports}
         names = [
             f"{block.name}.{name}"

@@ -37,14 +37,23 @@ def describe_code(directory: Path) -> list[str]:
                 f"{directory / file}: auto_map names {reference[:80]!r}, but the directory "
                 f"has no file {module} there; download the model again"
             )
-    lines = []
-    for path in sorted(directory.rglob("*.py")):
+    return [
+        f"{FLAG}: may run {path.relative_to(directory).as_posix()} sha256:{sha256_file(path)}"
+        for path in code_files(directory)
+    ]
+
+
+def code_files(directory: Path) -> list[Path]:
+    """The Python files below a model's directory, in a stable order.
+
+    Raises:
+        ModelError: one is a link out of it.
+    """
+    files = sorted(path for path in directory.rglob("*.py") if path.is_file())
+    for path in files:
         if path.is_symlink() and not path.resolve().is_relative_to(directory.resolve()):
             raise ModelError(f"{path}: a link out of the directory; put the file itself there")
-        if path.is_file():
-            name = path.relative_to(directory).as_posix()
-            lines.append(f"{FLAG}: may run {name} sha256:{sha256_file(path)}")
-    return lines
+    return files
 
 
 def why_code_is_needed(directory: Path) -> str | None:

@@ -11,7 +11,12 @@ import numpy as np
 
 from taut_deploy.documents import read_json
 from taut_deploy.errors import OutputError
-from taut_deploy.files import disk_errors_named, write_json_atomically, write_text_atomically
+from taut_deploy.files import (
+    checked_output,
+    disk_errors_named,
+    write_json_atomically,
+    write_text_atomically,
+)
 from taut_deploy.validate import metrics
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
@@ -35,6 +40,10 @@ def check_output(output: Path) -> None:
     Raises:
         CouldNotValidateError: not a directory, or not empty and without an earlier report.
     """
+    try:
+        checked_output(output)
+    except OutputError as error:
+        raise CouldNotValidateError(str(error)) from error
     if not output.exists():
         return
     if not output.is_dir():
