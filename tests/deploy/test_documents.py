@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from tiny_models import edit_json, write_llama
 
 from taut_deploy.documents import parse_json, parse_yaml, read_json
 from taut_deploy.errors import ModelError, RecipeError, TautError
-from taut_deploy.models.directory import read_config
+from taut_deploy.models.directory import read_config, read_shape
 from taut_deploy.models.store import read_record
 from taut_deploy.recipe import parse_recipe
 from taut_deploy.serve.settings import load_serve_settings
@@ -115,3 +116,11 @@ def test_ordinary_documents_read_as_before():
     assert parse_json(b'{"a": [1, -2.5e3, null, "\\u00e9"]}', "o", ModelError) == {
         "a": [1, -2500.0, None, "é"]
     }
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "manual_seed", 16])
+def test_a_dtype_that_is_none_is_refused_by_field(name, tmp_path):
+    model = write_llama(tmp_path / "m", layers=1)
+    edit_json(model / "config.json", dtype=name)
+    with pytest.raises(ModelError, match=r"config\.json: dtype: '.*' is no type of weights"):
+        read_shape(model)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from tiny_models import recipe_data, write_calibration_text, write_llama, write_recipe
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from taut_deploy import cli
 from taut_deploy.commands.output import printable
@@ -127,6 +128,16 @@ def test_what_the_licence_asks_for_travels_with_the_checkpoint(run, room, tmp_pa
     from taut_deploy.checkpoint import verify
 
     assert kept <= verify(tmp_path / "out").files.keys()
+
+
+@pytest.mark.parametrize("mode", [["--plan"], ["--output", "beyond"]])
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(mode, run, tmp_path):
+    model = write_llama(tmp_path / "m", layers=1)
+    config = AutoConfig.from_pretrained(model, vocab_size=20)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    code, err = run("compress", str(model), "--recipe", "recipe.yaml", *mode)
+    assert code == 2
+    assert "config.json: vocab_size is 20, but the tokenizer gives the id" in err
 
 
 def test_control_characters_are_written_out():

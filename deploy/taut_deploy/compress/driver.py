@@ -21,7 +21,7 @@ from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.block import CompressedBlock, compress_block
 from taut_deploy.compress.calibration import CalibrationSet, make_calibration_set
 from taut_deploy.compress.formats import quantization_config, read_back, stored_tensors
-from taut_deploy.compress.golden import choose_golden, tokenize_prompts
+from taut_deploy.compress.golden import choose_golden, require_embedded, tokenize_prompts
 from taut_deploy.compress.grid import GridSpec
 from taut_deploy.compress.job import (
     CompressionJob,
@@ -36,6 +36,7 @@ from taut_deploy.compress.plan import CompressionPlan, grid_spec, is_ignored, ma
 from taut_deploy.compress.stream import (
     BlockArguments,
     DecoderBlock,
+    StreamedModel,
     call_block,
     linear_layers,
 )
@@ -63,7 +64,10 @@ def plan(job: CompressionJob) -> CompressionPlan:
     """
     directory = Path(job.model.path)
     kept_files(directory)
-    return make_plan(open_stream(job), job.recipe, directory, stored_dtype(directory))
+    stream = open_stream(job)
+    prompts = tokenize_prompts(directory, trust_remote_code=job.trust_remote_code)
+    require_embedded(prompts, _vocabulary(stream), directory)
+    return make_plan(stream, job.recipe, directory, stored_dtype(directory))
 
 
 def compress(job: CompressionJob, progress: Progress = lambda done, total, what: None) -> Manifest:
@@ -161,6 +165,7 @@ class _Run:
         """
         trusted = self._job.trust_remote_code
         prompts = tokenize_prompts(self._directory, trust_remote_code=trusted)
+        require_embedded([calibration.tokens, *prompts], _vocabulary(self._stream), self._directory)
         streams = [calibration.tokens[:1], *prompts]
         entered = [self._stream.enter(tokens) for tokens in streams]
         if self._workspace.committed("block-0") is None:
@@ -308,6 +313,10 @@ class _Run:
             ).max_position_embeddings,
             libraries=library_versions(),
         )
+
+
+def _vocabulary(stream: StreamedModel) -> int:
+    return int(stream.model.get_input_embeddings().weight.shape[0])
 
 
 def _run_block(

@@ -26,6 +26,25 @@ def tokenize_prompts(model: Path, *, trust_remote_code: bool = False) -> list[to
     return [torch.tensor([tokenizer(prompt)["input_ids"]]) for prompt in PROMPTS]
 
 
+def require_embedded(streams: list[torch.Tensor], vocab_size: int, model: Path) -> None:
+    """Check that every token has a row in the embedding.
+
+    Args:
+        streams: token ids.
+        vocab_size: rows of the embedding.
+        model: directory with the tokenizer.
+
+    Raises:
+        ModelError: the tokenizer gives an id beyond it.
+    """
+    largest = max(int(ids.max()) for ids in streams)
+    if largest >= vocab_size:
+        raise ModelError(
+            f"{model / 'config.json'}: vocab_size is {vocab_size}, but the tokenizer gives the id "
+            f"{largest}; the two are of different models"
+        )
+
+
 def choose_golden(
     logits: list[torch.Tensor], model: Path, *, trust_remote_code: bool = False
 ) -> Golden:

@@ -7,7 +7,7 @@ may run is said every time: left open, transformers asks on standard input.
 from pathlib import Path
 from typing import Any
 
-from taut_deploy.documents import read_json
+from taut_deploy.documents import read_json_object
 from taut_deploy.errors import ModelError
 from taut_deploy.models.remote_code import why_code_is_needed
 
@@ -22,7 +22,8 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    document = read_json(directory / "config.json", ModelError)
+    document = read_json_object(directory / "config.json", ModelError)
+    _require_dtype(directory / "config.json", document)
     try:
         return AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code
@@ -52,14 +53,29 @@ def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
         raise _refused(directory, error, reason) from error
 
 
+def _require_dtype(path: Path, document: dict[str, Any]) -> None:
+    import torch
+
+    for key in ("dtype", "torch_dtype"):
+        name = document.get(key)
+        if name is None:
+            continue
+        found = getattr(torch, str(name).removeprefix("torch."), None)
+        if not (isinstance(found, torch.dtype) and found.is_floating_point):
+            raise ModelError(
+                f"{path}: {key}: {str(name)[:40]!r} is no type of weights; write bfloat16, "
+                "float16 or float32, as they are stored"
+            )
+
+
 def reason_of(error: BaseException, limit: int = 200) -> str:
     """What an exception says, on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _unsupported(directory: Path, document: Any, error: BaseException) -> str:
-    family = document.get("model_type") if isinstance(document, dict) else None
+def _unsupported(directory: Path, document: dict[str, Any], error: BaseException) -> str:
+    family = document.get("model_type")
     return f"{directory}: architecture {family!r} is not supported ({reason_of(error)})"
 
 
