@@ -161,7 +161,7 @@ def read_manifest(directory: Path) -> Manifest:
         )
     try:
         # As JSON: there, strict types still let an object be a dataclass.
-        return _MANIFEST.validate_json(json.dumps(data))
+        return _MANIFEST.validate_json(json.dumps(data, allow_nan=True))
     except ValidationError as error:
         problem = first_problem(error)
         raise CheckpointError(f"{path}: {problem}; compress the model again") from error

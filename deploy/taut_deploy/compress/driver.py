@@ -21,7 +21,12 @@ from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.block import CompressedBlock, compress_block
 from taut_deploy.compress.calibration import CalibrationSet, make_calibration_set
 from taut_deploy.compress.formats import quantization_config, read_back, stored_tensors
-from taut_deploy.compress.golden import choose_golden, require_embedded, tokenize_prompts
+from taut_deploy.compress.golden import (
+    choose_golden,
+    ordinary_tokens,
+    require_embedded,
+    tokenize_prompts,
+)
 from taut_deploy.compress.grid import GridSpec
 from taut_deploy.compress.job import (
     CompressionJob,
@@ -65,8 +70,8 @@ def plan(job: CompressionJob) -> CompressionPlan:
     directory = Path(job.model.path)
     kept_files(directory)
     stream = open_stream(job)
-    prompts = tokenize_prompts(directory, trust_remote_code=job.trust_remote_code)
-    require_embedded(prompts, _vocabulary(stream), directory)
+    tokens = ordinary_tokens(directory, trust_remote_code=job.trust_remote_code)
+    require_embedded([tokens], _vocabulary(stream), directory)
     return make_plan(stream, job.recipe, directory, stored_dtype(directory))
 
 

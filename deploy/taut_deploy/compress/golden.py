@@ -26,6 +26,13 @@ def tokenize_prompts(model: Path, *, trust_remote_code: bool = False) -> list[to
     return [torch.tensor([tokenizer(prompt)["input_ids"]]) for prompt in PROMPTS]
 
 
+def ordinary_tokens(model: Path, *, trust_remote_code: bool = False) -> torch.Tensor:
+    """The ids [V] of the tokenizer's own vocabulary, without tokens that were added later."""
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    added = set(tokenizer.get_added_vocab().values())
+    return torch.tensor([id_ for id_ in tokenizer.get_vocab().values() if id_ not in added])
+
+
 def require_embedded(streams: list[torch.Tensor], vocab_size: int, model: Path) -> None:
     """Check that every token has a row in the embedding.
 

@@ -89,11 +89,6 @@ def open_stream(job: CompressionJob) -> StreamedModel:
     except ValueError as error:
         raise ModelError(f"{directory}: {error}; rename the directory") from error
     shape = read_shape(directory, trust_remote_code=trusted)
-    if shape.max_position_embeddings < 1:
-        raise ModelError(
-            f"{directory / 'config.json'}: max_position_embeddings: the longest context is not "
-            "said; give it in tokens"
-        )
     found = shape.quantization
     if found is not None:
         raise ModelError(
@@ -108,6 +103,11 @@ def open_stream(job: CompressionJob) -> StreamedModel:
     dtype = compute_dtype(stored_dtype(directory), job.device)
     stream = StreamedModel(directory, dtype, torch.device(job.device), trust_remote_code=trusted)
     stream.rehearse()
+    if shape.max_position_embeddings < 1:
+        raise ModelError(
+            f"{directory / 'config.json'}: max_position_embeddings: the longest context is not "
+            "said; give it in tokens"
+        )
     return stream
 
 

@@ -308,7 +308,7 @@ def read_record(directory: Path) -> ModelRecord | None:
         return None
     try:
         # As JSON: there, strict types still let an object be a dataclass.
-        return _RECORD.validate_json(json.dumps(read_json(record_file, ModelError)))
+        return _RECORD.validate_json(json.dumps(read_json(record_file, ModelError), allow_nan=True))
     except (ValidationError, ModelError) as error:
         wrong = first_problem(error) if isinstance(error, ValidationError) else str(error)
         reason = wrong.removeprefix(f"{record_file}: ")
