@@ -6,28 +6,55 @@ log; ``validation`` is the only part that changes later.
 """
 
 import json
+import os
+import stat
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NoReturn
 
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from taut_deploy.documents import first_problem, read_json
 from taut_deploy.errors import CheckpointError, ModelError
 from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file, write_json_atomically
 from taut_deploy.models.directory import require_contained
 
 MANIFEST = "taut.json"
 FORMAT_VERSION = 1
-_SHAPES: dict[str, type] = {
-    "name": str,
-    "scheme": str,
-    "recipe": dict,
-    "base_model": dict,
-    "calibration": dict,
-    "layers": list,
-    "files": dict,
-    "max_model_len": int,
-}
-# What changes the answers of a model that is loaded from the directory.
-_LOADED_SUFFIXES = (".safetensors", ".json", ".jinja", ".model")
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+def require_public_name(name: str) -> str:
+    """A name that is one argument of a command, never a flag, and one line of a log.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not name or name.startswith("-") or len(name) > _MAX_NAME or not name.isprintable():
+        raise ValueError(
+            f"{name[:40]!r} is no model name: printable characters, at most {_MAX_NAME}, "
+            "and no '-' in front"
+        )
+    return name
+
+
+def _require_inside(name: str) -> str:
+    """A file of the checkpoint: relative, downwards, printable."""
+    parts = name.split("/")
+    if not name.isprintable() or any(part in {"", ".", ".."} for part in parts):
+        raise ValueError(f"{name[:80]!r} is no file of the checkpoint")
+    return name
+
+
+_MAX_NAME = 255
+_PublicName = Annotated[str, AfterValidator(require_public_name)]
+_FileName = Annotated[str, AfterValidator(_require_inside)]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_Scheme = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}$")]
+# Beside what is listed: the manifest, the log, and the record of a store that fetched a checkpoint.
+_NOT_SEALED = VOLATILE_FILES | {MANIFEST, "taut-model.json"}
+# The root of a volume has one, which only its administrator may read.
+_OF_FILE_SYSTEM = "lost+found"
 
 
 @dataclass(frozen=True)
@@ -41,10 +68,12 @@ class Golden:
         margin: logit distance to the runner-up; large means robust against rounding.
     """
 
-    prompt: str
-    expected_text: str
-    expected_token: int
-    margin: float
+    __pydantic_config__ = _STRICT
+
+    prompt: Annotated[str, Field(min_length=1, max_length=4096)]
+    expected_text: Annotated[str, Field(min_length=1, max_length=4096)]
+    expected_token: Annotated[int, Field(ge=0)]
+    margin: Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -69,19 +98,21 @@ class Manifest:
         format_version: version of this layout.
     """
 
-    name: str
-    scheme: str
-    bits: int
+    __pydantic_config__ = _STRICT
+
+    name: _PublicName
+    scheme: _Scheme
+    bits: Annotated[int, Field(ge=1, le=64)]
     recipe: dict[str, Any]
     recipe_hash: str
     base_model: dict[str, str]
     calibration: dict[str, Any]
     layers: list[dict[str, Any]]
     golden: Golden
-    max_model_len: int
+    max_model_len: Annotated[int, Field(ge=1, le=2**31 - 1)]
     libraries: dict[str, str]
-    files: dict[str, str] = field(default_factory=dict)
-    bytes: int = 0
+    files: dict[_FileName, _Sha256] = field(default_factory=dict)
+    bytes: Annotated[int, Field(ge=0)] = 0
     validation: dict[str, Any] | None = None
     format_version: int = FORMAT_VERSION
 
@@ -91,6 +122,9 @@ class Manifest:
         return digest_of_hashes(self.files)
 
 
+_MANIFEST = TypeAdapter(Manifest)
+
+
 def is_checkpoint(directory: Path) -> bool:
     """Whether the directory has a manifest."""
     return (directory / MANIFEST).is_file()
@@ -98,7 +132,9 @@ def is_checkpoint(directory: Path) -> bool:
 
 def seal(directory: Path, manifest: Manifest) -> Manifest:
     """Hash what is in ``directory`` and write the manifest; returns it as written."""
-    files = {path.name: sha256_file(path) for path in _content(directory)}
+    files = {
+        path.relative_to(directory).as_posix(): sha256_file(path) for path in _content(directory)
+    }
     size = sum(path.stat().st_size for path in _content(directory))
     sealed = replace(manifest, files=files, bytes=size)
     write_json_atomically(directory / MANIFEST, asdict(sealed))
@@ -113,26 +149,22 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path, CheckpointError)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{directory}: no {MANIFEST}, so this is not a taut checkpoint"
         ) from error
-    except (ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: format_version is {version!r}, this taut reads {FORMAT_VERSION}"
         )
     try:
-        manifest = Manifest(**{**data, "golden": Golden(**data["golden"])})
-        for name, kind in _SHAPES.items():
-            if not isinstance(getattr(manifest, name), kind):
-                raise TypeError(f"{name!r} is not a {kind.__name__}")
-        return manifest
-    except (TypeError, KeyError) as error:
-        raise CheckpointError(f"{path}: {error}; compress the model again") from error
+        # As JSON: there, strict types still let an object be a dataclass.
+        return _MANIFEST.validate_json(json.dumps(data, allow_nan=True))
+    except ValidationError as error:
+        problem = first_problem(error)
+        raise CheckpointError(f"{path}: {problem}; compress the model again") from error
 
 
 def verify(directory: Path) -> Manifest:
@@ -157,10 +189,26 @@ def verify(directory: Path) -> Manifest:
                 f"{path}: its sha256 differs from {MANIFEST} (altered or cut short); "
                 "compress the model again"
             )
-    extra = {path.name for path in _content(directory)} - manifest.files.keys()
-    if unlisted := sorted(name for name in extra if name.endswith(_LOADED_SUFFIXES)):
-        raise CheckpointError(f"{directory / unlisted[0]}: not listed in {MANIFEST}; remove it")
+    require_nothing_else(directory, manifest)
     return manifest
+
+
+def require_nothing_else(directory: Path, manifest: Manifest) -> None:
+    """Check that a checkpoint holds what its manifest lists, at any depth, and nothing else.
+
+    Hidden entries are left out: nothing loads them, and tools keep their own notes there.
+
+    Raises:
+        CheckpointError: naming the first file, link, pipe or socket that is not listed.
+    """
+    for path in _entries(directory):
+        name = path.relative_to(directory).as_posix()
+        if name in manifest.files:
+            continue
+        if name not in _NOT_SEALED or not path.is_file():
+            raise CheckpointError(
+                f"{path}: {_kind(path)} that is not listed in {MANIFEST}; remove it"
+            )
 
 
 def record_validation(directory: Path, verdict: dict[str, Any]) -> None:
@@ -172,8 +220,32 @@ def record_validation(directory: Path, verdict: dict[str, Any]) -> None:
 
 def _content(directory: Path) -> list[Path]:
     """Files a manifest accounts for, in a stable order."""
-    left_out = VOLATILE_FILES | {MANIFEST}
-    files = (path for path in directory.iterdir() if path.is_file())
-    return sorted(
-        path for path in files if path.name not in left_out and not path.name.startswith(".")
-    )
+    found = (path for path in _entries(directory) if path.is_file())
+    return [path for path in found if path.relative_to(directory).as_posix() not in _NOT_SEALED]
+
+
+def _entries(directory: Path) -> list[Path]:
+    """Everything below a checkpoint that is neither hidden nor a directory, in a stable order."""
+
+    def unreadable(error: OSError) -> NoReturn:
+        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+    found: list[Path] = []
+    for place, folders, files in os.walk(directory, onerror=unreadable):
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name != _OF_FILE_SYSTEM
+        ]
+        found += [Path(place) / name for name in (*files, *links) if not name.startswith(".")]
+    return sorted(found)
+
+
+def _kind(path: Path) -> str:
+    mode = path.lstat().st_mode
+    kinds = {
+        stat.S_ISLNK: "a link",
+        stat.S_ISFIFO: "a pipe",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISREG: "a file",
+    }
+    return next((word for applies, word in kinds.items() if applies(mode)), "a device")

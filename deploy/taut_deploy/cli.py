@@ -1,5 +1,6 @@
 """The ``taut`` command: one line per mistake, a traceback only for bugs of ours."""
 
+import errno
 import os
 import sys
 import warnings
@@ -22,6 +23,7 @@ from taut_deploy.commands import (
     validate,
     worker,
 )
+from taut_deploy.commands.output import printable
 from taut_deploy.errors import TautError
 
 app = typer.Typer(
@@ -48,6 +50,14 @@ EXIT_FAILED = 2
 EXIT_COULD_NOT_VALIDATE = 3
 EXIT_INTERRUPTED = 130
 
+# What the file system says of a place that the user named, wherever it is met first.
+_OF_THE_PLACE = frozenset(
+    {
+        *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENOENT),
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+    }
+)
+
 # typer carries its own copy of click from 0.26 on and uses the installed one before; its usage
 # errors are reached through a name that both export.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -68,13 +78,17 @@ def main() -> int:
         return _failed(_usage_message(error))
     except TautError as error:
         return _failed(str(error))
+    except OSError as error:
+        if error.errno not in _OF_THE_PLACE or error.filename is None:
+            raise
+        return _failed(f"{str(error.filename)[:200]}: {error.strerror}; choose another place")
     if code == EXIT_INTERRUPTED:
         sys.stderr.write("taut: interrupted; run the same command again to go on\n")
     return int(code)
 
 
 def _failed(message: str) -> int:
-    sys.stderr.write(f"taut: {' '.join(message.split())}\n")
+    sys.stderr.write(f"taut: {printable(' '.join(message.split()))}\n")
     # 1 and 2 are verdicts of `taut validate`.
     return EXIT_COULD_NOT_VALIDATE if sys.argv[1:2] == ["validate"] else EXIT_FAILED
 

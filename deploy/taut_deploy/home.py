@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from taut_deploy.errors import OutputError
+
 
 @dataclass(frozen=True)
 class TautHome:
@@ -17,9 +19,19 @@ class TautHome:
 
     @classmethod
     def from_environment(cls) -> "TautHome":
-        """Read ``TAUT_HOME``; the only place that does."""
+        """Read ``TAUT_HOME``; the only place that does.
+
+        Raises:
+            OutputError: it cannot be a directory.
+        """
         configured = os.environ.get("TAUT_HOME")
-        return cls(Path(configured) if configured else Path.home() / ".cache" / "taut")
+        if not configured:
+            return cls(Path.home() / ".cache" / "taut")
+        root = Path(configured)
+        reason = _why_unusable(root)
+        if reason is not None:
+            raise OutputError(f"TAUT_HOME={configured[:80]!r}: {reason}; name a directory")
+        return cls(root)
 
     @property
     def models(self) -> Path:
@@ -35,3 +47,16 @@ class TautHome:
     def run(self) -> Path:
         """Configuration and logs of the running ``taut serve``."""
         return self.root / "run"
+
+
+def _why_unusable(root: Path) -> str | None:
+    """Why nothing can be kept in ``root``, as far as that shows without writing; None if it can."""
+    if not str(root).isprintable():
+        return "it holds control characters"
+    try:
+        for place in (root, *root.absolute().parents):
+            if place.exists():
+                return None if place.is_dir() else f"{place} is not a directory"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return None

@@ -4,9 +4,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from taut_deploy.documents import first_problem, parse_yaml, read_yaml_text
 from taut_deploy.errors import TautError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -39,14 +39,13 @@ def read_shipped_or_file(
         shipped = resources.files(package) / folder / f"{reference}.yaml"
         return shipped.read_text(encoding="utf-8")
     try:
-        return Path(reference).read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        return read_yaml_text(Path(reference), error_type)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError) as error:
+        # ValueError: a NUL in the name.
         message = f"{reference!r}: no such {what}; give a YAML file or one of {', '.join(known)}"
         raise error_type(message) from error
-    except UnicodeDecodeError as error:
-        raise error_type(f"{reference}: not a text file") from error
     except OSError as error:
-        raise error_type(f"{reference}: {error.strerror}") from error
+        raise error_type(f"{reference[:80]}: {error.strerror}") from error
 
 
 def parse_mapping(
@@ -64,10 +63,7 @@ def parse_mapping(
     Raises:
         TautError: of ``error_type``, naming ``origin``.
     """
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise error_type(f"{origin}: not valid YAML: {' '.join(str(error).split())}") from error
+    data = parse_yaml(text, origin, error_type)
     if data is None and not keys:
         return {}
     if not isinstance(data, dict):
@@ -84,9 +80,9 @@ def validate_mapping(
         TautError: of ``error_type``, naming the first wrong key and what is wrong with it.
     """
     try:
+        # A key that is no text cannot be looked up by name, and would be reported as a bug.
+        if odd := [key for key in data if not isinstance(key, str)]:
+            raise error_type(f"{origin}: {odd[0]!r}: expected a key that is text")
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or model.__name__.lower()
-        what = "unknown key" if first["type"] == "extra_forbidden" else first["msg"]
-        raise error_type(f"{origin}: {key}: {what}") from error
+        raise error_type(f"{origin}: {first_problem(error, model.__name__.lower())}") from error

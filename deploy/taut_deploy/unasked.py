@@ -4,11 +4,12 @@ Decided by the model's ``config.json`` and the arguments for vLLM; the card is a
 (:mod:`taut_deploy.worker`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from taut_deploy.documents import read_json_object
+from taut_deploy.errors import ModelError
 from taut_deploy.vllm_flags import (
     ATTENTION_FLAGS,
     COMPILATION_FLAGS,
@@ -112,7 +113,6 @@ def config_of(model: Path) -> dict[str, Any]:
         model: its directory.
     """
     try:
-        found = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_object(model / "config.json", ModelError)
+    except (OSError, ModelError):
         return {}
-    return found if isinstance(found, dict) else {}

@@ -208,7 +208,7 @@ def test_a_quantisation_transformers_does_not_know_is_refused_not_ignored(tmp_pa
     ("config", "fragment"),
     [
         (None, "no config.json"),
-        ("{", "unreadable"),
+        ("{", "not valid JSON"),
         ("[]", "expected a JSON object"),
         (json.dumps({"model_type": "nonsense"}), "cannot be loaded"),
     ],

@@ -7,7 +7,6 @@ difference costs one compilation, a needless agreement could run code built for 
 """
 
 import importlib.metadata
-import json
 import platform as host
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from taut_deploy.documents import read_json
 from taut_deploy.errors import ModelError, WorkerError
 from taut_deploy.files import sha256_json
 
@@ -95,8 +95,8 @@ def cache_key_of(
     """
     path = checkpoint / "config.json"
     try:
-        config = sha256_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        config = sha256_json(read_json(path, ModelError))
+    except OSError as error:
         raise ModelError(f"{path}: cannot be read, so this is no model directory") from error
     return CacheKey(
         platform=platform,

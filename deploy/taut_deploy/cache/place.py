@@ -6,7 +6,6 @@ everything, so a warm directory that cannot be written is copied once to where v
 would be.
 """
 
-import json
 import os
 import shutil
 import tempfile
@@ -14,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from taut_deploy.documents import read_json_object
+from taut_deploy.errors import WorkerError
 
 MARKER = "taut-cache.json"
 # Each variable, and the folder below KEY that it names. vLLM keeps Inductor's artefacts below its
@@ -53,10 +55,9 @@ class CachePlace:
 def read_marker(directory: Path) -> dict[str, Any] | None:
     """The marker of a warm directory; None where there is none that can be read."""
     try:
-        found = json.loads((directory / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_object(directory / MARKER, WorkerError)
+    except (OSError, WorkerError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def why_not_writable(directory: Path) -> str | None:

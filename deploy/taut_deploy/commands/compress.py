@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, megabytes, print_json
+from taut_deploy.commands.output import (
+    JsonFlag,
+    TrustRemoteCodeFlag,
+    announce_code,
+    megabytes,
+    print_json,
+)
 from taut_deploy.errors import OutputError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
@@ -26,6 +32,7 @@ def compress(
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
     ] = True,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compress a model into a checkpoint that vLLM, transformers and 'taut worker' load."""
@@ -38,7 +45,10 @@ def compress(
         raise OutputError("--output: give the checkpoint directory to make")
     target = home.checkpoints / "plan" if output is None else checked_output(output)
     record = ModelStore(home.models).fetch(model)
-    job = driver.CompressionJob(record, chosen, target, home.root, device, resume)
+    announce_code(Path(record.path), trust_remote_code)
+    job = driver.CompressionJob(
+        record, chosen, target, home.root, device, resume, trust_remote_code
+    )
     if plan:
         _print_plan(driver.plan(job), as_json)
         return

@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, megabytes, print_facts, print_json
+from taut_deploy.commands.output import (
+    JsonFlag,
+    TrustRemoteCodeFlag,
+    announce_code,
+    megabytes,
+    print_facts,
+    print_json,
+)
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 
@@ -50,13 +57,16 @@ def list_models(as_json: JsonFlag = False) -> None:
 
 
 @app.command()
-def inspect(name: str, as_json: JsonFlag = False) -> None:
+def inspect(
+    name: str, trust_remote_code: TrustRemoteCodeFlag = False, as_json: JsonFlag = False
+) -> None:
     """Show sizes, digest and, for a taut checkpoint, how it was compressed."""
     from taut_deploy.checkpoint import is_checkpoint, read_manifest
     from taut_deploy.models.directory import read_shape
 
     record = _store().find(name)
-    shape = read_shape(Path(record.path))
+    announce_code(Path(record.path), trust_remote_code)
+    shape = read_shape(Path(record.path), trust_remote_code=trust_remote_code)
     details: dict[str, object] = {**record.as_json(), "shape": shape.as_json()}
     if is_checkpoint(Path(record.path)):
         manifest = read_manifest(Path(record.path))

@@ -9,8 +9,14 @@ import typer
 
 from taut_deploy.errors import OutputError
 from taut_deploy.files import place_not_finite
+from taut_deploy.models.remote_code import describe_code
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+TrustRemoteCodeFlag = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the model's own Python code; prints its hashes."),
+]
 
 
 def print_json(value: Any) -> None:
@@ -30,14 +36,32 @@ def print_facts(facts: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             typer.echo(f"{name}:")
             for inner, inside in value.items():
-                typer.echo(f"  {inner}: {inside}")
+                typer.echo(printable(f"  {inner}: {inside}"))
         else:
-            typer.echo(f"{name}: {value}")
+            typer.echo(printable(f"{name}: {value}"))
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters written out: a name must not move the cursor."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
 
 
 def say(text: str) -> None:
     """One line for the user, at once."""
-    typer.echo(f"taut: {text}", err=True)
+    typer.echo("\n".join(map(printable, f"taut: {text}".split("\n"))), err=True)
+
+
+def announce_code(directory: Path, trust_remote_code: bool) -> None:
+    """Name each file of code that may run now, with its sha256; nothing where none may.
+
+    Raises:
+        ModelError: the code is not in the directory.
+    """
+    for line in describe_code(directory) if trust_remote_code else ():
+        say(line)
 
 
 def make_folder(output: Path) -> None:

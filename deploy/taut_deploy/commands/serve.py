@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, print_json, say
+from taut_deploy.commands.output import JsonFlag, TrustRemoteCodeFlag, print_json, say
 from taut_deploy.home import TautHome
 from taut_deploy.progress import progress_reporter
 from taut_deploy.serve import load_serve_settings
@@ -25,6 +25,7 @@ def serve(
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; default 8000.")] = None,
     workers: Annotated[int | None, typer.Option(help="Workers per model; default 1.")] = None,
+    trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Fetch, compress if needed, start workers and gateway, print a curl line; Ctrl-C ends all."""
@@ -40,6 +41,7 @@ def serve(
             "host": host,
             "port": port,
             "workers": workers,
+            "trust_remote_code": trust_remote_code or None,
         },
     )
     home = TautHome.from_environment()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.output import JsonFlag, print_json
+from taut_deploy.commands.output import JsonFlag, TrustRemoteCodeFlag, announce_code, print_json
 from taut_deploy.progress import progress_reporter
 from taut_deploy.validate.latency.plan import LatencyPlan, parse_concurrency
 
@@ -74,6 +74,7 @@ def validate(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with a bearer key for the URLs.")
     ] = None,
+    trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare two models with statistics: 0 PASS, 1 FAIL, 2 INCONCLUSIVE, 3 could not run.
@@ -114,8 +115,12 @@ def validate(
             ),
             accept_lower_bound=accept_lower_bound,
             served=served,
+            trust_remote_code=trust_remote_code,
             progress=lambda stage, done, total: report(done, total, stage),
         )
+        for side in (job.baseline, job.candidate):
+            if os.path.isdir(side):  # noqa: PTH112 - never raises
+                announce_code(Path(side), trust_remote_code)
         result = run_validation(job)
     if is_checkpoint(Path(job.candidate)):
         verdict = {

@@ -6,7 +6,12 @@ from typing import Annotated, cast
 
 import typer
 
+from taut_deploy.checkpoint import is_checkpoint
+from taut_deploy.commands.output import TrustRemoteCodeFlag, announce_code
 from taut_deploy.errors import WorkerError
+from taut_deploy.models.directory import read_shape
+from taut_deploy.models.remote_code import FLAG
+from taut_deploy.vllm_flags import names_one_of
 from taut_deploy.worker import (
     LOOPBACK,
     KernelMode,
@@ -70,12 +75,22 @@ def worker(
             help="Directory of compiled artefacts; 'taut cache warm' fills it.",
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCodeFlag = False,
 ) -> None:
     """Verify a checkpoint and become a vLLM server for it, on loopback unless told."""
+    extra = list(vllm_args or ())
+    if trust_remote_code and not names_one_of(extra, (FLAG,)):
+        extra.insert(0, FLAG)
+    # Given to vLLM directly it means the same, and the files are named as well.
+    trusted = names_one_of(extra, (FLAG,))
     if kernels not in {None, "require", "prefer", "off"}:
         raise WorkerError(f"--kernels {kernels}: use require, prefer or off")
     if not _is_address(host):
         raise WorkerError(f"--host {host}: not an IP address; for example 0.0.0.0 or a pod's own")
+    announce_code(checkpoint, trusted)
+    if trusted and max_model_len is None and not is_checkpoint(checkpoint):
+        shape = read_shape(checkpoint, trust_remote_code=True)
+        max_model_len = shape.max_position_embeddings
     exec_worker(
         WorkerSpec(
             checkpoint=checkpoint,
@@ -92,7 +107,7 @@ def worker(
             kv_cache_gib=kv_cache_gib,
             shutdown_timeout_s=shutdown_timeout,
             cache=cache,
-            extra=tuple(vllm_args or ()),
+            extra=tuple(extra),
         )
     )
 

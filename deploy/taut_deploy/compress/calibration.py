@@ -14,6 +14,7 @@ from filelock import FileLock
 
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.files import sha256_file, write_text_atomically
+from taut_deploy.models.pretrained import load_tokenizer
 from taut_deploy.recipe import Calibration
 
 # Library of Congress workshop proceedings and Alice in Wonderland, both in the public domain, as
@@ -42,27 +43,32 @@ class CalibrationSet:
         return "sha256:" + hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()
 
 
-def make_calibration_set(settings: Calibration, model: Path, cache: Path) -> CalibrationSet:
+def make_calibration_set(
+    settings: Calibration, model: Path, cache: Path, *, trust_remote_code: bool = False
+) -> CalibrationSet:
     """Build the calibration set a recipe asks for.
 
     Args:
         settings: the recipe's ``calibration``.
         model: base model directory (tokenizer, and weights for ``self``).
         cache: directory for the downloaded corpus.
+        trust_remote_code: let the model's own Python code run.
 
     Raises:
         RecipeError: if the text is too short or missing.
         ModelError: if the corpus cannot be downloaded.
     """
     if settings.source == "self":
-        return CalibrationSet(_sample_from_model(settings, model), "sampled from the model itself")
+        tokens = _sample_from_model(settings, model, trust_remote_code)
+        return CalibrationSet(tokens, "sampled from the model itself")
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if settings.source == "file":
         path = Path(str(settings.path))
         text = _read_text(path)
-        return CalibrationSet(_tokenize(text, settings, model, str(path)), describe_text(path))
+        return CalibrationSet(_tokenize(text, settings, tokenizer, str(path)), describe_text(path))
     text = _corpus(cache).read_text(encoding="utf-8")
     description = f"lcet10 and alice29 from {_CORPUS_PACKAGE} (public domain)"
-    return CalibrationSet(_tokenize(text, settings, model, "corpus"), description)
+    return CalibrationSet(_tokenize(text, settings, tokenizer, "corpus"), description)
 
 
 def describe_text(path: Path) -> str:
@@ -81,10 +87,7 @@ def _read_text(path: Path) -> str:
         raise RecipeError(f"calibration.path: cannot read {path} as UTF-8 text") from error
 
 
-def _tokenize(text: str, settings: Calibration, model: Path, origin: str) -> torch.Tensor:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def _tokenize(text: str, settings: Calibration, tokenizer: Any, origin: str) -> torch.Tensor:
     ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
     length = settings.sequence_length
     available = len(ids) // length
@@ -99,11 +102,13 @@ def _tokenize(text: str, settings: Calibration, model: Path, origin: str) -> tor
 
 
 @torch.inference_mode()
-def _sample_from_model(settings: Calibration, model: Path) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _sample_from_model(settings: Calibration, model: Path, trust_remote_code: bool) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    network: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype="auto", local_files_only=True, trust_remote_code=trust_remote_code
+    ).eval()
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
         raise ModelError(

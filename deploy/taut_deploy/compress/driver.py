@@ -21,7 +21,12 @@ from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.block import CompressedBlock, compress_block
 from taut_deploy.compress.calibration import CalibrationSet, make_calibration_set
 from taut_deploy.compress.formats import quantization_config, read_back, stored_tensors
-from taut_deploy.compress.golden import choose_golden, tokenize_prompts
+from taut_deploy.compress.golden import (
+    choose_golden,
+    ordinary_tokens,
+    require_embedded,
+    tokenize_prompts,
+)
 from taut_deploy.compress.grid import GridSpec
 from taut_deploy.compress.job import (
     CompressionJob,
@@ -31,10 +36,12 @@ from taut_deploy.compress.job import (
     open_stream,
     stored_dtype,
 )
+from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.plan import CompressionPlan, grid_spec, is_ignored, make_plan
 from taut_deploy.compress.stream import (
     BlockArguments,
     DecoderBlock,
+    StreamedModel,
     call_block,
     linear_layers,
 )
@@ -45,7 +52,7 @@ from taut_deploy.files import (
     require_free_space,
     write_json_atomically,
 )
-from taut_deploy.models.directory import model_files, read_config, read_shape
+from taut_deploy.models.directory import read_config, read_shape
 
 _BATCH_TOKENS = 2048
 
@@ -61,7 +68,11 @@ def plan(job: CompressionJob) -> CompressionPlan:
         ModelError: if the model cannot be read.
     """
     directory = Path(job.model.path)
-    return make_plan(open_stream(job), job.recipe, directory, stored_dtype(directory))
+    kept_files(directory)
+    stream = open_stream(job)
+    tokens = ordinary_tokens(directory, trust_remote_code=job.trust_remote_code)
+    require_embedded([tokens], _vocabulary(stream), directory)
+    return make_plan(stream, job.recipe, directory, stored_dtype(directory))
 
 
 def compress(job: CompressionJob, progress: Progress = lambda done, total, what: None) -> Manifest:
@@ -98,6 +109,7 @@ class _Run:
         self._progress = progress
         self._directory = Path(job.model.path)
         self._recipe = job.recipe
+        self._kept = kept_files(self._directory, with_code=job.trust_remote_code)
         self._stream = open_stream(job)
         self._plan = make_plan(
             self._stream, job.recipe, self._directory, stored_dtype(self._directory)
@@ -141,7 +153,12 @@ class _Run:
         if saved is not None and description is not None:
             return CalibrationSet(saved["tokens"], description)
         self._progress(0, len(self._stream.blocks), "preparing calibration tokens")
-        made = make_calibration_set(self._recipe.calibration, self._directory, self._job.cache)
+        made = make_calibration_set(
+            self._recipe.calibration,
+            self._directory,
+            self._job.cache,
+            trust_remote_code=self._job.trust_remote_code,
+        )
         self._workspace.save_tensors("calibration", {"tokens": made.tokens})
         self._workspace.commit("calibration", made.description)
         return made
@@ -151,7 +168,10 @@ class _Run:
 
         Returns one list of block arguments for the calibration and one for each golden prompt.
         """
-        streams = [calibration.tokens[:1], *tokenize_prompts(self._directory)]
+        trusted = self._job.trust_remote_code
+        prompts = tokenize_prompts(self._directory, trust_remote_code=trusted)
+        require_embedded([calibration.tokens, *prompts], _vocabulary(self._stream), self._directory)
+        streams = [calibration.tokens[:1], *prompts]
         entered = [self._stream.enter(tokens) for tokens in streams]
         if self._workspace.committed("block-0") is None:
             batches = torch.split(calibration.tokens, self._batch_size)
@@ -232,7 +252,9 @@ class _Run:
         device = torch.device(self._job.device)
         probes = [last[f"probe-{i}"].to(device) for i in range(len(last) - 1)]
         return choose_golden(
-            [self._stream.leave(probe)[0, -1].cpu() for probe in probes], self._directory
+            [self._stream.leave(probe)[0, -1].cpu() for probe in probes],
+            self._directory,
+            trust_remote_code=self._job.trust_remote_code,
         )
 
     def _write_outer(self, reports: list[dict[str, Any]]) -> None:
@@ -241,13 +263,11 @@ class _Run:
         outer = {name: self._stream.read(name) for name in self._stream.outer_names}
         self._workspace.save_shard(self._shard_name(len(self._stream.blocks)), outer)
         write_json_atomically(target / "model.safetensors.index.json", _shard_index(target))
-        for path in model_files(self._directory):
-            if path.suffix != ".safetensors" and path.name not in {
-                "config.json",
-                "model.safetensors.index.json",
-            }:
-                with disk_errors_named(target / path.name):
-                    shutil.copyfile(path, target / path.name)
+        for path in self._kept:
+            copy = target / path.relative_to(self._directory)
+            with disk_errors_named(copy):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
         quantized = {report["name"] for report in reports}
         names = [
             f"{block.name}.{name}"
@@ -277,6 +297,7 @@ class _Run:
         self, calibration: CalibrationSet, reports: list[dict[str, Any]], golden: Golden
     ) -> Manifest:
         model = self._job.model
+        trusted = self._job.trust_remote_code
         return Manifest(
             name=model.name,
             scheme=self._recipe.quantize.scheme,
@@ -292,9 +313,15 @@ class _Run:
             },
             layers=reports,
             golden=golden,
-            max_model_len=read_shape(self._directory).max_position_embeddings,
+            max_model_len=read_shape(
+                self._directory, trust_remote_code=trusted
+            ).max_position_embeddings,
             libraries=library_versions(),
         )
+
+
+def _vocabulary(stream: StreamedModel) -> int:
+    return int(stream.model.get_input_embeddings().weight.shape[0])
 
 
 def _run_block(

@@ -6,6 +6,7 @@ import torch
 
 from taut_deploy.checkpoint import Golden
 from taut_deploy.errors import ModelError
+from taut_deploy.models.pretrained import load_tokenizer
 
 # Short, factual, and of different shapes; the one the compressed model answers most decidedly is
 # kept.
@@ -19,27 +20,52 @@ PROMPTS = (
 )
 
 
-def tokenize_prompts(model: Path) -> list[torch.Tensor]:
+def tokenize_prompts(model: Path, *, trust_remote_code: bool = False) -> list[torch.Tensor]:
     """Each prompt's ids, [1, T], tokenised as a completion request would be."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     return [torch.tensor([tokenizer(prompt)["input_ids"]]) for prompt in PROMPTS]
 
 
-def choose_golden(logits: list[torch.Tensor], model: Path) -> Golden:
+def ordinary_tokens(model: Path, *, trust_remote_code: bool = False) -> torch.Tensor:
+    """The ids [V] of the tokenizer's own vocabulary, without tokens that were added later."""
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    added = set(tokenizer.get_added_vocab().values())
+    return torch.tensor([id_ for id_ in tokenizer.get_vocab().values() if id_ not in added])
+
+
+def require_embedded(streams: list[torch.Tensor], vocab_size: int, model: Path) -> None:
+    """Check that every token has a row in the embedding.
+
+    Args:
+        streams: token ids.
+        vocab_size: rows of the embedding.
+        model: directory with the tokenizer.
+
+    Raises:
+        ModelError: the tokenizer gives an id beyond it.
+    """
+    largest = max(int(ids.max()) for ids in streams)
+    if largest >= vocab_size:
+        raise ModelError(
+            f"{model / 'config.json'}: vocab_size is {vocab_size}, but the tokenizer gives the id "
+            f"{largest}; the two are of different models"
+        )
+
+
+def choose_golden(
+    logits: list[torch.Tensor], model: Path, *, trust_remote_code: bool = False
+) -> Golden:
     """The prompt with the widest gap between first and second token.
 
     Args:
         logits: one [V] fp32 vector per prompt, in order.
         model: directory with the tokenizer.
+        trust_remote_code: let the model's own Python code run.
 
     Raises:
         ModelError: if no answer is visible text, or a logit is not finite.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     best: Golden | None = None
     for prompt, scores in zip(PROMPTS, logits, strict=True):
         if not torch.isfinite(scores).all():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest
+from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, require_public_name
 from taut_deploy.compress.calibration import describe_text
 from taut_deploy.compress.stream import StreamedModel
 from taut_deploy.compress.workspace import remove_leftovers
@@ -32,6 +32,7 @@ class CompressionJob:
         cache: where the calibration corpus is kept.
         device: ``cpu`` or ``cuda``.
         resume: continue what an interrupted run left.
+        trust_remote_code: let the model's own Python code run.
     """
 
     model: ModelRecord
@@ -40,6 +41,7 @@ class CompressionJob:
     cache: Path
     device: str = "cpu"
     resume: bool = True
+    trust_remote_code: bool = False
 
 
 def finished_checkpoint(job: CompressionJob) -> Manifest | None:
@@ -81,7 +83,13 @@ def open_stream(job: CompressionJob) -> StreamedModel:
         ModelError: the model cannot be read, or is quantised already.
     """
     directory = Path(job.model.path)
-    found = read_shape(directory).quantization
+    trusted = job.trust_remote_code
+    try:
+        require_public_name(job.model.name)
+    except ValueError as error:
+        raise ModelError(f"{directory}: {error}; rename the directory") from error
+    shape = read_shape(directory, trust_remote_code=trusted)
+    found = shape.quantization
     if found is not None:
         raise ModelError(
             f"{directory}: its config.json says it is quantised already ({found}); "
@@ -93,8 +101,13 @@ def open_stream(job: CompressionJob) -> StreamedModel:
             "give it a number"
         )
     dtype = compute_dtype(stored_dtype(directory), job.device)
-    stream = StreamedModel(directory, dtype, torch.device(job.device))
+    stream = StreamedModel(directory, dtype, torch.device(job.device), trust_remote_code=trusted)
     stream.rehearse()
+    if shape.max_position_embeddings < 1:
+        raise ModelError(
+            f"{directory / 'config.json'}: max_position_embeddings: the longest context is not "
+            "said; give it in tokens"
+        )
     return stream
 
 

@@ -60,6 +60,23 @@ def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
+def _require_matches(model: StreamedModel, patterns: tuple[str, ...]) -> None:
+    """Refuse a pattern that matches no layer: what it was meant to protect would be rounded.
+
+    Raises:
+        RecipeError: naming the pattern.
+    """
+    # The head may be tied or called otherwise; the default pattern is for those that have it.
+    names = ["lm_head", *(name for name, _ in linear_layers(model.model))]
+    for pattern in patterns:
+        if not any(is_ignored(name, (pattern,)) for name in names):
+            example = next((name for name in names[1:] if name != "lm_head"), names[0])
+            raise RecipeError(
+                f"ignore: {pattern!r} matches no linear layer; use shell wildcards over full names "
+                f"such as {example}"
+            )
+
+
 def grid_spec(quantize: Quantize, input_sizes: set[int], scale_dtype: torch.dtype) -> GridSpec:
     """The grid a stage asks for, its group size chosen to divide every layer.
 
@@ -95,6 +112,7 @@ def make_plan(
         for block in model.blocks
         for name, layer in linear_layers(block.module)
     )
+    _require_matches(model, recipe.ignore)
     chosen = [layer for layer in layers if layer.fate == "quantize"]
     if not chosen:
         raise RecipeError("ignore: matches every linear layer, so there is nothing to compress")

@@ -22,6 +22,7 @@ from taut_deploy.compress.soundness import (
 )
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import declared_shards, weight_files
+from taut_deploy.models.pretrained import load_config
 
 # A call's keyword arguments other than the hidden states, one mapping per decoder block.
 BlockArguments = list[dict[str, Any]]
@@ -102,26 +103,37 @@ class StreamedModel:
         directory: model directory.
         dtype: dtype blocks compute in.
         device: where a loaded block lives.
+        trust_remote_code: let the model's own Python code run.
 
     Raises:
         ModelError: the tensors are not those of the architecture, or not all are finite.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
         from accelerate import init_empty_weights
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         self._directory = directory
         self._reader = WeightReader(directory)
         self._dtype = dtype
         self._device = device
-        config = AutoConfig.from_pretrained(directory)
+        config = load_config(directory, trust_remote_code=trust_remote_code)
         try:
             with init_empty_weights(include_buffers=False):
                 # sdpa needs no mask tensor for unpadded text, so one recorded call serves every
                 # batch size.
                 self.model: Any = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation="sdpa"
+                    config,
+                    dtype=dtype,
+                    attn_implementation="sdpa",
+                    trust_remote_code=trust_remote_code,
                 )
         except ValueError as error:
             raise _not_streamed(directory, config.model_type, error) from error

@@ -7,7 +7,6 @@ place after everything it stands for.
 """
 
 import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
+from taut_deploy.documents import read_json
 from taut_deploy.errors import OutputError
 from taut_deploy.files import (
     disk_errors_named,
@@ -56,11 +56,7 @@ class Workspace:
                 raise OutputError(
                     f"{self.directory}: exists and was not made by taut; move it away"
                 )
-            if (
-                resume
-                and found.is_file()
-                and json.loads(found.read_text(encoding="utf-8")) == fingerprint
-            ):
+            if resume and found.is_file() and read_json(found, OutputError) == fingerprint:
                 self.resumed = True
                 return
             self._discard(found)
@@ -97,7 +93,7 @@ class Workspace:
     def committed(self, name: str) -> Any:
         """The result of a step, or None if it is not done."""
         path = self._state / f"{name}.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return read_json(path, OutputError) if path.is_file() else None
 
     def publish(self) -> None:
         """Rename the finished checkpoint into its place.

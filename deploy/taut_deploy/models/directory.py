@@ -1,12 +1,13 @@
 """What a model directory on disk must hold, and what it says about itself."""
 
-import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from taut_deploy.documents import read_json, read_json_object
 from taut_deploy.errors import ModelError
+from taut_deploy.models.pretrained import load_config
 
 _KEPT_SUFFIXES = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 _OURS = {"taut-model.json", "taut.json", "compression_log.json"}
@@ -77,17 +78,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         ModelError: if it is missing or not a JSON object.
     """
     path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"{directory}: no config.json, so this is not a Hugging Face model"
-        ) from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return config
+    if not path.exists():
+        raise ModelError(f"{directory}: no config.json, so this is not a Hugging Face model")
+    return read_json_object(path, ModelError)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -125,9 +118,9 @@ def read_index(directory: Path) -> dict[str, str]:
     """
     index = directory / _INDEX
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index, ModelError)["weight_map"]
         names = set(weight_map.values())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{index}: no JSON object with a 'weight_map'; fetch it again") from error
     for name in names:
         plain = isinstance(name, str) and _SHARD_NAME.fullmatch(name)
@@ -173,22 +166,24 @@ def model_files(directory: Path) -> list[Path]:
     return sorted(path for path in files if path.name not in _OURS)
 
 
-def read_shape(directory: Path) -> ModelShape:
+def read_shape(directory: Path, *, trust_remote_code: bool = False) -> ModelShape:
     """Sizes of the model in ``directory``.
+
+    Args:
+        directory: of the model.
+        trust_remote_code: let the model's own Python code run.
 
     Raises:
         ModelError: if transformers or optimum does not know the architecture, or the configuration
             contradicts itself.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from optimum.utils import NormalizedConfigManager
-    from transformers import AutoConfig
 
     raw = read_config(directory)
+    config = load_config(directory, trust_remote_code=trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(directory)
         normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         family = raw.get("model_type")
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(

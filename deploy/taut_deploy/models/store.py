@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from taut_deploy.documents import first_problem, read_json
 from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.files import (
     digest_of_hashes,
@@ -60,6 +62,8 @@ class ModelRecord:
         source: where it came from, in words.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
     name: str
     path: str
     digest: str
@@ -69,6 +73,9 @@ class ModelRecord:
     def as_json(self) -> dict[str, object]:
         """The record as plain data."""
         return asdict(self)
+
+
+_RECORD = TypeAdapter(ModelRecord)
 
 
 class ModelStore:
@@ -300,8 +307,11 @@ def read_record(directory: Path) -> ModelRecord | None:
     if directory.name.startswith(".") or not record_file.is_file():
         return None
     try:
-        return ModelRecord(**json.loads(record_file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        # As JSON: there, strict types still let an object be a dataclass.
+        return _RECORD.validate_json(json.dumps(read_json(record_file, ModelError), allow_nan=True))
+    except (ValidationError, ModelError) as error:
+        wrong = first_problem(error) if isinstance(error, ValidationError) else str(error)
+        reason = wrong.removeprefix(f"{record_file}: ")
         raise ModelError(
-            f"{record_file}: damaged ({error}); remove {directory} and fetch it again"
+            f"{record_file}: damaged ({reason}); remove {directory} and fetch it again"
         ) from error

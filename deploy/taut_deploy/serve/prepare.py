@@ -15,6 +15,7 @@ from taut_deploy.home import TautHome
 from taut_deploy.models import ModelRecord, ModelStore
 from taut_deploy.models.directory import read_shape
 from taut_deploy.models.names import checked_name
+from taut_deploy.models.remote_code import describe_code
 from taut_deploy.ports import free_port
 from taut_deploy.recipe import load_recipe
 from taut_deploy.serve.provenance import UNCOMPRESSED, provenance_of
@@ -55,6 +56,8 @@ def prepare_models(
         return [_served(manifest.name, path, manifest, settings.workers)]
     say(f"fetching {settings.model}")
     base = ModelStore(home.models).fetch(settings.model)
+    for line in describe_code(Path(base.path)) if settings.trust_remote_code else ():
+        say(line)
     compressed = _compressed(base, settings, home, say, progress)
     served = [compressed]
     if settings.baseline:
@@ -98,7 +101,12 @@ def _compressed(
     name = checked_name(base.name, base.path)
     output = home.checkpoints / f"{name}--{recipe.name}--{key}"
     say(f"{'reusing' if output.exists() else 'compressing into'} {output}")
-    compress(CompressionJob(base, recipe, output, home.root), progress)
+    compress(
+        CompressionJob(
+            base, recipe, output, home.root, trust_remote_code=settings.trust_remote_code
+        ),
+        progress,
+    )
     return _served(base.name, output, verify(output), settings.workers)
 
 
@@ -116,7 +124,9 @@ def _gateway_model(model: ServedModel, settings: ServeSettings) -> dict[str, Any
     entry: dict[str, Any] = {"name": model.name, "workers": workers}
     manifest = model.manifest
     if manifest is None:
-        longest = read_shape(model.directory).max_position_embeddings
+        longest = read_shape(
+            model.directory, trust_remote_code=settings.trust_remote_code
+        ).max_position_embeddings
         provenance = UNCOMPRESSED
     else:
         longest = manifest.max_model_len

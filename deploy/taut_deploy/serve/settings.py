@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from taut_deploy.documents import read_yaml_text
 from taut_deploy.errors import RecipeError
 from taut_deploy.strict_yaml import parse_mapping, validate_mapping
 from taut_deploy.worker import KernelMode
@@ -15,7 +16,8 @@ class ServeSettings(BaseModel):
 
     ``kernels``, ``fused_ops`` and ``decode_attention`` are those of ``taut worker``, which chooses
     where they are left out; the uncompressed baseline is not told ``require``, which nothing of it
-    could meet. ``gateway`` is merged into the gateway's configuration file as it is (admission,
+    could meet. ``trust_remote_code`` lets the model's own Python code run, here and in the workers.
+    ``gateway`` is merged into the gateway's configuration file as it is (admission,
     timeouts, api_keys …).
     """
 
@@ -34,6 +36,7 @@ class ServeSettings(BaseModel):
     fused_ops: bool | None = None
     decode_attention: bool | None = None
     vllm_args: tuple[str, ...] = ()
+    trust_remote_code: bool = False
     gateway: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("kernels", mode="before")
@@ -56,8 +59,8 @@ def load_serve_settings(path: Path | None, overrides: dict[str, Any]) -> ServeSe
     data: dict[str, Any] = {}
     if path is not None:
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_yaml_text(path, RecipeError)
+        except (OSError, ValueError) as error:
             raise RecipeError(f"{path}: cannot be read") from error
         data = parse_mapping(text, str(path), RecipeError)
     given = {key: value for key, value in overrides.items() if value is not None}

@@ -15,6 +15,7 @@ import yaml
 
 from taut_deploy.errors import WorkerError
 from taut_deploy.files import write_text_atomically
+from taut_deploy.models.remote_code import FLAG
 from taut_deploy.serve.prepare import ServedModel, gateway_configuration
 from taut_deploy.serve.process import ChildSpec, SupervisedProcess
 from taut_deploy.serve.settings import ServeSettings
@@ -41,7 +42,7 @@ def worker_child(model: ServedModel, index: int, settings: ServeSettings, logs: 
         kernels=None if requires and model.manifest is None else settings.kernels,
         fused_ops=settings.fused_ops,
         decode_attention=settings.decode_attention,
-        extra=settings.vllm_args,
+        extra=((FLAG,) if settings.trust_remote_code else ()) + settings.vllm_args,
     )
     name = f"{model.name}-{index}"
     return ChildSpec(

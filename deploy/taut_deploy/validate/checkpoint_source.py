@@ -11,7 +11,6 @@ Comparing servers shows the kernels themselves.
 
 import contextlib
 import io
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,16 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from taut_deploy.cpu_products import WideProducts
+from taut_deploy.documents import read_json_object
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import require_contained
+from taut_deploy.models.pretrained import load_tokenizer
+from taut_deploy.models.remote_code import why_code_is_needed
 from taut_deploy.models.values import is_finite
 from taut_deploy.validate.divergence import FullDistribution
 from taut_deploy.validate.errors import CouldNotValidateError, one_line
@@ -48,13 +50,11 @@ class CheckpointTokenizer:
         CouldNotValidateError: the directory has none that loads.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except _LOAD_ERRORS as error:
-            raise CouldNotValidateError(
-                f"{path}: no usable tokenizer: {one_line(error)}"
-            ) from error
+            self._tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        except ModelError as error:
+            raise CouldNotValidateError(str(error)) from error
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Token ids of ``text``."""
@@ -81,6 +81,7 @@ class CheckpointSource:
         role: ``baseline`` or ``candidate``, named in errors.
         device: torch device.
         dtype: type to compute in; by default the checkpoint's own, as it is served.
+        trust_remote_code: let the model's own Python code run.
 
     Raises:
         CouldNotValidateError: the directory is missing, incomplete, unreadable or of an unknown
@@ -88,9 +89,16 @@ class CheckpointSource:
     """
 
     def __init__(
-        self, path: Path, role: str, device: str, dtype: torch.dtype | None = None
+        self,
+        path: Path,
+        role: str,
+        device: str,
+        dtype: torch.dtype | None = None,
+        *,
+        trust_remote_code: bool = False,
     ) -> None:
         self.path, self.role = path, role
+        self._trust_remote_code = trust_remote_code
         self.config = read_config(path, role)
         _refuse_unknown_quantization(self.config, path, role)
         self._device = usable_device(device)
@@ -109,14 +117,15 @@ class CheckpointSource:
                     dtype=dtype or "auto",
                     local_files_only=True,
                     use_safetensors=True,
-                    trust_remote_code=False,
+                    trust_remote_code=self._trust_remote_code,
                     # Reported below by name; the library would only say that there are some.
                     ignore_mismatched_sizes=True,
                     output_loading_info=True,
                 )
         except _LOAD_ERRORS as error:
+            needed = why_code_is_needed(self.path) if "trust_remote_code" in str(error) else None
             message = f"{self.role} {self.path}: cannot be loaded: {one_line(error)}"
-            raise CouldNotValidateError(message) from error
+            raise CouldNotValidateError(needed or message) from error
         # transformers fills absent tensors with random numbers and only warns.
         for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
             # A mismatch is a tuple of name and two shapes.
@@ -196,17 +205,9 @@ def read_config(path: Path, role: str) -> dict[str, Any]:
             f"--{role} {path}: no such directory (a server is given as http://host:port)"
         )
     file = path / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CouldNotValidateError(
-            f"--{role} {path}: no config.json, so not a model directory"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CouldNotValidateError(f"{file}: unreadable: {one_line(error)}") from error
-    if not isinstance(config, dict):
-        raise CouldNotValidateError(f"{file}: expected a JSON object")
-    return config
+    if not file.exists():
+        raise CouldNotValidateError(f"--{role} {path}: no config.json, so not a model directory")
+    return read_json_object(file, CouldNotValidateError)
 
 
 def _refuse_unknown_quantization(config: dict[str, Any], path: Path, role: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from taut_deploy.checkpoint import MANIFEST, is_checkpoint, read_manifest
+from taut_deploy.checkpoint import MANIFEST, is_checkpoint, read_manifest, require_nothing_else
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file
 from taut_deploy.host import cpu_name
@@ -43,6 +43,7 @@ def directory_identity(path: Path, role: str) -> dict[str, Any]:
     if is_checkpoint(path):
         try:
             manifest = read_manifest(path)
+            require_nothing_else(path, manifest)
         except CheckpointError as error:
             raise CouldNotValidateError(f"--{role} {error}") from error
         for name, expected in sorted(manifest.files.items()):

@@ -57,6 +57,7 @@ class ValidationJob:
             rule.
         served: also have a worker of a candidate directory score a few sequences, so that what
             serves is compared with what was scored.
+        trust_remote_code: let Python code in the directories run.
         progress: called after each sequence and each pair of latency blocks.
 
     Raises:
@@ -85,6 +86,7 @@ class ValidationJob:
     latency_plan: LatencyPlan = field(default_factory=LatencyPlan)
     accept_lower_bound: bool = False
     served: bool = False
+    trust_remote_code: bool = False
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

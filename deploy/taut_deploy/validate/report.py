@@ -3,15 +3,20 @@
 import contextlib
 import dataclasses
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from taut_deploy.documents import read_json
 from taut_deploy.errors import OutputError
-from taut_deploy.files import disk_errors_named, write_json_atomically, write_text_atomically
+from taut_deploy.files import (
+    checked_output,
+    disk_errors_named,
+    write_json_atomically,
+    write_text_atomically,
+)
 from taut_deploy.validate import metrics
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
@@ -36,6 +41,10 @@ def check_output(output: Path) -> None:
     Raises:
         CouldNotValidateError: not a directory, or not empty and without an earlier report.
     """
+    try:
+        checked_output(output)
+    except OutputError as error:
+        raise CouldNotValidateError(str(error)) from error
     if not output.exists():
         return
     if not output.is_dir():
@@ -49,8 +58,8 @@ def check_output(output: Path) -> None:
 
 def _is_ours(file: Path) -> bool:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(file, CouldNotValidateError)
+    except (OSError, CouldNotValidateError):
         return False
     return isinstance(content, dict) and content.get("schema") == SCHEMA
 

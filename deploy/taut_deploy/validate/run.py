@@ -54,12 +54,19 @@ class _Side:
     identity: Mapping[str, Any]
     server: ServerSource | None
     directory: Path | None
+    trust_remote_code: bool = False
 
     def open(self, device: str, dtype: torch.dtype | None = None) -> Source:
         if self.server is not None:
             return self.server
         assert self.directory is not None  # noqa: S101 - narrows the type
-        return CheckpointSource(self.directory, self.role, device, dtype)
+        return CheckpointSource(
+            self.directory,
+            self.role,
+            device,
+            dtype,
+            trust_remote_code=self.trust_remote_code,
+        )
 
 
 def run(job: ValidationJob) -> ValidationResult:
@@ -118,8 +125,10 @@ def _find_side(job: ValidationJob, role: str) -> _Side:
         described = identity.server_identity(connection.root, server.card, described_headers(extra))
         return _Side(role, server.tokenizer, described, server, None)
     path = Path(reference)
-    tokenizer = CheckpointTokenizer(path)
-    return _Side(role, tokenizer, identity.directory_identity(path, role), None, path)
+    trusted = job.trust_remote_code
+    tokenizer = CheckpointTokenizer(path, trust_remote_code=trusted)
+    described = identity.directory_identity(path, role)
+    return _Side(role, tokenizer, described, None, path, trusted)
 
 
 def _check_tokenizers(job: ValidationJob, baseline: _Side, candidate: _Side) -> None:

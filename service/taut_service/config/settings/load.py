@@ -16,8 +16,45 @@ class SettingsError(Exception):
     """The configuration file cannot be used; ``str()`` is one line a mistake."""
 
 
+_MAX_BYTES = 16 * 1024 * 1024
+_MAX_DEPTH = 64
+_MAX_DIGITS = 64
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice and leaves dates as text."""
+    """SafeLoader that refuses a key given twice, and leaves dates as text.
+
+    Depth, the length of numbers and aliases inside their own anchor are looked at while nodes are
+    made: what recurses into them comes later.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._finished: set[int] = set()
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        mark: Any = event.start_mark
+        if self._depth > _MAX_DEPTH:
+            raise yaml.composer.ComposerError(
+                None, None, f"nested deeper than {_MAX_DEPTH} levels", mark
+            )
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if isinstance(event, yaml.AliasEvent) and id(node) not in self._finished:
+            raise yaml.composer.ComposerError(
+                None, None, "an alias stands inside its own anchor", mark
+            )
+        self._finished.add(id(node))
+        long = isinstance(node, yaml.ScalarNode) and len(node.value) > _MAX_DIGITS
+        if node is not None and long and node.tag in _NUMBERS:
+            raise yaml.composer.ComposerError(
+                None, None, f"a number of {len(node.value)} characters", mark
+            )
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -72,7 +109,11 @@ def read_text(path: Path) -> str:
         SettingsError: it cannot be read, or is not UTF-8.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise SettingsError(f"{path}: larger than {_MAX_BYTES} bytes")
+        return content.decode("utf-8")
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -96,6 +137,9 @@ def parse_yaml(path: Path, text: str) -> Any:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
     except yaml.YAMLError as error:
         raise SettingsError(f"{path}{_yaml_reason(error)}") from error
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        # A tag that is written out (!!int) on what it does not fit.
+        raise SettingsError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _yaml_reason(error: yaml.YAMLError) -> str:
