@@ -91,9 +91,11 @@ def download_wheels(images: Sequence[str], folder: Path, python: str = sys.execu
     """Fill ``folder`` with the wheels of the locks, by this machine's pip; skipped if it is full.
 
     Raises:
-        BuildError: pip does not find one.
+        BuildError: pip does not find one, or one with another hash.
     """
     locks = ["build", *(lock for image in images for lock in LOCKS[image])]
+    if not _WITH_TORCH.isdisjoint(images):
+        locks.append("torch-cpu")
     files = [ROOT / "requirements" / f"{lock}.txt" for lock in dict.fromkeys(locks)]
     wanted = hashlib.sha256(b"".join(file.read_bytes() for file in _with_included(files)))
     mark = folder / ".locks"
@@ -103,10 +105,10 @@ def download_wheels(images: Sequence[str], folder: Path, python: str = sys.execu
     for wheel in folder.glob("*.whl"):
         wheel.unlink()
     what = [argument for file in files for argument in ("--requirement", str(file))]
-    if not _WITH_TORCH.isdisjoint(images):
-        what.append(f"torch=={_torch_version()}+cpu")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
-    _run([*pip, "--no-deps", "--only-binary=:all:", "--dest", str(folder), *what])
+    _run(
+        [*pip, "--no-deps", "--require-hashes", "--only-binary=:all:", "--dest", str(folder), *what]
+    )
     mark.write_text(wanted.hexdigest())
 
 
@@ -121,14 +123,6 @@ def _with_included(files: Sequence[Path]) -> list[Path]:
             names = re.findall(r"^-r (.+)$", file.read_text(), re.MULTILINE)
             todo += [file.parent / name for name in names]
     return sorted(found)
-
-
-def _torch_version() -> str:
-    script = (ROOT / "docker" / "install_locked.sh").read_text()
-    found = re.search(r"^torch=(.+)$", script, re.MULTILINE)
-    if found is None:
-        raise BuildError("docker/install_locked.sh: no torch=VERSION")
-    return found[1]
 
 
 def _revision() -> str:

@@ -21,7 +21,8 @@ def locked(name: str) -> dict[str, str]:
     """Name and version of what a lock and those it includes hold."""
     build = build_module()
     files = build._with_included([REPOSITORY / "requirements" / f"{name}.txt"])
-    pins = [line for file in files for line in file.read_text().splitlines() if "==" in line]
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    pins = [line.removesuffix(" \\") for line in lines if "==" in line]
     return {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in pins}
 
 
