@@ -1,7 +1,7 @@
 """Write the hashes of the locked set: ``lock.py`` rewrites, ``lock.py --check`` only compares.
 
-For each ``name==version`` of ``requirements/*.txt`` the package index is asked for the files of that
-version. Kept are the hashes of wheels that CPython 3.11 takes on Linux (glibc), x86-64 and
+For each ``name==version`` of ``requirements/*.txt`` the package index is asked for the files of
+that version. Kept are the hashes of wheels that CPython 3.11 takes on Linux (glibc), x86-64 and
 aarch64; the source archive's as well where a machine has no wheel. To move a version, write it
 into the file and run this with the interpreter of ``.venv``.
 

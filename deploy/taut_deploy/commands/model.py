@@ -1,6 +1,7 @@
 """``taut model fetch | list | inspect``."""
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -8,6 +9,10 @@ from taut_deploy.commands.output import JsonFlag, megabytes, print_facts, print_
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit on the hub; the same as owner/name@REVISION."),
+]
 app = typer.Typer(help="The model store: fetch, list and look into models.")
 
 
@@ -16,9 +21,9 @@ def _store() -> ModelStore:
 
 
 @app.command()
-def fetch(name: str, as_json: JsonFlag = False) -> None:
+def fetch(name: str, revision: Revision = None, as_json: JsonFlag = False) -> None:
     """Put a model on disk: a catalogue name, 'owner/name' on the hub, a directory or a GGUF."""
-    record = _store().fetch(name)
+    record = _store().fetch(name if revision is None else f"{name}@{revision}")
     if as_json:
         print_json(record.as_json())
     else:

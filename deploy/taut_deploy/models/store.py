@@ -6,6 +6,7 @@ reader never sees half a model and two fetchers never work on the same one.
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +23,17 @@ from taut_deploy.files import (
 )
 from taut_deploy.models.catalog import CATALOG, PackagedGguf
 from taut_deploy.models.directory import model_files, require_model_directory
-from taut_deploy.models.download import fetch_hub_snapshot, fetch_packaged_gguf
+from taut_deploy.models.download import (
+    HubSnapshot,
+    fetch_hub_snapshot,
+    fetch_packaged_gguf,
+    resolve_hub_revision,
+)
 from taut_deploy.models.gguf import convert_gguf
 
 RECORD_FILE = "taut-model.json"
 _LOCK_TIMEOUT_S = 1800.0
+_HUB_REFERENCE = re.compile(r"(?P<id>[^./~@][^/@]*/[^/@]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,8 @@ class ModelStore:
 
         Args:
             reference: a catalogue name, a local HF directory, a GGUF file, or a hub id
-                ``owner/name``.
+                ``owner/name`` or ``owner/name@REVISION``. Without a revision, what the store
+                has is taken as it is; else the newest commit of the main branch.
 
         Raises:
             ModelError: not found, offline, altered, or not a causal LM directory.
@@ -94,11 +102,13 @@ class ModelStore:
             return self._materialise(
                 path.stem.lower(), f"gguf sha256:{sha256_file(path)}", path.absolute()
             )
-        if reference.count("/") == 1 and not reference.startswith((".", "/", "~")):
-            return self._materialise(reference.replace("/", "--"), f"hub {reference}", reference)
+        hub = _HUB_REFERENCE.fullmatch(reference)
+        if hub is not None:
+            return self._fetch_from_hub(hub["id"], hub["revision"])
         raise ModelError(
             f"{reference!r}: no such model; give one of {', '.join(sorted(CATALOG))}, "
-            "a Hugging Face id 'owner/name', a local model directory or a .gguf file"
+            "a Hugging Face id 'owner/name' or 'owner/name@REVISION', "
+            "a local model directory or a .gguf file"
         )
 
     def find(self, reference: str) -> ModelRecord:
@@ -117,8 +127,18 @@ class ModelStore:
             )
         return record
 
+    def _fetch_from_hub(self, model_id: str, revision: str | None) -> ModelRecord:
+        reference = f"{model_id}@{revision}" if revision else model_id
+        name = reference.replace("/", "--")
+        existing = read_record(self._root / name)
+        # Neither of these can have moved, so no hub is asked.
+        if existing is not None and revision in (None, existing.source.rpartition("@")[2]):
+            return existing
+        source = resolve_hub_revision(model_id, revision)
+        return self._materialise(name, f"hub {source}", source)
+
     def _materialise(
-        self, name: str, origin: str, source: "PackagedGguf | Path | str"
+        self, name: str, origin: str, source: "PackagedGguf | HubSnapshot | Path"
     ) -> ModelRecord:
         target = self._root / name
         with disk_errors_named(self._root):
@@ -135,7 +155,9 @@ class ModelStore:
                 "wait for it, or end it and try again"
             ) from error
 
-    def _build(self, target: Path, origin: str, source: "PackagedGguf | Path | str") -> ModelRecord:
+    def _build(
+        self, target: Path, origin: str, source: "PackagedGguf | HubSnapshot | Path"
+    ) -> ModelRecord:
         for stale in self._root.glob(f".{target.name}.partial-*"):
             shutil.rmtree(stale)  # we hold the lock: whoever made it is gone
         partial = self._root / f".{target.name}.partial-{os.getpid()}"
@@ -153,9 +175,9 @@ class ModelStore:
         return record
 
 
-def _fill(partial: Path, source: "PackagedGguf | Path | str") -> None:
+def _fill(partial: Path, source: "PackagedGguf | HubSnapshot | Path") -> None:
     partial.mkdir()
-    if isinstance(source, str):
+    if isinstance(source, HubSnapshot):
         fetch_hub_snapshot(source, partial)
         shutil.rmtree(partial / ".cache", ignore_errors=True)  # the hub client's own bookkeeping
         return
