@@ -139,15 +139,28 @@ def _run(command: Sequence[str]) -> None:
         raise BuildError(f"failed: {' '.join(command)}")
 
 
+def find_syft() -> str:
+    """The program that writes bills of materials.
+
+    Raises:
+        BuildError: there is none; said before a build, which takes minutes.
+    """
+    syft = shutil.which("syft") or str(ROOT / ".venv" / "bin" / "syft")
+    if not Path(syft).exists():
+        raise BuildError(
+            "no syft for the bill of materials: `make container-tools` puts one into .venv/bin; "
+            "--no-sbom builds without"
+        )
+    return syft
+
+
 def write_sbom(image: str, options: Options, folder: Path) -> Path:
     """Write ``taut-IMAGE.spdx.json``, by syft from the image's own files; returns its path.
 
     Raises:
         BuildError: there is no syft, or it failed.
     """
-    syft = shutil.which("syft") or str(ROOT / ".venv" / "bin" / "syft")
-    if not Path(syft).exists():
-        raise BuildError("--sbom: no syft; `make container-tools` puts one into .venv/bin")
+    syft = find_syft()
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"taut-{image}.spdx.json"
     scan = [syft, "scan", "--quiet", "--source-name", f"taut/{image}"]
@@ -158,7 +171,7 @@ def write_sbom(image: str, options: Options, folder: Path) -> Path:
     mount = ["podman", "image", "mount", tag_of(image)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(f"--sbom: podman cannot mount {tag_of(image)}: {done.stderr.strip()}")
+        raise BuildError(f"podman cannot mount {tag_of(image)}: {done.stderr.strip()}")
     try:
         _run([*scan, f"dir:{done.stdout.strip()}"])
     finally:
@@ -174,7 +187,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wheels", type=Path, help="download wheels to this directory, use them")
     parser.add_argument("--pip-conf", type=Path, help="pip's settings for the build (a secret)")
     parser.add_argument("--torch-index", help="index of CPU builds of torch")
-    parser.add_argument("--sbom", type=Path, help="write software bills of materials here")
+    parser.add_argument(
+        "--sbom",
+        type=Path,
+        default=ROOT / "dist" / "sbom",
+        metavar="DIR",
+        help="where bills of materials go (default dist/sbom)",
+    )
+    parser.add_argument("--no-sbom", action="store_true", help="write no bill of materials")
     return parser
 
 
@@ -188,13 +208,15 @@ def main() -> int:
         engine = given.engine or ("docker" if shutil.which("docker") else "buildah")
         if shutil.which(engine) is None:
             raise BuildError(f"no {engine} here: install Docker, or buildah and podman")
+        if not given.no_sbom:
+            find_syft()
         wheels = given.wheels.resolve() if given.wheels else None
         options = Options(engine, given.base_image, wheels, given.pip_conf, given.torch_index)
         if wheels is not None:
             download_wheels(images, wheels)
         for image in images:
             _run(build_command(image, options))
-            if given.sbom is not None:
+            if not given.no_sbom:
                 write_sbom(image, options, given.sbom)
     except BuildError as error:
         print(f"docker/build.py: {error}", file=sys.stderr)  # noqa: T201

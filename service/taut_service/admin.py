@@ -25,6 +25,7 @@ from taut_service.admission import Admission
 from taut_service.api_errors import install_error_handlers
 from taut_service.auth import ApiKeys
 from taut_service.discovery.supervisor import Supervisor
+from taut_service.docs_page import add_docs
 from taut_service.drain import Drain
 from taut_service.errors import ConflictError, ForbiddenError, NotFoundError, RequestError
 from taut_service.families import taut_version
@@ -114,7 +115,10 @@ def create_admin(controls: Controls) -> FastAPI:
         responses=dict.fromkeys((400, 401, 403, 404, 409), ERROR),
         version=taut_version(),
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
+    add_docs(admin)
     install_error_handlers(admin)
     _add_state(admin, controls)
     _add_workers(admin, controls)

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from taut_service.api_errors import install_error_handlers
 from taut_service.auth import CALLER, Caller
+from taut_service.docs_page import add_docs
 from taut_service.drain import Drain
 from taut_service.errors import NotFoundError
 from taut_service.families import taut_version
@@ -42,6 +43,8 @@ def create_api(reloader: Reloader, drain: Drain, metrics: Metrics, lifespan: Lif
         version=taut_version(),
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages load scripts from another host
+        redoc_url=None,
     )
     _add_models(api, reloader)
     add_health(api, reloader, drain)
@@ -56,6 +59,7 @@ def create_api(reloader: Reloader, drain: Drain, metrics: Metrics, lifespan: Lif
     async def read_metrics() -> Response:
         return Response(await metrics.text(), media_type=METRICS_TYPE)
 
+    add_docs(api)
     install_error_handlers(api)
     describe_routes(api, reloader)
     return api
