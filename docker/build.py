@@ -2,8 +2,9 @@
 """Build taut's images with Docker or, without a daemon, with buildah.
 
 ``python3 docker/build.py gateway worker-cpu toolbox`` needs nothing but an engine, syft (or
-``--no-sbom``) and the open internet. ``--wheels DIR`` is for machines whose pip has settings of its own (an index, a proxy, a
-certificate): wheels are downloaded by this machine's pip and the build reaches no index at all.
+``--no-sbom``) and the open internet. ``--wheels DIR`` is for machines whose pip has settings of
+its own (an index, a proxy, a certificate): wheels are downloaded by this machine's pip and the
+build reaches no index at all.
 Standard library only. ``--help`` lists the options, docker/README.md says more.
 """
 

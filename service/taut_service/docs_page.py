@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -126,6 +126,6 @@ def _json_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return schema
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: Sequence[Sequence[str]]) -> str:
     cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
     return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
