@@ -18,7 +18,7 @@ test: setup chart-tools container-tools ## run the whole suite, or what ARGS tel
 
 setup: $(VENV)/.ready ## make .venv with the locked dependencies
 
-$(VENV)/.ready: requirements/install.sh requirements/cpu.txt requirements/deploy.txt requirements/service.txt requirements/dev.txt requirements/build.txt pyproject.toml
+$(VENV)/.ready: requirements/install.sh requirements/cpu.txt requirements/deploy.txt requirements/service.txt requirements/dev.txt requirements/build.txt requirements/torch-cpu.txt requirements/torch.txt pyproject.toml
 	@bash requirements/install.sh
 	@touch $@
 

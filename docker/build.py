@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Build taut's images with Docker or, without a daemon, with buildah.
 
-``python3 docker/build.py gateway worker-cpu toolbox`` needs nothing but an engine and the open
-internet. ``--wheels DIR`` is for machines whose pip has settings of its own (an index, a proxy, a
-certificate): wheels are downloaded by this machine's pip and the build reaches no index at all.
+``python3 docker/build.py gateway worker-cpu toolbox`` needs nothing but an engine, syft (or
+``--no-sbom``) and the open internet. ``--wheels DIR`` is for machines whose pip has settings of
+its own (an index, a proxy, a certificate): wheels are downloaded by this machine's pip and the
+build reaches no index at all.
 Standard library only. ``--help`` lists the options, docker/README.md says more.
 """
 
@@ -91,9 +92,11 @@ def download_wheels(images: Sequence[str], folder: Path, python: str = sys.execu
     """Fill ``folder`` with the wheels of the locks, by this machine's pip; skipped if it is full.
 
     Raises:
-        BuildError: pip does not find one.
+        BuildError: pip does not find one, or one with another hash.
     """
     locks = ["build", *(lock for image in images for lock in LOCKS[image])]
+    if not _WITH_TORCH.isdisjoint(images):
+        locks.append("torch-cpu")
     files = [ROOT / "requirements" / f"{lock}.txt" for lock in dict.fromkeys(locks)]
     wanted = hashlib.sha256(b"".join(file.read_bytes() for file in _with_included(files)))
     mark = folder / ".locks"
@@ -103,10 +106,10 @@ def download_wheels(images: Sequence[str], folder: Path, python: str = sys.execu
     for wheel in folder.glob("*.whl"):
         wheel.unlink()
     what = [argument for file in files for argument in ("--requirement", str(file))]
-    if not _WITH_TORCH.isdisjoint(images):
-        what.append(f"torch=={_torch_version()}+cpu")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "download"]
-    _run([*pip, "--no-deps", "--only-binary=:all:", "--dest", str(folder), *what])
+    _run(
+        [*pip, "--no-deps", "--require-hashes", "--only-binary=:all:", "--dest", str(folder), *what]
+    )
     mark.write_text(wanted.hexdigest())
 
 
@@ -123,14 +126,6 @@ def _with_included(files: Sequence[Path]) -> list[Path]:
     return sorted(found)
 
 
-def _torch_version() -> str:
-    script = (ROOT / "docker" / "install_locked.sh").read_text()
-    found = re.search(r"^torch=(.+)$", script, re.MULTILINE)
-    if found is None:
-        raise BuildError("docker/install_locked.sh: no torch=VERSION")
-    return found[1]
-
-
 def _revision() -> str:
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
@@ -145,15 +140,28 @@ def _run(command: Sequence[str]) -> None:
         raise BuildError(f"failed: {' '.join(command)}")
 
 
+def find_syft() -> str:
+    """The program that writes bills of materials.
+
+    Raises:
+        BuildError: there is none; said before a build, which takes minutes.
+    """
+    syft = shutil.which("syft") or str(ROOT / ".venv" / "bin" / "syft")
+    if not Path(syft).exists():
+        raise BuildError(
+            "no syft for the bill of materials: `make container-tools` puts one into .venv/bin; "
+            "--no-sbom builds without"
+        )
+    return syft
+
+
 def write_sbom(image: str, options: Options, folder: Path) -> Path:
     """Write ``taut-IMAGE.spdx.json``, by syft from the image's own files; returns its path.
 
     Raises:
         BuildError: there is no syft, or it failed.
     """
-    syft = shutil.which("syft") or str(ROOT / ".venv" / "bin" / "syft")
-    if not Path(syft).exists():
-        raise BuildError("--sbom: no syft; `make container-tools` puts one into .venv/bin")
+    syft = find_syft()
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"taut-{image}.spdx.json"
     scan = [syft, "scan", "--quiet", "--source-name", f"taut/{image}"]
@@ -164,7 +172,7 @@ def write_sbom(image: str, options: Options, folder: Path) -> Path:
     mount = ["podman", "image", "mount", tag_of(image)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(f"--sbom: podman cannot mount {tag_of(image)}: {done.stderr.strip()}")
+        raise BuildError(f"podman cannot mount {tag_of(image)}: {done.stderr.strip()}")
     try:
         _run([*scan, f"dir:{done.stdout.strip()}"])
     finally:
@@ -180,7 +188,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wheels", type=Path, help="download wheels to this directory, use them")
     parser.add_argument("--pip-conf", type=Path, help="pip's settings for the build (a secret)")
     parser.add_argument("--torch-index", help="index of CPU builds of torch")
-    parser.add_argument("--sbom", type=Path, help="write software bills of materials here")
+    parser.add_argument(
+        "--sbom",
+        type=Path,
+        default=ROOT / "dist" / "sbom",
+        metavar="DIR",
+        help="where bills of materials go (default dist/sbom)",
+    )
+    parser.add_argument("--no-sbom", action="store_true", help="write no bill of materials")
     return parser
 
 
@@ -194,13 +209,15 @@ def main() -> int:
         engine = given.engine or ("docker" if shutil.which("docker") else "buildah")
         if shutil.which(engine) is None:
             raise BuildError(f"no {engine} here: install Docker, or buildah and podman")
+        if not given.no_sbom:
+            find_syft()
         wheels = given.wheels.resolve() if given.wheels else None
         options = Options(engine, given.base_image, wheels, given.pip_conf, given.torch_index)
         if wheels is not None:
             download_wheels(images, wheels)
         for image in images:
             _run(build_command(image, options))
-            if given.sbom is not None:
+            if not given.no_sbom:
                 write_sbom(image, options, given.sbom)
     except BuildError as error:
         print(f"docker/build.py: {error}", file=sys.stderr)  # noqa: T201

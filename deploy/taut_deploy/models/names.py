@@ -17,6 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _RESERVED = frozenset({"models", "checkpoints", "run", "cache", "plan"})
 _HUB_ID_LENGTH = 96
 _HUB_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]*")
 _MAX_REFERENCE = 4096
 
 
@@ -59,12 +60,32 @@ def name_of_gguf(stem: str, origin: str) -> str:
 
 
 def is_hub_id(reference: str) -> bool:
-    """Whether ``reference`` reads as ``owner/name`` rather than as a path."""
-    return reference.count("/") == 1 and not reference.startswith((".", "/", "~"))
+    """Whether ``reference`` reads as ``owner/name`` or ``owner/name@REVISION``, not as a path."""
+    model_id = reference.partition("@")[0]
+    return model_id.count("/") == 1 and not reference.startswith((".", "/", "~"))
 
 
-def name_of_hub_id(model_id: str) -> str:
-    """The store name of ``owner/name``.
+def hub_id_and_revision(reference: str) -> tuple[str, str | None]:
+    """Split ``owner/name@REVISION``.
+
+    Raises:
+        ModelError: a revision that no hub has.
+    """
+    model_id, at, revision = reference.partition("@")
+    if at and (not _REVISION.fullmatch(revision) or ".." in revision or "--" in revision):
+        raise ModelError(
+            f"{_shown(reference)}: {_shown(revision)} is no branch, tag or commit of a hub"
+        )
+    return model_id, revision if at else None
+
+
+def stored_name(reference: str) -> str:
+    """The name under which the store holds ``reference`` if it holds it; perhaps none at all."""
+    return reference.replace("/", "--").replace("@", "--") if is_hub_id(reference) else reference
+
+
+def name_of_hub_id(model_id: str, revision: str | None = None) -> str:
+    """The store name of ``owner/name``, at a revision if one is given.
 
     Raises:
         ModelError: no hub has such an id.
@@ -79,7 +100,7 @@ def name_of_hub_id(model_id: str) -> str:
             f"{_shown(model_id)}: not an id of the Hugging Face hub ('owner/name', letters, "
             f"digits, '.', '_', '-', at most {_HUB_ID_LENGTH} characters) and no directory here"
         )
-    return checked_name(f"{owner}--{name}", model_id)
+    return checked_name(stored_name(f"{model_id}@{revision}" if revision else model_id), model_id)
 
 
 def checked_reference(reference: str) -> str:

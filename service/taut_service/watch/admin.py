@@ -26,6 +26,7 @@ from taut_service.config.reload import Reloader
 from taut_service.config.settings import SettingsError
 from taut_service.errors import ConflictError, ForbiddenError, NotFoundError, RequestError
 from taut_service.http.api_errors import install_error_handlers
+from taut_service.http.docs_page import add_docs
 from taut_service.http.openapi import ERROR, own_document
 from taut_service.route.variants import Model, UnknownVariantError
 from taut_service.watch.admin_state import GatewayState, WorkerReport, describe, worker_report
@@ -114,7 +115,10 @@ def create_admin(controls: Controls) -> FastAPI:
         responses=dict.fromkeys((400, 401, 403, 404, 409), ERROR),
         version=taut_version(),
         redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
+    add_docs(admin)
     install_error_handlers(admin)
     _add_state(admin, controls)
     _add_workers(admin, controls)
