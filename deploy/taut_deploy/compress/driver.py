@@ -266,7 +266,8 @@ class _Run:
         for path in self._kept:
             copy = target / path.relative_to(self._directory)
             with disk_errors_named(copy):
-                copy.parent.mkdir(parents=True, exist_ok=True)
+                if not copy.parent.is_dir():
+                    copy.parent.mkdir(parents=True)
                 shutil.copyfile(path, copy)
         quantized = {report["name"] for report in reports}
         names = [
