@@ -1,6 +1,7 @@
 """Fetching bytes: a wheel from the package index, or a snapshot from a Hugging Face hub."""
 
 import errno
+import os
 import re
 import subprocess
 import sys

@@ -160,9 +160,9 @@ class ModelStore:
         name = name_of_hub_id(model_id, revision)
         existing = read_record(self._root / name)
         # Neither of these can have moved, so no hub is asked.
-        if existing is not None and existing.source.startswith(f"hub {model_id}@"):
-            if revision in (None, existing.source.rpartition("@")[2]):
-                return existing
+        fixed = (None, existing.source.rpartition("@")[2] if existing else None)
+        if existing and existing.source.startswith(f"hub {model_id}@") and revision in fixed:
+            return existing
         source = resolve_hub_revision(model_id, revision)
         return self._materialise(name, f"hub {source}", source, force=force)
 
