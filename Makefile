@@ -66,7 +66,7 @@ docs: $(DOCS)/.ready ## the documents as a site in build/docs, API reference inc
 
 $(DOCS)/.ready: requirements/docs.txt
 	@python3 -m venv $(DOCS)
-	@$(DOCS)/bin/pip install --quiet --no-deps -r requirements/docs.txt
+	@$(DOCS)/bin/pip install --quiet --no-deps --require-hashes -r requirements/docs.txt
 	@touch $@
 
 clean: ## remove the virtual environment

