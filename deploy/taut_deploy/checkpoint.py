@@ -17,6 +17,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 from taut_deploy.documents import first_problem, read_json
 from taut_deploy.errors import CheckpointError, ModelError
 from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file, write_json_atomically
+from taut_deploy.manifest_parts import why_parts_refused
 from taut_deploy.models.directory import require_contained
 
 MANIFEST = "taut.json"
@@ -157,14 +158,17 @@ def read_manifest(directory: Path) -> Manifest:
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path}: format_version is {version!r}, this taut reads {FORMAT_VERSION}"
+            f"{path}: format_version is {repr(version)[:40]}, this taut reads {FORMAT_VERSION}"
         )
     try:
         # As JSON: there, strict types still let an object be a dataclass.
-        return _MANIFEST.validate_json(json.dumps(data, allow_nan=True))
+        manifest = _MANIFEST.validate_json(json.dumps(data, allow_nan=True))
     except ValidationError as error:
         problem = first_problem(error)
         raise CheckpointError(f"{path}: {problem}; compress the model again") from error
+    if (reason := why_parts_refused(data)) is not None:
+        raise CheckpointError(f"{path}: {reason}; compress the model again")
+    return manifest
 
 
 def verify(directory: Path) -> Manifest:

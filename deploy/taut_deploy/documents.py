@@ -138,7 +138,9 @@ def first_problem(error: ValidationError, whole: str = "document") -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     key = ".".join(str(part)[:80] for part in first["loc"]) or whole
     unknown = first["type"] in {"extra_forbidden", "unexpected_keyword_argument"}
-    return f"{key}: {'unknown key' if unknown else first['msg']}"
+    problem = f"{key}: {'unknown key' if unknown else first['msg'][:300]}"
+    # It may quote somebody else's text: a line break in that is shown, not made.
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in problem)
 
 
 def why_refused(value: Any) -> str | None:

@@ -43,7 +43,7 @@ def suits_decode_attention(
     # A draft model may attend otherwise, and would get the backend of the model it drafts for.
     if names_one_of(extra, (*ATTENTION_FLAGS, *SPECULATIVE_FLAGS)):
         return False
-    return config.get("model_type") in PLAIN_ATTENTION and kv_cache_dtype in ELEMENT_BYTES
+    return str(config.get("model_type")) in PLAIN_ATTENTION and kv_cache_dtype in ELEMENT_BYTES
 
 
 def suits_fused_ops(config: Mapping[str, Any], extra: Sequence[str]) -> bool:
@@ -60,7 +60,7 @@ def suits_fused_ops(config: Mapping[str, Any], extra: Sequence[str]) -> bool:
     telling = (*GRAPH_FLAGS, *COMPILATION_FLAGS, *PARALLEL_FLAGS, *SPECULATIVE_FLAGS)
     if names_one_of(extra, (*telling, *MODEL_FLAGS)):
         return False
-    return config.get("model_type") in PLAIN_ATTENTION and has_measured_products(config)
+    return str(config.get("model_type")) in PLAIN_ATTENTION and has_measured_products(config)
 
 
 def has_measured_products(config: Mapping[str, Any]) -> bool:

@@ -160,7 +160,7 @@ def _explain(checkpoint: Path) -> dict[str, Any]:
         "checkpoint": {
             "name": manifest.name,
             "scheme": manifest.scheme,
-            "base_model": manifest.base_model["name"],
+            "base_model": manifest.base_model.get("name"),
             "digest": manifest.digest,
             "files": f"{len(manifest.files)} verified",
         },

@@ -79,7 +79,7 @@ def inspect(
         details["checkpoint"] = {
             "scheme": manifest.scheme,
             "bits": manifest.bits,
-            "recipe": manifest.recipe["name"],
+            "recipe": manifest.recipe.get("name"),
             "recipe_hash": manifest.recipe_hash,
             "base_model": manifest.base_model,
             "layers": len(manifest.layers),

@@ -65,14 +65,14 @@ def finished_checkpoint(job: CompressionJob) -> Manifest | None:
     text = _calibration_text(job.recipe)
     if (
         manifest.recipe_hash == job.recipe.hash
-        and manifest.base_model["digest"] == job.model.digest
-        and text in {None, manifest.calibration["description"]}
+        and manifest.base_model.get("digest") == job.model.digest
+        and text in {None, manifest.calibration.get("description")}
     ):
         remove_leftovers(job.output)
         return manifest
     raise OutputError(
-        f"{job.output}: holds a checkpoint of {manifest.base_model['name']} by recipe "
-        f"{manifest.recipe['name']!r}; choose another --output or remove it"
+        f"{job.output}: holds a checkpoint of {manifest.base_model.get('name')} by recipe "
+        f"{manifest.recipe.get('name')!r}; choose another --output or remove it"
     )
 
 

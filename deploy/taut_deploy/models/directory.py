@@ -7,7 +7,7 @@ from typing import Any
 
 from taut_deploy.documents import read_json, read_json_object
 from taut_deploy.errors import ModelError
-from taut_deploy.models.pretrained import load_config
+from taut_deploy.models.pretrained import load_config, reason_of
 
 _KEPT_SUFFIXES = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 _OURS = {"taut-model.json", "taut.json", "compression_log.json"}
@@ -183,15 +183,26 @@ def read_shape(directory: Path, *, trust_remote_code: bool = False) -> ModelShap
     config = load_config(directory, trust_remote_code=trust_remote_code)
     try:
         normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
-    except (ValueError, KeyError, TypeError) as error:
-        family = raw.get("model_type")
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        return _shape_of(raw, config, normalized)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        family = repr(raw.get("model_type"))[:80]
         raise ModelError(
-            f"{directory}: architecture {family!r} is not supported ({reason})"
+            f"{directory}: architecture {family} is not supported ({reason_of(error)})"
         ) from error
+
+
+def _shape_of(raw: dict[str, Any], config: Any, normalized: Any) -> ModelShape:
+    """Sizes by transformers' configuration and optimum's names for its parts.
+
+    Raises:
+        ValueError, TypeError, AttributeError: a size is missing or no number.
+    """
+    architectures = raw.get("architectures") or ["unknown"]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise TypeError("architectures is not a list of names")
     heads = int(normalized.num_attention_heads)
     return ModelShape(
-        architecture=(raw.get("architectures") or ["unknown"])[0],
+        architecture=architectures[0],
         model_type=config.model_type,
         num_layers=int(normalized.num_layers),
         hidden_size=int(normalized.hidden_size),

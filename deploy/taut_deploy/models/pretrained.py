@@ -30,9 +30,7 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
         )
     except (ValueError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise _refused(directory, error, _unsupported(directory, document, error)) from error
-    except Exception as error:  # code of the model's own may raise anything
-        if not trust_remote_code:
-            raise
+    except Exception as error:  # a configuration's arithmetic may raise anything, so may own code
         raise ModelError(_unsupported(directory, document, error)) from error
 
 
@@ -76,7 +74,7 @@ def reason_of(error: BaseException, limit: int = 200) -> str:
 
 def _unsupported(directory: Path, document: dict[str, Any], error: BaseException) -> str:
     family = document.get("model_type")
-    return f"{directory}: architecture {family!r} is not supported ({reason_of(error)})"
+    return f"{directory}: architecture {repr(family)[:80]} is not supported ({reason_of(error)})"
 
 
 def _refused(directory: Path, error: BaseException, otherwise: str) -> ModelError:

@@ -26,11 +26,11 @@ def provenance_of(manifest: Manifest) -> Provenance:
         "method": manifest.scheme,
         "bits": manifest.bits,
         "size_bytes": manifest.bytes,
-        "base_model": manifest.base_model["name"],
-        "base_digest": manifest.base_model["digest"],
-        "recipe": str(manifest.recipe["name"]),
+        "base_model": manifest.base_model.get("name"),
+        "base_digest": manifest.base_model.get("digest"),
+        "recipe": manifest.recipe.get("name"),
         "recipe_hash": manifest.recipe_hash,
-        "calibration_hash": str(manifest.calibration["hash"]),
+        "calibration_hash": manifest.calibration.get("hash"),
         "digest": manifest.digest,
     }
     found |= _of_layers(manifest.layers)
