@@ -74,6 +74,13 @@ def test_json_has_null_for_what_is_no_number() -> None:
 
 
 def test_choice_keeps_direct_and_taut_and_reports_what_cannot_be_had() -> None:
+    every, _, _ = choose("vllm-router,vllm-router-round-robin,litellm,envoy", "small")
+    policies = [
+        system.start(Path("f"), Path("p"), [1], 2).argv
+        for system in every
+        if system.start is not None and system.name.startswith("vllm-router")
+    ]
+    assert [argv[argv.index("--policy") + 1] for argv in policies] == ["cache_aware", "round_robin"]
     systems, cases, absent = choose("vllm-router, production-stack", "small,idle")
     assert [system.name for system in systems] == ["direct", "taut", "vllm-router"]
     assert [case.name for case in cases] == ["small"]

@@ -17,6 +17,7 @@ import sys
 import venv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -130,7 +131,9 @@ def _taut(folder: Path, _: Path, ports: Sequence[int], port: int) -> Start:
     return Start(argv, ready_path="/health/ready", headers={"authorization": f"Bearer {KEY}"})
 
 
-def _vllm_router(_: Path, programs: Path, ports: Sequence[int], port: int) -> Start:
+def _vllm_router(
+    _: Path, programs: Path, ports: Sequence[int], port: int, policy: str = "cache_aware"
+) -> Start:
     argv = [
         str(programs / "vllm-router"),
         "--host",
@@ -138,7 +141,7 @@ def _vllm_router(_: Path, programs: Path, ports: Sequence[int], port: int) -> St
         "--port",
         str(port),
         "--policy",
-        "cache_aware",
+        policy,
     ]
     argv += ["--worker-urls", *_urls(ports), "--prometheus-port", str(free_port())]
     argv += ["--worker-startup-check-interval", "1"]
@@ -268,6 +271,12 @@ RIVALS: Mapping[str, System] = {
             "cache_aware (its default), metrics, log",
             ("vllm-router==0.1.17",),
             _vllm_router,
+        ),
+        System(
+            "vllm-router-round-robin",
+            "round_robin (its fastest policy), metrics, log",
+            ("vllm-router==0.1.17",),
+            partial(_vllm_router, policy="round_robin"),
         ),
         System(
             "litellm",

@@ -157,8 +157,11 @@ def serve(
 @app.command()
 def gateway(
     rivals: Annotated[
-        str, typer.Option(help="vllm-router, litellm, envoy with commas, or none.")
-    ] = "vllm-router,litellm,envoy",
+        str,
+        typer.Option(
+            help="vllm-router, vllm-router-round-robin, litellm, envoy with commas, or none."
+        ),
+    ] = "vllm-router,vllm-router-round-robin,litellm,envoy",
     cases: Annotated[str, typer.Option(help="Cases with commas, or all.")] = "all",
     rounds: Annotated[int, typer.Option(min=1, help="Starts of each system.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.2, help="Length of each load.")] = 3.0,
