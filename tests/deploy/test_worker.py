@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -118,6 +119,15 @@ def test_kv_cache_memory_set_in_the_environment_stays():
 def test_schemes_with_faster_kernels_of_ours_require_them(platform, scheme, asked, mode):
     command = build(platform=platform, scheme=scheme, kernels=asked)
     assert command.environment["TAUT_KERNELS"] == mode
+
+
+def test_the_command_line_of_a_worker_needs_no_tensor_library():
+    """It starts in an image whose vLLM brings torch, and says its help without loading it."""
+    code = (
+        "import sys, taut_deploy.commands.worker as _; print({'torch', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def _model_of(tmp_path, num_bits):

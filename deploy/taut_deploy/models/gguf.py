@@ -14,7 +14,6 @@ from typing import Any
 from taut_deploy.errors import ModelError
 from taut_deploy.files import require_free_space, safetensors_disk_errors
 from taut_deploy.models.gguf_header import GgufHeader, read_header
-from taut_deploy.models.gguf_tensors import require_all_tensors, require_finite, require_shapes
 
 _READ_ERRORS = (
     ValueError,
@@ -49,6 +48,9 @@ def convert_gguf(source: Path, destination: Path) -> None:
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    # Here: every command finds models, and most of them need no tensor library for it.
+    from taut_deploy.models.gguf_tensors import require_all_tensors, require_finite, require_shapes
 
     header = read_header(source)
     _require_plausible(source, header)
