@@ -130,9 +130,17 @@ def test_progress_and_a_left_out_noise_run(models, tmp_path):
     assert "None" not in result.report_markdown.read_text()
 
 
-def break_logits(models, path):
+def break_weights(models, path):
     def broken(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor * float("nan") if name == "model.norm.weight" else tensor
+
+    return {"candidate": str(perturb(models / "baseline", path / "broken", broken))}
+
+
+def break_logits(models, path):
+    def broken(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # Finite itself; what is multiplied with it is not.
+        return tensor * 3e38 if name == "model.norm.weight" else tensor
 
     return {"candidate": str(perturb(models / "baseline", path / "broken", broken))}
 
@@ -205,6 +213,7 @@ def checkpoint_without_a_shard(models, path):
     [
         (lambda m, p: {"baseline": str(p / "gone")}, "--baseline .*gone: no such directory"),
         (lambda m, p: {"candidate": str(p)}, "--candidate .*: no config.json"),
+        (break_weights, "candidate .*broken: model.norm.weight holds NaN or infinity"),
         (break_logits, "candidate .*broken: NaN or infinite logits"),
         (other_vocabulary_size, "the vocabularies differ: 62 in the baseline, 70 in the candidate"),
         (other_tokenizer, "--candidate .*other: its tokenizer differs"),

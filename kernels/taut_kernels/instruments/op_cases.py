@@ -14,6 +14,7 @@ import torch
 
 from taut_kernels import testing
 from taut_kernels.activation import silu_mul
+from taut_kernels.gemm.scaled_mm import cpu_int8
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.w4a16 import cpu as w4a16_cpu
@@ -89,6 +90,14 @@ def _w4a16_cpu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[
         case.weight_packed, case.weight_scale, case.weight_zero_point, K
     )
     return (case.x, *packed, case.bias, K // packed[1].shape[0])
+
+
+def _int8_cpu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    case = testing_scaled_mm.make_scaled_mm_case(
+        "w8a8_gemm", sizes["M"], sizes["N"], sizes["K"], out_dtype=dtype, device=str(device)
+    )
+    scales = case.weight_scale.reshape(-1)
+    return (case.x, case.weight.float(), case.x_scale, scales, None, None, dtype)
 
 
 def _scaled_mm(op: str) -> Callable[[Sizes, torch.dtype, torch.device], tuple[Any, ...]]:
@@ -180,6 +189,7 @@ _DISTILLATION = _PROJECTION | {"Ht": 4096}
 OP_CASES: dict[str, OpCase] = {
     "w4a16_gemm": OpCase(_W4A16, _HALF, _w4a16),
     "w4a16_gemm_cpu": OpCase(_W4A16, (torch.bfloat16,), _w4a16_cpu, ("cpu",)),
+    cpu_int8.OP: OpCase(_PRODUCT, (torch.bfloat16,), _int8_cpu, ("cpu",)),
     "w8a8_gemm": OpCase(_PRODUCT, _HALF, _scaled_mm("w8a8_gemm")),
     "fp8_gemm": OpCase(_PRODUCT, _HALF, _scaled_mm("fp8_gemm")),
     "rms_norm": OpCase(_NORM, _FLOATS, _norm(_nothing)),

@@ -61,6 +61,19 @@ def _w4a16_gemm_cpu(
     return _gemm(M, N, K, nbytes(x, qweight_cpu, scales_and_zeros, bias), x.dtype)
 
 
+def _int8_gemm_cpu(
+    x_q: torch.Tensor,
+    weight: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    azp: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> Work:
+    (M, K), N = x_q.shape, weight.shape[0]
+    return _gemm(M, N, K, nbytes(x_q, weight, x_scale, weight_scale, azp, bias), out_dtype)
+
+
 def _w8a8_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -207,6 +220,7 @@ def _rope_apart(
 OP_WORK: dict[str, Callable[..., Work]] = {
     "w4a16_gemm": _w4a16_gemm,
     "w4a16_gemm_cpu": _w4a16_gemm_cpu,
+    "int8_gemm_cpu": _int8_gemm_cpu,
     "w8a8_gemm": _w8a8_gemm,
     "fp8_gemm": _fp8_gemm,
     "rms_norm": _rms_norm,

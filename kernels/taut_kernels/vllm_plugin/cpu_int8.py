@@ -116,7 +116,7 @@ class TautCPUInt8ScaledMMLinearKernel(CPUInt8ScaledMMLinearKernel):  # type: ign
             known_answer.int8_block(
                 K,
                 symmetric=self.config.input_symmetric,
-                scale=None if input_scale is None else float(input_scale),
+                scale=input_scale,
             ),
             torch.bfloat16,
             codes.device,

@@ -125,6 +125,14 @@ Block = Callable[[int, torch.device], torch.Tensor]
 """Rows and device → fp32 activations [rows, K] that the format holds exactly."""
 
 
+Scale = float | torch.Tensor | None
+"""Of all activations where it is static, one element; None where each row or group gets its own."""
+
+
+def _step(scale: Scale) -> float:
+    return _STEP if scale is None else float(scale)
+
+
 def _codes(rows: int, K: int, levels: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(K)
     return torch.randint(-levels, levels + 1, (rows, K), generator=generator).float()
@@ -139,7 +147,7 @@ def plain_block(K: int) -> Block:
     return lambda rows, device: (_codes(rows, K, 127) * _STEP).to(device)
 
 
-def int8_block(K: int, *, symmetric: bool, scale: float | None) -> Block:
+def int8_block(K: int, *, symmetric: bool, scale: Scale) -> Block:
     """Activations that int8 holds exactly.
 
     Args:
@@ -153,12 +161,12 @@ def int8_block(K: int, *, symmetric: bool, scale: float | None) -> Block:
         codes[:, 0] = 127
         if not symmetric:
             codes[:, 1] = -128
-        return (codes * (scale or _STEP)).to(device)
+        return (codes * _step(scale)).to(device)
 
     return make
 
 
-def fp8_block(K: int, *, group: int, scale: float | None) -> Block:
+def fp8_block(K: int, *, group: int, scale: Scale) -> Block:
     """Activations that e4m3 holds exactly: whole numbers up to 16, and its largest value, 448.
 
     Args:
@@ -171,7 +179,7 @@ def fp8_block(K: int, *, group: int, scale: float | None) -> Block:
         codes = _codes(rows, K, 16)
         if scale is None:
             codes[:, ::group] = 448
-        return (codes * (scale or _STEP)).to(device)
+        return (codes * _step(scale)).to(device)
 
     return make
 

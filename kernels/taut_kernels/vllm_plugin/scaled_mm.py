@@ -152,7 +152,7 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
             block = known_answer.int8_block(
                 weight_t.shape[0],
                 symmetric=azp_adj is None,
-                scale=None if input_scale is None else float(input_scale),
+                scale=input_scale,
             )
             _check(self, layer, weight_t, weight_scale, block, dtype)
 
@@ -225,9 +225,7 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
             _compile_every_bucket(self, layer, weight_t, dtype)
             _, weight_scale, input_scale, _ = self._get_layer_params(layer)
             K = weight_t.shape[0]
-            block = known_answer.fp8_block(
-                K, group=K, scale=None if input_scale is None else float(input_scale)
-            )
+            block = known_answer.fp8_block(K, group=K, scale=input_scale)
             _check(self, layer, weight_t, weight_scale, block, dtype)
 
     def apply_weights(
