@@ -24,12 +24,16 @@ def comparison(kl, difference=0.1):
     return Comparison(zeros + 1, zeros + 1 + difference, zeros + kl, tokens, tokens, True)
 
 
+def open_files():
+    pytest.fail("only a worker that answers has the files opened")
+
+
 @pytest.fixture
 def answering(monkeypatch):
     """A worker that can be started, and what it is found to answer."""
     found = SimpleNamespace(value=comparison(0.004), batches=[])
 
-    async def ask(_, batch):
+    async def ask(_job, batch, _open_files):
         found.batches.append(batch)
         if isinstance(found.value, Exception):
             raise found.value
@@ -41,7 +45,7 @@ def answering(monkeypatch):
 
 
 def test_what_is_served_as_scored_passes(answering, tmp_path):
-    result, (rule,) = serving.compare_served(job(tmp_path), [(1, 2, 3)] * 9, NOISE)
+    result, (rule,) = serving.compare_served(job(tmp_path), [(1, 2, 3)] * 9, NOISE, open_files)
     assert len(answering.batches[0]) == serving.SEQUENCES
     assert result.compared
     assert (rule.metric, rule.side, rule.verdict) == (serving.METRIC, "max", Verdict.PASS)
@@ -51,7 +55,7 @@ def test_what_is_served_as_scored_passes(answering, tmp_path):
 
 def test_what_is_served_otherwise_fails_whatever_compression_cost(answering, tmp_path):
     answering.value = comparison(1.5 * serving.LEAST_KL)
-    _, (rule,) = serving.compare_served(job(tmp_path), [(1, 2)], NOISE)
+    _, (rule,) = serving.compare_served(job(tmp_path), [(1, 2)], NOISE, open_files)
     assert rule.verdict is Verdict.FAIL
     assert rule.margin < 0
     assert "what is served is not what was scored" in rule.reason
@@ -60,13 +64,13 @@ def test_what_is_served_otherwise_fails_whatever_compression_cost(answering, tmp
 def test_a_model_that_rounding_moves_far_may_differ_more(answering, tmp_path):
     answering.value = comparison(1.5 * serving.LEAST_KL)
     rounded = Metric(0.1, 0.1, 0.1, 0.1, 0.1, noise=serving.LEAST_KL / 2)
-    _, (rule,) = serving.compare_served(job(tmp_path), [(1, 2)], rounded)
+    _, (rule,) = serving.compare_served(job(tmp_path), [(1, 2)], rounded, open_files)
     assert rule.verdict is Verdict.PASS
 
 
 def test_a_candidate_that_no_worker_serves_is_not_proved(answering, tmp_path):
     answering.value = WorkerError("worker ended 1 times before it was ready: no such op")
-    result, (rule,) = serving.compare_served(job(tmp_path), [(1, 2)], NOISE)
+    result, (rule,) = serving.compare_served(job(tmp_path), [(1, 2)], NOISE, open_files)
     assert not result.compared
     assert rule.verdict is Verdict.INCONCLUSIVE
     assert "serving was not compared: no worker could be started" in rule.reason
@@ -81,7 +85,7 @@ def test_a_candidate_that_no_worker_serves_is_not_proved(answering, tmp_path):
     ],
 )
 def test_the_verdict_says_that_serving_was_not_compared(changes, reason, answering, tmp_path):
-    result, rules = serving.compare_served(job(tmp_path, **changes), [(1, 2)], NOISE)
+    result, rules = serving.compare_served(job(tmp_path, **changes), [(1, 2)], NOISE, open_files)
     assert rules == ()
     assert reason in result.reason
     assert answering.batches == []
@@ -92,6 +96,23 @@ def test_without_vllm_it_says_so(tmp_path, monkeypatch):
         raise WorkerError("vLLM is not installed")
 
     monkeypatch.setattr(serving, "installed_platform", missing)
-    result, rules = serving.compare_served(job(tmp_path), [(1, 2)], NOISE)
+    result, rules = serving.compare_served(job(tmp_path), [(1, 2)], NOISE, open_files)
     assert rules == ()
     assert result.reason == "serving was not compared: vLLM is not installed"
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_worker_runs_the_models_own_code_only_where_the_validation_may(
+    trusted, tmp_path, monkeypatch
+):
+    started = []
+
+    async def ask_one_worker(child, *_, **__):
+        started.append(child.argv)
+        return comparison(0.0)
+
+    monkeypatch.setattr(serving, "ask_one_worker", ask_one_worker)
+    monkeypatch.setattr(serving, "installed_platform", lambda: "cpu")
+    asked = job(tmp_path, trust_remote_code=trusted)
+    serving.compare_served(asked, [(1, 2)], NOISE, open_files)
+    assert ("--trust-remote-code" in started[0]) is trusted

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from taut_deploy.validate.checkpoint_source import (
     usable_device,
     wider_dtype,
 )
-from taut_deploy.validate.divergence import Comparison, Distribution, FullDistribution, compare
+from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.gate import judge
 from taut_deploy.validate.headers import described as described_headers
@@ -27,22 +27,10 @@ from taut_deploy.validate.latency_part import check_latency, check_lengths, comp
 from taut_deploy.validate.policy import load_policy
 from taut_deploy.validate.server_source import ServerConnection, ServerSource, is_url
 from taut_deploy.validate.serving import compare_served
+from taut_deploy.validate.side_by_side import Source, compare_sources
 from taut_deploy.validate.text import TokenizedText, Tokenizer, read_text, tokenize_file
 
 _PROBE_CHARACTERS = 4000
-
-
-class Source(Protocol):
-    """A model that can be asked for next-token distributions."""
-
-    role: str
-
-    @property
-    def max_positions(self) -> int | None:
-        """Longest sequence it takes."""
-
-    def score(self, ids: tuple[int, ...]) -> Distribution:
-        """Distributions for ``len(ids) - 1`` positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +79,9 @@ def run(job: ValidationJob) -> ValidationResult:
     noise, noise_kind = _score_noise(job, text, baseline)
     measured = metrics.measure(comparison, noise, resamples=job.bootstrap, seed=job.seed)
     _, rules = judge(policy, measured, accept_lower_bound=job.accept_lower_bound)
-    serving, serving_rules = compare_served(job, text.sequences, measured["mean_kl"])
+    serving, serving_rules = compare_served(
+        job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.device)
+    )
     rules += serving_rules
     latency, latency_rules = compare_latency(job, policy, text, baseline.server, candidate.server)
     rules += latency_rules
@@ -157,7 +147,7 @@ def _score_both(
                 f"--sequence-length: {job.sequence_length} is more than the {source.max_positions} "
                 f"positions of the {source.role}"
             )
-    return _side_by_side(job, "compare", list(text.sequences), first, second)
+    return compare_sources(first, second, list(text.sequences), "compare", job.progress)
 
 
 def _score_noise(
@@ -179,28 +169,6 @@ def _score_noise(
         wide = wider_dtype(first.dtype)
         kind = f"baseline again in {str(wide).removeprefix('torch.')}, {len(sequences)} sequences"
         second = baseline.open(job.device, wide)
-        return _side_by_side(job, "noise", sequences, first, second), kind
+        return compare_sources(first, second, sequences, "noise", job.progress), kind
     kind = f"baseline server asked twice, {len(sequences)} sequences"
-    return _side_by_side(job, "noise", sequences, first, first), kind
-
-
-def _side_by_side(
-    job: ValidationJob, stage: str, sequences: list[tuple[int, ...]], first: Source, second: Source
-) -> Comparison:
-    comparisons = []
-    for done, ids in enumerate(sequences, start=1):
-        left, right = first.score(ids), second.score(ids)
-        _check_vocabulary(left, right)
-        comparisons.append(compare(left, right, torch.tensor(ids[1:])))
-        if job.progress is not None:
-            job.progress(stage, done, len(sequences))
-    return metrics.stack(comparisons)
-
-
-def _check_vocabulary(left: Distribution, right: Distribution) -> None:
-    if isinstance(left, FullDistribution) and isinstance(right, FullDistribution):
-        sizes = left.logits.shape[-1], right.logits.shape[-1]
-        if sizes[0] != sizes[1]:
-            raise CouldNotValidateError(
-                f"the vocabularies differ: {sizes[0]} in the baseline, {sizes[1]} in the candidate"
-            )
+    return compare_sources(first, first, sequences, "noise", job.progress), kind

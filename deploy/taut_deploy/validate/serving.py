@@ -14,7 +14,7 @@ further.
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,15 @@ import torch
 
 from taut_deploy.checkpoint import is_checkpoint, read_manifest
 from taut_deploy.errors import TautError
+from taut_deploy.models.remote_code import FLAG
 from taut_deploy.ports import free_port
 from taut_deploy.serve.one_worker import ask_one_worker
 from taut_deploy.serve.process import ChildSpec
 from taut_deploy.validate import metrics
-from taut_deploy.validate.checkpoint_source import CheckpointSource
-from taut_deploy.validate.divergence import Comparison, compare
+from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob, Verdict
 from taut_deploy.validate.server_source import ServerConnection, ServerSource, is_url
+from taut_deploy.validate.side_by_side import Source, compare_sources
 from taut_deploy.worker import LOOPBACK, WorkerSpec, installed_platform
 from taut_deploy.worker_command import worker_command
 
@@ -84,7 +85,10 @@ def why_not(job: ValidationJob) -> str | None:
 
 
 def compare_served(
-    job: ValidationJob, sequences: Sequence[tuple[int, ...]], candidate: Metric
+    job: ValidationJob,
+    sequences: Sequence[tuple[int, ...]],
+    candidate: Metric,
+    open_files: Callable[[], Source],
 ) -> tuple[Serving, tuple[RuleOutcome, ...]]:
     """Have a worker of the candidate score a batch, and judge how far it is from the files.
 
@@ -92,6 +96,7 @@ def compare_served(
         job: the validation.
         sequences: token ids that were scored.
         candidate: mean KL of the candidate from the baseline, with its noise floor.
+        open_files: loads the candidate's files, once its worker answers.
 
     Returns:
         What was found, and its limit as a rule; none where nothing was asked.
@@ -101,13 +106,15 @@ def compare_served(
         return Serving(False, reason, {}), ()
     batch = list(sequences[:SEQUENCES])
     try:
-        comparison = asyncio.run(_ask(job, batch))
+        comparison = asyncio.run(_ask(job, batch, open_files))
     except TautError as error:
         return _not_served(error)
     return _judged(comparison, candidate)
 
 
-async def _ask(job: ValidationJob, batch: list[tuple[int, ...]]) -> Comparison:
+async def _ask(
+    job: ValidationJob, batch: list[tuple[int, ...]], open_files: Callable[[], Source]
+) -> Comparison:
     directory, port = Path(job.candidate), free_port()
     manifest = read_manifest(directory) if is_checkpoint(directory) else None
     spec = WorkerSpec(
@@ -116,6 +123,7 @@ async def _ask(job: ValidationJob, batch: list[tuple[int, ...]]) -> Comparison:
         port=port,
         max_model_len=job.sequence_length + 1,
         shutdown_timeout_s=5,
+        extra=(FLAG,) if job.trust_remote_code else (),
     )
     url = f"http://{LOOPBACK}:{port}"
     with tempfile.TemporaryDirectory(prefix="taut-validate-") as logs:
@@ -127,21 +135,17 @@ async def _ask(job: ValidationJob, batch: list[tuple[int, ...]]) -> Comparison:
             url,
             _NAME,
             None if manifest is None else manifest.golden,
-            lambda: _scored(job, batch, url),
+            lambda: _scored(job, batch, url, open_files()),
             timeout_s=START_TIMEOUT_S,
             say=lambda _: None,
         )
 
 
-def _scored(job: ValidationJob, batch: list[tuple[int, ...]], url: str) -> Comparison:
+def _scored(
+    job: ValidationJob, batch: list[tuple[int, ...]], url: str, files: Source
+) -> Comparison:
     served = ServerSource(ServerConnection(url, _NAME, {}, job.timeout_s), _NAME, job.top_k)
-    files = CheckpointSource(Path(job.candidate), _NAME, job.device)
-    found = []
-    for done, ids in enumerate(batch, start=1):
-        found.append(compare(files.score(ids), served.score(ids), torch.tensor(ids[1:])))
-        if job.progress is not None:
-            job.progress("serve", done, len(batch))
-    return metrics.stack(found)
+    return compare_sources(files, served, batch, "serve", job.progress)
 
 
 def _judged(comparison: Comparison, candidate: Metric) -> tuple[Serving, tuple[RuleOutcome, ...]]:

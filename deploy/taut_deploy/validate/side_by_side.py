@@ -1,0 +1,64 @@
+"""Two sources asked for the same sequences, one after the other, and compared."""
+
+from typing import Protocol
+
+import torch
+
+from taut_deploy.validate import metrics
+from taut_deploy.validate.divergence import Comparison, Distribution, FullDistribution, compare
+from taut_deploy.validate.errors import CouldNotValidateError
+from taut_deploy.validate.job import Progress
+
+
+class Source(Protocol):
+    """A model that can be asked for next-token distributions."""
+
+    role: str
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence it takes."""
+
+    def score(self, ids: tuple[int, ...]) -> Distribution:
+        """Distributions for ``len(ids) - 1`` positions."""
+
+
+def compare_sources(
+    first: Source,
+    second: Source,
+    sequences: list[tuple[int, ...]],
+    stage: str,
+    progress: Progress | None,
+) -> Comparison:
+    """Score sequences with both sources and compare position by position.
+
+    Args:
+        first: takes the baseline's place in the comparison.
+        second: takes the candidate's.
+        sequences: token ids, equally long.
+        stage: told to ``progress``.
+        progress: called after each sequence.
+
+    Returns:
+        Arrays [sequences, positions].
+
+    Raises:
+        CouldNotValidateError: a source cannot answer, or their vocabularies differ.
+    """
+    comparisons = []
+    for done, ids in enumerate(sequences, start=1):
+        left, right = first.score(ids), second.score(ids)
+        _check_vocabulary(left, right)
+        comparisons.append(compare(left, right, torch.tensor(ids[1:])))
+        if progress is not None:
+            progress(stage, done, len(sequences))
+    return metrics.stack(comparisons)
+
+
+def _check_vocabulary(left: Distribution, right: Distribution) -> None:
+    if isinstance(left, FullDistribution) and isinstance(right, FullDistribution):
+        sizes = left.logits.shape[-1], right.logits.shape[-1]
+        if sizes[0] != sizes[1]:
+            raise CouldNotValidateError(
+                f"the vocabularies differ: {sizes[0]} in the baseline, {sizes[1]} in the candidate"
+            )
