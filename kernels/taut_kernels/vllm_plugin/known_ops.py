@@ -22,14 +22,11 @@ from taut_kernels.rope import op as rope
 from taut_kernels.rowwise import row_quant
 from taut_kernels.vllm_plugin import known_answer
 from taut_kernels.vllm_plugin.known_answer import Kind
-from taut_kernels.vllm_plugin.warm_up import Rotation, Widths
+from taut_kernels.vllm_plugin.warm_up import CLAMPED, EPSILON, PLAIN, Rotation, Widths
 from taut_kernels.vllm_plugin.warm_up_decode import DecodeForm
 
 TOKENS = (1, 17, 300)
 """One row, a few, and more than one program takes."""
-_EPSILON = 1e-6
-_PLAIN = (1.0, 0.0, None, False)
-_CLAMPED = (1.702, 1.0, 7.0, True)
 _KEYS = (1, 90, 700)
 """Context lengths of the three sequences whose attention is known."""
 _OF_RESULT, _OF_ROW = 2.0**-6, 2.0**-7
@@ -117,16 +114,11 @@ def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def _cases(widths: Widths, device: torch.device) -> Iterator[_Case]:
-    norms = {(N, dtype, dtype) for N, dtype in widths.norms} | widths.other_norms
-    quantised = [
-        dtype
-        for dtype in sorted(widths.quantised, key=str)
-        if row_quant.why_not_supported(dtype, device) is None
-    ]
+    quantised = widths.quantised_on(device)
     for M in TOKENS:
-        for N, dtype, weight_dtype in sorted(norms, key=str):
+        for N, dtype, weight_dtype in widths.every_norm():
             yield from _norm(M, N, dtype, weight_dtype, quantised, device)
-        for group, form in ((widths.activations, _PLAIN), (widths.clamped, _CLAMPED)):
+        for group, form in ((widths.activations, PLAIN), (widths.clamped, CLAMPED)):
             for N, dtype in sorted(group, key=str):
                 yield from _activation(M, N, dtype, form, quantised, device)
         for N, dtype, stored in sorted(widths.inputs, key=str):
@@ -154,7 +146,7 @@ def _norm(
 
         def with_residual(form: Any, *more: Any, kept: Any = residual) -> _Results:
             own = None if kept is None else kept.clone()
-            y = form(x, weight, own, _EPSILON, *more)
+            y = form(x, weight, own, EPSILON, *more)
             return (*(y if isinstance(y, tuple) else (y,)), *(() if own is None else (own,)))
 
         yield (

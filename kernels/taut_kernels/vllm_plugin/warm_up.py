@@ -21,9 +21,9 @@ from taut_kernels.rope import rope_launch
 from taut_kernels.rowwise import row_quant
 from taut_kernels.rowwise import tiles as tiles_fused
 
-_EPSILON = 1e-6
-_PLAIN: tuple[float, float, float | None, bool] = (1.0, 0.0, None, False)
-_CLAMPED: tuple[float, float, float | None, bool] = (1.702, 1.0, 7.0, True)
+EPSILON = 1e-6
+PLAIN: tuple[float, float, float | None, bool] = (1.0, 0.0, None, False)
+CLAMPED: tuple[float, float, float | None, bool] = (1.702, 1.0, 7.0, True)
 """Alpha, beta, limit and interleaving of SiLU·mul and of gpt-oss; what is compiled depends on none
 of the numbers."""
 
@@ -71,6 +71,19 @@ class Widths:
     static_scale: bool = False
     rotations: frozenset[Rotation] = frozenset()
     inputs: frozenset[tuple[int, torch.dtype, torch.dtype]] = frozenset()
+
+    def every_norm(self) -> list[tuple[int, torch.dtype, torch.dtype | None]]:
+        """Return (columns, dtype, weight's dtype or None) of every RMSNorm, in a fixed order."""
+        alike = {(N, dtype, dtype) for N, dtype in self.norms}
+        return sorted(alike | self.other_norms, key=str)
+
+    def quantised_on(self, device: torch.device) -> list[torch.dtype]:
+        """Return the 8-bit types that a device quantises to: weights in fp8 only, before sm_89."""
+        return [
+            dtype
+            for dtype in sorted(self.quantised, key=str)
+            if row_quant.why_not_supported(dtype, device) is None
+        ]
 
 
 def widths_of(model: torch.nn.Module) -> Widths:
@@ -208,11 +221,11 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
         The number of launches.
     """
     launches, hopper = 0, launcher.is_hopper(device)
-    norms = {(N, dtype, dtype) for N, dtype in widths.norms} | widths.other_norms
-    activations = [(width, _PLAIN) for width in sorted(widths.activations, key=str)]
-    activations += [(width, _CLAMPED) for width in sorted(widths.clamped, key=str)]
+    norms = widths.every_norm()
+    activations = [(width, PLAIN) for width in sorted(widths.activations, key=str)]
+    activations += [(width, CLAMPED) for width in sorted(widths.clamped, key=str)]
     for out, stored in _outs(widths, device):
-        for N, dtype, weight_dtype in sorted(norms, key=str):
+        for N, dtype, weight_dtype in norms:
             weight = None
             if weight_dtype is not None:
                 weight = torch.zeros(N, dtype=weight_dtype, device=device)
@@ -222,7 +235,7 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
                     x = torch.zeros(tile.rows, N, dtype=dtype, device=device)
                     residual = torch.zeros_like(x) if prefix else None
                     results = _results(tile.rows, N, dtype, out, stored, device)
-                    rms_norm_launch.launch(tile, out, x, weight, residual, _EPSILON, *results)
+                    rms_norm_launch.launch(tile, out, x, weight, residual, EPSILON, *results)
                     launches += 1
         # A given scale needs no look at the whole row: its tiles are those of the plain form.
         op = "silu_mul" if out in ("same", "static_fp8") else "silu_mul_quant"
@@ -238,11 +251,7 @@ def compile_all(widths: Widths, device: torch.device, gpu: str | None) -> int:
 
 def _outs(widths: Widths, device: torch.device) -> list[tuple[str, torch.dtype | None]]:
     """Return the kernels' forms of output with the 8-bit type they store."""
-    quantised = [
-        dtype
-        for dtype in sorted(widths.quantised, key=str)
-        if row_quant.why_not_supported(dtype, device) is None  # weights in fp8 only, before sm_89
-    ]
+    quantised = widths.quantised_on(device)
     outs: list[tuple[str, torch.dtype | None]] = [("same", None)]
     outs += [(row_quant.OUT[dtype], dtype) for dtype in quantised]
     if widths.static_scale and row_quant.FP8 in quantised:
