@@ -22,8 +22,6 @@ _REFERENCE = {
     "service": ("Gateway", "service", None),
     "deploy": ("Pipeline", "deploy", None),
 }
-_RAW = "kernels/bench_results/"
-"""Tables of single runs, which are no pages."""
 _MODULES = {
     "service": ("errors.py", "config/settings/"),
     "deploy": ("recipe.py", "checkpoint.py", "compress/"),
@@ -71,7 +69,7 @@ def on_files(files: Files, config: Any) -> Files:
 
     pages: dict[str, str] = {}
     for name in _tracked("*.md"):
-        if not name.startswith(("docs/", _RAW)):
+        if not name.startswith("docs/"):
             page = site_path(name)
             pages[page] = name
             content = (ROOT / name).read_text(encoding="utf-8")

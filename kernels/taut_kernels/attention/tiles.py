@@ -45,7 +45,7 @@ _MOST_SHARES = 2**14
 HEADS_FIRST_BYTES = 32 * 2**20
 """Of queries: up to here backward's programs begin in the order of heads, so that none with much
 work is the last to run. Beyond, reading the blocks of all heads at once costs more than it gains
-(sm_90, measured at 32 and 128 MiB: kernels/LIBRARY.md)."""
+(sm_90, measured at 32 and 128 MiB)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ Method    two ways to cut the logits, products by torch (cuBLAS) in both:
           ``auto`` takes ``tokens`` where its workspace holds 512 rows or the whole batch
 Floors    6 · M · H · V operations at the card's bf16 rate. One H200 (707 TFLOP/s, 4.24 TB/s):
           8192 × 2304 × 256000 41.0 ms, 8192 × 4096 × 128256 36.5 ms; the bytes of weight, its
-          gradient and the logits once each way 2.5 and 1.5 ms. Measured: kernels/LIBRARY.md
+          gradient and the logits once each way 2.5 and 1.5 ms. Measured:
+          docs/findings/linear-cross-entropy.md
 Numerics  logits rounded to x's dtype, as a linear layer would; losses in fp32; gradients of logits
           rounded to x's dtype. ``tokens`` sums the weight's gradient in its dtype or in fp32
 Gradient  as for cross entropy: in the forward pass for ``mean`` and ``sum`` (not fp16), where the

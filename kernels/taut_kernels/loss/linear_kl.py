@@ -8,7 +8,7 @@ Shapes    x [..., H], weight [V, H], bias [V] bf16|fp16|fp32 of one dtype; teach
           → loss fp32, [...] for reduction ``none``, else a scalar
 Method    a chunk of rows at a time, four products by torch (cuBLAS) and one kernel between
 Floors    (6 · H + 2 · Ht) · M · V operations: 48.7 ms at 8192 tokens, H = Ht = 4096, V = 128256 and
-          707 TFLOP/s (one H200), 6.1 ms at 1024. Measured: kernels/LIBRARY.md
+          707 TFLOP/s (one H200), 6.1 ms at 1024
 Numerics  logits rounded to their dtype, as a linear layer would; fp32 from there to the gradient of
           the logits, rounded to x's dtype. A mean over no row is 0
 Gradient  of the student alone; in the forward pass or the backward pass as for

@@ -197,8 +197,8 @@ def norm_backward_ring_kernel(
             next_mean = gl.load(mean_ptr + gl.minimum(row + programs, M - 1))
         async_copy.wait_group(1)
         # Not with the early chunks: LayerNorm 230.8 µs with none late, 210.4 with two of four
-        # (LIBRARY.md). Rows in shared memory made no difference to that: when a chunk is asked for
-        # counts, not how many are on their way. Why is not known.
+        # (docs/findings/norm-backward-ring.md). Rows in shared memory made no difference to that:
+        # when a chunk is asked for counts, not how many are on their way. Why is not known.
         _ask(tensors, rings, 1 - slot, row + programs, M, at, EARLY, CHUNKS, N)
         async_copy.commit_group()
         first = slot * CHUNKS

@@ -6,7 +6,7 @@ them with `wgmma`. What plain Triton cannot write are the waits (arXiv:2407.0860
 a group issues the scores of a block and, behind them, the product of the weights of the block
 before with its values, waits for the first only, and makes weights of them while the second runs.
 The groups know nothing of each other: one's softmax meets the other's products by itself (taking
-turns by `bar.sync`, as FlashAttention-3 does, was measured slower: kernels/LIBRARY.md).
+turns by `bar.sync`, as FlashAttention-3 does, was measured slower).
 
 Programs stay: each takes one tile of 128 queries after another, longest first, there and back again
 over the programs, so that all have as much to do; loads of a tile start while the one before ends.
