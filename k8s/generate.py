@@ -29,7 +29,7 @@ MANIFESTS = {"cpu-minimal": "cpu-minimal.yaml"}
 """Name of a CI value set → file in ``manifests``."""
 RELEASE, NAMESPACE = "taut", "taut"
 PASSED_ON = {"model.gateway", "variants[].gateway", "gateway.config"}
-"""Values that hold the gateway's own keys: service/README.md has their table."""
+"""Values that hold the gateway's own keys: docs/gateway-settings.md has their table."""
 SPELLINGS = CHART / "files" / "spellings.yaml"
 """Keys as other charts spell them: they pass the schema, so that the chart can name its own."""
 
@@ -178,7 +178,8 @@ def values_page() -> str:
     return (
         "# Values of the chart\n\n"
         "Written by `k8s/generate.py`. `model.gateway`, `variants[].gateway` and `gateway.config` "
-        "hold keys of the gateway's own file: [service/README.md](../service/README.md).\n\n"
+        "hold keys of the gateway's own file: "
+        "[docs/gateway-settings.md](../docs/gateway-settings.md).\n\n"
         f"{values_table()}\n\n"
         "## Keys of a pod\n\n"
         "`gateway`, `worker`, `variants[]`, `prepare`, `validation` and `smokeTest` each have "

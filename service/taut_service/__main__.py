@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="taut-gateway hash-key: read an API key from standard input, print its SHA-256",
     )
     parser.add_argument(
-        "--config", type=Path, required=True, help="YAML file; see service/README.md"
+        "--config", type=Path, required=True, help="YAML file; see docs/gateway-settings.md"
     )
     parser.add_argument("--host", help="listen here instead of listen.host")
     parser.add_argument("--port", type=_port, help="listen here instead of listen.port")

@@ -18,7 +18,7 @@ from taut_service.config.settings.telemetry import AccessLogSettings, TracingSet
 
 
 class Settings(Section):
-    """The whole file. See ``service/README.md`` for the table of every key."""
+    """The whole file. See ``docs/gateway-settings.md`` for the table of every key."""
 
     listen: Listen = Listen()
     admin: AdminListen | None = None
