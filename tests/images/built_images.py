@@ -23,7 +23,7 @@ from types import ModuleType
 import pytest
 from container_engine import REPOSITORY, Engine, EngineError, engine
 
-from taut_deploy.compress import calibration
+from taut_deploy.compress.calibrate import calibration
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 from taut_deploy.models.catalog import SMOLLM2

@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 
-from taut_deploy.compress import calibration
+from taut_deploy.compress.calibrate import calibration
 from taut_deploy.errors import ModelError, RecipeError
 from taut_service.config.settings import Settings
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from taut_deploy.compress import gptq, rtn
-from taut_deploy.compress.equalize import find_fold
-from taut_deploy.compress.grid import GridSpec, QuantizedWeight, fake_quantize_tokens
-from taut_deploy.compress.observe import InputGroup, observe_block
-from taut_deploy.compress.smoothquant import choose_scales
+from taut_deploy.compress.calibrate.observe import InputGroup, observe_block
+from taut_deploy.compress.equalize.fold import find_fold
+from taut_deploy.compress.equalize.smoothquant import choose_scales
+from taut_deploy.compress.quantize import gptq, rtn
+from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight, fake_quantize_tokens
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Quantize, Smooth

@@ -19,15 +19,14 @@ from filelock import FileLock, Timeout
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.block import CompressedBlock, compress_block
-from taut_deploy.compress.calibration import CalibrationSet, make_calibration_set
-from taut_deploy.compress.formats import quantization_config, read_back, stored_tensors
+from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
+from taut_deploy.compress.formats.pack import quantization_config, read_back, stored_tensors
 from taut_deploy.compress.golden import (
     choose_golden,
     ordinary_tokens,
     require_embedded,
     tokenize_prompts,
 )
-from taut_deploy.compress.grid import GridSpec
 from taut_deploy.compress.job import (
     CompressionJob,
     fingerprint,
@@ -38,7 +37,8 @@ from taut_deploy.compress.job import (
 )
 from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.plan import CompressionPlan, grid_spec, is_ignored, make_plan
-from taut_deploy.compress.stream import (
+from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.compress.source.stream import (
     BlockArguments,
     DecoderBlock,
     StreamedModel,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, require_public_name
-from taut_deploy.compress.calibration import describe_text
-from taut_deploy.compress.stream import StreamedModel
+from taut_deploy.compress.calibrate.calibration import describe_text
+from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.compress.workspace import remove_leftovers
 from taut_deploy.cpu_products import has_products
 from taut_deploy.errors import ModelError, OutputError

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from taut_deploy.compress.grid import GridSpec
-from taut_deploy.compress.stream import StreamedModel, linear_layers
+from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.compress.source.stream import StreamedModel, linear_layers
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe import Quantize, Recipe
 

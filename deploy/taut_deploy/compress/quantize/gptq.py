@@ -8,7 +8,7 @@ importance, and columns may be visited in order of importance while groups stay 
 
 import torch
 
-from taut_deploy.compress.grid import GridSpec, QuantizedWeight, fit_grid
+from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight, fit_grid
 
 _LAZY_BLOCK = 128
 _MAX_DAMPENING = 1.0

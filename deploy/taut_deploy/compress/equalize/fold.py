@@ -1,7 +1,7 @@
 """Where smoothing factors can be folded: the norm, the value or the up projection in front.
 
-:mod:`taut_deploy.compress.smoothquant` has the maths; this module finds the producer of an input
-and scales it down, so that the block's function does not change.
+The maths is in :mod:`taut_deploy.compress.equalize.smoothquant`; this module finds the producer of
+an input and scales it down, so that the block's function does not change.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from taut_deploy.compress.observe import InputGroup
+from taut_deploy.compress.calibrate.observe import InputGroup
 
 Tie = Callable[[torch.Tensor], torch.Tensor]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from taut_deploy.compress.stream import call_block, linear_layers
+from taut_deploy.compress.source.stream import call_block, linear_layers
 
 _SAMPLE_ROWS = 512
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from taut_deploy.compress.grid import GridSpec, encode, fake_quantize_tokens, fit_grid
-from taut_deploy.compress.rtn import quantize_weight
+from taut_deploy.compress.quantize.grid import GridSpec, encode, fake_quantize_tokens, fit_grid
+from taut_deploy.compress.quantize.rtn import quantize_weight
 
 SHRINKS = [1.0 - 0.0125 * step for step in range(33)]
 

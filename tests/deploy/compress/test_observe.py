@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_blocks import make_block
 
-from taut_deploy.compress.observe import observe_block
+from taut_deploy.compress.calibrate.observe import observe_block
 
 
 def inputs_by_hooks(block, hidden, arguments):

@@ -11,8 +11,8 @@ import torch
 from tiny_models import write_calibration_text, write_llama
 from validate_setup import VOCABULARY
 
-from taut_deploy.compress import calibration
-from taut_deploy.compress.calibration import make_calibration_set
+from taut_deploy.compress.calibrate import calibration
+from taut_deploy.compress.calibrate.calibration import make_calibration_set
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.recipe import Calibration
 

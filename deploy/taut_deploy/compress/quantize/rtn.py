@@ -2,7 +2,7 @@
 
 import torch
 
-from taut_deploy.compress.grid import GridSpec, QuantizedWeight, encode, fit_grid
+from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight, encode, fit_grid
 
 
 def quantize_weight(

@@ -16,7 +16,7 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
 )
 
-from taut_deploy.compress.grid import GridSpec, QuantizedWeight
+from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
 from taut_deploy.recipe import Quantize
 
 

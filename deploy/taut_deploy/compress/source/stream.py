@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from taut_deploy.compress.soundness import (
+from taut_deploy.compress.source.soundness import (
     StoredTensor,
     require_same_tensors,
     require_sound_values,

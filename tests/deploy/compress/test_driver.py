@@ -20,10 +20,10 @@ from validate_setup import MODULES
 
 from taut_deploy.checkpoint import read_manifest, verify
 from taut_deploy.compress import driver
-from taut_deploy.compress.calibration import make_calibration_set
-from taut_deploy.compress.formats import read_back
-from taut_deploy.compress.grid import fake_quantize_tokens
+from taut_deploy.compress.calibrate.calibration import make_calibration_set
+from taut_deploy.compress.formats.pack import read_back
 from taut_deploy.compress.job import compute_dtype, fingerprint, open_stream
+from taut_deploy.compress.quantize.grid import fake_quantize_tokens
 from taut_deploy.errors import RecipeError
 
 LINEARS = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from taut_deploy.compress import gptq, rtn
-from taut_deploy.compress.grid import GridSpec, fit_grid
+from taut_deploy.compress.quantize import gptq, rtn
+from taut_deploy.compress.quantize.grid import GridSpec, fit_grid
 
 
 def correlated(tokens: int, k: int, seed: int = 0) -> torch.Tensor:

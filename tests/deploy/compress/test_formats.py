@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from taut_deploy.compress.formats import quantization_config, read_back, stored_tensors
-from taut_deploy.compress.grid import GridSpec, QuantizedWeight
+from taut_deploy.compress.formats.pack import quantization_config, read_back, stored_tensors
+from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
 from taut_deploy.recipe import Quantize
 from taut_kernels.gemm.w4a16.disk import unpack_weight, unpack_zero_point
 

@@ -7,11 +7,15 @@ import torch
 from tiny_blocks import FAMILIES, make_block
 from torch import nn
 
-from taut_deploy.compress.equalize import find_fold
-from taut_deploy.compress.grid import GridSpec, fake_quantize_tokens
-from taut_deploy.compress.observe import observe_block
-from taut_deploy.compress.rtn import quantize_weight
-from taut_deploy.compress.smoothquant import CANDIDATE_ALPHAS, choose_scales, smoothing_scales
+from taut_deploy.compress.calibrate.observe import observe_block
+from taut_deploy.compress.equalize.fold import find_fold
+from taut_deploy.compress.equalize.smoothquant import (
+    CANDIDATE_ALPHAS,
+    choose_scales,
+    smoothing_scales,
+)
+from taut_deploy.compress.quantize.grid import GridSpec, fake_quantize_tokens
+from taut_deploy.compress.quantize.rtn import quantize_weight
 
 
 @pytest.mark.parametrize("family", FAMILIES)

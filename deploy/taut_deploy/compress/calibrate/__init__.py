@@ -1,0 +1,1 @@
+"""Calibration: the tokens, and what one block sees of them."""

@@ -1,0 +1,1 @@
+"""Transforms that keep the function and make it easier to round."""

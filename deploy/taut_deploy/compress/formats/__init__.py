@@ -1,0 +1,1 @@
+"""From codes to tensors and configuration on disk."""
