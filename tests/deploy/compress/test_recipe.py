@@ -34,7 +34,7 @@ WRONG = {
     ),
     "odd group": (
         {**GOOD, "stages": [{**W4A16, "group_size": 48}]},
-        r"group_size: .*32, 64 or 128",
+        r"group_size.*32, 64",
     ),
     "W4A16 without group": (
         {**GOOD, "stages": [{"method": "quantize", "scheme": "W4A16"}]},
@@ -42,15 +42,16 @@ WRONG = {
     ),
     "W8A8 with group": ({**GOOD, "stages": [{**W8A8, "group_size": 32}]}, "drop 'group_size'"),
     "W8A8 asymmetric": ({**GOOD, "stages": [{**W8A8, "symmetric": False}]}, "symmetric: false"),
-    "no quantize": ({**GOOD, "stages": [{"method": "smooth"}]}, "followed by one 'quantize'"),
+    "no quantize": ({**GOOD, "stages": [{"method": "smooth"}]}, "followed by 'quantize'"),
     "quantize first": (
         {**GOOD, "stages": [W8A8, {"method": "smooth"}]},
-        "followed by one 'quantize'",
+        "'smooth' must stand before 'quantize'",
     ),
-    "two smooths": (
-        {**GOOD, "stages": [{"method": "smooth"}, {"method": "smooth"}, W8A8]},
-        "followed by one 'quantize'",
+    "a pattern that is none": (
+        {**GOOD, "stages": [{**W4A16, "layers": ["re:*"]}]},
+        r"stages\.0\.quantize\.layers\.0: .*no regular expression",
     ),
+    "an ignore that is none": ({**GOOD, "ignore": ["re:("]}, r"ignore\.0: .*no regular expr"),
     "alpha too large": (
         {**GOOD, "stages": [{"method": "smooth", "alpha": 1.5}, W8A8]},
         r"alpha.*less than or equal to 1",
