@@ -29,6 +29,10 @@ class SchemeRules:
 SCHEMES: dict[str, SchemeRules] = {
     "W8A8": SchemeRules(8, grouped=False, zero_points=False),
     "W4A16": SchemeRules(4, grouped=True, zero_points=True),
+    "W8A16": SchemeRules(8, grouped=True, zero_points=True),
+    "W3A16": SchemeRules(3, grouped=True, zero_points=True),
+    "W2A16": SchemeRules(2, grouped=True, zero_points=True),
+    "FP8": SchemeRules(8, grouped=False, zero_points=False),
 }
 
 

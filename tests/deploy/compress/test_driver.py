@@ -67,6 +67,13 @@ CASES = {
             ]
         }
     ),
+    "w4a16 per channel": lambda text: recipe_data(text, group_size="channel"),
+    "w8a16": lambda text: recipe_data(text, scheme="W8A16", algorithm="rtn"),
+    "w8a16 zero points": lambda text: recipe_data(text, scheme="W8A16", symmetric=False),
+    "w3a16 zero points": lambda text: recipe_data(text, scheme="W3A16", symmetric=False),
+    "w2a16": lambda text: recipe_data(text, scheme="W2A16"),
+    "fp8": lambda text: recipe_data(text, scheme="FP8", group_size=None, algorithm="rtn"),
+    "fp8 gptq": lambda text: recipe_data(text, scheme="FP8", group_size=None),
     "w4a16 without the first block": lambda text: (
         recipe_data(text) | {"ignore": ["lm_head", "model.layers.0.*"]}
     ),
@@ -83,7 +90,9 @@ def test_stock_transformers_computes_what_the_checkpoint_stands_for(case, room, 
     theirs = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
     base = logits_of(AutoModelForCausalLM.from_pretrained(room / "model").eval())
     scale = (ours - base).norm()
-    assert 0 < scale < 0.5 * base.norm(), "compressed, and still the same model"
+    # Four values a weight leave less of a random model, which has nothing but noise to keep.
+    limit = 1.0 if manifest.bits == 2 else 0.5
+    assert 0 < scale < limit * base.norm(), "compressed, and still the same model"
     assert (theirs - ours).norm() < 0.02 * scale
 
 

@@ -57,6 +57,41 @@ def test_every_code_and_every_neighbour_survives():
     assert_same(W4A16.unpack(W4A16.pack(weight)), weight)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_layers_of_other_widths_read_back_through_the_librarys_compressor(bits, symmetric):
+    from compressed_tensors.compressors import BaseCompressor
+
+    asked = Quantize(scheme=f"W{bits}A16", group_size=32, symmetric=symmetric)
+    found = weight_format(asked, [96], torch.bfloat16)
+    values = torch.randn(7, 96, generator=torch.Generator().manual_seed(bits))
+    codes = found.spec.fit(values).encode(values)
+    stored = found.pack(codes)
+    assert_same(found.unpack(stored), codes)
+    library = BaseCompressor.get_value_from_registry("pack-quantized")
+    theirs = library.decompress(stored, found.scheme(["Linear"]))["weight"]
+    # It multiplies in the scales' dtype, two or three digits.
+    torch.testing.assert_close(codes.dequantize(), theirs.float(), rtol=8e-3, atol=0)
+    size = sum(tensor.nbytes for tensor in stored.values())
+    assert found.stored_bytes(7, 96) == size
+
+
+def test_fp8_layers_are_those_of_the_librarys_compressor():
+    from compressed_tensors.compressors import BaseCompressor
+
+    found = weight_format(Quantize(scheme="FP8"), [64], torch.float32)
+    values = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    values[3] = 0.0
+    codes = found.spec.fit(values).encode(values)
+    stored, scheme = found.pack(codes), found.scheme(["Linear"])
+    library = BaseCompressor.get_value_from_registry("float-quantized")
+    theirs = library.compress({"weight": values, "weight_scale": codes.scale}, scheme)
+    assert torch.equal(theirs["weight"].float(), stored["weight"].float())
+    read = library.decompress(stored, scheme)["weight"]
+    assert torch.equal(read, codes.dequantize())
+    assert found.stored_bytes(5, 64) == sum(tensor.nbytes for tensor in stored.values())
+
+
 def test_eight_bit_layers_are_stored_as_they_are():
     weight = random_weight(5, 12, 1, zeros=False, bits=8)
     stored = W8A8.pack(weight)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
+from taut_deploy.compress.quantize.float8 import fake_quantize_tokens_fp8
 from taut_deploy.compress.quantize.grid import fake_quantize_tokens
 
 
@@ -47,4 +48,21 @@ class Int8PerToken(Activations):
         """``input_activations`` of a config group."""
         return QuantizationArgs(
             num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True
+        )
+
+
+@dataclass(frozen=True)
+class Float8PerToken(Activations):
+    """FP8 (e4m3), one scale per token taken from that token."""
+
+    def round(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """An input as vLLM rounds it: ``absmax / 448`` is one."""
+        del scale
+        return fake_quantize_tokens_fp8(x)
+
+    @property
+    def arguments(self) -> QuantizationArgs:
+        """``input_activations`` of a config group."""
+        return QuantizationArgs(
+            num_bits=8, type="float", symmetric=True, strategy="token", dynamic=True
         )

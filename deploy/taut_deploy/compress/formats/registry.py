@@ -4,9 +4,11 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from taut_deploy.compress.formats.activations import Activations, Int8PerToken
+from taut_deploy.compress.formats.activations import Activations, Float8PerToken, Int8PerToken
+from taut_deploy.compress.formats.float8 import Float8Format
 from taut_deploy.compress.formats.integer import IntegerFormat, PackedIntegerFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.quantize.float8 import Float8Spec
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe.schemes import SCHEMES
@@ -27,9 +29,18 @@ def _int8_by_int8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -
     return IntegerFormat(stage.scheme, GridSpec(8, group_size, True, dtype), Int8PerToken())
 
 
+def _fp8_by_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    del group_size
+    return Float8Format(stage.scheme, Float8Spec(dtype), Float8PerToken())
+
+
 FORMATS: dict[str, _Make] = {
     "W8A8": _int8_by_int8,
     "W4A16": _weights_alone,
+    "W8A16": _weights_alone,
+    "W3A16": _weights_alone,
+    "W2A16": _weights_alone,
+    "FP8": _fp8_by_fp8,
 }
 
 
