@@ -5,7 +5,7 @@ does is in :mod:`taut_deploy.compress.stages`, under the same ``method``.
 """
 
 from enum import IntEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -123,3 +123,7 @@ class Quantize(StageModel):
 
 
 Stage = Annotated[Smooth | Quantize, Field(discriminator="method")]
+STAGE_MODELS: dict[str, type[StageModel]] = {
+    model.model_fields["method"].default: model for model in get_args(get_args(Stage)[0])
+}
+"""By ``method``."""

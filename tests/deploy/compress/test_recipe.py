@@ -13,14 +13,21 @@ W4A16 = {"method": "quantize", "scheme": "W4A16", "group_size": 32}
 GOOD = {"name": "r", "stages": [W4A16]}
 
 WRONG = {
-    "unknown key": ({**GOOD, "stagez": 1}, "stagez: unknown key"),
+    "unknown key": (
+        {**GOOD, "stagez": 1},
+        r"stagez: unknown key; did you mean 'stages'\?",
+    ),
     "unknown stage key": (
-        {**GOOD, "stages": [{**W4A16, "gruop": 1}]},
-        r"stages\.0.*gruop: unknown",
+        {**GOOD, "stages": [{**W4A16, "gruop_size": 1}]},
+        r"stages\.0.*gruop_size: unknown key; did you mean 'group_size'\?",
     ),
     "unknown calibration key": (
         {**GOOD, "calibration": {"sauce": 1}},
-        r"calibration\.sauce: unknown",
+        r"calibration\.sauce: unknown key; did you mean 'source'\?",
+    ),
+    "unknown key of a smooth": (
+        {**GOOD, "stages": [{"method": "smooth", "zzz": 1}, W8A8]},
+        r"smooth\.zzz: unknown key; there are layers, ignore, method, alpha",
     ),
     "no name": ({"stages": [W4A16]}, "name: Field required"),
     "name with a slash": ({**GOOD, "name": "a/b"}, "name: .*pattern"),
