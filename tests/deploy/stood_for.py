@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from taut_deploy.compress.driver import CompressionJob
+from taut_deploy.compress.formats.activations import Int8PerToken
 from taut_deploy.compress.job import open_stream, stored_dtype
 from taut_deploy.compress.plan import formats_of, treatments_of
 
@@ -38,7 +39,7 @@ def formats_for(request: CompressionJob):
 def dequantised_model(request: CompressionJob, rounding=None):
     """The base model with every weight replaced by what the finished checkpoint stands for.
 
-    Inputs of W8A8 layers go through ``rounding`` where it is given, those of others, and without
+    Inputs rounded to int8 go through ``rounding`` where it is given, those of others, and without
     it all, through their format's own.
     """
     tensors, formats = stored(request.output), formats_for(request)
@@ -52,7 +53,7 @@ def dequantised_model(request: CompressionJob, rounding=None):
         if name in formats:
             module.weight.data = formats[name].unpack(parts).dequantize()
             scale, mine = parts.get("input_scale"), formats[name].activations.round
-            given = rounding if formats[name].name == "W8A8" else None
+            given = rounding if isinstance(formats[name].activations, Int8PerToken) else None
             module.register_forward_pre_hook(
                 lambda _module, args, scale=scale, mine=mine, given=given: (
                     mine(args[0], scale) if given is None else given(args[0]),

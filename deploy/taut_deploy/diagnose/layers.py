@@ -148,13 +148,19 @@ def manifest_layers(checkpoint: Path, manifest: "Manifest", config: Mapping[str,
         manifest: its manifest.
         config: its ``config.json``.
     """
-    shapes, told = _layer_shapes(checkpoint), read_quantization(config)
+    told = read_quantization(config)
+    widths = {_packed_bits(layer) for layer in manifest.layers}
+    shapes = {
+        bits: _layer_shapes(checkpoint) if bits == 4 else _layer_shapes(checkpoint, bits)
+        for bits in widths
+    }
     layers: _Layers = {}
     for layer in manifest.layers:
         name, group = str(layer["name"]), layer["group_size"] or -1
         zero_points = told.scheme_of(name).zero_points
         scheme = str(layer.get("scheme", manifest.scheme))
-        layers[name] = (*shapes[name], LayerScheme(scheme, group, zero_points=zero_points))
+        shape = shapes[_packed_bits(layer)][name]
+        layers[name] = (*shape, LayerScheme(scheme, group, zero_points=zero_points))
     return layers
 
 
@@ -169,7 +175,13 @@ def _fuse(layers: _Layers) -> _Layers:
     return fused
 
 
-def _layer_shapes(checkpoint: Path) -> dict[str, tuple[int, int]]:
+def _packed_bits(layer: Mapping[str, Any]) -> int:
+    """Bits of a layer's packed weights; of older manifests and unpacked ones it does not matter."""
+    bits = layer.get("bits", 4)
+    return bits if type(bits) is int and 1 <= bits <= 8 else 4
+
+
+def _layer_shapes(checkpoint: Path, bits: int = 4) -> dict[str, tuple[int, int]]:
     """Shape [N, K] of every linear layer of a taut checkpoint, read from the shards' headers."""
-    found = stored_layers(checkpoint, "compressed-tensors", 4)
+    found = stored_layers(checkpoint, "compressed-tensors", bits)
     return {name: (layer.n, layer.k) for name, layer in found.items()}

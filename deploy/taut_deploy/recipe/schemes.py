@@ -19,11 +19,13 @@ class SchemeRules:
         num_bits: bits per weight, scales not counted.
         grouped: whether scales may be of groups along K.
         zero_points: whether ``symmetric: false`` is possible.
+        by_channel: whether one scale a channel is possible where groups are.
     """
 
     num_bits: int
     grouped: bool
     zero_points: bool
+    by_channel: bool = True
 
 
 SCHEMES: dict[str, SchemeRules] = {
@@ -32,7 +34,10 @@ SCHEMES: dict[str, SchemeRules] = {
     "W8A16": SchemeRules(8, grouped=True, zero_points=True),
     "W3A16": SchemeRules(3, grouped=True, zero_points=True),
     "W2A16": SchemeRules(2, grouped=True, zero_points=True),
+    "W4A8": SchemeRules(4, grouped=True, zero_points=False),
+    "W4AFP8": SchemeRules(4, grouped=True, zero_points=False, by_channel=False),
     "FP8": SchemeRules(8, grouped=False, zero_points=False),
+    "FP8-STATIC": SchemeRules(8, grouped=False, zero_points=False),
 }
 
 

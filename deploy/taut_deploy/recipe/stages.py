@@ -105,6 +105,10 @@ class Quantize(StageModel):
                 f"{self.scheme} is per-channel and symmetric: drop 'group_size' and "
                 "'symmetric: false'"
             )
+        if not rules.zero_points and not self.symmetric:
+            raise ValueError(f"{self.scheme} has no zero points: drop 'symmetric: false'")
+        if self.group_size == "channel" and not rules.by_channel:
+            raise ValueError(f"{self.scheme} needs 'group_size' 32, 64 or 128: vLLM takes no other")
         if rules.grouped and self.group_size is None:
             raise ValueError(
                 f"{self.scheme} needs 'group_size' (32, 64 or 128; 'channel' for one scale a row)"

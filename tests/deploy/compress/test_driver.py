@@ -74,6 +74,9 @@ CASES = {
     "w2a16": lambda text: recipe_data(text, scheme="W2A16"),
     "fp8": lambda text: recipe_data(text, scheme="FP8", group_size=None, algorithm="rtn"),
     "fp8 gptq": lambda text: recipe_data(text, scheme="FP8", group_size=None),
+    "fp8 static": lambda text: recipe_data(text, scheme="FP8-STATIC", group_size=None),
+    "w4a8": lambda text: recipe_data(text, scheme="W4A8"),
+    "w4afp8": lambda text: recipe_data(text, scheme="W4AFP8"),
     "w4a16 without the first block": lambda text: (
         recipe_data(text) | {"ignore": ["lm_head", "model.layers.0.*"]}
     ),

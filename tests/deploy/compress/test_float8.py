@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from taut_deploy.compress.formats.activations import Float8Fixed
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.float8 import Float8Spec, fake_quantize_tokens_fp8, to_fp8
 
@@ -73,6 +74,16 @@ def test_error_feedback_lowers_the_output_error():
 
     fed_back = gptq.quantize_weight(weight, x.T @ x / 256, spec)
     assert error_of(fed_back.dequantize()) < 0.8 * error_of(spec.fit(weight).round(weight))
+
+
+def test_a_fixed_scale_spans_what_calibration_saw_and_cuts_the_rest():
+    inputs = Float8Fixed(torch.float32)
+    scale = inputs.scale(torch.tensor([1.0, 896.0, 3.0]))
+    assert scale.tolist() == [2.0]
+    got = inputs.round(torch.tensor([[896.0, -2000.0, 5.1, 0.0]]), scale)
+    assert got.tolist() == [[896.0, -896.0, 5.0, 0.0]]
+    with pytest.raises(TypeError, match="a scale fixed beforehand is needed"):
+        inputs.round(got)
 
 
 def test_tokens_are_rounded_each_on_its_own():

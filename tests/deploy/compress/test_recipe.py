@@ -49,6 +49,14 @@ WRONG = {
     ),
     "W8A8 with group": ({**GOOD, "stages": [{**W8A8, "group_size": 32}]}, "drop 'group_size'"),
     "W8A8 asymmetric": ({**GOOD, "stages": [{**W8A8, "symmetric": False}]}, "symmetric: false"),
+    "W4A8 asymmetric": (
+        {**GOOD, "stages": [{**W4A16, "scheme": "W4A8", "symmetric": False}]},
+        "W4A8 has no zero points: drop 'symmetric: false'",
+    ),
+    "W4AFP8 per channel": (
+        {**GOOD, "stages": [{**W4A16, "scheme": "W4AFP8", "group_size": "channel"}]},
+        "W4AFP8 needs 'group_size' 32, 64 or 128",
+    ),
     "no quantize": ({**GOOD, "stages": [{"method": "smooth"}]}, "followed by 'quantize'"),
     "quantize first": (
         {**GOOD, "stages": [W8A8, {"method": "smooth"}]},

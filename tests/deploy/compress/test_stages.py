@@ -18,6 +18,7 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.block import compress_block
 from taut_deploy.compress.resolve import resolve
 from taut_deploy.compress.stages import BLOCK_STAGES, BlockStage
+from taut_deploy.diagnose.layers import manifest_layers
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.files import sha256_file
 from taut_deploy.recipe import Order, Quantize, Recipe, StageModel, load_recipe, matches
@@ -272,3 +273,15 @@ def test_pruned_layers_of_a_dense_checkpoint_have_no_quantization_config(
     shard = load_file(tmp_path / "out" / "model-00001-of-00003.safetensors")
     assert (shard["model.layers.0.mlp.up_proj.weight"][:, ::2] == 0).all()
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("scheme", ["W8A16", "W2A16", "FP8"])
+def test_the_doctor_sees_layers_of_other_widths_in_their_own_shape(scheme, room, tmp_path):
+    groups = {"group_size": None} if scheme == "FP8" else {}
+    data = with_stages(room, {k: v for k, v in quantize(scheme, **groups).items() if v is not None})
+    driver.compress(job_for(room / "model", data, tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    found = manifest_layers(tmp_path / "out", read_manifest(tmp_path / "out"), config)
+    assert found["model.layers.0.mlp.down_proj"][:2] == (64, 128)
+    assert found["model.layers.0.self_attn.k_proj"][:2] == (32, 64)
+    assert found["model.layers.0.mlp.down_proj"][2].name == scheme

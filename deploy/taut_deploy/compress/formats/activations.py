@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-from taut_deploy.compress.quantize.float8 import fake_quantize_tokens_fp8
+from taut_deploy.compress.quantize.float8 import FP8_MAX, fake_quantize_tokens_fp8, to_fp8
 from taut_deploy.compress.quantize.grid import fake_quantize_tokens
 
 
@@ -65,4 +65,34 @@ class Float8PerToken(Activations):
         """``input_activations`` of a config group."""
         return QuantizationArgs(
             num_bits=8, type="float", symmetric=True, strategy="token", dynamic=True
+        )
+
+
+@dataclass(frozen=True)
+class Float8Fixed(Activations):
+    """FP8 (e4m3), one scale for all inputs of a layer, taken from calibration.
+
+    Args:
+        scale_dtype: dtype the scale is stored in.
+    """
+
+    scale_dtype: torch.dtype
+
+    def round(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """An input as vLLM rounds it; what is beyond the calibrated range becomes its end."""
+        if scale is None:
+            raise TypeError("a scale fixed beforehand is needed")
+        step = scale.to(x.device, torch.float32)
+        return (to_fp8(x.float() / step).float() * step).to(x.dtype)
+
+    def scale(self, absmax: torch.Tensor) -> torch.Tensor:
+        """The scale [1] that spans the largest input seen."""
+        largest = absmax.amax().reshape(1).clamp(min=1e-10)
+        return (largest / FP8_MAX).to(self.scale_dtype)
+
+    @property
+    def arguments(self) -> QuantizationArgs:
+        """``input_activations`` of a config group."""
+        return QuantizationArgs(
+            num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False
         )

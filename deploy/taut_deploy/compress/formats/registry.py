@@ -4,7 +4,12 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from taut_deploy.compress.formats.activations import Activations, Float8PerToken, Int8PerToken
+from taut_deploy.compress.formats.activations import (
+    Activations,
+    Float8Fixed,
+    Float8PerToken,
+    Int8PerToken,
+)
 from taut_deploy.compress.formats.float8 import Float8Format
 from taut_deploy.compress.formats.integer import IntegerFormat, PackedIntegerFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
@@ -34,13 +39,29 @@ def _fp8_by_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> 
     return Float8Format(stage.scheme, Float8Spec(dtype), Float8PerToken())
 
 
+def _fp8_by_fixed_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    del group_size
+    return Float8Format(stage.scheme, Float8Spec(dtype), Float8Fixed(dtype))
+
+
+def _int4_by_int8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    return PackedIntegerFormat(stage.scheme, GridSpec(4, group_size, True, dtype), Int8PerToken())
+
+
+def _int4_by_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    return PackedIntegerFormat(stage.scheme, GridSpec(4, group_size, True, dtype), Float8PerToken())
+
+
 FORMATS: dict[str, _Make] = {
     "W8A8": _int8_by_int8,
     "W4A16": _weights_alone,
     "W8A16": _weights_alone,
     "W3A16": _weights_alone,
     "W2A16": _weights_alone,
+    "W4A8": _int4_by_int8,
+    "W4AFP8": _int4_by_fp8,
     "FP8": _fp8_by_fp8,
+    "FP8-STATIC": _fp8_by_fixed_fp8,
 }
 
 
