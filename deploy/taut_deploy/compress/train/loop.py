@@ -91,10 +91,7 @@ class Trainer:
         norm = float(nn.utils.clip_grad_norm_(self._masters.values(), settings.clip))
         loss = float(sums["loss"])
         if not (math.isfinite(norm) and math.isfinite(loss)):
-            raise ModelError(
-                f"learning_rate: the loss or its gradient is not finite at step {step + 1}; "
-                "lower the learning rate and start again with --no-resume"
-            )
+            raise _not_finite(step)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         tokens_seen = (step + 1) * sequences.numel()
@@ -134,6 +131,18 @@ class Trainer:
         return int(state["step"])
 
 
+def _not_finite(step: int) -> ModelError:
+    if step == 0:
+        return ModelError(
+            "the loss or its gradient is not finite in the first step: the student's or the "
+            "teacher's weights are broken, or overflow in their type"
+        )
+    return ModelError(
+        f"learning_rate: the loss or its gradient is not finite at step {step + 1}; lower the "
+        "learning rate and start again with --no-resume"
+    )
+
+
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Sums in one order, so that a resumed run ends in the bytes of an undisturbed one."""
@@ -166,10 +175,15 @@ def judge(
 
     Returns:
         Parts by name, ``loss`` among them; empty without a sequence.
+
+    Raises:
+        ModelError: a part is not finite.
     """
     sums: dict[str, float] = {}
     for tokens in torch.split(sequences, batch) if len(sequences) else ():
         losses = objective(tokens.to(device))
         for name, value in {"loss": losses.total, **losses.parts}.items():
             sums[name] = sums.get(name, 0.0) + float(value) * len(tokens) / len(sequences)
+    if not all(map(math.isfinite, sums.values())):
+        raise _not_finite(0)
     return sums
