@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from taut_deploy.checkpoint import is_checkpoint, read_manifest
 from taut_deploy.compress.job import compute_dtype, stored_dtype
+from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.compress.source.stream import WeightReader
 from taut_deploy.compress.train.fake_quantize import codes_of, nearest_in_cell
 from taut_deploy.compress.train.quantized_layers import (
@@ -95,7 +96,8 @@ def open_student(
     """
     stored = stored_dtype(directory)
     compute = compute_dtype(stored, device)
-    model = build_model(directory, compute, trust_remote_code=trust_remote_code)
+    config = load_config(directory, trust_remote_code=trust_remote_code)
+    model = empty_model(config, compute, trust_remote_code=trust_remote_code)
     reader = WeightReader(directory)
     entry = read_config(directory).get("quantization_config")
     _require_trainable(directory, entry)
@@ -128,32 +130,6 @@ def open_student(
     for name, layer in layers.items():
         _round_inputs(model.get_submodule(name), layer, reader)
     return Student(directory, model.to(device), stored, layers, tuple(pruned))
-
-
-def build_model(directory: Path, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
-    """The architecture on the meta device, plain layers, without dropout.
-
-    Raises:
-        ModelError: transformers does not know it.
-    """
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    config = load_config(directory, trust_remote_code=trust_remote_code)
-    config.quantization_config = None
-    del config.quantization_config
-    for key, value in list(vars(config).items()):
-        if "drop" in key and isinstance(value, float):
-            setattr(config, key, 0.0)
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=trust_remote_code,
-        )
-    model.tie_weights()
-    return model
 
 
 def _require_trainable(directory: Path, entry: Any) -> None:
