@@ -19,7 +19,7 @@ from tiny_models import (
 from transformers import AutoModelForCausalLM
 from validate_setup import write_text
 
-from taut_deploy.checkpoint import verify
+from taut_deploy.checkpoint import read_manifest, seal, verify
 from taut_deploy.compress import driver
 from taut_deploy.compress.train.distil import DistilJob, distil
 from taut_deploy.compress.train.settings import TrainSettings
@@ -181,6 +181,31 @@ def test_zeros_of_a_pruned_model_stay_zero_and_the_rest_moves(room, tmp_path):
             assert torch.equal(after[name] == 0, tensor == 0), name
             assert not torch.equal(after[name], tensor), name
     assert divergence(tmp_path / "out", room / "base") < divergence(pruned, room / "base")
+
+
+def test_a_low_rank_stays_and_its_factors_are_trained(room, tmp_path):
+    """A dense checkpoint whose manifest tells a layer's rank."""
+    low = tmp_path / "low"
+    low.mkdir()
+    tensors = load_file(room / "base" / "model.safetensors")
+    names = [name for name in tensors if "down_proj" in name]
+    for name in names:
+        left, values, right = torch.linalg.svd(tensors[name])
+        tensors[name] = (left[:, :8] * values[:8] @ right[:8]).contiguous()
+    save_file(tensors, low / "model.safetensors", metadata={"format": "pt"})
+    for path in (room / "base").iterdir():
+        if path.suffix == ".json":
+            (low / path.name).write_bytes(path.read_bytes())
+    layers = [{"name": name.removesuffix(".weight"), "rank": 8} for name in names]
+    like = read_manifest(room / "W4A16")
+    seal(low, dataclasses.replace(like, scheme="none", bits=32, layers=layers))
+    distil(job(room, low, tmp_path / "out"))
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    for name in names:
+        values = torch.linalg.svdvals(after[name])
+        assert values[8] < 1e-5 * values[0] < values[7], "the rank is 8"
+        assert not torch.allclose(after[name], tensors[name], atol=1e-4)
+    assert divergence(tmp_path / "out", room / "base") < divergence(low, room / "base")
 
 
 def test_quantisation_aware_training_needs_no_teacher(room, tmp_path):

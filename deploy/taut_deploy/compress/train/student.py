@@ -20,7 +20,7 @@ from taut_deploy.compress.train.quantized_layers import (
     read_layer,
 )
 from taut_deploy.compress.train.settings import TrainSettings
-from taut_deploy.compress.train.weight_forms import Quantized, Rounded, TokenRounding
+from taut_deploy.compress.train.weight_forms import LowRank, Quantized, Rounded, TokenRounding
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import read_config
 from taut_deploy.models.pretrained import load_config
@@ -106,7 +106,7 @@ def open_student(
         for name, scheme in (layer_schemes(model, entry) if isinstance(entry, dict) else ())
     }
     starts = _starts(layers, settings.start, teacher)
-    densities = _densities(directory)
+    densities, ranks = _densities_and_ranks(directory)
     pruned: list[str] = []
     tied: dict[int, nn.Parameter] = {}
     for owner, name, leaf, parameter in list(_parameters(model)):
@@ -118,11 +118,14 @@ def open_student(
         mask = _mask(name, parameter, layer, tied[id(parameter)], densities)
         if mask is not None:
             pruned.append(name)
-        form = (
-            Rounded(stored, compute, mask)
-            if layer is None
-            else Quantized(layer, stored, compute, mask)
-        )
+        rank = ranks.get(name.removesuffix(".weight")) if parameter.dim() == 2 else None
+        form: nn.Module
+        if layer is not None:
+            form = Quantized(layer, stored, compute, mask)
+        elif rank is not None:
+            form = LowRank(rank, stored, compute)
+        else:
+            form = Rounded(stored, compute, mask)
         parametrize.register_parametrization(owner, leaf, form.to(device), unsafe=True)
     for name, buffer in model.named_buffers():
         if name in reader.stored:
@@ -192,12 +195,14 @@ def _value(
     return value
 
 
-def _densities(directory: Path) -> dict[str, float]:
-    """Share of weights kept, of each layer that the manifest reports; empty without one."""
+def _densities_and_ranks(directory: Path) -> tuple[dict[str, float], dict[str, int]]:
+    """Share of weights kept, and rank, of each layer that the manifest reports one for."""
     if not is_checkpoint(directory):
-        return {}
-    layers = read_manifest(directory).layers
-    return {str(layer.get("name")): float(layer.get("density", 1.0)) for layer in layers}
+        return {}, {}
+    layers = {str(layer.get("name")): layer for layer in read_manifest(directory).layers}
+    densities = {name: float(layer.get("density", 1.0)) for name, layer in layers.items()}
+    ranks = {name: int(layer["rank"]) for name, layer in layers.items() if layer.get("rank")}
+    return densities, ranks
 
 
 def _mask(

@@ -83,6 +83,32 @@ class Quantized(nn.Module):
         return value.to(self._types[0]).to(self._types[1])
 
 
+class LowRank(nn.Module):
+    """A weight that is the product of two thin matrices; both are trained, the rank stays.
+
+    Args:
+        rank: inner width.
+        stored: type on disk.
+        compute: type the model computes in.
+    """
+
+    def __init__(self, rank: int, stored: torch.dtype, compute: torch.dtype) -> None:
+        super().__init__()
+        self._rank = rank
+        self._types = (stored, compute)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return the weight the model computes with, [N, K]."""
+        return (left @ right).to(self._types[0]).to(self._types[1])
+
+    def right_inverse(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return factors [N, r] and [r, K], of one size, whose product is nearest to a weight."""
+        left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
+        root = values[: self._rank].sqrt()
+        factors = (left[:, : self._rank] * root, root[:, None] * right[: self._rank])
+        return factors[0].contiguous(), factors[1].contiguous()
+
+
 class TokenRounding:
     """Forward pre-hook that rounds a layer's input as a W8A8 engine does, straight through.
 
