@@ -141,18 +141,20 @@ def chosen(target: str, every: int = 1) -> list[int]:
 
     Args:
         target: a key of `SHARED_MEMORY_BYTES`.
-        every: 1 for all; N for the first tile of every form (they share a label) and every Nth.
+        every: 1 for all; N for the first tile of every form and size (they share a label) and every
+            Nth; 0 for the first of every form, whatever its sizes.
 
     Returns:
         Places in :func:`every_variant`, ascending.
     """
-    labels: set[str] = set()
+    seen: set[object] = set()
     found = []
     of_target = ((i, v) for i, v in enumerate(every_variant()) if target == v.target)
     for count, (place, variant) in enumerate(of_target):
-        if count % every == 0 or variant.label not in labels:
+        kind = variant.label if every else variant.form
+        if (every and count % every == 0) or kind not in seen:
             found.append(place)
-        labels.add(variant.label)
+        seen.add(kind)
     return found
 
 

@@ -7,6 +7,7 @@ constants as its own specialisation finds them, and the options the launcher giv
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from taut_kernels.launch import launcher
 
 BOTH, HOPPER = ("sm_80", "sm_90"), ("sm_90",)
 """Architectures."""
+_SIZES = re.compile(r"\b[DKNV]=\d+|[\d+x]*\d+x\d+|M≤\d+|\[[\d, ]+\]|page \d+")
+"""Of a label."""
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132}
 
 
@@ -54,6 +57,11 @@ class KernelVariant:
     options: dict[str, Any]
     allowed_spill_bytes: int = 0
     assembler: launch_assembler.Choice = nullcontext
+
+    @property
+    def form(self) -> tuple[object, str]:
+        """The kernel, and the label without sizes: what one variant stands for."""
+        return self.kernel, _SIZES.sub("", self.label)
 
     @property
     def pointers(self) -> dict[str, str]:
