@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from taut_service.admit.lax import as_bool
 from taut_service.admit.limits.estimate import Estimate, estimate
 from taut_service.admit.request_checks import check_fields, model_of, require
 from taut_service.call import Call
@@ -20,7 +21,8 @@ from taut_service.config.generation import Generation
 from taut_service.errors import GatewayError
 from taut_service.http.json_body import parse_body
 from taut_service.http.json_bounds import check_shape
-from taut_service.http.splice import Places, find_models
+from taut_service.http.splice import Edit, Places, find_models
+from taut_service.http.stream_usage import usage_edits
 from taut_service.route.affinity import prompt_beginning
 from taut_service.route.variants import Model
 
@@ -39,6 +41,7 @@ class Facts(NamedTuple):
         session: what it belongs to, None if it does not say.
         beginning: of its prompt, as far as affinity looks at it.
         places: of the model's name in the bytes; empty if nobody looked.
+        usage: what makes the worker tell the usage of a stream whose client does not ask for it.
     """
 
     asked: str
@@ -48,6 +51,7 @@ class Facts(NamedTuple):
     session: str | None
     beginning: str
     places: Places
+    usage: tuple[Edit, ...]
 
 
 class Inspector:
@@ -113,14 +117,16 @@ def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool =
         require(document, name)
     check_fields(document, route.fields, model.limits)
     default = generation.settings.rate_limits.default_max_tokens
+    streamed = as_bool(document.get("stream")) is True
     return Facts(
         asked,
         model,
         estimate(document, route.name, model.limits.max_model_len, default),
-        document.get("stream") is True,
+        streamed,
         _session(document),
         _beginning(document, model),
         find_models(body) if give_way and _is_renamed(model, asked) else (),
+        usage_edits(body, document) if streamed and route.stream_usage else (),
     )
 
 

@@ -36,9 +36,11 @@ from taut_service.http.headers import REQUEST_ID, RequestHeaders, RequestIds
 from taut_service.http.json_bounds import is_light
 from taut_service.http.relay import CutShortError
 from taut_service.http.request_watch import ClientDisconnectedError, RequestWatch
+from taut_service.http.rewrite import rewrite_for
 from taut_service.route.gateway import Gateway
 from taut_service.watch.access_log import AccessLog
 from taut_service.watch.drain import Drain
+from taut_service.watch.key_usage import KeyUsage
 from taut_service.watch.metrics import UNKNOWN_MODEL, Metrics
 from taut_service.watch.tracing import Tracing, trace_id_of
 from taut_service.worker.outgoing import Outgoing
@@ -76,6 +78,7 @@ class Front:
         limiter: how much they may call.
         drain: whether the door is open.
         metrics: where requests are counted.
+        usage: what each key has used.
         access_log: where they are written down.
         tracing: makes a span of each; None makes none.
     """
@@ -90,6 +93,7 @@ class Front:
         limiter: RateLimiter,
         drain: Drain,
         metrics: Metrics,
+        usage: KeyUsage,
         access_log: AccessLog,
         tracing: Tracing | None = None,
     ) -> None:
@@ -102,6 +106,7 @@ class Front:
         self._key_places = KeyPlaces()
         self.drain = drain
         self.metrics = metrics
+        self._usage = usage
         self._log = access_log
         self._tracing = tracing
         self._ids = RequestIds()
@@ -172,6 +177,9 @@ class Front:
                     call.metrics = self.metrics.route(call.model, call.route.name)
         else:
             facts = await self._facts(call, body)
+        call.rewrite = rewrite_for(
+            facts.asked, hide_usage=bool(facts.usage), within=call.route.dialect.holder
+        )
         query = scope["query_string"]
         path = call.route.path.encode() + (b"?" + query if query else b"")
         claim = claim_of(call, caller, headers, timeout_s, sum(facts.cost))
@@ -281,6 +289,8 @@ class Front:
             variant = self.metrics.variant(call.model, call.variant)
             left = call.status in (0, CLIENT_CLOSED)
             variant.finished(0 if left else call.status, seconds, call.usage)
+            cost = variant.cost_of(call.usage)
+            self._usage.count(call.caller, call.model, call.usage, cost)
             events = call.events - call.route.preamble
             if events > 0:
                 variant.streamed(call.first_token_s, call.rest_s, events)

@@ -14,7 +14,11 @@ from taut_service.config.settings.limits import Limits, RateLimits
 from taut_service.config.settings.listen import AdminListen, Listen
 from taut_service.config.settings.models import ModelSettings
 from taut_service.config.settings.routing import Routing, Timeouts
-from taut_service.config.settings.telemetry import AccessLogSettings, TracingSettings
+from taut_service.config.settings.telemetry import (
+    AccessLogSettings,
+    MetricsSettings,
+    TracingSettings,
+)
 
 
 class Settings(Section):
@@ -32,6 +36,7 @@ class Settings(Section):
     rate_limits: RateLimits = RateLimits()
     drain_timeout_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 30.0
     access_log: AccessLogSettings = AccessLogSettings()
+    metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings | None = None
 
     @model_validator(mode="after")
