@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from taut_deploy import unasked
+from taut_deploy import host
 from taut_deploy.cache import cache_key_of, open_cache
 from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
+from taut_deploy.diagnose import default_kernels
+from taut_deploy.diagnose.layer_schemes import read_quantization
 from taut_deploy.errors import CheckpointError, WorkerError
-from taut_deploy.layer_schemes import read_quantization
 from taut_deploy.models.directory import read_shape
 from taut_deploy.models.store import RECORD_FILE, describe_directory, read_record
 from taut_deploy.vllm_flags import ATTENTION_FLAGS, GRAPH_FLAGS, flag_of, is_written_as
@@ -91,11 +92,11 @@ class WorkerSpec:
         kv_cache_dtype: KV-cache element type.
         kernels: ``require``, ``prefer`` or ``off``; None chooses by scheme.
         fused_ops: run taut's norms and activations, with quantisation in them, inside vLLM's
-            compiled graph; None: where it suits the model and ``extra``
-            (:func:`taut_deploy.unasked.suits_fused_ops`) and engines were measured on the card.
+            compiled graph; None: where :func:`default_kernels.suits_fused_ops` finds that they suit
+            the model and ``extra``, and engines were measured on the card.
         decode_attention: run taut's attention where a batch has one new token a sequence; None:
-            where it suits them (:func:`taut_deploy.unasked.suits_decode_attention`) and the card
-            was measured.
+            where :func:`default_kernels.suits_decode_attention` finds that it suits them, and the
+            card was measured.
         kv_cache_gib: CPU only, memory for the KV cache in GiB.
         shutdown_timeout_s: how long SIGTERM lets running requests finish, seconds.
         cache: directory of compiled artefacts (see :mod:`taut_deploy.cache`); None leaves them
@@ -260,7 +261,7 @@ def check_int8(checkpoint: Path, platform: Platform, mode: str) -> None:
     """
     if mode != "off" or platform != "cpu":
         return
-    schemes = read_quantization(unasked.config_of(checkpoint)).groups
+    schemes = read_quantization(default_kernels.config_of(checkpoint)).groups
     if all(scheme.name != "W8A8" for _, scheme in schemes):
         return
     from taut_kernels.for_deploy import why_int8_wrong
@@ -287,7 +288,7 @@ def fused_engine_options(asked: bool | None, mode: str, *, suited: bool) -> dict
         return {}
     from taut_kernels.for_deploy import fused_ops
 
-    gpu = _gpu()
+    gpu = host.gpu_name()
     if not asked and not fused_ops.used_unasked(gpu):
         return {}
     reason = fused_ops.why_not_fused_ops(gpu, mode)
@@ -333,17 +334,11 @@ def attention_engine_options(asked: bool | None, mode: str, *, suited: bool) -> 
         return {}
     from taut_kernels.for_deploy import decode_attention
 
-    gpu = _gpu()
+    gpu = host.gpu_name()
     reason = decode_attention.why_not_used(gpu, mode)
     if reason is not None and asked:
         raise WorkerError(f"--decode-attention: {reason}")
     return decode_attention.engine_options(gpu, mode)
-
-
-def _gpu() -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def exec_worker(spec: WorkerSpec) -> NoReturn:
@@ -397,11 +392,11 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
 
 def _suited(spec: WorkerSpec) -> tuple[bool, bool]:
     """Whether fused ops and decode attention suit a worker; CUDA only, since it imports torch."""
-    config = unasked.config_of(spec.checkpoint)
+    config = default_kernels.config_of(spec.checkpoint)
     kv_cache_dtype, extra = _read_extra(spec, {})
     return (
-        unasked.suits_fused_ops(config, extra),
-        unasked.suits_decode_attention(config, kv_cache_dtype, extra),
+        default_kernels.suits_fused_ops(config, extra),
+        default_kernels.suits_decode_attention(config, kv_cache_dtype, extra),
     )
 
 

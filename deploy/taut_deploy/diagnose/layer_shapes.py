@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from taut_deploy.diagnose.default_kernels import PLAIN_ATTENTION
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import weight_files
-from taut_deploy.unasked import PLAIN_ATTENTION
 
 # Two-dimensional weights of modules that look rows up instead of multiplying.
 _EMBEDDINGS = frozenset({"wte", "wpe", "shared"})

@@ -1,4 +1,4 @@
-"""Which of taut's kernels a worker uses without being told to: where its kind was measured.
+"""Which of taut's kernels a worker uses by default: where its kind was measured.
 
 Decided by the model's ``config.json`` and the arguments for vLLM; the card is asked elsewhere
 (:mod:`taut_deploy.worker`).
