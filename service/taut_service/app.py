@@ -81,7 +81,7 @@ def create_app(
         create_api(
             parts.reloader, parts.drain, parts.metrics, _lifespan_of(parts, times.first_look_s)
         ),
-        {route.path: route for route in ROUTES},
+        {path: route for route in ROUTES for path in (route.path, route.path + "/")},
         Gateway(parts.reloader, parts.admission, parts.metrics),
         parts.reloader,
         parts.keys,

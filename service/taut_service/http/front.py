@@ -64,6 +64,7 @@ _REASON_OF_CODE: Mapping[str | None, str] = {
     "key_inflight_limit": "key_inflight",
 }
 _OPEN_PATHS = ("/health/", "/metrics", "/docs", "/openapi.json")
+_OPEN = frozenset({"/health", "/ping", "/version"})
 
 
 class Front:
@@ -129,6 +130,8 @@ class Front:
         metrics = self.metrics.route(UNKNOWN_MODEL, route.name)
         call = Call(route, headers.request_id, metrics)
         call.exchange = exchange
+        if exchange is not None and scope["http_version"] == "1.0":
+            send = exchange.send_until_close
         if self._tracing is not None:
             call.span, headers.passed_on = self._tracing.begin(call, headers.passed_on)
         watch = RequestWatch(receive, self.reloader.current.settings.timeouts.total_s)
@@ -178,7 +181,7 @@ class Front:
         else:
             facts = await self._facts(call, body)
         call.rewrite = rewrite_for(
-            facts.asked, hide_usage=bool(facts.usage), within=call.route.dialect.holder
+            facts.asked, hide_usage=facts.hides_usage, within=call.route.dialect.holder
         )
         query = scope["query_string"]
         path = call.route.path.encode() + (b"?" + query if query else b"")
@@ -186,11 +189,12 @@ class Front:
         if caller is not None and caller.limit is not None:
             call.reservation = await self._limiter.reserve(caller.name, caller.limit, facts.cost)
             call.extra_headers = call.reservation.headers()
-        request = Outgoing(path, headers, body, facts)
-        # It may be a copy with another model by the time it waits.
-        del body
+        request = Outgoing(path, headers, facts)
+        model = facts.model
+        # The request may be a copy with another model by the time it waits.
+        del body, facts
         may_pin = caller is None or caller.may_pin
-        await self._gateway.answer(call, facts.model, request, send, claim, may_pin=may_pin)
+        await self._gateway.answer(call, model, request, send, claim, may_pin=may_pin)
 
     async def _body(
         self,
@@ -312,14 +316,17 @@ class Front:
                 ]
             await send(message)
 
-        if not scope["path"].startswith(_OPEN_PATHS):
+        path = scope["path"].rstrip("/") or "/"
+        if path not in _OPEN and not path.startswith(_OPEN_PATHS):
             try:
                 scope[CALLER] = self._keys.caller_of(headers.authorization)
             except UnauthorizedError as error:
                 self.metrics.rejected["unauthorized"].inc()
                 await send_error(send, error, headers.request_id, close=headers.expects_continue)
                 return
-        await self._api(scope, receive, send_with_id)
+        # uvicorn keeps the body of an answer to HEAD back: it looks at its own scope.
+        changed = {"method": "GET"} if scope["method"] == "HEAD" else {}
+        await self._api({**scope, **changed, "path": path}, receive, send_with_id)
 
 
 async def send_error(

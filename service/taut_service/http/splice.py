@@ -56,20 +56,31 @@ def model_edits(body: bytes, places: Places, name: str) -> tuple[Edit, ...]:
     """Return what makes a request ask for another model.
 
     Args:
-        body: valid JSON, an object that is not empty.
-        places: of its models; empty for one that names none.
+        body: valid JSON, an object.
+        places: of its models.
         name: the model to ask for.
 
     Returns:
         Nothing if it asks for ``name`` already.
     """
     quoted = json.dumps(name).encode()
-    if not places:
-        at = body.index(b"{") + 1
-        return (Edit(at, at, b'"model":%b,' % quoted),)
     if all(body[start:end] == quoted for start, end in places):
         return ()
     return tuple(Edit(start, end, quoted) for start, end in places)
+
+
+def name_edits(body: bytes, name: str) -> tuple[Edit, ...]:
+    """Return what makes a request name a model that names none, or null.
+
+    Args:
+        body: valid JSON, an object that is not empty.
+        name: of the model.
+    """
+    quoted = json.dumps(name).encode()
+    found = members(body.decode("latin-1"))
+    places = [Edit(start, end, quoted) for key, start, end in found if key == "model"]
+    at = body.index(b"{") + 1
+    return tuple(places) or (Edit(at, at, b'"model":%b,' % quoted),)
 
 
 def with_edits(body: bytes, edits: Sequence[Edit]) -> bytes:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from taut_service.http.client_rules import CLOSE_REASONS
 
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "disconnect")
-RETRY_CAUSES = ("connect", "reset", "protocol", "timeout", "stale", "502", "503")
+RETRY_CAUSES = ("connect", "reset", "protocol", "timeout", "stale", "429", "502", "503")
 REJECT_REASONS = (
     "queue_full",
     "queue_timeout",

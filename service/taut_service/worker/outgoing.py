@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from taut_service.admit.inspection import Facts
 from taut_service.config.settings import Affinity
 from taut_service.http.headers import RequestHeaders, request_head
-from taut_service.http.splice import Edit, find_models, model_edits, moved, with_edits
+from taut_service.http.splice import find_models, model_edits, moved, with_edits
 from taut_service.route.affinity import affinity_keys
 
 
@@ -17,14 +17,12 @@ class Outgoing:
     Args:
         path: absolute path with query.
         headers: the client's.
-        body: as the client sent it.
-        facts: what is known of it.
+        facts: what is known of its body, and the body itself.
     """
 
     __slots__ = (
         "_asked",
         "_body",
-        "_edits",
         "_facts",
         "_head",
         "_headers",
@@ -34,15 +32,15 @@ class Outgoing:
         "tokens",
     )
 
-    def __init__(self, path: bytes, headers: RequestHeaders, body: bytes, facts: Facts) -> None:
+    def __init__(self, path: bytes, headers: RequestHeaders, facts: Facts) -> None:
         self.tokens = sum(facts.cost)
         self._path = path
         self._headers = headers
-        self._body = body
-        self._facts = facts
+        self._body = facts.body
+        # The body becomes another where a worker knows the model by another name.
+        self._facts = facts._replace(body=b"")
         self._asked = facts.asked
         self._places = facts.places
-        self._edits: tuple[Edit, ...] = facts.usage
         self._served_name = ""
         self._head = b""
 
@@ -56,22 +54,14 @@ class Outgoing:
             The head without ``Host`` and the empty line, and the body.
         """
         if served_name != self._served_name:
-            self._edit(served_name)
+            if served_name != self._asked:
+                places = self._places or find_models(self._body)
+                edits = model_edits(self._body, places, served_name)
+                self._body, self._places = with_edits(self._body, edits), moved(places, edits)
+                self._asked = served_name
             self._head = request_head(self._path, self._headers, len(self._body))
             self._served_name = served_name
         return self._head, self._body
-
-    def _edit(self, served_name: str) -> None:
-        edits = self._edits
-        if served_name != self._asked:
-            places = self._places or find_models(self._body)
-            edits = tuple(sorted((*edits, *model_edits(self._body, places, served_name))))
-            self._places = moved(places, edits)
-            self._asked = served_name
-        elif edits:
-            self._places = moved(self._places, edits)
-        self._body = with_edits(self._body, edits)
-        self._edits = ()
 
     @property
     def pinned_variant(self) -> str | None:
