@@ -32,6 +32,7 @@ from taut_service.errors import (
 )
 from taut_service.http.body import read_body
 from taut_service.http.client_exchange import SCOPE_KEY, ClientExchange
+from taut_service.http.cors import answer_page
 from taut_service.http.headers import REQUEST_ID, RequestHeaders, RequestIds
 from taut_service.http.json_bounds import is_light
 from taut_service.http.relay import CutShortError
@@ -122,6 +123,12 @@ class Front:
             return
         # Out of the scope, which it points back at: no garbage for the collector.
         exchange = scope.pop(SCOPE_KEY, None)
+        cors = self.reloader.current.settings.cors
+        preflight = None if cors is None else answer_page(cors, scope, exchange)
+        if preflight is not None:
+            await send({"type": "http.response.start", "status": 204, "headers": preflight})
+            await send({"type": "http.response.body", "body": b""})
+            return
         route = self._routes.get(scope["path"])
         if route is None:
             await self._pass_to_api(scope, receive, send)

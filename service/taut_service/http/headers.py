@@ -71,7 +71,19 @@ _CREDENTIALS = frozenset(
         b"x-goog-iap-jwt-assertion",
     }
 )
-_REPLACED_IN_RESPONSE = frozenset({b"date", b"server", REQUEST_ID, WORKER, VARIANT})
+# vLLM allows every page to read its answers; which may read the gateway's is said by ``cors``.
+_REPLACED_IN_RESPONSE = frozenset(
+    {
+        b"date",
+        b"server",
+        b"access-control-allow-origin",
+        b"access-control-allow-credentials",
+        b"access-control-expose-headers",
+        REQUEST_ID,
+        WORKER,
+        VARIANT,
+    }
+)
 _DROPPED_FROM_REQUEST = _HOP_BY_HOP | _REPLACED_IN_REQUEST | _CREDENTIALS
 _DROPPED_FROM_RESPONSE = _HOP_BY_HOP | _REPLACED_IN_RESPONSE
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")

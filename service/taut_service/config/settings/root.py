@@ -8,6 +8,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from taut_service.config.settings.admission import AdmissionLimit
+from taut_service.config.settings.cors import Cors
 from taut_service.config.settings.fields import Section, refuse_duplicates
 from taut_service.config.settings.keys import ApiKey, refuse_equal_keys
 from taut_service.config.settings.limits import Limits, RateLimits
@@ -26,6 +27,7 @@ class Settings(Section):
 
     listen: Listen = Listen()
     admin: AdminListen | None = None
+    cors: Cors | None = None
     models: Annotated[tuple[ModelSettings, ...], Field(min_length=1, strict=False)]
     admission: AdmissionLimit = AdmissionLimit()
     routing: Routing = Routing()
