@@ -16,7 +16,7 @@ from tuning import merge_layers
 TILE = {"kernel": "pairs", "block_m": 16, "block_n": 64, "block_k": 256, "num_warps": 4}
 RING = {"kernel": "ring", "block_m": 64, "block_n": 64, "block_k": 128, "num_warps": 4}
 FORMS = ("table", "late", "early", "early+prefetch", "CUTLASS")
-RESULTS = Path(__file__).with_name("runs") / "2026-11-26-h100-11h"
+RESULTS = Path(__file__).parents[1] / "runs" / "2026-11-26-h100-11h"
 
 
 def _row(max_m: int | None, M: list[int], tile: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from taut_bench import stalls, w4a16_rivals
 from taut_bench.w4a16_layer import Layer
 
-RUN = Path(__file__).with_name("runs") / "2026-11-24-h200-09h"
+RUN = Path(__file__).parents[1] / "runs" / "2026-11-24-h200-09h"
 RAW = """==PROF== Connected
 "ID","thread Domain:Push/Pop_Range:Msg","Kernel Name","gpu__time_duration.sum",\
 "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\

@@ -18,7 +18,7 @@ from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 from taut_kernels.launch import tile_tables
 from tuning import measured_table
 
-RESULTS = Path(__file__).with_name("runs")
+RESULTS = Path(__file__).parents[1] / "runs"
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 

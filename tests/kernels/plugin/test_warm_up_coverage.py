@@ -27,7 +27,7 @@ pytestmark = [
 def found(run_python: Any) -> dict[str, Any]:
     """Load and serve layers and models with Triton's compiler replaced by one that counts."""
     here = Path(__file__).parent
-    path = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     script = str(here / "warm_up_forms.py")
     process = run_python(script, env={"PYTHONPATH": os.pathsep.join(path)}, timeout=1500)
     assert process.returncode == 0, process.stderr[-2000:]

@@ -16,7 +16,7 @@ from taut_kernels.gemm.scaled_mm import verdict as measured_scaled_mm
 from taut_kernels.launch import tile_tables
 from tuning import measured_scaled_mm_table
 
-RESULTS = Path(__file__).with_name("runs")
+RESULTS = Path(__file__).parents[1] / "runs"
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 OF_BLOCKS = {
     H100: tuple(

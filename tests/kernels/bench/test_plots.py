@@ -9,7 +9,7 @@ import pytest
 
 from taut_bench import plots
 
-RESULTS = Path(__file__).with_name("runs") / "2026-11-21-h200"
+RESULTS = Path(__file__).parents[1] / "runs" / "2026-11-21-h200"
 PNG = b"\x89PNG\r\n"
 
 

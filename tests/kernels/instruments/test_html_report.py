@@ -115,7 +115,7 @@ def test_cases_without_a_size_lie_side_by_side(tmp_path: Path) -> None:
 def test_every_groups_csv_is_drawn_over_its_sizes(
     day: str, name: str, plots: int, axes: list[str]
 ) -> None:
-    folder = Path(__file__).with_name("runs") / f"{day}-h200"
+    folder = Path(__file__).parents[1] / "runs" / f"{day}-h200"
     found = html_report.section(folder / f"{name}.csv")
     assert found.no_plot is None
     assert (len(found.plots), [table.axis for table in found.tables]) == (plots, axes)
@@ -184,14 +184,14 @@ def test_same_run_gives_the_same_file(run: Path) -> None:
 
 
 def test_committed_results_make_a_report(tmp_path: Path) -> None:
-    folder = Path(__file__).with_name("runs") / "2026-11-21-h200"
+    folder = Path(__file__).parents[1] / "runs" / "2026-11-21-h200"
     found = html_report.section(folder / "w4a16.csv")
     assert found.environment.startswith("Measured with GPU NVIDIA H200")
     assert len(found.plots) == len(found.tables[0].ratios) == 5
 
 
 def test_whole_engine_is_drawn_without_ratios() -> None:
-    folder = Path(__file__).with_name("runs") / "2026-11-21-h200"
+    folder = Path(__file__).parents[1] / "runs" / "2026-11-21-h200"
     found = html_report.section(folder / "engine-w4a16.csv")
     assert (len(found.plots), found.tables, found.no_plot) == (2, (), None)
 
