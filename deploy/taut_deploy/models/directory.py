@@ -13,11 +13,15 @@ _KEPT_SUFFIXES = {".json", ".safetensors", ".model", ".txt", ".jinja"}
 _OURS = {"taut-model.json", "taut.json", "compression_log.json"}
 _INDEX = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+# What families call the same size.
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_INTERMEDIATE = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+_LONGEST = ("max_position_embeddings", "max_seq_len", "seq_length")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a causal LM, read from its configuration through optimum's architecture table.
+    """Sizes of a causal LM, read from its configuration.
 
     Args:
         architecture: first entry of ``architectures``.
@@ -174,16 +178,13 @@ def read_shape(directory: Path, *, trust_remote_code: bool = False) -> ModelShap
         trust_remote_code: let the model's own Python code run.
 
     Raises:
-        ModelError: if transformers or optimum does not know the architecture, or the configuration
-            contradicts itself.
+        ModelError: if transformers does not know the architecture, or the configuration
+            lacks a size or contradicts itself.
     """
-    from optimum.utils import NormalizedConfigManager
-
     raw = read_config(directory)
     config = load_config(directory, trust_remote_code=trust_remote_code)
     try:
-        normalized = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
-        return _shape_of(raw, config, normalized)
+        return _shape_of(raw, config)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         family = repr(raw.get("model_type"))[:80]
         raise ModelError(
@@ -191,8 +192,8 @@ def read_shape(directory: Path, *, trust_remote_code: bool = False) -> ModelShap
         ) from error
 
 
-def _shape_of(raw: dict[str, Any], config: Any, normalized: Any) -> ModelShape:
-    """Sizes by transformers' configuration and optimum's names for its parts.
+def _shape_of(raw: dict[str, Any], config: Any) -> ModelShape:
+    """Sizes by transformers' configuration, of the text part where there are several.
 
     Raises:
         ValueError, TypeError, AttributeError: a size is missing or no number.
@@ -200,21 +201,28 @@ def _shape_of(raw: dict[str, Any], config: Any, normalized: Any) -> ModelShape:
     architectures = raw.get("architectures") or ["unknown"]
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise TypeError("architectures is not a list of names")
-    heads = int(normalized.num_attention_heads)
+    text = config.get_text_config()
+    hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
+    kv_heads = 1 if getattr(text, "multi_query", False) else _first(text, _KV_HEADS) or heads
     return ModelShape(
         architecture=architectures[0],
         model_type=config.model_type,
-        num_layers=int(normalized.num_layers),
-        hidden_size=int(normalized.hidden_size),
-        intermediate_size=int(
-            getattr(config, "intermediate_size", 4 * int(normalized.hidden_size))
-        ),
+        num_layers=int(text.num_hidden_layers),
+        hidden_size=hidden,
+        intermediate_size=_first(text, _INTERMEDIATE) or 4 * hidden,
         num_attention_heads=heads,
-        num_key_value_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        vocab_size=int(normalized.vocab_size),
-        max_position_embeddings=int(getattr(config, "max_position_embeddings", 0)),
+        num_key_value_heads=kv_heads,
+        vocab_size=int(text.vocab_size),
+        max_position_embeddings=_first(text, _LONGEST) or 0,
         quantization=_quantization_of(raw),
     )
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    """The first of several settings that a configuration has."""
+    found = (getattr(config, name, None) for name in names)
+    value = next((value for value in found if value is not None), None)
+    return None if value is None else int(value)
 
 
 def _quantization_of(config: dict[str, Any]) -> str | None:

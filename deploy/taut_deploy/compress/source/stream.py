@@ -209,7 +209,7 @@ class StreamedModel:
         Returns:
             Hidden states [B, T, H] entering block 0, and the keyword arguments of each block.
         """
-        recorders = [_Recorder() for _ in self.blocks]
+        recorders = [_Recorder(block.module) for block in self.blocks]
         layers = self.model.get_submodule(self._decoder_name)
         for index, recorder in enumerate(recorders):
             layers[index] = recorder
@@ -256,8 +256,9 @@ def linear_layers(block: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 class _Recorder(nn.Module):
     """Stands in for a decoder block: keeps its call and passes the hidden states through."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
+        self._of = (block,)  # in a tuple, so that it does not become a part of this module
         self.hidden: torch.Tensor | None = None
         self.arguments: dict[str, Any] = {}
 
@@ -271,10 +272,7 @@ class _Recorder(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            raise AttributeError(
-                f"the model reads '{name}' off its decoder blocks, which streaming does not "
-                "support yet"
-            ) from None
+            return getattr(self._of[0], name)
 
 
 def _find_decoder(model: nn.Module) -> tuple[str, nn.ModuleList]:
