@@ -8,7 +8,7 @@ from tiny_blocks import make_block
 from tiny_inputs import correlated
 
 from taut_deploy.compress.quantize import hqq, rounding, rtn
-from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
 
 SPEC = GridSpec(4, 32, False, torch.float32)
 
@@ -52,7 +52,7 @@ def test_a_start_stands_for_its_codes():
     block, hidden = layer_problem()
     weight = block["only"].weight.data.clone()
     start = rtn.quantize_weight(weight, SPEC)
-    moved = rtn.QuantizedWeight((start.codes + 1).clamp(max=7), start.scale, start.zero)
+    moved = QuantizedWeight((start.codes + 1).clamp(max=7), start.scale, start.zero)
     for quantized in (start, moved):
         got = learn(block, hidden, weight, quantized, 0)
         assert torch.equal(got.codes, quantized.codes)
