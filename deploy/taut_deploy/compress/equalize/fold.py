@@ -59,7 +59,7 @@ def _norm_fold(norm: nn.Module) -> Fold | None:
         or getattr(norm, "bias", None) is not None
     ):
         return None
-    offset = _weight_offset(norm, weight)
+    offset = weight_offset(norm, weight)
     if offset is None:
         return None
 
@@ -72,7 +72,7 @@ def _norm_fold(norm: nn.Module) -> Fold | None:
     return Fold(divide, lambda scales: scales)
 
 
-def _weight_offset(norm: nn.Module, weight: torch.Tensor) -> float | None:
+def weight_offset(norm: nn.Module, weight: torch.Tensor) -> float | None:
     """0 for norms that multiply by ``w``, 1 for ``1 + w``; asked of the module itself."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     x = torch.randn(4, weight.shape[0], generator=generator).to(weight)

@@ -1,0 +1,1 @@
+"""Products of two thin matrices in place of one weight; pure tensor maths."""

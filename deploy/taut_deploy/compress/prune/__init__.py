@@ -1,0 +1,1 @@
+"""Masks: which weights are kept, and what the kept ones should become; pure tensor maths."""

@@ -1,0 +1,197 @@
+"""Learned rounding: a block's codes and scales move until the block's output is right.
+
+Source: AutoRound, "Optimize weight rounding via signed gradient descent", arXiv:2309.05516, §3:
+an offset in [-0.5, 0.5] is added to every weight before it is rounded, gradients pass straight
+through the rounding, and only their signs are used, with a step that falls linearly to 0. Two
+choices of ours: the start may be any latent (GPTQ's corrected weights, so that a few steps are
+enough), and one factor per scale is learned in place of two clipping factors.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
+
+_SCALE_RANGE = 0.1
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a layer's search begins.
+
+    Args:
+        latent: [N, K] fp32, in steps of the grid and before rounding: ``w / scale + zero``.
+        scale: [N, G] in the stored dtype.
+        zero: [N, G] int8, or None when symmetric.
+        spec: the grid.
+    """
+
+    latent: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    spec: GridSpec
+
+
+def start_from(weight: torch.Tensor, quantized: QuantizedWeight, spec: GridSpec) -> Start:
+    """Begin at given codes: where they are the weight's nearest, at the weight itself.
+
+    Args:
+        weight: [N, K] fp32.
+        quantized: codes with their grid, from any method.
+        spec: the grid.
+    """
+    repeats = weight.shape[1] // quantized.scale.shape[1]
+    scale = quantized.scale.float().repeat_interleave(repeats, 1)
+    zero = 0.0 if quantized.zero is None else quantized.zero.float().repeat_interleave(repeats, 1)
+    codes = quantized.codes.float()
+    # Within half a step of the codes, on the side where the weight lies.
+    latent = torch.clamp(weight / scale + zero, codes - 0.49, codes + 0.49)
+    return Start(latent, quantized.scale, quantized.zero, spec)
+
+
+class _Rounded(nn.Module):
+    """One layer's learned offset and scale factors."""
+
+    def __init__(self, start: Start) -> None:
+        super().__init__()
+        self.start = start
+        self.offset = nn.Parameter(torch.zeros_like(start.latent))
+        self.factor = nn.Parameter(torch.zeros_like(start.scale, dtype=torch.float32))
+
+    def forward(self) -> torch.Tensor:
+        start = self.start
+        n, k = start.latent.shape
+        shape = (n, start.scale.shape[1], -1)
+        wanted = start.latent + self.offset
+        codes = wanted + (wanted.round().clamp(start.spec.low, start.spec.high) - wanted).detach()
+        codes = codes.view(shape)
+        if start.zero is not None:
+            codes = codes - start.zero.float()[..., None]
+        return (codes * self.scale()[..., None]).view(n, k)
+
+    def scale(self) -> torch.Tensor:
+        """[N, G] fp32, holding values of the stored dtype; the gradient ignores that rounding."""
+        learned = self.start.scale.float() * (1 + self.factor)
+        stored = learned.to(self.start.spec.scale_dtype).float()
+        return learned + (stored - learned).detach()
+
+    def result(self) -> QuantizedWeight:
+        start = self.start
+        codes = (start.latent + self.offset).round().clamp(start.spec.low, start.spec.high)
+        return QuantizedWeight(
+            codes.to(torch.int8), self.scale().to(start.spec.scale_dtype), start.zero
+        )
+
+
+def learn_rounding(
+    block: nn.Module,
+    starts: Mapping[str, Start],
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    call: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    *,
+    steps: int = 200,
+    batch: int = 4,
+    rate: float | None = None,
+    seed: int = 0,
+) -> dict[str, QuantizedWeight]:
+    """Tune the rounding of a block's layers together.
+
+    Args:
+        block: the block, unchanged by this function; other weights stay as they are in it.
+        starts: layers to tune, by their name in the block.
+        hidden: [B, T, H] the block's inputs, from compressed predecessors.
+        target: [B, T, H] the outputs wanted for them.
+        call: runs the block on a batch of inputs.
+        steps: signed-gradient steps, at most 200 are of use.
+        batch: sequences a step.
+        rate: first step, in grid steps; ``1 / steps`` when None.
+        seed: order of the sequences.
+
+    Returns:
+        The codes of the best step on the sequences that judge (a sixteenth of ``hidden``, never
+        trained on, at least one of two), the start included: never worse there than the start.
+
+    Raises:
+        ValueError: there are fewer than two sequences, or the loss is not finite.
+    """
+    if hidden.shape[0] < 2:
+        raise ValueError("learned rounding needs at least 2 calibration sequences")
+    judges = max(1, hidden.shape[0] // 16)
+    rounded = {name: _Rounded(start) for name, start in starts.items()}
+    forward = _Forward(block, rounded, call)
+    generator = torch.Generator().manual_seed(seed)
+    best_loss, best = forward.loss(hidden[:judges], target[:judges]), _results(rounded)
+    rate = 1 / max(1, steps) if rate is None else rate
+    judge_every = max(1, steps // 20)
+    for step in range(steps):
+        picked = judges + torch.randperm(hidden.shape[0] - judges, generator=generator)[:batch]
+        forward.descend(hidden[picked], target[picked], rate * (1 - step / steps))
+        if (step + 1) % judge_every == 0:
+            loss = forward.loss(hidden[:judges], target[:judges])
+            if loss < best_loss:
+                best_loss, best = loss, _results(rounded)
+    return best
+
+
+class _Forward:
+    """The block with rounded weights in place of its own."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        rounded: Mapping[str, _Rounded],
+        call: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._rounded = rounded
+        self._call = _Call(block, call)
+        self._dtypes = {name: block.get_submodule(name).weight.dtype for name in rounded}
+
+    def _difference(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        weights = {
+            f"block.{name}.weight": layer().to(self._dtypes[name])
+            for name, layer in self._rounded.items()
+        }
+        got: torch.Tensor = functional_call(self._call, weights, (hidden,))
+        return (got.float() - target.float()).square().mean()
+
+    @torch.no_grad()
+    def loss(self, hidden: torch.Tensor, target: torch.Tensor) -> float:
+        """Mean squared error of the block's output."""
+        value = float(self._difference(hidden, target))
+        if value != value or value == float("inf"):
+            raise ValueError("the block's output is not finite while its rounding is learned")
+        return value
+
+    def descend(self, hidden: torch.Tensor, target: torch.Tensor, step: float) -> None:
+        """One signed-gradient step on every offset and factor."""
+        with torch.enable_grad():
+            parameters = [p for layer in self._rounded.values() for p in layer.parameters()]
+            gradients = torch.autograd.grad(self._difference(hidden, target), parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.sub_(gradient.sign(), alpha=step)
+            for layer in self._rounded.values():
+                layer.offset.clamp_(-0.5, 0.5)
+                layer.factor.clamp_(-_SCALE_RANGE, _SCALE_RANGE)
+
+
+class _Call(nn.Module):
+    def __init__(
+        self, block: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self.block = block
+        self._function = call
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._function(self.block, hidden)
+
+
+@torch.no_grad()
+def _results(rounded: Mapping[str, _Rounded]) -> dict[str, QuantizedWeight]:
+    return {name: layer.result() for name, layer in rounded.items()}

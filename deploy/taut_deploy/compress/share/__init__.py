@@ -1,0 +1,1 @@
+"""Weights that share values: codebooks; pure tensor maths."""

@@ -1,0 +1,239 @@
+"""Codebooks: every weight is one of 8 or 16 values that its block of rows shares.
+
+Sources: SqueezeLLM, arXiv:2306.07629, §4.1 (k-means weighted by sensitivity); GPTVQ,
+arXiv:2402.15319, §3 (rounding to the book with GPTQ's feedback, then the book refitted in the
+Hessian's metric). Values are relative to a scale per group of input channels, so that one book
+serves rows of any size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from taut_deploy.compress.quantize.gptq import inverse_cholesky
+
+_KMEANS_STEPS = 25
+_LAZY_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class CodebookSpec:
+    """Shape of a codebook.
+
+    Args:
+        entries: values to choose from, 2 to 16.
+        group_size: weights per scale along K, or None for one scale per row.
+        rows: output rows that share a book, or None for one book per layer.
+        stored_dtype: dtype of books and scales.
+    """
+
+    entries: int
+    group_size: int | None
+    rows: int | None
+    stored_dtype: torch.dtype
+
+    def require_fit(self, n: int, k: int) -> None:
+        """Refuse a layer that groups or row blocks do not divide.
+
+        Raises:
+            ValueError: naming the numbers.
+        """
+        if not 2 <= self.entries <= 16:
+            raise ValueError(f"codebook: entries {self.entries} is not between 2 and 16")
+        if k % (self.group_size or k):
+            raise ValueError(f"codebook: group_size {self.group_size} does not divide K = {k}")
+        if n % (self.rows or n):
+            raise ValueError(f"codebook: rows {self.rows} does not divide N = {n}")
+
+
+@dataclass(frozen=True)
+class CodebookWeight:
+    """Codes with their books.
+
+    Args:
+        codes: [N, K] uint8 in ``[0, entries)``.
+        book: [B, entries] rising; row ``n`` uses book ``n * B // N``.
+        scale: [N, G]; G = K / group_size.
+    """
+
+    codes: torch.Tensor
+    book: torch.Tensor
+    scale: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        """The weights these codes stand for, [N, K] fp32."""
+        n, k = self.codes.shape
+        book = self.book.float().repeat_interleave(n // self.book.shape[0], 0)
+        values = book.gather(1, self.codes.long()).view(n, self.scale.shape[1], -1)
+        return (values * self.scale.float()[..., None]).view(n, k)
+
+
+def quantize_weight(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    spec: CodebookSpec,
+    *,
+    dampening_frac: float = 0.01,
+    refits: int = 2,
+) -> CodebookWeight:
+    """Find a book and codes for one layer.
+
+    Args:
+        weight: [N, K] fp32.
+        hessian: [K, K] fp32, mean of ``x xᵀ`` over calibration tokens.
+        spec: shape of the book.
+        dampening_frac: share of the mean diagonal added to the diagonal.
+        refits: how often the book is fitted to the codes and the codes chosen anew.
+
+    Returns:
+        The codes and books of least output error among all passes.
+
+    Raises:
+        ValueError: the spec does not fit the layer, or the Hessian is not finite.
+    """
+    n, k = weight.shape
+    spec.require_fit(n, k)
+    hessian = hessian.clone()
+    dead = hessian.diagonal() == 0
+    hessian.diagonal()[dead] = 1.0
+    weight = torch.where(dead, torch.zeros_like(weight), weight)
+    importance = hessian.diagonal()
+    scale = _scales(weight, spec)
+    book = _kmeans(weight, importance, scale, spec)
+    order = importance.argsort(descending=True, stable=True)
+    factor = inverse_cholesky(hessian[order][:, order], dampening_frac)
+    best: tuple[float, CodebookWeight] | None = None
+    for attempt in range(refits + 1):
+        codes = _round_with_feedback(weight, factor, order, scale, book)
+        found = CodebookWeight(codes, book, scale)
+        # The book that suits these codes best is also where the next pass begins.
+        book = _refit_book(weight, hessian, found).to(spec.stored_dtype)
+        fitted = CodebookWeight(codes, book, scale)
+        for candidate in (found, fitted):
+            difference = weight - candidate.dequantize()
+            error = float(((difference @ hessian) * difference).sum())
+            if best is None or error < best[0]:
+                best = (error, candidate)
+        if attempt < refits:
+            book = book.sort(1).values
+    if best is None:
+        raise AssertionError("there is at least one pass")
+    return _sorted(best[1])
+
+
+def _scales(weight: torch.Tensor, spec: CodebookSpec) -> torch.Tensor:
+    """Largest magnitude of each group, [N, G] in the stored dtype; 1 for groups of zeros."""
+    n, k = weight.shape
+    absmax = weight.view(n, k // (spec.group_size or k), -1).abs().amax(-1)
+    scale = absmax.to(spec.stored_dtype)
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def _kmeans(
+    weight: torch.Tensor, importance: torch.Tensor, scale: torch.Tensor, spec: CodebookSpec
+) -> torch.Tensor:
+    """Weighted Lloyd iterations on the scaled values of each block of rows, [B, entries]."""
+    n, k = weight.shape
+    wide = scale.float().repeat_interleave(k // scale.shape[1], 1)
+    values = (weight / wide).view(n // (spec.rows or n), -1)
+    costs = (importance * wide.square()).view_as(values)
+    books = [_lloyd(v, c, spec.entries) for v, c in zip(values, costs, strict=True)]
+    return torch.stack(books).to(spec.stored_dtype)
+
+
+def _lloyd(values: torch.Tensor, costs: torch.Tensor, entries: int) -> torch.Tensor:
+    """The best of several starts: Lloyd's method stops at the nearest optimum, not the least."""
+    ordered, index = values.sort()
+    mass = costs[index].double().cumsum(0)
+    moment = (costs[index].double() * ordered).cumsum(0)
+    zero = torch.zeros(1, dtype=mass.dtype, device=mass.device)
+    mass, moment = torch.cat([zero, mass]), torch.cat([zero, moment])
+    positions = (torch.arange(entries, device=values.device, dtype=torch.float64) + 0.5) / entries
+    # Quantiles of the mass starve the tails, evenly spaced points the middle.
+    by_mass = ordered[torch.searchsorted(mass, positions * mass[-1]).clamp(1, len(ordered)) - 1]
+    even = ordered[0] + positions * (ordered[-1] - ordered[0])
+    best, best_gain = even, -torch.inf
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        book = share * by_mass.double() + (1 - share) * even
+        for _ in range(_KMEANS_STEPS):
+            sums, weights = _clusters(ordered, mass, moment, book)
+            book = torch.where(weights > 0, sums / weights.clamp(min=1e-30), book).sort().values
+        sums, weights = _clusters(ordered, mass, moment, book)
+        gain = float((2 * sums * book - weights * book.square()).sum())
+        if gain > best_gain:
+            best, best_gain = book, gain
+    return best.float()
+
+
+def _clusters(
+    ordered: torch.Tensor, mass: torch.Tensor, moment: torch.Tensor, book: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cost times value, and summed cost, of the values nearest to each entry."""
+    borders = ((book[1:] + book[:-1]) / 2).to(ordered.dtype)
+    inner = torch.searchsorted(ordered, borders)
+    ends = torch.cat([inner, inner.new_tensor([len(ordered)])])
+    starts = torch.cat([inner.new_zeros(1), inner])
+    return moment[ends] - moment[starts], mass[ends] - mass[starts]
+
+
+def _round_with_feedback(
+    weight: torch.Tensor,
+    factor: torch.Tensor,
+    order: torch.Tensor,
+    scale: torch.Tensor,
+    book: torch.Tensor,
+) -> torch.Tensor:
+    """GPTQ's loop with the book as the grid; returns [N, K] uint8."""
+    n, k = weight.shape
+    remaining = weight.T[order].contiguous()
+    channel_scale = scale.float().T[order // (k // scale.shape[1])]
+    rows = book.float().repeat_interleave(n // book.shape[0], 0)
+    codes = torch.empty(k, n, dtype=torch.uint8, device=weight.device)
+    for start in range(0, k, _LAZY_BLOCK):
+        stop = min(start + _LAZY_BLOCK, k)
+        block = remaining[start:stop]
+        errors = torch.empty_like(block)
+        for i in range(stop - start):
+            wanted = block[i] / channel_scale[start + i]
+            code = (rows - wanted[:, None]).abs_().argmin(1)
+            got = rows.gather(1, code[:, None])[:, 0] * channel_scale[start + i]
+            errors[i] = (block[i] - got) / factor[start + i, start + i]
+            block[i + 1 :].addr_(factor[start + i, start + i + 1 : stop], errors[i], alpha=-1)
+            codes[start + i] = code
+        remaining[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+    restored = torch.empty_like(codes)
+    restored[order] = codes
+    return restored.T.contiguous()
+
+
+def _refit_book(weight: torch.Tensor, hessian: torch.Tensor, coded: CodebookWeight) -> torch.Tensor:
+    """Least squares for the books with codes and scales fixed, [B, entries] fp32."""
+    n, k = weight.shape
+    blocks, entries = coded.book.shape
+    wide = coded.scale.float().repeat_interleave(k // coded.scale.shape[1], 1)
+    parts = torch.stack([(coded.codes == e) * wide for e in range(entries)])  # [E, N, K]
+    seen = parts @ hessian
+    normal = torch.einsum(
+        "ebnk,fbnk->bef",
+        parts.view(entries, blocks, n // blocks, k),
+        seen.view(entries, blocks, n // blocks, k),
+    ).double()
+    target = torch.einsum(
+        "ebnk,bnk->be", seen.view(entries, blocks, n // blocks, k), weight.view(blocks, -1, k)
+    ).double()
+    ridge = 1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30)
+    eye = torch.eye(entries, dtype=torch.float64, device=weight.device)
+    old = coded.book.double()
+    # The ridge pulls towards the old entry, so that one nobody uses keeps its value.
+    solved: torch.Tensor = torch.linalg.solve(
+        normal + ridge[:, None, None] * eye, target + ridge[:, None] * old
+    )
+    return solved.float()
+
+
+def _sorted(coded: CodebookWeight) -> CodebookWeight:
+    """The same weights with rising books."""
+    book, order = coded.book.sort(1)
+    rank = order.argsort(1)
+    rows = rank.repeat_interleave(coded.codes.shape[0] // book.shape[0], 0)
+    return CodebookWeight(rows.gather(1, coded.codes.long()).to(torch.uint8), book, coded.scale)

@@ -1,0 +1,95 @@
+"""Codebooks against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tiny_inputs import correlated
+
+from taut_deploy.compress.quantize import gptq
+from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.compress.share.codebook import CodebookSpec, _lloyd, _refit_book, quantize_weight
+
+
+def problem(n: int = 16, k: int = 64, tokens: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(1))
+    x = correlated(tokens, k)
+    return weight, x.T @ x / tokens
+
+
+def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> float:
+    return float(((difference @ hessian) * difference).sum())
+
+
+def test_weighted_means_come_near_the_best_of_all_partitions():
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randn(14, generator=generator).sort().values
+    costs = torch.rand(14, generator=generator) + 0.1
+
+    def cost_of(book: torch.Tensor) -> float:
+        distance = (values[:, None] - book[None]).square().min(1).values
+        return float((costs * distance).sum())
+
+    def means(cuts: tuple[int, ...]) -> torch.Tensor:
+        edges = [0, *cuts, 14]
+        parts = [slice(a, b) for a, b in itertools.pairwise(edges)]
+        return torch.stack([(costs[p] * values[p]).sum() / costs[p].sum() for p in parts])
+
+    best = min(cost_of(means(cuts)) for cuts in itertools.combinations(range(1, 14), 3))
+    assert cost_of(_lloyd(values, costs, 4)) <= 1.3 * best
+    assert cost_of(_lloyd(values, torch.ones(14), 4)) > cost_of(_lloyd(values, costs, 4)), (
+        "costs must matter"
+    )
+
+
+def test_a_refitted_book_is_where_the_error_has_no_slope():
+    weight, hessian = problem()
+    spec = CodebookSpec(8, 32, 8, torch.float32)
+    coded = quantize_weight(weight, hessian, spec, refits=0)
+    book = _refit_book(weight, hessian, coded).double().requires_grad_()
+    rows = book.repeat_interleave(8, 0)
+    dense = rows.gather(1, coded.codes.long()).view(16, 2, 32) * coded.scale.double()[..., None]
+    difference = dense.view(16, 64) - weight.double()
+    error = ((difference @ hessian.double()) * difference).sum()
+    (slope,) = torch.autograd.grad(error, book)
+    assert float(slope.abs().max()) < 1e-2 * float((weight @ hessian).abs().sum())
+    assert float(error.detach()) <= output_error(coded.dequantize() - weight, hessian) * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+def test_sixteen_entries_beat_sixteen_even_steps_of_the_same_groups(rows):
+    # Weights of many small and few large values, as trained ones are.
+    weight, hessian = problem()
+    weight = weight * weight.abs()
+    coded = quantize_weight(weight, hessian, CodebookSpec(16, 64, rows, torch.bfloat16))
+    even = gptq.quantize_weight(weight, hessian, GridSpec(4, 64, True, torch.bfloat16))
+    assert output_error(coded.dequantize() - weight, hessian) < output_error(
+        even.dequantize() - weight, hessian
+    )
+    assert int(coded.codes.max()) < 16
+    assert bool((coded.book.diff(dim=1) >= 0).all())
+    assert coded.book.shape == (1 if rows is None else 4, 16)
+
+
+def test_a_weight_that_is_on_a_book_comes_back_exactly():
+    book = torch.tensor([-1.0, -0.25, 0.125, 1.0])
+    codes = torch.randint(0, 4, (8, 32), generator=torch.Generator().manual_seed(0))
+    codes[:, 0] = 3
+    _, hessian = problem(8, 32)
+    coded = quantize_weight(book[codes], hessian, CodebookSpec(4, 32, None, torch.float32))
+    torch.testing.assert_close(coded.dequantize(), book[codes], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (CodebookSpec(17, 32, None, torch.float32), "entries 17"),
+        (CodebookSpec(16, 48, None, torch.float32), "group_size 48 does not divide K = 64"),
+        (CodebookSpec(16, 64, 5, torch.float32), "rows 5 does not divide N = 16"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_weight(*problem(), spec)

@@ -1,0 +1,120 @@
+"""Low rank against brute force: the best factors, the best use of a budget, the residual."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tiny_inputs import correlated
+
+from taut_deploy.compress.lowrank.residual import compensate, quantize_with_residual
+from taut_deploy.compress.lowrank.whitened_svd import allocate_ranks, whiten
+from taut_deploy.compress.quantize import gptq
+from taut_deploy.compress.quantize.grid import GridSpec
+
+
+def problem(n: int = 12, k: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(1))
+    x = correlated(512, k)
+    return weight, x.T @ x / 512
+
+
+def output_error(difference: torch.Tensor, hessian: torch.Tensor) -> float:
+    return float(((difference.double() @ hessian.double()) * difference.double()).sum())
+
+
+def test_the_error_of_a_rank_is_the_sum_of_dropped_squares():
+    weight, hessian = problem()
+    spectrum = whiten(weight, hessian, dampening_frac=1e-6)
+    for rank in (1, 4, 11):
+        error = output_error(weight - spectrum.truncate(rank).product(), hessian)
+        expected = float(spectrum.values[rank:].double().square().sum())
+        assert error == pytest.approx(expected, rel=1e-2)
+    torch.testing.assert_close(spectrum.truncate(12).product(), weight, rtol=1e-3, atol=1e-3)
+
+
+def test_factors_beat_plain_svd_where_inputs_are_uneven():
+    weight, hessian = problem()
+    u, s, v = torch.linalg.svd(weight, full_matrices=False)
+    plain = (u[:, :4] * s[:4]) @ v[:4]
+    ours = whiten(weight, hessian).truncate(4).product()
+    assert output_error(weight - ours, hessian) < 0.7 * output_error(weight - plain, hessian)
+
+
+@pytest.mark.parametrize("rank", [0, 13])
+def test_a_rank_that_does_not_fit_is_refused(rank):
+    with pytest.raises(ValueError, match=f"rank {rank} does not fit a layer of 12 x 16"):
+        whiten(*problem()).truncate(rank)
+
+
+def test_ranks_are_those_of_an_exhaustive_search():
+    shapes = {"a": (8, 8), "b": (8, 24)}
+    values = {
+        "a": torch.tensor([9.0, 3.0, 1.0, 0.9, 0.5, 0.4, 0.2, 0.1]),
+        "b": torch.tensor([5.0, 4.0, 3.5, 3.0, 2.0, 1.0, 0.5, 0.1]),
+    }
+
+    def lost(name: str, rank: int | None) -> float:
+        square = values[name].square()
+        return 0.0 if rank is None else float(square[rank:].sum() / square.sum())
+
+    def size(name: str, rank: int | None) -> int:
+        n, k = shapes[name]
+        return n * k if rank is None else rank * (n + k)
+
+    budget = 128
+    choices = itertools.product([1, 2, 3], [1, 2, 3, 4, 5])
+    best = min(
+        (lost("a", a) + lost("b", b), a, b)
+        for a, b in choices
+        if size("a", a) + size("b", b) <= budget
+    )
+    got = allocate_ranks(values, shapes, budget, multiple_of=1)
+    assert sum(size(name, rank) for name, rank in got.items()) <= budget
+    assert lost("a", got["a"]) + lost("b", got["b"]) == pytest.approx(best[0])
+
+
+def test_a_budget_of_everything_leaves_every_layer_dense():
+    shapes = {"a": (16, 16), "b": (16, 32)}
+    values = {name: torch.linspace(2, 1, 16) for name in shapes}
+    assert allocate_ranks(values, shapes, 16 * 16 + 16 * 32, multiple_of=4) == {
+        "a": None,
+        "b": None,
+    }
+
+
+def test_a_budget_too_small_is_refused():
+    with pytest.raises(ValueError, match="too few"):
+        allocate_ranks({"a": torch.ones(8)}, {"a": (8, 8)}, 100)
+
+
+def test_a_residual_of_full_rank_gives_the_weight_back():
+    weight, hessian = problem()
+    factors = compensate(weight, torch.zeros_like(weight), hessian, 12)
+    torch.testing.assert_close(factors.product(), weight, rtol=1e-3, atol=1e-3)
+
+
+def test_passes_only_improve_and_beat_codes_alone():
+    weight, hessian = problem(24, 32)
+    spec = GridSpec(4, 32, True, torch.float32)
+
+    def quantizer(left):
+        return gptq.quantize_weight(left, hessian, spec)
+
+    errors = []
+    for passes in (1, 2, 4):
+        codes, factors = quantize_with_residual(weight, hessian, 2, quantizer, passes=passes)
+        left = weight - codes.dequantize() - factors.product()
+        errors.append(output_error(left, hessian))
+    alone = output_error(weight - quantizer(weight).dequantize(), hessian)
+    assert errors[0] < alone
+    assert errors[0] >= errors[1] >= errors[2]
+    assert errors[2] < errors[0]
+
+
+def test_a_hessian_with_nan_is_refused():
+    weight, hessian = problem()
+    hessian[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        whiten(weight, hessian)
