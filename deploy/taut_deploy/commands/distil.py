@@ -40,7 +40,7 @@ def distil(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE of a setting (see docs/compression.md); repeat."),
+        typer.Option("--set", help="NAME=VALUE of a setting (deploy/README.md); repeat."),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")

@@ -103,10 +103,15 @@ class LowRank(nn.Module):
 
     def right_inverse(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return factors [N, r] and [r, K], of one size, whose product is nearest to a weight."""
-        left, values, right = torch.linalg.svd(weight.float(), full_matrices=False)
-        root = values[: self._rank].sqrt()
-        factors = (left[:, : self._rank] * root, root[:, None] * right[: self._rank])
-        return factors[0].contiguous(), factors[1].contiguous()
+        # By the eigenvectors of the smaller Gram matrix, which a GPU finds much sooner than an SVD.
+        wide = weight.double()
+        tall = wide.shape[0] >= wide.shape[1]
+        gram = wide.T @ wide if tall else wide @ wide.T
+        basis = torch.linalg.eigh(gram).eigenvectors[:, -self._rank :]
+        left, right = (wide @ basis, basis.T) if tall else (basis, basis.T @ wide)
+        norms = left.norm(dim=0) / right.norm(dim=1).clamp(min=1e-30)
+        root = norms.clamp(min=1e-30).sqrt()
+        return (left / root).float().contiguous(), (right * root[:, None]).float().contiguous()
 
 
 class TokenRounding:
