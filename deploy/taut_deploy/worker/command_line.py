@@ -2,7 +2,7 @@
 
 import sys
 
-from taut_deploy.worker import WorkerSpec
+from taut_deploy.worker.spec import WorkerSpec
 
 
 def worker_command(spec: WorkerSpec) -> tuple[str, ...]:

@@ -9,8 +9,7 @@ import pytest
 
 from taut_deploy import cli
 from taut_deploy.commands import worker as command
-from taut_deploy.worker import WorkerSpec
-from taut_deploy.worker_command import worker_command
+from taut_deploy.worker import WorkerSpec, worker_command
 
 SPECS = {
     "all left open": WorkerSpec(Path("m")),
