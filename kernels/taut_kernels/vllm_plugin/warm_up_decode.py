@@ -15,6 +15,7 @@ from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import padded_dim
 from taut_kernels.attention.cache_write import op as cache_write
 from taut_kernels.attention.decode import op as decode
+from taut_kernels.attention.decode.cut import lengths_read, row_blocks
 from taut_kernels.attention.tiles import DecodeTile
 from taut_kernels.launch import early_start, launcher
 from taut_kernels.launch.compile_ahead import warmed_up
@@ -57,7 +58,7 @@ def _bounded_launches(
     it is divided, and whether one sequence starts early, where that context does.
     """
     kind = (launcher.gpu_name(device), padded_dim(form.head_dim), form.cache_dtype.itemsize)
-    blocks, _ = decode.row_blocks(form.heads // form.kv_heads)
+    blocks, _ = row_blocks(form.heads // form.kv_heads)
     units = launcher.multiprocessors(device)
     found: dict[tuple[Any, ...], tuple[DecodeTile, int, int, int, int]] = {}
     for count in range(1, sequences + 1):
@@ -67,7 +68,7 @@ def _bounded_launches(
         for longest in (1, *ends, *(end + 1 for end in ends), 2**20):
             cut = attention_tiles.bounded_decode(*kind, pairs, longest, units, count)
             tile, splits, shares = cut
-            block = decode.lengths_read(count) if shares else 0
+            block = lengths_read(count) if shares else 0
             starts = decode.early_starts(count, longest, device)
             key = (tile.keys, tile.num_warps, tile.num_stages, splits > 1, block, starts)
             found.setdefault(key, (*cut, count, longest))

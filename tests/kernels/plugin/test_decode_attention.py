@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from taut_kernels.attention import tiles as attention_tiles
+from taut_kernels.attention.decode import cut
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode import reference as decode_reference
 from taut_kernels.testing import assert_within_budget
@@ -241,7 +242,7 @@ def test_a_grid_for_the_longest_context_is_bounded() -> None:
 
 
 def test_blocks_of_lengths_are_few_and_fit() -> None:
-    blocks = [decode.lengths_read(count) for count in range(1, attention_tiles.MOST_LENGTHS + 1)]
+    blocks = [cut.lengths_read(count) for count in range(1, attention_tiles.MOST_LENGTHS + 1)]
     assert all(block >= count for count, block in enumerate(blocks, 1))
     assert blocks == sorted(blocks)
     assert len({*blocks}) <= 3

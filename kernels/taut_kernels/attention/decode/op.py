@@ -43,7 +43,8 @@ import torch
 
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import padded_dim
-from taut_kernels.attention.cache_arguments import EIGHT_BIT, check, check_arrivals, check_scale
+from taut_kernels.attention.cache_arguments import check, check_arrivals, check_scale
+from taut_kernels.attention.decode.cut import launch_constants, lengths_read, row_blocks
 from taut_kernels.attention.decode.kernel import paged_decode_kernel
 from taut_kernels.attention.decode.reference import paged_decode_ref
 from taut_kernels.attention.tiles import DecodeTile
@@ -52,14 +53,6 @@ from taut_kernels.launch.autocast import without_autocast
 
 _paged_decode = launcher.Launcher(paged_decode_kernel)
 _LOG2_E = 1.4426950408889634
-_BLOCK_M = 16
-"""Rows of the least product of tensor cores; more would spill registers."""
-_MERGED_ELEMENTS = 2048
-"""Of the parts of all splits, how many each warp of the last program reads at once: 64 a thread, in
-registers that its loop needs no more."""
-_MOST_MERGED = 32
-"""Parts at once at most: instructions are written out for each."""
-
 STARTS_NEXT_FROM = 9
 """Fewest sequences of a launch, of those that start early at all, that lets the kernel behind start
 while its last programs run (sm_90): only one launched to do so and to wait inside does. With fewer
@@ -68,9 +61,6 @@ EARLY_SEQUENCES = 16
 EARLY_KEYS = 4096
 """Most sequences of a launch that starts before the kernel in front has ended, and most keys of one
 that is alone: with more its own programs would take their places unevenly."""
-
-_LENGTHS = (64, 256, attention_tiles.MOST_LENGTHS)
-"""What a batch's size is rounded up to where programs read all lengths: each a form."""
 
 
 def make_arrivals(
@@ -111,19 +101,6 @@ class Settings(NamedTuple):
     scale: float
 
 
-def row_blocks(rows: int) -> tuple[int, int]:
-    """Divide the query rows of a key head among programs, at most 16 to each.
-
-    Args:
-        rows: query heads a key head × queries a sequence.
-
-    Returns:
-        Programs, and rows of each.
-    """
-    blocks = -(-rows // _BLOCK_M)
-    return blocks, -(-rows // blocks)
-
-
 def _words(cache: torch.Tensor, name: str) -> torch.Tensor:
     """Return 8-bit elements in pairs, as one int16 each; 16-bit ones as they are."""
     if cache.element_size() != 1:
@@ -132,13 +109,6 @@ def _words(cache: torch.Tensor, name: str) -> torch.Tensor:
     if cache.storage_offset() % 2:
         raise ValueError(f"{name} must start at an even element: pairs are read as one word")
     return cache.view(torch.int16)
-
-
-def has_conversion(cache: torch.Tensor) -> bool:
-    """Say whether this device turns the cache's elements into fp16 by inline assembly."""
-    if cache.is_cpu or cache.element_size() != 1:
-        return False
-    return cache.dtype == torch.int8 or launcher.capability(cache.device) >= (8, 9)
 
 
 def early_starts(sequences: int, keys: int, device: torch.device) -> tuple[bool, bool]:
@@ -153,55 +123,6 @@ def early_starts(sequences: int, keys: int, device: torch.device) -> tuple[bool,
         return False, False
     early = sequences <= EARLY_SEQUENCES and (sequences > 1 or keys <= EARLY_KEYS)
     return sequences >= STARTS_NEXT_FROM, early
-
-
-def launch_constants(
-    tile: DecodeTile,
-    cache: torch.Tensor,
-    queries: int,
-    heads: int,
-    window: bool,
-    splits: int,
-    block_b: int = 0,
-    starts: tuple[bool, bool] = (False, False),
-) -> dict[str, Any]:
-    """Return the kernel's constants but for those of scales and strides.
-
-    Args:
-        tile: how to cut the work.
-        cache: keys or values, [pages, page size, Hk, D].
-        queries: of a sequence.
-        heads: query heads.
-        window: whether keys are limited to one.
-        splits: programs a sequence and head.
-        block_b: of :func:`lengths_read` in a launch in shares, else 0.
-        starts: of :func:`early_starts`.
-    """
-    dim, group = cache.shape[3], heads // cache.shape[2]
-    padded = padded_dim(dim)
-    _, rows = row_blocks(queries * group)
-    block_r = 1 << (rows - 1).bit_length()
-    merged = _MERGED_ELEMENTS * tile.num_warps // (block_r * padded)
-    return {
-        "FORMAT": EIGHT_BIT.get(cache.dtype, "16 bit"),
-        "ASM": has_conversion(cache),
-        "QUERIES": queries,
-        "GROUP": group,
-        "D": dim,
-        "BLOCK_D": padded,
-        "PAGE": cache.shape[1],
-        "WINDOW": window,
-        "SPLIT": splits > 1 or block_b > 0,
-        "BLOCK_B": block_b,
-        "ROWS": rows,
-        "BLOCK_M": _BLOCK_M,
-        "BLOCK_R": block_r,
-        "UNROLL": max(1, min(_MOST_MERGED, merged)),
-        "KEYS": tile.keys,
-        "WARPS": tile.num_warps,
-        "STARTS_NEXT": starts[0],
-        "EARLY": starts[1],
-    }
 
 
 def load(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> tuple[int, int, int]:
@@ -231,15 +152,6 @@ def tile_of(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> Decod
     kind = attention_tiles.load_of(*load(q, k_cache, settings))
     gpu, dim = launcher.gpu_name(q.device), padded_dim(q.shape[3])
     return attention_tiles.decode(gpu, dim, k_cache.element_size(), kind)
-
-
-def lengths_read(sequences: int) -> int:
-    """Return for how many lengths the form of a launch in shares has room.
-
-    Args:
-        sequences: of the batch, at most :data:`attention_tiles.MOST_LENGTHS`.
-    """
-    return next(block for block in _LENGTHS if block >= sequences)
 
 
 def _workspace(
