@@ -49,6 +49,7 @@ class Faults:
     metrics: bytes | None = None
     golden_status: int = 200
     chunk: int | None = None
+    counts_streams: bool = True
 
 
 @dataclass
@@ -249,7 +250,7 @@ class Conversation(asyncio.Protocol):
             return
         chat, named = "chat" in path, {"id": "x", "model": body.get("model")}
         options = body.get("stream_options") or {}
-        counted = options.get("include_usage")
+        counted = faults.counts_streams and options.get("include_usage")
         for number in range(1, faults.tokens + 1):
             part = {**named, "choices": [text_of([faults.token], chat, streamed=True)]}
             if counted and options.get("continuous_usage_stats"):

@@ -99,7 +99,6 @@ BAD_BODIES: dict[str, bytes] = {
     "invalid UTF-8": b'{"model":"m","prompt":"\xff\xfe"}',
     "overlong UTF-8": b'{"model":"m","prompt":"\xc0\xaf"}',
     "UTF-16": '{"model":"m","prompt":"a"}'.encode("utf-16"),
-    "UTF-8 with BOM": b"\xef\xbb\xbf" + BODY,
     "lone surrogate": b'{"model":"m","prompt":"\\ud800"}',
     "NaN": b'{"model":"m","prompt":"a","temperature":NaN}',
     "cut short": BODY[:-1],
