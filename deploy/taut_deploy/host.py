@@ -1,4 +1,4 @@
-"""How reports name this machine."""
+"""How reports name this machine and its card."""
 
 from __future__ import annotations
 
@@ -14,3 +14,10 @@ def cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
+
+
+def gpu_name() -> str | None:
+    """Return the first card's name, None without CUDA. Imports torch."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 from tiny_models import write_llama
 
-from taut_deploy import worker
 from taut_deploy.cache import CachePlace, open_cache, place
-from taut_deploy.worker import WorkerSpec
+from taut_deploy.worker import WorkerSpec, launch
 
 KEY = "cpu-0123456789abcdef"
 NOBODY = 65534
@@ -224,8 +223,8 @@ def started_with(monkeypatch, spec: WorkerSpec) -> dict[str, str]:
     """The environment that vLLM would get."""
     seen: list[dict[str, str]] = []
     monkeypatch.setenv("TAUT_KERNELS", "prefer")
-    monkeypatch.setattr(worker.os, "execve", lambda _program, _argv, given: seen.append(given))
-    worker.exec_worker(spec)
+    monkeypatch.setattr(launch.os, "execve", lambda _program, _argv, given: seen.append(given))
+    launch.exec_worker(spec)
     return seen[0]
 
 

@@ -19,8 +19,7 @@ from tiny_models import write_llama
 from taut_deploy.cache import place, warm
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.errors import OutputError, WorkerError
-from taut_deploy.worker import WorkerSpec
-from taut_deploy.worker_command import worker_command
+from taut_deploy.worker import WorkerSpec, worker_command
 
 FAKE = Path(__file__).parent / "fake_cache_worker.py"
 TAUT = str(Path(sys.executable).with_name("taut"))

@@ -25,8 +25,9 @@ from tiny_models import (
 
 from taut_deploy import cli
 from taut_deploy.checkpoint import read_manifest
-from taut_deploy.commands import doctor
 from taut_deploy.compress import driver
+from taut_deploy.diagnose import facts as machine_facts
+from taut_deploy.diagnose import layers
 from taut_deploy.errors import TautError
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
@@ -158,12 +159,12 @@ def test_doctor_judges_layers_as_vllm_fuses_them(monkeypatch):
         "b.gate_proj": (16, 4096),
         "b.up_proj": (16, 4096),
     }
-    layers = [{"name": name, "group_size": 128} for name in shapes]
-    manifest = SimpleNamespace(scheme="W4A16", layers=layers)
-    monkeypatch.setattr(doctor, "_gpu", lambda: "NVIDIA H200")
-    monkeypatch.setattr(doctor, "_layer_shapes", lambda _: shapes)
+    entries = [{"name": name, "group_size": 128} for name in shapes]
+    manifest = SimpleNamespace(scheme="W4A16", layers=entries)
+    monkeypatch.setattr("taut_deploy.host.gpu_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(layers, "_layer_shapes", lambda _: shapes)
     monkeypatch.delenv("TAUT_KERNELS", raising=False)
-    choices = {(n, k): rest for n, k, *rest in doctor._kernel_choices(Path("c"), manifest)}
+    choices = {(n, k): rest for n, k, *rest in layers.kernels_of_checkpoint(Path("c"), manifest)}
     assert set(choices) == {(6144, 4096), (4096, 4096), (28672, 4096), (32, 4096)}
     assert choices[6144, 4096] == ["taut::w4a16_gemm", ""]
     kernel, remark = choices[28672, 4096]
@@ -177,14 +178,14 @@ def test_doctor_judges_layers_as_vllm_fuses_them(monkeypatch):
 
 def _choices(monkeypatch, scheme, shapes, gpu, mode=None, capability=(9, 0), suited=False):
     """What doctor says of layers on a card: N × K → kernel and remark."""
-    monkeypatch.setattr("taut_deploy.unasked.suits_fused_ops", lambda *_: suited)
-    layers = [{"name": name, "group_size": 128 if scheme == "W4A16" else None} for name in shapes]
-    monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
-    monkeypatch.setattr(doctor, "_layer_shapes", lambda _: shapes)
+    monkeypatch.setattr("taut_deploy.diagnose.default_kernels.suits_fused_ops", lambda *_: suited)
+    entries = [{"name": name, "group_size": 128 if scheme == "W4A16" else None} for name in shapes]
+    monkeypatch.setattr("taut_deploy.host.gpu_name", lambda: gpu)
+    monkeypatch.setattr(layers, "_layer_shapes", lambda _: shapes)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     monkeypatch.setenv("TAUT_KERNELS", mode or "")
-    manifest = SimpleNamespace(scheme=scheme, layers=layers)
-    return {(n, k): rest for n, k, *rest in doctor._kernel_choices(Path("c"), manifest)}
+    manifest = SimpleNamespace(scheme=scheme, layers=entries)
+    return {(n, k): rest for n, k, *rest in layers.kernels_of_checkpoint(Path("c"), manifest)}
 
 
 def test_doctor_says_which_calls_of_an_int8_layer_are_ours(monkeypatch):
@@ -252,16 +253,16 @@ UNASKED = "for Llama, Mistral and Qwen in W4A16 and 8 bits; for others with"
     ],
 )
 def test_doctor_says_who_uses_fused_ops(gpu, found, monkeypatch):
-    monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
+    monkeypatch.setattr("taut_deploy.host.gpu_name", lambda: gpu)
     monkeypatch.setenv("TAUT_KERNELS", "prefer")
-    assert found in doctor._fused_ops()
+    assert found in machine_facts.fused_ops()
 
 
 def test_doctor_says_that_fused_ops_have_to_be_asked_for_where_no_engine_was_measured(monkeypatch):
-    monkeypatch.setattr(doctor, "_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr("taut_deploy.host.gpu_name", lambda: "NVIDIA H200")
     monkeypatch.setenv("TAUT_KERNELS", "prefer")
     monkeypatch.setattr(fused_ops, "_ENGINES_MEASURED", frozenset())
-    assert "norms and quantisation: with taut worker --fused-ops" in doctor._fused_ops()
+    assert "norms and quantisation: with taut worker --fused-ops" in machine_facts.fused_ops()
 
 
 @pytest.mark.parametrize(
@@ -451,7 +452,7 @@ def test_help_names_every_option_in_full_on_a_narrow_terminal(room, command):
 def test_doctor_reads_a_checkpoint_s_zero_points(room):
     checkpoint = room / "checkpoint"
     config = json.loads((checkpoint / "config.json").read_text())
-    found = doctor._manifest_layers(checkpoint, read_manifest(checkpoint), config).values()
+    found = layers.manifest_layers(checkpoint, read_manifest(checkpoint), config).values()
     (group,) = config["quantization_config"]["config_groups"].values()
     zero_points = not group["weights"]["symmetric"]
     schemes = {(scheme.name, scheme.group_size, scheme.zero_points) for _, _, scheme in found}

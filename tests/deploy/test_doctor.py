@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from taut_deploy import layer_shapes
-from taut_deploy.commands import doctor
+from taut_deploy.diagnose import layer_shapes, layers
+from taut_deploy.diagnose.layer_schemes import DENSE, read_quantization
+from taut_deploy.diagnose.layer_shapes import StoredLayer
 from taut_deploy.errors import ModelError
-from taut_deploy.layer_schemes import DENSE, read_quantization
-from taut_deploy.layer_shapes import StoredLayer
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
 
@@ -65,7 +64,7 @@ def card(monkeypatch):
     """Puts a card in the machine, or takes it out."""
 
     def put(gpu: str | None, mode: str = "", capability: tuple[int, int] = (9, 0)) -> None:
-        monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
+        monkeypatch.setattr("taut_deploy.host.gpu_name", lambda: gpu)
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
         monkeypatch.setenv("TAUT_KERNELS", mode)
 
@@ -81,7 +80,7 @@ def explain(tmp_path):
         config = LLAMA_8B | changes
         config |= {} if quantization is None else {"quantization_config": quantization}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        rows = doctor._explain(tmp_path)["layers"]
+        rows = layers.explain(tmp_path)["layers"]
         return {row["shape"]: (row["kernel"], row["reason"]) for row in rows}
 
     return explained
@@ -297,14 +296,14 @@ def test_what_config_json_does_not_tell_is_not_judged(case, card, explain):
 
 def test_an_unknown_method_is_not_judged(card, explain, tmp_path):
     assert explain({"quant_method": "bitsandbytes", "load_in_4bit": True}) == {}
-    said = doctor._explain(tmp_path)["checkpoint"]
+    said = layers.explain(tmp_path)["checkpoint"]
     assert said["scheme"] == "unknown (bitsandbytes)"
     assert said["layers"].startswith("not judged: quant_method 'bitsandbytes' is none of awq, ")
 
 
 def test_sizes_of_another_family_are_not_guessed(card, explain, tmp_path):
     assert explain(GPTQ, model_type="deepseek_v3") == {}
-    said = doctor._explain(tmp_path)["checkpoint"]
+    said = layers.explain(tmp_path)["checkpoint"]
     assert said["layers"].startswith("not judged: no safetensors here")
     assert "'deepseek_v3'" in said["layers"]
 
@@ -381,7 +380,7 @@ def test_stored_layers_are_judged_by_what_is_stored(card, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     config = {"model_type": "other", "quantization_config": GPTQ | {"group_size": 32}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    facts = doctor._explain(tmp_path)
+    facts = layers.explain(tmp_path)
     assert facts["checkpoint"]["layers"] == "read from the safetensors' headers"
     assert facts["checkpoint"]["scheme"] == "W4A16 (gptq)"
     assert {(row["shape"], row["kernel"]) for row in facts["layers"]} == {
@@ -429,7 +428,7 @@ def test_a_directory_that_cannot_be_read_is_one_line(case, tmp_path):
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError) as caught:
-        doctor._explain(tmp_path)
+        layers.explain(tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -438,7 +437,7 @@ def test_a_damaged_shard_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     (tmp_path / "model.safetensors").write_bytes(b"version https://git-lfs")
     with pytest.raises(ModelError, match=r"model\.safetensors: missing or damaged"):
-        doctor._explain(tmp_path)
+        layers.explain(tmp_path)
 
 
 def test_the_entry_is_found_where_vllm_finds_it():

@@ -7,13 +7,13 @@ import os
 import pytest
 from tiny_models import edit_json, write_llama
 
+from taut_deploy.diagnose.default_kernels import config_of
 from taut_deploy.documents import parse_json, parse_yaml, read_json
 from taut_deploy.errors import ModelError, RecipeError, TautError
 from taut_deploy.models.directory import read_config, read_shape
 from taut_deploy.models.store import read_record
 from taut_deploy.recipe import parse_recipe
 from taut_deploy.serve.settings import load_serve_settings
-from taut_deploy.unasked import config_of
 from taut_deploy.validate.policy import load_policy
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -23,12 +23,12 @@ import yaml
 from tiny_models import write_llama
 
 from taut_deploy.checkpoint import MANIFEST, Golden, Manifest, read_manifest, seal
+from taut_deploy.diagnose.default_kernels import config_of, suits_decode_attention, suits_fused_ops
 from taut_deploy.errors import CheckpointError, ModelError, TautError
 from taut_deploy.models.directory import read_shape
 from taut_deploy.recipe import load_recipe
 from taut_deploy.serve.provenance import provenance_of
 from taut_deploy.serve.settings import load_serve_settings
-from taut_deploy.unasked import config_of, suits_decode_attention, suits_fused_ops
 from taut_deploy.validate.policy import load_policy
 
 CASES = int(os.environ.get("TAUT_FUZZ_CASES", "300"))

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from tiny_models import write_llama
 
-from taut_deploy import worker
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.commands import worker as worker_command
 from taut_deploy.errors import CheckpointError, ModelError, WorkerError
 from taut_deploy.models.store import RECORD_FILE, describe_directory
-from taut_deploy.worker import WorkerSpec, build_command, check_int8, check_kernels, verify_model
+from taut_deploy.worker import WorkerSpec, command_for, engine_options, launch
+from taut_deploy.worker import asked_for as asked_for_option
+from taut_deploy.worker.checks import check_int8, check_kernels, verify_model
+from taut_deploy.worker.command import build_command
 
 CHECKPOINT = Path("checkpoint")
 
@@ -273,7 +275,7 @@ def on_card(monkeypatch, name):
 
 
 def test_fused_ops_that_cannot_run_here_are_refused_with_the_reason(monkeypatch):
-    options = partial(worker.fused_engine_options, suited=False)
+    options = partial(engine_options.fused_engine_options, suited=False)
     assert options(False, "off") == {}
     on_card(monkeypatch, None)
     with pytest.raises(WorkerError, match=r"^--fused-ops: no CUDA device"):
@@ -304,7 +306,7 @@ def test_fused_ops_are_used_unasked_where_engines_were_measured(
     monkeypatch, card, mode, asked, suited, used
 ):
     on_card(monkeypatch, card)
-    found = worker.fused_engine_options(asked, mode, suited=suited)
+    found = engine_options.fused_engine_options(asked, mode, suited=suited)
     assert bool(found) is used
 
 
@@ -329,7 +331,7 @@ def test_decode_attention_and_flags_that_would_undo_it_do_not_go_together(flag):
 
 
 def test_decode_attention_that_cannot_run_here_is_refused_with_the_reason(monkeypatch):
-    options = partial(worker.attention_engine_options, suited=False)
+    options = partial(engine_options.attention_engine_options, suited=False)
     assert options(False, "off") == {}
     on_card(monkeypatch, None)
     with pytest.raises(WorkerError, match=r"^--decode-attention: no CUDA device"):
@@ -344,7 +346,7 @@ def test_decode_attention_that_cannot_run_here_is_refused_with_the_reason(monkey
 
 
 def test_an_option_is_asked_for_refused_or_left_open():
-    asked_for = partial(worker.asked_for, "fused-ops")
+    asked_for = partial(asked_for_option, "fused-ops")
     assert asked_for(given=True, refused=False) is True
     assert asked_for(given=False, refused=True) is False
     assert asked_for(given=False, refused=False) is None
@@ -368,7 +370,7 @@ def test_decode_attention_is_used_unasked_where_it_was_measured(
     monkeypatch, card, mode, asked, suited, used
 ):
     on_card(monkeypatch, card)
-    found = worker.attention_engine_options(asked, mode, suited=suited)
+    found = engine_options.attention_engine_options(asked, mode, suited=suited)
     assert found == (ATTENTION if used else {})
 
 
@@ -398,7 +400,7 @@ def test_unasked_for_plain_attention_of_which_nobody_chose_the_backend(
 ):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    assert worker._suited(WorkerSpec(tmp_path, **change))[1] is suits
+    assert engine_options.suited_options(WorkerSpec(tmp_path, **change))[1] is suits
 
 
 def config_in_8_bits(kind="llama", weights=None, activations=None):
@@ -467,7 +469,7 @@ def test_fused_ops_suit_w4a16_and_8_bits_on_one_card_that_nobody_compiles_otherw
     tmp_path, config, extra, suits
 ):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert worker._suited(WorkerSpec(tmp_path, extra=extra))[0] is suits
+    assert engine_options.suited_options(WorkerSpec(tmp_path, extra=extra))[0] is suits
 
 
 def test_what_suits_a_model_becomes_arguments_of_vllm(monkeypatch, tmp_path):
@@ -475,17 +477,17 @@ def test_what_suits_a_model_becomes_arguments_of_vllm(monkeypatch, tmp_path):
     on_card(monkeypatch, "NVIDIA H200")
     (tmp_path / "config.json").write_text(json.dumps(config_in_8_bits()))
     spec = WorkerSpec(tmp_path, max_model_len=64)
-    argv = worker.command_for(spec, None, "cuda").argv
+    argv = command_for(spec, None, "cuda").argv
     assert "--ir-op-priority" in argv and "--attention-backend" in argv
-    argv = worker.command_for(replace(spec, fused_ops=False), None, "cuda").argv
+    argv = command_for(replace(spec, fused_ops=False), None, "cuda").argv
     assert "--ir-op-priority" not in argv and "--attention-backend" in argv
 
 
 def test_a_cpu_s_launcher_does_not_ask_what_suits_a_gpu(monkeypatch):
     """The question imports torch."""
     monkeypatch.setenv("TAUT_KERNELS", "off")
-    monkeypatch.setattr(worker, "_suited", lambda _: pytest.fail("was asked"))
-    found = worker.command_for(WorkerSpec(CHECKPOINT, kernels="off"), manifest(), "cpu")
+    monkeypatch.setattr(engine_options, "suited_options", lambda _: pytest.fail("was asked"))
+    found = command_for(WorkerSpec(CHECKPOINT, kernels="off"), manifest(), "cpu")
     assert "--attention-backend" not in found.argv
 
 
@@ -499,11 +501,11 @@ def test_a_filtered_out_plugin_is_refused_with_the_reason():
 def test_the_worker_becomes_vllm_with_a_key_of_its_own_mode(tmp_path, monkeypatch):
     """``off`` and ``require`` must not share vLLM's compile cache."""
     started = []
-    monkeypatch.setattr(worker.os, "execve", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(launch.os, "execve", lambda *arguments: started.append(arguments))
     monkeypatch.setenv("TAUT_KERNELS", "nonsense")
     model = write_llama(tmp_path / "m", layers=1)
     for mode in ("off", "require"):
-        worker.exec_worker(WorkerSpec(model, kernels=mode))
+        launch.exec_worker(WorkerSpec(model, kernels=mode))
     for (program, argv, environment), mode in zip(started, ("off", "require"), strict=True):
         assert program == argv[0] == sys.executable
         config = json.loads(argv[argv.index("--additional-config") + 1])
@@ -530,7 +532,7 @@ def test_a_checkpoint_is_verified_before_anything_starts(tmp_path):
     assert verify_model(model) is not None
     (model / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"config\.json: its sha256 differs"):
-        worker.exec_worker(WorkerSpec(model))
+        launch.exec_worker(WorkerSpec(model))
 
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path):

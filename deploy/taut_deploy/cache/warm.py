@@ -22,8 +22,7 @@ from taut_deploy.files import disk_errors_named, write_json_atomically
 from taut_deploy.ports import free_port
 from taut_deploy.serve.one_worker import ask_one_worker
 from taut_deploy.serve.process import ChildSpec
-from taut_deploy.worker import LOOPBACK, WorkerSpec, command_for, installed_platform
-from taut_deploy.worker_command import worker_command
+from taut_deploy.worker import LOOPBACK, WorkerSpec, command_for, installed_platform, worker_command
 
 Say = Callable[[str], None]
 

@@ -19,8 +19,7 @@ from taut_deploy.models.remote_code import FLAG
 from taut_deploy.serve.prepare import ServedModel, gateway_configuration
 from taut_deploy.serve.process import ChildSpec, SupervisedProcess
 from taut_deploy.serve.settings import ServeSettings
-from taut_deploy.worker import WorkerSpec
-from taut_deploy.worker_command import worker_command
+from taut_deploy.worker import WorkerSpec, worker_command
 
 Say = Callable[[str], None]
 

@@ -33,8 +33,7 @@ from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob, Verdict
 from taut_deploy.validate.server_source import ServerConnection, ServerSource, is_url
 from taut_deploy.validate.side_by_side import Source, compare_sources
-from taut_deploy.worker import LOOPBACK, WorkerSpec, installed_platform
-from taut_deploy.worker_command import worker_command
+from taut_deploy.worker import LOOPBACK, WorkerSpec, installed_platform, worker_command
 
 METRIC = "served_kl"
 SEQUENCES = 4

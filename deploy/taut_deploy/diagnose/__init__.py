@@ -1,0 +1,1 @@
+"""What is installed here, which kernel serves each layer of a model, and why."""

