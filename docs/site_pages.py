@@ -24,7 +24,7 @@ _REFERENCE = {
 }
 _MODULES = {
     "service": ("errors.py", "config/settings/"),
-    "deploy": ("recipe.py", "checkpoint.py", "compress/"),
+    "deploy": ("recipe/", "checkpoint.py", "compress/"),
 }
 
 

@@ -83,8 +83,10 @@ class Manifest:
 
     Args:
         name: public model name.
-        scheme: ``W8A8``, ``W4A16``, or ``none`` for an uncompressed copy.
-        bits: bits per weight of quantised layers.
+        scheme: of all quantised layers (``W8A8``, ``W4A16``, …); ``mixed`` where they differ, which
+            each layer's report then says; ``dense`` where none is quantised; ``none`` for an
+            uncompressed copy.
+        bits: bits per weight of quantised layers, the mean where they differ.
         recipe: the recipe as run, defaults filled in.
         recipe_hash: hash of what changes the result.
         base_model: name, digest and source of the model that was compressed.
@@ -103,7 +105,7 @@ class Manifest:
 
     name: _PublicName
     scheme: _Scheme
-    bits: Annotated[int, Field(ge=1, le=64)]
+    bits: Annotated[int, Field(ge=1, le=64)] | Annotated[float, Field(ge=1, le=64)]
     recipe: dict[str, Any]
     recipe_hash: str
     base_model: dict[str, str]

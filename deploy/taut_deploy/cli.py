@@ -12,6 +12,7 @@ from taut_deploy.commands import (
     bench,
     cache,
     compress,
+    distil,
     doctor,
     explain,
     memory,
@@ -20,6 +21,7 @@ from taut_deploy.commands import (
     profile,
     roofline,
     serve,
+    shrink,
     validate,
     worker,
 )
@@ -36,6 +38,8 @@ app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.command()(compress.compress)
+app.command()(distil.distil)
+app.command()(shrink.shrink)
 app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(serve.serve)

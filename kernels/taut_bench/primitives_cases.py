@@ -24,7 +24,7 @@ from taut_kernels.primitives import (
     transposition,
 )
 from taut_kernels.primitives.conv2d_launch import Window
-from taut_kernels.primitives.variants import RESNET_LAYERS
+from taut_kernels.primitives.conv2d_tiles import RESNET_LAYERS
 
 PARTS = ("gemm", "transpose", "conv2d", "pool", "reduction")
 Call = Callable[[int], torch.Tensor]

@@ -16,6 +16,8 @@ scaled_mm_op,                 likewise for layers of 8 bits
 block_scaled_mm_op
 OP_CASES, from_op, Subject,   what an instrument looks at: an op of ours, a function or a model
 from_reference, …
+linear_kl,                    losses of training whose logits never exist as a whole
+linear_cross_entropy
 ceilings, roofline, …         the instruments
 ============================  =====================================================================
 """
@@ -45,6 +47,10 @@ if TYPE_CHECKING:
     )
     from taut_kernels.instruments.subject import from_reference as from_reference
     from taut_kernels.instruments.subject import resolve_device as resolve_device
+    from taut_kernels.loss.linear_cross_entropy import (
+        linear_cross_entropy as linear_cross_entropy,
+    )
+    from taut_kernels.loss.linear_kl import linear_kl as linear_kl
     from taut_kernels.vllm_plugin import MODE_VARIABLE as MODE_VARIABLE
     from taut_kernels.vllm_plugin import block_scaled_mm_op as block_scaled_mm_op
     from taut_kernels.vllm_plugin import cache_key as cache_key
@@ -71,6 +77,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
         "from_reference",
         "resolve_device",
     ),
+    "loss.linear_cross_entropy": ("linear_cross_entropy",),
+    "loss.linear_kl": ("linear_kl",),
     "vllm_plugin": ("MODE_VARIABLE", "cache_key", "requested_mode"),
     "vllm_plugin.decode_attention": ("ELEMENT_BYTES",),
     "vllm_plugin.fused_ops": ("used_unasked", "why_not_fused_ops"),

@@ -74,7 +74,7 @@ def _ptx(variant: Any, target: str) -> str:
     gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     with variant.assembler():
         try:
-            triton.compile(aot._source(variant), target=gpu, options=variant.options)
+            triton.compile(aot.source_of(variant), target=gpu, options=variant.options)
         except _Stop:
             return found[0]
     raise RuntimeError(f"{variant.label}: no PTX")

@@ -13,6 +13,7 @@ from pathlib import Path
 from taut_service.admit.hash_key import hash_key
 from taut_service.admit.key_file import read_keys
 from taut_service.config.settings import Settings, SettingsError, load_settings
+from taut_service.config.worker_keys import read_worker_keys
 from taut_service.http.tls import ServerTls
 
 logger = logging.getLogger("taut_service")
@@ -52,6 +53,7 @@ def _check_files(settings: Settings) -> None:
     """Read what the configuration points at; raises SettingsError."""
     if settings.api_keys_file is not None:
         read_keys(settings.api_keys_file)
+    read_worker_keys(settings)
     if settings.listen.tls is not None:
         ServerTls(settings.listen.tls)
     if settings.rate_limits.redis is not None:

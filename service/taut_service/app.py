@@ -28,6 +28,7 @@ from taut_service.route.fleet import Fleet
 from taut_service.route.gateway import Gateway
 from taut_service.watch.access_log import AccessLog
 from taut_service.watch.drain import Drain
+from taut_service.watch.key_usage import KeyUsage
 from taut_service.watch.metrics import Metrics
 from taut_service.watch.readings import read_admission, read_discovery, read_drain, read_workers
 from taut_service.watch.tracing import Tracing
@@ -40,6 +41,7 @@ class _Parts:
     """What lives as long as the process."""
 
     metrics: Metrics
+    usage: KeyUsage
     admission: Admission
     keys: ApiKeys
     limiter: RateLimiter
@@ -79,13 +81,14 @@ def create_app(
         create_api(
             parts.reloader, parts.drain, parts.metrics, _lifespan_of(parts, times.first_look_s)
         ),
-        {route.path: route for route in ROUTES},
+        {path: route for route in ROUTES for path in (route.path, route.path + "/")},
         Gateway(parts.reloader, parts.admission, parts.metrics),
         parts.reloader,
         parts.keys,
         parts.limiter,
         parts.drain,
         parts.metrics,
+        parts.usage,
         parts.access_log,
         parts.tracing,
     )
@@ -98,6 +101,7 @@ def _build_parts(
     settings: Settings, path: Path | None, probe_times: ProbeTimes, log_stream: TextIO
 ) -> _Parts:
     metrics = Metrics()
+    usage = KeyUsage(metrics.families, settings.metrics.max_keys)
     admission = Admission(settings)
     keys = ApiKeys(settings)
     fleet = Fleet(probe_times, metrics.retries["stale"].inc)
@@ -107,6 +111,7 @@ def _build_parts(
     log = settings.access_log
     return _Parts(
         metrics=metrics,
+        usage=usage,
         admission=admission,
         keys=keys,
         limiter=RateLimiter(
@@ -137,6 +142,7 @@ def _connect(parts: _Parts, settings: Settings) -> None:
     routes = [route.name for route in ROUTES]
     metrics.apply(settings.models, routes)
     reloader.on_change(lambda generation: metrics.apply(generation.settings.models, routes))
+    reloader.on_change(lambda generation: parts.usage.follow(generation.settings))
     reloader.on_change(lambda generation: parts.discovery.follow(generation.settings))
 
 
@@ -173,5 +179,13 @@ def _admin_of(parts: _Parts, host: str) -> FastAPI:
     from taut_service.watch.admin import Controls, create_admin
 
     return create_admin(
-        Controls(parts.reloader, parts.admission, parts.discovery, parts.drain, parts.keys, host)
+        Controls(
+            reloader=parts.reloader,
+            admission=parts.admission,
+            discovery=parts.discovery,
+            drain=parts.drain,
+            keys=parts.keys,
+            usage=parts.usage,
+            host=host,
+        )
     )

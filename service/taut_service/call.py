@@ -23,6 +23,7 @@ from taut_service.admit.request_checks import (
 from taut_service.errors import Headers
 from taut_service.http.client_exchange import ClientExchange
 from taut_service.http.dialect import ANTHROPIC, OPENAI, RESPONSES, Dialect
+from taut_service.http.rewrite import Rewrite
 from taut_service.http.sse import Usage
 from taut_service.watch.metrics import RouteMetrics
 
@@ -47,6 +48,7 @@ class Route:
         also_required: each of these fields must be given as well.
         dialect: the shape of its errors.
         preamble: events of a stream that a worker sends before it has begun to compute.
+        stream_usage: a worker tells the usage of a stream only if ``stream_options`` ask for it.
     """
 
     path: str
@@ -58,6 +60,7 @@ class Route:
     also_required: tuple[str, ...] = ()
     dialect: Dialect = OPENAI
     preamble: int = 0
+    stream_usage: bool = False
 
 
 ROUTES = (
@@ -67,6 +70,7 @@ ROUTES = (
         COMPLETION_FIELDS,
         ("prompt", "prompt_embeds"),
         "Complete a text prompt; streamed if 'stream' is true",
+        stream_usage=True,
     ),
     Route(
         "/v1/chat/completions",
@@ -74,6 +78,7 @@ ROUTES = (
         CHAT_FIELDS,
         ("messages",),
         "Answer a conversation; streamed if 'stream' is true",
+        stream_usage=True,
     ),
     Route(
         "/v1/responses",
@@ -154,6 +159,7 @@ class Call:
         "request_id",
         "reservation",
         "rest_s",
+        "rewrite",
         "route",
         "span",
         "started",
@@ -190,3 +196,4 @@ class Call:
         self.rest_s = 0.0
         self.span: Span | None = None
         self.usage: Usage | None = None
+        self.rewrite: Rewrite | None = None

@@ -2,8 +2,9 @@
 
 It stores objects as they come, answers discovery for the kinds of the chart, lists, watches, and
 marks Jobs as complete (or failed, for names in ``failing``) and Deployments as available at once.
-No object is validated or defaulted, no controller runs, a server-side apply replaces what is there,
-and deletion is immediate. ``journal`` holds what was made and deleted, in order.
+No object is validated, no controller runs, and deletion is immediate. Server-side apply knows who
+set which field (``field_managers.py``); the number of pods is 1 by default. ``journal`` holds what
+was made and deleted, in order.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import protobuf_secret
 import yaml
+from field_managers import ConflictError, applied, changed_by
 
 Document = dict[str, Any]
 KINDS = {
@@ -33,7 +35,9 @@ KINDS = {
         ("pods", "Pod"),
     ],
     "apps/v1": [("deployments", "Deployment"), ("replicasets", "ReplicaSet")],
+    "autoscaling/v2": [("horizontalpodautoscalers", "HorizontalPodAutoscaler")],
     "batch/v1": [("jobs", "Job")],
+    "storage.k8s.io/v1": [("storageclasses", "StorageClass")],
     "networking.k8s.io/v1": [("networkpolicies", "NetworkPolicy"), ("ingresses", "Ingress")],
     "policy/v1": [("poddisruptionbudgets", "PodDisruptionBudget")],
 }
@@ -41,6 +45,7 @@ PATH = re.compile(
     r"/(?:api|apis)/(?P<api>v1|[\w.-]+/\w+)(?:/namespaces/(?P<ns>[\w-]+))?/(?P<plural>[a-z]+)"
     r"(?:/(?P<name>[\w.-]+))?"
 )
+CLUSTER_WIDE = ("StorageClass",)
 STORAGE = ("Secret",)
 """Where Helm keeps its releases: not in the journal."""
 
@@ -66,12 +71,18 @@ class Store:
             if document["kind"] == "Job" and is_new:
                 _finish(document, fails=document["metadata"]["name"] in self.failing)
             elif document["kind"] == "Deployment":
+                document["spec"].setdefault("replicas", 1)
                 _come_up(document)
             elif not is_new:
                 document.setdefault("status", self.objects[key].get("status", {}))
             self._emit("ADDED" if is_new else "MODIFIED", plural, document)
             self.objects[key] = document
             return document
+
+    def scale(self, name: str, count: int, manager: str = "kubectl") -> None:
+        """What ``kubectl scale`` and autoscalers do to a Deployment."""
+        live = self.objects["deployments", name]
+        self.put("deployments", changed_by(live, manager, ("spec", "replicas"), count))
 
     def delete(self, plural: str, name: str) -> Document | None:
         """Delete an object, if it is there."""
@@ -176,7 +187,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         assert match is not None, self.path
         change = self._body()
         before = self.store.objects.get((match["plural"], match["name"]))
-        if "apply-patch" not in self.headers.get("content-type", "") and before is not None:
+        if "apply-patch" in self.headers.get("content-type", ""):
+            query = parse_qs(urlsplit(self.path).query)
+            force = query.get("force") == ["true"]
+            try:
+                change = applied(before, change, query["fieldManager"][0], force=force)
+            except ConflictError as error:
+                self._status(409, "Conflict", str(error))
+                return
+        elif before is not None:
             change = _merged(before, change)
         self._answer(self.store.put(match["plural"], change))
 
@@ -210,7 +229,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             api = path.removeprefix("/apis/").removeprefix("/api/")
             verbs = ["get", "list", "watch", "create", "patch", "update", "delete"]
             listed = [
-                {"name": plural, "kind": kind, "namespaced": True, "verbs": verbs}
+                {
+                    "name": plural,
+                    "kind": kind,
+                    "namespaced": kind not in CLUSTER_WIDE,
+                    "verbs": verbs,
+                }
                 for plural, kind in KINDS[api]
             ]
             body = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": api}
@@ -254,9 +278,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(raw)
 
-    def _status(self, code: int, reason: str) -> None:
+    def _status(self, code: int, reason: str, message: str = "") -> None:
         body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code}
-        self._answer({**body, "reason": reason, "message": reason}, code)
+        self._answer({**body, "reason": reason, "message": message or reason}, code)
 
     def _missing(self) -> None:
         self._status(404, "NotFound")

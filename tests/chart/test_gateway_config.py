@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from chart_rendering import (
     set_values,
     the,
 )
+from generate import CHART
 
 from taut_service.config.settings import Settings, load_settings
 
@@ -81,7 +84,7 @@ def test_secrets_are_files_that_the_pod_mounts(tmp_path: Path):
         settings.listen.tls.certificate,
         settings.listen.tls.key,
     ]
-    (container,) = the(rendered, "Deployment", "-gateway")["spec"]["template"]["spec"]["containers"]
+    container, _ = the(rendered, "Deployment", "-gateway")["spec"]["template"]["spec"]["containers"]
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     for path in files:
         assert path is not None and str(path.parent) in mounts
@@ -98,13 +101,21 @@ def test_weight_0_stays_0():
     assert weights == {"baseline": 95, "w8a8": 5, "w4a16": 0}
 
 
-def test_a_changed_configuration_rolls_the_gateway_and_no_worker():
+def test_what_a_gateway_reads_once_rolls_the_gateway_and_no_worker():
     before = render(CPU)
-    after = render(changed(CPU, "gateway.config", {"admission": {"max_inflight": 9}}))
+    after = render(changed(CPU, "gateway.config", {"access_log": {"ratio": 0.5}}))
     template = [the(docs, "Deployment", "-gateway")["spec"]["template"] for docs in (before, after)]
     assert template[0] != template[1]
     workers = [the(docs, "Deployment", "-worker-w8a8") for docs in (before, after)]
     assert workers[0] == workers[1]
+
+
+def test_chart_and_gateway_agree_on_what_is_read_once():
+    from taut_service.config.reload import _FIXED
+
+    text = (CHART / "templates" / "_gateway_config.tpl").read_text()
+    (picked,) = re.findall(r'pick \(include "taut.gateway.config" . \| fromYaml\) (.*?) \|', text)
+    assert tuple(json.loads(f"[{picked.replace(' ', ',')}]")) == _FIXED
 
 
 def test_drain_fits_into_the_grace_period():
@@ -120,7 +131,7 @@ def test_drain_fits_into_the_grace_period():
 def test_ports_of_the_file_the_pod_and_the_service_agree():
     rendered = render(CPU)
     config = gateway_config(rendered)
-    (container,) = the(rendered, "Deployment", "-gateway")["spec"]["template"]["spec"]["containers"]
+    container, _ = the(rendered, "Deployment", "-gateway")["spec"]["template"]["spec"]["containers"]
     env = {entry["name"]: entry["value"] for entry in container["env"]}
     assert env["TAUT_ADMIN_PORT"] == str(config["admin"]["port"])
     assert env["TAUT_GATEWAY_PORT"] == str(config["listen"]["port"])

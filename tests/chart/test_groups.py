@@ -116,7 +116,8 @@ def test_topology_queue_network_and_a_store_that_is_only_read():
     rendered = render_set("multi-node-ray")
     group = the(rendered, "LeaderWorkerSet")
     assert group["metadata"]["annotations"] == {
-        "leaderworkerset.sigs.k8s.io/exclusive-topology": "topology.example/rack"
+        "leaderworkerset.sigs.k8s.io/exclusive-topology": "topology.example/rack",
+        "taut/replicas": str(group["spec"]["replicas"]),
     }
     assert group["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "models"
     assert group["spec"]["startupPolicy"] == "LeaderCreated"

@@ -120,7 +120,7 @@ PLACES = [
     (CANARY, "gateway.autoscaling.queuedPerReplica", 0, ("HorizontalPodAutoscaler", "-gateway"),
      "spec.metrics.2", None, pods_metric("queued", "20")),
     (CANARY, "gateway.autoscaling.cpuPercent", 0, ("HorizontalPodAutoscaler", "-gateway"),
-     "spec.metrics.0.type", "Pods", "Resource"),
+     "spec.metrics.0.type", "Pods", "ContainerResource"),
     (GPU, "gateway.autoscaling.queuedPerReplica", 0, ("ScaledObject", "-gateway"),
      "spec.triggers.1", None, trigger_of("queued", "10")),
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Played:
 
     process: subprocess.Popen[bytes]
     container: dict[str, Any]
+    reload: dict[str, Any]
     port: int
     env: dict[str, str]
 
@@ -85,7 +87,8 @@ class Played:
 def played(folder: Path) -> Iterator[Played]:
     """The gateway of the chart; only addresses differ, since there is no cluster here."""
     rendered = render(TWO)
-    (container,) = the(rendered, "Deployment", "-gateway")["spec"]["template"]["spec"]["containers"]
+    pod = the(rendered, "Deployment", "-gateway")["spec"]["template"]["spec"]
+    container, reload = pod["containers"]
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Worker) as worker:
         threading.Thread(target=worker.serve_forever, daemon=True).start()
         config = gateway_config(rendered)
@@ -95,6 +98,7 @@ def played(folder: Path) -> Iterator[Played]:
             variant["discover"]["dns"] |= {"host": "localhost", "port": worker.server_port}
         path = folder / "gateway.yaml"
         path.write_text(yaml.safe_dump(config))
+        (folder / "fixed").write_text(reload["command"][-1])
         env = {entry["name"]: entry["value"] for entry in container["env"]}
         env["TAUT_GATEWAY_PORT"] = str(config["listen"]["port"])
         env["TAUT_ADMIN_PORT"] = str(config["admin"]["port"])
@@ -102,7 +106,7 @@ def played(folder: Path) -> Iterator[Played]:
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **env})
         try:
-            yield Played(process, container, config["listen"]["port"], env)
+            yield Played(process, container, reload, config["listen"]["port"], env)
         finally:
             process.kill()
             process.wait()
@@ -134,3 +138,50 @@ def test_gateway_of_the_chart_serves_and_drains(tmp_path: Path):
         assert "status 503" in refused.stdout
         gateway.process.terminate()
         assert gateway.process.wait(20) == 0
+
+
+def weights(gateway: Played) -> dict[str, float]:
+    """What the gateway has in force."""
+    url = f"http://127.0.0.1:{gateway.env['TAUT_ADMIN_PORT']}/admin/state"
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        (model,) = json.load(answer)["models"].values()
+    return {name: variant["weight"] for name, variant in model["variants"].items()}
+
+
+def reloads_refused(gateway: Played) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{gateway.port}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    counted = [x for x in lines if x.startswith("taut_reloads_total") and "refused" in x]
+    assert counted
+    return sum(int(float(line.split()[-1])) for line in counted)
+
+
+@pytest.mark.timeout(120)
+def test_running_gateway_takes_over_other_weights_and_leaves_what_is_for_the_next_pods(
+    tmp_path: Path,
+):
+    with played(tmp_path) as gateway:
+        until_ready(gateway)
+        program, script, folder, fixed = gateway.reload["command"]
+        assert (program, folder) == ("python3", "/etc/taut/config")
+        script = CHART / "files" / Path(script).name
+        env = {**os.environ, **gateway.env}
+        beside = subprocess.Popen([sys.executable, script, tmp_path, fixed], env=env)
+        try:
+            path = tmp_path / "gateway.yaml"
+            config = yaml.safe_load(path.read_text())
+            config["models"][0]["variants"][0]["weight"] = 7
+            path.write_text(yaml.safe_dump(config))
+            deadline = time.monotonic() + 20
+            while weights(gateway) != {"w8a8": 7, "w4a16": 1}:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            # Another drain time is for pods to come: nothing is asked of this gateway.
+            (tmp_path / "fixed").write_text("of other pods")
+            path.write_text(yaml.safe_dump({**config, "drain_timeout_s": 5}))
+            time.sleep(5)
+            assert reloads_refused(gateway) == 0
+            assert beside.poll() is None
+        finally:
+            beside.terminate()
+        assert beside.wait(10) == 0

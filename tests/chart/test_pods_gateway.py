@@ -38,7 +38,8 @@ STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     here, gateway = engine(), image("gateway")
     with node(here, tmp_path_factory.mktemp("pods")) as cluster:
-        cluster.config_maps = [the(render(VALUES), "ConfigMap", "-gateway")]
+        rendered = render(VALUES)
+        cluster.config_maps = [the(rendered, "ConfigMap", end) for end in ("-gateway", "-scripts")]
         options = ("--network", f"{cluster.name}:alias={WORKER}", "-v", f"{STAND_IN}:/worker.py:ro")
         with here.container(gateway, "/worker.py", options=(*options, "--entrypoint", "python3")):
             yield cluster

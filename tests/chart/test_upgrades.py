@@ -48,7 +48,6 @@ CHANGES: list[tuple[str, object]] = [
     ("gateway.config.admission", {"max_inflight": 9}),
     ("prepare.resources", {"limits": {"memory": "9Gi"}}),
     ("prepare.deadlineSeconds", 99),
-    ("modelStore.size", "40Gi"),
     ("podLabels", {"team": "x"}),
     ("networkPolicy.enabled", False),
     ("smokeTest.timeoutSeconds", 5),
@@ -133,8 +132,11 @@ def test_new_chart_of_the_same_application_restarts_no_pod(name: str, tmp_path: 
 @pytest.mark.parametrize(
     ("path", "value", "rolled"),
     [
-        ("variants.0.weight", 5, {"gateway"}),
-        ("gateway.config.admission", {"max_inflight": 9}, {"gateway"}),
+        ("variants.0.weight", 5, set()),
+        ("model.aliases", ["other"], set()),
+        ("gateway.config.admission", {"max_inflight": 9}, set()),
+        ("gateway.drain.timeoutSeconds", 90, {"gateway"}),
+        ("gateway.config.access_log", {"ratio": 0.5}, {"gateway"}),
         ("variants.0.vllmArgs", ["--max-num-seqs=8"], {"worker-w8a8"}),
         ("image.worker.tag", "0.2.0", {"worker-w8a8"}),
         ("image.toolbox.tag", "0.2.0", set()),

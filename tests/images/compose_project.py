@@ -45,7 +45,9 @@ class Project:
     def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         """Start ``docker compose`` with these arguments; its output is in one pipe."""
         assert COMPOSE is not None
-        files = ["-f", "compose.yaml", "-f", str(self.override)]
+        # Images that the tests have built are used as they are.
+        own = "docker/compose/own-images.yaml"
+        files = ["-f", "compose.yaml", "-f", own, "-f", str(self.override)]
         return subprocess.Popen(
             [COMPOSE, "--progress", "plain", "-p", self.name, *files, *arguments],
             cwd=ROOT,

@@ -21,47 +21,47 @@ RESPONSE_USAGE = {
 MESSAGE_USAGE = {"input_tokens": 3, "output_tokens": 4, "cache_read_input_tokens": 2}
 
 
-def whole(path: str, tokens: list[str]) -> dict[str, Any]:
+def whole(body: dict[str, Any], path: str, tokens: list[str]) -> dict[str, Any]:
     text = "".join(tokens)
     if path == "/v1/responses":
-        return response("completed", text)
+        return response(body, "completed", text)
     return {
         "id": "msg_1",
         "type": "message",
         "role": "assistant",
         "content": [{"type": "text", "text": text}],
-        "model": "m",
+        "model": body.get("model"),
         "stop_reason": "end_turn",
         "usage": MESSAGE_USAGE,
     }
 
 
-def response(status: str, text: str) -> dict[str, Any]:
+def response(body: dict[str, Any], status: str, text: str) -> dict[str, Any]:
     done = status == "completed"
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {
         "id": "resp_1",
         "object": "response",
         "status": status,
-        "model": "m",
+        "metadata": {"usage": "not this one", **(body.get("metadata") or {})},
+        "model": body.get("model"),
         "output": [{"type": "message", "role": "assistant", "content": content}] if done else [],
-        "metadata": {"usage": "not this one"},
         "usage": RESPONSE_USAGE if done else None,
         "user": None,
     }
 
 
-def events(path: str, tokens: list[str]) -> Iterator[bytes]:
+def events(body: dict[str, Any], path: str, tokens: list[str]) -> Iterator[bytes]:
     make = response_events if path == "/v1/responses" else message_events
-    for document in make(tokens):
+    for document in make(body, tokens):
         yield b"event: %b\ndata: %b\n\n" % (
             document["type"].encode(),
             json.dumps(document).encode(),
         )
 
 
-def response_events(tokens: list[str]) -> Iterator[dict[str, Any]]:
-    start = response("in_progress", "")
+def response_events(body: dict[str, Any], tokens: list[str]) -> Iterator[dict[str, Any]]:
+    start = response(body, "in_progress", "")
     yield {"type": "response.created", "sequence_number": 0, "response": start}
     yield {"type": "response.in_progress", "sequence_number": 1, "response": start}
     for number, token in enumerate(tokens, start=2):
@@ -69,12 +69,13 @@ def response_events(tokens: list[str]) -> Iterator[dict[str, Any]]:
     yield {
         "type": "response.completed",
         "sequence_number": len(tokens) + 2,
-        "response": response("completed", "".join(tokens)),
+        "response": response(body, "completed", "".join(tokens)),
     }
 
 
-def message_events(tokens: list[str]) -> Iterator[dict[str, Any]]:
-    message = {"id": "msg_1", "type": "message", "role": "assistant", "content": [], "model": "m"}
+def message_events(body: dict[str, Any], tokens: list[str]) -> Iterator[dict[str, Any]]:
+    message: dict[str, Any] = {"id": "msg_1", "type": "message", "role": "assistant"}
+    message |= {"content": [], "model": body.get("model")}
     usage = {"input_tokens": 5, "output_tokens": 0}
     yield {"type": "message_start", "message": {**message, "usage": usage}}
     block = {"type": "text", "text": ""}

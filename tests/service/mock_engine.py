@@ -224,36 +224,39 @@ class Conversation(asyncio.Protocol):
             elif body.get("stream"):
                 await self.stream(body, path)
             else:
-                await self.whole(path)
+                await self.whole(body, path)
         except asyncio.CancelledError:
             engine.aborted += 1
             raise
         engine.completed += 1
 
-    async def whole(self, path: str) -> None:
+    async def whole(self, body: dict[str, Any], path: str) -> None:
         faults = self.engine.faults
         if faults.interval_s:
             await asyncio.sleep(faults.interval_s * faults.tokens)
         tokens = [faults.token] * faults.tokens
         if path in mock_dialects.PATHS:
-            self.write(200, json.dumps(mock_dialects.whole(path, tokens)).encode())
+            self.write(200, json.dumps(mock_dialects.whole(body, path, tokens)).encode())
             return
         choice = text_of(tokens, "chat" in path, streamed=False)
-        self.write(
-            200,
-            json.dumps({"id": "x", "choices": [choice], "usage": usage(faults.tokens)}).encode(),
-        )
+        answer = {"id": "x", "model": body.get("model"), "choices": [choice]}
+        self.write(200, json.dumps({**answer, "usage": usage(faults.tokens)}).encode())
 
     def events(self, body: dict[str, Any], path: str) -> Iterator[bytes]:
         faults = self.engine.faults
         if path in mock_dialects.PATHS:
-            yield from mock_dialects.events(path, [faults.token] * faults.tokens)
+            yield from mock_dialects.events(body, path, [faults.token] * faults.tokens)
             return
-        chat = "chat" in path
-        for _ in range(faults.tokens):
-            yield self.event({"choices": [text_of([faults.token], chat, streamed=True)]})
-        if (body.get("stream_options") or {}).get("include_usage"):
-            yield self.event({"choices": [], "usage": usage(faults.tokens)})
+        chat, named = "chat" in path, {"id": "x", "model": body.get("model")}
+        options = body.get("stream_options") or {}
+        counted = options.get("include_usage")
+        for number in range(1, faults.tokens + 1):
+            part = {**named, "choices": [text_of([faults.token], chat, streamed=True)]}
+            if counted and options.get("continuous_usage_stats"):
+                part["usage"] = usage(number)
+            yield self.event(part)
+        if counted:
+            yield self.event({**named, "choices": [], "usage": usage(faults.tokens)})
         yield b"data: [DONE]\n\n"
 
     @staticmethod

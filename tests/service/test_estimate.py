@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from taut_service.admit.lax import as_int
 from taut_service.admit.limits.estimate import estimate
 from taut_service.admit.limits.texts import MEDIA_BYTES
 
@@ -136,7 +137,7 @@ def test_estimate_takes_any_json_and_stays_in_bounds(document: dict[str, Any], r
     sequences = max(1, *(len(value) for value in document.values() if isinstance(value, list)), 1)
     choices = document.get("n")
     assert 1 <= prompt <= 64 * sequences
-    most = max(1, choices) if type(choices) is int else 1
+    most = max(1, as_int(choices) or 1)
     assert 0 <= completion <= 64 * sequences * most
 
 

@@ -148,7 +148,7 @@ async def test_stream_cut_in_the_middle_ends_in_a_well_formed_error_event(kill_a
         events = [json.loads(e.removeprefix(b"data: ")) for e in answer.body.split(b"\n\n")[:-1]]
         assert set(events[-1]["error"]) == {"message", "type", "param", "code"}
         assert events[-1]["error"]["code"] == "worker_lost"
-        assert all(set(event) == {"choices"} for event in events[:-1])
+        assert all("choices" in event for event in events[:-1])
         await eventually(lambda: '"status":502' in harness.log.getvalue())
 
 

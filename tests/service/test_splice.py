@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from taut_service.errors import RequestError
 from taut_service.http.json_body import parse_body
-from taut_service.http.splice import find_models, with_model
+from taut_service.http.splice import find_models, model_edits, moved, with_edits
 
 
 def spliced(body: bytes, name: str = "served") -> bytes:
-    return with_model(body, find_models(body), name)[0]
+    return with_edits(body, model_edits(body, find_models(body), name))
 
 
 def test_right_name_passes_the_same_bytes() -> None:
@@ -79,9 +79,13 @@ def test_doubt_changes_no_other_byte(body: bytes, expected: bytes) -> None:
 
 def test_a_second_name_takes_the_place_of_the_first() -> None:
     body = b'{"model":"a","x":{"model":1},"model":"b"}'
-    once, places = with_model(body, find_models(body), "a longer name")
-    twice, _ = with_model(once, places, "s")
-    assert twice == b'{"model":"s","x":{"model":1},"model":"s"}'
+    places = find_models(body)
+    edits = model_edits(body, places, "a longer name")
+    once, places = with_edits(body, edits), moved(places, edits)
+    assert (
+        with_edits(once, model_edits(once, places, "s"))
+        == b'{"model":"s","x":{"model":1},"model":"s"}'
+    )
 
 
 KEYS = st.sampled_from(["model", "x"]) | st.text(max_size=5)

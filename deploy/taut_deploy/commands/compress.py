@@ -87,10 +87,13 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     if as_json:
         print_json(plan.as_json())
         return
-    group = f"groups of {plan.group_size}" if plan.group_size else "per channel"
-    kept = [layer for layer in plan.layers if layer.fate != "quantize"]
+    kept = [layer for layer in plan.layers if layer.scheme is None]
+    of_groups = plan.group_size is not None
+    group = f"groups of {plan.group_size}, " if of_groups else ""
+    if plan.scheme not in {"mixed", "dense"} and not of_groups:
+        group = "per channel, "
     typer.echo(
-        f"recipe {plan.recipe}: {plan.scheme}, {group}, {plan.blocks} blocks, "
+        f"recipe {plan.recipe}: {plan.scheme}, {group}{plan.blocks} blocks, "
         f"{len(plan.layers)} linear layers"
     )
     typer.echo(f"weights {megabytes(plan.bytes_before)} -> {megabytes(plan.bytes_after)}")

@@ -1,6 +1,6 @@
-"""One decoder block, compressed as a recipe says: observe, smooth, quantise, report."""
+"""One decoder block, compressed as a recipe says: observe, run its stages, report."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from taut_deploy.compress.calibrate.observe import InputGroup, observe_block
-from taut_deploy.compress.equalize.fold import find_fold
-from taut_deploy.compress.equalize.smoothquant import choose_scales
-from taut_deploy.compress.quantize import gptq, rtn
-from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight, fake_quantize_tokens
-from taut_deploy.compress.threads import single_thread
+from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
+from taut_deploy.compress.resolve import Treatment
+from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.errors import ModelError
-from taut_deploy.recipe import Quantize, Smooth
+from taut_deploy.recipe import Order, Recipe
 
 
 @dataclass(frozen=True)
@@ -23,19 +22,20 @@ class LayerReport:
 
     Args:
         name: name in the state dict.
-        method: algorithm that chose the codes, with ``smooth+`` in front where factors were folded
-            in.
+        method: what was done to it, in order, joined by ``+``.
+        scheme: what it is stored in; ``dense`` for a pruned layer whose zeros are written out.
         bits: bits per weight, scales not counted.
         group_size: weights per scale, None per channel.
         symmetric: whether there are no zero points.
         density: share of weights kept.
-        rank: rank of a factorised layer, None here.
+        rank: rank of a factorised layer, None elsewhere.
         relative_error: squared output error over squared output on sampled calibration rows.
         samples: calibration tokens seen.
     """
 
     name: str
     method: str
+    scheme: str
     bits: int
     group_size: int | None
     symmetric: bool
@@ -53,7 +53,7 @@ class LayerReport:
 class CompressedBlock:
     """Result of one block: layers by name inside the block, and a report each."""
 
-    weights: dict[str, QuantizedWeight]
+    stored: dict[str, StoredLayer]
     reports: list[LayerReport]
 
 
@@ -63,123 +63,98 @@ def compress_block(
     hidden: torch.Tensor,
     arguments: dict[str, Any],
     *,
-    smooth: Smooth | None,
-    quantize: Quantize,
-    spec: GridSpec,
-    ignored: Callable[[str], bool],
+    recipe: Recipe,
+    treatments: Mapping[str, Treatment],
+    dtype: torch.dtype,
     batch_size: int,
 ) -> CompressedBlock:
-    """Compress a loaded block in place: afterwards its linears hold the dequantised weights.
+    """Compress a loaded block in place: afterwards its linears hold what will be stored.
 
     Args:
         block: the module, loaded.
         prefix: its name in the state dict.
         hidden: [B, T, H] its input, already from compressed predecessors.
         arguments: its recorded keyword arguments.
-        smooth: smoothing stage or None.
-        quantize: quantisation stage.
-        spec: integer grid.
-        ignored: says of a full layer name whether it stays as it is.
+        recipe: what to do.
+        treatments: of every linear layer, by full name.
+        dtype: of the model's weights on disk.
         batch_size: sequences per call.
 
     Returns:
-        Codes and reports of every layer that was quantised.
+        What is stored of every layer that was changed for good, and its report.
 
     Raises:
         ModelError: a weight or an input is not finite; names the layer.
     """
-    # Weights may be fp32 between smoothing and quantisation; the block is not called in that state.
-    needs_hessian = quantize.algorithm == "gptq"
-    groups = observe_block(block, hidden, arguments, batch_size, needs_hessian)
-    weights: dict[str, QuantizedWeight] = {}
-    reports: list[LayerReport] = []
-    smoothed = [_smooth_group(block, group, smooth, quantize, spec) for group in groups]
-    for group, was_smoothed in zip(groups, smoothed, strict=True):
-        for name in group.layers:
-            full_name = f"{prefix}.{name}"
-            if ignored(full_name):
-                continue
-            layer = _linear(block, name)
-            with single_thread():
-                quantized = _quantize_layer(full_name, layer, group, quantize, spec)
-            error = _relative_error(layer, quantized, group)
-            layer.weight.data = quantized.dequantize()
-            if quantize.scheme == "W8A8":
-                layer.register_forward_pre_hook(
-                    lambda _module, args: (fake_quantize_tokens(args[0]),)
-                )
-            weights[name] = quantized
-            method = ("smooth+" if was_smoothed else "") + quantize.algorithm
-            reports.append(
-                LayerReport(
-                    full_name,
-                    method,
-                    quantize.num_bits,
-                    spec.group_size,
-                    spec.symmetric,
-                    1.0,
-                    None,
-                    error,
-                    group.tokens,
-                )
-            )
+    # Weights may be fp32 between stages; the block is not called in that state.
+    groups = observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian)
+    _require_seen(prefix, groups, treatments)
+    layers = {
+        name: LayerState(
+            full_name,
+            cast("nn.Linear", block.get_submodule(name)),
+            group,
+            treatments[full_name].stages,
+            treatments[full_name].format,
+        )
+        for group in groups
+        for name in group.layers
+        for full_name in (f"{prefix}.{name}",)
+    }
+    state = BlockState(block, prefix, groups, layers)
+    for index, stage in enumerate(recipe.stages):
+        if stage.order > Order.TRANSFORM:
+            _keep_references(state)
+        BLOCK_STAGES[stage.method].run(state, index, stage)
+    for layer in layers.values():
+        if layer.mask is not None and layer.stored is None:
+            # Not through store(): what was done is told already.
+            layer.stored = DenseLayer(layer.module.weight.data.to(dtype))
+    changed = {name: layer for name, layer in layers.items() if layer.stored is not None}
+    reports = [_report(layer, dtype) for layer in changed.values()]
     block.to(hidden.dtype)
-    return CompressedBlock(weights, reports)
+    stored = {name: layer.stored for name, layer in changed.items() if layer.stored is not None}
+    return CompressedBlock(stored, reports)
 
 
-def _smooth_group(
-    block: nn.Module, group: InputGroup, smooth: Smooth | None, quantize: Quantize, spec: GridSpec
-) -> bool:
-    """Choose and fold smoothing factors; the group's statistics follow. Says if they did."""
-    fold = find_fold(block, group) if smooth is not None else None
-    if smooth is None or fold is None:
-        return False
-    layers = [_linear(block, name) for name in group.layers]
-    weights = [layer.weight.data.float() for layer in layers]
-    alpha = None if smooth.alpha == "auto" else smooth.alpha
-
-    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        quantized = rtn.quantize_weight(weight, spec).dequantize()
-        return (fake_quantize_tokens(x) if quantize.scheme == "W8A8" else x) @ quantized.T
-
-    scales = choose_scales(group.sample, group.absmax, weights, product, alpha, fold.tie)
-    if bool((scales == 1).all()):
-        return False
-    scales = fold.apply(scales)
-    for layer, weight in zip(layers, weights, strict=True):
-        layer.weight.data = weight * scales  # fp32 until it is quantised
-    group.absmax = group.absmax / scales
-    group.sample = group.sample / scales
-    if group.hessian is not None:
-        group.hessian = group.hessian / scales[:, None] / scales[None, :]
-    return True
+def _require_seen(
+    prefix: str, groups: list[InputGroup], treatments: Mapping[str, Treatment]
+) -> None:
+    seen = {f"{prefix}.{name}" for group in groups for name in group.layers}
+    for name, treatment in treatments.items():
+        if treatment.stages and name.startswith(f"{prefix}.") and name not in seen:
+            raise ModelError(
+                f"{name}: no calibration token reached this layer; put it into 'ignore' or "
+                "calibrate with more text"
+            )
 
 
-def _linear(block: nn.Module, name: str) -> nn.Linear:
-    return cast("nn.Linear", block.get_submodule(name))
+def _keep_references(state: BlockState) -> None:
+    for layer in state.layers.values():
+        if layer.reference is None:
+            layer.reference = layer.module.weight.data
 
 
-def _quantize_layer(
-    name: str, layer: nn.Linear, group: InputGroup, quantize: Quantize, spec: GridSpec
-) -> QuantizedWeight:
-    weight = layer.weight.data.float()
-    # Either would spread silently: NaN compares false and ends as code 0 of scale 0.
-    for what, tensor in (("weight", weight), ("input during calibration", group.absmax)):
-        if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"{name}: its {what} holds NaN or infinity; the model is broken")
-    if group.hessian is None:
-        return rtn.quantize_weight(weight, spec)
-    return gptq.quantize_weight(
-        weight,
-        group.hessian,
-        spec,
-        dampening_frac=quantize.dampening_frac,
-        act_order=quantize.act_order,
+def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
+    if layer.stored is None or layer.reference is None:
+        raise TypeError(f"{layer.name}: only what is stored is reported")
+    kept = layer.format
+    return LayerReport(
+        layer.name,
+        "+".join(layer.methods),
+        "dense" if kept is None else kept.name,
+        8 * dtype.itemsize if kept is None else kept.bits,
+        None if kept is None else kept.group_size,
+        True if kept is None else kept.symmetric,
+        1.0 if layer.mask is None else round(float(layer.mask.float().mean()), 6),
+        layer.rank,
+        _relative_error(layer.reference, layer.stored, layer),
+        layer.group.tokens,
     )
 
 
-def _relative_error(layer: nn.Linear, quantized: QuantizedWeight, group: InputGroup) -> float:
+def _relative_error(reference: torch.Tensor, stored: StoredLayer, layer: LayerState) -> float:
     """Squared error of the layer's output over its square, on the sampled input rows."""
-    exact = group.sample @ layer.weight.data.float().T
-    got = group.sample @ quantized.dequantize().T
+    exact = layer.group.sample @ reference.float().T
+    got = layer.group.sample @ stored.dequantize().T
     return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))

@@ -7,6 +7,7 @@ function of the fingerprint.
 """
 
 import contextlib
+import math
 import platform
 import shutil
 import time
@@ -20,7 +21,7 @@ from filelock import FileLock, Timeout
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.block import CompressedBlock, compress_block
 from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
-from taut_deploy.compress.formats.pack import quantization_config, read_back, stored_tensors
+from taut_deploy.compress.formats.config import describe, quantization_config
 from taut_deploy.compress.golden import (
     choose_golden,
     ordinary_tokens,
@@ -36,14 +37,12 @@ from taut_deploy.compress.job import (
     stored_dtype,
 )
 from taut_deploy.compress.kept_files import kept_files
-from taut_deploy.compress.plan import CompressionPlan, grid_spec, is_ignored, make_plan
-from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
 from taut_deploy.compress.source.stream import (
     BlockArguments,
     DecoderBlock,
     StreamedModel,
     call_block,
-    linear_layers,
 )
 from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import CheckpointError, OutputError
@@ -114,12 +113,8 @@ class _Run:
         self._plan = make_plan(
             self._stream, job.recipe, self._directory, stored_dtype(self._directory)
         )
-        self._spec = GridSpec(
-            job.recipe.quantize.num_bits,
-            self._plan.group_size,
-            job.recipe.quantize.symmetric,
-            stored_dtype(self._directory),
-        )
+        self._dtype = stored_dtype(self._directory)
+        self._treatments = treatments_of(self._stream, job.recipe, self._dtype)
         require_free_space(job.output.parent, self._plan.disk_bytes)
         self._workspace = Workspace(job.output, fingerprint(job), job.resume)
         self._seconds: dict[str, float] = {}
@@ -141,7 +136,7 @@ class _Run:
             reports += done
         self._progress(total, total, "writing the manifest")
         golden = self._golden()
-        self._write_outer(reports)
+        self._write_outer()
         self._write_log(time.monotonic() - started)
         manifest = seal(self._workspace.directory, self._manifest(calibration, reports, golden))
         self._workspace.publish()
@@ -201,10 +196,9 @@ class _Run:
             block.name,
             hidden,
             arguments[0][block.index],
-            smooth=self._recipe.smooth,
-            quantize=self._recipe.quantize,
-            spec=self._spec,
-            ignored=lambda name: is_ignored(name, self._recipe.ignore),
+            recipe=self._recipe,
+            treatments=self._treatments,
+            dtype=self._dtype,
             batch_size=self._batch_size,
         )
         leaving = {
@@ -223,21 +217,19 @@ class _Run:
         return reports
 
     def _save_block(self, block: DecoderBlock, result: CompressedBlock) -> None:
-        scheme = self._recipe.quantize.scheme
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in block.module.named_parameters():
             layer = name.removesuffix(".weight")
-            if layer not in result.weights:
-                tensors[f"{block.name}.{name}"] = parameter.to(self._spec.scale_dtype)
+            if layer not in result.stored:
+                tensors[f"{block.name}.{name}"] = parameter.to(self._dtype)
                 continue
-            stored = stored_tensors(result.weights[layer], scheme)
-            if not torch.equal(
-                read_back(stored, scheme).dequantize(), result.weights[layer].dequantize()
-            ):
+            stored = result.stored[layer]
+            written = stored.tensors()
+            if not torch.equal(stored.read_back(written), stored.dequantize()):
                 raise CheckpointError(
                     f"{block.name}.{layer}: what was packed does not read back; nothing was written"
                 )
-            tensors |= {f"{block.name}.{layer}.{key}": value for key, value in stored.items()}
+            tensors |= {f"{block.name}.{layer}.{key}": value for key, value in written.items()}
         self._workspace.save_shard(self._shard_name(block.index), tensors)
 
     def _shard_name(self, index: int) -> str:
@@ -257,7 +249,7 @@ class _Run:
             trust_remote_code=self._job.trust_remote_code,
         )
 
-    def _write_outer(self, reports: list[dict[str, Any]]) -> None:
+    def _write_outer(self) -> None:
         """Embeddings and head, the index, config.json and the files that are copied as they are."""
         target = self._workspace.directory
         outer = {name: self._stream.read(name) for name in self._stream.outer_names}
@@ -269,17 +261,12 @@ class _Run:
                 if not copy.parent.is_dir():
                     copy.parent.mkdir(parents=True)
                 shutil.copyfile(path, copy)
-        quantized = {report["name"] for report in reports}
-        names = [
-            f"{block.name}.{name}"
-            for block in self._stream.blocks
-            for name, _ in linear_layers(block.module)
-        ]
-        ignore = ["lm_head", *(name for name in names if name not in quantized)]
+        formats = formats_of(self._treatments)
+        ignore = ["lm_head", *(name for name in self._treatments if name not in formats)]
         config = read_config(self._directory)
-        config["quantization_config"] = quantization_config(
-            self._recipe.quantize, self._spec, ignore
-        )
+        entry = quantization_config(formats, ignore)
+        if entry is not None:
+            config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)
 
     def _write_log(self, seconds: float) -> None:
@@ -298,11 +285,13 @@ class _Run:
         self, calibration: CalibrationSet, reports: list[dict[str, Any]], golden: Golden
     ) -> Manifest:
         model = self._job.model
+        sizes = {name: math.prod(one.shape) for name, one in self._treatments.items()}
+        scheme, bits = describe(formats_of(self._treatments), sizes, 8 * self._dtype.itemsize)
         trusted = self._job.trust_remote_code
         return Manifest(
             name=model.name,
-            scheme=self._recipe.quantize.scheme,
-            bits=self._recipe.quantize.num_bits,
+            scheme=scheme,
+            bits=bits,
             recipe=self._recipe.as_json(),
             recipe_hash=self._recipe.hash,
             base_model={"name": model.name, "digest": model.digest, "source": model.source},
@@ -347,4 +336,4 @@ def _shard_index(directory: Path) -> dict[str, Any]:
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
-__all__ = ["CompressionJob", "CompressionPlan", "compress", "grid_spec", "plan"]
+__all__ = ["CompressionJob", "CompressionPlan", "compress", "plan"]

@@ -1,27 +1,38 @@
-"""What a compression will do, before it does it: layers, group size, bytes."""
+"""What a compression will do, before it does it: layers, formats, bytes."""
 
-import fnmatch
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.compress.formats.config import describe
+from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.resolve import Treatment, resolve
 from taut_deploy.compress.source.stream import StreamedModel, linear_layers
-from taut_deploy.errors import RecipeError
-from taut_deploy.recipe import Quantize, Recipe
-
-_GROUP_SIZES = (128, 64, 32)
+from taut_deploy.recipe import Recipe, is_matched
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One linear layer: its name, its shape [N, K], and its fate (``quantize`` or why not)."""
+    """One linear layer.
+
+    Args:
+        name: full name.
+        shape: [N, K].
+        fate: the stages that act on it, joined by ``+``, or why none does.
+        scheme: what it is stored in, None where it stays dense.
+        group_size: weights per scale, None where scales are of no group.
+        bytes: of the layer on disk.
+    """
 
     name: str
     shape: tuple[int, int]
     fate: str
+    scheme: str | None
+    group_size: int | None
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -30,8 +41,9 @@ class CompressionPlan:
 
     Args:
         recipe: recipe name.
-        scheme: quantisation scheme.
-        group_size: chosen group size, None per channel.
+        scheme: what layers are stored in; ``mixed`` where that differs, ``dense`` where none is
+            quantised.
+        group_size: chosen group size; None where it is no group, or not the same everywhere.
         blocks: number of decoder blocks.
         layers: every linear layer inside them.
         bytes_before: size of the model's weights.
@@ -55,82 +67,53 @@ class CompressionPlan:
         return asdict(self)
 
 
-def is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether a layer's full name matches one of the ``ignore`` patterns (shell wildcards)."""
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-
-
-def _require_matches(model: StreamedModel, patterns: tuple[str, ...]) -> None:
-    """Refuse a pattern that matches no layer: what it was meant to protect would be rounded.
+def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> dict[str, Treatment]:
+    """What happens to every linear layer of the decoder blocks, by full name.
 
     Raises:
-        RecipeError: naming the pattern.
+        RecipeError: the recipe does not fit the model.
     """
-    # The head may be tied or called otherwise; the default pattern is for those that have it.
-    names = ["lm_head", *(name for name, _ in linear_layers(model.model))]
-    for pattern in patterns:
-        if not any(is_ignored(name, (pattern,)) for name in names):
-            example = next((name for name in names[1:] if name != "lm_head"), names[0])
-            raise RecipeError(
-                f"ignore: {pattern!r} matches no linear layer; use shell wildcards over full names "
-                f"such as {example}"
-            )
+    shapes = {
+        f"{block.name}.{name}": (layer.out_features, layer.in_features)
+        for block in model.blocks
+        for name, layer in linear_layers(block.module)
+    }
+    outer = frozenset(name for name, _ in linear_layers(model.model)) - shapes.keys()
+    return resolve(shapes, recipe, dtype, outer)
 
 
-def grid_spec(quantize: Quantize, input_sizes: set[int], scale_dtype: torch.dtype) -> GridSpec:
-    """The grid a stage asks for, its group size chosen to divide every layer.
-
-    Raises:
-        RecipeError: if no allowed group size divides every K.
-    """
-    if quantize.group_size is None:
-        return GridSpec(quantize.num_bits, None, quantize.symmetric, scale_dtype)
-    for group in _GROUP_SIZES:
-        if group <= quantize.group_size and all(k % group == 0 for k in input_sizes):
-            return GridSpec(quantize.num_bits, group, quantize.symmetric, scale_dtype)
-    sizes = ", ".join(str(k) for k in sorted(input_sizes))
-    raise RecipeError(
-        f"stages.quantize.group_size: none of 128, 64, 32 up to {quantize.group_size} divides "
-        f"every layer input ({sizes}); put the odd layers into 'ignore'"
-    )
+def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, WeightFormat]:
+    """The format of every layer that has one, by full name."""
+    return {name: one.format for name, one in treatments.items() if one.format is not None}
 
 
 def make_plan(
-    model: StreamedModel, recipe: Recipe, directory: Path, scale_dtype: torch.dtype
+    model: StreamedModel, recipe: Recipe, directory: Path, dtype: torch.dtype
 ) -> CompressionPlan:
     """Work out what compressing ``model`` by ``recipe`` will do.
 
     Raises:
-        RecipeError: if a pattern in ``ignore`` leaves nothing to do, or no group size fits.
+        RecipeError: the recipe does not fit the model.
     """
-    layers = tuple(
-        LayerPlan(
-            f"{block.name}.{name}",
-            (layer.out_features, layer.in_features),
-            _fate(f"{block.name}.{name}", recipe),
-        )
-        for block in model.blocks
-        for name, layer in linear_layers(block.module)
-    )
-    _require_matches(model, recipe.ignore)
-    chosen = [layer for layer in layers if layer.fate == "quantize"]
-    if not chosen:
-        raise RecipeError("ignore: matches every linear layer, so there is nothing to compress")
-    spec = grid_spec(recipe.quantize, {layer.shape[1] for layer in chosen}, scale_dtype)
+    treatments = treatments_of(model, recipe, dtype)
+    formats = formats_of(treatments)
+    element = dtype.itemsize
+    layers = tuple(_layer_plan(one, recipe, element) for one in treatments.values())
+    sizes = {layer.name: math.prod(layer.shape) for layer in layers}
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    element = scale_dtype.itemsize
-    dense = sum(math.prod(layer.shape) * element for layer in chosen)
-    after = before - dense + sum(_stored_bytes(layer.shape, spec, element) for layer in chosen)
+    after = before + sum(layer.bytes - sizes[layer.name] * element for layer in layers)
+    dense = sum(sizes[name] * element for name in formats)
     # Computed in fp32 where a CPU lacks 16-bit products.
     wider = model.dtype.itemsize / element
     hidden = _hidden_bytes(model, recipe, model.dtype.itemsize)
     outer = int((before - dense) * wider)
     widest = max(layer.shape[1] for layer in layers)
-    block_bytes = sum(4 * math.prod(layer.shape) for layer in layers) // len(model.blocks)
+    block_bytes = sum(4 * size for size in sizes.values()) // len(model.blocks)
+    groups = {one.group_size for one in formats.values()}
     return CompressionPlan(
         recipe=recipe.name,
-        scheme=recipe.quantize.scheme,
-        group_size=spec.group_size,
+        scheme=describe(formats, sizes, 8 * element)[0],
+        group_size=groups.pop() if len(groups) == 1 else None,
         blocks=len(model.blocks),
         layers=layers,
         bytes_before=before,
@@ -140,15 +123,25 @@ def make_plan(
     )
 
 
-def _fate(name: str, recipe: Recipe) -> str:
-    return "ignored by the recipe" if is_ignored(name, recipe.ignore) else "quantize"
+def _layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+    layer_format = one.format
+    return LayerPlan(
+        one.name,
+        one.shape,
+        _fate(one, recipe),
+        None if layer_format is None else layer_format.name,
+        None if layer_format is None else layer_format.group_size,
+        math.prod(one.shape) * element
+        if layer_format is None
+        else layer_format.stored_bytes(*one.shape),
+    )
 
 
-def _stored_bytes(shape: tuple[int, int], spec: GridSpec, scale_bytes: int) -> int:
-    n, k = shape
-    groups = n * (k // (spec.group_size or k))
-    zeros = 0 if spec.symmetric else groups * spec.num_bits // 8
-    return n * k * spec.num_bits // 8 + groups * scale_bytes + zeros
+def _fate(one: Treatment, recipe: Recipe) -> str:
+    if one.stages:
+        return "+".join(recipe.stages[index].method for index in sorted(one.stages))
+    ignored = is_matched(one.name, recipe.ignore)
+    return "ignored by the recipe" if ignored else "not picked by any stage"
 
 
 def _hidden_bytes(model: StreamedModel, recipe: Recipe, element: int) -> int:

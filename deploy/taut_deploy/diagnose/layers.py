@@ -153,7 +153,8 @@ def manifest_layers(checkpoint: Path, manifest: "Manifest", config: Mapping[str,
     for layer in manifest.layers:
         name, group = str(layer["name"]), layer["group_size"] or -1
         zero_points = told.scheme_of(name).zero_points
-        layers[name] = (*shapes[name], LayerScheme(manifest.scheme, group, zero_points=zero_points))
+        scheme = str(layer.get("scheme", manifest.scheme))
+        layers[name] = (*shapes[name], LayerScheme(scheme, group, zero_points=zero_points))
     return layers
 
 

@@ -28,20 +28,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from taut_kernels.attention.cache_write import variants as cache_write_variants
-from taut_kernels.attention.decode import variants as decode_variants
-from taut_kernels.attention.prefill import variants as attention_variants
-from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
-from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
-from taut_kernels.gemm.w4a16 import decode_variants as w4a16_decode_variants
-from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
-from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
-from taut_kernels.instruments import rowwise_variants as fused_variants
-from taut_kernels.instruments import training_variants
-from taut_kernels.launch.variant import KernelVariant
-from taut_kernels.loss import variants as loss_variants
-from taut_kernels.primitives import variants as primitive_variants
+from taut_kernels.instruments.forms import (
+    attention,
+    loss,
+    primitives,
+    rowwise,
+    scaled_mm,
+    training,
+    w4a16,
+)
+from taut_kernels.launch.recorder import KernelVariant
 
+FAMILIES = (w4a16, scaled_mm, rowwise, training, loss, attention, primitives)
 SHARED_MEMORY_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 """Most shared memory a program may use (CUDA C++ Programming Guide, compute capabilities)."""
 
@@ -74,34 +72,19 @@ class AotResult:
 
 def every_variant() -> Iterator[KernelVariant]:
     """Yield the variants of every op in the package."""
-    yield from w4a16_decode_variants.kernel_variants()
-    yield from w4a16_decode_ring_variants.kernel_variants()
-    yield from w4a16_wgmma_variants.kernel_variants()
-    yield from w4a16_wgmma_ring_variants.kernel_variants()
-    yield from scaled_mm_variants.kernel_variants()
-    yield from fused_variants.kernel_variants()
-    yield from training_variants.kernel_variants()
-    yield from loss_variants.kernel_variants()
-    yield from attention_variants.kernel_variants()
-    yield from decode_variants.kernel_variants()
-    yield from cache_write_variants.kernel_variants()
-    yield from primitive_variants.kernel_variants()
+    for family in FAMILIES:
+        yield from family.kernel_variants()
 
 
-def _source(variant: KernelVariant) -> ASTSource:
-    signature = {name: f"*{element}" for name, element in variant.pointers.items()}
-    signature |= {name: f"tensordesc<{kind}>" for name, kind in variant.descriptors.items()}
-    signature |= dict.fromkeys(variant.integers, "i32")
-    signature |= dict.fromkeys(variant.floats, "fp32")
-    signature |= dict.fromkeys(variant.constants, "constexpr")
+def source_of(variant: KernelVariant) -> ASTSource:
+    """Return what Triton compiles for a variant."""
     names = variant.kernel.arg_names
-    aligned = (*variant.pointers, *variant.divisible_by_16)
     source = GluonASTSource if variant.kernel.is_gluon() else ASTSource
     return source(
         fn=variant.kernel,
-        signature={name: signature[name] for name in names},
-        constexprs=variant.constants,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        signature=variant.signature,
+        constexprs={(names.index(name),): value for name, value in variant.constants.items()},
+        attrs={(names.index(name),): known for name, known in variant.attributes.items()},
     )
 
 
@@ -130,21 +113,20 @@ def _judge(
     return None
 
 
-def compile_variant(variant: KernelVariant, target: str) -> AotResult:
-    """Compile one variant.
+def compile_variant(variant: KernelVariant) -> AotResult:
+    """Compile one variant for its target.
 
     Args:
         variant: what to compile.
-        target: a key of `SHARED_MEMORY_BYTES`.
 
     Returns:
         The result; ``failure`` holds the first line of a compiler error.
     """
-    name = str(variant.tile)
+    name, target = str(variant.tile), variant.target
     gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
     try:
         with variant.assembler():
-            compiled: Any = triton.compile(_source(variant), target=gpu, options=variant.options)
+            compiled: Any = triton.compile(source_of(variant), target=gpu, options=variant.options)
     except (CompilationError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         return AotResult(target, variant.label, name, 0, 0, 0, f"does not compile: {reason}")
@@ -159,18 +141,20 @@ def chosen(target: str, every: int = 1) -> list[int]:
 
     Args:
         target: a key of `SHARED_MEMORY_BYTES`.
-        every: 1 for all; N for the first tile of every form (they share a label) and every Nth.
+        every: 1 for all; N for the first tile of every form and size (they share a label) and every
+            Nth; 0 for the first of every form, whatever its sizes.
 
     Returns:
         Places in :func:`every_variant`, ascending.
     """
-    labels: set[str] = set()
+    seen: set[object] = set()
     found = []
-    of_target = ((i, v) for i, v in enumerate(every_variant()) if target in v.targets)
+    of_target = ((i, v) for i, v in enumerate(every_variant()) if target == v.target)
     for count, (place, variant) in enumerate(of_target):
-        if count % every == 0 or variant.label not in labels:
+        kind = variant.label if every else variant.form
+        if (every and count % every == 0) or kind not in seen:
             found.append(place)
-        labels.add(variant.label)
+        seen.add(kind)
     return found
 
 
@@ -179,10 +163,9 @@ def _variants() -> list[KernelVariant]:
     return list(every_variant())
 
 
-def _compile_in_worker(job: tuple[str, int]) -> AotResult:
+def _compile_in_worker(place: int) -> AotResult:
     """Compile a variant by its place: kernels do not pickle."""
-    target, place = job
-    return compile_variant(_variants()[place], target)
+    return compile_variant(_variants()[place])
 
 
 def compile_all(targets: Iterable[str], *, every: int = 1, jobs: int = 1) -> Iterator[AotResult]:
@@ -193,10 +176,10 @@ def compile_all(targets: Iterable[str], *, every: int = 1, jobs: int = 1) -> Ite
         every: as of :func:`chosen`.
         jobs: processes; 1 compiles in this one.
     """
-    work = [(target, place) for target in targets for place in chosen(target, every)]
+    work = [place for target in targets for place in chosen(target, every)]
     if jobs == 1:
         variants = list(every_variant())
-        yield from (compile_variant(variants[place], target) for target, place in work)
+        yield from (compile_variant(variants[place]) for place in work)
         return
     spawn = multiprocessing.get_context("spawn")  # torch has threads, which a fork would lose
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:

@@ -9,7 +9,7 @@ from typing import Any
 from taut_kernels.instruments import aot
 from taut_kernels.instruments.aot import AotResult
 from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.launch.variant import KernelVariant
+from taut_kernels.launch.recorder import KernelVariant
 
 KERNELS = {
     "w4a16_gemm": r"w4a16_(decode|wgmma|dequantize|reorder) ",
@@ -73,10 +73,10 @@ def compile_kernels(op: str, target: str, most: int) -> tuple[list[AotResult], i
         raise InstrumentError(f"--target {target}: use {known}")
     if op not in KERNELS:
         raise InstrumentError(f"--target: {op} has no Triton kernel of ours")
-    variants = [variant for variant in variants_of(op) if target in variant.targets]
+    variants = [variant for variant in variants_of(op) if target == variant.target]
     step = max(1, len(variants) // most)
     chosen = variants[::step][:most]
-    return [aot.compile_variant(variant, target) for variant in chosen], len(variants)
+    return [aot.compile_variant(variant) for variant in chosen], len(variants)
 
 
 def text(results: list[AotResult], forms: int) -> str:

@@ -27,6 +27,12 @@ _MOST_PIXELS_A_SIDE = 256
 """Of a block the copy engine fetches."""
 Layer = tuple[int, int, int, int, int, int]
 """C, K, R, S, P, Q."""
+RESNET_LAYERS: tuple[Layer, ...] = tuple(
+    (channels, channels, 3, 3, side, side)
+    for channels, side in ((64, 56), (128, 28), (256, 14), (512, 7))
+)
+"""ResNet-50's 3×3 layers (arXiv:1512.03385, table 1). All run at stride 1; the first of the last
+three kinds runs at 2, with as many output pixels."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from taut_kernels.primitives.gemm_tuned_kernel import add_splits_kernel, gemm_tu
 _DIRECT = launcher.Launcher(gemm_direct_kernel)
 _TILED = launcher.Launcher(gemm_tiled_kernel)
 _ADD_SPLITS = launcher.Launcher(add_splits_kernel)
-_ADD_BLOCK = 1024
+ADD_BLOCK = 1024
+"""Results a program of what adds the shares of a split product."""
 
 
 def _tiles(M: int, N: int, tile: GemmTile) -> int:
@@ -248,14 +249,14 @@ def _add_splits(
             "HAS_BIAS": bias is not None,
             "ACTIVATION": activation,
             "SPLIT_K": partial.shape[0],
-            "BLOCK": _ADD_BLOCK,
+            "BLOCK": ADD_BLOCK,
         },
         {"num_warps": 4},
     )
     numbers = (c.numel(), c.shape[1])
     _ADD_SPLITS(
         (c.dtype, partial.shape[0], bias is None, activation, numbers),
-        (-(-c.numel() // _ADD_BLOCK), 1, 1),
+        (-(-c.numel() // ADD_BLOCK), 1, 1),
         (partial, bias, c),
         numbers,
         constants,

@@ -73,10 +73,19 @@ def result_shape(x: torch.Tensor, dim: int | None, keepdim: bool) -> tuple[int, 
     return (*x.shape[:axis], *kept, *x.shape[axis + 1 :])
 
 
-def _stage(
+def stage(
     tile: ReduceTile, x: torch.Tensor, y: torch.Tensor, share: int, maximum: bool, factor: float
 ) -> None:
-    """Reduce x [outer, R, inner] into y, ``share`` elements of a result a program."""
+    """Reduce x into y, or into as many parts as there are shares; what :func:`launch` does twice.
+
+    Args:
+        tile: how to cut the work.
+        x: [outer, R, inner], any strides.
+        y: [shares, outer, inner], contiguous, written.
+        share: elements of a result a program takes.
+        maximum: else the sum.
+        factor: of the results.
+    """
     outer, R, inner = x.shape
     splits = -(-R // share)
     block_i = min(tile.block_i, 1 << (inner - 1).bit_length())
@@ -126,13 +135,13 @@ def launch(
     maximum, factor = operation == "max", 1.0 / R if operation == "mean" else 1.0
     share = tile.share_of(outer, R, inner, launcher.multiprocessors(x.device))
     if share == R:
-        _stage(tile, three, y, R, maximum, factor)
+        stage(tile, three, y, R, maximum, factor)
         return y
     splits = -(-R // share)
     partial = launcher.empty((splits, outer * inner), dtype=torch.float32, device=x.device)
-    _stage(tile, three, partial, share, maximum, 1.0)
+    stage(tile, three, partial, share, maximum, 1.0)
     join = tile_of("v1", inner=outer * inner)
-    _stage(join, partial[None], y, splits, maximum, factor)
+    stage(join, partial[None], y, splits, maximum, factor)
     return y
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,8 @@ _OF_RESULT, _OF_ROW = 2.0**-6, 2.0**-7
 """Allowed error: of the element (bf16 rounds to 2⁻⁹, some ops twice), and of its row's largest."""
 _OTHER_CODES = 0.02
 """Part of the 8-bit results that may be a neighbouring code: what was rounded lay on the edge."""
+_GIVEN_SCALE = 0.011
+"""Of all elements where it is static, no power of two: the largest of seeded results saturate."""
 
 _Results = tuple[torch.Tensor, ...]
 _Case = tuple[str, str, Callable[[], _Results], Callable[[], _Results]]
@@ -113,14 +115,31 @@ def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, dtype)
 
 
+class _Outs(NamedTuple):
+    """What a model's norms and activations write beside 16 bits.
+
+    Attributes:
+        dynamic: 8-bit types with a scale a row.
+        static: e4m3 by a given scale as well.
+    """
+
+    dynamic: list[torch.dtype]
+    static: bool
+
+
+def _given_scale(device: torch.device) -> torch.Tensor:
+    return torch.full((1,), _GIVEN_SCALE, dtype=torch.float32, device=device)
+
+
 def _cases(widths: Widths, device: torch.device) -> Iterator[_Case]:
     quantised = widths.quantised_on(device)
+    outs = _Outs(quantised, widths.static_scale and row_quant.FP8 in quantised)
     for M in TOKENS:
         for N, dtype, weight_dtype in widths.every_norm():
-            yield from _norm(M, N, dtype, weight_dtype, quantised, device)
+            yield from _norm(M, N, dtype, weight_dtype, outs, device)
         for group, form in ((widths.activations, PLAIN), (widths.clamped, CLAMPED)):
             for N, dtype in sorted(group, key=str):
-                yield from _activation(M, N, dtype, form, quantised, device)
+                yield from _activation(M, N, dtype, form, outs, device)
         for N, dtype, stored in sorted(widths.inputs, key=str):
             if stored in quantised:
                 yield _rows(M, N, dtype, stored, device)
@@ -133,7 +152,7 @@ def _norm(
     N: int,
     dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
-    quantised: list[torch.dtype],
+    outs: _Outs,
     device: torch.device,
 ) -> Iterator[_Case]:
     x = _random(M, N, dtype=dtype, device=device)
@@ -155,12 +174,20 @@ def _norm(
             partial(with_residual, ops.rms_norm.default),
             partial(with_residual, rms_norm.rms_norm_ref),
         )
-        for stored in quantised:
+        for stored in outs.dynamic:
             yield (
                 "rms_norm_quant",
                 f"{told} to {stored}",
                 partial(with_residual, ops.rms_norm_quant.default, stored),
                 partial(with_residual, rms_norm.rms_norm_quant_ref, stored),
+            )
+        if outs.static:
+            scale = _given_scale(device)
+            yield (
+                "rms_norm_static_quant",
+                told,
+                partial(with_residual, ops.rms_norm_static_quant.default, scale),
+                partial(with_residual, rms_norm.rms_norm_static_quant_ref, scale),
             )
 
 
@@ -169,7 +196,7 @@ def _activation(
     N: int,
     dtype: torch.dtype,
     form: tuple[float, float, float | None, bool],
-    quantised: list[torch.dtype],
+    outs: _Outs,
     device: torch.device,
 ) -> Iterator[_Case]:
     x, ops = _random(M, 2 * N, dtype=dtype, device=device), torch.ops.taut
@@ -180,12 +207,20 @@ def _activation(
         lambda: (ops.silu_mul.default(x, *form),),
         lambda: (silu_mul.silu_mul_ref(x, *form),),
     )
-    for stored in quantised:
+    for stored in outs.dynamic:
         yield (
             "silu_mul_quant",
             f"{shape} to {stored}",
             partial(ops.silu_mul_quant.default, x, *form, stored),
             partial(silu_mul.silu_mul_quant_ref, x, *form, stored),
+        )
+    if outs.static:
+        scale = _given_scale(device)
+        yield (
+            "silu_mul_static_quant",
+            shape,
+            lambda: (ops.silu_mul_static_quant.default(x, *form, scale),),
+            lambda: (silu_mul.silu_mul_static_quant_ref(x, *form, scale),),
         )
 
 

@@ -107,6 +107,20 @@ class Caller:
             )
         return priority
 
+    def check_worker_priority(self, asked: int | None) -> None:
+        """Let a body's ``priority`` pass: workers serve smaller numbers first, 0 is usual.
+
+        Args:
+            asked: the number, None without.
+
+        Raises:
+            ForbiddenError: it is before everybody else's, and the key may not ask for that.
+        """
+        if asked is not None and asked < 0 and not self._may_rise:
+            raise ForbiddenError(
+                "this API key may not ask for a 'priority' below 0", param="priority"
+            )
+
 
 def parse_priority(value: bytes) -> Priority:
     """Read an ``X-Taut-Priority`` header.

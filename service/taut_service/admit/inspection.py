@@ -9,18 +9,21 @@ worked, so that a flood of large bodies leaves half of the interpreter to everyo
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from taut_service.admit.lax import as_bool, as_int
 from taut_service.admit.limits.estimate import Estimate, estimate
-from taut_service.admit.request_checks import check_fields, model_of, require
+from taut_service.admit.request_checks import check_fields, check_scoring, model_of, require
 from taut_service.call import Call
 from taut_service.config.generation import Generation
 from taut_service.errors import GatewayError
 from taut_service.http.json_body import parse_body
 from taut_service.http.json_bounds import check_shape
-from taut_service.http.splice import Places, find_models
+from taut_service.http.splice import Places, find_models, name_edits, with_edits
+from taut_service.http.stream_usage import usage_edits
 from taut_service.route.affinity import prompt_beginning
 from taut_service.route.variants import Model
 
@@ -39,6 +42,8 @@ class Facts(NamedTuple):
         session: what it belongs to, None if it does not say.
         beginning: of its prompt, as far as affinity looks at it.
         places: of the model's name in the bytes; empty if nobody looked.
+        body: to be sent: as it came, but for what the gateway itself adds.
+        hides_usage: whether it adds the wish for a stream's usage.
     """
 
     asked: str
@@ -48,6 +53,8 @@ class Facts(NamedTuple):
     session: str | None
     beginning: str
     places: Places
+    body: bytes
+    hides_usage: bool
 
 
 class Inspector:
@@ -101,26 +108,36 @@ def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool =
     """
     limits = generation.settings.limits
     check_shape(body, limits.max_json_nodes, limits.max_json_depth)
+    body = body.removeprefix(codecs.BOM_UTF8)
     document = parse_body(body, give_way=give_way)
-    asked = model_of(document, generation.names)
+    asked = model_of(document, generation.names, generation.only)
     model = generation.names[asked]
     call.model = model.name
     if call.key is not None:
         call.key.check_model(model.name)
+        call.key.check_worker_priority(as_int(document.get("priority")))
     route = call.route
     require(document, *route.required)
     for name in route.also_required:
         require(document, name)
     check_fields(document, route.fields, model.limits)
+    if route.name == "completions":
+        check_scoring(document)
     default = generation.settings.rate_limits.default_max_tokens
+    streamed = as_bool(document.get("stream")) is True
+    usage = usage_edits(body, document) if streamed and route.stream_usage else ()
+    named = name_edits(body, asked) if document.get("model") is None else ()
+    body = with_edits(body, sorted((*named, *usage)))
     return Facts(
         asked,
         model,
         estimate(document, route.name, model.limits.max_model_len, default),
-        document.get("stream") is True,
+        streamed,
         _session(document),
         _beginning(document, model),
         find_models(body) if give_way and _is_renamed(model, asked) else (),
+        body,
+        bool(usage),
     )
 
 

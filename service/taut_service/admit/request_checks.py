@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from taut_service.admit.lax import as_bool, as_float, as_int
 from taut_service.errors import NotFoundError, RequestError
 
 
@@ -37,12 +38,13 @@ Check = Callable[[Any, ModelLimits], str | None]
 Fields = Mapping[str, Check]
 
 
-def model_of(document: dict[str, Any], known: Mapping[str, object]) -> str:
+def model_of(document: dict[str, Any], known: Mapping[str, object], only: str | None = None) -> str:
     """Return the requested model's name.
 
     Args:
         document: the parsed body.
         known: the configured models.
+        only: the one model there is, for a request that names none; None if there are several.
 
     Returns:
         A key of ``known``.
@@ -52,6 +54,8 @@ def model_of(document: dict[str, Any], known: Mapping[str, object]) -> str:
         NotFoundError: no such model.
     """
     name = document.get("model")
+    if name is None and only is not None:
+        return only
     if name is None:
         raise RequestError("you must give 'model'", param="model", code="missing_required_field")
     if not isinstance(name, str):
@@ -104,35 +108,45 @@ def _is_int(value: Any) -> bool:
 
 
 def _boolean(value: Any, _: ModelLimits) -> str | None:
-    return None if isinstance(value, bool) else "must be true or false"
+    return None if as_bool(value) is not None else "must be true or false"
+
+
+def _integer(value: Any, _: ModelLimits) -> str | None:
+    return None if as_int(value) is not None else "must be an integer"
 
 
 def _at_least_one(value: Any, _: ModelLimits) -> str | None:
-    if not _is_int(value):
+    number = as_int(value)
+    if number is None:
         return "must be an integer"
-    return None if value >= 1 else "must be at least 1"
+    return None if number >= 1 else "must be at least 1"
 
 
 def _choices(value: Any, limits: ModelLimits) -> str | None:
     reason = _at_least_one(value, limits)
-    if reason is None and value > limits.max_choices:
+    if reason is None and (as_int(value) or 0) > limits.max_choices:
         return f"is {value}, but at most {limits.max_choices} choices are given"
     return reason
 
 
 def _token_budget(value: Any, limits: ModelLimits) -> str | None:
     reason = _at_least_one(value, limits)
-    if reason is None and value > limits.max_model_len:
+    if reason is None and (as_int(value) or 0) > limits.max_model_len:
         return f"is {value}, but the model's context is {limits.max_model_len} tokens"
     return reason
 
 
+def _budget_or_none(value: Any, limits: ModelLimits) -> str | None:
+    return None if as_int(value) == 0 else _token_budget(value, limits)
+
+
 def _number(low: float, high: float, words: str) -> Check:
     def check(value: Any, _: ModelLimits) -> str | None:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        number = as_float(value)
+        if number is None:
             return "must be a number"
-        # 1e999 is valid JSON and infinite; an integer may be too large for any float.
-        return None if low <= value <= high else words
+        # 1e999 is valid JSON and infinite.
+        return None if low <= number <= high else words
 
     return check
 
@@ -228,10 +242,11 @@ def _response_input(value: Any, limits: ModelLimits) -> str | None:
 
 
 def _not_in_background(value: Any, _: ModelLimits) -> str | None:
-    if not isinstance(value, bool):
+    wanted = as_bool(value)
+    if wanted is None:
         return "must be true or false"
     # The answer would be kept by one worker, and fetched through a gateway that keeps nothing.
-    return "is not offered: responses are not kept" if value else None
+    return "is not offered: responses are not kept" if wanted else None
 
 
 def _characters(content: str | list[Any] | None) -> int:
@@ -242,7 +257,25 @@ def _characters(content: str | list[Any] | None) -> int:
     return sum(len(text) for text in texts if isinstance(text, str))
 
 
+def check_scoring(document: dict[str, Any]) -> None:
+    """Refuse a completion of no tokens, unless the prompt itself is the answer (``echo``).
+
+    Args:
+        document: the parsed body, its fields checked.
+
+    Raises:
+        RequestError: ``max_tokens`` is 0 without ``echo``.
+    """
+    if as_int(document.get("max_tokens")) == 0 and as_bool(document.get("echo")) is not True:
+        raise RequestError(
+            "'max_tokens' must be at least 1 without 'echo'",
+            param="max_tokens",
+            code="invalid_value",
+        )
+
+
 SAMPLING_FIELDS: Fields = {
+    "priority": _integer,
     "stream": _boolean,
     "max_tokens": _token_budget,
     "n": _choices,
@@ -250,14 +283,20 @@ SAMPLING_FIELDS: Fields = {
     "top_p": _number(0, 1, "must be between 0 and 1"),
     "stop": _stop,
 }
-COMPLETION_FIELDS: Fields = {"prompt": _prompt, "best_of": _choices, **SAMPLING_FIELDS}
+COMPLETION_FIELDS: Fields = {
+    "prompt": _prompt,
+    "best_of": _choices,
+    **SAMPLING_FIELDS,
+    "max_tokens": _budget_or_none,
+}
 CHAT_FIELDS: Fields = {
     "messages": _messages,
     "max_completion_tokens": _token_budget,
     **SAMPLING_FIELDS,
 }
-EMBEDDING_FIELDS: Fields = {"input": _prompt}
+EMBEDDING_FIELDS: Fields = {"input": _prompt, "priority": _integer}
 RESPONSE_FIELDS: Fields = {
+    "priority": _integer,
     "input": _response_input,
     "background": _not_in_background,
     "max_output_tokens": _token_budget,
@@ -266,6 +305,7 @@ RESPONSE_FIELDS: Fields = {
     "top_p": SAMPLING_FIELDS["top_p"],
 }
 MESSAGE_FIELDS: Fields = {
+    "priority": _integer,
     "messages": _messages,
     "max_tokens": _token_budget,
     "stream": _boolean,

@@ -26,6 +26,8 @@ class Generation:
         self.loaded_at = time.time()
         self.settings = settings
         self.models = {model.name: model for model in models}
+        self.only = models[0].name if len(models) == 1 else None
+        """The model of requests that name none; None if there are several."""
         self.names = {name: model for model in models for name in (model.name, *model.aliases)}
 
     def workers(self) -> Iterator[tuple[Model, Variant, Worker]]:

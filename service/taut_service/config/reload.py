@@ -16,6 +16,7 @@ from taut_service.admit.admission import Admission
 from taut_service.admit.auth import ApiKeys
 from taut_service.config.generation import Generation, build_generation
 from taut_service.config.settings import Settings, SettingsError, WorkerSettings, load_settings
+from taut_service.config.worker_keys import read_worker_keys
 from taut_service.route.fleet import Fleet
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Reloader:
         self._admission = admission
         self._one_at_a_time = asyncio.Lock()
         self._listeners: list[Callable[[Generation], None]] = []
+        fleet.keys = read_worker_keys(settings)
         self.current = build_generation(1, settings, fleet)
 
     def on_change(self, listener: Callable[[Generation], None]) -> None:
@@ -73,12 +75,14 @@ class Reloader:
                     raise SettingsError("the gateway was started without a configuration file")
                 settings = await asyncio.to_thread(load_settings, self.path)
                 _refuse_fixed(self.path, self.current.settings, settings)
+                worker_keys = await asyncio.to_thread(read_worker_keys, settings)
                 self._keys.apply(settings)
             except SettingsError as error:
                 self._on_outcome(False)
                 for line in str(error).splitlines():
                     logger.error("configuration not reloaded: %s", line)
                 raise
+            self._fleet.keys = worker_keys
             generation = self._put_in_force(settings)
             self._on_outcome(True)
             return generation

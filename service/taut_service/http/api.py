@@ -49,6 +49,10 @@ def create_api(reloader: Reloader, drain: Drain, metrics: Metrics, lifespan: Lif
     _add_models(api, reloader)
     add_health(api, reloader, drain)
 
+    @api.get("/version", include_in_schema=False)
+    async def show_version() -> dict[str, str]:
+        return {"version": api.version}
+
     @api.get(
         "/metrics",
         tags=["operations"],

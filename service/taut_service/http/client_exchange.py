@@ -13,7 +13,9 @@ contract either): whoever moves uvicorn runs ``tests/service/test_client_exchang
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
+from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from taut_service.errors import Headers
@@ -30,11 +32,12 @@ class ClientExchange:
         cycle: uvicorn's.
     """
 
-    __slots__ = ("_on_disconnect", "cycle")
+    __slots__ = ("_on_disconnect", "_until_close", "cycle")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.cycle = cycle
         self._on_disconnect: Callable[[], None] | None = None
+        self._until_close = False
 
     @property
     def answered(self) -> bool:
@@ -67,6 +70,39 @@ class ClientExchange:
         if self._on_disconnect is not None:
             self._on_disconnect()
 
+    async def send_until_close(self, message: Message) -> None:
+        """Send an answer of unknown length to a client of HTTP/1.0, which knows no chunks.
+
+        The end of the connection is the end of the answer (RFC 9112 §6.3).
+
+        Args:
+            message: of ASGI.
+        """
+        cycle = self.cycle
+        if message["type"] == "http.response.start":
+            lengths = (name == b"content-length" for name, _ in message["headers"])
+            self._until_close = cycle.scope["method"] != "HEAD" and not any(lengths)
+            if self._until_close:
+                cycle.response_started = True
+                lines = [STATUS_LINE[message["status"]]]
+                for name, value in (*cycle.default_headers, *message["headers"]):
+                    lines += (name, b": ", value, b"\r\n")
+                cycle.transport.write(b"".join((*lines, b"connection: close\r\n\r\n")))
+                return
+        if not self._until_close:
+            await cycle.send(cast("Any", message))
+            return
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        if cycle.disconnected:
+            return
+        cycle.transport.write(message.get("body", b""))
+        if not message.get("more_body", False):
+            cycle.response_complete = True
+            cycle.message_event.set()
+            cycle.transport.close()
+            cycle.on_response()
+
     def respond(self, status: int, headers: Headers, body: bytes) -> bool:
         """Send a whole answer.
 
@@ -85,6 +121,8 @@ class ClientExchange:
             return True
         if cycle.response_started or cycle.flow.write_paused:
             return False
+        if cycle.scope["method"] == "HEAD":
+            body = b""
         lines = [STATUS_LINE[status]]
         for name, value in cycle.default_headers:
             lines += (name, b": ", value, b"\r\n")

@@ -29,7 +29,11 @@ _ANTHROPIC_TYPES = {
 
 
 class Dialect(Protocol):
-    """How errors are written."""
+    """How errors are written, and where a stream's events name the model."""
+
+    @property
+    def holder(self) -> str:
+        """The member of an event's object that holds ``model``; ``""`` for the object itself."""
 
     def body(self, error: GatewayError, request_id: bytes) -> bytes:
         """Return an error as a whole JSON document."""
@@ -44,6 +48,8 @@ class Dialect(Protocol):
 @dataclass(frozen=True, slots=True)
 class OpenAiDialect:
     """``{"error": {"message", "type", "param", "code"}}``, and the same after ``data:``."""
+
+    holder: str = ""
 
     def body(self, error: GatewayError, request_id: bytes) -> bytes:
         """Return OpenAI's error object."""
@@ -62,6 +68,8 @@ class OpenAiDialect:
 class ResponsesDialect(OpenAiDialect):
     """OpenAI's documents; within a stream the typed, numbered event ``error``."""
 
+    holder: str = "response"
+
     def event(self, error: GatewayError, request_id: bytes, events_before: int) -> bytes:
         """Return ``event: error`` with the next sequence number."""
         document = {
@@ -77,6 +85,8 @@ class ResponsesDialect(OpenAiDialect):
 @dataclass(frozen=True, slots=True)
 class AnthropicDialect:
     """``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
+
+    holder: str = "message"
 
     def body(self, error: GatewayError, request_id: bytes) -> bytes:
         """Return Anthropic's error object; the field at fault is named in the message."""

@@ -32,13 +32,16 @@ from taut_service.errors import (
 )
 from taut_service.http.body import read_body
 from taut_service.http.client_exchange import SCOPE_KEY, ClientExchange
+from taut_service.http.cors import answer_page
 from taut_service.http.headers import REQUEST_ID, RequestHeaders, RequestIds
 from taut_service.http.json_bounds import is_light
 from taut_service.http.relay import CutShortError
 from taut_service.http.request_watch import ClientDisconnectedError, RequestWatch
+from taut_service.http.rewrite import rewrite_for
 from taut_service.route.gateway import Gateway
 from taut_service.watch.access_log import AccessLog
 from taut_service.watch.drain import Drain
+from taut_service.watch.key_usage import KeyUsage
 from taut_service.watch.metrics import UNKNOWN_MODEL, Metrics
 from taut_service.watch.tracing import Tracing, trace_id_of
 from taut_service.worker.outgoing import Outgoing
@@ -62,6 +65,7 @@ _REASON_OF_CODE: Mapping[str | None, str] = {
     "key_inflight_limit": "key_inflight",
 }
 _OPEN_PATHS = ("/health/", "/metrics", "/docs", "/openapi.json")
+_OPEN = frozenset({"/health", "/ping", "/version"})
 
 
 class Front:
@@ -76,6 +80,7 @@ class Front:
         limiter: how much they may call.
         drain: whether the door is open.
         metrics: where requests are counted.
+        usage: what each key has used.
         access_log: where they are written down.
         tracing: makes a span of each; None makes none.
     """
@@ -90,6 +95,7 @@ class Front:
         limiter: RateLimiter,
         drain: Drain,
         metrics: Metrics,
+        usage: KeyUsage,
         access_log: AccessLog,
         tracing: Tracing | None = None,
     ) -> None:
@@ -102,6 +108,7 @@ class Front:
         self._key_places = KeyPlaces()
         self.drain = drain
         self.metrics = metrics
+        self._usage = usage
         self._log = access_log
         self._tracing = tracing
         self._ids = RequestIds()
@@ -116,6 +123,12 @@ class Front:
             return
         # Out of the scope, which it points back at: no garbage for the collector.
         exchange = scope.pop(SCOPE_KEY, None)
+        cors = self.reloader.current.settings.cors
+        preflight = None if cors is None else answer_page(cors, scope, exchange)
+        if preflight is not None:
+            await send({"type": "http.response.start", "status": 204, "headers": preflight})
+            await send({"type": "http.response.body", "body": b""})
+            return
         route = self._routes.get(scope["path"])
         if route is None:
             await self._pass_to_api(scope, receive, send)
@@ -124,6 +137,8 @@ class Front:
         metrics = self.metrics.route(UNKNOWN_MODEL, route.name)
         call = Call(route, headers.request_id, metrics)
         call.exchange = exchange
+        if exchange is not None and scope["http_version"] == "1.0":
+            send = exchange.send_until_close
         if self._tracing is not None:
             call.span, headers.passed_on = self._tracing.begin(call, headers.passed_on)
         watch = RequestWatch(receive, self.reloader.current.settings.timeouts.total_s)
@@ -172,17 +187,21 @@ class Front:
                     call.metrics = self.metrics.route(call.model, call.route.name)
         else:
             facts = await self._facts(call, body)
+        call.rewrite = rewrite_for(
+            facts.asked, hide_usage=facts.hides_usage, within=call.route.dialect.holder
+        )
         query = scope["query_string"]
         path = call.route.path.encode() + (b"?" + query if query else b"")
         claim = claim_of(call, caller, headers, timeout_s, sum(facts.cost))
         if caller is not None and caller.limit is not None:
             call.reservation = await self._limiter.reserve(caller.name, caller.limit, facts.cost)
             call.extra_headers = call.reservation.headers()
-        request = Outgoing(path, headers, body, facts)
-        # It may be a copy with another model by the time it waits.
-        del body
+        request = Outgoing(path, headers, facts)
+        model = facts.model
+        # The request may be a copy with another model by the time it waits.
+        del body, facts
         may_pin = caller is None or caller.may_pin
-        await self._gateway.answer(call, facts.model, request, send, claim, may_pin=may_pin)
+        await self._gateway.answer(call, model, request, send, claim, may_pin=may_pin)
 
     async def _body(
         self,
@@ -281,6 +300,8 @@ class Front:
             variant = self.metrics.variant(call.model, call.variant)
             left = call.status in (0, CLIENT_CLOSED)
             variant.finished(0 if left else call.status, seconds, call.usage)
+            cost = variant.cost_of(call.usage)
+            self._usage.count(call.caller, call.model, call.usage, cost)
             events = call.events - call.route.preamble
             if events > 0:
                 variant.streamed(call.first_token_s, call.rest_s, events)
@@ -302,14 +323,17 @@ class Front:
                 ]
             await send(message)
 
-        if not scope["path"].startswith(_OPEN_PATHS):
+        path = scope["path"].rstrip("/") or "/"
+        if path not in _OPEN and not path.startswith(_OPEN_PATHS):
             try:
                 scope[CALLER] = self._keys.caller_of(headers.authorization)
             except UnauthorizedError as error:
                 self.metrics.rejected["unauthorized"].inc()
                 await send_error(send, error, headers.request_id, close=headers.expects_continue)
                 return
-        await self._api(scope, receive, send_with_id)
+        # uvicorn keeps the body of an answer to HEAD back: it looks at its own scope.
+        changed = {"method": "GET"} if scope["method"] == "HEAD" else {}
+        await self._api({**scope, **changed, "path": path}, receive, send_with_id)
 
 
 async def send_error(

@@ -47,10 +47,45 @@ _REPLACED_IN_REQUEST = frozenset(
         TIMEOUT,
     }
 )
-_REPLACED_IN_RESPONSE = frozenset({b"date", b"server", REQUEST_ID, WORKER, VARIANT})
-_DROPPED_FROM_REQUEST = _HOP_BY_HOP | _REPLACED_IN_REQUEST
+# For this gateway or for what stands before it, never for a worker. The sessions and tokens of
+# common identity proxies and clouds are among them.
+_CREDENTIALS = frozenset(
+    {
+        b"anthropic-api-key",
+        b"api-key",
+        b"cf-access-jwt-assertion",
+        b"cookie",
+        b"cookie2",
+        b"ocp-apim-subscription-key",
+        b"openai-api-key",
+        b"x-access-token",
+        b"x-amz-security-token",
+        b"x-amzn-oidc-accesstoken",
+        b"x-amzn-oidc-data",
+        b"x-api-key",
+        b"x-auth-request-access-token",
+        b"x-auth-token",
+        b"x-forwarded-access-token",
+        b"x-forwarded-authorization",
+        b"x-goog-api-key",
+        b"x-goog-iap-jwt-assertion",
+    }
+)
+# vLLM allows every page to read its answers; which may read the gateway's is said by ``cors``.
+_REPLACED_IN_RESPONSE = frozenset(
+    {
+        b"date",
+        b"server",
+        b"access-control-allow-origin",
+        b"access-control-allow-credentials",
+        b"access-control-expose-headers",
+        REQUEST_ID,
+        WORKER,
+        VARIANT,
+    }
+)
+_DROPPED_FROM_REQUEST = _HOP_BY_HOP | _REPLACED_IN_REQUEST | _CREDENTIALS
 _DROPPED_FROM_RESPONSE = _HOP_BY_HOP | _REPLACED_IN_RESPONSE
-_KEYS = frozenset({b"authorization", b"x-api-key"})
 _VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -78,6 +113,7 @@ class RequestHeaders:
     """
 
     __slots__ = (
+        "_api_keys",
         "_lengths",
         "authorization",
         "content_length",
@@ -100,15 +136,16 @@ class RequestHeaders:
         self.passed_on: Headers = []
         self._lengths = 0
         listed: set[bytes] = set()
+        self._api_keys: list[bytes] = []
         for name, value in headers:
             if name in _DROPPED_FROM_REQUEST:
                 self._act_on(name, value, listed)
                 continue
-            if name in _KEYS:
-                # Anthropic's clients send the key alone, under a name of its own.
-                key = value if name == b"authorization" else b"Bearer " + value
-                self.authorization.append(key)
+            if name == b"authorization":
+                self.authorization.append(value)
             self.passed_on.append((name, value))
+        if self._api_keys:
+            self._merge_keys()
         if listed:
             self.passed_on = [item for item in self.passed_on if item[0] not in listed]
         if _VALID_ID.fullmatch(self.request_id) is None:
@@ -128,8 +165,19 @@ class RequestHeaders:
             self.timeout = value
         elif name == b"expect":
             self.expects_continue = True
+        elif name == b"x-api-key":
+            self._api_keys.append(value)
         elif name == b"connection":
             listed.update(token.strip().lower() for token in value.split(b","))
+
+    def _merge_keys(self) -> None:
+        # Anthropic's clients send the key alone, under a name of its own; some send it both ways.
+        first = self.authorization[0] if self.authorization else b""
+        scheme, _, key = first.partition(b" ")
+        named = key.strip() if scheme.lower() == b"bearer" else None
+        self.authorization += [
+            b"Bearer " + other for other in self._api_keys if other.strip() != named
+        ]
 
     def check_framing(self) -> None:
         """Refuse what servers disagree about.
@@ -144,7 +192,7 @@ class RequestHeaders:
 
     def hide_authorization(self) -> None:
         """Keep the gateway's own keys from the workers."""
-        self.passed_on = [item for item in self.passed_on if item[0] not in _KEYS]
+        self.passed_on = [item for item in self.passed_on if item[0] != b"authorization"]
 
 
 def request_head(path: bytes, headers: RequestHeaders, length: int) -> bytes:

@@ -121,6 +121,8 @@ async def _relay_document(call: Call, connection: Connection, headers: Headers, 
     body = b"".join(pieces)
     if connection.status >= 400:
         body = call.route.dialect.worker_error(body, connection.status, call.request_id)
+    elif call.rewrite is not None:
+        body = call.rewrite.document(body)
     call.usage = read_usage(body)
     headers = [item for item in headers if item[0] != b"content-length"]
     headers.append((b"content-length", b"%d" % len(body)))
@@ -135,10 +137,14 @@ async def _relay_document(call: Call, connection: Connection, headers: Headers, 
 async def _pass_on(
     call: Call, connection: Connection, headers: Headers, held: list[bytes], send: Send
 ) -> None:
-    await send({"type": "http.response.start", "status": connection.status, "headers": headers})
-    call.status = connection.status
     data = b"".join(held)
     held.clear()
+    if call.rewrite is not None:
+        size = len(data)
+        data = call.rewrite.document(data)
+        headers = _longer(headers, len(data) - size)
+    await send({"type": "http.response.start", "status": connection.status, "headers": headers})
+    call.status = connection.status
     tail = b""
     try:
         while data:
@@ -152,8 +158,16 @@ async def _pass_on(
     await send({"type": "http.response.body", "body": b""})
 
 
+def _longer(headers: Headers, by: int) -> Headers:
+    """Return headers that announce so many bytes more, where they announce any."""
+    return [
+        (name, b"%d" % (int(value) + by)) if name == b"content-length" else (name, value)
+        for name, value in headers
+    ]
+
+
 async def _relay_stream(call: Call, connection: Connection, headers: Headers, send: Send) -> None:
-    reframer = SseReframer(count_text=call.reservation is not None)
+    reframer = SseReframer(count_text=call.reservation is not None, rewrite=call.rewrite)
     preamble = call.route.preamble
     first = last = 0.0
     connection.await_first_event()

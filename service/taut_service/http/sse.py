@@ -1,7 +1,8 @@
 """Server-sent events as they pass: whole events, counted, with the usage a worker reports.
 
-The bytes forwarded are the worker's own, in order; only the cuts between them move, to the blank
-lines that end events. So when a worker dies in the middle of an event, the half is dropped here
+The bytes forwarded are the worker's own, in order, but for what
+:mod:`taut_service.http.rewrite` changes; only the cuts between them move, to the blank lines that
+end events. So when a worker dies in the middle of an event, the half is dropped here
 and the error event that follows is well-formed. Format: WHATWG HTML, §9.2.6; a line may end in
 LF, CRLF or CR. The usage object: OpenAI API reference, ``usage``.
 """
@@ -12,13 +13,12 @@ import json
 import re
 from typing import NamedTuple
 
+from taut_service.http.rewrite import BLANK_LINE, USAGE, Rewrite, StreamRewriter
+
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 """An event longer than this is passed on in pieces, so that memory stays bounded."""
 
-# Atomic: a CRLF is one line end, never a CR and an LF.
-_BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _DATA_LINE = re.compile(rb"(?:(?<=\n)|(?<=\r)|\A)data:")
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
 # OpenAI's completions say prompt_tokens and completion_tokens; its responses and Anthropic's
 # messages say input_tokens and output_tokens.
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,12})')
@@ -53,7 +53,7 @@ def read_usage(data: bytes) -> Usage | None:
         The counts, or None where there is no such object.
     """
     start = data.rfind(b'"usage"')
-    if start < 0 or _USAGE.match(data, start) is None:
+    if start < 0 or USAGE.match(data, start) is None:
         return None
     prompt = _PROMPT_TOKENS.search(data, start)
     completion = _COMPLETION_TOKENS.search(data, start)
@@ -70,10 +70,12 @@ class SseReframer:
     Args:
         count_text: count the bytes of generated text as well, for a worker that reports no usage:
             one event may hold many tokens (vLLM: ``stream_interval``, speculative decoding).
+        rewrite: what is changed in the events; None changes nothing.
     """
 
-    def __init__(self, *, count_text: bool = False) -> None:
+    def __init__(self, *, count_text: bool = False, rewrite: Rewrite | None = None) -> None:
         self._count_text = count_text
+        self._rewriter = None if rewrite is None else StreamRewriter(rewrite)
         self._rest = b""
         self.text_bytes = 0
         self.events = 0
@@ -86,7 +88,7 @@ class SseReframer:
             data: whatever one read gave.
 
         Returns:
-            The bytes up to the last blank line seen, ``b""`` while an event is unfinished.
+            The events up to the last blank line seen, ``b""`` while an event is unfinished.
         """
         if self._rest:
             data = self._rest + data
@@ -96,9 +98,7 @@ class SseReframer:
             data, self._rest = data[:end], data[end:]
             if len(self._rest) > MAX_EVENT_BYTES:
                 data, self._rest = data + self._rest, b""
-        if data:
-            self._account(data)
-        return data
+        return self._account(data) if data else data
 
     def flush(self) -> bytes | None:
         """Return what is left when the worker has ended the stream; normally nothing.
@@ -115,22 +115,23 @@ class SseReframer:
             if not _is_whole(data):
                 return None
             data += b"\n"
-        data += b"\n"
-        self._account(data)
-        return data
+        return self._account(data + b"\n")
 
-    def _account(self, events: bytes) -> None:
+    def _account(self, events: bytes) -> bytes:
+        if b'"usage"' in events:
+            self.usage = read_usage(events) or self.usage
+        if self._rewriter is not None:
+            events = self._rewriter(events)
         self.events += _count_data(events)
         if self._count_text:
             self.text_bytes += sum(map(len, _TEXT.findall(events)))
-        if b'"usage"' in events:
-            self.usage = read_usage(events) or self.usage
+        return events
 
 
 def _count_data(events: bytes) -> int:
     """Count the events that carry data; a comment or a retry hint does not."""
     if b"\r" in events:
-        return sum(_DATA_LINE.search(event) is not None for event in _BLANK_LINE.split(events))
+        return sum(_DATA_LINE.search(event) is not None for event in BLANK_LINE.split(events))
     if events.startswith(b"data:") and events.find(b"\n\n") == len(events) - 2:
         return 1
     return sum(event.startswith(b"data:") or b"\ndata:" in event for event in events.split(b"\n\n"))
@@ -152,6 +153,6 @@ def _end_of_events(data: bytes) -> int:
     if b"\r" not in data:
         return data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
     end = 0
-    for match in _BLANK_LINE.finditer(data):
+    for match in BLANK_LINE.finditer(data):
         end = match.end()
     return end

@@ -16,8 +16,8 @@ from taut_service.worker.connection import (
 )
 from taut_service.worker.worker import Worker
 
-_TOO_BUSY = 503
-_RETRIED = {502: "502", _TOO_BUSY: "503"}
+_TOO_BUSY = (429, 503)
+_RETRIED = {429: "429", 502: "502", 503: "503"}
 
 
 class Attempt:
@@ -54,7 +54,7 @@ class Attempt:
         """
         worker = self.worker
         client = worker.client
-        wire = b"%bhost: %b\r\n\r\n" % (head, client.authority)
+        wire = client.whole_head(head)
         try:
             self.connection = connection = await client.send(wire, body)
         except StallError as error:
@@ -71,7 +71,7 @@ class Attempt:
             return error.cause
         cause = _RETRIED.get(connection.status, "")
         if cause:
-            if connection.status == _TOO_BUSY:
+            if connection.status in _TOO_BUSY:
                 worker.back_off()
             else:
                 self.failed()

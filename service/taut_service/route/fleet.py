@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 
 from taut_service.config.settings import Golden, Settings, WorkerSettings
+from taut_service.config.worker_keys import WorkerKeys
 from taut_service.worker.load_watch import LoadWatch
 from taut_service.worker.prober import Prober, ProbeTimes
 from taut_service.worker.upstream import UpstreamClient
@@ -35,6 +36,8 @@ class Fleet:
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
         self._load_every_s: float | None = None
         self._running = False
+        self.keys: WorkerKeys = {}
+        """What workers want as a key; put in force by :meth:`employ`."""
 
     def __iter__(self) -> Iterator[Worker]:
         """Iterate over the workers that are watched."""
@@ -62,6 +65,7 @@ class Fleet:
             worker = Worker(entry, served_name, golden, client, routing.breaker)
             self._workers[identity] = worker
         worker.client.configure(settings.timeouts)
+        worker.client.use_key(None if entry.api_key_file is None else self.keys[entry.api_key_file])
         worker.breaker.limits = routing.breaker
         worker.stale_after_s = routing.load.stale_after_s
         self._load_every_s = routing.load.every_s

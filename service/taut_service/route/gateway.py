@@ -1,8 +1,8 @@
 """One checked request, end to end: admit → choose → call → relay, retried until the first byte.
 
 A request is sent again, to another worker, when connecting failed, when the connection broke
-before anything of the answer was passed on, or when the worker answered 502 or 503; as often as
-``routing.retries`` allows. It is not sent again after a time limit (the work was probably done)
+before anything of the answer was passed on, or when the worker answered 429, 502 or 503; as often
+as ``routing.retries`` allows. It is not sent again after a time limit (the work was probably done)
 nor after the client has seen anything. Generation has no side effects, so sending it twice is
 safe. Tries stay in the variant the request belongs to for as long as that has another worker.
 """
@@ -16,7 +16,11 @@ from starlette.types import Send
 from taut_service.admit.admission import ANYBODY, Admission, Claim
 from taut_service.call import Call
 from taut_service.config.reload import Reloader
-from taut_service.errors import GatewayError, UnavailableError, UpstreamFailureError
+from taut_service.errors import (
+    GatewayError,
+    UnavailableError,
+    UpstreamFailureError,
+)
 from taut_service.http.relay import CutShortError, NothingSentError, relay
 from taut_service.route.attempt import Attempt
 from taut_service.route.hedge import Opening, open_hedged
@@ -28,6 +32,9 @@ from taut_service.worker.worker import Worker
 
 RETRY_AFTER_S = 2.0
 """Advice while no worker is ready: about two rounds of quick probing."""
+_TOO_MANY = 429
+_REFUSED = "429"
+"""The cause that is passed on where no other worker may be asked."""
 _FREE_TO_RETRY = "connect"
 """The cause for which no worker has done anything: such a retry costs no budget."""
 
@@ -95,18 +102,26 @@ class Gateway:
         call, model = route.call, route.model
         model.budget.earn()
         cause = ""
+        following: Worker | None = None
         while True:
-            worker = self._next_worker(route, cause)
+            worker = following or self._next_worker(route, cause)
+            following = None
             if worker is None:
                 raise _gave_up(model.name, cause)
             attempt = route.begin(worker)
             try:
                 attempt, cause = await self._open(route, attempt)
+                if cause == _REFUSED:
+                    following = self._next_worker(route, cause)
+                    if following is None:
+                        # The client gets the worker's own words, as of every 4xx.
+                        cause = ""
                 if not cause and attempt.connection is not None:
                     worker, variant = attempt.worker, route.variant
                     call.worker = worker.name
                     await relay(call, attempt.connection, worker.header, variant.header, send)
-                    attempt.succeeded()
+                    if attempt.connection.status != _TOO_MANY:
+                        attempt.succeeded()
                     return
             except NothingSentError as error:
                 attempt.failed()

@@ -14,10 +14,10 @@ from __future__ import annotations
 import ipaddress
 import logging
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from taut_service.admit.admission import Admission
@@ -32,6 +32,7 @@ from taut_service.route.variants import Model, UnknownVariantError
 from taut_service.watch.admin_state import GatewayState, WorkerReport, describe, worker_report
 from taut_service.watch.drain import Drain
 from taut_service.watch.families import taut_version
+from taut_service.watch.key_usage import KeyUsage, UsageReport
 from taut_service.worker.discovery.supervisor import Supervisor
 from taut_service.worker.worker import Worker
 
@@ -48,6 +49,7 @@ class Controls:
         discovery: the watches.
         drain: the door.
         keys: who may use this API.
+        usage: what each key has used.
         host: the configured host of this API.
     """
 
@@ -56,6 +58,7 @@ class Controls:
     discovery: Supervisor
     drain: Drain
     keys: ApiKeys
+    usage: KeyUsage
     host: str
 
 
@@ -121,6 +124,7 @@ def create_admin(controls: Controls) -> FastAPI:
     add_docs(admin)
     install_error_handlers(admin)
     _add_state(admin, controls)
+    _add_usage(admin, controls.usage)
     _add_workers(admin, controls)
     _add_configuration(admin, controls)
     _add_drain(admin, controls)
@@ -168,6 +172,22 @@ def _add_state(admin: FastAPI, controls: Controls) -> None:
         return describe(
             controls.reloader.current, controls.admission, controls.discovery, controls.drain
         )
+
+
+def _add_usage(admin: FastAPI, usage: KeyUsage) -> None:
+    @admin.get(
+        "/admin/usage",
+        summary="Requests, tokens and cost by key and model, since the process began",
+        response_model=UsageReport,
+        responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
+    )
+    async def show_usage(
+        shape: Annotated[Literal["json", "csv"], Query(alias="format")] = "json",
+    ) -> UsageReport | Response:
+        report = usage.report()
+        if shape == "json":
+            return report
+        return Response(report.csv(), media_type="text/csv")
 
 
 def _add_workers(admin: FastAPI, controls: Controls) -> None:

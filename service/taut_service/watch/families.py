@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from taut_service.http.client_rules import CLOSE_REASONS
 
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "disconnect")
-RETRY_CAUSES = ("connect", "reset", "protocol", "timeout", "stale", "502", "503")
+RETRY_CAUSES = ("connect", "reset", "protocol", "timeout", "stale", "429", "502", "503")
 REJECT_REASONS = (
     "queue_full",
     "queue_timeout",
@@ -48,6 +48,7 @@ class Families:
         self._declare_by_route()
         self._declare_by_model()
         self._declare_by_variant()
+        self._declare_by_key()
         self._declare_fixed()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -131,6 +132,16 @@ class Families:
             "variant_fallbacks",
             "Requests that this variant took because their own had no worker for them",
             *_BY_VARIANT,
+        )
+
+    def _declare_by_key(self) -> None:
+        counter, labels = self._counter, ("key", "model")
+        self.key_requests = counter("key_requests", "Requests that a worker took", *labels)
+        self.key_prompt_tokens = counter(
+            "key_prompt_tokens", "Tokens in, as workers report", *labels
+        )
+        self.key_generated_tokens = counter(
+            "key_generated_tokens", "Tokens out, as workers report", *labels
         )
 
     def _declare_fixed(self) -> None:

@@ -59,6 +59,13 @@ def add_health(api: FastAPI, reloader: Reloader, drain: Drain) -> None:
         drain: whether the gateway is ending, and what is under way.
     """
 
+    # What clients of vLLM ask before they begin; SageMaker asks /ping.
+    @api.get("/health", include_in_schema=False)
+    @api.get("/ping", include_in_schema=False)
+    @api.post("/ping", include_in_schema=False)
+    async def able(response: Response) -> Readiness:
+        return await ready(response)
+
     @api.get("/health/live", tags=["operations"], summary="The process answers")
     async def live() -> Liveness:
         return Liveness()

@@ -135,8 +135,14 @@ class VariantMetrics:
         if usage is not None:
             self._prompt_tokens.inc(usage.prompt_tokens)
             self._generated_tokens.inc(usage.completion_tokens)
-            cost = usage.prompt_tokens * self._per_prompt_token
-            self._cost.inc(cost + usage.completion_tokens * self._per_generated_token)
+            self._cost.inc(self.cost_of(usage))
+
+    def cost_of(self, usage: Usage | None) -> float:
+        """Return what tokens cost, in the unit of the configured price."""
+        if usage is None:
+            return 0.0
+        cost = usage.prompt_tokens * self._per_prompt_token
+        return cost + usage.completion_tokens * self._per_generated_token
 
     def streamed(self, first_token_s: float, rest_s: float, events: int) -> None:
         """Record the pace of one stream.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from taut_service.admit.inspection import Facts
 from taut_service.config.settings import Affinity
 from taut_service.http.headers import RequestHeaders, request_head
-from taut_service.http.splice import find_models, with_model
+from taut_service.http.splice import find_models, model_edits, moved, with_edits
 from taut_service.route.affinity import affinity_keys
 
 
@@ -17,8 +17,7 @@ class Outgoing:
     Args:
         path: absolute path with query.
         headers: the client's.
-        body: as the client sent it.
-        facts: what is known of it.
+        facts: what is known of its body, and the body itself.
     """
 
     __slots__ = (
@@ -33,12 +32,13 @@ class Outgoing:
         "tokens",
     )
 
-    def __init__(self, path: bytes, headers: RequestHeaders, body: bytes, facts: Facts) -> None:
+    def __init__(self, path: bytes, headers: RequestHeaders, facts: Facts) -> None:
         self.tokens = sum(facts.cost)
         self._path = path
         self._headers = headers
-        self._body = body
-        self._facts = facts
+        self._body = facts.body
+        # The body becomes another where a worker knows the model by another name.
+        self._facts = facts._replace(body=b"")
         self._asked = facts.asked
         self._places = facts.places
         self._served_name = ""
@@ -56,7 +56,8 @@ class Outgoing:
         if served_name != self._served_name:
             if served_name != self._asked:
                 places = self._places or find_models(self._body)
-                self._body, self._places = with_model(self._body, places, served_name)
+                edits = model_edits(self._body, places, served_name)
+                self._body, self._places = with_edits(self._body, edits), moved(places, edits)
                 self._asked = served_name
             self._head = request_head(self._path, self._headers, len(self._body))
             self._served_name = served_name

@@ -55,11 +55,31 @@ class UpstreamClient:
         self._idle: dict[Connection, None] = {}
         literal = f"[{host}]" if ":" in host else host
         self.authority = f"{literal}:{port}".encode()
+        self._has_key = False
+        self.use_key(None)
 
     @property
     def idle(self) -> int:
         """Pooled connections now."""
         return len(self._idle)
+
+    def use_key(self, key: bytes | None) -> None:
+        """Send a key with every request from now on, None for none."""
+        self._has_key = key is not None
+        shown = b"" if key is None else b"authorization: Bearer %b\r\n" % key
+        self._head_end = b"host: %b\r\n%b\r\n" % (self.authority, shown)
+
+    def whole_head(self, head: bytes) -> bytes:
+        """Return the head of a request with what only this worker is to see.
+
+        Args:
+            head: request line and headers without ``Host`` and the empty line. A client's
+                ``Authorization`` gives way to the worker's key.
+        """
+        if self._has_key and b"\r\nauthorization: " in head:
+            lines = head.split(b"\r\n")
+            head = b"\r\n".join(x for x in lines if not x.startswith(b"authorization: "))
+        return head + self._head_end
 
     async def send(self, head: bytes, body: bytes) -> Connection:
         """Send a request, wait for the head of the answer.
@@ -104,13 +124,13 @@ class UpstreamClient:
             TimeoutError: it took too long.
         """
         head = (
-            f"{method} {path} HTTP/1.1\r\nhost: {self.authority.decode()}\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"{method} {path} HTTP/1.1\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         )
         pieces: list[bytes] = []
         size = 0
         async with asyncio.timeout(timeout_s):
-            connection = await self.send(head.encode(), body)
+            connection = await self.send(self.whole_head(head.encode()), body)
             try:
                 while size <= MAX_ANSWER_BYTES and (data := await connection.read()):
                     pieces.append(data)

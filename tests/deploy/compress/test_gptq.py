@@ -16,7 +16,7 @@ def correlated(tokens: int, k: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(tokens, k, generator=generator) @ mixing
 
 
-def column_by_column(weight, hessian, scale, zero, group, order, dampening):
+def column_by_column(weight, hessian, scale, zero, group, order, dampening, mask=None):
     """Optimal brain quantisation with an explicit inverse, in float64."""
     remaining, codes = weight.double().clone(), torch.zeros(weight.shape, dtype=torch.int8)
     damp = dampening * hessian.diagonal().double().mean()
@@ -24,6 +24,7 @@ def column_by_column(weight, hessian, scale, zero, group, order, dampening):
     for i in order:
         s, z = scale[:, i // group].double(), zero[:, i // group].double()
         code = (remaining[:, i] / s + z).round().clamp(-8, 7)
+        code = code if mask is None else torch.where(mask[:, i], code, z)
         error = (remaining[:, i] - (code - z) * s) / inverse[i, i]
         remaining -= error[:, None] * inverse[i][None]
         inverse = inverse - inverse[:, i, None] * inverse[None, i] / inverse[i, i]
@@ -47,6 +48,22 @@ def test_codes_equal_the_column_by_column_form(act_order, symmetric, group):
     expected = column_by_column(weight, hessian, scale, zero, group, order, 0.01)
     assert torch.equal(got.codes, expected)
     assert not torch.equal(got.codes, rtn.quantize_weight(weight, spec, hessian.diagonal()).codes)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_pruned_weights_stay_zero_and_the_others_make_up_for_them(symmetric):
+    generator = torch.Generator().manual_seed(1)
+    weight, mask = torch.randn(8, 8, generator=generator), torch.rand(8, 8) > 0.5
+    x = correlated(64, 8)
+    hessian = x.T @ x / 64
+    spec = GridSpec(4, 4, symmetric, torch.float32)
+    got = gptq.quantize_weight(weight * mask, hessian, spec, act_order=False, mask=mask)
+    scale, zero = fit_grid(weight * mask, spec, hessian.diagonal())
+    zero = torch.zeros_like(scale) if zero is None else zero
+    order = range(8)
+    expected = column_by_column(weight * mask, hessian, scale, zero, 4, order, 0.01, mask)
+    assert torch.equal(got.codes, expected)
+    assert (got.dequantize()[~mask] == 0).all()
 
 
 def test_lazy_blocks_change_nothing():

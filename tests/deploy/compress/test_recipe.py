@@ -13,14 +13,21 @@ W4A16 = {"method": "quantize", "scheme": "W4A16", "group_size": 32}
 GOOD = {"name": "r", "stages": [W4A16]}
 
 WRONG = {
-    "unknown key": ({**GOOD, "stagez": 1}, "stagez: unknown key"),
+    "unknown key": (
+        {**GOOD, "stagez": 1},
+        r"stagez: unknown key; did you mean 'stages'\?",
+    ),
     "unknown stage key": (
-        {**GOOD, "stages": [{**W4A16, "gruop": 1}]},
-        r"stages\.0.*gruop: unknown",
+        {**GOOD, "stages": [{**W4A16, "gruop_size": 1}]},
+        r"stages\.0.*gruop_size: unknown key; did you mean 'group_size'\?",
     ),
     "unknown calibration key": (
         {**GOOD, "calibration": {"sauce": 1}},
-        r"calibration\.sauce: unknown",
+        r"calibration\.sauce: unknown key; did you mean 'source'\?",
+    ),
+    "unknown key of a smooth": (
+        {**GOOD, "stages": [{"method": "smooth", "zzz": 1}, W8A8]},
+        r"smooth\.zzz: unknown key; there are layers, ignore, method, alpha",
     ),
     "no name": ({"stages": [W4A16]}, "name: Field required"),
     "name with a slash": ({**GOOD, "name": "a/b"}, "name: .*pattern"),
@@ -34,7 +41,7 @@ WRONG = {
     ),
     "odd group": (
         {**GOOD, "stages": [{**W4A16, "group_size": 48}]},
-        r"group_size: .*32, 64 or 128",
+        r"group_size.*32, 64",
     ),
     "W4A16 without group": (
         {**GOOD, "stages": [{"method": "quantize", "scheme": "W4A16"}]},
@@ -42,15 +49,16 @@ WRONG = {
     ),
     "W8A8 with group": ({**GOOD, "stages": [{**W8A8, "group_size": 32}]}, "drop 'group_size'"),
     "W8A8 asymmetric": ({**GOOD, "stages": [{**W8A8, "symmetric": False}]}, "symmetric: false"),
-    "no quantize": ({**GOOD, "stages": [{"method": "smooth"}]}, "followed by one 'quantize'"),
+    "no quantize": ({**GOOD, "stages": [{"method": "smooth"}]}, "followed by 'quantize'"),
     "quantize first": (
         {**GOOD, "stages": [W8A8, {"method": "smooth"}]},
-        "followed by one 'quantize'",
+        "'smooth' must stand before 'quantize'",
     ),
-    "two smooths": (
-        {**GOOD, "stages": [{"method": "smooth"}, {"method": "smooth"}, W8A8]},
-        "followed by one 'quantize'",
+    "a pattern that is none": (
+        {**GOOD, "stages": [{**W4A16, "layers": ["re:*"]}]},
+        r"stages\.0\.quantize\.layers\.0: .*no regular expression",
     ),
+    "an ignore that is none": ({**GOOD, "ignore": ["re:("]}, r"ignore\.0: .*no regular expr"),
     "alpha too large": (
         {**GOOD, "stages": [{"method": "smooth", "alpha": 1.5}, W8A8]},
         r"alpha.*less than or equal to 1",

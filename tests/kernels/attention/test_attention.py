@@ -292,12 +292,12 @@ def test_empty_batches_and_sequences(shape: tuple[int, ...]) -> None:
 
 
 def test_variants_cover_every_form() -> None:
-    from taut_kernels.attention.prefill import variants as attention_variants
+    from taut_kernels.instruments.forms import attention as attention_forms
 
-    found = list(attention_variants.kernel_variants())
-    assert len(found) == len({(v.label, v.tile, v.targets) for v in found})
+    found = list(attention_forms.prefill_variants())
+    assert len(found) == len({(v.label, v.tile, v.target) for v in found})
     for target in ("sm_80", "sm_90"):
-        labels = [v.label for v in found if target in v.targets]
+        labels = [v.label for v in found if target == v.target]
         for dim in (64, 96, 128, 256):
             for name in ("attention", "attention dkv", "attention dq"):
                 assert sum(f"{name} " in v and v.endswith(f"D={dim}") for v in labels) >= 3

@@ -11,9 +11,9 @@ import torch
 import triton
 
 from taut_kernels.attention.cache_write import op as cw
-from taut_kernels.attention.cache_write import variants as cache_write_variants
 from taut_kernels.attention.cache_write.op import cache_write
 from taut_kernels.attention.decode import op as decode
+from taut_kernels.instruments.forms import attention as attention_forms
 from taut_kernels.launch import early_start
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.rowwise.tiles import FusedTile
@@ -264,10 +264,10 @@ def test_rejects_bad_inputs(change: dict[str, Any], message: str) -> None:
 
 
 def test_variants_cover_both_formats_of_both_targets() -> None:
-    found = list(cache_write_variants.kernel_variants())
-    assert len(found) == len({(variant.label, variant.targets) for variant in found})
+    found = list(attention_forms.cache_write_variants())
+    assert len(found) == len({(variant.label, variant.target) for variant in found})
     for target, formats in (("sm_80", {"16 bit", "fp8 codes"}), ("sm_90", {"16 bit", "fp8"})):
-        forms = [variant for variant in found if target in variant.targets]
+        forms = [variant for variant in found if target == variant.target]
         assert {variant.constants["FORMAT"] for variant in forms} == formats
         assert {variant.constants["PDL"] for variant in forms} == {target == "sm_90"}
         assert {"launch_pdl" in variant.options for variant in forms} == {target == "sm_90"}

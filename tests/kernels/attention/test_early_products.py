@@ -10,15 +10,9 @@ import triton
 from emulator import ptx_paths
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels.attention.cache_write import variants as cache_write_variants
-from taut_kernels.attention.decode import variants as decode_variants
-from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
-from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
-from taut_kernels.gemm.w4a16 import decode_variants as w4a16_decode_variants
-from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
-from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
 from taut_kernels.instruments import aot
-from taut_kernels.launch.variant import KernelVariant
+from taut_kernels.instruments.forms import attention, scaled_mm, w4a16
+from taut_kernels.launch.recorder import KernelVariant
 
 WEIGHTS = {"qweight_ptr", "scales_ptr", "zeros_ptr", "w_desc"}
 READS = ("ld.", "cp.async.")
@@ -26,16 +20,10 @@ Touched = set[tuple[str, frozenset[str]]]
 
 
 def _variants() -> Iterator[KernelVariant]:
-    for module in (
-        w4a16_decode_variants,
-        w4a16_decode_ring_variants,
-        w4a16_wgmma_variants,
-        w4a16_wgmma_ring_variants,
-        scaled_mm_variants,
-        decode_variants,
-        cache_write_variants,
-    ):
-        yield from module.kernel_variants()
+    yield from w4a16.kernel_variants()
+    yield from scaled_mm.kernel_variants()
+    yield from attention.decode_variants()
+    yield from attention.cache_write_variants()
 
 
 def _name(variant: KernelVariant) -> str:
@@ -49,7 +37,7 @@ def _early_forms() -> list[KernelVariant]:
     for variant in _variants():
         constants = variant.constants
         early = variant.options.get("launch_pdl") or constants.get("EARLY")
-        if not early or "sm_90" not in variant.targets:
+        if not early or variant.target != "sm_90":
             continue
         split = constants.get("SPLIT_K", 1) > 1 or constants.get("SPLIT", False)
         cut = constants.get("HAS_ZEROS", False), split, bool(constants.get("AHEAD", 0))
@@ -66,7 +54,7 @@ EARLY_FORMS = _early_forms()
 def _touched(variant: KernelVariant) -> tuple[Touched, bool]:
     """Return instructions with the arguments their addresses come from, and whether one may end."""
     target = GPUTarget("cuda", 90, 32)
-    compiled: Any = triton.compile(aot._source(variant), target=target, options=variant.options)
+    compiled: Any = triton.compile(aot.source_of(variant), target=target, options=variant.options)
     early = ptx_paths.before_the_wait(compiled.asm["ptx"])
     names: list[str] = []
     for name in variant.kernel.arg_names:

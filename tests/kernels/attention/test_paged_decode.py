@@ -15,9 +15,9 @@ from taut_kernels import testing
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode import reference as decode_reference
-from taut_kernels.attention.decode import variants as decode_variants
 from taut_kernels.attention.decode.op import make_arrivals, paged_decode
 from taut_kernels.attention.reference import attention_ref
+from taut_kernels.instruments.forms import attention as attention_forms
 from taut_kernels.launch import launcher
 
 INTERPRET = Path(__file__).with_name("interpret_decode.py")
@@ -231,15 +231,21 @@ def test_no_sequences() -> None:
 
 
 def test_variants_cover_every_dimension_and_format() -> None:
-    found = list(decode_variants.kernel_variants())
-    assert len(found) == len({(v.label, v.tile, v.targets) for v in found})
+    found = list(attention_forms.decode_variants())
+    assert len(found) == len({(v.label, v.tile, v.target) for v in found})
     for target in ("sm_80", "sm_90"):
-        labels = [v.label for v in found if target in v.targets]
+        labels = [v.label for v in found if target == v.target]
         for dim in (64, 96, 128, 256) if target == "sm_90" else (128, 256):
             for name in ("bf16", "fp8", "int8"):
                 assert any(f"{name} D={dim} " in label for label in labels)
+        # Batches of more lengths than start early do not.
+        few = [v for v in found if target == v.target and v.constants["BLOCK_B"] <= 64]
+        many = [v for v in found if target == v.target and v.constants["BLOCK_B"] > 64]
+        assert bool(many) is (target == "sm_90")
         for start in ("STARTS_NEXT", "EARLY"):
-            assert {v.constants[start] for v in found if target in v.targets} == {target == "sm_90"}
+            assert {v.constants[start] for v in few} == {target == "sm_90"}
+            assert not any(v.constants[start] for v in many)
+        assert {"launch_pdl" in v.options for v in few} == {target == "sm_90"}
 
 
 def on_gpu(contexts: list[int], *shape: Any, **options: Any) -> PagedCase:

@@ -1,6 +1,6 @@
 """Kernels × tiles compile for sm_80 and sm_90: no GPU, no spills, within shared memory.
 
-Of every form one tile and of all a fifth; `make aot` compiles all.
+Of every form one tile, or what TAUT_AOT_EVERY says; `make aot` compiles all.
 """
 
 from __future__ import annotations
@@ -11,41 +11,47 @@ import os
 
 import pytest
 
-from taut_kernels.gemm.w4a16 import portable as w4a16_wgmma
 from taut_kernels.gemm.w4a16.lookup import WgmmaTile
 from taut_kernels.instruments import aot
+from taut_kernels.instruments.forms import w4a16
+from taut_kernels.launch.recorder import KernelVariant, variants_of
 
-EVERY = int(os.environ.get("TAUT_AOT_EVERY", "5"))
-"""1 compiles all of some 1,700, as `make aot` does: 12 minutes of a core, 30 of an old one."""
+EVERY = int(os.environ.get("TAUT_AOT_EVERY", "0"))
+"""0 compiles some 360; 5 every form and size and a fifth of all, some 1,060; 1 all 2,100, as `make
+aot` does: 12 minutes of a core, 30 of an old one."""
 
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_variants_compile_clean(target: str) -> None:
     results = list(aot.compile_all([target], every=EVERY, jobs=os.cpu_count() or 1))
-    of_target = [v for v in aot.every_variant() if target in v.targets]
-    assert len(results) >= len(of_target) / EVERY
-    assert {result.label for result in results} == {v.label for v in of_target}
+    of_target = [v for v in aot.every_variant() if v.target == target]
+    if EVERY:
+        assert len(results) >= len(of_target) / EVERY
+        assert {result.label for result in results} == {v.label for v in of_target}
+    compiled = {result.label for result in results}
+    assert {v.form for v in of_target if v.label in compiled} == {v.form for v in of_target}
     assert [result for result in results if result.failure is not None] == []
     # A pointwise kernel shares nothing.
     assert all(0 < result.registers <= 255 and result.shared_bytes >= 0 for result in results)
 
 
+def _first() -> KernelVariant:
+    return next(v for v in aot.every_variant() if v.target == "sm_90")
+
+
 def test_a_tile_that_spills_is_reported() -> None:
-    variant = next(v for v in aot.every_variant() if "w4a16_wgmma bf16 asym" in v.label)
     tile = WgmmaTile(256, 2, 8, 1, 1, 3, reordered=True, early_wait=True)
-    constants = w4a16_wgmma.launch_constants(tile, 4096, 128, hopper=True)
-    result = aot.compile_variant(
-        dataclasses.replace(variant, tile=tile, constants=variant.constants | constants), "sm_90"
-    )
+    (variant,) = variants_of(w4a16.product_call(tile, 4096, w4a16.LARGEST))
+    result = aot.compile_variant(variant)
     assert result.spill_bytes > 0
     assert result.failure == f"spills {result.spill_bytes} bytes a thread"
 
 
 def test_a_variant_that_does_not_compile_is_reported() -> None:
-    variant = next(aot.every_variant())
+    variant = _first()
     broken = dataclasses.replace(variant, constants=variant.constants | {"ELEMENT": "f64"})
-    failure = aot.compile_variant(broken, "sm_90").failure
+    failure = aot.compile_variant(broken).failure
     assert failure is not None
     assert failure.startswith("does not compile: ")
     assert "\n" not in failure
@@ -59,7 +65,7 @@ def test_shared_memory_limit_depends_on_the_target() -> None:
 def test_command_line_exits_1_on_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    variant = next(aot.every_variant())
+    variant = _first()
     broken = dataclasses.replace(variant, constants=variant.constants | {"ELEMENT": "f64"})
     monkeypatch.setattr(aot, "every_variant", lambda: iter([variant, broken]))
     assert aot.main(["--target", "sm_90", "--json", "--jobs", "1"]) == 1
@@ -77,6 +83,17 @@ def test_a_sample_has_every_form_and_every_nth() -> None:
     variants = list(aot.every_variant())
     labels = {variants[place].label for place in all_of_them}
     assert {variants[place].label for place in every} == labels
+
+
+def test_the_smallest_sample_has_every_form_once() -> None:
+    variants = list(aot.every_variant())
+    forms = [variants[place].form for place in aot.chosen("sm_90", 0)]
+    assert len(forms) == len(set(forms))
+    assert set(forms) == {v.form for v in variants if v.target == "sm_90"}
+    labels = {label for _, label in forms}
+    assert "w4a16_wgmma_tma bf16 asym group=32 " in labels
+    assert {"rms_norm_quant fp8 ", "rope neox ", "paged_decode fp8  g4 T=1 "} <= labels
+    assert not [label for label in labels if "N=4096" in label]
 
 
 @pytest.mark.parametrize("option", ["--every", "--jobs"])

@@ -14,11 +14,11 @@ from triton import knobs
 
 from taut_kernels.gemm.scaled_mm import blocks_hopper as fp8_block_hopper
 from taut_kernels.gemm.scaled_mm import tile as tiles_scaled_mm_tile
-from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
 from taut_kernels.gemm.scaled_mm.blocks_tall_kernel import fp8_block_tall_kernel
 from taut_kernels.gemm.scaled_mm.dispatch import launch_block
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 from taut_kernels.instruments import aot
+from taut_kernels.instruments.forms import scaled_mm as scaled_mm_forms
 from taut_kernels.launch import assembler as launch_assembler
 from taut_kernels.launch import launcher
 from taut_kernels.testing.scaled_mm import make_scaled_mm_case
@@ -79,7 +79,7 @@ def test_variants_are_compiled_by_what_their_launcher_takes() -> None:
     """Both block-wise kernels that TMA feeds want the newest, others the usual one."""
     chosen = {
         v.tile.block_m: v.assembler
-        for v in scaled_mm_variants.kernel_variants()
+        for v in scaled_mm_forms.kernel_variants()
         if v.tile.kernel == "blocks"
     }
     assert set(chosen.values()) == {launch_assembler.newest_ptxas}
@@ -92,8 +92,8 @@ def test_variants_are_compiled_by_what_their_launcher_takes() -> None:
         entered.append(True)
         yield
 
-    variant = next(v for v in aot.every_variant() if "sm_90" in v.targets)
-    assert aot.compile_variant(replace(variant, assembler=assembler), "sm_90").failure is None
+    variant = next(v for v in aot.every_variant() if v.target == "sm_90")
+    assert aot.compile_variant(replace(variant, assembler=assembler)).failure is None
     assert entered == [True]
 
 

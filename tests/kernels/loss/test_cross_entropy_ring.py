@@ -16,8 +16,9 @@ from triton.backends.compiler import GPUTarget
 
 from taut_kernels import testing
 from taut_kernels.instruments import aot
+from taut_kernels.instruments.forms import loss as loss_forms
 from taut_kernels.launch import launcher
-from taut_kernels.loss import cross_entropy_ring, row_softmax, variants
+from taut_kernels.loss import cross_entropy_ring, row_softmax
 from taut_kernels.loss import tiles as tiles_loss
 from taut_kernels.loss.cross_entropy_ring_kernel import cross_entropy_ring_kernel
 from taut_kernels.loss.row_softmax import Objective
@@ -251,9 +252,9 @@ def test_softmax_is_the_gradient_without_a_target(tile: RingTile, dtype: torch.d
 def test_loop_over_rows_carries_every_row_its_own_target() -> None:
     # Triton takes a variable for constant in a loop whose first pass gives it the value it comes in
     # with; NumPy's run of the same Python does not show it.
-    variant = next(v for v in variants.kernel_variants() if "ring bf16 V=128256" in v.label)
+    variant = next(v for v in loss_forms.kernel_variants() if "ring bf16 V=128256" in v.label)
     compiled: Any = triton.compile(
-        aot._source(variant), target=GPUTarget("cuda", 90, 32), options=variant.options
+        aot.source_of(variant), target=GPUTarget("cuda", 90, 32), options=variant.options
     )
     rows = re.search(r"scf\.for [^\n]*iter_args\(([^)]*)\) -> \(([^)]*)\)", compiled.asm["ttgir"])
     assert rows is not None

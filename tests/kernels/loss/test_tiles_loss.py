@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from taut_kernels.instruments.forms import loss as loss_forms
 from taut_kernels.loss import tiles as tiles_loss
-from taut_kernels.loss import variants
 from taut_kernels.loss.tiles import LossTile, RingTile
 
 ROW = {
@@ -100,8 +100,8 @@ def test_rule_covers_every_vocabulary() -> None:
 
 
 def test_variants_cover_every_form() -> None:
-    found = list(variants.kernel_variants())
-    assert len(found) == len({(v.label, v.tile) for v in found})
+    found = list(loss_forms.kernel_variants())
+    assert len(found) == len({(v.label, v.tile, v.target) for v in found})
     labels = " ".join(v.label for v in found)
     for form in (
         "cross_entropy loss and gradient bf16 V=256000",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,6 +168,10 @@ WIDTHS = Widths(
     inputs=frozenset({(64, torch.bfloat16, torch.int8)}),
     rotations=frozenset({Rotation(4, 2, 16, 16, True, torch.bfloat16, True)}),
 )
+STATIC = replace(
+    WIDTHS, quantised=frozenset({torch.float8_e4m3fn}), inputs=frozenset(), static_scale=True
+)
+"""Of a model whose activations have a given scale."""
 FORM = DecodeForm(4, 2, 16, 16, 0, torch.bfloat16, torch.bfloat16)
 
 
@@ -178,12 +183,26 @@ def test_every_op_of_a_model_answers_here() -> None:
     assert kernels == {f"taut::{name}" for name in (*names, "paged_decode", "cache_write")}
 
 
+def test_ops_with_a_given_scale_answer_where_a_model_has_one() -> None:
+    known_ops.check_ops(STATIC, CPU)
+    asked = {answer["kernel"]: answer for answer in known_answer.results()}
+    for name in ("rms_norm_static_quant", "silu_mul_static_quant"):
+        assert 0 <= asked[f"taut::{name}"]["error"] < 1
+    known_answer._answers.clear()
+    known_ops.check_ops(replace(STATIC, static_scale=False), CPU)
+    assert not any("static" in answer["kernel"] for answer in known_answer.results())
+
+
 @pytest.mark.parametrize(
     ("specification", "name", "check"),
     [
         ("rms_norm.rms_norm_ref", "rms_norm", lambda: known_ops.check_ops(WIDTHS, CPU)),
         ("silu_mul.silu_mul_quant_ref", "silu_mul_quant",
          lambda: known_ops.check_ops(WIDTHS, CPU)),
+        ("rms_norm.rms_norm_static_quant_ref", "rms_norm_static_quant",
+         lambda: known_ops.check_ops(STATIC, CPU)),
+        ("silu_mul.silu_mul_static_quant_ref", "silu_mul_static_quant",
+         lambda: known_ops.check_ops(STATIC, CPU)),
         ("row_quant.quantize_rows_ref", "row_quant", lambda: known_ops.check_ops(WIDTHS, CPU)),
         ("paged_decode_ref", "paged_decode", lambda: known_ops.check_attention(FORM, CPU)),
     ],

@@ -16,9 +16,9 @@ from triton.backends.compiler import GPUTarget
 from taut_kernels.activation import silu_mul, silu_mul_launch
 from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.instruments import aot
-from taut_kernels.instruments import rowwise_variants as fused_variants
+from taut_kernels.instruments.forms import rowwise
 from taut_kernels.launch import early_start, launcher
-from taut_kernels.launch.variant import KernelVariant
+from taut_kernels.launch.recorder import KernelVariant
 from taut_kernels.norm import rms_norm, rms_norm_launch
 from taut_kernels.rope import op as rope
 from taut_kernels.rope import rope_launch
@@ -78,7 +78,7 @@ def test_launchers_start_few_rows_early_on_hopper_only(
 def _instructions(variant: KernelVariant, path: Path) -> list[str]:
     """Return the names of a kernel's machine instructions for sm_90, in order."""
     target = GPUTarget("cuda", 90, 32)
-    compiled: Any = triton.compile(aot._source(variant), target=target, options=variant.options)
+    compiled: Any = triton.compile(aot.source_of(variant), target=target, options=variant.options)
     path.write_bytes(compiled.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -88,7 +88,7 @@ def _instructions(variant: KernelVariant, path: Path) -> list[str]:
 def _early_forms() -> list[KernelVariant]:
     """Return one form that starts early of each kernel, output and order of columns."""
     found: dict[tuple[Any, ...], KernelVariant] = {}
-    for variant in fused_variants.kernel_variants():
+    for variant in rowwise.kernel_variants():
         if variant.tile.pdl and "bf16" in variant.pointers.values():  # type: ignore[attr-defined]
             constants = variant.constants
             rest = tuple(constants.get(name) for name in ("OUT", "NEOX", "INTERLEAVED"))
@@ -107,7 +107,7 @@ def test_every_kernel_has_forms_that_start_early() -> None:
     rows = {"row_quant_kernel", "row_quant_long_kernel"}
     pointwise = {"silu_mul_kernel", "silu_mul_quant_kernel", "silu_mul_quant_long_kernel"}
     assert kernels == {"rms_norm_kernel", "rms_norm_long_kernel", "rope_kernel", *pointwise, *rows}
-    assert all(variant.targets == ("sm_90",) for variant in EARLY_FORMS)
+    assert all(variant.target == "sm_90" for variant in EARLY_FORMS)
 
 
 @pytest.mark.parametrize("variant", EARLY_FORMS, ids=lambda variant: variant.label)

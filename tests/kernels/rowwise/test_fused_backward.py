@@ -331,10 +331,10 @@ def test_rejects_bad_inputs(call: Call, message: str) -> None:
 
 
 def test_variants_cover_every_op() -> None:
-    from taut_kernels.instruments import training_variants
+    from taut_kernels.instruments.forms import training
 
-    found = list(training_variants.kernel_variants())
-    assert len(found) == len({(v.label, v.tile) for v in found})
+    found = list(training.kernel_variants())
+    assert len(found) == len({(v.label, v.tile, v.target) for v in found})
     labels = " ".join(v.label for v in found)
     for op in ("softmax", "layer_norm", "add_rms_norm", "swiglu", "silu"):
         assert f"{op}_backward " in labels

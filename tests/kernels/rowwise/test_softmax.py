@@ -10,7 +10,9 @@ import torch
 import triton
 
 from taut_kernels import testing
-from taut_kernels.instruments import aot, training_variants
+from taut_kernels.instruments import aot
+from taut_kernels.instruments.forms import training
+from taut_kernels.launch.recorder import variants_of
 from taut_kernels.rowwise import training_tiles
 from taut_kernels.softmax import op as sm
 from taut_kernels.softmax.op import softmax
@@ -122,7 +124,8 @@ def test_two_programs_with_long_rows_fit_a_multiprocessor(N: int, backward: bool
     # One loads while the other computes: 261 µs instead of 322 at 32768 columns on an H200.
     rule = training_tiles.softmax_backward if backward else training_tiles.softmax
     tile = rule(N, 8192, 2)
-    found = aot.compile_variant(training_variants.softmax(N, tile, backward=backward), "sm_90")
+    _, hopper = variants_of(training.softmax(N, tile, backward=backward))
+    found = aot.compile_variant(hopper)
     assert found.failure is None
     assert 2 * 32 * tile.num_warps * found.registers <= 65536
 

@@ -11,7 +11,6 @@ from emulator import gluon, hopper
 
 from taut_kernels import testing
 from taut_kernels.gemm.scaled_mm import blocks_hopper as fp8_block_hopper
-from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
 from taut_kernels.gemm.scaled_mm.blocks_hopper_kernel import fp8_block_hopper_kernel
 from taut_kernels.gemm.scaled_mm.blocks_tall_kernel import fp8_block_tall_kernel
 from taut_kernels.gemm.scaled_mm.dispatch import launch_block
@@ -21,6 +20,7 @@ from taut_kernels.gemm.scaled_mm.tile import (
     tiles_of_blocks,
     why_not_for,
 )
+from taut_kernels.instruments.forms import scaled_mm as scaled_mm_forms
 from taut_kernels.launch import launcher
 from taut_kernels.testing.scaled_mm import (
     EXTREMES,
@@ -145,9 +145,7 @@ def test_every_tile_is_tried_and_compiled() -> None:
     few = {tile for tile in tiles_of_blocks() if tile.block_m == 64}
     assert few == set(tiles_of_blocks()) & set(block_candidates(4096, 4096, 32))
     compiled = {
-        v.tile
-        for v in scaled_mm_variants.kernel_variants()
-        if v.label.startswith("fp8_block block")
+        v.tile for v in scaled_mm_forms.kernel_variants() if v.label.startswith("fp8_block block")
     }
     assert set(tiles_of_blocks()) <= compiled
 

@@ -10,10 +10,10 @@ import torch
 from emulator import gluon, hopper
 
 from taut_kernels.gemm.scaled_mm import blocks_pairs as fp8_block_pairs
-from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
 from taut_kernels.gemm.scaled_mm.blocks_pairs_kernel import fp8_block_pairs_kernel
 from taut_kernels.gemm.scaled_mm.dispatch import launch_block
 from taut_kernels.gemm.scaled_mm.tile import OPS, ScaledMmTile, why_not_for
+from taut_kernels.instruments.forms import scaled_mm as scaled_mm_forms
 from taut_kernels.launch import launcher
 from taut_kernels.testing.scaled_mm import (
     EXTREMES,
@@ -121,7 +121,7 @@ def test_tiles_fit() -> None:
 def test_tiles_are_tried_and_compiled() -> None:
     tried = {tile for tile in block_candidates(4096, 4096, 32) if tile.kernel == "pairs"}
     assert {tile.block_m for tile in tried} == {16, 32}
-    compiled = {v.tile for v in scaled_mm_variants.kernel_variants() if "block pairs" in v.label}
+    compiled = {v.tile for v in scaled_mm_forms.kernel_variants() if "block pairs" in v.label}
     assert {tile.block_m for tile in compiled} == {16, 32, 64}
 
 

@@ -11,9 +11,9 @@ from emulator import gluon, hopper
 
 from taut_kernels import testing
 from taut_kernels.gemm.scaled_mm import pairs as scaled_mm_pairs
-from taut_kernels.gemm.scaled_mm import variants as scaled_mm_variants
 from taut_kernels.gemm.scaled_mm.pairs_kernel import scaled_mm_pairs_kernel
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile, tiles_of_pairs
+from taut_kernels.instruments.forms import scaled_mm as scaled_mm_forms
 from taut_kernels.launch import launcher
 from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.testing.scaled_mm import launch_case as run
@@ -112,7 +112,7 @@ def test_tiles_are_tried_and_compiled(fp8: bool) -> None:
     assert [tried(M) for M in (1, 32, 64, 128, 256)] == [{16}, {16, 32}, {32, 64}, {64}, set()]
     assert not any(tile.kernel == "pairs" for tile in candidates(4100, 4096, 16, fp8=fp8))
     label = f"{'fp8_gemm' if fp8 else 'w8a8_gemm'} pairs"
-    compiled = {v.tile for v in scaled_mm_variants.kernel_variants() if v.label.startswith(label)}
+    compiled = {v.tile for v in scaled_mm_forms.kernel_variants() if v.label.startswith(label)}
     assert set(tiles_of_pairs()) <= compiled
 
 

@@ -17,20 +17,17 @@ import torch
 
 from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import decode
-from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
-from taut_kernels.gemm.w4a16 import decode_variants as w4a16_decode_variants
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import op as w4a16
-from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
-from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
 from taut_kernels.gemm.w4a16.decode_kernel import w4a16_decode_kernel
 from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
+from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -213,8 +210,8 @@ def test_gpu_graph_replays_on_new_activations(tile: str) -> None:
 
 
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
-    variants = list(w4a16_decode_variants.kernel_variants())
-    assert len(variants) == len({(v.label, v.tile, v.targets) for v in variants})
+    variants = list(w4a16_forms.decode_variants())
+    assert len(variants) == len({(v.label, v.tile, v.target) for v in variants})
     measured = {t for table in tiles_decode.tables().values() for t in table.tiles.values()}
     assert measured <= {v.tile for v in variants}
     labels = " ".join(v.label for v in variants)
@@ -239,14 +236,14 @@ def test_a_row_of_a_format_is_compiled_in_it(name: str, monkeypatch: pytest.Monk
     products = {"card": tiles_wgmma.WgmmaTable("card", choices)}
     monkeypatch.setattr(tiles_wgmma, "tables", lambda: products)
     scheme = f"{'asym' if weights.zero_points else 'sym'} group={weights.group_size} K="
-    for module, tiles in (
-        (w4a16_decode_variants, decodes.values()),
-        (w4a16_decode_ring_variants, [choices[4096, 4096, 0, weights]]),
-        (w4a16_wgmma_variants, [choices[4096, 4096, 2, weights]]),
-        (w4a16_wgmma_ring_variants, [choices[4096, 4096, 3, weights]]),
+    for every_variant, tiles in (
+        (w4a16_forms.decode_variants, decodes.values()),
+        (w4a16_forms.decode_ring_variants, [choices[4096, 4096, 0, weights]]),
+        (w4a16_forms.portable_variants, [choices[4096, 4096, 2, weights]]),
+        (w4a16_forms.wgmma_variants, [choices[4096, 4096, 3, weights]]),
     ):
-        variants = list(module.kernel_variants())
-        assert len(variants) == len({(v.label, v.tile, v.targets) for v in variants})
+        variants = list(every_variant())
+        assert len(variants) == len({(v.label, v.tile, v.target) for v in variants})
         for tile in tiles:
             own = [v for v in variants if v.tile == tile and f"bf16 {scheme}" in v.label]
             assert own

@@ -15,7 +15,6 @@ from emulator import gluon
 from taut_bench.shapes import PRODUCTS
 from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import decode_ring as ring
-from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
@@ -30,6 +29,7 @@ from taut_kernels.gemm.w4a16.decode_ring_tile import (
 )
 from taut_kernels.gemm.w4a16.lookup import BUCKETS
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 
@@ -192,7 +192,7 @@ def test_launch_refuses_more_tokens_than_tiles() -> None:
 
 
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
-    variants = list(w4a16_decode_ring_variants.kernel_variants())
+    variants = list(w4a16_forms.decode_ring_variants())
     assert len(variants) == len({(v.label, v.tile) for v in variants})
     tables = tiles_wgmma.tables().values()
     measured = {t for table in tables for t in table.choices.values() if isinstance(t, RingTile)}

@@ -227,16 +227,15 @@ def test_rule_at_1024_tokens_leaves_dense_to_few_features() -> None:
 
 
 def test_every_tile_of_the_rule_is_compiled_ahead_of_time() -> None:
-    from taut_kernels.gemm.w4a16 import decode_ring_variants as w4a16_decode_ring_variants
-    from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
+    from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 
-    for kind, module in (
-        (RingTile, w4a16_decode_ring_variants),
-        (WgmmaRingTile, w4a16_wgmma_ring_variants),
+    for kind, every_variant in (
+        (RingTile, w4a16_forms.decode_ring_variants),
+        (WgmmaRingTile, w4a16_forms.wgmma_variants),
     ):
         compiled = {
             (variant.tile, variant.constants["HAS_ZEROS"], variant.constants["GROUP_SIZE"])
-            for variant in module.kernel_variants()
+            for variant in every_variant()
             if "HAS_ZEROS" in variant.constants and "GROUP_SIZE" in variant.constants
         }
         tiles = tiles_wgmma_rule.every_tile(kind)

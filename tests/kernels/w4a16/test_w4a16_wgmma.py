@@ -24,14 +24,15 @@ from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import layout as formats_mma
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import portable as wgmma
-from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
 from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
 from taut_kernels.gemm.w4a16.plan import ELEMENT, Weight
 from taut_kernels.gemm.w4a16.portable_kernel import w4a16_wgmma_kernel
 from taut_kernels.gemm.w4a16.portable_ptx import convert_ptx
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 from taut_kernels.instruments import aot
+from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
+from taut_kernels.launch.recorder import variants_of
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
@@ -245,8 +246,8 @@ def test_dense_slices_are_of_one_size(tiles: int, tile_bytes: int, step: int) ->
 
 
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
-    variants = list(w4a16_wgmma_variants.kernel_variants())
-    assert len(variants) == len({(v.label, v.tile, v.targets) for v in variants})
+    variants = list(w4a16_forms.portable_variants())
+    assert len(variants) == len({(v.label, v.tile, v.target) for v in variants})
     tables = tiles_wgmma.tables().values()
     measured = {t for table in tables for t in table.choices.values() if isinstance(t, WgmmaTile)}
     assert measured <= {v.tile for v in variants}
@@ -301,9 +302,10 @@ def test_conversion_takes_a_chunks_group_out_of_its_quad(
 @pytest.mark.parametrize("tile", ["plain", "reps"])
 def test_the_conversion_is_given_neighbours(tile: str) -> None:
     """Its text takes four neighbouring words a call, whatever layout Triton finds for them."""
-    variant = w4a16_wgmma_variants._product(TILES[tile], 1024, "bf16", True, 32, "sm_90")
+    call = w4a16_forms.product_call(TILES[tile], 1024, w4a16_forms.LARGEST)
+    (variant,) = variants_of(call)
     target = GPUTarget("cuda", 90, 32)
-    compiled: Any = triton.compile(aot._source(variant), target=target, options=variant.options)
+    compiled: Any = triton.compile(aot.source_of(variant), target=target, options=variant.options)
     text = compiled.asm["ttgir"]
     (line,) = (line for line in text.splitlines() if "offset0" in line and "inline_asm" in line)
     layouts = set(re.findall(r"tensor<[0-9]+xi32, (#\w+)>", line))

@@ -17,12 +17,12 @@ from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import ring
-from taut_kernels.gemm.w4a16 import ring_variants as w4a16_wgmma_ring_variants
 from taut_kernels.gemm.w4a16.decode_ring_tile import SHARED_BYTES
 from taut_kernels.gemm.w4a16.lookup import BUCKETS
 from taut_kernels.gemm.w4a16.ring_kernel import w4a16_wgmma_ring_kernel
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 from tuning.wgmma_ring_candidates import wgmma_ring_candidates
@@ -162,7 +162,7 @@ def test_launch_refuses_more_meeting_places_than_arrivals_counts() -> None:
 
 
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
-    variants = list(w4a16_wgmma_ring_variants.kernel_variants())
+    variants = list(w4a16_forms.wgmma_variants())
     assert len(variants) == len({(v.label, v.tile) for v in variants})
     tables = tiles_wgmma.tables().values()
     measured = {

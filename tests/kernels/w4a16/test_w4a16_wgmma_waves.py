@@ -18,7 +18,6 @@ from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.gemm.w4a16 import pair as waves
 from taut_kernels.gemm.w4a16 import portable as wgmma
-from taut_kernels.gemm.w4a16 import portable_variants as w4a16_wgmma_variants
 from taut_kernels.gemm.w4a16 import ring
 from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
 from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
@@ -26,6 +25,7 @@ from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 from tuning.wgmma_waves_candidates import (
@@ -166,10 +166,10 @@ def test_without_a_tail_the_head_takes_all(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_variants_name_both_tiles() -> None:
-    found = list(w4a16_wgmma_variants.products_of(WavesTile(FED, FED_TAIL, 264)))
+    found = list(w4a16_forms.products_of(WavesTile(FED, FED_TAIL, 264)))
     assert found == [FED, FED_TAIL]
-    assert list(w4a16_wgmma_variants.products_of(OLD)) == [OLD]
-    assert list(w4a16_wgmma_variants.products_of("dense")) == []
+    assert list(w4a16_forms.products_of(OLD)) == [OLD]
+    assert list(w4a16_forms.products_of("dense")) == []
 
 
 def test_every_regime_has_candidates() -> None:

@@ -1,1 +1,1 @@
-"""From codes to tensors and configuration on disk."""
+"""Layer formats: a grid, how inputs are rounded, and the tensors and configuration on disk."""

@@ -6,9 +6,13 @@ importance, and columns may be visited in order of importance while groups stay 
 ("static" act-order), so the stored layout is plain and needs no index.
 """
 
+from typing import TypeVar
+
 import torch
 
-from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight, fit_grid
+from taut_deploy.compress.quantize.protocol import Codes, ColumnRounding, Spec
+
+C = TypeVar("C", bound=Codes)
 
 _LAZY_BLOCK = 128
 _MAX_DAMPENING = 1.0
@@ -17,20 +21,23 @@ _MAX_DAMPENING = 1.0
 def quantize_weight(
     weight: torch.Tensor,
     hessian: torch.Tensor,
-    spec: GridSpec,
+    spec: Spec[C],
     *,
     dampening_frac: float = 0.01,
     act_order: bool = True,
-) -> QuantizedWeight:
+    mask: torch.Tensor | None = None,
+) -> C:
     """Quantise one linear layer's weight against its input statistics.
 
     Args:
         weight: [N, K] fp32.
         hessian: [K, K] fp32, mean of ``x xᵀ`` over calibration tokens.
-        spec: the grid.
+        spec: the grid's shape, of any element type.
         dampening_frac: share of the mean diagonal added to the diagonal; grows tenfold while the
             matrix is not positive definite.
         act_order: visit columns by falling diagonal.
+        mask: [N, K] bool, False where a weight was pruned: it stays zero, and what it would have
+            become is pushed onto the channels not yet rounded.
 
     Returns:
         Codes with scales and zero points, in the original column order.
@@ -40,22 +47,22 @@ def quantize_weight(
     dead = hessian.diagonal() == 0
     hessian.diagonal()[dead] = 1.0
     weight = torch.where(dead, torch.zeros_like(weight), weight)
-    scale, zero = fit_grid(weight, spec, hessian.diagonal())
+    grid = spec.fit(weight, hessian.diagonal())
 
     order = (
-        hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(k)
+        hessian.diagonal().argsort(descending=True, stable=True)
+        if act_order
+        else torch.arange(k, device=weight.device)
     )
     factor = inverse_cholesky(hessian[order][:, order], dampening_frac)
-    group_of = torch.arange(k, device=weight.device)[order] // (spec.group_size or k)
     # Input channels are rows from here on, so that one visited channel is contiguous memory.
-    channel_scale = scale.float().T[group_of]
-    channel_zero = None if zero is None else zero.float().T[group_of]
+    kept = None if mask is None else mask.T[order].contiguous()
     visited = _round_with_feedback(
-        weight.T[order].contiguous(), factor, channel_scale, channel_zero, spec
+        weight.T[order].contiguous(), factor, grid.by_column(order), kept
     )
-    codes = torch.empty_like(visited)
-    codes[order] = visited
-    return QuantizedWeight(codes.T.to(torch.int8).contiguous(), scale, zero)
+    rounded = torch.empty_like(visited)
+    rounded[order] = visited
+    return grid.encode(rounded.T.contiguous())
 
 
 def inverse_cholesky(hessian: torch.Tensor, dampening_frac: float) -> torch.Tensor:
@@ -83,36 +90,34 @@ def inverse_cholesky(hessian: torch.Tensor, dampening_frac: float) -> torch.Tens
 def _round_with_feedback(
     remaining: torch.Tensor,
     factor: torch.Tensor,
-    channel_scale: torch.Tensor,
-    channel_zero: torch.Tensor | None,
-    spec: GridSpec,
+    rounding: ColumnRounding,
+    kept: torch.Tensor | None,
 ) -> torch.Tensor:
     """The inner loop; every argument in visiting order.
 
     Args:
         remaining: [K, N] fp32 weights, overwritten.
         factor: [K, K] from :func:`inverse_cholesky`.
-        channel_scale: [K, N] fp32.
-        channel_zero: [K, N] fp32 or None.
-        spec: the grid.
+        rounding: of one channel onto its grid.
+        kept: [K, N] bool, False where weights are pruned; None where none is.
 
     Returns:
-        [K, N] fp32 integers.
+        [K, N] fp32 values on the grid.
     """
     k = remaining.shape[0]
-    codes = torch.empty_like(remaining)
+    rounded = torch.empty_like(remaining)
     for start in range(0, k, _LAZY_BLOCK):
         stop = min(start + _LAZY_BLOCK, k)
         block = remaining[start:stop]
         errors = torch.empty_like(block)
         local = factor[start:stop, start:stop]
         for i in range(stop - start):
-            scale = channel_scale[start + i]
-            zero = 0.0 if channel_zero is None else channel_zero[start + i]
-            code = (block[i] / scale + zero).round_().clamp_(spec.low, spec.high)
-            error = (block[i] - (code - zero) * scale) / local[i, i]
+            values = rounding(start + i, block[i])
+            if kept is not None:
+                values = values * kept[start + i]
+            error = (block[i] - values) / local[i, i]
             block[i + 1 :].addr_(local[i, i + 1 :], error, alpha=-1)
-            codes[start + i] = code
+            rounded[start + i] = values
             errors[i] = error
         remaining[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
-    return codes
+    return rounded

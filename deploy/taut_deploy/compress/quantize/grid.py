@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from taut_deploy.compress.quantize.protocol import ColumnRounding
+
 # Candidate shrink factors of a group's range; 1.0 keeps absmax/minmax. With 8 bits the range's ends
 # are worth more than a finer step, so nothing is searched there.
 _SHRINK_FACTORS = tuple(1.0 - 0.0125 * step for step in range(33))
@@ -19,7 +21,7 @@ class GridSpec:
     """Shape of an integer grid.
 
     Args:
-        num_bits: 4 or 8.
+        num_bits: 2 to 8.
         group_size: weights per scale along K, or None for one scale per output channel.
         symmetric: False adds an integer zero point per group.
         scale_dtype: dtype the scales are stored in.
@@ -29,6 +31,11 @@ class GridSpec:
     group_size: int | None
     symmetric: bool
     scale_dtype: torch.dtype
+
+    def fit(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> "IntegerGrid":
+        """The grid of least importance-weighted error; see :func:`fit_grid`."""
+        scale, zero = fit_grid(weight, self, importance)
+        return IntegerGrid(self, scale, zero)
 
     @property
     def low(self) -> int:
@@ -62,6 +69,46 @@ class QuantizedWeight:
         if self.zero is not None:
             grouped = grouped - self.zero.float().unsqueeze(-1)
         return (grouped * self.scale.float().unsqueeze(-1)).view(n, k)
+
+
+@dataclass(frozen=True)
+class IntegerGrid:
+    """A weight's integer grid, fixed: values are rounded onto it.
+
+    Args:
+        spec: its shape.
+        scale: [N, G] in ``scale_dtype``.
+        zero: [N, G] int8, or None when symmetric.
+    """
+
+    spec: GridSpec
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """The nearest values on the grid, [N, K] fp32."""
+        return self.encode(values).dequantize()
+
+    def encode(self, values: torch.Tensor) -> QuantizedWeight:
+        """The nearest codes of values [N, K]; exact for values that are on the grid already."""
+        codes = encode(values, self.scale, self.zero, self.spec)
+        return QuantizedWeight(codes.to(torch.int8), self.scale, self.zero)
+
+    def by_column(self, order: torch.Tensor) -> ColumnRounding:
+        """Rounding of one input channel at a time; see :class:`Grid`."""
+        k = self.spec.group_size or order.shape[0]
+        group_of = order // k
+        # Input channels are rows here, so that one visited channel is contiguous memory.
+        scales = self.scale.float().T[group_of]
+        zeros = None if self.zero is None else self.zero.float().T[group_of]
+
+        def rounded(position: int, values: torch.Tensor) -> torch.Tensor:
+            scale = scales[position]
+            zero = 0.0 if zeros is None else zeros[position]
+            code = (values / scale + zero).round_().clamp_(self.spec.low, self.spec.high)
+            return (code - zero) * scale
+
+        return rounded
 
 
 def fit_grid(

@@ -1,22 +1,25 @@
 """Round to nearest: the data-free baseline every other method must beat."""
 
+from typing import TypeVar
+
 import torch
 
-from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight, encode, fit_grid
+from taut_deploy.compress.quantize.protocol import Codes, Spec
+
+C = TypeVar("C", bound=Codes)
 
 
 def quantize_weight(
-    weight: torch.Tensor, spec: GridSpec, importance: torch.Tensor | None = None
-) -> QuantizedWeight:
-    """Round each weight to its group's nearest code.
+    weight: torch.Tensor, spec: Spec[C], importance: torch.Tensor | None = None
+) -> C:
+    """Round each weight to the nearest value of its grid.
 
     Args:
         weight: [N, K] fp32.
-        spec: the grid.
+        spec: the grid's shape.
         importance: [K] weight of each input channel's error in the choice of the grid, or None.
 
     Returns:
-        Codes with scales and zero points.
+        Codes with what they are measured in.
     """
-    scale, zero = fit_grid(weight, spec, importance)
-    return QuantizedWeight(encode(weight, scale, zero, spec).to(torch.int8), scale, zero)
+    return spec.fit(weight, importance).encode(weight)

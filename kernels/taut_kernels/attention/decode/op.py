@@ -136,7 +136,7 @@ def _words(cache: torch.Tensor, name: str) -> torch.Tensor:
 
 def has_conversion(cache: torch.Tensor) -> bool:
     """Say whether this device turns the cache's elements into fp16 by inline assembly."""
-    if cache.device.type != "cuda" or cache.element_size() != 1:
+    if cache.is_cpu or cache.element_size() != 1:
         return False
     return cache.dtype == torch.int8 or launcher.capability(cache.device) >= (8, 9)
 

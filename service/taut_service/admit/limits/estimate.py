@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from taut_service.admit.lax import as_int
 from taut_service.admit.limits.texts import text_bytes
 
 BYTES_PER_TOKEN = 4
@@ -59,24 +60,24 @@ def estimate(
     fields = _BOUNDS.get(route)
     if fields is None:
         return Estimate(prompt, 0)
-    bound = _bound(document, fields) or default_max_tokens
+    bound = _bound(document, fields)
+    if bound is None:
+        bound = default_max_tokens
     # A null is another thing than nothing: it asks for all that the context has left.
     if route == "completions" and "max_tokens" not in document:
         bound = COMPLETIONS_DEFAULT
     for name in _CHOICES.get(route, ()):
-        value = document.get(name)
-        if type(value) is int and value > choices:
-            choices = value
+        choices = max(choices, as_int(document.get(name)) or 0)
     return Estimate(prompt, sequences * choices * min(bound, max_model_len))
 
 
-def _bound(document: dict[str, Any], fields: tuple[str, ...]) -> int:
-    """Return how long the completion may become, 0 if that is not said."""
+def _bound(document: dict[str, Any], fields: tuple[str, ...]) -> int | None:
+    """Return how long the completion may become, None if that is not said."""
     for name in fields:
-        value = document.get(name)
-        if type(value) is int and value > 0:
+        value = as_int(document.get(name))
+        if value is not None and value >= 0:
             return value
-    return 0
+    return None
 
 
 def _sequences(document: dict[str, Any], route: str) -> int:

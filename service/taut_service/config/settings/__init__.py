@@ -30,7 +30,11 @@ from taut_service.config.settings.routing import (
     Timeouts,
     WorkerLoad,
 )
-from taut_service.config.settings.telemetry import AccessLogSettings, TracingSettings
+from taut_service.config.settings.telemetry import (
+    AccessLogSettings,
+    MetricsSettings,
+    TracingSettings,
+)
 
 __all__ = [
     "DEFAULT_VARIANT",
@@ -48,6 +52,7 @@ __all__ = [
     "KubernetesDiscovery",
     "Limits",
     "Listen",
+    "MetricsSettings",
     "ModelSettings",
     "Price",
     "PriorityName",

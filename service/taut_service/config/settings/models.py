@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -22,10 +23,14 @@ PerMillion = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class WorkerSettings(Section):
-    """One vLLM server: a name for logs and metrics, and its plain-HTTP root."""
+    """One vLLM server: a name for logs and metrics, and its plain-HTTP root.
+
+    ``api_key_file`` holds the key that the server wants (vLLM's ``--api-key``).
+    """
 
     name: Name
     url: str
+    api_key_file: Annotated[Path | None, Field(strict=False)] = None
 
     @field_validator("url")
     @classmethod

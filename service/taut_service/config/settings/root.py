@@ -8,13 +8,18 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from taut_service.config.settings.admission import AdmissionLimit
+from taut_service.config.settings.cors import Cors
 from taut_service.config.settings.fields import Section, refuse_duplicates
 from taut_service.config.settings.keys import ApiKey, refuse_equal_keys
 from taut_service.config.settings.limits import Limits, RateLimits
 from taut_service.config.settings.listen import AdminListen, Listen
 from taut_service.config.settings.models import ModelSettings
 from taut_service.config.settings.routing import Routing, Timeouts
-from taut_service.config.settings.telemetry import AccessLogSettings, TracingSettings
+from taut_service.config.settings.telemetry import (
+    AccessLogSettings,
+    MetricsSettings,
+    TracingSettings,
+)
 
 
 class Settings(Section):
@@ -22,6 +27,7 @@ class Settings(Section):
 
     listen: Listen = Listen()
     admin: AdminListen | None = None
+    cors: Cors | None = None
     models: Annotated[tuple[ModelSettings, ...], Field(min_length=1, strict=False)]
     admission: AdmissionLimit = AdmissionLimit()
     routing: Routing = Routing()
@@ -32,6 +38,7 @@ class Settings(Section):
     rate_limits: RateLimits = RateLimits()
     drain_timeout_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 30.0
     access_log: AccessLogSettings = AccessLogSettings()
+    metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings | None = None
 
     @model_validator(mode="after")

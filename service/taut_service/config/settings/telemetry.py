@@ -29,6 +29,16 @@ class AccessLogSettings(Section):
         return {"enabled": value} if isinstance(value, bool) else value
 
 
+class MetricsSettings(Section):
+    """How many series there may be.
+
+    The first ``max_keys`` API keys that are used have metrics under their own names, the others
+    share ``other``.
+    """
+
+    max_keys: Annotated[int, Field(ge=0, le=10_000)] = 100
+
+
 class TracingSettings(Section):
     """OpenTelemetry spans, sent as OTLP over HTTP; needs the extra ``taut[otel]``.
 

@@ -1,0 +1,146 @@
+"""``taut distil``."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from taut_deploy.commands.output import (
+    JsonFlag,
+    TrustRemoteCodeFlag,
+    announce_code,
+    megabytes,
+    print_json,
+    say,
+)
+from taut_deploy.errors import OutputError, RecipeError
+from taut_deploy.files import checked_output
+from taut_deploy.home import TautHome
+from taut_deploy.models import ModelStore
+from taut_deploy.progress import progress_reporter
+from taut_deploy.strict_yaml import parse_mapping, validate_mapping
+
+if TYPE_CHECKING:
+    from taut_deploy.checkpoint import Manifest
+    from taut_deploy.compress.train.settings import TrainSettings
+
+
+def distil(
+    student: Annotated[str, typer.Argument(help="Compressed checkpoint, pruned or shrunk model.")],
+    output: Annotated[Path, typer.Option(help="Checkpoint directory to make.")],
+    teacher: Annotated[
+        str | None, typer.Option(help="The model that the student was made from.")
+    ] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="corpus, a text file, .jsonl or .npy of token ids; repeat for more."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to train on, repetitions counted.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE of a setting (see docs/compression.md); repeat."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
+    ] = True,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    trust_remote_code: TrustRemoteCodeFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Train a compressed student by its teacher (distillation), or by text alone (QAT)."""
+    from taut_deploy.compress.train.distil import DistilJob
+    from taut_deploy.compress.train.distil import distil as run
+
+    require_device(device)
+    chosen = _settings(settings or [], tokens)
+    target = checked_output(output)
+    home = TautHome.from_environment()
+    store = ModelStore(home.models)
+    student_record = store.fetch(student)
+    teacher_record = None if teacher is None else store.fetch(teacher)
+    for record in filter(None, (student_record, teacher_record)):
+        announce_code(Path(record.path), trust_remote_code)
+    job = DistilJob(
+        student_record,
+        teacher_record,
+        target,
+        tuple(text or ["corpus"]),
+        chosen,
+        home.root,
+        device,
+        resume,
+        trust_remote_code,
+    )
+    if chosen.optimizer == "adamw" and not as_json:
+        say("moments in fp32 (torch); --set optimizer=adamw8bit keeps them in 8 bits")
+    with progress_reporter(quiet=as_json) as report:
+        manifest = run(job, report)
+    _print(job.output, manifest, as_json)
+
+
+def require_device(device: str) -> None:
+    """Check that a device is there.
+
+    Raises:
+        OutputError: it is not.
+    """
+    import torch
+
+    if device not in {"cpu", "cuda"}:
+        raise OutputError(f"--device {device}: use cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OutputError("--device cuda: torch sees no CUDA device here; use --device cpu")
+
+
+def _settings(given: list[str], tokens: int | None) -> "TrainSettings":
+    """Parse ``NAME=VALUE`` entries.
+
+    Raises:
+        RecipeError: an entry is none, or a name or value is wrong.
+    """
+    from taut_deploy.compress.train.settings import TrainSettings
+
+    found: dict[str, object] = {}
+    for entry in given:
+        name, equals, value = entry.partition("=")
+        if not equals or not name:
+            raise RecipeError(f"--set {entry[:80]!r}: write NAME=VALUE, as in learning_rate=1e-4")
+        found |= parse_mapping(f"{name}: {value}", "--set", RecipeError, "NAME=VALUE")
+    # YAML reads 1e-4 as text.
+    found = {name: _number(value) for name, value in found.items()}
+    if tokens is not None:
+        found["tokens"] = tokens
+    return validate_mapping(TrainSettings, found, "--set", RecipeError)
+
+
+def _number(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _print(output: Path, manifest: "Manifest", as_json: bool) -> None:
+    held_out = manifest.recipe.get("held_out", {})
+    summary = {
+        "path": str(output.resolve()),
+        "digest": manifest.digest,
+        "bytes": manifest.bytes,
+        "scheme": manifest.scheme,
+        "held_out": held_out,
+        "tokens": manifest.recipe.get("trained_tokens"),
+    }
+    if as_json:
+        print_json(summary)
+        return
+    before, after = (held_out.get(when, {}).get("loss") for when in ("before", "after"))
+    judged = (
+        "no text was held out" if before is None else f"held-out loss {before:.4f} -> {after:.4f}"
+    )
+    typer.echo(
+        f"{output}: {manifest.scheme}, {megabytes(manifest.bytes)}, {judged}\n{manifest.digest}"
+    )

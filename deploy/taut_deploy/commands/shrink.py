@@ -1,0 +1,80 @@
+"""``taut shrink``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taut_deploy.commands.distil import require_device
+from taut_deploy.commands.output import (
+    JsonFlag,
+    TrustRemoteCodeFlag,
+    announce_code,
+    megabytes,
+    print_json,
+)
+from taut_deploy.files import checked_output
+from taut_deploy.home import TautHome
+from taut_deploy.models import ModelStore
+from taut_deploy.progress import progress_reporter
+
+
+def shrink(
+    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
+    output: Annotated[Path, typer.Option(help="Model directory to make.")],
+    ffn: Annotated[float | None, typer.Option(help="Share of the neurons to keep.")] = None,
+    heads: Annotated[
+        float | None, typer.Option(help="Share of the heads to keep, by key-value group.")
+    ] = None,
+    hidden: Annotated[float | None, typer.Option(help="Share of the channels to keep.")] = None,
+    depth: Annotated[float | None, typer.Option(help="Share of the blocks to keep.")] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="corpus, a text file, .jsonl or .npy of token ids; repeat for more."),
+    ] = None,
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Sequences of 512 tokens to measure importance on.")
+    ] = 32,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    trust_remote_code: TrustRemoteCodeFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a model narrower or shallower: what matters least on a text is cut out."""
+    from taut_deploy.compress.shrink.shrink import ShrinkJob
+    from taut_deploy.compress.shrink.shrink import shrink as run
+
+    require_device(device)
+    target = checked_output(output)
+    home = TautHome.from_environment()
+    record = ModelStore(home.models).fetch(model)
+    announce_code(Path(record.path), trust_remote_code)
+    asked = {"depth": depth, "heads": heads, "ffn": ffn, "hidden": hidden}
+    shares = {axis: share for axis, share in asked.items() if share is not None}
+    job = ShrinkJob(
+        record,
+        target,
+        shares,
+        tuple(text or ["corpus"]),
+        home.root,
+        sequences,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    with progress_reporter(quiet=as_json) as report:
+        manifest = run(job, report)
+    losses = manifest.recipe["held_out_cross_entropy"]
+    summary = {
+        "path": str(target.resolve()),
+        "digest": manifest.digest,
+        "bytes": manifest.bytes,
+        "base_bytes": record.bytes,
+        "held_out_cross_entropy": losses,
+    }
+    if as_json:
+        print_json(summary)
+        return
+    steps = ", ".join(f"{axis} {loss:.3f}" for axis, loss in losses.items())
+    typer.echo(
+        f"{target}: {megabytes(record.bytes)} -> {megabytes(manifest.bytes)}; cross entropy on "
+        f"held-out text: {steps}\n{manifest.digest}"
+    )

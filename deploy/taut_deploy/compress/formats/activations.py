@@ -1,0 +1,68 @@
+"""How a layer's inputs are rounded before the product, and how a checkpoint says so."""
+
+from dataclasses import dataclass
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from taut_deploy.compress.quantize.float8 import fake_quantize_tokens_fp8
+from taut_deploy.compress.quantize.grid import fake_quantize_tokens
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Inputs in 16 bits: left as they are."""
+
+    def round(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """An input [..., K] as the engine rounds it.
+
+        Args:
+            x: any float dtype, which the result has too.
+            scale: from :meth:`scale`, where scales are fixed beforehand.
+        """
+        del scale
+        return x
+
+    def scale(self, absmax: torch.Tensor) -> torch.Tensor | None:
+        """The scale to fix beforehand for inputs of this absmax [K]; None where none is."""
+        del absmax
+        return None
+
+    @property
+    def arguments(self) -> QuantizationArgs | None:
+        """``input_activations`` of a config group."""
+        return None
+
+
+@dataclass(frozen=True)
+class Int8PerToken(Activations):
+    """Signed 8-bit integers, symmetric, one scale per token taken from that token."""
+
+    def round(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """An input as vLLM rounds it: ``absmax / 127`` is one step."""
+        del scale
+        return fake_quantize_tokens(x)
+
+    @property
+    def arguments(self) -> QuantizationArgs:
+        """``input_activations`` of a config group."""
+        return QuantizationArgs(
+            num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True
+        )
+
+
+@dataclass(frozen=True)
+class Float8PerToken(Activations):
+    """FP8 (e4m3), one scale per token taken from that token."""
+
+    def round(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """An input as vLLM rounds it: ``absmax / 448`` is one."""
+        del scale
+        return fake_quantize_tokens_fp8(x)
+
+    @property
+    def arguments(self) -> QuantizationArgs:
+        """``input_activations`` of a config group."""
+        return QuantizationArgs(
+            num_bits=8, type="float", symmetric=True, strategy="token", dynamic=True
+        )

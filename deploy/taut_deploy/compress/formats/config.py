@@ -1,0 +1,67 @@
+"""``quantization_config`` of a checkpoint, and the words its manifest has for it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+from taut_deploy.compress.formats.protocol import WeightFormat
+
+DENSE = "dense"
+MIXED = "mixed"
+_MIXED_LAYOUT = "mixed-precision"
+
+
+def quantization_config(
+    formats: Mapping[str, WeightFormat], ignore: list[str]
+) -> dict[str, Any] | None:
+    """The ``quantization_config`` entry of config.json; None where no layer has a format.
+
+    One format is one group over all linear layers; several are groups that name their layers.
+
+    Args:
+        formats: of each quantised layer, by its full name.
+        ignore: full names of linear layers left alone.
+    """
+    if not formats:
+        return None
+    members: dict[WeightFormat, list[str]] = {}
+    for name, layer_format in formats.items():
+        members.setdefault(layer_format, []).append(name)
+    single = len(members) == 1
+    groups = {
+        f"group_{index}": layer_format.scheme(["Linear"] if single else names)
+        for index, (layer_format, names) in enumerate(members.items())
+    }
+    layouts = {str(group.format) for group in groups.values()}
+    config = QuantizationConfig(
+        config_groups=groups,
+        format=layouts.pop() if len(layouts) == 1 else _MIXED_LAYOUT,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=ignore,
+    )
+    dumped: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
+    return {**dumped, "quant_method": "compressed-tensors"}
+
+
+def describe(
+    formats: Mapping[str, WeightFormat], sizes: Mapping[str, int], dense_bits: int
+) -> tuple[str, float]:
+    """The scheme's name and the bits per weight of the layers that were compressed.
+
+    Args:
+        formats: of each quantised layer, by its full name; none means that layers are dense.
+        sizes: weights in each of those layers.
+        dense_bits: of a weight that is not quantised.
+
+    Returns:
+        ``mixed`` and the mean, rounded to hundredths, where there are several schemes.
+    """
+    names = {layer_format.name for layer_format in formats.values()}
+    if not names:
+        return DENSE, dense_bits
+    if len(names) == 1:
+        return names.pop(), next(iter(formats.values())).bits
+    total = sum(sizes[name] for name in formats)
+    bits = sum(sizes[name] * layer_format.bits for name, layer_format in formats.items())
+    return MIXED, round(bits / total, 2)

@@ -1,0 +1,75 @@
+"""Which format serves a scheme."""
+
+from collections.abc import Callable, Collection
+
+import torch
+
+from taut_deploy.compress.formats.activations import Activations, Float8PerToken, Int8PerToken
+from taut_deploy.compress.formats.float8 import Float8Format
+from taut_deploy.compress.formats.integer import IntegerFormat, PackedIntegerFormat
+from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.quantize.float8 import Float8Spec
+from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.errors import RecipeError
+from taut_deploy.recipe.schemes import SCHEMES
+from taut_deploy.recipe.stages import Quantize
+
+_GROUP_SIZES = (128, 64, 32)
+
+# (stage, group size chosen, dtype of the model's weights and of plain scales) -> the format
+_Make = Callable[[Quantize, int | None, torch.dtype], WeightFormat]
+
+
+def _weights_alone(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    spec = GridSpec(stage.num_bits, group_size, stage.symmetric, dtype)
+    return PackedIntegerFormat(stage.scheme, spec, Activations())
+
+
+def _int8_by_int8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    return IntegerFormat(stage.scheme, GridSpec(8, group_size, True, dtype), Int8PerToken())
+
+
+def _fp8_by_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    del group_size
+    return Float8Format(stage.scheme, Float8Spec(dtype), Float8PerToken())
+
+
+FORMATS: dict[str, _Make] = {
+    "W8A8": _int8_by_int8,
+    "W4A16": _weights_alone,
+    "W8A16": _weights_alone,
+    "W3A16": _weights_alone,
+    "W2A16": _weights_alone,
+    "FP8": _fp8_by_fp8,
+}
+
+
+def weight_format(
+    stage: Quantize, input_sizes: Collection[int], dtype: torch.dtype
+) -> WeightFormat:
+    """The format a stage asks for, its group size chosen to divide every layer.
+
+    Args:
+        stage: of the recipe.
+        input_sizes: K of the layers it stores.
+        dtype: of the model's weights, which plain scales have too.
+
+    Raises:
+        RecipeError: no allowed group size divides every K.
+    """
+    group = _group_size(stage, input_sizes) if SCHEMES[stage.scheme].grouped else None
+    return FORMATS[stage.scheme](stage, group, dtype)
+
+
+def _group_size(stage: Quantize, input_sizes: Collection[int]) -> int | None:
+    asked = stage.group_size
+    if asked is None or asked == "channel":
+        return None
+    for group in _GROUP_SIZES:
+        if group <= asked and all(k % group == 0 for k in input_sizes):
+            return group
+    sizes = ", ".join(str(k) for k in sorted(set(input_sizes)))
+    raise RecipeError(
+        f"stages.quantize.group_size: none of 128, 64, 32 up to {asked} divides "
+        f"every layer input ({sizes}); put the odd layers into 'ignore'"
+    )

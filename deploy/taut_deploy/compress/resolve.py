@@ -1,0 +1,141 @@
+"""Which of a recipe's stages acts on which layer, and what the layer is stored in.
+
+Known before anything runs, of names and shapes alone, so that the plan refuses what the run, or
+vLLM after it, would.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.errors import RecipeError
+from taut_deploy.fused_layers import fused_groups
+from taut_deploy.recipe import Order, Recipe, StageModel, is_matched, matches
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What happens to one linear layer.
+
+    Args:
+        name: full name.
+        shape: [N, K].
+        stages: positions of the stages that act on it.
+        format: what it is stored in, None where it stays dense.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    stages: frozenset[int]
+    format: WeightFormat | None
+
+
+def resolve(
+    shapes: Mapping[str, tuple[int, int]],
+    recipe: Recipe,
+    dtype: torch.dtype,
+    others: frozenset[str] = frozenset(),
+) -> dict[str, Treatment]:
+    """Work out what happens to every linear layer of the decoder blocks.
+
+    Args:
+        shapes: [N, K] of each, by full name.
+        recipe: what to do.
+        dtype: of the model's weights.
+        others: names of linear layers outside the blocks, which patterns may name too.
+
+    Raises:
+        RecipeError: a pattern matches nothing, a stage has nothing to do, two stages store one
+            layer, a format does not fit, or layers that vLLM joins are not alike.
+    """
+    names = [*shapes]
+    _require_matches(recipe, [*names, *others])
+    chosen: dict[str, list[int]] = {name: [] for name in names}
+    formats: dict[str, WeightFormat] = {}
+    for index, stage in enumerate(recipe.stages):
+        picked = [n for n in names if stage.selects(n) and not is_matched(n, recipe.ignore)]
+        if not picked:
+            raise RecipeError(_nothing_to_do(stage, index, recipe))
+        for name in picked:
+            _require_once(recipe, chosen[name], stage, name)
+            chosen[name].append(index)
+        choose = BLOCK_STAGES[stage.method].choose_format
+        if choose is not None:
+            found = choose(stage, {shapes[name][1] for name in picked}, dtype)
+            _require_fits(found, {name: shapes[name] for name in picked})
+            formats |= dict.fromkeys(picked, found)
+    _require_fused_alike(names, formats)
+    return {
+        name: Treatment(name, shapes[name], frozenset(chosen[name]), formats.get(name))
+        for name in names
+    }
+
+
+def _require_matches(recipe: Recipe, names: list[str]) -> None:
+    """Refuse a pattern that matches no layer: what it was meant for would go another way."""
+    # The head may be tied or called otherwise; the default pattern is for those that have it.
+    known = ["lm_head", *names]
+    places = [("ignore", recipe.ignore)]
+    for index, stage in enumerate(recipe.stages):
+        places.append((f"stages.{index}.layers", stage.layers))
+        places.append((f"stages.{index}.ignore", stage.ignore))
+    for place, patterns in places:
+        for pattern in patterns:
+            if not any(matches(name, pattern) for name in known):
+                raise RecipeError(
+                    f"{place}: {pattern!r} matches no linear layer; use shell wildcards or "
+                    f"'re:' expressions over full names such as {names[0]}"
+                )
+
+
+def _nothing_to_do(stage: StageModel, index: int, recipe: Recipe) -> str:
+    if stage.layers == ("*",) and not stage.ignore:
+        return "ignore: matches every linear layer, so there is nothing to compress"
+    return (
+        f"stages.{index}: {stage.layers} without {stage.ignore + recipe.ignore} leaves no linear "
+        "layer of a decoder block"
+    )
+
+
+def _require_once(recipe: Recipe, before: list[int], stage: StageModel, name: str) -> None:
+    for earlier in before:
+        other = recipe.stages[earlier]
+        both_store = other.order is Order.STORE and stage.order is Order.STORE
+        if both_store or type(other) is type(stage):
+            what = "stored" if both_store else "treated"
+            raise RecipeError(
+                f"stages: {name} is {what} twice, by stages {earlier} and "
+                f"{recipe.stages.index(stage)}; part them with 'layers' and 'ignore'"
+            )
+
+
+def _require_fits(layer_format: WeightFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
+    for name, (n, k) in shapes.items():
+        if (reason := layer_format.why_not(n, k)) is not None:
+            raise RecipeError(
+                f"stages: {name} [{n}, {k}] cannot be {layer_format.name}: {reason}; put it into "
+                "'ignore'"
+            )
+
+
+def _require_fused_alike(names: list[str], formats: Mapping[str, WeightFormat]) -> None:
+    for group in fused_groups(names):
+        found = {name: formats.get(name) for name in group}
+        if len(set(found.values())) > 1:
+            parent = group[0].rpartition(".")[0]
+            each = ", ".join(
+                f"{name.rpartition('.')[2]} {'dense' if what is None else _words(what)}"
+                for name, what in found.items()
+            )
+            raise RecipeError(
+                f"stages: vLLM joins these layers of {parent} into one, so they must be stored "
+                f"alike: {each}; give 'layers' and 'ignore' patterns that match all or none"
+            )
+
+
+def _words(layer_format: WeightFormat) -> str:
+    group = layer_format.group_size
+    return layer_format.name + (f" g{group}" if group else "")

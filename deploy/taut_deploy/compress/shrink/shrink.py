@@ -1,0 +1,272 @@
+"""``taut shrink``: a smaller model of the same architecture, a plain Hugging Face directory."""
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, seal
+from taut_deploy.compress.golden import choose_golden, tokenize_prompts
+from taut_deploy.compress.job import compute_dtype, library_versions, stored_dtype
+from taut_deploy.compress.kept_files import kept_files
+from taut_deploy.compress.shrink.axes import AXES, target_of
+from taut_deploy.compress.shrink.cut import Cut, cut
+from taut_deploy.compress.train.text import TrainingText, read_text
+from taut_deploy.compress.workspace import Workspace, remove_leftovers
+from taut_deploy.errors import ModelError, OutputError
+from taut_deploy.files import disk_errors_named, sha256_json, write_json_atomically
+from taut_deploy.models.directory import read_config
+from taut_deploy.models.pretrained import load_config
+from taut_deploy.models.store import ModelRecord
+
+_BATCH_TOKENS = 4096
+_SHARD_BYTES = 2 << 30
+_JUDGED = 4
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class ShrinkJob:
+    """One request to shrink.
+
+    Args:
+        model: the base model, dense.
+        output: directory to make; must not exist, or be this very result.
+        shares: of each axis to keep, by the names of :data:`.axes.AXES`.
+        text: ``corpus``, or files, to measure importance on.
+        cache: where the corpus is kept.
+        sequences: of the text to use.
+        sequence_length: tokens of each.
+        device: ``cpu`` or ``cuda``; the whole model is in its memory.
+        trust_remote_code: let the model's own Python code run.
+    """
+
+    model: ModelRecord
+    output: Path
+    shares: dict[str, float]
+    text: tuple[str, ...]
+    cache: Path
+    sequences: int = 32
+    sequence_length: int = 512
+    device: str = "cpu"
+    trust_remote_code: bool = False
+
+
+def shrink(job: ShrinkJob, progress: Progress = lambda done, total, what: None) -> Manifest:
+    """Shrink ``job.model`` into ``job.output``; a finished identical one is returned as it is.
+
+    Raises:
+        OutputError: something else stands in the output's place, or the disk is full.
+        ModelError: the model cannot be read, or cannot be cut along an axis.
+        RecipeError: the text cannot be read or is too short.
+    """
+    _require_shares(job.shares)
+    lock = FileLock(job.output.parent / f".{job.output.name}.lock", timeout=0)
+    try:
+        with contextlib.ExitStack() as held:
+            with disk_errors_named(job.output):
+                job.output.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(lock)
+            return _execute(job, progress)
+    except Timeout as error:
+        raise OutputError(
+            f"{job.output}: another 'taut shrink' is writing it; wait for it or end it"
+        ) from error
+
+
+def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
+    directory = Path(job.model.path)
+    axes = [axis for axis in AXES if axis in job.shares]
+    config = load_config(directory, trust_remote_code=job.trust_remote_code)
+    for axis in axes:  # before any text or weight is read
+        target_of(config, axis, job.shares[axis])
+    text = read_text(
+        list(job.text),
+        directory,
+        job.cache,
+        job.sequence_length,
+        _JUDGED,
+        trusted=job.trust_remote_code,
+    )
+    tokens = text.trained[: job.sequences]
+    recipe = _recipe(job, text)
+    digest = "sha256:" + sha256_json(recipe["stages"])
+    if (finished := _finished(job.output, digest)) is not None:
+        return finished
+    model = load_dense(directory, job.device, trust_remote_code=job.trust_remote_code)
+    workspace = Workspace(job.output, {"stages": recipe["stages"]}, resume=False)
+    judged = text.held_out if len(text.held_out) else tokens[:_JUDGED]
+    losses = {"base": _loss(model, judged)}
+    batch = max(1, _BATCH_TOKENS // job.sequence_length)
+    layers: list[dict[str, Any]] = []
+    for index, axis in enumerate(axes):
+        progress(index, len(axes), f"shrinking {axis}")
+        made = cut(model, axis, job.shares[axis], tokens, batch)
+        model = made.model
+        losses[axis] = _loss(model, judged)
+        layers += _reports(made)
+    progress(len(axes), len(axes), "writing the model")
+    _write(model, workspace.directory, directory, job, workspace)
+    manifest = Manifest(
+        name=job.model.name,
+        scheme="none",
+        bits=8 * stored_dtype(directory).itemsize,
+        recipe={**recipe, "held_out_cross_entropy": losses},
+        recipe_hash=digest,
+        base_model={
+            "name": job.model.name,
+            "digest": job.model.digest,
+            "source": job.model.source,
+        },
+        calibration={
+            "description": text.description,
+            "hash": text.hash,
+            "sequences": len(tokens),
+            "sequence_length": job.sequence_length,
+        },
+        layers=layers,
+        golden=_golden(model, directory, trusted=job.trust_remote_code),
+        max_model_len=int(getattr(model.config, "max_position_embeddings", 0)) or 2048,
+        libraries=library_versions(),
+    )
+    sealed = seal(workspace.directory, manifest)
+    workspace.publish()
+    return sealed
+
+
+def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
+    """A dense model, whole, ready to run.
+
+    Raises:
+        ModelError: it is quantised, or transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if read_config(directory).get("quantization_config") is not None:
+        raise ModelError(
+            f"{directory}: is quantised; give the model it was made from, and compress the result"
+        )
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=compute_dtype(stored_dtype(directory), device),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ModelError(f"{directory}: cannot be loaded ({reason})") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _require_shares(shares: dict[str, float]) -> None:
+    if not shares:
+        raise ModelError("nothing to shrink: give --ffn, --heads, --hidden or --depth")
+    for axis, share in shares.items():
+        if not 0.0 < share < 1.0:
+            raise ModelError(f"--{axis} {share}: give the share to keep, above 0 and below 1")
+
+
+def _recipe(job: ShrinkJob, text: TrainingText) -> dict[str, Any]:
+    stage = {
+        "method": "shrink",
+        **job.shares,
+        "model": job.model.digest,
+        "text": text.hash,
+        "sequences": job.sequences,
+    }
+    return {"name": "shrink", "stages": [stage]}
+
+
+def _finished(output: Path, digest: str) -> Manifest | None:
+    if output.is_symlink():
+        raise OutputError(f"{output}: is a link; give the directory itself as --output")
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return None
+    if is_checkpoint(output) and (found := read_manifest(output)).recipe_hash == digest:
+        remove_leftovers(output)
+        return found
+    raise OutputError(f"{output}: holds something else; choose another --output or remove it")
+
+
+def _reports(made: Cut) -> list[dict[str, Any]]:
+    """One entry a block: what was kept of it."""
+    target = made.target
+    return [
+        {
+            "name": block or "model",
+            "method": f"shrink {target.axis}",
+            "before": target.before,
+            "after": target.after,
+            "kept": kept,
+        }
+        for block, kept in made.kept.items()
+    ]
+
+
+@torch.inference_mode()
+def _loss(model: Any, sequences: torch.Tensor) -> float:
+    """Mean cross entropy of the next token."""
+    total = 0.0
+    for row in sequences:
+        tokens = row[None].to(model.device)
+        logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+        total += float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:]))
+    return round(total / len(sequences), 6)
+
+
+def _write(model: Any, target: Path, source: Path, job: ShrinkJob, workspace: Workspace) -> None:
+    """Weights in shards, the changed configuration, and the files that travel unchanged."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    dtype = stored_dtype(source)
+    state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        head = model.get_output_embeddings()
+        tied = {name for name, module in model.named_modules() if module is head}
+        state = {
+            name: value for name, value in state.items() if name.rpartition(".")[0] not in tied
+        }
+    split = split_torch_state_dict_into_shards(state, max_shard_size=_SHARD_BYTES)
+    for shard, names in split.filename_to_tensors.items():
+        workspace.save_shard(shard, {name: state[name] for name in names})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json_atomically(target / "model.safetensors.index.json", index)
+    write_json_atomically(target / "config.json", _config(read_config(source), model.config))
+    for path in kept_files(source, with_code=job.trust_remote_code):
+        copy = target / path.relative_to(source)
+        with disk_errors_named(copy):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def _config(document: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The source's document with what changed, and nothing that only transformers would add."""
+    keys = (
+        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+        *("intermediate_size", "hidden_size"),
+    )
+    now = config.to_dict()
+    changed = {key: now[key] for key in keys if now.get(key) is not None}
+    lists = {
+        key: now[key] for key, value in document.items() if isinstance(value, list) and key in now
+    }
+    return {**document, **changed, **lists}
+
+
+def _golden(model: Any, directory: Path, *, trusted: bool) -> Any:
+    prompts = tokenize_prompts(directory, trust_remote_code=trusted)
+    with torch.inference_mode():
+        logits = [
+            model(input_ids=prompt.to(model.device), use_cache=False).logits[0, -1].float().cpu()
+            for prompt in prompts
+        ]
+    return choose_golden(logits, directory, trust_remote_code=trusted)

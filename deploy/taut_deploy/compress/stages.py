@@ -1,0 +1,41 @@
+"""What each of a recipe's block stages does: one function a method.
+
+A stage gets the block's state, its own position in the recipe and its model. The layers it acts on
+are ``state.of_stage(index)``. A new one is a model in :mod:`taut_deploy.recipe.stages`, a function
+in a file of its own, and a line here.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from taut_deploy.compress.equalize.smooth_stage import smooth
+from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.formats.registry import weight_format
+from taut_deploy.compress.quantize.stage import quantize
+from taut_deploy.compress.state import BlockState
+
+Run = Callable[[BlockState, int, Any], None]
+# (stage, K of its layers, dtype of the model's weights) -> what those layers are stored in
+ChooseFormat = Callable[[Any, Collection[int], torch.dtype], WeightFormat]
+
+
+@dataclass(frozen=True)
+class BlockStage:
+    """What a method does.
+
+    Attributes:
+        run: acts on a block's state.
+        choose_format: for a storing stage, the format of its layers, known before anything runs.
+    """
+
+    run: Run
+    choose_format: ChooseFormat | None = None
+
+
+BLOCK_STAGES: dict[str, BlockStage] = {
+    "smooth": BlockStage(smooth),
+    "quantize": BlockStage(quantize, weight_format),
+}

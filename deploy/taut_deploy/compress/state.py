@@ -1,0 +1,103 @@
+"""A decoder block under compression: what its stages find and leave behind."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from taut_deploy.compress.calibrate.observe import InputGroup
+from taut_deploy.compress.formats.protocol import StoredLayer, WeightFormat
+from taut_deploy.errors import ModelError
+
+
+@dataclass
+class LayerState:
+    """One linear layer of the block.
+
+    A stage that changes the weight gives the module another tensor (``module.weight.data = …``) and
+    never writes into the old one: that may be the reference.
+
+    Attributes:
+        name: full name in the state dict.
+        module: the layer; its weight is what the stages so far made of it, maybe in fp32.
+        group: statistics of its input, shared with the layers that read the same.
+        stages: positions in the recipe of the stages that act on it.
+        format: what it will be stored in, None where it stays dense.
+        reference: its weight after all transforms and before anything was lost, [N, K].
+        mask: [N, K] bool, False where a weight was pruned; later stages keep those zero.
+        methods: what was done, in order.
+        stored: the layer as it will be written, once a storing stage was there.
+        rank: of a factorised layer.
+    """
+
+    name: str
+    module: nn.Linear
+    group: InputGroup
+    stages: frozenset[int]
+    format: WeightFormat | None
+    reference: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    methods: list[str] = field(default_factory=list)
+    stored: StoredLayer | None = None
+    rank: int | None = None
+
+    def sound_weight(self) -> torch.Tensor:
+        """The weight as it is now, [N, K] fp32.
+
+        Raises:
+            ModelError: it or the layer's input is not finite; names the layer.
+        """
+        weight = self.module.weight.data.float()
+        # Either would spread silently: NaN compares false and ends as code 0 of scale 0.
+        for what, tensor in (
+            ("weight", weight),
+            ("input during calibration", self.group.absmax),
+        ):
+            if not bool(torch.isfinite(tensor).all()):
+                raise ModelError(
+                    f"{self.name}: its {what} holds NaN or infinity; the model is broken"
+                )
+        return weight
+
+    def store(self, stored: StoredLayer, method: str) -> None:
+        """Keep the layer as it will be written; the block computes with it from here on.
+
+        Args:
+            stored: the layer.
+            method: what made it, for the report.
+        """
+        self.stored = stored
+        self.methods.append(method)
+        self.module.weight.data = stored.dequantize()
+        self.module.register_forward_pre_hook(
+            lambda _module, args: (stored.round_input(args[0]), *args[1:])
+        )
+
+
+@dataclass
+class BlockState:
+    """A loaded block and what calibration saw in it.
+
+    Attributes:
+        module: the block.
+        name: its name in the state dict.
+        groups: every distinct linear input, in order of first use.
+        layers: its linear layers by their names inside the block, in the same order.
+    """
+
+    module: nn.Module
+    name: str
+    groups: list[InputGroup]
+    layers: dict[str, LayerState]
+
+    def of_stage(self, index: int) -> list[LayerState]:
+        """The layers that the recipe's stage at this position acts on."""
+        return [layer for layer in self.layers.values() if index in layer.stages]
+
+    def groups_of_stage(self, index: int) -> list[InputGroup]:
+        """The inputs read by any layer the stage at this position acts on."""
+        return [
+            group
+            for group in self.groups
+            if any(index in self.layers[name].stages for name in group.layers)
+        ]

@@ -1,0 +1,1 @@
+"""Training a compressed student: quantisation-aware training and distillation, one trainer."""

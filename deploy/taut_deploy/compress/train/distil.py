@@ -1,0 +1,308 @@
+"""``taut distil``: train a student by its teacher or by text, and write it back as it was."""
+
+import contextlib
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from taut_deploy.checkpoint import Golden, Manifest, is_checkpoint, read_manifest, seal
+from taut_deploy.compress.golden import choose_golden, tokenize_prompts
+from taut_deploy.compress.job import compute_dtype, library_versions, stored_dtype
+from taut_deploy.compress.train.curve import CSV, PNG, write_curve
+from taut_deploy.compress.train.export import write_checkpoint
+from taut_deploy.compress.train.loop import Progress, Trainer, judge
+from taut_deploy.compress.train.losses import Objective
+from taut_deploy.compress.train.settings import TrainSettings
+from taut_deploy.compress.train.student import Student, open_student
+from taut_deploy.compress.train.text import TrainingText, read_text, require_in_vocabulary
+from taut_deploy.compress.workspace import Workspace, remove_leftovers
+from taut_deploy.errors import ModelError, OutputError
+from taut_deploy.files import disk_errors_named, sha256_json, write_json_atomically
+from taut_deploy.models.directory import read_config
+from taut_deploy.models.pretrained import load_tokenizer
+from taut_deploy.models.store import ModelRecord
+
+
+@dataclass(frozen=True)
+class DistilJob:
+    """One request to train.
+
+    Args:
+        student: compressed checkpoint, pruned or shrunk model.
+        teacher: the model it was made from, or None where the settings need none.
+        output: checkpoint to make; must not exist, or be this very one.
+        text: ``corpus``, or files.
+        settings: of the training.
+        cache: where the corpus is kept.
+        device: ``cpu`` or ``cuda``.
+        resume: continue what an interrupted run left.
+        trust_remote_code: let the models' own Python code run.
+    """
+
+    student: ModelRecord
+    teacher: ModelRecord | None
+    output: Path
+    text: tuple[str, ...]
+    settings: TrainSettings
+    cache: Path
+    device: str = "cpu"
+    resume: bool = True
+    trust_remote_code: bool = False
+
+
+def distil(job: DistilJob, progress: Progress = lambda done, total, what: None) -> Manifest:
+    """Train ``job.student`` into ``job.output``; a finished identical one is returned as it is.
+
+    Raises:
+        OutputError: something else stands in the output's place, or the disk is full.
+        ModelError: a model cannot be read or trained, or the two do not belong together.
+        RecipeError: the text cannot be read or is too short.
+    """
+    if job.settings.needs_teacher and job.teacher is None:
+        raise ModelError(
+            "--teacher: give the model that the student was made from; without one only "
+            "cross_entropy can be trained for"
+        )
+    lock = FileLock(job.output.parent / f".{job.output.name}.lock", timeout=0)
+    try:
+        with contextlib.ExitStack() as held:
+            with disk_errors_named(job.output):
+                job.output.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(lock)
+            return _Run(job, progress).execute()
+    except Timeout as error:
+        raise OutputError(
+            f"{job.output}: another 'taut distil' is writing it; wait for it or end it"
+        ) from error
+
+
+class _Run:
+    """State of one run."""
+
+    def __init__(self, job: DistilJob, progress: Progress) -> None:
+        self._job, self._progress = job, progress
+        self._directory = Path(job.student.path)
+        if job.teacher is not None:
+            _require_pair(self._directory, Path(job.teacher.path), job.trust_remote_code)
+        self._text = self._read_text()
+        self._recipe = self._described()
+
+    def execute(self) -> Manifest:
+        """Run what is not done yet."""
+        job, settings = self._job, self._job.settings
+        finished = self._finished()
+        if finished is not None:
+            return finished
+        started = time.monotonic()
+        teacher = None if job.teacher is None else _load_teacher(job)
+        student = open_student(
+            self._directory,
+            settings,
+            job.device,
+            teacher=None if job.teacher is None else Path(job.teacher.path),
+            trust_remote_code=job.trust_remote_code,
+        )
+        require_in_vocabulary(self._text, student.model.get_input_embeddings().weight.shape[0])
+        _prepare(student, settings)
+        objective = Objective(student.model, teacher, settings, job.device)
+        workspace = Workspace(job.output, self._fingerprint(), job.resume)
+        before = self._judged("before", workspace, student, objective)
+        trainer = Trainer(student.trained(settings), objective, settings, workspace, job.device)
+        student.model.train()
+        trainer.run(self._text.trained, self._progress)
+        after = self._judged("after", workspace, student, objective)
+        self._progress(settings.steps, settings.steps, "writing the checkpoint")
+        student.model.eval()
+        write_checkpoint(student, workspace)
+        write_curve(workspace.directory, trainer.history)
+        self._write_log(workspace, time.monotonic() - started, objective.fused)
+        manifest = self._manifest(student, {"before": before, "after": after})
+        sealed = seal(workspace.directory, manifest)
+        workspace.publish()
+        return sealed
+
+    def _read_text(self) -> TrainingText:
+        job, settings = self._job, self._job.settings
+        return read_text(
+            list(job.text),
+            self._directory,
+            job.cache,
+            settings.sequence_length,
+            settings.held_out,
+            trusted=job.trust_remote_code,
+        )
+
+    def _judged(
+        self, when: str, workspace: Workspace, student: Student, objective: Objective
+    ) -> dict[str, float]:
+        """The held-out loss, computed once and kept."""
+        kept = workspace.committed(f"judged-{when}")
+        if kept is None:
+            student.model.eval()
+            batch = self._job.settings.micro_batch
+            kept = judge(objective, self._text.held_out, batch, self._job.device)
+            workspace.commit(f"judged-{when}", kept)
+        return dict(kept)
+
+    def _described(self) -> dict[str, Any]:
+        """The recipe as run: what made the student, and one stage more."""
+        job = self._job
+        before = read_manifest(self._directory).recipe if is_checkpoint(self._directory) else {}
+        settings = job.settings
+        stage = {
+            "method": "distil" if settings.kl or settings.hidden else "qat",
+            **settings.model_dump(mode="json"),
+            "teacher": None if job.teacher is None else job.teacher.digest,
+            "student": job.student.digest,
+            "text": self._text.hash,
+        }
+        name = str(before.get("name", job.student.name))
+        stages = list(before.get("stages", []))
+        return {**before, "name": f"{name}-{stage['method']}"[:62], "stages": [*stages, stage]}
+
+    @property
+    def _hash(self) -> str:
+        return "sha256:" + sha256_json(self._recipe["stages"])
+
+    def _finished(self) -> Manifest | None:
+        output = self._job.output
+        if output.is_symlink():
+            raise OutputError(f"{output}: is a link; give the directory itself as --output")
+        if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+            return None
+        if is_checkpoint(output) and (found := read_manifest(output)).recipe_hash == self._hash:
+            remove_leftovers(output)
+            return found
+        raise OutputError(f"{output}: holds something else; choose another --output or remove it")
+
+    def _fingerprint(self) -> dict[str, Any]:
+        job = self._job
+        stored = stored_dtype(self._directory)
+        card = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
+        return {
+            "stages": self._recipe["stages"],
+            "libraries": library_versions(),
+            "device": card,
+            "threads": torch.get_num_threads(),
+            "dtype": str(compute_dtype(stored, job.device)),
+        }
+
+    def _write_log(self, workspace: Workspace, seconds: float, fused: bool) -> None:
+        """Facts of this run alone, kept out of the manifest so that equal runs are equal."""
+        log = {
+            "seconds": round(seconds, 3),
+            "resumed": workspace.resumed,
+            "logits": "never made" if fused else "made whole",
+            "optimizer": self._job.settings.optimizer,
+            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        write_json_atomically(workspace.directory / "compression_log.json", log)
+
+    def _manifest(self, student: Student, held_out: dict[str, dict[str, float]]) -> Manifest:
+        job, settings = self._job, self._job.settings
+        golden = _golden(student, job.trust_remote_code)
+        count, length = self._text.trained.shape
+        recipe = {**self._recipe, "held_out": held_out, "trained_tokens": settings.tokens}
+        training = {
+            "description": self._text.description,
+            "hash": self._text.hash,
+            "sequences": count,
+            "sequence_length": length,
+        }
+        if is_checkpoint(self._directory):
+            old = read_manifest(self._directory)
+            return replace(
+                old,
+                recipe=recipe,
+                recipe_hash=self._hash,
+                calibration=training,
+                layers=[_trained(layer) for layer in old.layers],
+                golden=golden,
+                libraries=library_versions(),
+                validation=None,
+                files={},
+                bytes=0,
+            )
+        model = job.teacher or job.student
+        return Manifest(
+            name=model.name,
+            scheme="none",
+            bits=8 * student.stored.itemsize,
+            recipe=recipe,
+            recipe_hash=self._hash,
+            base_model={"name": model.name, "digest": model.digest, "source": model.source},
+            calibration=training,
+            layers=[],
+            golden=golden,
+            max_model_len=int(getattr(student.model.config, "max_position_embeddings", 0)) or 2048,
+            libraries=library_versions(),
+        )
+
+
+def _trained(layer: dict[str, Any]) -> dict[str, Any]:
+    """A layer's report after training: its one-shot error is not its error any more."""
+    kept = {key: value for key, value in layer.items() if key != "relative_error"}
+    return {**kept, "method": f"{layer.get('method', '')}+trained"}
+
+
+def _prepare(student: Student, settings: TrainSettings) -> None:
+    """Say what takes gradients, and whether activations are kept."""
+    for value in student.model.parameters():
+        value.requires_grad_(False)
+    for value in student.trained(settings).values():
+        value.requires_grad_(True)
+    if settings.gradient_checkpointing:
+        student.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _load_teacher(job: DistilJob) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    directory = Path(str(job.teacher and job.teacher.path))
+    entry = read_config(directory).get("quantization_config")
+    if entry is not None:
+        raise ModelError(
+            f"--teacher {directory}: is quantised itself; give the model it was made from"
+        )
+    dtype = compute_dtype(stored_dtype(directory), job.device)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        local_files_only=True,
+        trust_remote_code=job.trust_remote_code,
+    )
+    return model.to(job.device).eval().requires_grad_(False)
+
+
+def _require_pair(student: Path, teacher: Path, trusted: bool) -> None:
+    """Check that student and teacher read text alike.
+
+    Raises:
+        ModelError: their tokenizers differ.
+    """
+    ours = load_tokenizer(student, trust_remote_code=trusted).get_vocab()
+    theirs = load_tokenizer(teacher, trust_remote_code=trusted).get_vocab()
+    if ours != theirs:
+        raise ModelError(
+            f"--teacher {teacher}: its tokenizer has another vocabulary than the student's; give "
+            "the model that the student was made from"
+        )
+
+
+@torch.inference_mode()
+def _golden(student: Student, trusted: bool) -> Golden:
+    prompts = tokenize_prompts(student.directory, trust_remote_code=trusted)
+    device = next(student.model.parameters()).device
+    logits = [
+        student.model(prompt.to(device), use_cache=False).logits[0, -1].float().cpu()
+        for prompt in prompts
+    ]
+    return choose_golden(logits, student.directory, trust_remote_code=trusted)
+
+
+__all__ = ["CSV", "PNG", "DistilJob", "distil"]

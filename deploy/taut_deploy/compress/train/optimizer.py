@@ -1,0 +1,68 @@
+"""AdamW over master weights: torch's, or bitsandbytes' with 8-bit moments."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from taut_deploy.compress.train.settings import TrainSettings
+from taut_deploy.errors import OutputError
+
+_BETAS = (0.9, 0.95)
+
+
+def make_optimizer(masters: dict[str, nn.Parameter], settings: TrainSettings) -> Any:
+    """An optimizer over the masters, matrices decayed and the rest not.
+
+    Raises:
+        OutputError: bitsandbytes is asked for and not installed.
+    """
+    matrices = [value for value in masters.values() if value.dim() >= 2]
+    rest = [value for value in masters.values() if value.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if settings.optimizer == "adamw8bit":
+        return _bitsandbytes().optim.AdamW8bit(groups, lr=settings.learning_rate, betas=_BETAS)
+    fused = all(value.is_cuda for value in masters.values())
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=_BETAS, fused=fused)
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """Set the learning rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def moments(optimizer: Any) -> dict[str, torch.Tensor]:
+    """The optimizer's state as plain tensors, numbers included."""
+    found = {}
+    for index, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            kind = "tensor" if isinstance(value, torch.Tensor) else "int"
+            found[f"{index}|{key}|{kind}"] = torch.as_tensor(value)
+    return found
+
+
+def restore_moments(optimizer: Any, found: dict[str, torch.Tensor]) -> None:
+    """Put back what :func:`moments` took."""
+    document = optimizer.state_dict()
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in found.items():
+        index, key, kind = name.split("|")
+        state.setdefault(int(index), {})[key] = value if kind == "tensor" else int(value)
+    document["state"] = state
+    optimizer.load_state_dict(document)
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise OutputError(
+            "optimizer: adamw8bit needs the package bitsandbytes: pip install 'taut[train]', or "
+            "use adamw"
+        ) from error
+    return bitsandbytes

@@ -1,0 +1,253 @@
+"""A compressed checkpoint as a trainable transformers model, and the same model untrained."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from taut_deploy.checkpoint import is_checkpoint, read_manifest
+from taut_deploy.compress.job import compute_dtype, stored_dtype
+from taut_deploy.compress.skeleton import empty_model
+from taut_deploy.compress.source.stream import WeightReader
+from taut_deploy.compress.train.fake_quantize import codes_of, nearest_in_cell
+from taut_deploy.compress.train.quantized_layers import (
+    QuantizedLayer,
+    layer_schemes,
+    read_layer,
+)
+from taut_deploy.compress.train.settings import TrainSettings
+from taut_deploy.compress.train.weight_forms import LowRank, Quantized, Rounded, TokenRounding
+from taut_deploy.errors import ModelError
+from taut_deploy.models.directory import read_config
+from taut_deploy.models.pretrained import load_config
+
+# Fewer exact zeros than this are chance, more are a pruning to keep.
+_PRUNED = 0.05
+
+
+@dataclass(frozen=True)
+class Student:
+    """A model whose parameters are fp32 master weights.
+
+    Args:
+        directory: of the checkpoint.
+        model: transformers' model; its weights are computed from the masters.
+        stored: dtype of weights and scales on disk.
+        layers: the quantised layers, by the name of their module.
+        pruned: names of the weights whose zeros stay.
+    """
+
+    directory: Path
+    model: Any
+    stored: torch.dtype
+    layers: dict[str, QuantizedLayer]
+    pruned: tuple[str, ...]
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        """Every master weight by the name it is stored under, and the scales' logarithms."""
+        return {_plain(name): value for name, value in self.model.named_parameters()}
+
+    def effective(self, name: str) -> torch.Tensor | None:
+        """What the model computes with for a stored name, fp32 on the CPU; None if it has none."""
+        owner, _, leaf = name.rpartition(".")
+        try:
+            value = getattr(self.model.get_submodule(owner), leaf)
+        except AttributeError:
+            return None
+        return value.detach().float().cpu() if isinstance(value, torch.Tensor) else None
+
+    def trained(self, settings: TrainSettings) -> dict[str, nn.Parameter]:
+        """The masters that settings ask to train."""
+        chosen = {}
+        for name, value in self.masters().items():
+            ratio = name.endswith(".log_ratio")
+            block_matrix = value.dim() >= 2 and any(part.isdigit() for part in name.split("."))
+            if (ratio and settings.scales == "fixed") or (
+                settings.train == "linear" and not ratio and not block_matrix
+            ):
+                continue
+            chosen[name] = value
+        return chosen
+
+
+def open_student(
+    directory: Path,
+    settings: TrainSettings,
+    device: str,
+    *,
+    teacher: Path | None = None,
+    trust_remote_code: bool = False,
+) -> Student:
+    """Load a checkpoint for training.
+
+    Args:
+        directory: compressed-tensors checkpoint, or a plain (pruned, shrunk) model.
+        settings: how it starts.
+        device: ``cpu`` or ``cuda``.
+        teacher: directory of the model it was made from, for ``start`` other than ``codes``.
+        trust_remote_code: let the model's own Python code run.
+
+    Raises:
+        ModelError: a tensor is missing or of another shape, or the format cannot be trained.
+    """
+    stored = stored_dtype(directory)
+    compute = compute_dtype(stored, device)
+    config = load_config(directory, trust_remote_code=trust_remote_code)
+    model = empty_model(config, compute, trust_remote_code=trust_remote_code)
+    reader = WeightReader(directory)
+    entry = read_config(directory).get("quantization_config")
+    _require_trainable(directory, entry)
+    layers = {
+        name: read_layer(name, scheme, reader)
+        for name, scheme in (layer_schemes(model, entry) if isinstance(entry, dict) else ())
+    }
+    starts = _starts(layers, settings.start, teacher)
+    densities, ranks = _densities_and_ranks(directory)
+    pruned: list[str] = []
+    tied: dict[int, nn.Parameter] = {}
+    for owner, name, leaf, parameter in list(_parameters(model)):
+        layer = layers.get(name.rpartition(".")[0]) if leaf == "weight" else None
+        if id(parameter) not in tied:
+            value = _value(name, parameter, layer, starts, reader)
+            tied[id(parameter)] = nn.Parameter(value.to(device))
+        owner._parameters[leaf] = tied[id(parameter)]
+        mask = _mask(name, parameter, layer, tied[id(parameter)], densities)
+        if mask is not None:
+            pruned.append(name)
+        rank = ranks.get(name.removesuffix(".weight")) if parameter.dim() == 2 else None
+        form: nn.Module
+        if layer is not None:
+            form = Quantized(layer, stored, compute, mask)
+        elif rank is not None:
+            form = LowRank(rank, stored, compute)
+        else:
+            form = Rounded(stored, compute, mask)
+        parametrize.register_parametrization(owner, leaf, form.to(device), unsafe=True)
+    for name, buffer in model.named_buffers():
+        if name in reader.stored:
+            buffer.copy_(reader.read(name))
+    for name, layer in layers.items():
+        _round_inputs(model.get_submodule(name), layer, reader)
+    return Student(directory, model.to(device), stored, layers, tuple(pruned))
+
+
+def _require_trainable(directory: Path, entry: Any) -> None:
+    method = entry.get("quant_method") if isinstance(entry, dict) else None
+    if entry is not None and method != "compressed-tensors":
+        raise ModelError(
+            f"{directory / 'config.json'}: quant_method {method!r} cannot be trained; distil a "
+            "compressed-tensors checkpoint or a dense model"
+        )
+
+
+def _starts(
+    layers: dict[str, QuantizedLayer], start: str, teacher: Path | None
+) -> dict[str, torch.Tensor]:
+    """The master weight each quantised layer begins with, by module."""
+    if start == "codes" or teacher is None:
+        return {name: layer.weight for name, layer in layers.items()}
+    reader = WeightReader(teacher)
+    found = {}
+    for name, layer in layers.items():
+        base = reader.read(f"{name}.weight").float()
+        if base.shape != layer.weight.shape:
+            raise ModelError(
+                f"{name}.weight: the teacher's shape {tuple(base.shape)} is not the student's "
+                f"{tuple(layer.weight.shape)}; use start: codes"
+            )
+        if start == "cells":
+            codes = codes_of(layer.weight, layer.scale, layer.zero, layer.grid)
+            base = nearest_in_cell(base, codes, layer.scale, layer.zero)
+        found[name] = base
+    return found
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    """Owner, full name, own name and value of every parameter; tied ones once for each owner."""
+    for prefix, owner in model.named_modules():
+        for leaf, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield owner, f"{prefix}.{leaf}" if prefix else leaf, leaf, parameter
+
+
+def _value(
+    name: str,
+    parameter: nn.Parameter,
+    layer: QuantizedLayer | None,
+    starts: dict[str, torch.Tensor],
+    reader: WeightReader,
+) -> torch.Tensor:
+    """The fp32 value a master begins with.
+
+    Raises:
+        ModelError: it has another shape than the architecture says.
+    """
+    value = reader.read(name).float() if layer is None else starts[layer.name]
+    if value.shape != parameter.shape:
+        raise ModelError(
+            f"{name}: stored shape {tuple(value.shape)} does not match config.json's "
+            f"{tuple(parameter.shape)}"
+        )
+    return value
+
+
+def _densities_and_ranks(directory: Path) -> tuple[dict[str, float], dict[str, int]]:
+    """Share of weights kept, and rank, of each layer that the manifest reports one for."""
+    if not is_checkpoint(directory):
+        return {}, {}
+    layers = {str(layer.get("name")): layer for layer in read_manifest(directory).layers}
+    densities = {name: float(layer.get("density", 1.0)) for name, layer in layers.items()}
+    ranks = {name: int(layer["rank"]) for name, layer in layers.items() if layer.get("rank")}
+    return densities, ranks
+
+
+def _mask(
+    name: str,
+    parameter: nn.Parameter,
+    layer: QuantizedLayer | None,
+    value: torch.Tensor,
+    densities: dict[str, float],
+) -> torch.Tensor | None:
+    """Where a pruned weight is not zero, or None where it was not pruned."""
+    inside_block = any(part.isdigit() for part in name.split("."))
+    if parameter.dim() != 2 or not inside_block:
+        return None
+    density = densities.get(name.removesuffix(".weight"), 1.0)
+    if layer is not None:
+        return (layer.weight != 0).to(value.device) if density < 1.0 else None
+    kept = value != 0
+    return kept if density < 1.0 or float(kept.float().mean()) < 1.0 - _PRUNED else None
+
+
+def _round_inputs(module: nn.Module, layer: QuantizedLayer, reader: WeightReader) -> None:
+    """Round the layer's inputs where its scheme does.
+
+    Raises:
+        ModelError: in a way that is not trained.
+    """
+    inputs = layer.scheme.input_activations
+    if inputs is None:
+        return
+    kind, strategy = (str(getattr(x, "value", x)) for x in (inputs.type, inputs.strategy))
+    known = inputs.num_bits == 8 and inputs.symmetric and kind in ("int", "float")
+    dynamic = bool(inputs.dynamic)
+    if not known or strategy != ("token" if dynamic else "tensor"):
+        raise ModelError(
+            f"{layer.name}: activations of {inputs.num_bits} bits by {strategy} cannot be trained; "
+            "8 bits by token, or by tensor with a fixed scale, can"
+        )
+    scale = None if dynamic else reader.read(f"{layer.name}.input_scale").float()
+    module.register_forward_pre_hook(TokenRounding("int" if kind == "int" else "float8", scale))
+
+
+def _plain(name: str) -> str:
+    """The stored name of a parametrised weight; a form's own parameters keep theirs."""
+    before, marker, after = name.partition("parametrizations.")
+    if not marker:
+        return name
+    leaf, _, rest = after.partition(".")
+    return before + (leaf if rest == "original" else f"{leaf}.{rest.rpartition('.')[2]}")

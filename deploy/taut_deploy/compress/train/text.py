@@ -1,0 +1,143 @@
+"""Tokens to train on: documents one after another, cut into sequences of one length."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from taut_deploy.compress.calibrate.calibration import _corpus as corpus_file
+from taut_deploy.errors import ModelError, RecipeError
+from taut_deploy.models.pretrained import load_tokenizer
+
+# Tokenised at a time: a tokenizer keeps several times the text in memory.
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Sequences to train on and sequences to judge by.
+
+    Args:
+        trained: [n, T] int64.
+        held_out: [m, T] int64, of the same text; m may be 0.
+        description: where they come from, in words.
+    """
+
+    trained: torch.Tensor
+    held_out: torch.Tensor
+    description: str
+
+    @property
+    def hash(self) -> str:
+        """``sha256:`` of all token ids."""
+        both = torch.cat([self.trained, self.held_out]).numpy().tobytes()
+        return "sha256:" + hashlib.sha256(both).hexdigest()
+
+
+def read_text(
+    sources: list[str], model: Path, cache: Path, length: int, held_out: int, *, trusted: bool
+) -> TrainingText:
+    """Tokenise and pack.
+
+    Args:
+        sources: ``corpus``, text files (``.jsonl``: one document a line, under ``text``), or
+            ``.npy`` arrays of token ids.
+        model: directory with the tokenizer.
+        cache: where the corpus is kept.
+        length: tokens of a sequence.
+        held_out: sequences to keep apart, where there are 16 times as many.
+        trusted: let the model's own Python code run.
+
+    Raises:
+        RecipeError: a file cannot be read or gives too few tokens.
+    """
+    parts = [_ids(source, model, cache, trusted) for source in sources]
+    ids = np.concatenate(parts)
+    count = len(ids) // length
+    if count < 1:
+        raise RecipeError(
+            f"--text: {', '.join(sources)} gives {len(ids)} tokens, fewer than one sequence of "
+            f"{length}; give more text or a smaller sequence_length"
+        )
+    sequences = torch.from_numpy(ids[: count * length].astype(np.int64)).view(count, length)
+    kept = held_out if count >= 16 * held_out else 0
+    # Spread over the text, so that every source is judged.
+    places = torch.linspace(0, count - 1, kept).long() if kept else torch.empty(0).long()
+    judged = torch.zeros(count, dtype=torch.bool)
+    judged[places] = True
+    described = "; ".join(_described(source) for source in sources)
+    return TrainingText(sequences[~judged].contiguous(), sequences[judged].contiguous(), described)
+
+
+def _ids(source: str, model: Path, cache: Path, trusted: bool) -> Any:
+    """Token ids of one source, [n]."""
+    path = corpus_file(cache) if source == "corpus" else Path(source)
+    if path.suffix == ".npy":
+        return _array(path)
+    tokenizer = load_tokenizer(model, trust_remote_code=trusted)
+    end = tokenizer.eos_token_id
+    found: list[int] = []
+    for document in _documents(path):
+        found += _tokenized(document, tokenizer)
+        found += [] if end is None else [int(end)]
+    return np.asarray(found, dtype=np.int64)
+
+
+def _tokenized(document: str, tokenizer: Any) -> list[int]:
+    found: list[int] = []
+    while document:
+        cut = document.rfind("\n", 0, _PIECE) + 1 if len(document) > _PIECE else len(document)
+        cut = cut or _PIECE
+        found += tokenizer(document[:cut], add_special_tokens=False, verbose=False)["input_ids"]
+        document = document[cut:]
+    return found
+
+
+def _documents(path: Path) -> list[str]:
+    try:
+        text = path.read_bytes().decode()
+        if path.suffix != ".jsonl":
+            return [text]
+        lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return [str(line["text"]) for line in lines]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"--text: cannot read {path} as UTF-8 text") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecipeError(
+            f"--text: {path}: each line must be a JSON object with a 'text' ({error!r})"
+        ) from error
+
+
+def _array(path: Path) -> Any:
+    try:
+        ids = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"--text: cannot read {path} as an array of token ids") from error
+    if ids.dtype.kind not in "iu" or not ids.size or int(ids.min()) < 0:
+        raise RecipeError(f"--text: {path}: token ids are whole numbers from 0 on, one at least")
+    return ids.reshape(-1)
+
+
+def _described(source: str) -> str:
+    if source == "corpus":
+        return "the built-in corpus (public domain)"
+    with Path(source).open("rb") as handle:
+        return f"file sha256:{hashlib.file_digest(handle, 'sha256').hexdigest()}"
+
+
+def require_in_vocabulary(text: TrainingText, rows: int) -> None:
+    """Check that the embedding has a row for every token.
+
+    Raises:
+        ModelError: it has not.
+    """
+    largest = int(text.trained.max())
+    if largest >= rows:
+        raise ModelError(
+            f"--text: holds token {largest}, the student's vocabulary has {rows}; tokenise it with "
+            "the student's own tokenizer"
+        )

@@ -1,0 +1,31 @@
+"""Recipes: what to do to a model, parsed once, unknown keys refused.
+
+A recipe is YAML: an ordered list of ``stages``. Transforms come first, then pruning, then at most
+one storing stage for every layer; each stage picks its layers by patterns. A new method adds one
+model to :mod:`taut_deploy.recipe.stages` and one function to :mod:`taut_deploy.compress.stages`.
+"""
+
+from taut_deploy.recipe.patterns import is_matched, matches
+from taut_deploy.recipe.recipe import (
+    Calibration,
+    Recipe,
+    builtin_recipes,
+    load_recipe,
+    parse_recipe,
+)
+from taut_deploy.recipe.stages import Order, Quantize, Smooth, Stage, StageModel
+
+__all__ = [
+    "Calibration",
+    "Order",
+    "Quantize",
+    "Recipe",
+    "Smooth",
+    "Stage",
+    "StageModel",
+    "builtin_recipes",
+    "is_matched",
+    "load_recipe",
+    "matches",
+    "parse_recipe",
+]

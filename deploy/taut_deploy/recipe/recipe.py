@@ -1,0 +1,118 @@
+"""One recipe: its calibration, its stages in order, and where it comes from."""
+
+import difflib
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from taut_deploy.errors import RecipeError
+from taut_deploy.files import sha256_json
+from taut_deploy.recipe.patterns import Pattern
+from taut_deploy.recipe.stages import STAGE_MODELS, Order, Stage, Strict
+from taut_deploy.strict_yaml import (
+    parse_mapping,
+    read_shipped_or_file,
+    shipped_names,
+    validate_mapping,
+)
+
+
+class Calibration(Strict):
+    """Where calibration tokens come from; never the text a result is judged on.
+
+    ``source`` is ``corpus`` (public-domain prose from a pinned package), ``self`` (sampled from the
+    model) or ``file`` with ``path``.
+    """
+
+    source: Literal["corpus", "self", "file"] = "corpus"
+    path: str | None = None
+    sequences: Annotated[int, Field(ge=1, le=4096)] = 32
+    sequence_length: Annotated[int, Field(ge=16, le=32768)] = 512
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _path_goes_with_file(self) -> "Calibration":
+        if (self.source == "file") != (self.path is not None):
+            raise ValueError("'path' is given exactly when 'source' is 'file'")
+        return self
+
+
+class Recipe(Strict):
+    """One compression recipe."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")]
+    description: str = ""
+    calibration: Calibration = Calibration()
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+    ignore: tuple[Pattern, ...] = ("lm_head",)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "Recipe":
+        for first, second in pairwise(self.stages):
+            if second.order < first.order:
+                raise ValueError(f"'stages': {second.method!r} must stand before {first.method!r}")
+        if all(stage.order is Order.TRANSFORM for stage in self.stages):
+            raise ValueError(
+                "'stages': nothing makes the model smaller; a transform is followed by 'quantize'"
+            )
+        return self
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether any stage needs ``x xᵀ`` of its inputs."""
+        return any(stage.needs_hessian for stage in self.stages)
+
+    def as_json(self) -> dict[str, object]:
+        """The recipe as plain data, defaults filled in."""
+        return self.model_dump(mode="json")
+
+    @property
+    def hash(self) -> str:
+        """``sha256:`` over everything that changes the result (name and description do not)."""
+        plain = self.model_dump(mode="json", exclude={"name", "description", "stages"})
+        return "sha256:" + sha256_json(
+            {**plain, "stages": [stage.hashed() for stage in self.stages]}
+        )
+
+
+def builtin_recipes() -> list[str]:
+    """Names of the recipes that ship with taut."""
+    return shipped_names("taut_deploy", "recipes")
+
+
+def load_recipe(reference: str) -> Recipe:
+    """Load a recipe by built-in name or from a YAML file.
+
+    Raises:
+        RecipeError: no such recipe, not YAML, or a wrong key or value (named).
+    """
+    text = read_shipped_or_file(reference, "taut_deploy", "recipes", "recipe", RecipeError)
+    return parse_recipe(text, reference)
+
+
+def parse_recipe(text: str, origin: str) -> Recipe:
+    """Parse recipe YAML; ``origin`` is named in errors.
+
+    Raises:
+        RecipeError: naming the key and what is wrong with it.
+    """
+    data = parse_mapping(text, origin, RecipeError, "'name' and 'stages'")
+    try:
+        return validate_mapping(Recipe, data, origin, RecipeError)
+    except RecipeError as error:
+        if isinstance(error.__cause__, ValidationError) and (hint := _suggestion(error.__cause__)):
+            raise RecipeError(f"{error}; {hint}") from error.__cause__
+        raise
+
+
+def _suggestion(error: ValidationError) -> str | None:
+    """What an unknown key was meant to be; None where another mistake was made."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] != "extra_forbidden":
+        return None
+    *place, key = (str(part) for part in first["loc"])
+    models: dict[str, type[BaseModel]] = {"": Recipe, "calibration": Calibration, **STAGE_MODELS}
+    known = models[place[-1] if place else ""].model_fields
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

@@ -1,0 +1,129 @@
+"""The stages a recipe may hold: one strict model each.
+
+``order`` says where a stage may stand; a recipe's stages must not step back in it. What a stage
+does is in :mod:`taut_deploy.compress.stages`, under the same ``method``.
+"""
+
+from enum import IntEnum
+from typing import Annotated, ClassVar, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from taut_deploy.recipe.patterns import Pattern, is_matched
+from taut_deploy.recipe.schemes import SCHEMES, SchemeName
+
+
+class Order(IntEnum):
+    """Where a stage stands among the others.
+
+    Whole-model stages run before or after the blocks. The others run block by block: transforms
+    keep the block's function, pruning sets weights to zero, storing chooses how a layer is kept.
+    """
+
+    BEFORE = 0
+    TRANSFORM = 1
+    PRUNE = 2
+    STORE = 3
+    AFTER = 4
+
+
+class Strict(BaseModel):
+    """A part of a recipe: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StageModel(Strict):
+    """What every stage can be told.
+
+    ``layers`` picks the linear layers it acts on by their full names, ``ignore`` leaves some of
+    those out; both are shell wildcards, or regular expressions after ``re:``.
+    """
+
+    order: ClassVar[Order]
+    added_later: ClassVar[frozenset[str]] = frozenset({"layers", "ignore"})
+    """Keys younger than the first recipes: at their default they are no part of the hash, so that
+    a checkpoint made before them is still the one its recipe asks for."""
+
+    layers: Annotated[tuple[Pattern, ...], Field(min_length=1)] = ("*",)
+    ignore: tuple[Pattern, ...] = ()
+
+    def selects(self, name: str) -> bool:
+        """Say whether the stage acts on the layer of this full name."""
+        return is_matched(name, self.layers) and not is_matched(name, self.ignore)
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether it needs ``x xᵀ`` of its inputs, the dearest statistic."""
+        return False
+
+    def hashed(self) -> dict[str, object]:
+        """Everything that changes the result, as plain data."""
+        fields = type(self).model_fields
+        left_out = {
+            key for key in self.added_later if getattr(self, key) == fields[key].get_default()
+        }
+        return self.model_dump(mode="json", exclude=left_out)
+
+
+class Smooth(StageModel):
+    """Move activation outliers into the weights (SmoothQuant, arXiv:2211.10438, §4).
+
+    ``alpha`` is the migration strength, or ``auto`` to choose it per input group by measured output
+    error.
+    """
+
+    order: ClassVar[Order] = Order.TRANSFORM
+
+    method: Literal["smooth"] = "smooth"
+    alpha: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = "auto"
+
+
+class Quantize(StageModel):
+    """Round weights, and inputs where the scheme says so.
+
+    ``group_size`` is an upper bound: the largest of 128, 64, 32 that is not above it and divides
+    every layer of the stage is used. ``act_order`` orders GPTQ's columns by importance while groups
+    stay in place, so the file needs no index.
+    """
+
+    order: ClassVar[Order] = Order.STORE
+
+    method: Literal["quantize"] = "quantize"
+    scheme: SchemeName
+    algorithm: Literal["rtn", "gptq"] = "gptq"
+    group_size: Literal[32, 64, 128, "channel"] | None = None
+    symmetric: bool = True
+    act_order: bool = True
+    dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+
+    @model_validator(mode="after")
+    def _fits_scheme(self) -> "Quantize":
+        rules = SCHEMES[self.scheme]
+        if not rules.grouped and (self.group_size is not None or not self.symmetric):
+            raise ValueError(
+                f"{self.scheme} is per-channel and symmetric: drop 'group_size' and "
+                "'symmetric: false'"
+            )
+        if rules.grouped and self.group_size is None:
+            raise ValueError(
+                f"{self.scheme} needs 'group_size' (32, 64 or 128; 'channel' for one scale a row)"
+            )
+        return self
+
+    @property
+    def num_bits(self) -> int:
+        """Bits per weight, scales not counted."""
+        return SCHEMES[self.scheme].num_bits
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether it needs ``x xᵀ`` of its inputs."""
+        return self.algorithm == "gptq"
+
+
+Stage = Annotated[Smooth | Quantize, Field(discriminator="method")]
+STAGE_MODELS: dict[str, type[StageModel]] = {
+    model.model_fields["method"].default: model for model in get_args(get_args(Stage)[0])
+}
+"""By ``method``."""
