@@ -5,32 +5,14 @@ from typing import Annotated
 
 import typer
 
+from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import JsonFlag, make_folder
-from taut_deploy.commands.subject import (
-    BackwardFlag,
-    BatchOption,
-    Choice,
-    DeviceOption,
-    DtypeOption,
-    InputsOption,
-    ShapeOption,
-    SubjectArgument,
-    TokensOption,
-    finish,
-    instrument,
-    one_subject,
-)
+from taut_deploy.commands.subject import Choice, finish, instrument, one_subject
 
 
+@with_groups
 def explain(
-    subject: SubjectArgument,
-    inputs: InputsOption = None,
-    shape: ShapeOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "auto",
-    backward: BackwardFlag = False,
-    batch: BatchOption = None,
-    tokens: TokensOption = None,
+    choice: Choice,
     target: Annotated[
         str | None,
         typer.Option(help="sm_80 or sm_90: compile an op's Triton kernels too, without a GPU."),
@@ -42,12 +24,11 @@ def explain(
     as_json: JsonFlag = False,
 ) -> None:
     """What torch.compile makes of it: graphs, breaks and why, guards, generated kernels."""
-    choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
     with instrument(as_json):
         from taut_kernels.for_deploy import explain, triton_kernels
 
         # First: a target that is wrong is found before minutes of compiling.
-        compiled = triton_kernels.compile_kernels(subject, target, forms) if target else None
+        compiled = triton_kernels.compile_kernels(choice.subject, target, forms) if target else None
         looked_at = one_subject(choice)
         make_folder(output)
         found = explain.explain(looked_at)

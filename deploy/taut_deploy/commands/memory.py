@@ -1,31 +1,19 @@
 """``taut memory``."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import JsonFlag, make_folder, say
-from taut_deploy.commands.subject import (
-    BackwardFlag,
-    BatchOption,
-    Choice,
-    DeviceOption,
-    DtypeOption,
-    InputsOption,
-    ShapeOption,
-    SubjectArgument,
-    TokensOption,
-    finish,
-    instrument,
-    one_subject,
-)
+from taut_deploy.commands.subject import Choice, finish, instrument, one_subject
 
 
+@with_groups
 def memory(
-    subject: SubjectArgument,
-    inputs: InputsOption = None,
+    choice: Choice,
     against: Annotated[
         str | None,
         typer.Option(help="A second subject, e.g. the same computation fused: before and after."),
@@ -33,12 +21,6 @@ def memory(
     against_inputs: Annotated[
         str | None, typer.Option(help="Inputs of the second subject; default: as the first's.")
     ] = None,
-    shape: ShapeOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "auto",
-    backward: BackwardFlag = False,
-    batch: BatchOption = None,
-    tokens: TokensOption = None,
     snapshot: Annotated[
         bool | None,
         typer.Option(help="The CUDA allocator's own record, for PyTorch's memory viewer."),
@@ -50,7 +32,6 @@ def memory(
     as_json: JsonFlag = False,
 ) -> None:
     """What holds the memory at a step's peak: by line, module and operation."""
-    choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
     files: list[Path] = []
     with instrument(as_json):
         from taut_kernels.for_deploy import memory, memory_snapshot
@@ -68,8 +49,11 @@ def memory(
         document |= found.as_json()
         parts = [memory.text(found, rows)]
         if against is not None:
-            other = choice._replace(
-                reference=against, inputs=against_inputs or inputs, device=first.device.type
+            other = replace(
+                choice,
+                subject=against,
+                inputs=against_inputs or choice.inputs,
+                device=first.device.type,
             )
             after = memory.measure(one_subject(other))
             document["against"] = after.as_json()

@@ -5,32 +5,14 @@ from typing import Annotated
 
 import typer
 
+from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import JsonFlag, make_folder
-from taut_deploy.commands.subject import (
-    BackwardFlag,
-    BatchOption,
-    Choice,
-    DeviceOption,
-    DtypeOption,
-    InputsOption,
-    ShapeOption,
-    SubjectArgument,
-    TokensOption,
-    finish,
-    instrument,
-    one_subject,
-)
+from taut_deploy.commands.subject import Choice, finish, instrument, one_subject
 
 
+@with_groups
 def profile(
-    subject: SubjectArgument,
-    inputs: InputsOption = None,
-    shape: ShapeOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "auto",
-    backward: BackwardFlag = False,
-    batch: BatchOption = None,
-    tokens: TokensOption = None,
+    choice: Choice,
     wait: Annotated[int, typer.Option(min=0, help="Steps before the profiler.")] = 2,
     warmup: Annotated[int, typer.Option(min=0, help="Steps under it that are dropped.")] = 2,
     active: Annotated[int, typer.Option(min=1, help="Steps that are recorded.")] = 5,
@@ -41,7 +23,6 @@ def profile(
     as_json: JsonFlag = False,
 ) -> None:
     """Where the time goes: a chrome trace, the longest kernels, and findings in words."""
-    choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
     with instrument(as_json):
         from taut_kernels.for_deploy import profile
 

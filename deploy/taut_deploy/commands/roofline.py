@@ -1,41 +1,32 @@
 """``taut roofline``."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import JsonFlag, make_folder, say
-from taut_deploy.commands.subject import (
-    BackwardFlag,
-    BatchOption,
-    Choice,
-    DeviceOption,
-    DtypeOption,
-    InputsOption,
-    SubjectArgument,
-    TokensOption,
-    finish,
-    instrument,
-    subjects,
-)
+from taut_deploy.commands.subject import Choice, finish, instrument, subjects
 from taut_deploy.home import TautHome
 
 CEILINGS_FILE = "ceilings.json"
 
 
-def roofline(
-    subject: SubjectArgument,
-    inputs: InputsOption = None,
+@dataclass(frozen=True, kw_only=True)
+class Points(Choice):
+    """Likewise, with several sizes of an op."""
+
     shape: Annotated[
         list[str] | None,
         typer.Option(help="Sizes of an op, NAME=VALUE[,VALUE…]: a point for each; repeat it."),
-    ] = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = "auto",
-    backward: BackwardFlag = False,
-    batch: BatchOption = None,
-    tokens: TokensOption = None,
+    ] = None
+
+
+@with_groups
+def roofline(
+    choice: Points,
     output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
         "taut-roofline"
     ),
@@ -45,7 +36,6 @@ def roofline(
     as_json: JsonFlag = False,
 ) -> None:
     """How near an op, a callable or a model comes to the machine's copy and matrix rates."""
-    choice = Choice(subject, inputs, shape, dtype, device, backward, batch, tokens)
     with instrument(as_json):
         from taut_kernels.for_deploy import ceilings, roofline, roofline_plot
 

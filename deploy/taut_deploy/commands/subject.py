@@ -4,9 +4,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,66 +20,46 @@ if TYPE_CHECKING:
 
     from taut_kernels.for_deploy import Subject
 
-SubjectArgument = Annotated[
-    str,
-    typer.Argument(
-        help="An op of ours (rms_norm), module:function or file.py:function, or a model (name in "
-        "the store, or directory)."
-    ),
-]
-InputsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--inputs",
-        help="module:function or file.py:function that makes the inputs of a callable; default: "
-        "example_inputs beside it.",
-    ),
-]
-ShapeOption = Annotated[
-    list[str] | None,
-    typer.Option("--shape", help="Size of an op, NAME=VALUE; repeat it for more."),
-]
-DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; ops and models.")
-]
-DeviceOption = Annotated[
-    str, typer.Option("--device", help="auto (CUDA where there is a device), cpu or cuda.")
-]
-BackwardFlag = Annotated[
-    bool,
-    typer.Option("--backward", help="Run the gradients as well: losses, callables and models."),
-]
-BatchOption = Annotated[
-    int | None, typer.Option("--batch", min=1, help="Sequences; models only.  [default: 1]")
-]
-TokensOption = Annotated[
-    int | None, typer.Option("--tokens", min=1, help="Tokens each; models only.  [default: 128]")
-]
 _MAX_POINTS = 64
 
 
-class Choice(NamedTuple):
-    """What the command line says about the subject.
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the command line says about the subject: options of every instrument."""
 
-    Attributes:
-        reference: first argument.
-        inputs: factory of a callable's inputs.
-        shape: ``NAME=VALUE[,VALUE…]`` entries.
-        dtype: by name.
-        device: auto, cpu or cuda.
-        backward: run gradients.
-        batch: of a model.
-        tokens: of a model.
-    """
-
-    reference: str
-    inputs: str | None = None
-    shape: list[str] | None = None
-    dtype: str | None = None
-    device: str = "auto"
-    backward: bool = False
-    batch: int | None = None
-    tokens: int | None = None
+    subject: Annotated[
+        str,
+        typer.Argument(
+            help="An op of ours (rms_norm), module:function or file.py:function, or a model (name "
+            "in the store, or directory)."
+        ),
+    ]
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="module:function or file.py:function that makes the inputs of a callable; "
+            "default: example_inputs beside it.",
+        ),
+    ] = None
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Size of an op, NAME=VALUE; repeat it for more.")
+    ] = None
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; ops and models.")
+    ] = None
+    device: Annotated[
+        str, typer.Option(help="auto (CUDA where there is a device), cpu or cuda.")
+    ] = "auto"
+    backward: Annotated[
+        bool,
+        typer.Option("--backward", help="Run the gradients as well: losses, callables and models."),
+    ] = False
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences; models only.  [default: 1]")
+    ] = None
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens each; models only.  [default: 128]")
+    ] = None
 
 
 @contextmanager
@@ -137,18 +118,18 @@ def subjects(choice: Choice) -> Iterator["Subject"]:
 def _built(choice: Choice, device: "torch.device") -> Iterator["Subject"]:
     from taut_kernels.for_deploy import OP_CASES, from_op, from_reference
 
-    if choice.reference in OP_CASES:
+    if choice.subject in OP_CASES:
         _refuse(choice, "an op", "inputs", "batch", "tokens")
         dtype = _dtype(choice.dtype)
-        if device.type == "cpu" and not choice.reference.endswith("_cpu"):
-            say(f"on a CPU {choice.reference} runs its reference in plain torch, not a kernel")
+        if device.type == "cpu" and not choice.subject.endswith("_cpu"):
+            say(f"on a CPU {choice.subject} runs its reference in plain torch, not a kernel")
         for sizes in _sizes(choice.shape or []):
-            yield from_op(choice.reference, sizes, device, dtype, backward=choice.backward)
-    elif _is_callable(choice.reference):
+            yield from_op(choice.subject, sizes, device, dtype, backward=choice.backward)
+    elif _is_callable(choice.subject):
         _refuse(choice, "a callable", "shape", "dtype", "batch", "tokens")
-        yield from_reference(choice.reference, choice.inputs, device, backward=choice.backward)
-    elif choice.reference.endswith(".py"):
-        raise MeasureError(f"{choice.reference}: say which function: {choice.reference}:NAME")
+        yield from_reference(choice.subject, choice.inputs, device, backward=choice.backward)
+    elif choice.subject.endswith(".py"):
+        raise MeasureError(f"{choice.subject}: say which function: {choice.subject}:NAME")
     else:
         _refuse(choice, "a model", "shape", "inputs")
         yield _model(choice, device, sorted(OP_CASES))
@@ -162,9 +143,7 @@ def _is_callable(reference: str) -> bool:
 def _refuse(choice: Choice, kind: str, *options: str) -> None:
     for option in options:
         if getattr(choice, option):
-            raise MeasureError(
-                f"--{option}: {choice.reference} is {kind}, which has no such option"
-            )
+            raise MeasureError(f"--{option}: {choice.subject} is {kind}, which has no such option")
 
 
 def _sizes(entries: list[str]) -> Iterator[dict[str, int]]:
@@ -202,13 +181,13 @@ def _model(choice: Choice, device: "torch.device", ops: list[str]) -> "Subject":
     from taut_kernels.for_deploy import Subject
 
     try:
-        record = ModelStore(TautHome.from_environment().models).find(choice.reference)
+        record = ModelStore(TautHome.from_environment().models).find(choice.subject)
     except ModelError as error:
         # A path can be nothing but a model: the list of ops would hide what is wrong with it.
-        if "/" in choice.reference or Path(choice.reference).is_dir():
+        if "/" in choice.subject or Path(choice.subject).is_dir():
             raise MeasureError(str(error)) from error
         raise MeasureError(
-            f"{choice.reference}: no op ({', '.join(ops)}), no module:function, and as a model: "
+            f"{choice.subject}: no op ({', '.join(ops)}), no module:function, and as a model: "
             f"{error}"
         ) from error
     model = _load(Path(record.path), _dtype(choice.dtype), device)
