@@ -21,7 +21,7 @@ from taut_deploy.commands import (
     profile,
     roofline,
     serve,
-    shrink,
+    slim,
     validate,
     worker,
 )
@@ -39,7 +39,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
 app.command()(compress.compress)
 app.command()(distil.distil)
-app.command()(shrink.shrink)
+app.command()(slim.slim)
 app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(serve.serve)

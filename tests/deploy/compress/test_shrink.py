@@ -1,4 +1,4 @@
-"""``taut shrink``: dead units are dropped without a trace, and what cannot be said is refused."""
+"""``taut slim``: dead units are dropped without a trace, and what cannot be said is refused."""
 
 from __future__ import annotations
 

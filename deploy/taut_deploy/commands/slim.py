@@ -1,4 +1,4 @@
-"""``taut shrink``."""
+"""``taut slim``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ from taut_deploy.models import ModelStore
 from taut_deploy.progress import progress_reporter
 
 
-def shrink(
+def slim(
     model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
     output: Annotated[Path, typer.Option(help="Model directory to make.")],
     ffn: Annotated[float | None, typer.Option(help="Share of the neurons to keep.")] = None,
@@ -40,8 +40,7 @@ def shrink(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a model narrower or shallower: what matters least on a text is cut out."""
-    from taut_deploy.compress.shrink.shrink import ShrinkJob
-    from taut_deploy.compress.shrink.shrink import shrink as run
+    from taut_deploy.compress.shrink.shrink import ShrinkJob, shrink
 
     require_device(device)
     target = checked_output(output)
@@ -61,7 +60,7 @@ def shrink(
         trust_remote_code=trust_remote_code,
     )
     with progress_reporter(quiet=as_json) as report:
-        manifest = run(job, report)
+        manifest = shrink(job, report)
     losses = manifest.recipe["held_out_cross_entropy"]
     summary = {
         "path": str(target.resolve()),
