@@ -127,6 +127,20 @@ def checked_output(output: Path) -> Path:
     return absolute
 
 
+def copy_files(paths: Iterable[Path], source: Path, target: Path) -> None:
+    """Copy files of one directory to the same places in another; folders are made if need be.
+
+    Raises:
+        OutputError: the disk is full or refuses; names the file.
+    """
+    for path in paths:
+        copy = target / path.relative_to(source)
+        with disk_errors_named(copy):
+            if not copy.parent.is_dir():
+                copy.parent.mkdir(parents=True)
+            shutil.copyfile(path, copy)
+
+
 @contextlib.contextmanager
 def disk_errors_named(path: Path) -> Iterator[None]:
     """Turn a full disk, a quota or missing rights under ``path`` into one readable line."""

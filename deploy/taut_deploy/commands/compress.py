@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from taut_deploy.commands.device import require_device
 from taut_deploy.commands.output import (
+    DeviceOption,
     JsonFlag,
     TrustRemoteCodeFlag,
     announce_code,
@@ -31,14 +33,14 @@ def compress(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
     ] = True,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: DeviceOption = "cpu",
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compress a model into a checkpoint that vLLM, transformers and 'taut worker' load."""
     from taut_deploy.compress import driver
 
-    _require_device(device)
+    require_device(device)
     chosen = load_recipe(recipe)
     home = TautHome.from_environment()
     if output is None and not plan:
@@ -72,15 +74,6 @@ def compress(
         f"{megabytes(record.bytes)} -> {megabytes(manifest.bytes)} ({ratio:.2f}x)\n"
         f"{manifest.digest}"
     )
-
-
-def _require_device(device: str) -> None:
-    import torch
-
-    if device not in {"cpu", "cuda"}:
-        raise OutputError(f"--device {device}: use cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise OutputError("--device cuda: torch sees no CUDA device here; use --device cpu")
 
 
 def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:

@@ -5,15 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from taut_deploy.commands.device import require_device
 from taut_deploy.commands.output import (
+    DeviceOption,
     JsonFlag,
+    TextOption,
     TrustRemoteCodeFlag,
     announce_code,
     megabytes,
     print_json,
     say,
 )
-from taut_deploy.errors import OutputError, RecipeError
+from taut_deploy.errors import RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
@@ -31,10 +34,7 @@ def distil(
     teacher: Annotated[
         str | None, typer.Option(help="The model that the student was made from.")
     ] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="corpus, a text file, .jsonl or .npy of token ids; repeat for more."),
-    ] = None,
+    text: TextOption = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens to train on, repetitions counted.")
     ] = None,
@@ -45,7 +45,7 @@ def distil(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
     ] = True,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: DeviceOption = "cpu",
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -78,20 +78,6 @@ def distil(
     with progress_reporter(quiet=as_json) as report:
         manifest = run(job, report)
     _print(job.output, manifest, as_json)
-
-
-def require_device(device: str) -> None:
-    """Check that a device is there.
-
-    Raises:
-        OutputError: it is not.
-    """
-    import torch
-
-    if device not in {"cpu", "cuda"}:
-        raise OutputError(f"--device {device}: use cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise OutputError("--device cuda: torch sees no CUDA device here; use --device cpu")
 
 
 def _settings(given: list[str], tokens: int | None) -> "TrainSettings":

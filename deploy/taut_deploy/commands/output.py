@@ -18,6 +18,13 @@ TrustRemoteCodeFlag = Annotated[
     typer.Option("--trust-remote-code", help="Run the model's own Python code; prints its hashes."),
 ]
 
+DeviceOption = Annotated[str, typer.Option(help="cpu or cuda.")]
+
+TextOption = Annotated[
+    list[str] | None,
+    typer.Option(help="corpus, a text file, .jsonl or .npy of token ids; repeat for more."),
+]
+
 
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout.

@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
-from taut_deploy.commands.distil import require_device
+from taut_deploy.commands.device import require_device
 from taut_deploy.commands.output import (
+    DeviceOption,
     JsonFlag,
+    TextOption,
     TrustRemoteCodeFlag,
     announce_code,
     megabytes,
@@ -28,14 +30,11 @@ def slim(
     ] = None,
     hidden: Annotated[float | None, typer.Option(help="Share of the channels to keep.")] = None,
     depth: Annotated[float | None, typer.Option(help="Share of the blocks to keep.")] = None,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(help="corpus, a text file, .jsonl or .npy of token ids; repeat for more."),
-    ] = None,
+    text: TextOption = None,
     sequences: Annotated[
         int, typer.Option(min=1, help="Sequences of 512 tokens to measure importance on.")
     ] = 32,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: DeviceOption = "cpu",
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:

@@ -6,17 +6,14 @@ so a killed run continues where it was and ends in the same bytes: every step is
 function of the fingerprint.
 """
 
-import contextlib
 import math
 import platform
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.block import CompressedBlock, compress_block
@@ -44,13 +41,9 @@ from taut_deploy.compress.source.stream import (
     StreamedModel,
     call_block,
 )
-from taut_deploy.compress.workspace import Workspace
-from taut_deploy.errors import CheckpointError, OutputError
-from taut_deploy.files import (
-    disk_errors_named,
-    require_free_space,
-    write_json_atomically,
-)
+from taut_deploy.compress.workspace import Workspace, sole_writer
+from taut_deploy.errors import CheckpointError
+from taut_deploy.files import copy_files, require_free_space, write_json_atomically
 from taut_deploy.models.directory import read_config, read_shape
 
 _BATCH_TOKENS = 2048
@@ -71,7 +64,9 @@ def plan(job: CompressionJob) -> CompressionPlan:
     stream = open_stream(job)
     tokens = ordinary_tokens(directory, trust_remote_code=job.trust_remote_code)
     require_embedded([tokens], _vocabulary(stream), directory)
-    return make_plan(stream, job.recipe, directory, stored_dtype(directory))
+    dtype = stored_dtype(directory)
+    treatments = treatments_of(stream, job.recipe, dtype)
+    return make_plan(stream, job.recipe, treatments, directory, dtype)
 
 
 def compress(job: CompressionJob, progress: Progress = lambda done, total, what: None) -> Manifest:
@@ -86,18 +81,9 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
     finished = finished_checkpoint(job)
     if finished is not None:
         return finished
-    lock = FileLock(job.output.parent / f".{job.output.name}.lock", timeout=0)
-    try:
-        with contextlib.ExitStack() as held:
-            with disk_errors_named(job.output):
-                job.output.parent.mkdir(parents=True, exist_ok=True)
-                held.enter_context(lock)
-            # Whoever held the lock a moment ago may have finished the work.
-            return finished_checkpoint(job) or _Run(job, progress).execute()
-    except Timeout as error:
-        raise OutputError(
-            f"{job.output}: another 'taut compress' is writing it; wait for it or end it"
-        ) from error
+    with sole_writer(job.output, "taut compress"):
+        # Whoever held the lock a moment ago may have finished the work.
+        return finished_checkpoint(job) or _Run(job, progress).execute()
 
 
 class _Run:
@@ -110,12 +96,12 @@ class _Run:
         self._recipe = job.recipe
         self._kept = kept_files(self._directory, with_code=job.trust_remote_code)
         self._stream = open_stream(job)
-        self._plan = make_plan(
-            self._stream, job.recipe, self._directory, stored_dtype(self._directory)
-        )
         self._dtype = stored_dtype(self._directory)
         self._treatments = treatments_of(self._stream, job.recipe, self._dtype)
-        require_free_space(job.output.parent, self._plan.disk_bytes)
+        foreseen = make_plan(
+            self._stream, job.recipe, self._treatments, self._directory, self._dtype
+        )
+        require_free_space(job.output.parent, foreseen.disk_bytes)
         self._workspace = Workspace(job.output, fingerprint(job), job.resume)
         self._seconds: dict[str, float] = {}
 
@@ -255,12 +241,7 @@ class _Run:
         outer = {name: self._stream.read(name) for name in self._stream.outer_names}
         self._workspace.save_shard(self._shard_name(len(self._stream.blocks)), outer)
         write_json_atomically(target / "model.safetensors.index.json", _shard_index(target))
-        for path in self._kept:
-            copy = target / path.relative_to(self._directory)
-            with disk_errors_named(copy):
-                if not copy.parent.is_dir():
-                    copy.parent.mkdir(parents=True)
-                shutil.copyfile(path, copy)
+        copy_files(self._kept, self._directory, target)
         formats = formats_of(self._treatments)
         ignore = ["lm_head", *(name for name in self._treatments if name not in formats)]
         config = read_config(self._directory)

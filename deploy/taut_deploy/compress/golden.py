@@ -1,6 +1,7 @@
 """Golden prompts: run beside the calibration, one of them ends as the readiness probe."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,3 +85,24 @@ def choose_golden(
             f"{model}: answers every readiness prompt with white space, so the weights are broken"
         )
     return best
+
+
+@torch.inference_mode()
+def golden_of(model: Any, directory: Path, *, trust_remote_code: bool = False) -> Golden:
+    """The golden prompt of a whole model in memory.
+
+    Args:
+        model: a causal LM of transformers, ready to run.
+        directory: with its tokenizer.
+        trust_remote_code: let the model's own Python code run.
+
+    Raises:
+        ModelError: if no answer is visible text, or a logit is not finite.
+    """
+    prompts = tokenize_prompts(directory, trust_remote_code=trust_remote_code)
+    device = next(model.parameters()).device
+    logits = [
+        model(input_ids=prompt.to(device), use_cache=False).logits[0, -1].float().cpu()
+        for prompt in prompts
+    ]
+    return choose_golden(logits, directory, trust_remote_code=trust_remote_code)

@@ -88,14 +88,21 @@ def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, WeightFormat]:
 
 
 def make_plan(
-    model: StreamedModel, recipe: Recipe, directory: Path, dtype: torch.dtype
+    model: StreamedModel,
+    recipe: Recipe,
+    treatments: Mapping[str, Treatment],
+    directory: Path,
+    dtype: torch.dtype,
 ) -> CompressionPlan:
     """Work out what compressing ``model`` by ``recipe`` will do.
 
-    Raises:
-        RecipeError: the recipe does not fit the model.
+    Args:
+        model: its blocks still on disk.
+        recipe: what to do.
+        treatments: of :func:`treatments_of`.
+        directory: of the model.
+        dtype: of the model's weights.
     """
-    treatments = treatments_of(model, recipe, dtype)
     formats = formats_of(treatments)
     element = dtype.itemsize
     layers = tuple(_layer_plan(one, recipe, element) for one in treatments.values())

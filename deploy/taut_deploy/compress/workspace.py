@@ -7,13 +7,15 @@ place after everything it stands for.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import load_file, save
 
+from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest
 from taut_deploy.documents import read_json
 from taut_deploy.errors import OutputError
 from taut_deploy.files import (
@@ -124,3 +126,47 @@ def remove_leftovers(output: Path) -> None:
     # not ours stays: it is no part of the checkpoint.
     with contextlib.suppress(OSError, OutputError):
         remove_child(output, _STATE, (_FINGERPRINT,))
+
+
+@contextlib.contextmanager
+def sole_writer(output: Path, command: str) -> Iterator[None]:
+    """Hold the lock on an output while it is written; its parent is made if need be.
+
+    Args:
+        output: directory to make.
+        command: for the message, such as ``taut compress``.
+
+    Raises:
+        OutputError: another process is writing it.
+    """
+    lock = FileLock(output.parent / f".{output.name}.lock", timeout=0)
+    try:
+        with contextlib.ExitStack() as held:
+            with disk_errors_named(output):
+                output.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(lock)
+            yield
+    except Timeout as error:
+        raise OutputError(
+            f"{output}: another '{command}' is writing it; wait for it or end it"
+        ) from error
+
+
+def finished_result(output: Path, recipe_hash: str) -> Manifest | None:
+    """The finished result if it is this very one, None if nothing is there.
+
+    Args:
+        output: directory that was asked for.
+        recipe_hash: of everything that determines the result.
+
+    Raises:
+        OutputError: something else stands in its place.
+    """
+    if output.is_symlink():
+        raise OutputError(f"{output}: is a link; give the directory itself as --output")
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return None
+    if is_checkpoint(output) and (found := read_manifest(output)).recipe_hash == recipe_hash:
+        remove_leftovers(output)
+        return found
+    raise OutputError(f"{output}: holds something else; choose another --output or remove it")

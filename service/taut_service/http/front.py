@@ -31,8 +31,9 @@ from taut_service.errors import (
     UnauthorizedError,
 )
 from taut_service.http.body import read_body
-from taut_service.http.client_exchange import SCOPE_KEY, ClientExchange
+from taut_service.http.client_exchange import SCOPE_KEY
 from taut_service.http.cors import answer_page
+from taut_service.http.error_answer import send_error
 from taut_service.http.headers import REQUEST_ID, RequestHeaders, RequestIds
 from taut_service.http.json_bounds import is_light
 from taut_service.http.relay import CutShortError
@@ -334,37 +335,3 @@ class Front:
         # uvicorn keeps the body of an answer to HEAD back: it looks at its own scope.
         changed = {"method": "GET"} if scope["method"] == "HEAD" else {}
         await self._api({**scope, **changed, "path": path}, receive, send_with_id)
-
-
-async def send_error(
-    send: Send,
-    error: GatewayError,
-    request_id: bytes,
-    *,
-    close: bool,
-    body: bytes | None = None,
-    exchange: ClientExchange | None = None,
-) -> None:
-    """Send an error as a whole response.
-
-    Args:
-        send: the ASGI callable.
-        error: what to say.
-        request_id: for the header.
-        close: ask for the connection to be closed, for a client whose body will not be read.
-        body: the error in another shape than OpenAI's.
-        exchange: the cheaper way, where there is one.
-    """
-    body = error.body() if body is None else body
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", b"%d" % len(body)),
-        (REQUEST_ID, request_id),
-        *error.headers(),
-    ]
-    if close:
-        headers.append((b"connection", b"close"))
-    elif exchange is not None and exchange.respond(error.status, headers, body):
-        return
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -66,7 +66,7 @@ def make_calibration_set(
         path = Path(str(settings.path))
         text = _read_text(path)
         return CalibrationSet(_tokenize(text, settings, tokenizer, str(path)), describe_text(path))
-    text = _corpus(cache).read_text(encoding="utf-8")
+    text = corpus_file(cache).read_text(encoding="utf-8")
     description = f"lcet10 and alice29 from {_CORPUS_PACKAGE} (public domain)"
     return CalibrationSet(_tokenize(text, settings, tokenizer, "corpus"), description)
 
@@ -134,7 +134,7 @@ def _sample_from_model(settings: Calibration, model: Path, trust_remote_code: bo
     return torch.cat(sequences).contiguous()
 
 
-def _corpus(cache: Path) -> Path:
+def corpus_file(cache: Path) -> Path:
     """The calibration corpus as one file, downloaded once and verified."""
     target = cache / "calibration-corpus.txt"
     if target.is_file() and sha256_file(target) == _CORPUS_SHA256:

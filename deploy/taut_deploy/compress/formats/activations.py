@@ -9,6 +9,12 @@ from taut_deploy.compress.quantize.float8 import FP8_MAX, fake_quantize_tokens_f
 from taut_deploy.compress.quantize.grid import fake_quantize_tokens
 
 
+def _eight_bits(kind: str, strategy: str, *, dynamic: bool) -> QuantizationArgs:
+    return QuantizationArgs(
+        num_bits=8, type=kind, symmetric=True, strategy=strategy, dynamic=dynamic
+    )
+
+
 @dataclass(frozen=True)
 class Activations:
     """Inputs in 16 bits: left as they are."""
@@ -46,9 +52,7 @@ class Int8PerToken(Activations):
     @property
     def arguments(self) -> QuantizationArgs:
         """``input_activations`` of a config group."""
-        return QuantizationArgs(
-            num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True
-        )
+        return _eight_bits("int", "token", dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,7 @@ class Float8PerToken(Activations):
     @property
     def arguments(self) -> QuantizationArgs:
         """``input_activations`` of a config group."""
-        return QuantizationArgs(
-            num_bits=8, type="float", symmetric=True, strategy="token", dynamic=True
-        )
+        return _eight_bits("float", "token", dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,4 @@ class Float8Fixed(Activations):
     @property
     def arguments(self) -> QuantizationArgs:
         """``input_activations`` of a config group."""
-        return QuantizationArgs(
-            num_bits=8, type="float", symmetric=True, strategy="tensor", dynamic=False
-        )
+        return _eight_bits("float", "tensor", dynamic=False)

@@ -1,25 +1,23 @@
-"""``taut shrink``: a smaller model of the same architecture, a plain Hugging Face directory."""
+"""``taut slim``: a smaller model of the same architecture, a plain Hugging Face directory."""
 
-import contextlib
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
-from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, seal
-from taut_deploy.compress.golden import choose_golden, tokenize_prompts
-from taut_deploy.compress.job import compute_dtype, library_versions, stored_dtype
+from taut_deploy.checkpoint import Manifest, seal
+from taut_deploy.compress.dense import load_dense
+from taut_deploy.compress.golden import golden_of
+from taut_deploy.compress.job import library_versions, stored_dtype
 from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.shrink.axes import AXES, target_of
 from taut_deploy.compress.shrink.cut import Cut, cut
 from taut_deploy.compress.train.text import TrainingText, read_text
-from taut_deploy.compress.workspace import Workspace, remove_leftovers
-from taut_deploy.errors import ModelError, OutputError
-from taut_deploy.files import disk_errors_named, sha256_json, write_json_atomically
+from taut_deploy.compress.workspace import Workspace, finished_result, sole_writer
+from taut_deploy.errors import ModelError
+from taut_deploy.files import copy_files, sha256_json, write_json_atomically
 from taut_deploy.models.directory import read_config
 from taut_deploy.models.pretrained import load_config
 from taut_deploy.models.store import ModelRecord
@@ -67,17 +65,8 @@ def shrink(job: ShrinkJob, progress: Progress = lambda done, total, what: None) 
         RecipeError: the text cannot be read or is too short.
     """
     _require_shares(job.shares)
-    lock = FileLock(job.output.parent / f".{job.output.name}.lock", timeout=0)
-    try:
-        with contextlib.ExitStack() as held:
-            with disk_errors_named(job.output):
-                job.output.parent.mkdir(parents=True, exist_ok=True)
-                held.enter_context(lock)
-            return _execute(job, progress)
-    except Timeout as error:
-        raise OutputError(
-            f"{job.output}: another 'taut shrink' is writing it; wait for it or end it"
-        ) from error
+    with sole_writer(job.output, "taut slim"):
+        return _execute(job, progress)
 
 
 def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
@@ -97,8 +86,9 @@ def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
     tokens = text.trained[: job.sequences]
     recipe = _recipe(job, text)
     digest = "sha256:" + sha256_json(recipe["stages"])
-    if (finished := _finished(job.output, digest)) is not None:
+    if (finished := finished_result(job.output, digest)) is not None:
         return finished
+    _require_dense(directory)
     model = load_dense(directory, job.device, trust_remote_code=job.trust_remote_code)
     workspace = Workspace(job.output, {"stages": recipe["stages"]}, resume=False)
     judged = text.held_out if len(text.held_out) else tokens[:_JUDGED]
@@ -131,7 +121,7 @@ def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
             "sequence_length": job.sequence_length,
         },
         layers=layers,
-        golden=_golden(model, directory, trusted=job.trust_remote_code),
+        golden=golden_of(model, directory, trust_remote_code=job.trust_remote_code),
         max_model_len=int(getattr(model.config, "max_position_embeddings", 0)) or 2048,
         libraries=library_versions(),
     )
@@ -140,30 +130,11 @@ def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
     return sealed
 
 
-def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
-    """A dense model, whole, ready to run.
-
-    Raises:
-        ModelError: it is quantised, or transformers cannot load it.
-    """
-    from transformers import AutoModelForCausalLM
-
+def _require_dense(directory: Path) -> None:
     if read_config(directory).get("quantization_config") is not None:
         raise ModelError(
             f"{directory}: is quantised; give the model it was made from, and compress the result"
         )
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=compute_dtype(stored_dtype(directory), device),
-            attn_implementation="sdpa",
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ModelError(f"{directory}: cannot be loaded ({reason})") from error
-    return model.to(device).eval().requires_grad_(False)
 
 
 def _require_shares(shares: dict[str, float]) -> None:
@@ -183,17 +154,6 @@ def _recipe(job: ShrinkJob, text: TrainingText) -> dict[str, Any]:
         "sequences": job.sequences,
     }
     return {"name": "shrink", "stages": [stage]}
-
-
-def _finished(output: Path, digest: str) -> Manifest | None:
-    if output.is_symlink():
-        raise OutputError(f"{output}: is a link; give the directory itself as --output")
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return None
-    if is_checkpoint(output) and (found := read_manifest(output)).recipe_hash == digest:
-        remove_leftovers(output)
-        return found
-    raise OutputError(f"{output}: holds something else; choose another --output or remove it")
 
 
 def _reports(made: Cut) -> list[dict[str, Any]]:
@@ -241,11 +201,7 @@ def _write(model: Any, target: Path, source: Path, job: ShrinkJob, workspace: Wo
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json_atomically(target / "model.safetensors.index.json", index)
     write_json_atomically(target / "config.json", _config(read_config(source), model.config))
-    for path in kept_files(source, with_code=job.trust_remote_code):
-        copy = target / path.relative_to(source)
-        with disk_errors_named(copy):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+    copy_files(kept_files(source, with_code=job.trust_remote_code), source, target)
 
 
 def _config(document: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -260,13 +216,3 @@ def _config(document: dict[str, Any], config: Any) -> dict[str, Any]:
         key: now[key] for key, value in document.items() if isinstance(value, list) and key in now
     }
     return {**document, **changed, **lists}
-
-
-def _golden(model: Any, directory: Path, *, trusted: bool) -> Any:
-    prompts = tokenize_prompts(directory, trust_remote_code=trusted)
-    with torch.inference_mode():
-        logits = [
-            model(input_ids=prompt.to(model.device), use_cache=False).logits[0, -1].float().cpu()
-            for prompt in prompts
-        ]
-    return choose_golden(logits, directory, trust_remote_code=trusted)

@@ -1,16 +1,15 @@
 """``taut distil``: train a student by its teacher or by text, and write it back as it was."""
 
-import contextlib
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
-from taut_deploy.checkpoint import Golden, Manifest, is_checkpoint, read_manifest, seal
-from taut_deploy.compress.golden import choose_golden, tokenize_prompts
+from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, seal
+from taut_deploy.compress.dense import load_dense
+from taut_deploy.compress.golden import golden_of
 from taut_deploy.compress.job import compute_dtype, library_versions, stored_dtype
 from taut_deploy.compress.train.curve import CSV, PNG, write_curve
 from taut_deploy.compress.train.export import write_checkpoint
@@ -19,9 +18,9 @@ from taut_deploy.compress.train.losses import Objective
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.compress.train.student import Student, open_student
 from taut_deploy.compress.train.text import TrainingText, read_text, require_in_vocabulary
-from taut_deploy.compress.workspace import Workspace, remove_leftovers
-from taut_deploy.errors import ModelError, OutputError
-from taut_deploy.files import disk_errors_named, sha256_json, write_json_atomically
+from taut_deploy.compress.workspace import Workspace, finished_result, sole_writer
+from taut_deploy.errors import ModelError
+from taut_deploy.files import sha256_json, write_json_atomically
 from taut_deploy.models.directory import read_config
 from taut_deploy.models.pretrained import load_tokenizer
 from taut_deploy.models.store import ModelRecord
@@ -67,17 +66,8 @@ def distil(job: DistilJob, progress: Progress = lambda done, total, what: None) 
             "--teacher: give the model that the student was made from; without one only "
             "cross_entropy can be trained for"
         )
-    lock = FileLock(job.output.parent / f".{job.output.name}.lock", timeout=0)
-    try:
-        with contextlib.ExitStack() as held:
-            with disk_errors_named(job.output):
-                job.output.parent.mkdir(parents=True, exist_ok=True)
-                held.enter_context(lock)
-            return _Run(job, progress).execute()
-    except Timeout as error:
-        raise OutputError(
-            f"{job.output}: another 'taut distil' is writing it; wait for it or end it"
-        ) from error
+    with sole_writer(job.output, "taut distil"):
+        return _Run(job, progress).execute()
 
 
 class _Run:
@@ -94,7 +84,7 @@ class _Run:
     def execute(self) -> Manifest:
         """Run what is not done yet."""
         job, settings = self._job, self._job.settings
-        finished = self._finished()
+        finished = finished_result(job.output, self._hash)
         if finished is not None:
             return finished
         started = time.monotonic()
@@ -168,17 +158,6 @@ class _Run:
     def _hash(self) -> str:
         return "sha256:" + sha256_json(self._recipe["stages"])
 
-    def _finished(self) -> Manifest | None:
-        output = self._job.output
-        if output.is_symlink():
-            raise OutputError(f"{output}: is a link; give the directory itself as --output")
-        if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-            return None
-        if is_checkpoint(output) and (found := read_manifest(output)).recipe_hash == self._hash:
-            remove_leftovers(output)
-            return found
-        raise OutputError(f"{output}: holds something else; choose another --output or remove it")
-
     def _fingerprint(self) -> dict[str, Any]:
         job = self._job
         stored = stored_dtype(self._directory)
@@ -204,7 +183,9 @@ class _Run:
 
     def _manifest(self, student: Student, held_out: dict[str, dict[str, float]]) -> Manifest:
         job, settings = self._job, self._job.settings
-        golden = _golden(student, job.trust_remote_code)
+        golden = golden_of(
+            student.model, student.directory, trust_remote_code=job.trust_remote_code
+        )
         count, length = self._text.trained.shape
         recipe = {**self._recipe, "held_out": held_out, "trained_tokens": settings.tokens}
         training = {
@@ -260,23 +241,13 @@ def _prepare(student: Student, settings: TrainSettings) -> None:
 
 
 def _load_teacher(job: DistilJob) -> Any:
-    from transformers import AutoModelForCausalLM
-
     directory = Path(str(job.teacher and job.teacher.path))
     entry = read_config(directory).get("quantization_config")
     if entry is not None:
         raise ModelError(
             f"--teacher {directory}: is quantised itself; give the model it was made from"
         )
-    dtype = compute_dtype(stored_dtype(directory), job.device)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=dtype,
-        attn_implementation="sdpa",
-        local_files_only=True,
-        trust_remote_code=job.trust_remote_code,
-    )
-    return model.to(job.device).eval().requires_grad_(False)
+    return load_dense(directory, job.device, trust_remote_code=job.trust_remote_code)
 
 
 def _require_pair(student: Path, teacher: Path, trusted: bool) -> None:
@@ -292,17 +263,6 @@ def _require_pair(student: Path, teacher: Path, trusted: bool) -> None:
             f"--teacher {teacher}: its tokenizer has another vocabulary than the student's; give "
             "the model that the student was made from"
         )
-
-
-@torch.inference_mode()
-def _golden(student: Student, trusted: bool) -> Golden:
-    prompts = tokenize_prompts(student.directory, trust_remote_code=trusted)
-    device = next(student.model.parameters()).device
-    logits = [
-        student.model(prompt.to(device), use_cache=False).logits[0, -1].float().cpu()
-        for prompt in prompts
-    ]
-    return choose_golden(logits, student.directory, trust_remote_code=trusted)
 
 
 __all__ = ["CSV", "PNG", "DistilJob", "distil"]

@@ -1,6 +1,5 @@
 """A trained student written back in the format it came in, shard by shard."""
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from taut_deploy.compress.train.student import Student
 from taut_deploy.compress.train.weight_forms import Quantized
 from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import ModelError
-from taut_deploy.files import VOLATILE_FILES, disk_errors_named
+from taut_deploy.files import VOLATILE_FILES, copy_files
 from taut_deploy.models.directory import weight_files
 
 _NOT_COPIED = VOLATILE_FILES | {"taut.json", "taut-model.json"}
@@ -73,17 +72,11 @@ def _layer(student: Student, name: str) -> dict[str, torch.Tensor]:
 
 
 def _copy_others(source: Path, target: Path) -> None:
-    for path in sorted(source.rglob("*")):
-        place = path.relative_to(source)
-        hidden = any(part.startswith(".") for part in place.parts)
-        if (
-            hidden
-            or not path.is_file()
-            or path.suffix == ".safetensors"
-            or str(place) in _NOT_COPIED
-        ):
-            continue
-        copy = target / place
-        with disk_errors_named(copy):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+    found = (path for path in sorted(source.rglob("*")) if path.is_file())
+    others = (path for path in found if _is_copied(path, path.relative_to(source)))
+    copy_files(others, source, target)
+
+
+def _is_copied(path: Path, place: Path) -> bool:
+    hidden = any(part.startswith(".") for part in place.parts)
+    return not hidden and path.suffix != ".safetensors" and str(place) not in _NOT_COPIED

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 
+from taut_deploy.compress.quantize.float8 import FP8_MAX, to_fp8
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -37,8 +39,7 @@ class Grid:
     @classmethod
     def of_float8(cls) -> "Grid":
         """Numbers of ``torch.float8_e4m3fn``."""
-        largest = torch.finfo(torch.float8_e4m3fn).max
-        return cls("float8", -largest, largest)
+        return cls("float8", -FP8_MAX, FP8_MAX)
 
     def holds(self, places: torch.Tensor) -> torch.Tensor:
         """Which values are not clamped, bool."""
@@ -48,10 +49,9 @@ class Grid:
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         """The nearest code of each value, fp32."""
-        inside = values.clamp(self.low, self.high)
         if self.kind == "float8":
-            return inside.to(torch.float8_e4m3fn).float()
-        return inside.round_()
+            return to_fp8(values).float()
+        return values.clamp(self.low, self.high).round_()
 
 
 def expand(entries: torch.Tensor, shape: torch.Size) -> torch.Tensor:

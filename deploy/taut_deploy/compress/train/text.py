@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from taut_deploy.compress.calibrate.calibration import _corpus as corpus_file
+from taut_deploy.compress.calibrate.calibration import corpus_file
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.models.pretrained import load_tokenizer
 

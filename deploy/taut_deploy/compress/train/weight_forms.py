@@ -8,6 +8,7 @@ rounding. Used with :mod:`torch.nn.utils.parametrize`.
 import torch
 from torch import nn
 
+from taut_deploy.compress.quantize.float8 import fake_quantize_tokens_fp8
 from taut_deploy.compress.quantize.grid import fake_quantize_tokens
 from taut_deploy.compress.train.fake_quantize import Grid, fake_quantize
 from taut_deploy.compress.train.quantized_layers import QuantizedLayer
@@ -134,11 +135,9 @@ class TokenRounding:
         return (x + (self._rounded(x.detach()) - x.detach()),)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        if self._kind == "int" and self._scale is None:
-            return fake_quantize_tokens(x)
-        grid = Grid.of_integers(8) if self._kind == "int" else Grid.of_float8()
-        scale = self._scale
-        if scale is None:
-            scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / grid.high
-        scale = scale.to(x.device)
+        integers = self._kind == "int"
+        if self._scale is None:
+            return fake_quantize_tokens(x) if integers else fake_quantize_tokens_fp8(x)
+        grid = Grid.of_integers(8) if integers else Grid.of_float8()
+        scale = self._scale.to(x.device)
         return (grid.round(x.float() / scale) * scale).to(x.dtype)
