@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from taut_deploy.compress.source.stream import call_block, linear_layers
+from taut_deploy.compress.source.calls import call_block
+from taut_deploy.compress.source.linears import linear_layers
 
 _SAMPLE_ROWS = 512
 
