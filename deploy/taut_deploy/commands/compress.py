@@ -96,3 +96,5 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     )
     for layer in kept:
         typer.echo(f"kept: {layer.name} {layer.shape}: {layer.fate}")
+    for name in plan.stacked_experts:
+        typer.echo(f"kept: {name}: its experts are one tensor in files and servers")

@@ -18,6 +18,7 @@ import torch
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.block import CompressedBlock, compress_block
 from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
+from taut_deploy.compress.dry_run import dry_run
 from taut_deploy.compress.formats.config import describe, quantization_config
 from taut_deploy.compress.golden import (
     choose_golden,
@@ -39,6 +40,7 @@ from taut_deploy.compress.report.write import write_report
 from taut_deploy.compress.source.calls import BlockArguments, call_block
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
+from taut_deploy.compress.stored_block import tensors_of
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import copy_files, require_free_space, write_json_atomically
@@ -54,8 +56,8 @@ def plan(job: CompressionJob) -> CompressionPlan:
     """What :func:`compress` would do.
 
     Raises:
-        RecipeError: if the recipe does not fit the model.
-        ModelError: if the model cannot be read.
+        RecipeError: if the recipe does not fit the model, or its calibration text is too short.
+        ModelError: if the model cannot be read or compressed.
     """
     directory = Path(job.model.path)
     kept_files(directory)
@@ -64,7 +66,9 @@ def plan(job: CompressionJob) -> CompressionPlan:
     require_embedded([tokens], _vocabulary(stream), directory)
     dtype = stored_dtype(directory)
     treatments = treatments_of(stream, job.recipe, dtype)
-    return make_plan(stream, job.recipe, treatments, directory, dtype)
+    made = make_plan(stream, job.recipe, treatments, directory, dtype)
+    dry_run(job, stream, treatments, dtype)
+    return made
 
 
 def compress(job: CompressionJob, progress: Progress = lambda done, total, what: None) -> Manifest:
@@ -203,20 +207,7 @@ class _Run:
         return reports
 
     def _save_block(self, block: DecoderBlock, result: CompressedBlock) -> None:
-        tensors: dict[str, torch.Tensor] = {}
-        kept = {name for name, _ in block.module.named_parameters()}
-        for name, value in block.module.state_dict().items():
-            layer = name.removesuffix(".weight")
-            if layer not in result.stored:
-                tensors[f"{block.name}.{name}"] = value.to(self._dtype) if name in kept else value
-                continue
-            stored = result.stored[layer]
-            written = stored.tensors()
-            if not torch.equal(stored.read_back(written), stored.dequantize()):
-                raise CheckpointError(
-                    f"{block.name}.{layer}: what was packed does not read back; nothing was written"
-                )
-            tensors |= {f"{block.name}.{layer}.{key}": value for key, value in written.items()}
+        tensors = tensors_of(block, result, self._dtype)
         self._workspace.save_shard(self._shard_name(block.index), self._stream.to_stored(tensors))
 
     def _shard_name(self, index: int) -> str:

@@ -50,6 +50,7 @@ class CompressionPlan:
         blocks: number of decoder blocks.
         block_names: their full names, in order.
         layers: every linear layer inside them.
+        stacked_experts: experts that stay dense because files and servers hold them as one tensor.
         bytes_before: size of the model's weights.
         bytes_after: predicted size of the checkpoint's weights.
         peak_memory_bytes: predicted peak of weights, statistics and activations held at once.
@@ -62,6 +63,7 @@ class CompressionPlan:
     blocks: int
     block_names: tuple[str, ...]
     layers: tuple[LayerPlan, ...]
+    stacked_experts: tuple[str, ...]
     bytes_before: int
     bytes_after: int
     peak_memory_bytes: int
@@ -129,6 +131,7 @@ def make_plan(
         blocks=len(model.blocks),
         block_names=tuple(block.name for block in model.blocks),
         layers=layers,
+        stacked_experts=tuple(model.stacked_experts),
         bytes_before=before,
         bytes_after=after,
         peak_memory_bytes=2 * hidden + 3 * block_bytes + 6 * 4 * widest * widest + outer,
