@@ -9,14 +9,14 @@ function of the fingerprint.
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
-from taut_deploy.compress.block import CompressedBlock, compress_block
+from taut_deploy.compress.block import CompressedBlock, compress_block, rehearse_block
 from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
 from taut_deploy.compress.formats.config import describe, quantization_config
 from taut_deploy.compress.golden import (
@@ -35,18 +35,22 @@ from taut_deploy.compress.job import (
 )
 from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
+from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.stream import (
     BlockArguments,
     DecoderBlock,
     StreamedModel,
     call_block,
 )
+from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import copy_files, require_free_space, write_json_atomically
 from taut_deploy.models.directory import read_config, read_shape
+from taut_deploy.recipe import Recipe
 
 _BATCH_TOKENS = 2048
+_REHEARSED_TOKENS = 8
 
 # (blocks done, blocks in all, what is being done)
 Progress = Callable[[int, int, str], None]
@@ -66,6 +70,7 @@ def plan(job: CompressionJob) -> CompressionPlan:
     require_embedded([tokens], _vocabulary(stream), directory)
     dtype = stored_dtype(directory)
     treatments = treatments_of(stream, job.recipe, dtype)
+    _rehearse(stream, job.recipe, treatments)
     return make_plan(stream, job.recipe, treatments, directory, dtype)
 
 
@@ -84,6 +89,17 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
     with sole_writer(job.output, "taut compress"):
         # Whoever held the lock a moment ago may have finished the work.
         return finished_checkpoint(job) or _Run(job, progress).execute()
+
+
+def _rehearse(stream: StreamedModel, recipe: Recipe, treatments: Mapping[str, Treatment]) -> None:
+    """Refuse a recipe whose stages cannot act on the first block."""
+    if all(BLOCK_STAGES[stage.method].rehearse is None for stage in recipe.stages):
+        return
+    hidden, arguments = stream.enter(torch.arange(_REHEARSED_TOKENS)[None] % _vocabulary(stream))
+    first = stream.blocks[0]
+    stream.load(first.module, first.name)
+    rehearse_block(first.module, first.name, hidden, arguments[0], recipe, treatments)
+    stream.release(first.module)
 
 
 class _Run:

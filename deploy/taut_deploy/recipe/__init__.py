@@ -13,9 +13,10 @@ from taut_deploy.recipe.recipe import (
     load_recipe,
     parse_recipe,
 )
-from taut_deploy.recipe.stages import Order, Prune, Quantize, Smooth, Stage, StageModel
+from taut_deploy.recipe.stages import Awq, Order, Prune, Quantize, Smooth, Stage, StageModel
 
 __all__ = [
+    "Awq",
     "Calibration",
     "Order",
     "Prune",
