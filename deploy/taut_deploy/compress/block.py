@@ -12,6 +12,7 @@ from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
 from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.state import BlockState, LayerState
+from taut_deploy.compress.threads import single_thread
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Order, Recipe
 
@@ -191,6 +192,8 @@ def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
 
 def _relative_error(reference: torch.Tensor, stored: StoredLayer, layer: LayerState) -> float:
     """Squared error of the layer's output over its square, on the sampled input rows."""
-    exact = layer.group.sample @ reference.float().T
-    got = layer.group.sample @ stored.dequantize().T
-    return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))
+    sample = layer.group.sample
+    with single_thread(2 * len(sample) * reference.numel()):
+        exact = sample @ reference.float().T
+        got = sample @ stored.dequantize().T
+        return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))

@@ -44,6 +44,7 @@ from taut_deploy.compress.source.stream import (
     call_block,
 )
 from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.compress.threads import over_batches, single_thread
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import copy_files, require_free_space, write_json_atomically
@@ -214,7 +215,8 @@ class _Run:
                 block, entering[f"probe-{i}"].to(device), calls[block.index], 1
             )
         self._workspace.save_tensors(f"hidden-{block.index + 1}", leaving)
-        self._save_block(block, result)
+        with single_thread():  # packing: element by element
+            self._save_block(block, result)
         reports = [report.as_json() for report in result.reports]
         self._workspace.commit(f"block-{block.index}", reports)
         self._workspace.drop_tensors(f"hidden-{block.index}")
@@ -319,9 +321,10 @@ def _run_block(
     block: DecoderBlock, hidden: torch.Tensor, arguments: dict[str, Any], batch: int
 ) -> torch.Tensor:
     with torch.inference_mode():
-        return torch.cat(
-            [call_block(block.module, part, arguments) for part in torch.split(hidden, batch)]
+        parts = over_batches(
+            lambda part: call_block(block.module, part, arguments), hidden, batch, block.module
         )
+        return torch.cat([*parts])
 
 
 def _shard_index(directory: Path) -> dict[str, Any]:
