@@ -8,6 +8,7 @@ model to :mod:`taut_deploy.recipe.stages` and one function to :mod:`taut_deploy.
 from taut_deploy.recipe.patterns import is_matched, matches
 from taut_deploy.recipe.recipe import (
     Calibration,
+    KvCache,
     Recipe,
     builtin_recipes,
     load_recipe,
@@ -17,6 +18,7 @@ from taut_deploy.recipe.stages import Order, Quantize, Smooth, Stage, StageModel
 
 __all__ = [
     "Calibration",
+    "KvCache",
     "Order",
     "Quantize",
     "Recipe",
