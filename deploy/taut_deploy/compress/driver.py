@@ -34,9 +34,10 @@ from taut_deploy.compress.job import (
     stored_dtype,
 )
 from taut_deploy.compress.kept_files import kept_files
+from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
-from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.report.write import write_report
+from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.stream import (
     BlockArguments,
     DecoderBlock,
@@ -207,24 +208,28 @@ class _Run:
             dtype=self._dtype,
             batch_size=self._batch_size,
         )
-        leaving = {
-            "calibration": _run_block(block, hidden, arguments[0][block.index], self._batch_size)
-        }
-        for i, calls in enumerate(arguments[1:]):
-            leaving[f"probe-{i}"] = _run_block(
-                block, entering[f"probe-{i}"].to(device), calls[block.index], 1
-            )
+        cache = BlockCache(self._recipe.kv_cache, block.module, block.name, self._dtype)
+        with cache.observed():
+            seen = _run_block(block, hidden, arguments[0][block.index], self._batch_size)
+        leaving = {"calibration": seen}
+        with cache.emulated():
+            for i, calls in enumerate(arguments[1:]):
+                leaving[f"probe-{i}"] = _run_block(
+                    block, entering[f"probe-{i}"].to(device), calls[block.index], 1
+                )
         self._workspace.save_tensors(f"hidden-{block.index + 1}", leaving)
         with single_thread():  # packing: element by element
-            self._save_block(block, result)
+            self._save_block(block, result, cache.tensors())
         reports = [report.as_json() for report in result.reports]
         self._workspace.commit(f"block-{block.index}", reports)
         self._workspace.drop_tensors(f"hidden-{block.index}")
         self._stream.release(block.module)
         return reports
 
-    def _save_block(self, block: DecoderBlock, result: CompressedBlock) -> None:
-        tensors: dict[str, torch.Tensor] = {}
+    def _save_block(
+        self, block: DecoderBlock, result: CompressedBlock, scales: dict[str, torch.Tensor]
+    ) -> None:
+        tensors = dict(scales)
         for name, parameter in block.module.named_parameters():
             layer = name.removesuffix(".weight")
             if layer not in result.stored:
@@ -266,7 +271,7 @@ class _Run:
         formats = formats_of(self._treatments)
         ignore = ["lm_head", *(name for name in self._treatments if name not in formats)]
         config = read_config(self._directory)
-        entry = quantization_config(formats, ignore)
+        entry = quantization_config(formats, ignore, cache_arguments(self._recipe.kv_cache))
         if entry is not None:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)

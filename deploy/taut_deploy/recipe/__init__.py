@@ -8,6 +8,7 @@ model to :mod:`taut_deploy.recipe.stages` and one function to :mod:`taut_deploy.
 from taut_deploy.recipe.patterns import is_matched, matches
 from taut_deploy.recipe.recipe import (
     Calibration,
+    KvCache,
     Recipe,
     builtin_recipes,
     load_recipe,
@@ -18,6 +19,7 @@ from taut_deploy.recipe.stages import Awq, Order, Prune, Quantize, Smooth, Stage
 __all__ = [
     "Awq",
     "Calibration",
+    "KvCache",
     "Order",
     "Prune",
     "Quantize",

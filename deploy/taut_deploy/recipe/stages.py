@@ -148,8 +148,8 @@ class Quantize(StageModel):
         rules = SCHEMES[self.scheme]
         if not rules.grouped and (self.group_size is not None or not self.symmetric):
             raise ValueError(
-                f"{self.scheme} is per-channel and symmetric: drop 'group_size' and "
-                "'symmetric: false'"
+                f"{self.scheme} has one granularity of scales and no zero points: drop "
+                "'group_size' and 'symmetric: false'"
             )
         if not rules.zero_points and not self.symmetric:
             raise ValueError(f"{self.scheme} has no zero points: drop 'symmetric: false'")
