@@ -151,7 +151,10 @@ def _humming(
     try:
         if asked and products:
             # Alone: what brings weights to its layout is compiled once for all.
-            pool.submit(compile_one, products[0]).result()
+            error = pool.submit(compile_one, products[0]).exception()
+            if error is not None:
+                sys.stdout.write(f"{HUMMING} does not compile: {first_line(error)}\n")
+                asked = False
         yield {product: pool.submit(compile_one, product) for product in products if asked}
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -16,12 +16,14 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from taut_bench import w4a16_format
 from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.op import GROUP_SIZES
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
+from taut_kernels.launch import tile_tables
 from taut_kernels.tuner.w4a16_measure import OURS
 from tuning import cover_products
 
@@ -109,19 +111,23 @@ def _path_and_tokens(named: str) -> tuple[Path, int]:
     return (Path(path), int(tokens)) if path and tokens.isdecimal() else (Path(named), 0)
 
 
-def table(cells: Cells, gpu: str, source: str) -> str:
+def table(cells: Cells, gpu: str, source: str, kept: Sequence[dict[str, Any]] = ()) -> str:
     """Return the table's JSON, one shape and format a line.
 
     Args:
         cells: of :func:`read`.
         gpu: name of the card.
         source: command, date, versions.
+        kept: rows of an older table, which stay as they are: the cells add shapes it lacks.
 
     Raises:
         ValueError: a shape lacks figures the rule needs.
     """
-    rows = []
+    rows = [json.dumps(row) for row in kept]
+    there = {(row["N"], row["K"], weight_format.of_row(row, "a kept row")) for row in kept}
     for (N, K, weights), by_tokens in cells.items():
+        if (N, K, weights) in there:
+            continue
         tokens = sorted(by_tokens)
         ours = [round(by_tokens[M][OURS], 2) for M in tokens]
         theirs = [
@@ -135,6 +141,18 @@ def table(cells: Cells, gpu: str, source: str) -> str:
     return text
 
 
+def _kept(path: Path | None, gpu: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of an older table of the card, and its source with what joins it to more."""
+    if path is None:
+        return [], ""
+    text = path.read_text(encoding="utf-8")
+    measured_w4a16.parse(text, str(path))
+    named, rows = tile_tables.rows_of(text, str(path))
+    if named != gpu:
+        raise ValueError(f"--keep {path}: is of {named}, not of {gpu}")
+    return rows, f"{json.loads(text)['source']}; "
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tuning.measured_table", description=__doc__)
@@ -146,9 +164,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", required=True, help="as torch.cuda.get_device_name spells it")
     parser.add_argument("--source", required=True, help="command, date, versions")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")
+    parser.add_argument(
+        "--keep", type=Path, help="a table whose rows stay, its source in front of --source"
+    )
     arguments = parser.parse_args(argv)
     try:
-        text = table(read(arguments.csv), arguments.gpu, arguments.source)
+        kept, source = _kept(arguments.keep, arguments.gpu)
+        text = table(read(arguments.csv), arguments.gpu, source + arguments.source, kept)
         arguments.output.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -205,3 +205,24 @@ def test_a_table_of_verdicts_is_made_of_the_lines(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match=r"none\.jsonl: no such file"):
         measured_table.read([tmp_path / "none.jsonl"])
+
+
+def test_a_tables_rows_stay_and_the_lines_add_what_it_lacks(tmp_path: Path) -> None:
+    old = {"N": 64, "K": 256, "M": [1, 4, 256], "us": [1.0] * 3, "vllm_us": [2.0] * 3}
+    kept = tmp_path / "old.json"
+    kept.write_text(json.dumps({"gpu": "card", "source": "before", "rows": [old]}))
+    lines = tmp_path / "products.jsonl"
+    other = Figures(Product(128, 256, WeightFormat.G32), {"taut": {1: 1.0, 256: 1.0}})
+    other.us["Marlin"] = {1: 3.0, 256: 3.0}
+    us = {"taut": {1: 5.0, 256: 5.0}, "Marlin": {1: 1.0, 256: 1.0}}
+    text = _line(us, ["Marlin"]) + json.dumps(cover_products.as_line(other, 1, ["Marlin"]))
+    lines.write_text(text + "\n")
+    output = tmp_path / "new.json"
+    words = [str(lines), "--source", "now", "--output", str(output), "--keep", str(kept)]
+    assert measured_table.main([*words, "--gpu", "another"]) == 2
+    assert not output.exists()
+    assert measured_table.main([*words, "--gpu", "card"]) == 0
+    made = json.loads(output.read_text())
+    assert made["source"] == "before; now"
+    assert made["rows"][0] == old
+    assert [(row["N"], row.get("format")) for row in made["rows"]] == [(64, None), (128, "g32")]
