@@ -11,7 +11,8 @@ from taut_deploy.compress import kv_cache
 from taut_deploy.compress.formats.config import describe
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.resolve import Treatment, resolve
-from taut_deploy.compress.source.stream import StreamedModel, linear_layers
+from taut_deploy.compress.source.linears import linear_layers
+from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.recipe import Recipe, is_matched
 
 
