@@ -28,7 +28,6 @@ from taut_bench import (
     scaled_mm_layer,
     scaled_mm_rivals,
     shapes,
-    w4a16_layer,
     w4a16_rivals,
 )
 from taut_bench.host_cost_parts import PARTS, Call, Case, parts
@@ -41,6 +40,7 @@ from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.instruments import timing
 from taut_kernels.norm import rms_norm
 from taut_kernels.rope import op as rope
+from taut_kernels.tuner import w4a16_layer, w4a16_stock
 
 FOUR_BITS = ("cuBLAS", "Marlin", "Machete")
 FORMS = ("rms_norm", "add_rms_norm", "rms_norm_fp8", "silu_mul", "rope")
@@ -100,7 +100,7 @@ def four_bits(names: Sequence[str], tokens: Sequence[int]) -> Iterator[Case]:
         layer = w4a16_layer.make_layer(
             *shapes.PRODUCTS[name], GROUP_SIZE, max(tokens), torch.bfloat16
         )
-        operands = w4a16_rivals.operands(layer)
+        operands = w4a16_stock.operands(layer)
         for M in tokens:
             x = layer.x[:M]
             rivals = {

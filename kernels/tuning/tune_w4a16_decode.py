@@ -27,13 +27,13 @@ from taut_bench import report, w4a16_format
 from taut_bench.refusal import first_line
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
 from taut_bench.w4a16_format import DEFAULT, Format
-from taut_bench.w4a16_layer import Layer, empty_weight, make_layer
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.plan import Weight
 from taut_kernels.instruments import timing
+from taut_kernels.tuner.w4a16_layer import Layer, empty_weight, make_layer
 from tuning import tune_best, w4a16_known_tiles
 
 SHAPES = LLAMA3_8B_PRODUCTS | SQUARE

@@ -33,7 +33,6 @@ from taut_bench import report, w4a16_format
 from taut_bench.refusal import first_line
 from taut_bench.shapes import PRODUCTS
 from taut_bench.w4a16_format import DEFAULT, Format
-from taut_bench.w4a16_layer import Layer, make_layer
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import weight_format
@@ -45,6 +44,7 @@ from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.instruments import timing
 from taut_kernels.launch import tile_tables
 from taut_kernels.launch.launcher import gpu_name, is_hopper
+from taut_kernels.tuner.w4a16_layer import Layer, make_layer
 from tuning import tune_best, w4a16_finalists, w4a16_known_tiles, w4a16_rows
 from tuning.tune_w4a16_decode import KNOWN, REFUSED, SHAPES, compile_tile
 from tuning.wgmma_ring_candidates import wgmma_ring_candidates

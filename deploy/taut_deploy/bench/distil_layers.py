@@ -1,6 +1,6 @@
-"""Students whose linear layers are changed one by one, made whole in memory.
+"""Students whose linear layers are changed one by one and stay dense, made whole in memory.
 
-For methods that no recipe has a stage for; those that have one are made by ``taut compress``.
+For what no recipe makes in a format that can be trained; the others come from ``taut compress``.
 """
 
 from collections.abc import Callable

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from taut_deploy.bench.distil_layers import Change, Changed, LayerJob, change_layers
+from taut_deploy.bench.distil_layers import Changed, LayerJob, change_layers
 from taut_deploy.compress import driver
 from taut_deploy.compress.lowrank.whitened_svd import whiten
-from taut_deploy.compress.prune.patterns import parse_pattern
-from taut_deploy.compress.prune.sparsegpt import prune_weight
 from taut_deploy.compress.shrink.shrink import ShrinkJob, shrink
 from taut_deploy.models.store import ModelRecord
 from taut_deploy.recipe import Calibration, Recipe
@@ -87,25 +85,6 @@ def _shrunk(**shares: float) -> Make:
     return make
 
 
-def _changed(stage: dict[str, Any], change: Change) -> Make:
-    def make(place: Place, output: Path) -> object:
-        job = LayerJob(place.base, stage, place.asked(), place.cache, place.device)
-        return change_layers(job, change, output)
-
-    return make
-
-
-def _pruned(pattern: str) -> Make:
-    shape = parse_pattern(pattern)
-
-    def change(weight: torch.Tensor, hessian: torch.Tensor) -> Changed:
-        pruned, mask = prune_weight(weight, hessian, shape)
-        density = round(float(mask.float().mean()), 6)
-        return Changed(pruned, {"method": "sparsegpt", "density": density})
-
-    return _changed({"method": "sparsegpt", "pattern": pattern}, change)
-
-
 def _low_rank(share: float) -> Make:
     def change(weight: torch.Tensor, hessian: torch.Tensor) -> Changed | None:
         n, k = weight.shape
@@ -116,9 +95,15 @@ def _low_rank(share: float) -> Make:
         factors = whiten(weight.cpu(), hessian.cpu()).truncate(rank)
         return Changed(factors.product(), {"method": "whitened svd", "rank": rank})
 
-    return _changed({"method": "whitened svd", "parameters": share}, change)
+    def make(place: Place, output: Path) -> object:
+        stage = {"method": "whitened svd", "parameters": share}
+        job = LayerJob(place.base, stage, place.asked(), place.cache, place.device)
+        return change_layers(job, change, output)
+
+    return make
 
 
+_PRUNE = {"method": "prune", "algorithm": "sparsegpt"}
 _W4 = {"method": "quantize", "scheme": "W4A16", "group_size": 64, "algorithm": "gptq"}
 
 STUDENTS = {
@@ -127,8 +112,16 @@ STUDENTS = {
         _by_recipe("w4a16-g64", _W4),
         {"start": "cells", "learning_rate": 2e-4},
     ),
-    "sparse50": Student("50 % of weights, SparseGPT", _pruned("0.5"), {"learning_rate": 3e-4}),
-    "sparse24": Student("2:4, SparseGPT", _pruned("2:4"), {"learning_rate": 5e-4}),
+    "sparse50": Student(
+        "50 % of weights, SparseGPT",
+        _by_recipe("sparse50", {**_PRUNE, "sparsity": 0.5}),
+        {"learning_rate": 3e-4},
+    ),
+    "sparse24": Student(
+        "2:4, SparseGPT",
+        _by_recipe("sparse24", {**_PRUNE, "pattern": "2:4"}),
+        {"learning_rate": 5e-4},
+    ),
     "lowrank": Student("low rank, 80 % of parameters", _low_rank(0.8), {"learning_rate": 5e-4}),
     "ffn": Student("75 % of FFN neurons", _shrunk(ffn=0.75), {"learning_rate": 1e-3}),
     "depth": Student("75 % of blocks", _shrunk(depth=0.75), {"learning_rate": 1e-3}),

@@ -35,6 +35,7 @@ from taut_deploy.compress.job import (
 )
 from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
+from taut_deploy.compress.report.write import write_report
 from taut_deploy.compress.source.stream import (
     BlockArguments,
     DecoderBlock,
@@ -98,10 +99,10 @@ class _Run:
         self._stream = open_stream(job)
         self._dtype = stored_dtype(self._directory)
         self._treatments = treatments_of(self._stream, job.recipe, self._dtype)
-        foreseen = make_plan(
+        self._plan = make_plan(
             self._stream, job.recipe, self._treatments, self._directory, self._dtype
         )
-        require_free_space(job.output.parent, foreseen.disk_bytes)
+        require_free_space(job.output.parent, self._plan.disk_bytes)
         self._workspace = Workspace(job.output, fingerprint(job), job.resume)
         self._seconds: dict[str, float] = {}
 
@@ -123,8 +124,10 @@ class _Run:
         self._progress(total, total, "writing the manifest")
         golden = self._golden()
         self._write_outer()
-        self._write_log(time.monotonic() - started)
-        manifest = seal(self._workspace.directory, self._manifest(calibration, reports, golden))
+        log = self._write_log(time.monotonic() - started)
+        manifest = self._manifest(calibration, reports, golden)
+        write_report(self._workspace.directory, manifest, self._plan, log)
+        manifest = seal(self._workspace.directory, manifest)
         self._workspace.publish()
         return manifest
 
@@ -250,7 +253,7 @@ class _Run:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)
 
-    def _write_log(self, seconds: float) -> None:
+    def _write_log(self, seconds: float) -> dict[str, Any]:
         """Wall-clock facts, kept out of the manifest so that equal runs give equal checkpoints."""
         log = {
             "seconds": round(seconds, 3),
@@ -261,6 +264,7 @@ class _Run:
             "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_json_atomically(self._workspace.directory / "compression_log.json", log)
+        return log
 
     def _manifest(
         self, calibration: CalibrationSet, reports: list[dict[str, Any]], golden: Golden

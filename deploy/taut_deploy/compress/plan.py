@@ -24,6 +24,7 @@ class LayerPlan:
         fate: the stages that act on it, joined by ``+``, or why none does.
         scheme: what it is stored in, None where it stays dense.
         group_size: weights per scale, None where scales are of no group.
+        bytes_before: of its weight in the model.
         bytes: of the layer on disk.
     """
 
@@ -32,6 +33,7 @@ class LayerPlan:
     fate: str
     scheme: str | None
     group_size: int | None
+    bytes_before: int
     bytes: int
 
 
@@ -45,6 +47,7 @@ class CompressionPlan:
             quantised.
         group_size: chosen group size; None where it is no group, or not the same everywhere.
         blocks: number of decoder blocks.
+        block_names: their full names, in order.
         layers: every linear layer inside them.
         bytes_before: size of the model's weights.
         bytes_after: predicted size of the checkpoint's weights.
@@ -56,6 +59,7 @@ class CompressionPlan:
     scheme: str
     group_size: int | None
     blocks: int
+    block_names: tuple[str, ...]
     layers: tuple[LayerPlan, ...]
     bytes_before: int
     bytes_after: int
@@ -122,6 +126,7 @@ def make_plan(
         scheme=describe(formats, sizes, 8 * element)[0],
         group_size=groups.pop() if len(groups) == 1 else None,
         blocks=len(model.blocks),
+        block_names=tuple(block.name for block in model.blocks),
         layers=layers,
         bytes_before=before,
         bytes_after=after,
@@ -132,15 +137,15 @@ def make_plan(
 
 def _layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
     layer_format = one.format
+    before = math.prod(one.shape) * element
     return LayerPlan(
         one.name,
         one.shape,
         _fate(one, recipe),
         None if layer_format is None else layer_format.name,
         None if layer_format is None else layer_format.group_size,
-        math.prod(one.shape) * element
-        if layer_format is None
-        else layer_format.stored_bytes(*one.shape),
+        before,
+        before if layer_format is None else layer_format.stored_bytes(*one.shape),
     )
 
 

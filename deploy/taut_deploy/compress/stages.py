@@ -14,10 +14,13 @@ import torch
 from taut_deploy.compress.equalize.smooth_stage import smooth
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.formats.registry import weight_format
+from taut_deploy.compress.prune.stage import prune, why_not_pruned
 from taut_deploy.compress.quantize.stage import quantize
 from taut_deploy.compress.state import BlockState
 
 Run = Callable[[BlockState, int, Any], None]
+# (stage, N, K) -> why a layer of this shape cannot have the stage; None if it can
+WhyNot = Callable[[Any, int, int], str | None]
 # (stage, K of its layers, dtype of the model's weights) -> what those layers are stored in
 ChooseFormat = Callable[[Any, Collection[int], torch.dtype], WeightFormat]
 
@@ -29,13 +32,16 @@ class BlockStage:
     Attributes:
         run: acts on a block's state.
         choose_format: for a storing stage, the format of its layers, known before anything runs.
+        why_not: what shapes the method cannot work on, known before anything runs.
     """
 
     run: Run
     choose_format: ChooseFormat | None = None
+    why_not: WhyNot | None = None
 
 
 BLOCK_STAGES: dict[str, BlockStage] = {
     "smooth": BlockStage(smooth),
+    "prune": BlockStage(prune, why_not=why_not_pruned),
     "quantize": BlockStage(quantize, weight_format),
 }

@@ -13,11 +13,12 @@ from taut_deploy.recipe.recipe import (
     load_recipe,
     parse_recipe,
 )
-from taut_deploy.recipe.stages import Order, Quantize, Smooth, Stage, StageModel
+from taut_deploy.recipe.stages import Order, Prune, Quantize, Smooth, Stage, StageModel
 
 __all__ = [
     "Calibration",
     "Order",
+    "Prune",
     "Quantize",
     "Recipe",
     "Smooth",

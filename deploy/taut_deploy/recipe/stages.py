@@ -79,6 +79,36 @@ class Smooth(StageModel):
     alpha: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = "auto"
 
 
+class Prune(StageModel):
+    """Set weights to zero and keep them there.
+
+    ``sparsity`` is the share to remove, ``pattern`` how many of every run of input channels stay;
+    exactly one of them is given. Magnitude compares the weights of a layer, Wanda those of a row,
+    SparseGPT those of 128 columns. ``refit`` then gives the weights that stay the values which
+    reproduce the layer's output best.
+    """
+
+    order: ClassVar[Order] = Order.PRUNE
+
+    method: Literal["prune"] = "prune"
+    algorithm: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
+    sparsity: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    pattern: Literal["2:4", "4:8"] | None = None
+    refit: bool = True
+    dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+
+    @model_validator(mode="after")
+    def _one_target(self) -> "Prune":
+        if (self.sparsity is None) == (self.pattern is None):
+            raise ValueError("give either 'sparsity', such as 0.5, or 'pattern', 2:4 or 4:8")
+        return self
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether it needs ``x xᵀ`` of its inputs."""
+        return self.refit or self.algorithm != "magnitude"
+
+
 class Quantize(StageModel):
     """Round weights, and inputs where the scheme says so.
 
@@ -126,7 +156,7 @@ class Quantize(StageModel):
         return self.algorithm == "gptq"
 
 
-Stage = Annotated[Smooth | Quantize, Field(discriminator="method")]
+Stage = Annotated[Smooth | Prune | Quantize, Field(discriminator="method")]
 STAGE_MODELS: dict[str, type[StageModel]] = {
     model.model_fields["method"].default: model for model in get_args(get_args(Stage)[0])
 }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 
-from taut_deploy.compress.quantize.float8 import FP8_MAX, fake_quantize_tokens_fp8, to_fp8
+from taut_deploy.compress.quantize.float8 import FP8_MAX, fake_quantize_tokens_fp8, round_fp8
 from taut_deploy.compress.quantize.grid import fake_quantize_tokens
 
 
@@ -85,7 +85,7 @@ class Float8Fixed(Activations):
         if scale is None:
             raise TypeError("a scale fixed beforehand is needed")
         step = scale.to(x.device, torch.float32)
-        return (to_fp8(x.float() / step).float() * step).to(x.dtype)
+        return round_fp8(x.float() / step).mul_(step).to(x.dtype)
 
     def scale(self, absmax: torch.Tensor) -> torch.Tensor:
         """The scale [1] that spans the largest input seen."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from taut_deploy.compress.quantize.float8 import FP8_MAX, to_fp8
+from taut_deploy.compress.quantize.float8 import FP8_MAX, round_fp8
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Grid:
     def round(self, values: torch.Tensor) -> torch.Tensor:
         """The nearest code of each value, fp32."""
         if self.kind == "float8":
-            return to_fp8(values).float()
+            return round_fp8(values)
         return values.clamp(self.low, self.high).round_()
 
 
