@@ -13,17 +13,32 @@ from taut_deploy.recipe.recipe import (
     load_recipe,
     parse_recipe,
 )
-from taut_deploy.recipe.stages import Order, Prune, Quantize, Smooth, Stage, StageModel
+from taut_deploy.recipe.stages import (
+    Distil,
+    Order,
+    Prune,
+    Qat,
+    Quantize,
+    Slim,
+    Smooth,
+    Stage,
+    StageModel,
+    Training,
+)
 
 __all__ = [
     "Calibration",
+    "Distil",
     "Order",
     "Prune",
+    "Qat",
     "Quantize",
     "Recipe",
+    "Slim",
     "Smooth",
     "Stage",
     "StageModel",
+    "Training",
     "builtin_recipes",
     "is_matched",
     "load_recipe",

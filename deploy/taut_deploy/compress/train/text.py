@@ -84,8 +84,20 @@ def read_text(
     places = torch.linspace(0, count - 1, kept).long() if kept else torch.empty(0).long()
     judged = torch.zeros(count, dtype=torch.bool)
     judged[places] = True
-    described = "; ".join(_described(source) for source in sources)
-    return TrainingText(sequences[~judged].contiguous(), sequences[judged].contiguous(), described)
+    trained, held = sequences[~judged].contiguous(), sequences[judged].contiguous()
+    return TrainingText(trained, held, describe_sources(sources, asked_by))
+
+
+def describe_sources(sources: list[str], asked_by: str = "--text") -> str:
+    """What a manifest says of training texts: their hashes, not their places.
+
+    Raises:
+        RecipeError: a file cannot be read.
+    """
+    try:
+        return "; ".join(_described(source) for source in sources)
+    except OSError as error:
+        raise RecipeError(f"{asked_by}: {error.filename}: {error.strerror}") from error
 
 
 def _ids(source: str, model: Path, cache: Path, trusted: bool) -> Any:
