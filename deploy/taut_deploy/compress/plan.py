@@ -55,6 +55,7 @@ class CompressionPlan:
         bytes_after: predicted size of the checkpoint's weights.
         peak_memory_bytes: predicted peak of weights, statistics and activations held at once.
         disk_bytes: predicted peak use of the output's file system.
+        whole_model: what each whole-model stage does, in words.
     """
 
     recipe: str
@@ -67,6 +68,7 @@ class CompressionPlan:
     bytes_after: int
     peak_memory_bytes: int
     disk_bytes: int
+    whole_model: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """The plan as plain data."""
@@ -113,7 +115,7 @@ def make_plan(
     """
     formats = formats_of(treatments)
     element = dtype.itemsize
-    layers = tuple(_layer_plan(one, recipe, element) for one in treatments.values())
+    layers = tuple(layer_plan(one, recipe, element) for one in treatments.values())
     sizes = {layer.name: math.prod(layer.shape) for layer in layers}
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     after = before + sum(layer.bytes - sizes[layer.name] * element for layer in layers)
@@ -139,7 +141,14 @@ def make_plan(
     )
 
 
-def _layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+def layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+    """What happens to one layer.
+
+    Args:
+        one: its treatment.
+        recipe: of the block stages.
+        element: bytes of a number in the model.
+    """
     layer_format = one.format
     before = math.prod(one.shape) * element
     return LayerPlan(
