@@ -245,7 +245,9 @@ class _Run:
         formats = formats_of(self._treatments)
         ignore = ["lm_head", *(name for name in self._treatments if name not in formats)]
         config = read_config(self._directory)
-        entry = quantization_config(formats, ignore)
+        entry = quantization_config(
+            formats, {name: one.shape for name, one in self._treatments.items()}, ignore
+        )
         if entry is not None:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)

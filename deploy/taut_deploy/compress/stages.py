@@ -12,14 +12,18 @@ from typing import Any
 import torch
 
 from taut_deploy.compress.equalize.smooth_stage import smooth
-from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.formats.codebook import codebook_format
+from taut_deploy.compress.formats.low_rank import low_rank_format
+from taut_deploy.compress.formats.protocol import LayerFormat
 from taut_deploy.compress.formats.registry import weight_format
+from taut_deploy.compress.lowrank.stage import factorize
 from taut_deploy.compress.quantize.stage import quantize
+from taut_deploy.compress.share.stage import palettize
 from taut_deploy.compress.state import BlockState
 
 Run = Callable[[BlockState, int, Any], None]
 # (stage, K of its layers, dtype of the model's weights) -> what those layers are stored in
-ChooseFormat = Callable[[Any, Collection[int], torch.dtype], WeightFormat]
+ChooseFormat = Callable[[Any, Collection[int], torch.dtype], LayerFormat]
 
 
 @dataclass(frozen=True)
@@ -38,4 +42,6 @@ class BlockStage:
 BLOCK_STAGES: dict[str, BlockStage] = {
     "smooth": BlockStage(smooth),
     "quantize": BlockStage(quantize, weight_format),
+    "factorize": BlockStage(factorize, low_rank_format),
+    "palettize": BlockStage(palettize, codebook_format),
 }
