@@ -84,6 +84,10 @@ def plain_copy(checkpoint: Path, path: Path, bits: int, *, turned: bool) -> Path
             tensors.pop(f"{layer}.weight_{part}") for part in ("packed", "scale", "shape")
         )
         weight = unpack_from_int32(codes, bits, torch.Size(shape.tolist())).float()
+        zero = tensors.pop(f"{layer}.weight_zero_point", None)
+        if zero is not None:
+            zero = unpack_from_int32(zero, bits, torch.Size(scale.shape), packed_dim=0)
+            weight -= zero.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
         weight *= scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
         tensors[f"{layer}.weight"] = weight.T.contiguous() if turned else weight
     path.mkdir()

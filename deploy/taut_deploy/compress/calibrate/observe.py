@@ -7,6 +7,7 @@ An expert sees the tokens that are routed to it. One that gets too few for stati
 token of the calibration instead, so that none is compressed blindly.
 """
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from taut_deploy.compress.calibrate.readers import Readers
 from taut_deploy.compress.source.calls import call_block
 from taut_deploy.compress.source.experts import LinearExperts
 from taut_deploy.compress.source.linears import linear_layers
+from taut_deploy.compress.threads import over_batches
 
 _SAMPLE_ROWS = 512
 # Routed tokens below which an expert is shown all: a Hessian of fewer is mostly damping.
@@ -30,12 +33,13 @@ class InputGroup:
 
     Attributes:
         layers: names inside the block.
-        producer: name of the module whose output the input is, if any and if only these layers
-            read it.
+        producer: name of the module whose output the input is, if any.
         hessian: [K, K] fp32, mean of ``x xᵀ``; None where nobody asked for it.
         absmax: [K] fp32.
         sample: [T, K] fp32 evenly spaced input rows.
         tokens: rows seen.
+        read_elsewhere: whether the producer's output also goes where no layer of the group is: to a
+            router, into a residual.
         routed: of an expert that was shown every token, how many were routed to it; else None.
     """
 
@@ -45,6 +49,7 @@ class InputGroup:
     absmax: torch.Tensor
     sample: torch.Tensor
     tokens: int = 0
+    read_elsewhere: bool = False
     routed: int | None = None
     _rows: list[torch.Tensor] = field(default_factory=list)
 
@@ -100,36 +105,48 @@ def observe_block(
         for group in groups:
             k = group.absmax.shape[0]
             group.hessian = torch.zeros(k, k, device=hidden.device)
-    batches = torch.split(hidden, batch_size)
-    _add_inputs(block, groups, batches, arguments)
+    every = (block, hidden, arguments, batch_size)
+    _add_inputs(groups, *every)
     starved = [group for group in groups if _expert_of(block, group) and _is_starved(group)]
     if starved:
         names = {_expert_of(block, group) for group in starved}
         for group in starved:
             group.start_again()
         with _seeing_all(block, names.__contains__):
-            _add_inputs(block, starved, batches, arguments)
+            _add_inputs(starved, *every)
     for group in groups:
         group.finish()
     return groups
 
 
 def _add_inputs(
-    block: nn.Module,
     groups: Collection[InputGroup],
-    batches: Collection[torch.Tensor],
+    block: nn.Module,
+    hidden: torch.Tensor,
     arguments: dict[str, Any],
+    batch_size: int,
 ) -> None:
-    rows_per_call = max(1, _SAMPLE_ROWS // len(batches))
+    calls = -(-hidden.shape[0] // batch_size)
+    rows_per_call = max(1, _SAMPLE_ROWS // calls)
+    # Each thread's own: batches go side by side, and are accounted for in their order.
+    seen = threading.local()
     handles = [
         block.get_submodule(group.layers[0]).register_forward_pre_hook(
-            lambda _module, args, group=group: group.add(args[0], rows_per_call)
+            lambda _module, args, group=group: seen.inputs.append((group, args[0]))
         )
         for group in groups
     ]
+
+    def inputs_of(batch: torch.Tensor) -> list[tuple[InputGroup, torch.Tensor]]:
+        seen.inputs = []
+        call_block(block, batch, arguments)
+        found: list[tuple[InputGroup, torch.Tensor]] = seen.inputs
+        return found
+
     try:
-        for batch in batches:
-            call_block(block, batch, arguments)
+        for inputs in over_batches(inputs_of, hidden, batch_size, block):
+            for group, x in inputs:
+                group.add(x, rows_per_call)
     finally:
         _remove(handles)
 
@@ -162,60 +179,47 @@ def _seeing_all(block: nn.Module, picks: Callable[[str], bool]) -> Iterator[None
 def _find_groups(
     block: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]
 ) -> list[InputGroup]:
-    # Inputs and outputs are kept alive until all is compared: identity is only meaningful while
-    # both tensors live.
     inputs: dict[str, torch.Tensor] = {}
+    # Outputs are kept alive until the call is over: identity is only meaningful while both tensors
+    # live.
     outputs: list[tuple[str, torch.Tensor]] = []
 
-    def keep_inputs(name: str) -> Any:
-        def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            tensors = (value for value in (*args, *kwargs.values()) if torch.is_tensor(value))
-            first = next(tensors, None)
-            if first is not None:
-                inputs[name] = first
-
-        return keep
+    def keep_input(name: str) -> Any:
+        return lambda _module, args: inputs.__setitem__(name, args[0])
 
     def keep_output(name: str) -> Any:
         return lambda _module, _args, out: (
             outputs.append((name, out)) if torch.is_tensor(out) else None
         )
 
-    modules = [(name, module) for name, module in block.named_modules() if name]
+    linears = dict(linear_layers(block))
     handles = [
-        module.register_forward_pre_hook(keep_inputs(name), with_kwargs=True)
-        for name, module in modules
+        module.register_forward_pre_hook(keep_input(name)) for name, module in linears.items()
     ]
-    handles += [module.register_forward_hook(keep_output(name)) for name, module in modules]
+    handles += [
+        module.register_forward_hook(keep_output(name))
+        for name, module in block.named_modules()
+        if name
+    ]
+    readers = Readers(block)
     try:
-        call_block(block, hidden, arguments)
+        with readers:
+            call_block(block, hidden, arguments)
     finally:
         _remove(handles)
-    linears = {name for name, _ in linear_layers(block)}
     groups: list[InputGroup] = []
     by_identity: dict[int, InputGroup] = {}
     for name, x in inputs.items():
-        if name not in linears:
-            continue
         if id(x) not in by_identity:
             producer = next((producer for producer, out in outputs if out is x), None)
             by_identity[id(x)] = _empty_group(producer, x)
             groups.append(by_identity[id(x)])
         by_identity[id(x)].layers.append(name)
-    for group in groups:
-        if _has_other_readers(group, inputs):
-            group.producer = None
+    for x in inputs.values():
+        group = by_identity[id(x)]
+        if group.producer is not None:
+            group.read_elsewhere = bool(readers.of(x) - {*group.layers, group.producer})
     return groups
-
-
-def _has_other_readers(group: InputGroup, inputs: dict[str, torch.Tensor]) -> bool:
-    """Whether modules besides the group's layers, and what contains them, read the same memory."""
-    memory = inputs[group.layers[0]].untyped_storage().data_ptr()
-    return any(
-        not any(f"{layer}.".startswith(f"{name}.") for layer in group.layers)
-        for name, x in inputs.items()
-        if x.untyped_storage().data_ptr() == memory
-    )
 
 
 def _empty_group(producer: str | None, x: torch.Tensor) -> InputGroup:

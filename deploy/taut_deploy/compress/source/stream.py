@@ -69,7 +69,7 @@ class StreamedModel:
         self._device = device
         config = load_config(directory, trust_remote_code=trust_remote_code)
         self.model = empty_model(config, dtype, trust_remote_code=trust_remote_code).eval()
-        self._reader = WeightReader(directory)
+        self._reader = WeightReader(directory, as_numbers=True)
         skeleton = make_skeleton(self.model, self._reader.stored)
         self._places = require_same_tensors(directory, skeleton, self._reader.stored)
         require_sound_values(self._places, self.model, self._reader)
