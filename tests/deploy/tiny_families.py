@@ -13,9 +13,10 @@ from validate_setup import VOCABULARY, write_tokenizer
 
 BYTES = 256 + 1
 
+# Heads of 32, the smallest that vLLM's attention takes on a CPU.
 LLAMA = {
     "vocab_size": len(VOCABULARY),
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -29,17 +30,17 @@ WIDE_HEADS = {**LLAMA, "head_dim": 32}
 WINDOW = {**WIDE_HEADS, "sliding_window": 16}
 GPT = {
     "vocab_size": len(VOCABULARY),
-    "n_embd": 64,
+    "n_embd": 128,
     "n_layer": 2,
-    "n_head": 2,
+    "n_head": 4,
     "n_positions": 128,
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
 FALCON = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
 GROUPS = {"num_kv_heads": 2, "new_decoder_architecture": True}
-OPT = {**LLAMA, "ffn_dim": 128, "word_embed_proj_dim": 64}
-BLOOM = {**LLAMA, "n_layer": 2, "n_head": 2, "seq_length": 128}
+OPT = {**LLAMA, "ffn_dim": 128, "word_embed_proj_dim": 128}
+BLOOM = {**LLAMA, "n_layer": 2, "n_head": 4, "seq_length": 128}
 ONE_GROUP = {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False}
 ALIBI = {**ONE_GROUP, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
@@ -65,7 +66,7 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
-LLAMA4 = {**MOE, "head_dim": 16, "intermediate_size_mlp": 128, "num_experts_per_tok": 1}
+LLAMA4 = {**MOE, "head_dim": 32, "intermediate_size_mlp": 128, "num_experts_per_tok": 1}
 
 # By a name: model_type and configuration.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

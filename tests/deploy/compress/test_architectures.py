@@ -92,9 +92,9 @@ def test_codes_under_a_stored_name_have_its_orientation(model_of, text, tmp_path
     layer = "transformer.h.0.attn.c_attn"
     codes, scale = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
     assert codes.dtype is torch.int8
-    assert codes.shape == (64, 192)
+    assert codes.shape == (128, 384)
     base = stored_weight(model_of("gpt2"), f"{layer}.weight")
-    assert scale.shape == (192, 1)
+    assert scale.shape == (384, 1)
     assert ((codes.float() * scale.T - base).abs() <= scale.T * 0.51).all()
 
 
