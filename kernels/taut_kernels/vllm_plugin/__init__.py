@@ -15,8 +15,11 @@ the work, and raises where it cannot.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
+
+from taut_kernels.launch import measured_here
 
 MODE_VARIABLE = "TAUT_KERNELS"
 MODES = ("prefer", "require", "off")
@@ -45,11 +48,13 @@ def cache_key() -> str:
     ``--additional-config '{"taut": "<key>"}'``, which enters vLLM's hash.
 
     Returns:
-        The mode and 16 hex digits over the sources and tables of `taut_kernels`, for example
+        The mode and 16 hex digits over the sources and tables of `taut_kernels` and over the
+        verdicts of this machine, which decide whose kernels a graph calls; for example
         ``prefer-0123456789abcdef``.
 
     Raises:
-        ValueError: ``TAUT_KERNELS`` holds an unknown mode.
+        ValueError: ``TAUT_KERNELS`` holds an unknown mode, or ``TAUT_VERDICTS`` names a damaged
+            file.
     """
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
@@ -57,6 +62,8 @@ def cache_key() -> str:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
+    if (own := measured_here.named()) is not None:
+        digest.update(json.dumps(measured_here.read(own).tables, sort_keys=True).encode())
     return f"{requested_mode()}-{digest.hexdigest()[:16]}"
 
 
