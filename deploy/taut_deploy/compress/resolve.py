@@ -13,7 +13,7 @@ from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.errors import RecipeError
 from taut_deploy.fused_layers import fused_groups
-from taut_deploy.recipe import Order, Recipe, StageModel, is_matched, matches
+from taut_deploy.recipe import Order, Recipe, Stage, StageModel, is_matched, matches
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def resolve(
             raise RecipeError(_nothing_to_do(stage, index, recipe))
         for name in picked:
             _require_once(recipe, chosen[name], stage, name)
+            _require_possible(stage, name, shapes[name])
             chosen[name].append(index)
         choose = BLOCK_STAGES[stage.method].choose_format
         if choose is not None:
@@ -110,6 +111,14 @@ def _require_once(recipe: Recipe, before: list[int], stage: StageModel, name: st
                 f"stages: {name} is {what} twice, by stages {earlier} and "
                 f"{recipe.stages.index(stage)}; part them with 'layers' and 'ignore'"
             )
+
+
+def _require_possible(stage: Stage, name: str, shape: tuple[int, int]) -> None:
+    why_not = BLOCK_STAGES[stage.method].why_not
+    if why_not is not None and (reason := why_not(stage, *shape)) is not None:
+        raise RecipeError(
+            f"stages.{stage.method}: {name} {[*shape]}: {reason}; put it into 'ignore'"
+        )
 
 
 def _require_fits(layer_format: WeightFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
