@@ -41,11 +41,14 @@ def requested_mode() -> str:
     return mode
 
 
-def cache_key() -> str:
+def cache_key(verdicts: Path | None = None) -> str:
     """Identify what our part of a compiled graph depends on.
 
     vLLM's compile cache knows nothing about plugins: the launcher passes this key with
     ``--additional-config '{"taut": "<key>"}'``, which enters vLLM's hash.
+
+    Args:
+        verdicts: file of this machine's verdicts that a worker is to read.
 
     Returns:
         The mode and 16 hex digits over the sources and tables of `taut_kernels` and over the
@@ -53,8 +56,7 @@ def cache_key() -> str:
         ``prefer-0123456789abcdef``.
 
     Raises:
-        ValueError: ``TAUT_KERNELS`` holds an unknown mode, or ``TAUT_VERDICTS`` names a damaged
-            file.
+        ValueError: ``TAUT_KERNELS`` holds an unknown mode, or ``verdicts`` is damaged.
     """
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
@@ -62,8 +64,8 @@ def cache_key() -> str:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
-    if (own := measured_here.named()) is not None:
-        digest.update(json.dumps(measured_here.read(own).tables, sort_keys=True).encode())
+    if verdicts is not None:
+        digest.update(json.dumps(measured_here.read(verdicts).tables, sort_keys=True).encode())
     return f"{requested_mode()}-{digest.hexdigest()[:16]}"
 
 

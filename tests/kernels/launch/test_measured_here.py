@@ -85,19 +85,16 @@ def test_this_machines_tiles_are_added_to_those_of_its_twin(
     assert lookup.lookup(H200, 3072, 3072, bucket, hopper=True) != "dense"
 
 
-def test_verdicts_are_part_of_what_compiled_graphs_are_known_by(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv(measured_here.VARIABLE, raising=False)
-    without = cache_key()
-    path = _given(monkeypatch, tmp_path / "v.json", w4a16_measured=[WON])
-    first = cache_key()
+def test_verdicts_are_part_of_what_compiled_graphs_are_known_by(tmp_path: Path) -> None:
+    without, path = cache_key(), tmp_path / "v.json"
+    document = Document(MACHINE, "a test", {"w4a16_measured": [WON]})
+    measured_here.write(path, document)
+    first = cache_key(path)
     assert first != without
-    document = measured_here.read(path)
     measured_here.write(path, replace(document, source="another day"))
-    assert cache_key() == first
+    assert cache_key(path) == first
     measured_here.write(path, replace(document, tables={"w4a16_measured": [OTHER]}))
-    assert cache_key() != first
+    assert cache_key(path) != first
 
 
 GOOD = {

@@ -161,6 +161,19 @@ def tables() -> dict[str, MeasuredTable]:
     return tile_tables.with_measured_here(shipped, TABLE, parse, merged)
 
 
+def is_measured(gpu: str, N: int, K: int, weights: WeightFormat) -> bool:
+    """Say whether a layer has a verdict: its own, or that of the format it stands by.
+
+    Args:
+        gpu: card name.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+        weights: its format.
+    """
+    table = tables().get(gpu)
+    return table is not None and table.standing(N, K, weights) is not None
+
+
 def why_not_preferred(gpu: str, N: int, K: int, weights: WeightFormat = DEFAULT) -> str | None:
     """Say why a layer of this shape and format stays with vLLM.
 
