@@ -144,7 +144,7 @@ def test_key_changes_with_versions_device_and_kernels(model, monkeypatch):
         changed.setattr(platform, "python_version", lambda: "3.99.0")
         assert of(WorkerSpec(model), monkeypatch) != before
     with monkeypatch.context() as changed:
-        changed.setattr("taut_kernels.vllm_plugin.cache_key", lambda verdicts=None: "prefer-1")
+        changed.setattr("taut_kernels.vllm_plugin.cache_key", lambda _=None: "prefer-1")
         assert of(WorkerSpec(model), monkeypatch) != before
     assert of(WorkerSpec(model), monkeypatch) == before
 

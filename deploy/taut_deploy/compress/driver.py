@@ -269,7 +269,12 @@ class _Run:
         formats = formats_of(self._treatments)
         ignore = list(dict.fromkeys(["lm_head", *self._stream.dense_layers(formats)]))
         config = read_config(self._directory)
-        entry = quantization_config(formats, ignore, cache_arguments(self._recipe.kv_cache))
+        entry = quantization_config(
+            formats,
+            {name: one.shape for name, one in self._treatments.items()},
+            ignore,
+            cache_arguments(self._recipe.kv_cache),
+        )
         if entry is not None:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)
