@@ -21,13 +21,13 @@ from taut_kernels.vllm_plugin import cache_key
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 MACHINE = Machine(H100, "580.1", {"torch": "2.11.0", "vllm": "0.26.0"})
 WON = {"N": 8192, "K": 8192, "M": [1, 256], "us": [1.0, 1.0], "vllm_us": [2.0, 2.0]}
-OTHER = WON | {"N": 3072, "K": 3072}
+OTHER = WON | {"N": 80, "K": 320}
 TABLES = (verdict.tables, decode_tile.tables, lookup.tables)
 
 
 @pytest.fixture(autouse=True)
 def _fresh_tables() -> Iterator[None]:
-    caches = (*TABLES, decode_tile.lookup, lookup.lookup, measured_here._document)
+    caches = (*TABLES, verdict._bound, decode_tile.lookup, lookup.lookup, measured_here._document)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -55,10 +55,10 @@ def test_this_machines_verdicts_come_before_what_is_shipped(
     lost = WON | {"vllm_us": [0.5, 0.5]}
     shipped = len(verdict.tables()[H100].shapes)
     assert (8192, 8192, WeightFormat.G128) in verdict.tables()[H200].shapes
-    assert verdict.why_not_preferred(H100, 3072, 3072) is not None
+    assert verdict.why_not_preferred(H100, 80, 320) is not None
     verdict.tables.cache_clear()
     _given(monkeypatch, tmp_path / "v.json", w4a16_measured=[lost, OTHER])
-    assert verdict.why_not_preferred(H100, 3072, 3072) is None
+    assert verdict.why_not_preferred(H100, 80, 320) is None
     reason = verdict.why_not_preferred(H100, 8192, 8192)
     assert reason is not None
     assert reason.startswith("slower than vLLM's kernels: 0.50 of their speed")
