@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from taut_deploy.compress.calibrate.observe import InputGroup
-from taut_deploy.compress.formats.protocol import StoredLayer, WeightFormat
+from taut_deploy.compress.formats.protocol import LayerFormat, StoredLayer
 from taut_deploy.errors import ModelError
 
 
@@ -34,7 +34,7 @@ class LayerState:
     module: nn.Linear
     group: InputGroup
     stages: frozenset[int]
-    format: WeightFormat | None
+    format: LayerFormat | None
     reference: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     methods: list[str] = field(default_factory=list)
@@ -58,6 +58,21 @@ class LayerState:
                     f"{self.name}: its {what} holds NaN or infinity; the model is broken"
                 )
         return weight
+
+    def hessian(self) -> torch.Tensor:
+        """``x xᵀ`` of its input, [K, K] fp32.
+
+        Raises:
+            ModelError: calibration overflowed; names the layer.
+        """
+        found = self.group.hessian
+        if found is None:
+            raise TypeError(f"{self.name}: no stage said that it needs a Hessian")
+        if not bool(torch.isfinite(found).all()):
+            raise ModelError(
+                f"{self.name}: the squares of its input overflow; calibrate with other text"
+            )
+        return found
 
     def store(self, stored: StoredLayer, method: str) -> None:
         """Keep the layer as it will be written; the block computes with it from here on.
