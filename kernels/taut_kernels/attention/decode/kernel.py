@@ -156,9 +156,9 @@ def _operands(q, factor, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.
 @triton.jit
 def _add_part(
     part, highest, total, partial_ptr, stats_ptr, arrivals_ptr, part_of, batch, head, split,
-    active, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, BLOCK_R: tl.constexpr,
-    UNROLL: tl.constexpr,
+    active, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr,
+    BLOCK_R: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Leave a part for the program that finishes last, which merges all parts and stores."""
     first_part = part_of.to(tl.int64)
