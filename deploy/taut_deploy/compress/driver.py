@@ -52,8 +52,7 @@ from taut_deploy.recipe import Recipe
 _BATCH_TOKENS = 2048
 _REHEARSED_TOKENS = 8
 
-# (blocks done, blocks in all, what is being done)
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, what is being done
 
 
 def plan(job: CompressionJob) -> CompressionPlan:
