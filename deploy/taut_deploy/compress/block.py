@@ -6,12 +6,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from taut_deploy.compress.calibrate.observe import InputGroup, observe_block
 from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
 from taut_deploy.compress.resolve import Treatment
+from taut_deploy.compress.source.stream import call_block
 from taut_deploy.compress.stages import BLOCK_STAGES
-from taut_deploy.compress.state import BlockState, LayerState
+from taut_deploy.compress.state import BlockState, Example, LayerState
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Order, Recipe
 
@@ -67,6 +69,7 @@ def compress_block(
     treatments: Mapping[str, Treatment],
     dtype: torch.dtype,
     batch_size: int,
+    target: torch.Tensor | None = None,
 ) -> CompressedBlock:
     """Compress a loaded block in place: afterwards its linears hold what will be stored.
 
@@ -79,6 +82,7 @@ def compress_block(
         treatments: of every linear layer, by full name.
         dtype: of the model's weights on disk.
         batch_size: sequences per call.
+        target: [B, T, H] the original model's output of this block, where the recipe needs it.
 
     Returns:
         What is stored of every layer that was changed for good, and its report.
@@ -91,6 +95,8 @@ def compress_block(
     _require_seen(prefix, groups, treatments)
     state = _state_of(block, prefix, groups, treatments)
     layers = state.layers
+    if target is not None:
+        state.example = _example(hidden, target, arguments)
     for index, stage in enumerate(recipe.stages):
         if stage.order > Order.TRANSFORM:
             _keep_references(state)
@@ -151,6 +157,12 @@ def _state_of(
         for full_name in (f"{prefix}.{name}",)
     }
     return BlockState(block, prefix, groups, layers)
+
+
+def _example(hidden: torch.Tensor, target: torch.Tensor, arguments: dict[str, Any]) -> Example:
+    # Recorded in inference mode, whose tensors no gradient may pass.
+    plain = tree_map(lambda one: one.clone() if torch.is_tensor(one) else one, arguments)
+    return Example(hidden, target, lambda module, batch: call_block(module, batch, plain))
 
 
 def _require_seen(

@@ -35,8 +35,8 @@ from taut_deploy.compress.job import (
 )
 from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
-from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.report.write import write_report
+from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.stream import (
     BlockArguments,
     DecoderBlock,
@@ -177,7 +177,9 @@ class _Run:
             batches = torch.split(calibration.tokens, self._batch_size)
             hidden = torch.cat([self._stream.enter(batch)[0].cpu() for batch in batches])
             probes = {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
-            self._workspace.save_tensors("hidden-0", {"calibration": hidden, **probes})
+            # A copy: a file of tensors may not hold one memory twice.
+            exact = {"exact": hidden.clone()} if self._recipe.needs_target else {}
+            self._workspace.save_tensors("hidden-0", {"calibration": hidden, **exact, **probes})
         return [arguments for _, arguments in entered]
 
     @property
@@ -195,20 +197,25 @@ class _Run:
             )
         device = torch.device(self._job.device)
         self._stream.load(block.module, block.name)
-        hidden = entering.pop("calibration").to(device)
+        hidden = entering["calibration"].to(device)
+        called = arguments[0][block.index]
+        leaving: dict[str, torch.Tensor] = {}
+        if self._recipe.needs_target:
+            # The original model's own stream, through the block as it was.
+            exact = entering["exact"].to(device)
+            leaving["exact"] = _run_block(block, exact, called, self._batch_size)
         result = compress_block(
             block.module,
             block.name,
             hidden,
-            arguments[0][block.index],
+            called,
             recipe=self._recipe,
             treatments=self._treatments,
             dtype=self._dtype,
             batch_size=self._batch_size,
+            target=leaving.get("exact"),
         )
-        leaving = {
-            "calibration": _run_block(block, hidden, arguments[0][block.index], self._batch_size)
-        }
+        leaving["calibration"] = _run_block(block, hidden, called, self._batch_size)
         for i, calls in enumerate(arguments[1:]):
             leaving[f"probe-{i}"] = _run_block(
                 block, entering[f"probe-{i}"].to(device), calls[block.index], 1
@@ -247,7 +254,8 @@ class _Run:
                 f"{self._workspace.directory}: the last hidden states are gone; use --no-resume"
             )
         device = torch.device(self._job.device)
-        probes = [last[f"probe-{i}"].to(device) for i in range(len(last) - 1)]
+        count = sum(name.startswith("probe-") for name in last)
+        probes = [last[f"probe-{i}"].to(device) for i in range(count)]
         return choose_golden(
             [self._stream.leave(probe)[0, -1].cpu() for probe in probes],
             self._directory,

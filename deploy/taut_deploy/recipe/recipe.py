@@ -52,16 +52,27 @@ class Recipe(Strict):
         for first, second in pairwise(self.stages):
             if second.order < first.order:
                 raise ValueError(f"'stages': {second.method!r} must stand before {first.method!r}")
-        if all(stage.order is Order.TRANSFORM for stage in self.stages):
+        if all(stage.order <= Order.TRANSFORM for stage in self.stages):
             raise ValueError(
                 "'stages': nothing makes the model smaller; a transform is followed by 'quantize'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _enough_to_judge(self) -> "Recipe":
+        if self.needs_target and self.calibration.sequences < 2:
+            raise ValueError("'calibration.sequences': learned rounding needs at least 2")
         return self
 
     @property
     def needs_hessian(self) -> bool:
         """Whether any stage needs ``x xᵀ`` of its inputs."""
         return any(stage.needs_hessian for stage in self.stages)
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether any stage needs what the original model's blocks give at full precision."""
+        return any(stage.needs_target for stage in self.stages)
 
     def as_json(self) -> dict[str, object]:
         """The recipe as plain data, defaults filled in."""

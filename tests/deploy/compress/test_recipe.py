@@ -51,6 +51,22 @@ WRONG = {
         {**GOOD, "stages": [{"method": "prune", "pattern": "3:4"}]},
         r"prune\.pattern: .*'2:4' or '4:8'",
     ),
+    "steps of another algorithm": (
+        {**GOOD, "stages": [{**W4A16, "steps": 10}]},
+        "gptq takes no steps: drop 'steps'",
+    ),
+    "too many steps": (
+        {**GOOD, "stages": [{**W4A16, "algorithm": "round", "steps": 500}]},
+        r"steps: .*less than or equal to 200",
+    ),
+    "one sequence to learn from": (
+        {
+            **GOOD,
+            "calibration": {"sequences": 1},
+            "stages": [{**W4A16, "algorithm": "round"}],
+        },
+        "'calibration.sequences': learned rounding needs at least 2",
+    ),
     "pruning what is stored": (
         {**GOOD, "stages": [W4A16, {"method": "prune", "sparsity": 0.5}]},
         "'prune' must stand before 'quantize'",
