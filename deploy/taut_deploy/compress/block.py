@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_map
 from taut_deploy.compress.calibrate.observe import InputGroup, observe_block
 from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
 from taut_deploy.compress.resolve import Treatment
-from taut_deploy.compress.source.stream import call_block
+from taut_deploy.compress.source.calls import call_block
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.state import BlockState, Example, LayerState
+from taut_deploy.compress.threads import single_thread
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Order, Recipe
 
@@ -93,7 +94,7 @@ def compress_block(
     # Weights may be fp32 between stages; the block is not called in that state.
     groups = observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian)
     _require_seen(prefix, groups, treatments)
-    state = _state_of(block, prefix, groups, treatments)
+    state = state_of(block, prefix, groups, treatments)
     layers = state.layers
     if target is not None:
         state.example = _example(hidden, target, arguments)
@@ -112,38 +113,17 @@ def compress_block(
     return CompressedBlock(stored, reports)
 
 
-def rehearse_block(
-    block: nn.Module,
-    prefix: str,
-    hidden: torch.Tensor,
-    arguments: dict[str, Any],
-    recipe: Recipe,
-    treatments: Mapping[str, Treatment],
-) -> None:
-    """Refuse what :func:`compress_block` would for reasons that lie in the block's structure.
+def state_of(
+    block: nn.Module, prefix: str, groups: list[InputGroup], treatments: Mapping[str, Treatment]
+) -> BlockState:
+    """The state that a block's stages begin with.
 
     Args:
         block: the module, loaded.
         prefix: its name in the state dict.
-        hidden: [B, T, H] any input of it, a few tokens.
-        arguments: its recorded keyword arguments.
-        recipe: what to do.
+        groups: its observed inputs.
         treatments: of every linear layer, by full name.
-
-    Raises:
-        RecipeError: a stage cannot act on such a block.
     """
-    groups = observe_block(block, hidden, arguments, hidden.shape[0], with_hessian=False)
-    state = _state_of(block, prefix, groups, treatments)
-    for index, stage in enumerate(recipe.stages):
-        rehearse = BLOCK_STAGES[stage.method].rehearse
-        if rehearse is not None:
-            rehearse(state, index, stage)
-
-
-def _state_of(
-    block: nn.Module, prefix: str, groups: list[InputGroup], treatments: Mapping[str, Treatment]
-) -> BlockState:
     layers = {
         name: LayerState(
             full_name,
@@ -203,6 +183,8 @@ def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
 
 def _relative_error(reference: torch.Tensor, stored: StoredLayer, layer: LayerState) -> float:
     """Squared error of the layer's output over its square, on the sampled input rows."""
-    exact = layer.group.sample @ reference.float().T
-    got = layer.group.sample @ stored.dequantize().T
-    return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))
+    sample = layer.group.sample
+    with single_thread(2 * len(sample) * reference.numel()):
+        exact = sample @ reference.float().T
+        got = sample @ stored.dequantize().T
+        return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from taut_deploy.compress import kv_cache
 from taut_deploy.compress.formats.config import describe
-from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.formats.protocol import LayerFormat
 from taut_deploy.compress.resolve import Treatment, resolve
-from taut_deploy.compress.source.stream import StreamedModel, linear_layers
+from taut_deploy.compress.source.linears import linear_layers
+from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.recipe import Recipe, is_matched
 
 
@@ -53,6 +55,7 @@ class CompressionPlan:
         bytes_after: predicted size of the checkpoint's weights.
         peak_memory_bytes: predicted peak of weights, statistics and activations held at once.
         disk_bytes: predicted peak use of the output's file system.
+        whole_model: what each whole-model stage does, in words.
     """
 
     recipe: str
@@ -65,6 +68,7 @@ class CompressionPlan:
     bytes_after: int
     peak_memory_bytes: int
     disk_bytes: int
+    whole_model: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """The plan as plain data."""
@@ -77,6 +81,8 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     Raises:
         RecipeError: the recipe does not fit the model.
     """
+    if recipe.kv_cache is not None:
+        kv_cache.require_suited(model.model)
     shapes = {
         f"{block.name}.{name}": (layer.out_features, layer.in_features)
         for block in model.blocks
@@ -86,7 +92,7 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     return resolve(shapes, recipe, dtype, outer)
 
 
-def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, WeightFormat]:
+def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, LayerFormat]:
     """The format of every layer that has one, by full name."""
     return {name: one.format for name, one in treatments.items() if one.format is not None}
 
@@ -109,7 +115,7 @@ def make_plan(
     """
     formats = formats_of(treatments)
     element = dtype.itemsize
-    layers = tuple(_layer_plan(one, recipe, element) for one in treatments.values())
+    layers = tuple(layer_plan(one, recipe, element) for one in treatments.values())
     sizes = {layer.name: math.prod(layer.shape) for layer in layers}
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     after = before + sum(layer.bytes - sizes[layer.name] * element for layer in layers)
@@ -135,7 +141,14 @@ def make_plan(
     )
 
 
-def _layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+def layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+    """What happens to one layer.
+
+    Args:
+        one: its treatment.
+        recipe: of the block stages.
+        element: bytes of a number in the model.
+    """
     layer_format = one.format
     before = math.prod(one.shape) * element
     return LayerPlan(

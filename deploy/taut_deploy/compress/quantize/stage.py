@@ -57,15 +57,16 @@ def quantize(state: BlockState, index: int, stage: Quantize) -> None:
         _learn_rounding(state, index, stage)
         return
     for layer in state.of_stage(index):
+        kept = _format_of(layer)
         with single_thread():
-            codes = _rounded(layer, stage)
-        _store(layer, codes, stage)
+            codes = _rounded(layer, kept, stage)
+        layer.store(kept.store(codes, layer.group.absmax), stage.algorithm)
 
 
-def _store(layer: LayerState, codes: Codes, stage: Quantize) -> None:
-    if layer.format is None:
+def _format_of(layer: LayerState) -> WeightFormat:
+    if not isinstance(layer.format, WeightFormat):
         raise TypeError(f"{layer.name}: a quantised layer has a format")
-    layer.store(layer.format.store(codes, layer.group.absmax), stage.algorithm)
+    return layer.format
 
 
 def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
@@ -75,9 +76,10 @@ def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
     layers = {name: layer for name, layer in state.layers.items() if index in layer.stages}
     starts = {}
     for name, layer in layers.items():
+        kept = _format_of(layer)
         with single_thread():
-            codes: Any = _rounded(layer, stage)
-        spec: Any = layer.format.spec if layer.format is not None else None
+            codes: Any = _rounded(layer, kept, stage)
+        spec: Any = kept.spec
         starts[name] = start_from(layer.sound_weight(), codes, spec, layer.mask)
         layer.methods.append("gptq")
     # Earlier stages may have left some weights in fp32; the block is called from here on.
@@ -94,11 +96,12 @@ def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
     except ValueError as error:
         raise ModelError(f"{state.name}: {error}") from error
     for name, layer in layers.items():
-        _store(layer, learned[name], stage)
+        stored = _format_of(layer).store(learned[name], layer.group.absmax)
+        layer.store(stored, stage.algorithm)
 
 
-def _rounded(layer: LayerState, stage: Quantize) -> Codes:
-    spec: Any = layer.format.spec if layer.format is not None else None
+def _rounded(layer: LayerState, layer_format: WeightFormat, stage: Quantize) -> Codes:
+    spec: Any = layer_format.spec
     weight = layer.sound_weight()
     if stage.algorithm == "hqq":
         return hqq.quantize_weight(weight, spec)
