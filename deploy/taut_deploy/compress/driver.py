@@ -38,6 +38,7 @@ from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
 from taut_deploy.compress.rehearse import rehearse_stages
 from taut_deploy.compress.report.write import write_report
+from taut_deploy.compress.shards import shard_index, shard_name
 from taut_deploy.compress.source.calls import BlockArguments, call_block
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
@@ -234,10 +235,9 @@ class _Run:
                     f"{block.name}.{layer}: what was packed does not read back; nothing was written"
                 )
             tensors |= {f"{block.name}.{layer}.{key}": value for key, value in written.items()}
-        self._workspace.save_shard(self._shard_name(block.index), self._stream.to_stored(tensors))
-
-    def _shard_name(self, index: int) -> str:
-        return f"model-{index + 1:05d}-of-{len(self._stream.blocks) + 1:05d}.safetensors"
+        self._workspace.save_shard(
+            shard_name(block.index, len(self._stream.blocks)), self._stream.to_stored(tensors)
+        )
 
     def _golden(self) -> Golden:
         last = self._workspace.tensors(f"hidden-{len(self._stream.blocks)}")
@@ -258,8 +258,9 @@ class _Run:
         """Embeddings and head, the index, config.json and the files that are copied as they are."""
         target = self._workspace.directory
         outer = {name: self._stream.read(name) for name in self._stream.outer_names}
-        self._workspace.save_shard(self._shard_name(len(self._stream.blocks)), outer)
-        write_json_atomically(target / "model.safetensors.index.json", _shard_index(target))
+        count = len(self._stream.blocks)
+        self._workspace.save_shard(shard_name(count, count), outer)
+        write_json_atomically(target / "model.safetensors.index.json", shard_index(target))
         copy_files(self._kept, self._directory, target)
         formats = formats_of(self._treatments)
         ignore = list(dict.fromkeys(["lm_head", *self._stream.dense_layers(formats)]))
@@ -328,19 +329,6 @@ def _run_block(
             lambda part: call_block(block.module, part, arguments), hidden, batch, block.module
         )
         return torch.cat([*parts])
-
-
-def _shard_index(directory: Path) -> dict[str, Any]:
-    from safetensors import safe_open
-
-    weight_map: dict[str, str] = {}
-    total = 0
-    for shard in sorted(directory.glob("model-*.safetensors")):
-        with safe_open(shard, framework="pt") as handle:
-            names = list(handle.keys())
-            total += sum(handle.get_tensor(name).nbytes for name in names)
-        weight_map.update(dict.fromkeys(names, shard.name))
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 __all__ = ["CompressionJob", "CompressionPlan", "compress", "plan"]

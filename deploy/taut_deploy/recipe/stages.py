@@ -269,7 +269,7 @@ class Palettize(StageModel):
 
 
 class WholeModel(StageModel):
-    """A stage that has the whole model in memory, before or after the blocks."""
+    """A stage of the whole model, before or after the blocks."""
 
     @model_validator(mode="after")
     def _of_all_layers(self) -> "WholeModel":
@@ -306,6 +306,20 @@ class Slim(WholeModel):
         return {axis: share for axis, share in given.items() if share is not None}
 
 
+class Rotate(WholeModel):
+    """Turn the residual stream and the heads' values, so that no channel sticks out.
+
+    Sources: QuaRot, arXiv:2404.00456, §4; SpinQuant, arXiv:2405.16406, §3, R1 and R2. The function
+    stays; the norms' weights move into the layers behind them, and tied embeddings are untied.
+    ``seed`` chooses the signs of the Hadamard matrices.
+    """
+
+    order: ClassVar[Order] = Order.BEFORE
+
+    method: Literal["rotate"] = "rotate"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+
 class Training(WholeModel, TrainSettings):
     """Train what the stages before left by the base model; see ``taut distil``.
 
@@ -340,7 +354,7 @@ class Qat(Training):
 
 
 Stage = Annotated[
-    Smooth | Awq | Prune | Quantize | Factorize | Palettize | Slim | Distil | Qat,
+    Smooth | Awq | Prune | Quantize | Factorize | Palettize | Rotate | Slim | Distil | Qat,
     Field(discriminator="method"),
 ]
 STAGE_MODELS: dict[str, type[StageModel]] = {

@@ -67,6 +67,22 @@ WRONG = {
         },
         "'calibration.sequences': learned rounding needs at least 2",
     ),
+    "rotating alone": (
+        {**GOOD, "stages": [{"method": "rotate"}]},
+        "nothing makes the model smaller",
+    ),
+    "rotating twice": (
+        {**GOOD, "stages": [{"method": "rotate"}, {"method": "rotate"}, W4A16]},
+        "'rotate' stands once, after 'slim'",
+    ),
+    "rotating some layers": (
+        {**GOOD, "stages": [{"method": "rotate", "layers": ["*mlp*"]}, W4A16]},
+        "acts on the whole model: drop 'layers'",
+    ),
+    "training from the base after rotating": (
+        {**GOOD, "stages": [{"method": "rotate"}, W4A16, {"method": "qat", "start": "cells"}]},
+        "'qat' must start from 'codes', with 'hidden' 0",
+    ),
     "pruning what is stored": (
         {**GOOD, "stages": [W4A16, {"method": "prune", "sparsity": 0.5}]},
         "'prune' must stand before 'quantize'",
