@@ -99,6 +99,7 @@ def test_transformers_loads_what_was_turned_and_rounded(tie, dtype, text, tmp_pa
     foreseen = plan(request)
     manifest = pipeline.compress(request)
     assert verify(tmp_path / "out") == manifest
+    assert pipeline.compress(request) == manifest, "finished, so nothing is done again"
     assert manifest.base_model["digest"] == describe_directory(model).digest
     assert [one["method"] for one in manifest.recipe["results"]] == ["rotate", "blocks"]
     change = (logits(tmp_path / "out") - logits(model)).norm() / logits(model).norm()

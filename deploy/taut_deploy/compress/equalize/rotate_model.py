@@ -20,7 +20,7 @@ from taut_deploy.compress.shards import shard_index, shard_name
 from taut_deploy.compress.source.calls import call_block
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
-from taut_deploy.compress.workspace import Workspace
+from taut_deploy.compress.workspace import Workspace, remove_leftovers
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import copy_files, write_json_atomically
 from taut_deploy.models.directory import read_config
@@ -46,6 +46,7 @@ def rotate_model(job: CompressionJob, stage: Rotate, output: Path, progress: Pro
         OutputError: the disk is full.
     """
     if output.is_dir():
+        remove_leftovers(output)
         return
     identity = {**fingerprint(job), "rotate": stage.hashed()}
     workspace = Workspace(output, identity, job.resume)
