@@ -34,6 +34,8 @@ class LayerReport:
         rank: rank of a factorised layer, None elsewhere.
         relative_error: squared output error over squared output on sampled calibration rows.
         samples: calibration tokens seen.
+        routed: of an expert that was shown every token because few are routed to it, how many are;
+            None elsewhere.
     """
 
     name: str
@@ -46,10 +48,14 @@ class LayerReport:
     rank: int | None
     relative_error: float
     samples: int
+    routed: int | None = None
 
     def as_json(self) -> dict[str, object]:
         """The report as plain data."""
-        return asdict(self)
+        found = asdict(self)
+        if self.routed is None:
+            del found["routed"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,7 @@ def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
         layer.rank,
         _relative_error(layer.reference, layer.stored, layer),
         layer.group.tokens,
+        layer.group.routed,
     )
 
 

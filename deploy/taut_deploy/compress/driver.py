@@ -18,6 +18,7 @@ import torch
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.block import CompressedBlock, compress_block
 from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
+from taut_deploy.compress.dry_run import dry_run
 from taut_deploy.compress.formats.config import describe, quantization_config
 from taut_deploy.compress.golden import (
     choose_golden,
@@ -42,6 +43,7 @@ from taut_deploy.compress.shards import shard_index, shard_name
 from taut_deploy.compress.source.calls import BlockArguments, call_block
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
+from taut_deploy.compress.stored_block import tensors_of
 from taut_deploy.compress.threads import over_batches, single_thread
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
@@ -57,8 +59,8 @@ def plan(job: CompressionJob) -> CompressionPlan:
     """What :func:`compress` would do.
 
     Raises:
-        RecipeError: if the recipe does not fit the model.
-        ModelError: if the model cannot be read.
+        RecipeError: if the recipe does not fit the model, or its calibration text is too short.
+        ModelError: if the model cannot be read or compressed.
     """
     directory = Path(job.model.path)
     kept_files(directory)
@@ -68,7 +70,9 @@ def plan(job: CompressionJob) -> CompressionPlan:
     dtype = stored_dtype(directory)
     treatments = treatments_of(stream, job.recipe, dtype)
     rehearse_stages(stream, job.recipe, treatments)
-    return make_plan(stream, job.recipe, treatments, directory, dtype)
+    made = make_plan(stream, job.recipe, treatments, directory, dtype)
+    dry_run(job, stream, treatments, dtype)
+    return made
 
 
 def compress(job: CompressionJob, progress: Progress = lambda done, total, what: None) -> Manifest:
@@ -220,20 +224,7 @@ class _Run:
     def _save_block(
         self, block: DecoderBlock, result: CompressedBlock, scales: dict[str, torch.Tensor]
     ) -> None:
-        tensors = dict(scales)
-        kept = {name for name, _ in block.module.named_parameters()}
-        for name, value in block.module.state_dict().items():
-            layer = name.removesuffix(".weight")
-            if layer not in result.stored:
-                tensors[f"{block.name}.{name}"] = value.to(self._dtype) if name in kept else value
-                continue
-            stored = result.stored[layer]
-            written = stored.tensors()
-            if not torch.equal(stored.read_back(written), stored.dequantize()):
-                raise CheckpointError(
-                    f"{block.name}.{layer}: what was packed does not read back; nothing was written"
-                )
-            tensors |= {f"{block.name}.{layer}.{key}": value for key, value in written.items()}
+        tensors = scales | tensors_of(block, result, self._dtype)
         self._workspace.save_shard(
             shard_name(block.index, len(self._stream.blocks)), self._stream.to_stored(tensors)
         )
@@ -264,6 +255,7 @@ class _Run:
         formats = formats_of(self._treatments)
         ignore = list(dict.fromkeys(["lm_head", *self._stream.dense_layers(formats)]))
         config = read_config(self._directory)
+        config.pop("quantization_config", None)  # of a source that was read as numbers
         entry = quantization_config(
             formats,
             {name: one.shape for name, one in self._treatments.items()},
