@@ -8,6 +8,7 @@ from taut_deploy.cache import cache_key_of, open_cache
 from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
+    check_own_format,
     installed_platform,
     verify_model,
 )
@@ -30,6 +31,7 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     mode = kernel_mode(spec, manifest, platform)
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)
+    check_own_format(spec.checkpoint, mode, spec.extra)
     command = command_for(spec, manifest, platform)
     environment = {**os.environ, **command.environment}
     if spec.cache is not None:

@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM
 import taut_deploy.hf  # noqa: F401  registers the method
 from taut_deploy.compress import driver
 from taut_deploy.diagnose.layers import manifest_layers
+from taut_deploy.errors import RecipeError, WorkerError
+from taut_deploy.sizing import Demand
+from taut_deploy.sizing import plan as plan_memory
 
 STAGES = {
     "low rank": {"method": "factorize", "rank_budget": 0.8},
@@ -210,6 +213,24 @@ def test_the_doctor_sees_each_layer_in_its_own_shape(name, made):
     assert found[Q][2].name == manifest.scheme
 
 
+@pytest.mark.parametrize(
+    ("name", "grown"),
+    # Weights of both blocks, in 16 bits instead of 4 or 3; factors stay as they are.
+    [("codebook of 16", 73728 * 12 // 8), ("codebook of 8", 73728 * 13 // 8), ("low rank", 0)],
+)
+def test_memory_is_planned_for_what_a_worker_dequantises(name, grown, made):
+    directory = made(name)[2]
+    files = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    planned = plan_memory("m", directory, Demand(memory_gib=8))
+    assert planned.weights_bytes == files + grown
+
+
+def test_devices_that_cannot_share_the_layers_are_not_planned_for(made):
+    demand = Demand(memory_gib=8, tensor_parallel=2)
+    with pytest.raises(WorkerError, match="quant_method taut, which is served on one device"):
+        plan_memory("m", made("low rank")[2], demand)
+
+
 REFUSED = {
     "both methods": (
         [{"method": "palettize", "entries": 16, "layers": ["*mlp*"]}, {"method": "quantize",
@@ -241,8 +262,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_the_plan_refuses_what_does_not_fit(case, room, tmp_path):
-    from taut_deploy.errors import RecipeError
-
     stages, message = REFUSED[case]
     data = {**recipe_data(room / "text.txt"), "stages": stages}
     with pytest.raises(RecipeError, match=message) as refused:
