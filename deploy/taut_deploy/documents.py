@@ -109,7 +109,9 @@ def read_yaml_text(path: Path, error_type: type[TautError]) -> str:
 
 
 def parse_yaml(text: str, origin: str, error_type: type[TautError]) -> Any:
-    """Parse YAML within the bounds, strictly: a key given twice is an error, a date stays text.
+    """Parse YAML within the bounds, strictly.
+
+    A key given twice is an error; dates and ``2:4`` stay text.
 
     Raises:
         TautError: of ``error_type``, naming ``origin``.
@@ -164,7 +166,7 @@ def why_refused(value: Any) -> str | None:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice and leaves dates as text."""
+    """SafeLoader that refuses a key given twice and leaves dates and ``2:4`` as text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, str]] = set()
@@ -190,6 +192,8 @@ def _bounded_number(
     def constructed(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
         if len(node.value) > MAX_DIGITS:
             raise ValueError(f"a number of {len(node.value)} characters")
+        if ":" in node.value:
+            return node.value  # YAML 1.1 reads 2:4 in base 60, as 124
         return construct(loader, node)
 
     return constructed

@@ -19,7 +19,9 @@ _CHUNK = 1 << 20
 _MAX_OUTPUT_NAME = 200
 # Volatile by nature (wall clock, host): never part of a digest, so that a resumed run equals an
 # undisturbed one.
-VOLATILE_FILES = frozenset({"compression_log.json"})
+VOLATILE_FILES = frozenset({"compression_log.json", "report.html"})
+# Of one compression: another that starts from its result does not take it along.
+COMPRESSION_REPORT = "report.md"
 
 
 def sha256_file(path: Path) -> str:

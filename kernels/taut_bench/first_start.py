@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 import triton
 
-from taut_bench import report, shapes, w4a16_layer
+from taut_bench import report, shapes
 from taut_bench.w4a16_format import GROUP_SIZE
 from taut_kernels.gemm.w4a16.lookup import ONE_OF_EACH
 from taut_kernels.gemm.w4a16.plan import Weight
 from taut_kernels.launch import compile_ahead, launcher
+from taut_kernels.tuner import w4a16_layer
 from taut_kernels.vllm_plugin import warm_up, warm_up_decode
 
 COMPILERS = (1, 8)

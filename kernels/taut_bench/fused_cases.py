@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from taut_bench.shapes import MODELS, Model
+from taut_bench.model_sizes import Model
+from taut_bench.shapes import MODELS
 from taut_kernels.activation import silu_mul
 from taut_kernels.norm import rms_norm
 from taut_kernels.quantize import op as quantize

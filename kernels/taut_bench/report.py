@@ -15,7 +15,7 @@ import torch
 
 from taut_kernels.instruments.timing import Timing
 
-_PACKAGES = ("torch", "triton", "vllm", "gemlite", "taut")
+_PACKAGES = ("torch", "triton", "vllm", "humming-kernels", "gemlite", "taut")
 _COLUMNS = (
     "shape N K M kernel us p20_us p80_us weight_GB_per_s share_of_copy_ceiling".split()  # noqa: SIM905
 )

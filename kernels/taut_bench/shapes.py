@@ -8,49 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A decoder's sizes.
-
-    Attributes:
-        hidden: width of the residual stream.
-        intermediate: width of the MLP.
-        heads: query heads.
-        kv_heads: key and value heads.
-        ranks: tensor-parallel size.
-        head_dim: columns of a head.
-    """
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    ranks: int = 1
-    head_dim: int = 128
-
-    def products(self) -> dict[str, tuple[int, int]]:
-        """Return layer → (N, K) on one rank."""
-        attention = self.heads * self.head_dim
-        fused = (self.heads + 2 * self.kv_heads) * self.head_dim
-        return {
-            "gate_up": (2 * self.intermediate // self.ranks, self.hidden),
-            "down": (self.hidden, self.intermediate // self.ranks),
-            "qkv": (fused // self.ranks, self.hidden),
-            "o": (self.hidden, attention // self.ranks),
-        }
-
+from taut_bench.model_sizes import BENCHMARKED, cut
 
 LLAMA3_8B = "llama3-8b"
-MODELS = {
-    LLAMA3_8B: Model(4096, 14336, 32, 8),
-    "qwen2.5-7b": Model(3584, 18944, 28, 4),
-    "qwen2.5-32b": Model(5120, 27648, 40, 8),
-    "llama3-70b": Model(8192, 28672, 64, 8),
-    "llama3-70b-tp8": Model(8192, 28672, 64, 8, ranks=8),
-}
+MODELS = BENCHMARKED | {"llama3-70b-tp8": cut(BENCHMARKED["llama3-70b"], 8)}
 SQUARE = {"square": (8192, 8192)}
 """A product of no model's that kernels are often compared on."""
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 
 from taut_bench import plots, report, shapes, w4a16_format, w4a16_rivals
-from taut_bench.refusal import REFUSED, first_line
 from taut_bench.w4a16_format import DTYPES, Format
-from taut_bench.w4a16_layer import Layer, make_layer
 from taut_kernels.instruments import timing
+from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner.w4a16_layer import Layer, make_layer
+from taut_kernels.tuner.w4a16_stock import OtherFormatError, Prepared
 
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 384, 768, 1024, 1664, 4096)
 """Some that fill no tile: a prefill has any number of tokens."""
@@ -27,9 +28,9 @@ DEFAULT_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 384, 768, 1024, 1664, 40
 
 def _prepared(
     layer: Layer, names: Sequence[str], largest: int, notes: list[str]
-) -> dict[str, list[w4a16_rivals.Call]]:
+) -> dict[str, list[Prepared]]:
     """Prepare each rival's copies of a layer; one that cannot run, or errs, leaves a note."""
-    ready: dict[str, list[w4a16_rivals.Call]] = {}
+    ready: dict[str, list[Prepared]] = {}
     for name in names:
         dense = name == "cuBLAS"
         copy_bytes = 2 * layer.N * layer.K if dense else layer.weight_bytes()
@@ -38,7 +39,7 @@ def _prepared(
             calls = [prepare(layer)]
             y = calls[0](layer.x[:largest])
             calls += [prepare(layer) for _ in range(timing.copies_needed(copy_bytes) - 1)]
-        except w4a16_rivals.OtherFormatError as error:
+        except OtherFormatError as error:
             notes.append(f"{name} on {layer.N}×{layer.K}: no row: {first_line(error)}")
             continue
         except REFUSED as error:
@@ -88,7 +89,7 @@ def _measure_shape(
     return rows
 
 
-def _host_note(shape: str, ready: dict[str, list[w4a16_rivals.Call]], x: torch.Tensor) -> str:
+def _host_note(shape: str, ready: dict[str, list[Prepared]], x: torch.Tensor) -> str:
     costs = (
         f"{name} {timing.host_cost(lambda call=calls[0]: call(x)):.1f}"  # type: ignore[misc]
         for name, calls in ready.items()

@@ -73,7 +73,7 @@ SWITCHES = [
         "monitoring.prometheusRule.enabled",
         True,
         set(),
-        {("PrometheusRule", "gateway"), ("PrometheusRule", "worker")},
+        {("PrometheusRule", part) for part in ("cluster", "gateway", "worker")},
     ),
     (CPU, "monitoring.dashboard.enabled", True, set(), {("ConfigMap", "dashboards")}),
     (CPU, "ingress", {"enabled": True, "host": "x.example"}, set(), {("Ingress", "gateway")}),
@@ -250,6 +250,22 @@ def test_rules_go_by_the_job_names_that_the_monitors_set():
     ]
     expressions = " ".join(rule["expr"] for group in groups for rule in group["rules"])
     assert all(f'job="{job}"' in expressions for job in jobs)
+
+
+def test_rules_of_the_cluster_are_about_this_release_and_link_the_published_manual():
+    values = changed(CPU, "monitoring.prometheusRule", {"enabled": True})
+    values["fullnameOverride"] = "llm-x"
+    told = [g for r in of_kind(render(values), "PrometheusRule") for g in r["spec"]["groups"]]
+    (cluster,) = [group for group in told if group["name"] == "taut-cluster"]
+    assert all('=~"llm-x-.+"' in rule["expr"] for rule in cluster["rules"])
+    assert all("runbook_url" not in rule.get("annotations", {}) for rule in cluster["rules"])
+    values["monitoring"]["prometheusRule"]["runbookBase"] = "https://docs.example.com/operations"
+    told = [g for r in of_kind(render(values), "PrometheusRule") for g in r["spec"]["groups"]]
+    alerts = [rule for group in told for rule in group["rules"] if "alert" in rule]
+    assert len(alerts) > 25
+    for alert in alerts:
+        place = f"https://docs.example.com/operations#{alert['alert'].lower()}"
+        assert alert["annotations"]["runbook_url"] == place
 
 
 def test_only_the_api_is_published():

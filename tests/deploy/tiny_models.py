@@ -79,6 +79,11 @@ def w8a8_data(text: Path, algorithm: str = "rtn") -> dict[str, Any]:
     return data
 
 
+def pruned_data(text: Path, *later: dict[str, Any], **prune: Any) -> dict[str, Any]:
+    """A recipe that prunes, and then does what ``later`` says."""
+    return {**recipe_data(text), "stages": [{"method": "prune", **prune}, *later]}
+
+
 def make_recipe(data: dict[str, Any]) -> Recipe:
     """Parse recipe data as a recipe file would be."""
     return parse_recipe(yaml.safe_dump(data), "test")

@@ -18,6 +18,7 @@ DASHBOARDS = sorted((HOME / "grafana" / "dashboards").glob("*.json"))
 NAME = re.compile(r"\b(?:taut|vllm)[_:][a-zA-Z0-9_:]+")
 SELECTOR = re.compile(r"\b((?:taut|vllm)[_:][a-zA-Z0-9_:]+)\{([^{}]*)\}")
 LABEL = re.compile(r"([a-zA-Z_]\w*)\s*(?:=~|!~|!=|=)\s*\"([^\"]*)\"")
+OF_CLUSTER = re.compile(r"\b((?:kube_|kubelet_|DCGM_)\w+)(\{([^{}]*)\})?")
 OF_SCRAPE = {"instance", "job", "le"}
 OF_WORKERS = ("vllm:", "taut_kernel")
 """How the names of what workers export begin; all others are the gateway's."""
@@ -107,9 +108,17 @@ def listed_of_vllm() -> dict[str, tuple[str, set[str]]]:
 
     vLLM's own have ``model_name`` and ``engine`` as well.
     """
-    lines = (HOME / "vllm-metrics.txt").read_text().splitlines()
+    return _listed("vllm-metrics.txt")
+
+
+def listed_of_cluster() -> dict[str, set[str]]:
+    """Labels of every name in cluster-metrics.txt."""
+    return {name: labels for name, (_, labels) in _listed("cluster-metrics.txt").items()}
+
+
+def _listed(file: str) -> dict[str, tuple[str, set[str]]]:
     found = {}
-    for line in lines:
+    for line in (HOME / file).read_text().splitlines():
         if line and not line.startswith("#"):
             kind, name, *rest = line.split(maxsplit=2)
             found[name] = (kind, set("".join(rest).strip("{} ").replace(",", " ").split()))

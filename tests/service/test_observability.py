@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import shutil
 import subprocess
 from importlib.util import find_spec
@@ -15,6 +17,8 @@ from mock_engine import MockEngine
 from observability_queries import (
     DASHBOARDS,
     HOME,
+    LABEL,
+    OF_CLUSTER,
     OF_WORKERS,
     RULES,
     TESTS,
@@ -23,11 +27,13 @@ from observability_queries import (
     in_prometheus_words,
     labels_shown,
     labels_used,
+    listed_of_cluster,
     listed_of_vllm,
     names_shown,
     names_used,
     panels,
     recorded,
+    rules,
     samples_of,
 )
 
@@ -159,6 +165,17 @@ def test_metrics_used_are_listed() -> None:
     assert used - listed == set()
 
 
+def test_names_of_the_cluster_are_listed_with_the_labels_that_rules_match() -> None:
+    listed = listed_of_cluster()
+    used: dict[str, set[str]] = {}
+    for rule in rules():
+        for name, _, matchers in OF_CLUSTER.findall(rule["expr"]):
+            used.setdefault(name, set()).update(label for label, _ in LABEL.findall(matchers))
+    assert len(used) > 5
+    assert set(used) == set(listed)
+    assert {name: used[name] - listed[name] for name in used if used[name] - listed[name]} == {}
+
+
 def test_vllm_names_are_those_of_the_installed_version() -> None:
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
@@ -190,9 +207,22 @@ def test_panels_are_whole() -> None:
         if panel["type"] == "row":
             continue
         assert panel["description"]
-        assert panel["datasource"]["uid"] == source["uid"]
+        assert panel["datasource"]["uid"] == "${datasource}"
         assert panel["targets"]
-        assert all(target["datasource"]["uid"] == source["uid"] for target in panel["targets"])
+        assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+    for path in DASHBOARDS:
+        choice = json.loads(path.read_text())["templating"]["list"][0]
+        assert (choice["name"], choice["type"]) == ("datasource", "datasource")
+        assert choice["current"]["value"] == source["uid"]
+
+
+def test_prometheus_keeps_what_the_longest_panel_looks_back_at() -> None:
+    days = [int(n) for e in dashboard_expressions() for n in re.findall(r"\[(\d+)d\]", e)]
+    assert days
+    compose = (HOME.parent / "compose.yaml").read_text()
+    kept = re.search(r"TAUT_PROMETHEUS_RETENTION:-(\d+)d", compose)
+    assert kept is not None
+    assert int(kept[1]) > max(days)
 
 
 def test_provisioning_points_at_the_dashboards() -> None:

@@ -179,20 +179,27 @@ def as_(name: str) -> dict[str, str]:
 
 async def test_usage_by_key_is_a_metric_within_bounds() -> None:
     keys = [key(name) for name in ("a", "b", "c")]
-    async with (
-        MockEngine() as engine,
-        gateway(settings_for(engine.url, api_keys=keys, metrics={"max_keys": 1})) as harness,
-    ):
-        await stream(harness, "/v1/completions", COMPLETION, **as_("b"))
-        await harness.post(COMPLETION, **as_("a"))
-        await harness.post(COMPLETION, **as_("c"))
-        for name, requests in (("b", 1), ("other", 2)):
-            labels = f'{{key="{name}",model="m"}}'
-            assert await harness.metric(f"taut_key_requests_total{labels}") == requests
-            assert await harness.metric(f"taut_key_generated_tokens_total{labels}") == 4 * requests
-            assert await harness.metric(f"taut_key_prompt_tokens_total{labels}") == 5 * requests
-        text = (await harness.request("GET", "/metrics")).body
-        assert b'key="a"' not in text
+    async with MockEngine() as engine:
+        price = {"prompt_per_million": 1.0, "completion_per_million": 2.0}
+        model = variants_for({"v": [engine]}, each={"v": {"price": price}})
+        sections = {"models": [model], "api_keys": keys, "metrics": {"max_keys": 1}}
+        async with gateway(Settings.model_validate(sections)) as harness:
+            await check_usage_by_key(harness)
+
+
+async def check_usage_by_key(harness: Harness) -> None:
+    await stream(harness, "/v1/completions", COMPLETION, **as_("b"))
+    await harness.post(COMPLETION, **as_("a"))
+    await harness.post(COMPLETION, **as_("c"))
+    for name, requests in (("b", 1), ("other", 2)):
+        labels = f'{{key="{name}",model="m"}}'
+        assert await harness.metric(f"taut_key_requests_total{labels}") == requests
+        assert await harness.metric(f"taut_key_generated_tokens_total{labels}") == 4 * requests
+        assert await harness.metric(f"taut_key_prompt_tokens_total{labels}") == 5 * requests
+        cost = await harness.metric(f"taut_key_cost_total{labels}")
+        assert cost == pytest.approx((5 * 1.0 + 4 * 2.0) * requests / 1e6)
+    text = (await harness.request("GET", "/metrics")).body
+    assert b'key="a"' not in text
 
 
 async def test_admin_tells_usage_by_key_and_model_as_json_and_csv() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from taut_deploy.compress import kv_cache
 from taut_deploy.compress.formats.config import describe
 from taut_deploy.compress.formats.protocol import LayerFormat
 from taut_deploy.compress.resolve import Treatment, resolve
-from taut_deploy.compress.source.stream import StreamedModel, linear_layers
+from taut_deploy.compress.source.linears import linear_layers
+from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.recipe import Recipe, is_matched
 
 
@@ -24,6 +26,7 @@ class LayerPlan:
         fate: the stages that act on it, joined by ``+``, or why none does.
         scheme: what it is stored in, None where it stays dense.
         group_size: weights per scale, None where scales are of no group.
+        bytes_before: of its weight in the model.
         bytes: of the layer on disk.
     """
 
@@ -32,6 +35,7 @@ class LayerPlan:
     fate: str
     scheme: str | None
     group_size: int | None
+    bytes_before: int
     bytes: int
 
 
@@ -45,22 +49,26 @@ class CompressionPlan:
             quantised.
         group_size: chosen group size; None where it is no group, or not the same everywhere.
         blocks: number of decoder blocks.
+        block_names: their full names, in order.
         layers: every linear layer inside them.
         bytes_before: size of the model's weights.
         bytes_after: predicted size of the checkpoint's weights.
         peak_memory_bytes: predicted peak of weights, statistics and activations held at once.
         disk_bytes: predicted peak use of the output's file system.
+        whole_model: what each whole-model stage does, in words.
     """
 
     recipe: str
     scheme: str
     group_size: int | None
     blocks: int
+    block_names: tuple[str, ...]
     layers: tuple[LayerPlan, ...]
     bytes_before: int
     bytes_after: int
     peak_memory_bytes: int
     disk_bytes: int
+    whole_model: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """The plan as plain data."""
@@ -73,6 +81,8 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     Raises:
         RecipeError: the recipe does not fit the model.
     """
+    if recipe.kv_cache is not None:
+        kv_cache.require_suited(model.model)
     shapes = {
         f"{block.name}.{name}": (layer.out_features, layer.in_features)
         for block in model.blocks
@@ -105,7 +115,7 @@ def make_plan(
     """
     formats = formats_of(treatments)
     element = dtype.itemsize
-    layers = tuple(_layer_plan(one, recipe, element) for one in treatments.values())
+    layers = tuple(layer_plan(one, recipe, element) for one in treatments.values())
     sizes = {layer.name: math.prod(layer.shape) for layer in layers}
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     after = before + sum(layer.bytes - sizes[layer.name] * element for layer in layers)
@@ -122,6 +132,7 @@ def make_plan(
         scheme=describe(formats, sizes, 8 * element)[0],
         group_size=groups.pop() if len(groups) == 1 else None,
         blocks=len(model.blocks),
+        block_names=tuple(block.name for block in model.blocks),
         layers=layers,
         bytes_before=before,
         bytes_after=after,
@@ -130,17 +141,24 @@ def make_plan(
     )
 
 
-def _layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+def layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+    """What happens to one layer.
+
+    Args:
+        one: its treatment.
+        recipe: of the block stages.
+        element: bytes of a number in the model.
+    """
     layer_format = one.format
+    before = math.prod(one.shape) * element
     return LayerPlan(
         one.name,
         one.shape,
         _fate(one, recipe),
         None if layer_format is None else layer_format.name,
         None if layer_format is None else layer_format.group_size,
-        math.prod(one.shape) * element
-        if layer_format is None
-        else layer_format.stored_bytes(*one.shape),
+        before,
+        before if layer_format is None else layer_format.stored_bytes(*one.shape),
     )
 
 

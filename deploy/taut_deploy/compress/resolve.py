@@ -13,7 +13,7 @@ from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.errors import RecipeError
 from taut_deploy.fused_layers import fused_groups
-from taut_deploy.recipe import Order, Recipe, StageModel, is_matched, matches
+from taut_deploy.recipe import Order, Recipe, Stage, StageModel, is_matched, matches
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def resolve(
             raise RecipeError(_nothing_to_do(stage, index, recipe))
         for name in picked:
             _require_once(recipe, chosen[name], stage, name)
+            _require_possible(stage, name, shapes[name])
             _require_zeros_kept(recipe, chosen[name], stage, name)
             chosen[name].append(index)
         choose = BLOCK_STAGES[stage.method].choose_format
@@ -68,7 +69,7 @@ def resolve(
             found = choose(stage, {shapes[name][1] for name in picked}, dtype)
             _require_fits(found, {name: shapes[name] for name in picked})
             formats |= dict.fromkeys(picked, found)
-    _require_one_method(formats)
+    _require_one_method(formats, recipe)
     _require_fused_alike(names, formats)
     return {
         name: Treatment(name, shapes[name], frozenset(chosen[name]), formats.get(name))
@@ -114,6 +115,14 @@ def _require_once(recipe: Recipe, before: list[int], stage: StageModel, name: st
             )
 
 
+def _require_possible(stage: Stage, name: str, shape: tuple[int, int]) -> None:
+    why_not = BLOCK_STAGES[stage.method].why_not
+    if why_not is not None and (reason := why_not(stage, *shape)) is not None:
+        raise RecipeError(
+            f"stages.{stage.method}: {name} {[*shape]}: {reason}; put it into 'ignore'"
+        )
+
+
 def _require_zeros_kept(recipe: Recipe, before: list[int], stage: StageModel, name: str) -> None:
     if stage.keeps_zeros:
         return
@@ -135,13 +144,19 @@ def _require_fits(layer_format: LayerFormat, shapes: Mapping[str, tuple[int, int
             )
 
 
-def _require_one_method(formats: Mapping[str, LayerFormat]) -> None:
+def _require_one_method(formats: Mapping[str, LayerFormat], recipe: Recipe) -> None:
     """Refuse a checkpoint of two methods: ``config.json`` names one, and vLLM loads by it."""
+    mine = next((one for one in formats.values() if isinstance(one, TautFormat)), None)
+    if mine is not None and recipe.kv_cache is not None:
+        raise RecipeError(
+            f"kv_cache: its scales are stored by compressed-tensors, {mine.name} layers by taut's "
+            "own method, but a checkpoint has one; leave 'kv_cache' out"
+        )
     ours = {name: isinstance(one, TautFormat) for name, one in formats.items()}
     if len(set(ours.values())) > 1:
-        mine, theirs = (next(name for name in ours if ours[name] is kind) for kind in (True, False))
+        own, theirs = (next(name for name in ours if ours[name] is kind) for kind in (True, False))
         raise RecipeError(
-            f"stages: {mine} is stored as {formats[mine].name} (quant_method taut) and {theirs} as "
+            f"stages: {own} is stored as {formats[own].name} (quant_method taut) and {theirs} as "
             f"{formats[theirs].name} (compressed-tensors), but a checkpoint has one method; leave "
             "one of them dense with 'ignore', or give both stages of one method"
         )

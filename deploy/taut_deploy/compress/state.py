@@ -59,6 +59,21 @@ class LayerState:
                 )
         return weight
 
+    def hessian(self) -> torch.Tensor:
+        """``x xᵀ`` of its input, [K, K] fp32.
+
+        Raises:
+            ModelError: calibration overflowed; names the layer.
+        """
+        found = self.group.hessian
+        if found is None:
+            raise TypeError(f"{self.name}: no stage said that it needs a Hessian")
+        if not bool(torch.isfinite(found).all()):
+            raise ModelError(
+                f"{self.name}: the squares of its input overflow; calibrate with other text"
+            )
+        return found
+
     def store(self, stored: StoredLayer, method: str) -> None:
         """Keep the layer as it will be written; the block computes with it from here on.
 

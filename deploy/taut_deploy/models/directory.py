@@ -7,10 +7,11 @@ from typing import Any
 
 from taut_deploy.documents import read_json, read_json_object
 from taut_deploy.errors import ModelError
+from taut_deploy.files import VOLATILE_FILES
 from taut_deploy.models.pretrained import load_config, reason_of
 
 _KEPT_SUFFIXES = {".json", ".safetensors", ".model", ".txt", ".jinja"}
-_OURS = {"taut-model.json", "taut.json", "compression_log.json"}
+_OURS = VOLATILE_FILES | {"taut-model.json", "taut.json"}
 _INDEX = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 # What families call the same size.
@@ -202,6 +203,8 @@ def _shape_of(raw: dict[str, Any], config: Any) -> ModelShape:
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise TypeError("architectures is not a list of names")
     text = config.get_text_config()
+    if not hasattr(text, "num_attention_heads"):
+        raise ValueError("its blocks hold no attention; take a decoder of text that has it")
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
     kv_heads = 1 if getattr(text, "multi_query", False) else _first(text, _KV_HEADS) or heads
     return ModelShape(
@@ -219,9 +222,11 @@ def _shape_of(raw: dict[str, Any], config: Any) -> ModelShape:
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
-    """The first of several settings that a configuration has."""
+    """The first of several settings that a configuration has; the largest where blocks differ."""
     found = (getattr(config, name, None) for name in names)
     value = next((value for value in found if value is not None), None)
+    if isinstance(value, list | tuple):
+        value = max(value)
     return None if value is None else int(value)
 
 

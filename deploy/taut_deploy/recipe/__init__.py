@@ -8,21 +8,41 @@ model to :mod:`taut_deploy.recipe.stages` and one function to :mod:`taut_deploy.
 from taut_deploy.recipe.patterns import is_matched, matches
 from taut_deploy.recipe.recipe import (
     Calibration,
+    KvCache,
     Recipe,
     builtin_recipes,
     load_recipe,
     parse_recipe,
 )
-from taut_deploy.recipe.stages import Order, Quantize, Smooth, Stage, StageModel
+from taut_deploy.recipe.stages import (
+    Awq,
+    Distil,
+    Order,
+    Prune,
+    Qat,
+    Quantize,
+    Slim,
+    Smooth,
+    Stage,
+    StageModel,
+    Training,
+)
 
 __all__ = [
+    "Awq",
     "Calibration",
+    "Distil",
+    "KvCache",
     "Order",
+    "Prune",
+    "Qat",
     "Quantize",
     "Recipe",
+    "Slim",
     "Smooth",
     "Stage",
     "StageModel",
+    "Training",
     "builtin_recipes",
     "is_matched",
     "load_recipe",

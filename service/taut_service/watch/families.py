@@ -143,6 +143,7 @@ class Families:
         self.key_generated_tokens = counter(
             "key_generated_tokens", "Tokens out, as workers report", *labels
         )
+        self.key_cost = counter("key_cost", "Cost of these tokens at the variants' prices", *labels)
 
     def _declare_fixed(self) -> None:
         counter = self._counter

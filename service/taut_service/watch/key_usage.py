@@ -68,6 +68,7 @@ class _Series:
         self.requests = families.key_requests.labels(*labels)
         self.prompt_tokens = families.key_prompt_tokens.labels(*labels)
         self.generated_tokens = families.key_generated_tokens.labels(*labels)
+        self.cost = families.key_cost.labels(*labels)
 
 
 class KeyUsage:
@@ -111,6 +112,7 @@ class KeyUsage:
         row.cost += cost
         series.prompt_tokens.inc(usage.prompt_tokens)
         series.generated_tokens.inc(usage.completion_tokens)
+        series.cost.inc(cost)
 
     def report(self) -> UsageReport:
         """Return what was counted, by key and model."""
@@ -133,6 +135,7 @@ class KeyUsage:
             self._families.key_requests.remove(*labels)
             self._families.key_prompt_tokens.remove(*labels)
             self._families.key_generated_tokens.remove(*labels)
+            self._families.key_cost.remove(*labels)
         # Requests under way still count into series that nobody sees; those of models that are
         # served again into new ones.
         for place, (row, series) in self._rows.items():

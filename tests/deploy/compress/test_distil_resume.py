@@ -10,6 +10,7 @@ from tiny_models import job_for, recipe_data, write_llama
 from validate_setup import write_text
 
 from taut_deploy.compress import driver
+from taut_deploy.files import VOLATILE_FILES
 
 SCRIPT = """
 import os, signal, sys
@@ -42,7 +43,7 @@ def content(directory):
     return {
         path.name: path.read_bytes()
         for path in directory.rglob("*")
-        if path.is_file() and path.name != "compression_log.json"
+        if path.is_file() and path.name not in VOLATILE_FILES
     }
 
 

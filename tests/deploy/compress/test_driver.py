@@ -9,6 +9,7 @@ import torch
 from stood_for import dequantised_model, logits_of, round_as_compressed_tensors, stored
 from tiny_models import (
     job_for,
+    pruned_data,
     recipe_data,
     w8a8_data,
     write_calibration_text,
@@ -22,6 +23,7 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.calibrate.calibration import make_calibration_set
 from taut_deploy.compress.job import compute_dtype, fingerprint, open_stream
 from taut_deploy.errors import RecipeError
+from taut_deploy.files import VOLATILE_FILES
 
 LINEARS = [
     f"model.layers.{i}.{'self_attn' if m[0] in 'qkvo' else 'mlp'}.{m}"
@@ -77,6 +79,24 @@ CASES = {
     "fp8 static": lambda text: recipe_data(text, scheme="FP8-STATIC", group_size=None),
     "w4a8": lambda text: recipe_data(text, scheme="W4A8"),
     "w4afp8": lambda text: recipe_data(text, scheme="W4AFP8"),
+    "w4a16 hqq": lambda text: recipe_data(text, algorithm="hqq", symmetric=False),
+    "w8a8 hqq": lambda text: recipe_data(text, scheme="W8A8", group_size=None, algorithm="hqq"),
+    "w4a16 awq": lambda text: (
+        recipe_data(text)
+        | {"stages": [{"method": "awq"}, *recipe_data(text, algorithm="rtn")["stages"]]}
+    ),
+    "2:4 w4a16 hqq": lambda text: pruned_data(
+        text, *recipe_data(text, algorithm="hqq")["stages"], pattern="2:4"
+    ),
+    "half by sparsegpt": lambda text: pruned_data(text, sparsity=0.5),
+    "2:4 by wanda": lambda text: pruned_data(text, pattern="2:4", algorithm="wanda"),
+    "4:8 by magnitude": lambda text: pruned_data(
+        text, pattern="4:8", algorithm="magnitude", refit=False
+    ),
+    "2:4 w4a16": lambda text: pruned_data(text, *recipe_data(text)["stages"], pattern="2:4"),
+    "half w8a8 by rtn": lambda text: pruned_data(
+        text, *w8a8_data(text)["stages"][1:], sparsity=0.5
+    ),
     "w4a16 without the first block": lambda text: (
         recipe_data(text) | {"ignore": ["lm_head", "model.layers.0.*"]}
     ),
@@ -93,8 +113,9 @@ def test_stock_transformers_computes_what_the_checkpoint_stands_for(case, room, 
     theirs = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
     base = logits_of(AutoModelForCausalLM.from_pretrained(room / "model").eval())
     scale = (ours - base).norm()
-    # Four values a weight leave less of a random model, which has nothing but noise to keep.
-    limit = 1.0 if manifest.bits == 2 else 0.5
+    # Four values a weight, or half of the weights, leave less of a random model, which has nothing
+    # but noise to keep.
+    limit = 1.0 if manifest.bits == 2 or "prune" in str(manifest.recipe) else 0.5
     assert 0 < scale < limit * base.norm(), "compressed, and still the same model"
     assert (theirs - ours).norm() < 0.02 * scale
 
@@ -117,7 +138,7 @@ def test_the_manifest_is_complete(room, tmp_path):
     assert manifest.max_model_len == 128
     assert set(manifest.libraries) >= {"taut", "torch", "transformers", "compressed-tensors"}
     listed = {path.name for path in (tmp_path / "out").iterdir()}
-    assert set(manifest.files) == listed - {"taut.json", "compression_log.json"}
+    assert set(manifest.files) == listed - VOLATILE_FILES - {"taut.json"}
     assert manifest.bytes == sum(
         (tmp_path / "out" / name).stat().st_size for name in manifest.files
     )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from taut_deploy.compress.formats.activations import Float8Fixed
 from taut_deploy.compress.quantize import gptq
-from taut_deploy.compress.quantize.float8 import Float8Spec, fake_quantize_tokens_fp8, to_fp8
+from taut_deploy.compress.quantize.float8 import (
+    Float8Spec,
+    fake_quantize_tokens_fp8,
+    round_fp8,
+    to_fp8,
+)
 
 # Sign, four bits of exponent around 7, three of fraction; two patterns are NaN.
 NUMBERS = sorted(
@@ -35,6 +42,20 @@ def test_rounding_takes_the_nearest_of_all_numbers():
     for value, got in zip(values.tolist(), to_fp8(values).float().tolist(), strict=True):
         assert got in NUMBERS
         assert abs(got - value) == pytest.approx(nearest(value), rel=1e-5, abs=1e-9)
+
+
+def test_rounding_in_fp32_takes_the_nearest_and_of_two_the_even_one():
+    ends = torch.tensor([449.0, -1e9, torch.inf, -torch.inf])
+    assert round_fp8(ends).tolist() == [448.0, -448.0, 448.0, -448.0]
+    assert round_fp8(torch.tensor([torch.nan])).isnan().all()
+    assert round_fp8(torch.tensor(NUMBERS)).tolist() == NUMBERS
+    for below, above in pairwise(NUMBERS):
+        middle = (below + above) / 2
+        nearly = torch.tensor([middle]).nextafter(torch.tensor([[below], [above]]))
+        assert round_fp8(nearly).flatten().tolist() == [below, above]
+        # The even one has a last bit of zero: a multiple of two steps.
+        even = below if (below / (above - below)) % 2 == 0 else above
+        assert round_fp8(torch.tensor([middle])).item() == even
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -34,7 +34,27 @@ WRONG = {
     "no stages": ({"name": "r"}, "stages: Field required"),
     "empty stages": ({**GOOD, "stages": []}, "stages: .*at least 1"),
     "stages a string": ({**GOOD, "stages": "W8A8"}, "stages: .*tuple"),
-    "unknown method": ({**GOOD, "stages": [{"method": "prune"}]}, r"stages\.0: .*'prune'"),
+    "unknown method": ({**GOOD, "stages": [{"method": "shave"}]}, r"stages\.0: .*'shave'"),
+    "a prune without a target": (
+        {**GOOD, "stages": [{"method": "prune"}]},
+        "give either 'sparsity', such as 0.5, or 'pattern', 2:4 or 4:8",
+    ),
+    "a prune with two targets": (
+        {**GOOD, "stages": [{"method": "prune", "sparsity": 0.5, "pattern": "2:4"}]},
+        "give either 'sparsity'",
+    ),
+    "a sparsity that keeps nothing": (
+        {**GOOD, "stages": [{"method": "prune", "sparsity": 1.0}]},
+        r"prune\.sparsity: .*less than 1",
+    ),
+    "an unknown pattern": (
+        {**GOOD, "stages": [{"method": "prune", "pattern": "3:4"}]},
+        r"prune\.pattern: .*'2:4' or '4:8'",
+    ),
+    "pruning what is stored": (
+        {**GOOD, "stages": [W4A16, {"method": "prune", "sparsity": 0.5}]},
+        "'prune' must stand before 'quantize'",
+    ),
     "unknown scheme": (
         {**GOOD, "stages": [{**W4A16, "scheme": "W3"}]},
         r"stages\.0.*scheme: .*W8A8",
@@ -133,3 +153,9 @@ def test_the_hash_covers_what_changes_the_result_and_nothing_else():
     ignoring = parse_recipe(yaml.safe_dump({**GOOD, "ignore": []}), "r")
     assert base.hash == renamed.hash == spelled.hash
     assert len({base.hash, seeded.hash, ignoring.hash}) == 3
+
+
+@pytest.mark.parametrize("written", ["2:4", "'2:4'", '"2:4"'])
+def test_a_pattern_needs_no_quotes(written):
+    text = f"{{name: r, stages: [{{method: prune, pattern: {written}}}]}}"
+    assert parse_recipe(text, "my.yaml").stages[0].pattern == "2:4"

@@ -23,6 +23,7 @@ from tiny_models import (
 
 from taut_deploy.checkpoint import verify
 from taut_deploy.compress import driver
+from taut_deploy.files import VOLATILE_FILES
 
 SCRIPT = Path(__file__).with_name("kill_compress.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
@@ -44,7 +45,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
-        if path.is_file() and path.name != "compression_log.json"
+        if path.is_file() and path.name not in VOLATILE_FILES
     }
 
 

@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 
 from taut_bench import engine, engine_checkpoint, engine_modes, report, w4a16
-from taut_bench.w4a16_layer import Layer, rows_to_check
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.instruments import timing
+from taut_kernels.tuner.w4a16_layer import Layer, rows_to_check
 from tuning import tune_w4a16_decode, tune_w4a16_wgmma
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

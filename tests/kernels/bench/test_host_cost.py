@@ -14,8 +14,6 @@ from taut_bench import (
     host_cost,
     host_cost_parts,
     scaled_mm_layer,
-    w4a16_layer,
-    w4a16_rivals,
 )
 from taut_bench.host_cost_parts import PARTS, Case
 from taut_kernels.activation import silu_mul
@@ -24,6 +22,7 @@ from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.instruments import timing
 from taut_kernels.launch import launcher, triton_abi
+from taut_kernels.tuner import w4a16_layer, w4a16_stock
 
 STREAM = 55
 NUMBERS = itertools.count()
@@ -117,7 +116,7 @@ def test_a_rival_that_is_missing_or_refuses_leaves_a_note(
     torch.library.impl(case.op._schema.name, "CPU", case.function)
 
     def missing() -> Any:
-        raise w4a16_rivals.UnavailableError("vLLM: not here")
+        raise w4a16_stock.UnavailableError("vLLM: not here")
 
     def refuses() -> Any:
         raise ValueError("not this shape\nfor a reason")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from taut_bench import stalls, w4a16_rivals
-from taut_bench.w4a16_layer import Layer
+from taut_kernels.tuner import w4a16_stock
+from taut_kernels.tuner.w4a16_layer import Layer
 
 RUN = Path(__file__).parents[1] / "runs" / "2026-11-24-h200-09h"
 RAW = """==PROF== Connected
@@ -71,7 +72,7 @@ def test_four_bit_products_that_are_wrong_or_missing_are_not_shown(monkeypatch, 
         return Layer(x, x.int(), x, 64, torch.arange(rows), x.double(), budget=0.1)
 
     def absent(_):
-        raise w4a16_rivals.UnavailableError("Marlin: not here")
+        raise w4a16_stock.UnavailableError("Marlin: not here")
 
     rivals = {
         "taut": lambda _: lambda x: x.clone(),

@@ -16,7 +16,6 @@ import torch
 
 from taut_bench import plots, report, shapes, w4a16, w4a16_format, w4a16_rivals
 from taut_bench.w4a16_format import DTYPES, Format
-from taut_bench.w4a16_layer import Layer, empty_weight, make_layer
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
@@ -25,6 +24,8 @@ from taut_kernels.gemm.w4a16.decode_ring_tile import token_tiles
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.instruments import timing
+from taut_kernels.tuner import w4a16_stock
+from taut_kernels.tuner.w4a16_layer import Layer, blank_layer, empty_weight, make_layer
 from tuning import measured_table, tune_w4a16_decode, tune_w4a16_wgmma, w4a16_known_tiles
 
 N, K, ROWS = 48, 256, 20
@@ -64,7 +65,7 @@ def _give(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
     def vllm(*names: str) -> list[Any]:
         return [modules[name.rpartition(".")[2]] for name in names]
 
-    monkeypatch.setattr(w4a16_rivals, "_vllm", vllm)
+    monkeypatch.setattr(w4a16_stock, "vllm_modules", vllm)
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ def test_a_layer_has_its_formats_shapes_and_our_op_agrees_with_its_gold(given: F
         assert layer.weight_zero_point is None
         assert layer.stored_zeros().eq(8).all()
     assert layer.weight_bytes() == N * K // 2 + 2 * N * groups + zero_bytes
-    assert layer.why_wrong(w4a16_rivals.taut(layer)(layer.x)) is None
+    assert layer.why_wrong(w4a16_stock.taut(layer)(layer.x)) is None
     assert layer.why_wrong(w4a16_rivals.cublas(layer)(layer.x)) is None
 
 
@@ -108,7 +109,7 @@ def test_the_budget_tells_zero_points_from_none() -> None:
     symmetric = Layer(
         layer.x, layer.weight_packed, layer.weight_scale, 32, layer.checked, layer.gold, 0.0
     )
-    assert "above the budget" in str(layer.why_wrong(w4a16_rivals.taut(symmetric)(layer.x)))
+    assert "above the budget" in str(layer.why_wrong(w4a16_stock.taut(symmetric)(layer.x)))
 
 
 def test_a_symmetric_layer_is_drawn_as_before_there_were_zero_points() -> None:
@@ -179,7 +180,7 @@ def test_marlin_gets_what_its_kernel_class_prepares(
     )
     ops = types.SimpleNamespace(gptq_marlin_repack=lambda words, **_: words)
     _give(monkeypatch, _custom_ops=ops, marlin_utils=utils, scalar_type=SCALAR_TYPE)
-    assert layer.why_wrong(w4a16_rivals.marlin(layer)(layer.x)) is None
+    assert layer.why_wrong(w4a16_stock.marlin(layer)(layer.x)) is None
 
 
 def _machete(monkeypatch: pytest.MonkeyPatch, groups: list[int]) -> None:
@@ -218,7 +219,92 @@ def test_machete_gets_what_its_kernel_class_prepares_within_the_budget(
 ) -> None:
     _machete(monkeypatch, [-1, 32, 64, 128])
     layer = _layer(given)
-    assert layer.why_wrong(w4a16_rivals.machete(layer)(layer.x)) is None
+    assert layer.why_wrong(w4a16_stock.machete(layer)(layer.x)) is None
+
+
+def _humming(given: Format, asked: list[str]) -> dict[str, Any]:
+    """Stand in for Humming: weights stay as on disk, so the product can be formed from them."""
+
+    class Layer(torch.nn.Module):
+        def __init__(
+            self, shape_n: int, shape_k: int, weight_config: Any, torch_dtype: torch.dtype
+        ) -> None:
+            super().__init__()
+            assert (shape_n, shape_k, torch_dtype) == (N, K, DTYPES[given.dtype])
+            channel = given.group_size == w4a16_format.CHANNEL
+            assert weight_config == {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "type": "int",
+                "num_bits": 4,
+                "strategy": "channel" if channel else "group",
+                "group_size": None if channel else given.group_size,
+                "symmetric": not given.zero_points,
+            }
+
+        def load_from_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+            assert set(tensors) - {"weight_zero_point"} == {"weight_packed", "weight_scale"}
+            self.stored = tensors
+
+        def transform(self) -> None:
+            names = {"weight_packed": "weight", "weight_zero_point": "zero_point"}
+            for name, tensor in self.stored.items():
+                parameter = torch.nn.Parameter(tensor, requires_grad=False)
+                setattr(self, names.get(name, name), parameter)
+            self.humming_config = types.SimpleNamespace(to_str=lambda: "config")
+
+    def forward(config: Any, **call: Any) -> torch.Tensor:
+        assert config.to_str() == "config"
+        assert not call["locks"].any()
+        assert call["locks"].dtype is torch.int32
+        asked.append(call["tuning_config"])
+        scale, packed = call["weight_scale"], call["zero_point"]
+        zeros = torch.full_like(scale, 8.0)
+        if packed is not None:
+            zeros = formats.unpack_zero_point(packed, N) + 8.0
+        q = _nibbles(call["weight"]).float().unflatten(1, (scale.shape[1], -1))
+        dense = ((q - zeros[..., None]) * scale.float()[..., None]).flatten(1)
+        return (call["inputs"].float() @ dense.t()).to(call["inputs"].dtype)
+
+    class Kernel:
+        @staticmethod
+        def prepare_kernels(config: str, compute: None, tuning: str, device: torch.device) -> None:
+            asked.append(f"compiled {tuning}")
+
+    def heuristics(config: Any, M: int, device: torch.device) -> dict[str, int]:
+        return {"block": max(16, M)}
+
+    return {
+        "humming.layer": types.SimpleNamespace(HummingLayer=Layer),
+        "humming.forward": types.SimpleNamespace(humming_forward=forward),
+        "humming.kernel.humming": types.SimpleNamespace(HummingKernel=Kernel),
+        "humming.tune": types.SimpleNamespace(get_heuristics_config=heuristics),
+    }
+
+
+@every_format
+def test_humming_gets_the_disks_layer_and_its_own_choice_for_the_tokens(
+    given: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, asked = _layer(given), list[str]()
+    modules = _humming(given, asked)
+    monkeypatch.setattr(w4a16_stock.importlib, "import_module", modules.__getitem__)
+    call = w4a16_stock.humming(layer)
+    assert layer.why_wrong(call(layer.x)) is None
+    assert layer.why_wrong(call.copy()(layer.x[:2])) is None
+    assert asked == ['{"block": 20}', '{"block": 16}']
+    asked.clear()
+    w4a16_stock.compile_humming(layer, (1, 16, 20))  # the first two want the same kernel
+    assert asked == ['compiled {"block": 16}', 'compiled {"block": 20}']
+
+
+def test_humming_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(w4a16_stock.importlib, "import_module", missing)
+    with pytest.raises(w4a16_stock.UnavailableError, match=r"^Humming: No module named"):
+        w4a16_stock.humming(_layer(Format()))
 
 
 @every_format
@@ -285,9 +371,9 @@ def test_gemlite_gets_zero_points_as_stored(given: Format, monkeypatch: pytest.M
 
 def test_a_format_a_rival_does_not_take_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     _machete(monkeypatch, [-1, 64, 128])  # vLLM's rule, 0.26 and 0.32
-    wrong: w4a16_rivals.Prepare = lambda layer: lambda x: torch.zeros(len(x), N)  # noqa: E731
+    zeros = w4a16_stock.Prepared((), lambda x, own: torch.zeros(len(x), N))
     names = ("taut", "Machete", "gemlite")
-    monkeypatch.setitem(w4a16_rivals.PREPARE, "gemlite", wrong)
+    monkeypatch.setitem(w4a16_rivals.PREPARE, "gemlite", lambda layer: zeros)
     notes: list[str] = []
     monkeypatch.setattr(timing, "copies_needed", lambda size: 2)
     ready = w4a16._prepared(_layer(Format(32)), names, ROWS, notes)
@@ -335,7 +421,15 @@ def test_tuners_run_a_tile_on_the_formats_own_operands(
 def test_tiles_are_compiled_by_operands_like_the_layers(group_size: int, zero_points: bool) -> None:
     (own,) = _layer(Format(group_size, zero_points)).packed(1)
     empty = empty_weight(N, K, group_size, zero_points=zero_points, device="cpu")
-    for one, other in zip(own, empty, strict=True):
+    layer = _layer(Format(group_size, zero_points))
+    blank = blank_layer(N, K, group_size, zero_points=zero_points, device="cpu")
+    pairs = list(zip(own, empty, strict=True))
+    pairs += [
+        (layer.weight_packed, blank.weight_packed),
+        (layer.weight_scale, blank.weight_scale),
+        (layer.weight_zero_point, blank.weight_zero_point),
+    ]
+    for one, other in pairs:
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert (one.shape, one.dtype) == (other.shape, other.dtype)

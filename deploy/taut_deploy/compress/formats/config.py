@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationStatus
 
 from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat, WeightFormat
 
@@ -16,13 +16,15 @@ def quantization_config(
     formats: Mapping[str, LayerFormat],
     shapes: Mapping[str, tuple[int, int]],
     ignore: list[str],
+    kv_cache: QuantizationArgs | None = None,
 ) -> dict[str, Any] | None:
-    """The ``quantization_config`` entry of config.json; None where no layer has a format.
+    """The ``quantization_config`` entry of config.json; None where nothing is quantised.
 
     Args:
         formats: of each compressed layer, by its full name; all of one method.
         shapes: [N, K] of at least those.
         ignore: full names of linear layers left alone.
+        kv_cache: how keys and values are kept; None for the model's own type.
     """
     ours = {name: one for name, one in formats.items() if isinstance(one, TautFormat)}
     if ours:
@@ -32,10 +34,14 @@ def quantization_config(
             {name: one.describe(*shapes[name]) for name, one in ours.items()}
         )
     theirs = {name: one for name, one in formats.items() if isinstance(one, WeightFormat)}
-    return _compressed_tensors(theirs, ignore) if theirs else None
+    if not theirs and kv_cache is None:
+        return None
+    return _compressed_tensors(theirs, ignore, kv_cache)
 
 
-def _compressed_tensors(formats: Mapping[str, WeightFormat], ignore: list[str]) -> dict[str, Any]:
+def _compressed_tensors(
+    formats: Mapping[str, WeightFormat], ignore: list[str], kv_cache: QuantizationArgs | None
+) -> dict[str, Any]:
     """The library's own entry.
 
     One format is one group over all linear layers; several are groups that name their layers.
@@ -54,6 +60,7 @@ def _compressed_tensors(formats: Mapping[str, WeightFormat], ignore: list[str]) 
         format=layouts.pop() if len(layouts) == 1 else _MIXED_LAYOUT,
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=ignore,
+        kv_cache_scheme=kv_cache,
     )
     dumped: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
     return {**dumped, "quant_method": "compressed-tensors"}

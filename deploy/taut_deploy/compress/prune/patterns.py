@@ -53,17 +53,24 @@ def parse_pattern(text: str | float) -> Pattern:
     return Pattern(1.0 - removed)
 
 
+def why_not_fit(pattern: Pattern, k: int) -> str | None:
+    """Why a width cannot have the pattern, naming both numbers; None if it can."""
+    if pattern.run is None or k % pattern.run == 0:
+        return None
+    return (
+        f"pattern {pattern.kept_of_run}:{pattern.run} needs input widths divisible by "
+        f"{pattern.run}, this layer has {k}"
+    )
+
+
 def require_fit(pattern: Pattern, k: int) -> None:
     """Refuse a width that the pattern's runs do not divide.
 
     Raises:
         ValueError: naming both numbers.
     """
-    if pattern.run is not None and k % pattern.run:
-        raise ValueError(
-            f"pattern {pattern.kept_of_run}:{pattern.run} needs input widths divisible by "
-            f"{pattern.run}, this layer has {k}"
-        )
+    if (reason := why_not_fit(pattern, k)) is not None:
+        raise ValueError(reason)
 
 
 def keep_highest(scores: torch.Tensor, pattern: Pattern) -> torch.Tensor:

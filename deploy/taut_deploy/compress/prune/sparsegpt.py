@@ -1,15 +1,14 @@
 """SparseGPT: remove weights one input channel at a time, the others make up for each.
 
-Source: SparseGPT, arXiv:2301.00774, §3.2 (columns in order, the inverse Hessian's Cholesky factor),
-§3.3 (the mask is chosen block by block, from weights already corrected) and §3.5 (weights that
-stay are rounded in the same pass).
+Source: SparseGPT, arXiv:2301.00774, §3.2 (columns in order, the inverse Hessian's Cholesky factor)
+and §3.3 (the mask is chosen block by block, from weights already corrected). Rounding in the same
+pass (§3.5) is left out: refitting the weights that stay and a masked GPTQ after it lose less.
 """
 
 import torch
 
 from taut_deploy.compress.prune.patterns import Pattern, keep_highest, require_fit
 from taut_deploy.compress.quantize.gptq import inverse_cholesky
-from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight, fit_grid
 
 _BLOCK = 128
 
@@ -35,54 +34,6 @@ def prune_weight(
     Raises:
         ValueError: the pattern's runs do not divide K, or the Hessian is not finite.
     """
-    pruned, mask, _ = _sweep(weight, hessian, pattern, dampening_frac, None)
-    return pruned, mask
-
-
-def prune_and_quantize_weight(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    pattern: Pattern,
-    spec: GridSpec,
-    *,
-    dampening_frac: float = 0.01,
-) -> tuple[QuantizedWeight, torch.Tensor]:
-    """Prune and round in one pass, so that what stays makes up for both.
-
-    Args:
-        weight: [N, K] fp32.
-        hessian: [K, K] fp32.
-        pattern: n:m, or a share of every block of 128 columns.
-        spec: the grid; its zero point (0 where symmetric) stands for a pruned weight.
-        dampening_frac: share of the mean diagonal added to the diagonal.
-
-    Returns:
-        Codes that stand for exactly 0 where pruned, and the mask [N, K].
-
-    Raises:
-        ValueError: as :func:`prune_weight`, or the group size does not divide K.
-    """
-    # The grid is for the weights that stay: those are known only roughly before the pass.
-    likely, _, _ = _sweep(weight, hessian, pattern, dampening_frac, None)
-    scale, zero = fit_grid(likely, spec, hessian.diagonal())
-    repeats = weight.shape[1] // scale.shape[1]
-    wide_scale = scale.float().repeat_interleave(repeats, 1)
-    wide_zero = (
-        torch.zeros_like(wide_scale) if zero is None else zero.float().repeat_interleave(repeats, 1)
-    )
-    grid = (wide_scale, wide_zero, spec)
-    _, mask, codes = _sweep(weight, hessian, pattern, dampening_frac, grid)
-    return QuantizedWeight(codes.to(torch.int8), scale, zero), mask
-
-
-def _sweep(
-    weight: torch.Tensor,
-    hessian: torch.Tensor,
-    pattern: Pattern,
-    dampening_frac: float,
-    grid: tuple[torch.Tensor, torch.Tensor, GridSpec] | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One pass over the columns: new weight, mask and codes (empty without a grid), all [N, K]."""
     k = weight.shape[1]
     require_fit(pattern, k)
     hessian = hessian.clone()
@@ -91,7 +42,6 @@ def _sweep(
     factor = inverse_cholesky(hessian, dampening_frac)
     remaining = torch.where(dead, torch.zeros_like(weight), weight)
     mask = torch.zeros_like(weight, dtype=torch.bool)
-    codes = torch.zeros_like(weight)
     step = _BLOCK if pattern.run is None else pattern.run * max(1, _BLOCK // pattern.run)
     for start in range(0, k, step):
         stop = min(start + step, k)
@@ -104,14 +54,12 @@ def _sweep(
                 mask[:, run] = _choose(remaining[:, run], factor, i, pattern)
             value = remaining[:, i]
             kept = value * mask[:, i]
-            if grid is not None:
-                codes[:, i], kept = _on_grid(kept, i, grid)
             error = (value - kept) / factor[i, i]
             remaining[:, i] = kept
             remaining[:, i + 1 : stop].addr_(error, factor[i, i + 1 : stop], alpha=-1)
             errors[:, i - start] = error
         remaining[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
-    return remaining, mask, codes
+    return remaining, mask
 
 
 def _choose(
@@ -124,11 +72,3 @@ def _choose(
         return keep_highest(scores, pattern)
     # All rows of a block compete, as in the paper: rows that matter more keep more.
     return keep_highest(scores.reshape(1, -1), pattern).view_as(values)
-
-
-def _on_grid(
-    kept: torch.Tensor, column: int, grid: tuple[torch.Tensor, torch.Tensor, GridSpec]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scale, zero, spec = grid[0][:, column], grid[1][:, column], grid[2]
-    code = (kept / scale + zero).round_().clamp_(spec.low, spec.high)
-    return code, (code - zero) * scale

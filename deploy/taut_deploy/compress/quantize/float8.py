@@ -1,4 +1,4 @@
-"""FP8 (e4m3) grids: one scale for each output channel.
+"""FP8 (e4m3) grids: one scale for each output channel, or for each square block of weights.
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433, §3; e4m3 has no infinity and ends at 448.
 Scales are rounded to the dtype they are stored in *before* codes are chosen.
@@ -9,9 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from taut_deploy.compress.quantize.protocol import ColumnRounding
+from taut_deploy.compress.quantize.scales import expand
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+_LEAST_NORMAL = torch.finfo(FP8).tiny
+_EXPONENT = 0x7F800000
+_DROPS_ALL_BUT_THREE_BITS = 1.5 * 2.0**20
 
 
 def to_fp8(values: torch.Tensor) -> torch.Tensor:
@@ -19,18 +23,40 @@ def to_fp8(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def fake_quantize_tokens_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Round activations as an FP8 engine does: one scale per token, from that token.
+def round_fp8(values: torch.Tensor) -> torch.Tensor:
+    """The nearest e4m3 numbers, as :func:`to_fp8` finds them, without leaving fp32.
+
+    torch widens fp8 numbers one at a time on a CPU, which took most of the time of rounding.
+
+    Args:
+        values: any shape, fp32; NaN stays NaN.
+
+    Returns:
+        The same shape, fp32.
+    """
+    values = values.clamp(-FP8_MAX, FP8_MAX)
+    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=_LEAST_NORMAL)
+    # The sum has no room below the third bit of the value's fraction: fp32 rounds there, ties to
+    # even; below the least normal number the step stays the same.
+    power.mul_(_DROPS_ALL_BUT_THREE_BITS)
+    return values.add_(power).sub_(power)
+
+
+def fake_quantize_tokens_fp8(x: torch.Tensor, group_size: int | None = None) -> torch.Tensor:
+    """Round activations as an FP8 engine does: scales are of a token, taken from that token.
 
     Args:
         x: [..., K] any float dtype.
+        group_size: channels a scale covers; None for one scale per token.
 
     Returns:
         Same shape and dtype as ``x``, on the grid.
     """
     values = x.float()
+    if group_size is not None:
+        values = values.view(*x.shape[:-1], -1, group_size)
     scale = values.abs().amax(-1, keepdim=True).clamp_(min=1e-10) / FP8_MAX
-    return (to_fp8(values / scale).float() * scale).to(x.dtype)
+    return round_fp8(values / scale).mul_(scale).view(x.shape).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -39,7 +65,7 @@ class Float8Weight:
 
     Args:
         codes: [N, K] float8_e4m3fn.
-        scale: [N, 1].
+        scale: [N, 1], or [N / B, K / B] for blocks of B×B weights.
     """
 
     codes: torch.Tensor
@@ -47,7 +73,7 @@ class Float8Weight:
 
     def dequantize(self) -> torch.Tensor:
         """The weights these codes stand for, [N, K] fp32."""
-        return self.codes.float() * self.scale.float()
+        return self.codes.float() * expand(self.scale.float(), self.codes.shape)
 
 
 @dataclass(frozen=True)
@@ -55,24 +81,33 @@ class Float8Grid:
     """A weight's FP8 grid, fixed: values are rounded onto it.
 
     Args:
-        scale: [N, 1].
+        scale: [N, 1], or [N / B, K / B].
     """
 
     scale: torch.Tensor
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         """The nearest values on the grid, [N, K] fp32."""
-        return self.encode(values).dequantize()
+        scale = expand(self.scale.float(), values.shape)
+        return round_fp8(values / scale).mul_(scale)
 
     def encode(self, values: torch.Tensor) -> Float8Weight:
         """The nearest codes of values [N, K]; exact for values that are on the grid already."""
-        return Float8Weight(to_fp8(values / self.scale.float()), self.scale)
+        scale = expand(self.scale.float(), values.shape)
+        return Float8Weight(to_fp8(values / scale), self.scale)
 
     def by_column(self, order: torch.Tensor) -> ColumnRounding:
         """Rounding of one input channel at a time."""
-        del order  # every channel has the same scales
-        scale = self.scale.float()[:, 0]
-        return lambda _position, values: to_fp8(values / scale).float() * scale
+        width = order.shape[0] // self.scale.shape[1]
+        block_of = (order // width).tolist()
+        scales = self.scale.float().T.contiguous()
+
+        def rounded(position: int, values: torch.Tensor) -> torch.Tensor:
+            scale = scales[block_of[position]]
+            scale = scale.repeat_interleave(values.shape[0] // scale.shape[0])
+            return round_fp8(values / scale).mul_(scale)
+
+        return rounded
 
 
 @dataclass(frozen=True)
@@ -81,18 +116,27 @@ class Float8Spec:
 
     Args:
         scale_dtype: dtype the scales are stored in.
+        block: side of the square of weights that share a scale, a divisor of N and K; None for one
+            scale per output channel.
     """
 
     scale_dtype: torch.dtype
+    block: int | None = None
 
     def fit(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Float8Grid:
-        """The grid whose ends are each channel's absmax.
+        """The grid whose ends are the absmax of each channel or block.
 
         A float's steps shrink with its magnitude, so a smaller range would buy next to nothing:
         ``importance`` is not used.
         """
         del importance
-        scale = (weight.abs().amax(1, keepdim=True) / FP8_MAX).to(self.scale_dtype)
-        # A channel of zeros gets scale 1: its codes are zero either way.
+        if self.block is None:
+            absmax = weight.abs().amax(1, keepdim=True)
+        else:
+            rows, columns = (size // self.block for size in weight.shape)
+            blocks = weight.view(rows, self.block, columns, self.block)
+            absmax = blocks.abs().amax((1, 3))
+        scale = (absmax / FP8_MAX).to(self.scale_dtype)
+        # Where all is zero the scale is 1: codes are zero either way.
         positive = scale.float() > torch.finfo(torch.float32).tiny
         return Float8Grid(torch.where(positive, scale, torch.ones_like(scale)))

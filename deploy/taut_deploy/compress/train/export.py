@@ -9,10 +9,10 @@ from taut_deploy.compress.train.student import Student
 from taut_deploy.compress.train.weight_forms import Quantized
 from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import ModelError
-from taut_deploy.files import VOLATILE_FILES, copy_files
+from taut_deploy.files import COMPRESSION_REPORT, VOLATILE_FILES, copy_files
 from taut_deploy.models.directory import weight_files
 
-_NOT_COPIED = VOLATILE_FILES | {"taut.json", "taut-model.json"}
+_NOT_COPIED = VOLATILE_FILES | {"taut.json", "taut-model.json", COMPRESSION_REPORT}
 
 
 def write_checkpoint(student: Student, workspace: Workspace) -> None:
