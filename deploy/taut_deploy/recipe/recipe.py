@@ -9,7 +9,18 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.recipe.patterns import Pattern
-from taut_deploy.recipe.stages import STAGE_MODELS, Order, Qat, Slim, Stage, Strict, Training
+from taut_deploy.recipe.stages import (
+    STAGE_MODELS,
+    Factorize,
+    Order,
+    Palettize,
+    Qat,
+    Quantize,
+    Slim,
+    Stage,
+    Strict,
+    Training,
+)
 from taut_deploy.strict_yaml import (
     parse_mapping,
     read_shipped_or_file,
@@ -76,10 +87,20 @@ class Recipe(Strict):
             raise ValueError(
                 "'stages': there is nothing to train back; put 'quantize', 'prune' or 'slim' first"
             )
-        if Order.STORE not in orders and any(isinstance(stage, Qat) for stage in self.stages):
+        kinds = {type(stage) for stage in self.stages}
+        if Qat in kinds and Quantize not in kinds:
             raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
         self._require_like_shapes()
+        self._require_trainable()
         return self
+
+    def _require_trainable(self) -> None:
+        training = [stage.method for stage in self.stages if isinstance(stage, Training)]
+        for stage in self.stages if training else ():
+            fixed = isinstance(stage, Palettize)
+            if fixed or (isinstance(stage, Factorize) and stage.residual is not None):
+                what = "codebooks" if fixed else "a low-rank 'residual'"
+                raise ValueError(f"'stages': {what} cannot be trained; leave out {training[0]!r}")
 
     def _require_like_shapes(self) -> None:
         slims = [stage for stage in self.stages if isinstance(stage, Slim)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stood_for import logits_of
-from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
+from tiny_models import job_for, make_recipe, recipe_data, write_calibration_text, write_llama
 from transformers import AutoModelForCausalLM
 
 import taut_deploy.hf  # noqa: F401  registers the method
@@ -258,6 +258,53 @@ REFUSED = {
         r"q_proj .* cannot be CODEBOOK8: codebook: rows 24 does not divide N = 64",
     ),
 }  # fmt: skip
+
+
+UNREADABLE = {
+    "two sizes at once": (
+        {"method": "factorize", "rank": 4, "rank_budget": 0.5},
+        "'residual', not rank_budget and rank",
+    ),
+    "no size": ({"method": "factorize"}, "exactly one of 'rank_budget', 'rank' and 'residual'"),
+    "a share above one": ({"method": "factorize", "rank_budget": 1.2}, "rank_budget"),
+    "entries that are no power of two": ({"method": "palettize", "entries": 12}, "entries"),
+    "no entries": ({"method": "palettize"}, "entries"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_recipe_that_asks_for_what_is_not_there_is_refused(case):
+    stage, message = UNREADABLE[case]
+    with pytest.raises(RecipeError, match=message) as refused:
+        make_recipe({"name": "r", "stages": [stage]})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "after", "message"),
+    [
+        ({"method": "palettize", "entries": 8}, "distil", "codebooks cannot be trained"),
+        ({"method": "factorize", "residual": {"rank": 2}}, "distil", "'residual' cannot be train"),
+        (
+            {"method": "factorize", "rank": 8},
+            "qat",
+            "'qat' trains through rounding; put 'quantize'",
+        ),
+    ],
+)
+def test_a_recipe_that_trains_what_has_no_gradient_is_refused(stage, after, message):
+    with pytest.raises(RecipeError, match=message):
+        make_recipe({"name": "r", "stages": [stage, {"method": after}]})
+
+
+@pytest.mark.parametrize("stage", ["palettize", "factorize"])
+def test_pruned_weights_are_not_filled_again(stage, room, tmp_path):
+    how = {"entries": 16} if stage == "palettize" else {"rank_budget": 0.5}
+    pruned = {"method": "prune", "sparsity": 0.5, "algorithm": "magnitude"}
+    stages = [pruned, {"method": stage, **how}]
+    data = {**recipe_data(room / "text.txt"), "stages": stages}
+    with pytest.raises(RecipeError, match="q_proj is pruned by stage 0, and stage 1 would fill"):
+        driver.plan(job_for(room / "model", data, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("case", REFUSED)
