@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stood_for import logits_of
+from tiny_families import write_family
 from tiny_models import job_for, make_recipe, recipe_data, write_calibration_text, write_llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import taut_deploy.hf  # noqa: F401  registers the method
 from taut_deploy.compress import driver
+from taut_deploy.compress.resolve import resolve
 from taut_deploy.diagnose.layers import manifest_layers
 from taut_deploy.errors import RecipeError, WorkerError
 from taut_deploy.sizing import Demand
@@ -173,6 +175,29 @@ def test_transformers_loads_the_model_that_the_tensors_stand_for(name, room, mad
     assert (ours - base).norm() > 1e-3 * base.norm(), "something was compressed"
 
 
+@pytest.mark.parametrize("stage", ["low rank", "codebook of 16"])
+@pytest.mark.parametrize("family", ["gpt2", "phi3", "bloom", "llama with biases"])
+def test_families_that_name_turn_and_join_layers_otherwise_load(family, stage, room, tmp_path):
+    model = write_family(tmp_path / "model", family)
+    data = {**recipe_data(room / "text.txt"), "stages": [STAGES[stage]]}
+    manifest = driver.compress(job_for(model, data, tmp_path / "out"))
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    shards = (tmp_path / "out").glob("*.safetensors")
+    stored = {name for shard in shards for name in load_file(shard)}
+    assert all(
+        any(name.startswith(f"{layer}.weight_") for name in stored) for layer in config["layers"]
+    )
+    # What it says as a whole is what it said block by block, as it was compressed.
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")(manifest.golden.prompt)["input_ids"]
+    with torch.no_grad():
+        last = loaded.eval()(torch.tensor([ids])).logits[0, -1]
+    first, second = last.topk(2).values.tolist()
+    assert int(last.argmax()) == manifest.golden.expected_token
+    assert manifest.golden.margin == pytest.approx(first - second, abs=1e-3)
+
+
 LOADERS = """
 import sys
 from pathlib import Path
@@ -258,6 +283,13 @@ REFUSED = {
         r"q_proj .* cannot be CODEBOOK8: codebook: rows 24 does not divide N = 64",
     ),
 }  # fmt: skip
+
+
+def test_experts_are_refused_before_vllm_refuses_them():
+    recipe = make_recipe({"name": "r", "stages": [STAGES["codebook of 16"]]})
+    shapes = {"model.layers.0.mlp.experts.3.w1": (64, 64), "model.layers.0.mlp.gate": (4, 64)}
+    with pytest.raises(RecipeError, match=r"experts\.3\.w1 is one of many .* no CODEBOOK16"):
+        resolve(shapes, recipe, torch.bfloat16)
 
 
 UNREADABLE = {

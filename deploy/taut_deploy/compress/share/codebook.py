@@ -123,11 +123,16 @@ def quantize_weight(
 
 
 def _scales(weight: torch.Tensor, spec: CodebookSpec) -> torch.Tensor:
-    """Largest magnitude of each group, [N, G] in the stored dtype; 1 for groups of zeros."""
+    """The value of largest magnitude of each group, [N, G] in the stored dtype; 1 for zeros.
+
+    With its sign: the far end of every group is then the same entry of the book, and none is spent
+    on an end that only groups of the other sign would reach.
+    """
     n, k = weight.shape
-    absmax = weight.view(n, k // (spec.group_size or k), -1).abs().amax(-1)
-    scale = absmax.to(spec.stored_dtype)
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    groups = weight.view(n, k // (spec.group_size or k), -1)
+    far = groups.abs().argmax(-1, keepdim=True)
+    scale = groups.gather(-1, far)[..., 0].to(spec.stored_dtype)
+    return torch.where(scale != 0, scale, torch.ones_like(scale))
 
 
 def _kmeans(
