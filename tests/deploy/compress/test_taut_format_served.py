@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_families import FAMILIES, write_family
 from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
 from transformers import AutoModelForCausalLM
 
@@ -78,6 +79,12 @@ def serve(directory, **environment):
     )
 
 
+def answers_of(done):
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert lines, (done.stdout + done.stderr)[-4000:]
+    return json.loads(lines[0].removeprefix("ANSWERS "))
+
+
 def scatter(model, answers):
     """Mean distance of the served log-probabilities from a model's of the same tokens."""
     apart = []
@@ -100,8 +107,7 @@ def test_vllm_answers_as_transformers_does(scheme, room, compressed, tmp_path):
     report = tmp_path / "record.json"
     done = serve(directory, TAUT_KERNELS="prefer", TAUT_KERNELS_REPORT=str(report))
     log = done.stdout + done.stderr
-    (line,) = [ln for ln in done.stdout.splitlines() if ln.startswith("ANSWERS ")] or [log[-4000:]]
-    answers = json.loads(line.removeprefix("ANSWERS "))
+    answers = answers_of(done)
     exact = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     base = AutoModelForCausalLM.from_pretrained(room / "model", dtype=torch.float32).eval()
     near, far = scatter(exact, answers), scatter(base, answers)
@@ -115,6 +121,20 @@ def test_vllm_answers_as_transformers_does(scheme, room, compressed, tmp_path):
     assert method in {answer["kernel"] for answer in record["known_answers"]}
     if scheme == "CODEBOOK8":
         assert "dequantised at load, no memory saved" in log
+
+
+@pytest.mark.timeout(900)
+def test_layers_that_are_joined_on_disk_are_one_part(room, tmp_path, monkeypatch):
+    wide = {"hidden_size": 128, "intermediate_size": 256}
+    monkeypatch.setitem(FAMILIES, "wide", ("phi3", {**FAMILIES["phi3"][1], **wide}))
+    model = write_family(tmp_path / "model", "wide")
+    data = {**recipe_data(room / "text.txt"), "stages": [STAGES["LOWRANK"]]}
+    driver.compress(job_for(model, data, tmp_path / "out"))
+    answers = answers_of(serve(tmp_path / "out"))
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    near = scatter(exact, answers)
+    print(f"phi3: {near:.4f} from its own model")
+    assert near < 0.1
 
 
 @pytest.mark.timeout(900)
