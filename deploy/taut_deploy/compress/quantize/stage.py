@@ -3,7 +3,8 @@
 from typing import Any
 
 from taut_deploy.compress.quantize import gptq, rtn
-from taut_deploy.compress.quantize.protocol import Codes
+from taut_deploy.compress.quantize.joined import joined_specs
+from taut_deploy.compress.quantize.protocol import Codes, Spec
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.recipe.stages import Quantize
@@ -15,17 +16,17 @@ def quantize(state: BlockState, index: int, stage: Quantize) -> None:
     Raises:
         ModelError: a weight or an input is not finite; names the layer.
     """
+    specs = joined_specs(state.of_stage(index))
     for layer in state.of_stage(index):
         if layer.format is None:
             raise TypeError(f"{layer.name}: a quantised layer has a format")
         with single_thread():
-            codes = _rounded(layer, stage)
+            codes = _rounded(layer, stage, specs[layer.name])
         stored = layer.format.store(codes, layer.group.absmax)
         layer.store(stored, stage.algorithm)
 
 
-def _rounded(layer: LayerState, stage: Quantize) -> Codes:
-    spec: Any = layer.format.spec if layer.format is not None else None
+def _rounded(layer: LayerState, stage: Quantize, spec: Spec[Any]) -> Codes:
     weight = layer.sound_weight()
     if stage.algorithm == "rtn" or layer.group.hessian is None:
         codes: Codes = rtn.quantize_weight(weight, spec)
