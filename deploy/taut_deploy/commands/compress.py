@@ -38,7 +38,9 @@ def compress(
     as_json: JsonFlag = False,
 ) -> None:
     """Compress a model into a checkpoint that vLLM, transformers and 'taut worker' load."""
-    from taut_deploy.compress import driver
+    from taut_deploy.compress import pipeline
+    from taut_deploy.compress.job import CompressionJob
+    from taut_deploy.compress.pipeline_plan import plan as make_plan
 
     require_device(device)
     chosen = load_recipe(recipe)
@@ -48,14 +50,12 @@ def compress(
     target = home.checkpoints / "plan" if output is None else checked_output(output)
     record = ModelStore(home.models).fetch(model)
     announce_code(Path(record.path), trust_remote_code)
-    job = driver.CompressionJob(
-        record, chosen, target, home.root, device, resume, trust_remote_code
-    )
+    job = CompressionJob(record, chosen, target, home.root, device, resume, trust_remote_code)
     if plan:
-        _print_plan(driver.plan(job), as_json)
+        _print_plan(make_plan(job), as_json)
         return
     with progress_reporter(quiet=as_json) as report:
-        manifest = driver.compress(job, report)
+        manifest = pipeline.compress(job, report)
     summary = {
         "path": str(job.output.resolve()),
         "digest": manifest.digest,
@@ -94,5 +94,7 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
         f"about {megabytes(plan.peak_memory_bytes)} of memory and {megabytes(plan.disk_bytes)} "
         "of disk at most"
     )
+    for line in plan.whole_model:
+        typer.echo(line)
     for layer in kept:
         typer.echo(f"kept: {layer.name} {layer.shape}: {layer.fate}")

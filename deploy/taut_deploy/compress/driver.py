@@ -9,14 +9,14 @@ function of the fingerprint.
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
-from taut_deploy.compress.block import CompressedBlock, compress_block
+from taut_deploy.compress.block import CompressedBlock, compress_block, rehearse_block
 from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
 from taut_deploy.compress.formats.config import describe, quantization_config
 from taut_deploy.compress.golden import (
@@ -37,18 +37,20 @@ from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
 from taut_deploy.compress.report.write import write_report
-from taut_deploy.compress.source.stream import (
-    BlockArguments,
-    DecoderBlock,
-    StreamedModel,
-    call_block,
-)
+from taut_deploy.compress.resolve import Treatment
+from taut_deploy.compress.source.calls import BlockArguments, call_block
+from taut_deploy.compress.source.decoder import DecoderBlock
+from taut_deploy.compress.source.stream import StreamedModel
+from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.compress.threads import over_batches, single_thread
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import copy_files, require_free_space, write_json_atomically
 from taut_deploy.models.directory import read_config, read_shape
+from taut_deploy.recipe import Recipe
 
 _BATCH_TOKENS = 2048
+_REHEARSED_TOKENS = 8
 
 # (blocks done, blocks in all, what is being done)
 Progress = Callable[[int, int, str], None]
@@ -68,6 +70,7 @@ def plan(job: CompressionJob) -> CompressionPlan:
     require_embedded([tokens], _vocabulary(stream), directory)
     dtype = stored_dtype(directory)
     treatments = treatments_of(stream, job.recipe, dtype)
+    _rehearse(stream, job.recipe, treatments)
     return make_plan(stream, job.recipe, treatments, directory, dtype)
 
 
@@ -86,6 +89,17 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
     with sole_writer(job.output, "taut compress"):
         # Whoever held the lock a moment ago may have finished the work.
         return finished_checkpoint(job) or _Run(job, progress).execute()
+
+
+def _rehearse(stream: StreamedModel, recipe: Recipe, treatments: Mapping[str, Treatment]) -> None:
+    """Refuse a recipe whose stages cannot act on the first block."""
+    if all(BLOCK_STAGES[stage.method].rehearse is None for stage in recipe.stages):
+        return
+    hidden, arguments = stream.enter(torch.arange(_REHEARSED_TOKENS)[None] % _vocabulary(stream))
+    first = stream.blocks[0]
+    stream.load(first.module, first.name)
+    rehearse_block(first.module, first.name, hidden, arguments[0], recipe, treatments)
+    stream.release(first.module)
 
 
 class _Run:
@@ -160,7 +174,7 @@ class _Run:
         entered = [self._stream.enter(tokens) for tokens in streams]
         if self._workspace.committed("block-0") is None:
             batches = torch.split(calibration.tokens, self._batch_size)
-            hidden = torch.cat([self._stream.enter(batch)[0].cpu() for batch in batches])
+            hidden = torch.cat([self._stream.embed(batch).cpu() for batch in batches])
             probes = {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
             self._workspace.save_tensors("hidden-0", {"calibration": hidden, **probes})
         return [arguments for _, arguments in entered]
@@ -201,7 +215,8 @@ class _Run:
                     block, entering[f"probe-{i}"].to(device), calls[block.index], 1
                 )
         self._workspace.save_tensors(f"hidden-{block.index + 1}", leaving)
-        self._save_block(block, result, cache.tensors())
+        with single_thread():  # packing: element by element
+            self._save_block(block, result, cache.tensors())
         reports = [report.as_json() for report in result.reports]
         self._workspace.commit(f"block-{block.index}", reports)
         self._workspace.drop_tensors(f"hidden-{block.index}")
@@ -212,10 +227,11 @@ class _Run:
         self, block: DecoderBlock, result: CompressedBlock, scales: dict[str, torch.Tensor]
     ) -> None:
         tensors = dict(scales)
-        for name, parameter in block.module.named_parameters():
+        kept = {name for name, _ in block.module.named_parameters()}
+        for name, value in block.module.state_dict().items():
             layer = name.removesuffix(".weight")
             if layer not in result.stored:
-                tensors[f"{block.name}.{name}"] = parameter.to(self._dtype)
+                tensors[f"{block.name}.{name}"] = value.to(self._dtype) if name in kept else value
                 continue
             stored = result.stored[layer]
             written = stored.tensors()
@@ -224,7 +240,7 @@ class _Run:
                     f"{block.name}.{layer}: what was packed does not read back; nothing was written"
                 )
             tensors |= {f"{block.name}.{layer}.{key}": value for key, value in written.items()}
-        self._workspace.save_shard(self._shard_name(block.index), tensors)
+        self._workspace.save_shard(self._shard_name(block.index), self._stream.to_stored(tensors))
 
     def _shard_name(self, index: int) -> str:
         return f"model-{index + 1:05d}-of-{len(self._stream.blocks) + 1:05d}.safetensors"
@@ -248,12 +264,19 @@ class _Run:
         target = self._workspace.directory
         outer = {name: self._stream.read(name) for name in self._stream.outer_names}
         self._workspace.save_shard(self._shard_name(len(self._stream.blocks)), outer)
-        write_json_atomically(target / "model.safetensors.index.json", _shard_index(target))
+        write_json_atomically(
+            target / "model.safetensors.index.json", self._workspace.shard_index()
+        )
         copy_files(self._kept, self._directory, target)
         formats = formats_of(self._treatments)
-        ignore = ["lm_head", *(name for name in self._treatments if name not in formats)]
+        ignore = list(dict.fromkeys(["lm_head", *self._stream.dense_layers(formats)]))
         config = read_config(self._directory)
-        entry = quantization_config(formats, ignore, cache_arguments(self._recipe.kv_cache))
+        entry = quantization_config(
+            formats,
+            {name: one.shape for name, one in self._treatments.items()},
+            ignore,
+            cache_arguments(self._recipe.kv_cache),
+        )
         if entry is not None:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)
@@ -308,22 +331,10 @@ def _run_block(
     block: DecoderBlock, hidden: torch.Tensor, arguments: dict[str, Any], batch: int
 ) -> torch.Tensor:
     with torch.inference_mode():
-        return torch.cat(
-            [call_block(block.module, part, arguments) for part in torch.split(hidden, batch)]
+        parts = over_batches(
+            lambda part: call_block(block.module, part, arguments), hidden, batch, block.module
         )
-
-
-def _shard_index(directory: Path) -> dict[str, Any]:
-    from safetensors import safe_open
-
-    weight_map: dict[str, str] = {}
-    total = 0
-    for shard in sorted(directory.glob("model-*.safetensors")):
-        with safe_open(shard, framework="pt") as handle:
-            names = list(handle.keys())
-            total += sum(handle.get_tensor(name).nbytes for name in names)
-        weight_map.update(dict.fromkeys(names, shard.name))
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
+        return torch.cat([*parts])
 
 
 __all__ = ["CompressionJob", "CompressionPlan", "compress", "plan"]

@@ -5,15 +5,17 @@ to FP8 (e4m3); queries have a scale too, for kernels that multiply in FP8. vLLM 
 beside the attention's own weights: ``k_scale``, ``v_scale`` and ``q_scale``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
+from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat
 from taut_deploy.compress.quantize.float8 import FP8_MAX, round_fp8
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.recipe import KvCache
@@ -56,11 +58,12 @@ def cache_arguments(settings: KvCache | None) -> QuantizationArgs | None:
     )
 
 
-def require_suited(model: Any) -> None:
+def require_suited(model: Any, formats: Iterable[LayerFormat]) -> None:
     """Refuse models whose cache holds something else, or whose attention cannot be watched.
 
     Args:
         model: of transformers, its weights not needed.
+        formats: of the layers.
 
     Raises:
         RecipeError: says what stands against it.
@@ -70,6 +73,11 @@ def require_suited(model: Any) -> None:
         raise RecipeError(
             "kv_cache: this model caches one latent vector for keys and values (kv_lora_rank); "
             "leave 'kv_cache' out"
+        )
+    if any(isinstance(one, TautFormat) for one in formats):
+        raise RecipeError(
+            "kv_cache: goes with the formats of compressed-tensors alone, not with low-rank or "
+            "codebook layers; leave 'kv_cache' out"
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise RecipeError(
@@ -95,6 +103,7 @@ class BlockCache:
         self._names = {module: name for name, module in block.named_modules()}
         self._prefix = prefix
         self._dtype = dtype
+        self._lock = Lock()
         self._largest: dict[str, list[torch.Tensor]] = {}
         self.scales: dict[str, AttentionScales] = {}
 
@@ -140,8 +149,9 @@ class BlockCache:
         if name is None:  # of another block
             return states
         now = [part.abs().amax((0, 2, 3)).float() for part in states]
-        before = self._largest.get(name, now)
-        self._largest[name] = [torch.maximum(a, b) for a, b in zip(before, now, strict=True)]
+        with self._lock:  # batches go side by side
+            before = self._largest.get(name, now)
+            self._largest[name] = [torch.maximum(a, b) for a, b in zip(before, now, strict=True)]
         return states
 
     def _through_cache(self, module: nn.Module, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -9,9 +9,10 @@ import torch
 
 from taut_deploy.compress import kv_cache
 from taut_deploy.compress.formats.config import describe
-from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.formats.protocol import LayerFormat
 from taut_deploy.compress.resolve import Treatment, resolve
-from taut_deploy.compress.source.stream import StreamedModel, linear_layers
+from taut_deploy.compress.source.linears import linear_layers
+from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.recipe import Recipe, is_matched
 
 
@@ -54,6 +55,7 @@ class CompressionPlan:
         bytes_after: predicted size of the checkpoint's weights.
         peak_memory_bytes: predicted peak of weights, statistics and activations held at once.
         disk_bytes: predicted peak use of the output's file system.
+        whole_model: what each whole-model stage does, in words.
     """
 
     recipe: str
@@ -66,6 +68,7 @@ class CompressionPlan:
     bytes_after: int
     peak_memory_bytes: int
     disk_bytes: int
+    whole_model: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """The plan as plain data."""
@@ -78,18 +81,19 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     Raises:
         RecipeError: the recipe does not fit the model.
     """
-    if recipe.kv_cache is not None:
-        kv_cache.require_suited(model.model)
     shapes = {
         f"{block.name}.{name}": (layer.out_features, layer.in_features)
         for block in model.blocks
         for name, layer in linear_layers(block.module)
     }
     outer = frozenset(name for name, _ in linear_layers(model.model)) - shapes.keys()
-    return resolve(shapes, recipe, dtype, outer)
+    treatments = resolve(shapes, recipe, dtype, outer)
+    if recipe.kv_cache is not None:
+        kv_cache.require_suited(model.model, formats_of(treatments).values())
+    return treatments
 
 
-def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, WeightFormat]:
+def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, LayerFormat]:
     """The format of every layer that has one, by full name."""
     return {name: one.format for name, one in treatments.items() if one.format is not None}
 
@@ -112,7 +116,7 @@ def make_plan(
     """
     formats = formats_of(treatments)
     element = dtype.itemsize
-    layers = tuple(_layer_plan(one, recipe, element) for one in treatments.values())
+    layers = tuple(layer_plan(one, recipe, element) for one in treatments.values())
     sizes = {layer.name: math.prod(layer.shape) for layer in layers}
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     after = before + sum(layer.bytes - sizes[layer.name] * element for layer in layers)
@@ -138,7 +142,14 @@ def make_plan(
     )
 
 
-def _layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+def layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+    """What happens to one layer.
+
+    Args:
+        one: its treatment.
+        recipe: of the block stages.
+        element: bytes of a number in the model.
+    """
     layer_format = one.format
     before = math.prod(one.shape) * element
     return LayerPlan(

@@ -14,18 +14,35 @@ from taut_deploy.recipe.recipe import (
     load_recipe,
     parse_recipe,
 )
-from taut_deploy.recipe.stages import Order, Prune, Quantize, Smooth, Stage, StageModel
+from taut_deploy.recipe.stages import (
+    Awq,
+    Distil,
+    Order,
+    Prune,
+    Qat,
+    Quantize,
+    Slim,
+    Smooth,
+    Stage,
+    StageModel,
+    Training,
+)
 
 __all__ = [
+    "Awq",
     "Calibration",
+    "Distil",
     "KvCache",
     "Order",
     "Prune",
+    "Qat",
     "Quantize",
     "Recipe",
+    "Slim",
     "Smooth",
     "Stage",
     "StageModel",
+    "Training",
     "builtin_recipes",
     "is_matched",
     "load_recipe",

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.recipe.patterns import Pattern
-from taut_deploy.recipe.stages import STAGE_MODELS, Order, Stage, Strict
+from taut_deploy.recipe.stages import STAGE_MODELS, Order, Qat, Slim, Stage, Strict, Training
 from taut_deploy.strict_yaml import (
     parse_mapping,
     read_shipped_or_file,
@@ -66,11 +66,43 @@ class Recipe(Strict):
         for first, second in pairwise(self.stages):
             if second.order < first.order:
                 raise ValueError(f"'stages': {second.method!r} must stand before {first.method!r}")
-        if all(stage.order is Order.TRANSFORM for stage in self.stages):
+        orders = {stage.order for stage in self.stages}
+        smaller = {Order.PRUNE, Order.STORE}
+        if Order.TRANSFORM in orders and not orders & smaller:
             raise ValueError(
                 "'stages': nothing makes the model smaller; a transform is followed by 'quantize'"
             )
+        if orders == {Order.AFTER}:
+            raise ValueError(
+                "'stages': there is nothing to train back; put 'quantize', 'prune' or 'slim' first"
+            )
+        if Order.STORE not in orders and any(isinstance(stage, Qat) for stage in self.stages):
+            raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
+        self._require_like_shapes()
         return self
+
+    def _require_like_shapes(self) -> None:
+        slims = [stage for stage in self.stages if isinstance(stage, Slim)]
+        for stage in self.stages if slims else ():
+            if isinstance(stage, Training) and stage.start != "codes":
+                raise ValueError(
+                    f"'stages': after 'slim' no weight is the base model's, so {stage.method!r} "
+                    "must start from 'codes'"
+                )
+            if isinstance(stage, Training) and stage.hidden and any(one.hidden for one in slims):
+                raise ValueError(
+                    "'stages': after 'slim' by 'hidden' the states have other widths than the base "
+                    f"model's; set 'hidden' of {stage.method!r} to 0"
+                )
+
+    def of_orders(self, *orders: Order) -> list[Stage]:
+        """Its stages that stand there."""
+        return [stage for stage in self.stages if stage.order in orders]
+
+    def of_blocks(self) -> "Recipe | None":
+        """The part that is done block by block, None where there is none."""
+        stages = self.of_orders(Order.TRANSFORM, Order.PRUNE, Order.STORE)
+        return self.model_copy(update={"stages": tuple(stages)}) if stages else None
 
     @property
     def needs_hessian(self) -> bool:

@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama
 
 from taut_deploy.compress import driver
 from taut_deploy.compress.calibrate.calibration import make_calibration_set
+from taut_deploy.compress.formats.codebook import CodebookFormat
 from taut_deploy.compress.kv_cache import BlockCache, cached
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.recipe import KvCache
@@ -194,11 +195,14 @@ def test_models_with_another_cache_are_refused_in_the_plan(room, tmp_path):
     with torch.device("meta"):
         model = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=1, vocab_size=64))
     with pytest.raises(RecipeError, match="one latent vector"):
-        require_suited(model)
+        require_suited(model, [])
     model = AutoModelForCausalLM.from_pretrained(room / "model")
+    codebook = CodebookFormat.__new__(CodebookFormat)
+    with pytest.raises(RecipeError, match="not with low-rank or codebook layers"):
+        require_suited(model, [codebook])
     model._supports_attention_backend = False
     with pytest.raises(RecipeError, match="cannot be seen; leave 'kv_cache' out"):
-        require_suited(model)
+        require_suited(model, [])
 
 
 @pytest.mark.parametrize(

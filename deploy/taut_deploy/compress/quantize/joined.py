@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.quantize.float4 import Float4Spec
 from taut_deploy.compress.quantize.protocol import Spec
 from taut_deploy.compress.state import LayerState
@@ -24,7 +25,7 @@ def joined_specs(layers: Collection[LayerState]) -> dict[str, Spec[Any]]:
     by_name = {layer.name: layer for layer in layers}
     specs: dict[str, Spec[Any]] = {}
     for name, layer in by_name.items():
-        if layer.format is None:
+        if not isinstance(layer.format, WeightFormat):
             raise TypeError(f"{name}: a quantised layer has a format")
         specs[name] = layer.format.spec
     for names in fused_groups(by_name):
