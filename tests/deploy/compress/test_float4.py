@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.float4 import Float4Spec, Float4Weight, round_fp4
+from taut_deploy.diagnose.layers import manifest_layers
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe import Quantize
 
@@ -131,6 +133,9 @@ def test_stock_transformers_computes_what_the_checkpoint_stands_for(scheme, room
     request = job_for(room / "model", data, tmp_path / "out")
     manifest = driver.compress(request)
     assert (manifest.scheme, manifest.bits) == (scheme, 4)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    seen = manifest_layers(tmp_path / "out", manifest, config)["model.layers.0.mlp.down_proj"]
+    assert (seen[:2], seen[2].name) == ((64, 128), scheme)
     # The weights are exact in bf16, so that both multiply the same numbers.
     model = dequantised_model(request)
     for parameter in model.parameters():  # not the rotation's frequencies, which stay fp32

@@ -21,6 +21,7 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.calibrate.calibration import make_calibration_set
 from taut_deploy.compress.formats.codebook import CodebookFormat
 from taut_deploy.compress.kv_cache import BlockCache, cached
+from taut_deploy.diagnose.default_kernels import suits_decode_attention
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.recipe import KvCache
 
@@ -223,3 +224,10 @@ def test_recipes_without_a_cache_keep_their_hash(room):
     with_cache = make_recipe(recipe_data(room / "text.txt") | {"kv_cache": {}})
     assert plain.hash != with_cache.hash
     assert "kv_cache" not in json.dumps(plain.model_dump(mode="json", exclude_none=True))
+
+
+@pytest.mark.parametrize(("strategy", "suited"), [("tensor", True), ("attn_head", False)])
+def test_our_decode_attention_is_not_named_where_every_head_has_a_scale(strategy, suited):
+    cache = {"num_bits": 8, "type": "float", "strategy": strategy}
+    config = {"model_type": "llama", "quantization_config": {"kv_cache_scheme": cache}}
+    assert suits_decode_attention(config, "auto", ()) is suited
