@@ -1,8 +1,9 @@
 """Scales of an 8-bit KV cache: what attention sees of keys and values, and how that is stored.
 
 A cache holds keys after their rotation and values as they are, each divided by a scale and rounded
-to FP8 (e4m3); queries have a scale too, for kernels that multiply in FP8. vLLM reads the scales
-beside the attention's own weights: ``k_scale``, ``v_scale`` and ``q_scale``.
+to FP8 (e4m3). vLLM and transformers read the scales, ``k_scale`` and ``v_scale``, beside the
+attention's own weights. Queries have none: transformers does not know it, and where vLLM
+multiplies in FP8 they are rounded as they are, which a float's range is wide enough for.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.initialize import is_attention_module
 from torch import nn
 
 from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat
@@ -31,18 +33,16 @@ class AttentionScales:
     """Scales of one attention module, each [1], or [heads, 1, 1] where every head has its own.
 
     Args:
-        query: of queries.
         key: of keys.
         value: of values.
     """
 
-    query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is written, by name inside the attention module."""
-        return {"q_scale": self.query, "k_scale": self.key, "v_scale": self.value}
+        return {"k_scale": self.key, "v_scale": self.value}
 
 
 def cache_arguments(settings: KvCache | None) -> QuantizationArgs | None:
@@ -84,6 +84,11 @@ def require_suited(model: Any, formats: Iterable[LayerFormat]) -> None:
             f"kv_cache: the attention of {type(model).__name__} is not transformers' own, so its "
             "keys and values cannot be seen; leave 'kv_cache' out"
         )
+    if not any(map(is_attention_module, model.modules())):
+        raise RecipeError(
+            f"kv_cache: compressed-tensors finds no attention in {type(model).__name__} (k_proj, "
+            "v_proj or qkv_proj) that scales could belong to; leave 'kv_cache' out"
+        )
 
 
 class BlockCache:
@@ -124,8 +129,8 @@ class BlockCache:
         for name, largest in self._largest.items():
             if not all(bool(part.isfinite().all()) for part in largest):
                 raise ModelError(
-                    f"{self._prefix}.{name}: its queries, keys or values hold NaN or infinity; the "
-                    "model is broken"
+                    f"{self._prefix}.{name}: its keys or values hold NaN or infinity; the model is "
+                    "broken"
                 )
             scales = (_scale(part, self._settings).to(self._dtype) for part in largest)
             self.scales[name] = AttentionScales(*scales)
@@ -148,7 +153,8 @@ class BlockCache:
         name = self._names.get(module)
         if name is None:  # of another block
             return states
-        now = [part.abs().amax((0, 2, 3)).float() for part in states]
+        _, *kept = states  # not the queries
+        now = [part.abs().amax((0, 2, 3)).float() for part in kept]
         with self._lock:  # batches go side by side
             before = self._largest.get(name, now)
             self._largest[name] = [torch.maximum(a, b) for a, b in zip(before, now, strict=True)]

@@ -34,7 +34,7 @@ def caches(model) -> dict[str, dict]:
     return {
         name: {
             "dtype": module.kv_cache_dtype,
-            **{what: getattr(module, f"_{what}_scale").flatten().tolist() for what in "qkv"},
+            **{what: getattr(module, f"_{what}_scale").flatten().tolist() for what in "kv"},
         }
         for name, module in model.named_modules()
         if hasattr(module, "kv_cache_dtype")
