@@ -83,15 +83,16 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     Raises:
         RecipeError: the recipe does not fit the model.
     """
-    if recipe.kv_cache is not None:
-        kv_cache.require_suited(model.model)
     shapes = {
         f"{block.name}.{name}": (layer.out_features, layer.in_features)
         for block in model.blocks
         for name, layer in linear_layers(block.module)
     }
     outer = frozenset(name for name, _ in linear_layers(model.model)) - shapes.keys()
-    return resolve(shapes, recipe, dtype, outer)
+    treatments = resolve(shapes, recipe, dtype, outer)
+    if recipe.kv_cache is not None:
+        kv_cache.require_suited(model.model, formats_of(treatments).values())
+    return treatments
 
 
 def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, LayerFormat]:
@@ -174,4 +175,6 @@ def _fate(one: Treatment, recipe: Recipe) -> str:
 
 def _hidden_bytes(model: StreamedModel, recipe: Recipe, element: int) -> int:
     width = int(model.model.config.hidden_size)
-    return recipe.calibration.sequences * recipe.calibration.sequence_length * width * element
+    streams = 2 if recipe.needs_target else 1
+    tokens = recipe.calibration.sequences * recipe.calibration.sequence_length
+    return streams * tokens * width * element
