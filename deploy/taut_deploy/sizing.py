@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from taut_deploy.cache_scheme import declared_cache
 from taut_deploy.diagnose.layer_shapes import stored_layers
 from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.errors import WorkerError
@@ -15,7 +16,8 @@ from taut_deploy.models.directory import read_config, weight_files
 
 GIB = 2**30
 KV_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Bytes per element by vLLM's ``--kv-cache-dtype``; ``auto`` is the model's, 16 bits here."""
+"""Bytes per element by vLLM's ``--kv-cache-dtype``; ``auto`` is the model's, 16 bits here
+unless its config.json declares a cache."""
 _SERVED_BITS = 16
 BLOCK_TOKENS = 16
 """vLLM hands out the KV cache in blocks of this many tokens."""
@@ -90,6 +92,8 @@ def kv_bytes_per_token(directory: Path, kv_cache_dtype: str = "auto", parallel: 
         WorkerError: a size is missing, or this attention keeps no keys and values by head.
     """
     config = read_config(directory)
+    if kv_cache_dtype == "auto" and declared_cache(config) is not None:
+        kv_cache_dtype = "fp8"
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     if "kv_lora_rank" in config:
