@@ -62,7 +62,6 @@ def worker(
         extra.insert(0, FLAG)
     # Given to vLLM directly it means the same, and the files are named as well.
     trusted = names_one_of(extra, (FLAG,))
-    mode = kernels.mode()
     if not _is_address(host):
         raise WorkerError(f"--host {host}: not an IP address; for example 0.0.0.0 or a pod's own")
     announce_code(checkpoint, trusted)
@@ -78,7 +77,7 @@ def worker(
             port=port,
             max_model_len=max_model_len,
             kv_cache_dtype=context.kv_cache_dtype,
-            kernels=mode,
+            kernels=kernels.mode(),
             fused_ops=kernels.fused(),
             decode_attention=kernels.attention(),
             kv_cache_gib=kv_cache_gib,

@@ -15,6 +15,9 @@ from taut_deploy.errors import RecipeError
 from taut_deploy.fused_layers import fused_groups
 from taut_deploy.recipe import Order, Recipe, Stage, StageModel, is_matched, matches
 
+# Layers of a joined group that an error lists.
+_SHOWN = 3
+
 
 @dataclass(frozen=True)
 class Treatment:
@@ -167,9 +170,10 @@ def _require_fused_alike(names: list[str], formats: Mapping[str, LayerFormat]) -
         found = {name: formats.get(name) for name in group}
         if len(set(found.values())) > 1:
             parent = group[0].rpartition(".")[0]
+            examples = {what: name for name, what in reversed(found.items())}
+            shown = group if len(group) <= _SHOWN else sorted(examples.values())
             each = ", ".join(
-                f"{name.rpartition('.')[2]} {'dense' if what is None else _words(what)}"
-                for name, what in found.items()
+                f"{name.removeprefix(parent + '.')} {_words(found[name])}" for name in shown
             )
             raise RecipeError(
                 f"stages: vLLM joins these layers of {parent} into one, so they must be stored "
@@ -177,6 +181,8 @@ def _require_fused_alike(names: list[str], formats: Mapping[str, LayerFormat]) -
             )
 
 
-def _words(layer_format: LayerFormat) -> str:
+def _words(layer_format: LayerFormat | None) -> str:
+    if layer_format is None:
+        return "dense"
     group = layer_format.group_size
     return layer_format.name + (f" g{group}" if group else "")
