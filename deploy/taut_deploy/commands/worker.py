@@ -16,6 +16,22 @@ from taut_deploy.models.remote_code import FLAG
 from taut_deploy.vllm_flags import names_one_of
 from taut_deploy.worker import LOOPBACK, WorkerSpec, exec_worker
 
+CompileCache = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="TAUT_COMPILE_CACHE",
+        help="Directory of compiled artefacts and verdicts; 'taut cache warm' fills it.",
+    ),
+]
+TuneBudget = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
+        " 'taut tune' does so beforehand.",
+    ),
+]
+
 
 @with_groups
 def worker(
@@ -39,21 +55,8 @@ def worker(
     shutdown_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
     ] = 30,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="TAUT_COMPILE_CACHE",
-            help="Directory of compiled artefacts; 'taut cache warm' fills it.",
-        ),
-    ] = None,
-    tune_budget_s: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
-            " 'taut tune' does so beforehand.",
-        ),
-    ] = 20.0,
+    cache: CompileCache = None,
+    tune_budget_s: TuneBudget = 20.0,
     trust_remote_code: TrustRemoteCodeFlag = False,
 ) -> None:
     """Verify a checkpoint and become a vLLM server for it, on loopback unless told."""
