@@ -324,6 +324,28 @@ def test_a_damaged_or_foreign_file_is_refused_in_one_line(
 
 
 @pytest.mark.usefixtures("card")
+def test_the_key_that_is_printed_is_the_workers_with_its_verdicts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine_options, "suited_options", lambda spec: (False, False))
+    monkeypatch.setattr("taut_deploy.cache.warm.installed_platform", lambda: "cuda")
+    monkeypatch.setattr("taut_deploy.cache.key._gpu", lambda: CARD)
+    monkeypatch.setenv("TAUT_KERNELS", "prefer")
+    volume = tmp_path / "volume"
+
+    def printed(*words: str) -> str:
+        taut("cache", "key", str(model), "--max-model-len", "64", *words)
+        return capsys.readouterr().out
+
+    without = printed("--cache", str(volume))
+    found = find_verdicts(model, 1, volume)
+    assert found is not None
+    write_verdicts(found.path)
+    assert printed("--cache", str(volume)) != without
+    assert printed() == without
+
+
+@pytest.mark.usefixtures("card")
 def test_doctor_follows_what_was_measured(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

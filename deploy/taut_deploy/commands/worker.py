@@ -9,28 +9,18 @@ import typer
 from taut_deploy.checkpoint import is_checkpoint
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import TrustRemoteCodeFlag, announce_code
-from taut_deploy.commands.worker_options import ContextOptions, KernelOptions, KvCacheGib
+from taut_deploy.commands.worker_options import (
+    CompileCache,
+    ContextOptions,
+    KernelOptions,
+    KvCacheGib,
+    TuneBudget,
+)
 from taut_deploy.errors import WorkerError
 from taut_deploy.models.directory import read_shape
 from taut_deploy.models.remote_code import FLAG
 from taut_deploy.vllm_flags import names_one_of
 from taut_deploy.worker import LOOPBACK, WorkerSpec, exec_worker
-
-CompileCache = Annotated[
-    Path | None,
-    typer.Option(
-        envvar="TAUT_COMPILE_CACHE",
-        help="Directory of compiled artefacts and verdicts; 'taut cache warm' fills it.",
-    ),
-]
-TuneBudget = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
-        " 'taut tune' does so beforehand.",
-    ),
-]
 
 
 @with_groups
