@@ -261,6 +261,7 @@ class _Run:
             {name: one.shape for name, one in self._treatments.items()},
             ignore,
             cache_arguments(self._recipe.kv_cache),
+            self._stream.stored_layer,
         )
         if entry is not None:
             config["quantization_config"] = entry

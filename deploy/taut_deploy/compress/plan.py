@@ -83,15 +83,16 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     Raises:
         RecipeError: the recipe does not fit the model.
     """
-    if recipe.kv_cache is not None:
-        kv_cache.require_suited(model.model)
     shapes = {
         f"{block.name}.{name}": (layer.out_features, layer.in_features)
         for block in model.blocks
         for name, layer in linear_layers(block.module)
     }
     outer = frozenset(name for name, _ in linear_layers(model.model)) - shapes.keys()
-    return resolve(shapes, recipe, dtype, outer)
+    treatments = resolve(shapes, recipe, dtype, outer)
+    if recipe.kv_cache is not None:
+        kv_cache.require_suited(model.model, formats_of(treatments).values())
+    return treatments
 
 
 def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, LayerFormat]:

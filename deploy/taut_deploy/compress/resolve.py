@@ -71,6 +71,8 @@ def resolve(
         if choose is not None:
             found = choose(stage, {shapes[name][1] for name in picked}, dtype)
             _require_fits(found, {name: shapes[name] for name in picked})
+            for name in picked:
+                _require_served(name, found)
             formats |= dict.fromkeys(picked, found)
     _require_one_method(formats, recipe)
     _require_fused_alike(names, formats)
@@ -136,6 +138,14 @@ def _require_zeros_kept(recipe: Recipe, before: list[int], stage: StageModel, na
                 f"{recipe.stages.index(stage)} would fill its zeros again; part them "
                 "with 'layers' and 'ignore'"
             )
+
+
+def _require_served(name: str, layer_format: LayerFormat) -> None:
+    if isinstance(layer_format, TautFormat) and ".experts." in name:
+        raise RecipeError(
+            f"stages: {name} is one of many experts, which vLLM multiplies in one kernel that "
+            f"takes no {layer_format.name}; put '*.experts.*' into 'ignore'"
+        )
 
 
 def _require_fits(layer_format: LayerFormat, shapes: Mapping[str, tuple[int, int]]) -> None:

@@ -182,10 +182,12 @@ def manifest_layers(checkpoint: Path, manifest: "Manifest", config: Mapping[str,
     layers: _Layers = {}
     for layer in manifest.layers:
         name, group = str(layer["name"]), layer["group_size"] or -1
-        zero_points = told.scheme_of(name).zero_points
+        configured = told.scheme_of(name)
         scheme = str(layer.get("scheme", manifest.scheme))
+        if scheme == "FP8-BLOCK":  # which kernels are known for by the words of config.json
+            scheme = configured.name
         shape = shapes[_packed_bits(layer)][name]
-        layers[name] = (*shape, LayerScheme(scheme, group, zero_points=zero_points))
+        layers[name] = (*shape, LayerScheme(scheme, group, zero_points=configured.zero_points))
     return layers
 
 

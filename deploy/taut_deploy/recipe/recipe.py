@@ -11,8 +11,11 @@ from taut_deploy.files import sha256_json
 from taut_deploy.recipe.patterns import Pattern
 from taut_deploy.recipe.stages import (
     STAGE_MODELS,
+    Factorize,
     Order,
+    Palettize,
     Qat,
+    Quantize,
     Rotate,
     Slim,
     Stage,
@@ -86,10 +89,12 @@ class Recipe(Strict):
             raise ValueError(
                 "'stages': there is nothing to train back; put 'quantize', 'prune' or 'slim' first"
             )
-        if Order.STORE not in orders and any(isinstance(stage, Qat) for stage in self.stages):
+        kinds = {type(stage) for stage in self.stages}
+        if Qat in kinds and Quantize not in kinds:
             raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
         self._require_like_shapes()
         self._require_like_basis()
+        self._require_trainable()
         return self
 
     @model_validator(mode="after")
@@ -97,6 +102,14 @@ class Recipe(Strict):
         if self.needs_target and self.calibration.sequences < 2:
             raise ValueError("'calibration.sequences': learned rounding needs at least 2")
         return self
+
+    def _require_trainable(self) -> None:
+        training = [stage.method for stage in self.stages if isinstance(stage, Training)]
+        for stage in self.stages if training else ():
+            fixed = isinstance(stage, Palettize)
+            if fixed or (isinstance(stage, Factorize) and stage.residual is not None):
+                what = "codebooks" if fixed else "a low-rank 'residual'"
+                raise ValueError(f"'stages': {what} cannot be trained; leave out {training[0]!r}")
 
     def _require_like_shapes(self) -> None:
         slims = [stage for stage in self.stages if isinstance(stage, Slim)]

@@ -166,7 +166,7 @@ class Residual(Strict):
     scheme: Literal["W4A16"] = "W4A16"
     group_size: Literal[32, 64, 128, "channel"] = 128
     symmetric: bool = True
-    passes: Annotated[int, Field(ge=1, le=16)] = 2
+    passes: Annotated[int, Field(ge=1, le=16)] = 4
 
 
 class Factorize(StageModel):

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from taut_deploy.models.directory import read_shape
 from taut_deploy.tune import named_verdicts
 from taut_deploy.worker import engine_options
 from taut_deploy.worker.arguments import check_kv_cache_dtype, guarded_flags, read_extra
+from taut_deploy.worker.chat_parsers import parser_options
 from taut_deploy.worker.spec import KernelMode, Platform, WorkerSpec
 
 PLUGIN_NAME = "taut"
@@ -52,6 +53,7 @@ def build_command(
     environment: Mapping[str, str],
     fused_options: Mapping[str, Any] | None = None,
     attention_options: Mapping[str, str] | None = None,
+    chat_options: Sequence[str] = (),
 ) -> WorkerCommand:
     """Argv and environment for one worker.
 
@@ -63,6 +65,7 @@ def build_command(
         environment: the environment the worker inherits.
         fused_options: flags and JSON values of :func:`engine_options.fused_engine_options`.
         attention_options: flags and values of :func:`engine_options.attention_engine_options`.
+        chat_options: arguments of :func:`chat_parsers.parser_options`.
 
     Raises:
         WorkerError: a KV-cache dtype the platform does not implement, or an extra argument that
@@ -82,6 +85,7 @@ def build_command(
         argv += [flag, json.dumps(value)]
     for flag, backend in (attention_options or {}).items():
         argv += [flag, backend]
+    argv += chat_options
     added = _ENVIRONMENT | {"TAUT_KERNELS": kernel_mode(spec, manifest, platform)}
     if platform == "cpu":
         # The int4 product of CPU torch is fast in bf16 only (18 µs against 780 µs in fp16).
@@ -145,6 +149,7 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
         os.environ,
         fused_options,
         attention_options,
+        parser_options(spec.checkpoint, spec.extra),
     )
     if verdicts is None:
         return command

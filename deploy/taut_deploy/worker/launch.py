@@ -9,6 +9,7 @@ from taut_deploy.tune import measure_for_worker
 from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
+    check_own_format,
     installed_platform,
     verify_model,
 )
@@ -32,6 +33,7 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     mode = kernel_mode(spec, manifest, platform)
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)
+    check_own_format(spec.checkpoint, mode, spec.extra)
     measure_for_worker(spec, mode, platform, spec.tune_budget_s, 0, _say)
     command = command_for(spec, manifest, platform)
     environment = {**os.environ, **command.environment}

@@ -9,6 +9,7 @@ from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.quantize import gptq, hqq, rtn
 from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.compress.quantize.joined import joined_specs
 from taut_deploy.compress.quantize.protocol import Codes
 from taut_deploy.compress.quantize.rounding import learn_rounding, start_from
 from taut_deploy.compress.state import BlockState, LayerState
@@ -56,10 +57,11 @@ def quantize(state: BlockState, index: int, stage: Quantize) -> None:
     if stage.algorithm == "round":
         _learn_rounding(state, index, stage)
         return
+    specs = joined_specs(state.of_stage(index))
     for layer in state.of_stage(index):
         kept = _format_of(layer)
         with single_thread():
-            codes = _rounded(layer, kept, stage)
+            codes = _rounded(layer, stage, specs[layer.name])
         layer.store(kept.store(codes, layer.group.absmax), stage.algorithm)
 
 
@@ -78,7 +80,7 @@ def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
     for name, layer in layers.items():
         kept = _format_of(layer)
         with single_thread():
-            codes: Any = _rounded(layer, kept, stage)
+            codes: Any = _rounded(layer, stage, kept.spec)
         spec: Any = kept.spec
         starts[name] = start_from(layer.sound_weight(), codes, spec, layer.mask)
         layer.methods.append("gptq")
@@ -100,8 +102,7 @@ def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
         layer.store(stored, stage.algorithm)
 
 
-def _rounded(layer: LayerState, layer_format: WeightFormat, stage: Quantize) -> Codes:
-    spec: Any = layer_format.spec
+def _rounded(layer: LayerState, stage: Quantize, spec: Any) -> Codes:
     weight = layer.sound_weight()
     if stage.algorithm == "hqq":
         return hqq.quantize_weight(weight, spec)
