@@ -9,7 +9,13 @@ import typer
 from taut_deploy.checkpoint import is_checkpoint
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import TrustRemoteCodeFlag, announce_code
-from taut_deploy.commands.worker_options import ContextOptions, KernelOptions, KvCacheGib
+from taut_deploy.commands.worker_options import (
+    CompileCache,
+    ContextOptions,
+    KernelOptions,
+    KvCacheGib,
+    TuneBudget,
+)
 from taut_deploy.errors import WorkerError
 from taut_deploy.models.directory import read_shape
 from taut_deploy.models.remote_code import FLAG
@@ -39,21 +45,8 @@ def worker(
     shutdown_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
     ] = 30,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="TAUT_COMPILE_CACHE",
-            help="Directory of compiled artefacts; 'taut cache warm' fills it.",
-        ),
-    ] = None,
-    tune_budget_s: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
-            " 'taut tune' does so beforehand.",
-        ),
-    ] = 20.0,
+    cache: CompileCache = None,
+    tune_budget_s: TuneBudget = 20.0,
     trust_remote_code: TrustRemoteCodeFlag = False,
 ) -> None:
     """Verify a checkpoint and become a vLLM server for it, on loopback unless told."""

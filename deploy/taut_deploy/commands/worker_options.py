@@ -1,6 +1,7 @@
 """The options of a worker that decide what it compiles: those of ``taut worker`` and ``cache``."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
@@ -8,6 +9,21 @@ import typer
 from taut_deploy.errors import WorkerError
 from taut_deploy.worker import KernelMode, asked_for
 
+CompileCache = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="TAUT_COMPILE_CACHE",
+        help="Directory of compiled artefacts and verdicts; 'taut cache warm' fills it.",
+    ),
+]
+TuneBudget = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
+        " 'taut tune' does so beforehand.",
+    ),
+]
 KvCacheGib = Annotated[int, typer.Option(min=1, help="CPU only: memory for the KV cache, GiB.")]
 
 
