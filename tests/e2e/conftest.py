@@ -18,6 +18,7 @@ from taut_deploy.models import ModelRecord, ModelStore
 
 # importlib mode adds no test folder to the path.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "deploy"))  # tiny models
 
 from serving import MODEL, Served, wait_for
 

@@ -34,6 +34,9 @@ def compress(
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
     ] = True,
     device: DeviceOption = "cpu",
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="Take a model that is quantised already.")
+    ] = False,
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -50,7 +53,9 @@ def compress(
     target = home.checkpoints / "plan" if output is None else checked_output(output)
     record = ModelStore(home.models).fetch(model)
     announce_code(Path(record.path), trust_remote_code)
-    job = CompressionJob(record, chosen, target, home.root, device, resume, trust_remote_code)
+    job = CompressionJob(
+        record, chosen, target, home.root, device, resume, trust_remote_code, requantize
+    )
     if plan:
         _print_plan(make_plan(job), as_json)
         return
@@ -98,3 +103,5 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
         typer.echo(line)
     for layer in kept:
         typer.echo(f"kept: {layer.name} {layer.shape}: {layer.fate}")
+    for name in plan.stacked_experts:
+        typer.echo(f"kept: {name}: its experts are one tensor in files and servers")

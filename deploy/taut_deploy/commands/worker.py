@@ -46,6 +46,14 @@ def worker(
             help="Directory of compiled artefacts; 'taut cache warm' fills it.",
         ),
     ] = None,
+    tune_budget_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
+            " 'taut tune' does so beforehand.",
+        ),
+    ] = 20.0,
     trust_remote_code: TrustRemoteCodeFlag = False,
 ) -> None:
     """Verify a checkpoint and become a vLLM server for it, on loopback unless told."""
@@ -75,6 +83,7 @@ def worker(
             kv_cache_gib=kv_cache_gib,
             shutdown_timeout_s=shutdown_timeout,
             cache=cache,
+            tune_budget_s=tune_budget_s,
             extra=tuple(extra),
         )
     )

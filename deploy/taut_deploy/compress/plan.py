@@ -55,6 +55,7 @@ class CompressionPlan:
         bytes_after: predicted size of the checkpoint's weights.
         peak_memory_bytes: predicted peak of weights, statistics and activations held at once.
         disk_bytes: predicted peak use of the output's file system.
+        stacked_experts: experts that stay dense because files and servers hold them as one tensor.
         whole_model: what each whole-model stage does, in words.
     """
 
@@ -68,6 +69,7 @@ class CompressionPlan:
     bytes_after: int
     peak_memory_bytes: int
     disk_bytes: int
+    stacked_experts: tuple[str, ...] = ()
     whole_model: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
@@ -81,15 +83,16 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     Raises:
         RecipeError: the recipe does not fit the model.
     """
-    if recipe.kv_cache is not None:
-        kv_cache.require_suited(model.model)
     shapes = {
         f"{block.name}.{name}": (layer.out_features, layer.in_features)
         for block in model.blocks
         for name, layer in linear_layers(block.module)
     }
     outer = frozenset(name for name, _ in linear_layers(model.model)) - shapes.keys()
-    return resolve(shapes, recipe, dtype, outer)
+    treatments = resolve(shapes, recipe, dtype, outer)
+    if recipe.kv_cache is not None:
+        kv_cache.require_suited(model.model, formats_of(treatments).values())
+    return treatments
 
 
 def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, LayerFormat]:
@@ -134,6 +137,7 @@ def make_plan(
         blocks=len(model.blocks),
         block_names=tuple(block.name for block in model.blocks),
         layers=layers,
+        stacked_experts=tuple(model.stacked_experts),
         bytes_before=before,
         bytes_after=after,
         peak_memory_bytes=2 * hidden + 3 * block_bytes + 6 * 4 * widest * widest + outer,
@@ -171,4 +175,6 @@ def _fate(one: Treatment, recipe: Recipe) -> str:
 
 def _hidden_bytes(model: StreamedModel, recipe: Recipe, element: int) -> int:
     width = int(model.model.config.hidden_size)
-    return recipe.calibration.sequences * recipe.calibration.sequence_length * width * element
+    streams = 2 if recipe.needs_target else 1
+    tokens = recipe.calibration.sequences * recipe.calibration.sequence_length
+    return streams * tokens * width * element

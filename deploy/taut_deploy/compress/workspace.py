@@ -78,7 +78,7 @@ class Workspace:
 
     def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Save state tensors durably."""
-        self._write(self._state / f"{name}.safetensors", tensors)
+        write_tensors(self._state / f"{name}.safetensors", tensors)
 
     def drop_tensors(self, name: str) -> None:
         """Forget state tensors that are no longer needed."""
@@ -86,7 +86,7 @@ class Workspace:
 
     def save_shard(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write one shard of the checkpoint durably."""
-        self._write(self.directory / name, tensors)
+        write_tensors(self.directory / name, tensors)
 
     def commit(self, name: str, value: Any) -> None:
         """Mark a step as done, with its small result."""
@@ -114,10 +114,16 @@ class Workspace:
             fsync_directory(self._output.parent)
         remove_leftovers(self._output)
 
-    def _write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        # Serialised here and written by Python, so that a full disk is an OSError we can name.
-        write_bytes_atomically(path, save(contiguous, metadata={"format": "pt"}))
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file durably.
+
+    Raises:
+        OutputError: the disk is full or refuses.
+    """
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # Serialised here and written by Python, so that a full disk is an OSError we can name.
+    write_bytes_atomically(path, save(contiguous, metadata={"format": "pt"}))
 
 
 def remove_leftovers(output: Path) -> None:
