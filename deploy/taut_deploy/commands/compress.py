@@ -14,7 +14,8 @@ from taut_deploy.commands.output import (
     megabytes,
     print_json,
 )
-from taut_deploy.errors import OutputError
+from taut_deploy.diagnose.kernel_choice import CARDS
+from taut_deploy.errors import OutputError, RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
@@ -33,6 +34,9 @@ def compress(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
     ] = True,
+    served_by: Annotated[
+        str, typer.Option(help="Whose kernels --plan names: here, cpu, h100 or h200.")
+    ] = "here",
     device: DeviceOption = "cpu",
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
@@ -41,6 +45,8 @@ def compress(
     from taut_deploy.compress import driver
 
     require_device(device)
+    if served_by not in (known := ("here", "cpu", *CARDS)):
+        raise RecipeError(f"--served-by: {served_by!r} is none of {', '.join(known)}")
     chosen = load_recipe(recipe)
     home = TautHome.from_environment()
     if output is None and not plan:
@@ -52,7 +58,7 @@ def compress(
         record, chosen, target, home.root, device, resume, trust_remote_code
     )
     if plan:
-        _print_plan(driver.plan(job), as_json)
+        _print_plan(driver.plan(job, served_by), as_json)
         return
     with progress_reporter(quiet=as_json) as report:
         manifest = driver.compress(job, report)
@@ -80,7 +86,6 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     if as_json:
         print_json(plan.as_json())
         return
-    kept = [layer for layer in plan.layers if layer.scheme is None]
     of_groups = plan.group_size is not None
     group = f"groups of {plan.group_size}, " if of_groups else ""
     if plan.scheme not in {"mixed", "dense"} and not of_groups:
@@ -89,10 +94,33 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
         f"recipe {plan.recipe}: {plan.scheme}, {group}{plan.blocks} blocks, "
         f"{len(plan.layers)} linear layers"
     )
+    for line in _layer_lines(plan):
+        typer.echo(line)
     typer.echo(f"weights {megabytes(plan.bytes_before)} -> {megabytes(plan.bytes_after)}")
+    if (measured := plan.rehearsal) is None:
+        raise TypeError("a plan for people was rehearsed")
+    card = measured.device_memory_bytes
+    device = "" if card is None else f" and {megabytes(card)} of the card's"
     typer.echo(
-        f"about {megabytes(plan.peak_memory_bytes)} of memory and {megabytes(plan.disk_bytes)} "
-        "of disk at most"
+        f"about {megabytes(measured.peak_memory_bytes)} of memory{device}, "
+        f"{megabytes(plan.disk_bytes)} of disk at most, {measured.seconds:.0f} s "
+        f"(by {measured.block})"
     )
-    for layer in kept:
-        typer.echo(f"kept: {layer.name} {layer.shape}: {layer.fate}")
+
+
+def _layer_lines(plan: "CompressionPlan") -> list[str]:
+    """One line for layers that differ in their block alone and are treated alike."""
+    blocks_of: dict[str, list[str]] = {}
+    for layer in plan.layers:
+        owner = next(name for name in plan.block_names if layer.name.startswith(f"{name}."))
+        group = f" g{layer.group_size}" if layer.group_size else ""
+        told = (
+            f"{layer.name.removeprefix(owner + '.')} {list(layer.shape)}: {layer.fate}: "
+            f"{layer.scheme or 'dense'}{group}, {megabytes(layer.bytes_before)} -> "
+            f"{megabytes(layer.bytes)}; {layer.kernel}"
+        )
+        blocks_of.setdefault(told, []).append(owner.rpartition(".")[2])
+    return [
+        f"  {told}" + ("" if len(found) == plan.blocks else f"; blocks {', '.join(found)}")
+        for told, found in blocks_of.items()
+    ]

@@ -8,8 +8,10 @@ function of the fingerprint.
 
 import math
 import platform
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,9 @@ from taut_deploy.compress.job import (
 )
 from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
+from taut_deploy.compress.rehearsal import rehearse
 from taut_deploy.compress.report.write import write_report
+from taut_deploy.compress.served import kernels_of
 from taut_deploy.compress.source.stream import (
     BlockArguments,
     DecoderBlock,
@@ -45,7 +49,12 @@ from taut_deploy.compress.source.stream import (
 from taut_deploy.compress.threads import over_batches, single_thread
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
-from taut_deploy.files import copy_files, require_free_space, write_json_atomically
+from taut_deploy.files import (
+    copy_files,
+    disk_errors_named,
+    require_free_space,
+    write_json_atomically,
+)
 from taut_deploy.models.directory import read_config, read_shape
 
 _BATCH_TOKENS = 2048
@@ -54,21 +63,22 @@ _BATCH_TOKENS = 2048
 Progress = Callable[[int, int, str], None]
 
 
-def plan(job: CompressionJob) -> CompressionPlan:
-    """What :func:`compress` would do.
+def plan(job: CompressionJob, served_by: str = "here") -> CompressionPlan:
+    """What :func:`compress` would do: one block is compressed and saved, and thrown away.
+
+    Args:
+        job: what is asked for; its output is not touched.
+        served_by: whose kernels each layer is told: ``here``, ``cpu``, ``h100`` or ``h200``.
 
     Raises:
-        RecipeError: if the recipe does not fit the model.
+        RecipeError: if the recipe does not fit the model, or the calibration text is too short.
         ModelError: if the model cannot be read.
     """
-    directory = Path(job.model.path)
-    kept_files(directory)
-    stream = open_stream(job)
-    tokens = ordinary_tokens(directory, trust_remote_code=job.trust_remote_code)
-    require_embedded([tokens], _vocabulary(stream), directory)
-    dtype = stored_dtype(directory)
-    treatments = treatments_of(stream, job.recipe, dtype)
-    return make_plan(stream, job.recipe, treatments, directory, dtype)
+    with disk_errors_named(job.cache):
+        job.cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=job.cache) as folder:
+        rehearsed = replace(job, output=Path(folder) / "checkpoint")
+        return _Run(rehearsed, lambda done, total, what: None).rehearse(served_by)
 
 
 def compress(job: CompressionJob, progress: Progress = lambda done, total, what: None) -> Manifest:
@@ -85,13 +95,13 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
         return finished
     with sole_writer(job.output, "taut compress"):
         # Whoever held the lock a moment ago may have finished the work.
-        return finished_checkpoint(job) or _Run(job, progress).execute()
+        return finished_checkpoint(job) or _Run(job, progress, reserve=True).execute()
 
 
 class _Run:
     """State of one run of the pipeline."""
 
-    def __init__(self, job: CompressionJob, progress: Progress) -> None:
+    def __init__(self, job: CompressionJob, progress: Progress, *, reserve: bool = False) -> None:
         self._job = job
         self._progress = progress
         self._directory = Path(job.model.path)
@@ -103,9 +113,30 @@ class _Run:
         self._plan = make_plan(
             self._stream, job.recipe, self._treatments, self._directory, self._dtype
         )
-        require_free_space(job.output.parent, self._plan.disk_bytes)
+        if reserve:
+            require_free_space(job.output.parent, self._plan.disk_bytes)
         self._workspace = Workspace(job.output, fingerprint(job), job.resume)
         self._seconds: dict[str, float] = {}
+
+    def rehearse(self, served_by: str) -> CompressionPlan:
+        """Compress one block, and say what all of them will take."""
+        tokens = ordinary_tokens(self._directory, trust_remote_code=self._job.trust_remote_code)
+        require_embedded([tokens], _vocabulary(self._stream), self._directory)
+        kernels = kernels_of(self._treatments, read_config(self._directory), served_by)
+        measured = rehearse(
+            self._stream.blocks,
+            lambda: self._enter(self._calibration()),
+            self._rehearse_block,
+            self._write_outer,
+        )
+        layers = tuple(replace(one, kernel=kernels[one.name]) for one in self._plan.layers)
+        return replace(self._plan, layers=layers, rehearsal=measured)
+
+    def _rehearse_block(self, block: DecoderBlock, arguments: list[BlockArguments]) -> None:
+        if block.index > 0:  # any input will do
+            first = self._workspace.tensors("hidden-0")
+            self._workspace.save_tensors(f"hidden-{block.index}", first or {})
+        self._compress(block, arguments)
 
     def execute(self) -> Manifest:
         """Run every step that is not committed yet."""

@@ -9,6 +9,7 @@ import torch
 
 from taut_deploy.compress.formats.config import describe
 from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.rehearsal import Rehearsal
 from taut_deploy.compress.resolve import Treatment, resolve
 from taut_deploy.compress.source.stream import StreamedModel, linear_layers
 from taut_deploy.recipe import Recipe, is_matched
@@ -26,6 +27,7 @@ class LayerPlan:
         group_size: weights per scale, None where scales are of no group.
         bytes_before: of its weight in the model.
         bytes: of the layer on disk.
+        kernel: what will serve it, with what is against ours; empty where nobody asked.
     """
 
     name: str
@@ -35,6 +37,7 @@ class LayerPlan:
     group_size: int | None
     bytes_before: int
     bytes: int
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class CompressionPlan:
         layers: every linear layer inside them.
         bytes_before: size of the model's weights.
         bytes_after: predicted size of the checkpoint's weights.
-        peak_memory_bytes: predicted peak of weights, statistics and activations held at once.
         disk_bytes: predicted peak use of the output's file system.
+        rehearsal: time and memory, by one block; None where none was compressed.
     """
 
     recipe: str
@@ -63,12 +66,13 @@ class CompressionPlan:
     layers: tuple[LayerPlan, ...]
     bytes_before: int
     bytes_after: int
-    peak_memory_bytes: int
     disk_bytes: int
+    rehearsal: Rehearsal | None = None
 
     def as_json(self) -> dict[str, object]:
-        """The plan as plain data."""
-        return asdict(self)
+        """The plan as plain data, what was rehearsed beside the rest."""
+        plain = asdict(self)
+        return plain | (plain.pop("rehearsal") or {})
 
 
 def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> dict[str, Treatment]:
@@ -113,13 +117,8 @@ def make_plan(
     sizes = {layer.name: math.prod(layer.shape) for layer in layers}
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     after = before + sum(layer.bytes - sizes[layer.name] * element for layer in layers)
-    dense = sum(sizes[name] * element for name in formats)
     # Computed in fp32 where a CPU lacks 16-bit products.
-    wider = model.dtype.itemsize / element
     hidden = _hidden_bytes(model, recipe, model.dtype.itemsize)
-    outer = int((before - dense) * wider)
-    widest = max(layer.shape[1] for layer in layers)
-    block_bytes = sum(4 * size for size in sizes.values()) // len(model.blocks)
     groups = {one.group_size for one in formats.values()}
     return CompressionPlan(
         recipe=recipe.name,
@@ -130,7 +129,6 @@ def make_plan(
         layers=layers,
         bytes_before=before,
         bytes_after=after,
-        peak_memory_bytes=2 * hidden + 3 * block_bytes + 6 * 4 * widest * widest + outer,
         disk_bytes=after + 3 * hidden,
     )
 
