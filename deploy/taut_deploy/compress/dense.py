@@ -1,10 +1,21 @@
-"""A dense model, whole in memory: what is cut smaller, and what teaches."""
+"""A dense model, whole in memory: what is cut smaller, what teaches, and the way back to disk."""
 
 from pathlib import Path
 from typing import Any
 
 from taut_deploy.compress.job import compute_dtype, stored_dtype
+from taut_deploy.compress.kept_files import kept_files
+from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import ModelError
+from taut_deploy.files import copy_files, write_json_atomically
+from taut_deploy.models.directory import read_config
+
+_SHARD_BYTES = 2 << 30
+# Of config.json, what a model's shape decides.
+_SHAPE_KEYS = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "hidden_size"),
+)
 
 
 def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
@@ -14,6 +25,8 @@ def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
         ModelError: transformers cannot load it.
     """
     from transformers import AutoModelForCausalLM
+
+    import taut_deploy.hf  # noqa: F401  registers quant_method taut
 
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -27,3 +40,45 @@ def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
         reason = " ".join(str(error).split())[:160]
         raise ModelError(f"{directory}: cannot be loaded ({reason})") from error
     return model.to(device).eval().requires_grad_(False)
+
+
+def write_dense(
+    model: Any, source: Path, workspace: Workspace, *, trust_remote_code: bool = False
+) -> None:
+    """Write weights in shards, the configuration as it is now, and the files that travel unchanged.
+
+    Args:
+        model: a causal LM of transformers; a tied head is left out, as it was in the source.
+        source: directory of the model it was made from, whose dtype the weights are stored in.
+        workspace: to write into.
+        trust_remote_code: take the model's own Python code along.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    target = workspace.directory
+    dtype = stored_dtype(source)
+    state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        head = model.get_output_embeddings()
+        tied = {name for name, module in model.named_modules() if module is head}
+        state = {
+            name: value for name, value in state.items() if name.rpartition(".")[0] not in tied
+        }
+    split = split_torch_state_dict_into_shards(state, max_shard_size=_SHARD_BYTES)
+    for shard, names in split.filename_to_tensors.items():
+        workspace.save_shard(shard, {name: state[name] for name in names})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json_atomically(target / "model.safetensors.index.json", index)
+    write_json_atomically(target / "config.json", _config(read_config(source), model.config))
+    copy_files(kept_files(source, with_code=trust_remote_code), source, target)
+
+
+def _config(document: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The source's document with what changed, and nothing that only transformers would add."""
+    now = config.to_dict()
+    changed = {key: now[key] for key in _SHAPE_KEYS if now.get(key) is not None}
+    lists = {
+        key: now[key] for key, value in document.items() if isinstance(value, list) and key in now
+    }
+    return {**document, **changed, **lists}

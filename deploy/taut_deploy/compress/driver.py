@@ -7,7 +7,6 @@ function of the fingerprint.
 """
 
 import math
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
-from taut_deploy.compress.block import CompressedBlock, compress_block
-from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
+from taut_deploy.compress.block import CompressedBlock, compress_block, run_block
+from taut_deploy.compress.calibrate.calibration import CalibrationSet
+from taut_deploy.compress.calibrate.kept import kept_calibration
 from taut_deploy.compress.formats.config import describe, quantization_config
 from taut_deploy.compress.golden import (
     choose_golden,
@@ -36,17 +36,16 @@ from taut_deploy.compress.job import (
     stored_dtype,
 )
 from taut_deploy.compress.kept_files import kept_files
+from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
+from taut_deploy.compress.mixed.decide import mixing_of
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
-from taut_deploy.compress.rehearsal import rehearse
-from taut_deploy.compress.report.write import write_report
+from taut_deploy.compress.rehearsal import rehearse, require_stages_act
+from taut_deploy.compress.report.write import write_log, write_report
 from taut_deploy.compress.served import kernels_of
-from taut_deploy.compress.source.stream import (
-    BlockArguments,
-    DecoderBlock,
-    StreamedModel,
-    call_block,
-)
-from taut_deploy.compress.threads import over_batches, single_thread
+from taut_deploy.compress.source.calls import BlockArguments
+from taut_deploy.compress.source.decoder import DecoderBlock
+from taut_deploy.compress.source.stream import StreamedModel
+from taut_deploy.compress.threads import single_thread
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import (
@@ -56,6 +55,7 @@ from taut_deploy.files import (
     write_json_atomically,
 )
 from taut_deploy.models.directory import read_config, read_shape
+from taut_deploy.recipe import Recipe
 
 _BATCH_TOKENS = 2048
 
@@ -90,8 +90,7 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
         ModelError: the model cannot be read.
         CheckpointError: what was written does not read back.
     """
-    finished = finished_checkpoint(job)
-    if finished is not None:
+    if (finished := finished_checkpoint(job)) is not None:
         return finished
     with sole_writer(job.output, "taut compress"):
         # Whoever held the lock a moment ago may have finished the work.
@@ -105,23 +104,38 @@ class _Run:
         self._job = job
         self._progress = progress
         self._directory = Path(job.model.path)
-        self._recipe = job.recipe
         self._kept = kept_files(self._directory, with_code=job.trust_remote_code)
         self._stream = open_stream(job)
         self._dtype = stored_dtype(self._directory)
-        self._treatments = treatments_of(self._stream, job.recipe, self._dtype)
-        self._plan = make_plan(
-            self._stream, job.recipe, self._treatments, self._directory, self._dtype
-        )
-        if reserve:
-            require_free_space(job.output.parent, self._plan.disk_bytes)
+        mixing = mixing_of(self._stream, job.recipe, self._directory, self._dtype)
+        self._mixture: dict[str, Any] | None = None
+        if mixing is None:
+            self._settle(job.recipe, reserve)
         self._workspace = Workspace(job.output, fingerprint(job), job.resume)
+        if mixing is not None:
+            recipe, self._mixture = mixing.decided(
+                self._workspace, lambda: self._calibration().tokens, self._told("scoring")
+            )
+            self._settle(recipe, reserve)
         self._seconds: dict[str, float] = {}
+
+    def _settle(self, recipe: Recipe, reserve: bool) -> None:
+        """Work out what every layer gets, before anything is computed or written for it."""
+        self._recipe = recipe
+        self._treatments = treatments_of(self._stream, recipe, self._dtype)
+        self._plan = make_plan(self._stream, recipe, self._treatments, self._directory, self._dtype)
+        if reserve:
+            require_free_space(self._job.output.parent, self._plan.disk_bytes)
+
+    def _told(self, what: str) -> Callable[[DecoderBlock], None]:
+        total = len(self._stream.blocks)
+        return lambda block: self._progress(block.index, total, f"{what} {block.name}")
 
     def rehearse(self, served_by: str) -> CompressionPlan:
         """Compress one block, and say what all of them will take."""
         tokens = ordinary_tokens(self._directory, trust_remote_code=self._job.trust_remote_code)
         require_embedded([tokens], _vocabulary(self._stream), self._directory)
+        require_stages_act(self._stream, self._recipe, self._treatments)
         kernels = kernels_of(self._treatments, read_config(self._directory), served_by)
         measured = rehearse(
             self._stream.blocks,
@@ -130,12 +144,17 @@ class _Run:
             self._write_outer,
         )
         layers = tuple(replace(one, kernel=kernels[one.name]) for one in self._plan.layers)
-        return replace(self._plan, layers=layers, rehearsal=measured)
+        return replace(
+            self._plan,
+            layers=layers,
+            peak_memory_bytes=measured.peak_memory_bytes,
+            device_memory_bytes=measured.device_memory_bytes,
+            seconds=measured.seconds,
+        )
 
     def _rehearse_block(self, block: DecoderBlock, arguments: list[BlockArguments]) -> None:
         if block.index > 0:  # any input will do
-            first = self._workspace.tensors("hidden-0")
-            self._workspace.save_tensors(f"hidden-{block.index}", first or {})
+            self._workspace.save_tensors(f"hidden-{block.index}", self._entering(0))
         self._compress(block, arguments)
 
     def execute(self) -> Manifest:
@@ -148,7 +167,7 @@ class _Run:
         for block in self._stream.blocks:
             done = self._workspace.committed(f"block-{block.index}")
             if done is None:
-                self._progress(block.index, total, f"compressing {block.name}")
+                self._told("compressing")(block)
                 clock = time.monotonic()
                 done = self._compress(block, arguments)
                 self._seconds[block.name] = round(time.monotonic() - clock, 3)
@@ -156,7 +175,7 @@ class _Run:
         self._progress(total, total, "writing the manifest")
         golden = self._golden()
         self._write_outer()
-        log = self._write_log(time.monotonic() - started)
+        log = write_log(self._workspace, time.monotonic() - started, self._seconds)
         manifest = self._manifest(calibration, reports, golden)
         write_report(self._workspace.directory, manifest, self._plan, log)
         manifest = seal(self._workspace.directory, manifest)
@@ -164,20 +183,10 @@ class _Run:
         return manifest
 
     def _calibration(self) -> CalibrationSet:
-        saved = self._workspace.tensors("calibration")
-        description = self._workspace.committed("calibration")
-        if saved is not None and description is not None:
-            return CalibrationSet(saved["tokens"], description)
-        self._progress(0, len(self._stream.blocks), "preparing calibration tokens")
-        made = make_calibration_set(
-            self._recipe.calibration,
-            self._directory,
-            self._job.cache,
-            trust_remote_code=self._job.trust_remote_code,
-        )
-        self._workspace.save_tensors("calibration", {"tokens": made.tokens})
-        self._workspace.commit("calibration", made.description)
-        return made
+        def told() -> None:
+            self._progress(0, len(self._stream.blocks), "preparing calibration tokens")
+
+        return kept_calibration(self._job, self._workspace, told)
 
     def _enter(self, calibration: CalibrationSet) -> list[BlockArguments]:
         """Record how blocks are called; save what enters block 0 unless we are past it.
@@ -191,7 +200,7 @@ class _Run:
         entered = [self._stream.enter(tokens) for tokens in streams]
         if self._workspace.committed("block-0") is None:
             batches = torch.split(calibration.tokens, self._batch_size)
-            hidden = torch.cat([self._stream.enter(batch)[0].cpu() for batch in batches])
+            hidden = torch.cat([self._stream.embed(batch).cpu() for batch in batches])
             probes = {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
             self._workspace.save_tensors("hidden-0", {"calibration": hidden, **probes})
         return [arguments for _, arguments in entered]
@@ -203,12 +212,7 @@ class _Run:
     def _compress(
         self, block: DecoderBlock, arguments: list[BlockArguments]
     ) -> list[dict[str, Any]]:
-        entering = self._workspace.tensors(f"hidden-{block.index}")
-        if entering is None:
-            raise CheckpointError(
-                f"{self._workspace.directory}: state of block {block.index} is gone; "
-                "use --no-resume"
-            )
+        entering = self._entering(block.index)
         device = torch.device(self._job.device)
         self._stream.load(block.module, block.name)
         hidden = entering.pop("calibration").to(device)
@@ -222,28 +226,43 @@ class _Run:
             dtype=self._dtype,
             batch_size=self._batch_size,
         )
-        leaving = {
-            "calibration": _run_block(block, hidden, arguments[0][block.index], self._batch_size)
-        }
-        for i, calls in enumerate(arguments[1:]):
-            leaving[f"probe-{i}"] = _run_block(
-                block, entering[f"probe-{i}"].to(device), calls[block.index], 1
-            )
+        cache = BlockCache(self._recipe.kv_cache, block.module, block.name, self._dtype)
+        with cache.observed():
+            seen = run_block(block.module, hidden, arguments[0][block.index], self._batch_size)
+        leaving = {"calibration": seen}
+        with cache.emulated():
+            for i, calls in enumerate(arguments[1:]):
+                leaving[f"probe-{i}"] = run_block(
+                    block.module, entering[f"probe-{i}"].to(device), calls[block.index], 1
+                )
         self._workspace.save_tensors(f"hidden-{block.index + 1}", leaving)
         with single_thread():  # packing: element by element
-            self._save_block(block, result)
+            self._save_block(block, result, cache.tensors())
         reports = [report.as_json() for report in result.reports]
         self._workspace.commit(f"block-{block.index}", reports)
         self._workspace.drop_tensors(f"hidden-{block.index}")
         self._stream.release(block.module)
         return reports
 
-    def _save_block(self, block: DecoderBlock, result: CompressedBlock) -> None:
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in block.module.named_parameters():
+    def _entering(self, index: int) -> dict[str, torch.Tensor]:
+        """Hidden states that enter a block; past the last one, those that leave it."""
+        found = self._workspace.tensors(f"hidden-{index}")
+        if found is None:
+            raise CheckpointError(
+                f"{self._workspace.directory}: the state before block {index} is gone; "
+                "use --no-resume"
+            )
+        return found
+
+    def _save_block(
+        self, block: DecoderBlock, result: CompressedBlock, scales: dict[str, torch.Tensor]
+    ) -> None:
+        tensors = dict(scales)
+        kept = {name for name, _ in block.module.named_parameters()}
+        for name, value in block.module.state_dict().items():
             layer = name.removesuffix(".weight")
             if layer not in result.stored:
-                tensors[f"{block.name}.{name}"] = parameter.to(self._dtype)
+                tensors[f"{block.name}.{name}"] = value.to(self._dtype) if name in kept else value
                 continue
             stored = result.stored[layer]
             written = stored.tensors()
@@ -252,17 +271,13 @@ class _Run:
                     f"{block.name}.{layer}: what was packed does not read back; nothing was written"
                 )
             tensors |= {f"{block.name}.{layer}.{key}": value for key, value in written.items()}
-        self._workspace.save_shard(self._shard_name(block.index), tensors)
+        self._workspace.save_shard(self._shard_name(block.index), self._stream.to_stored(tensors))
 
     def _shard_name(self, index: int) -> str:
         return f"model-{index + 1:05d}-of-{len(self._stream.blocks) + 1:05d}.safetensors"
 
     def _golden(self) -> Golden:
-        last = self._workspace.tensors(f"hidden-{len(self._stream.blocks)}")
-        if last is None:
-            raise CheckpointError(
-                f"{self._workspace.directory}: the last hidden states are gone; use --no-resume"
-            )
+        last = self._entering(len(self._stream.blocks))
         device = torch.device(self._job.device)
         probes = [last[f"probe-{i}"].to(device) for i in range(len(last) - 1)]
         return choose_golden(
@@ -276,28 +291,20 @@ class _Run:
         target = self._workspace.directory
         outer = {name: self._stream.read(name) for name in self._stream.outer_names}
         self._workspace.save_shard(self._shard_name(len(self._stream.blocks)), outer)
-        write_json_atomically(target / "model.safetensors.index.json", _shard_index(target))
+        self._workspace.save_index()
         copy_files(self._kept, self._directory, target)
         formats = formats_of(self._treatments)
-        ignore = ["lm_head", *(name for name in self._treatments if name not in formats)]
+        ignore = list(dict.fromkeys(["lm_head", *self._stream.dense_layers(formats)]))
         config = read_config(self._directory)
-        entry = quantization_config(formats, ignore)
+        entry = quantization_config(
+            formats,
+            {name: one.shape for name, one in self._treatments.items()},
+            ignore,
+            cache_arguments(self._recipe.kv_cache),
+        )
         if entry is not None:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)
-
-    def _write_log(self, seconds: float) -> dict[str, Any]:
-        """Wall-clock facts, kept out of the manifest so that equal runs give equal checkpoints."""
-        log = {
-            "seconds": round(seconds, 3),
-            "seconds_by_block": self._seconds,
-            "resumed": self._workspace.resumed,
-            "host": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        write_json_atomically(self._workspace.directory / "compression_log.json", log)
-        return log
 
     def _manifest(
         self, calibration: CalibrationSet, reports: list[dict[str, Any]], golden: Golden
@@ -305,13 +312,13 @@ class _Run:
         model = self._job.model
         sizes = {name: math.prod(one.shape) for name, one in self._treatments.items()}
         scheme, bits = describe(formats_of(self._treatments), sizes, 8 * self._dtype.itemsize)
-        trusted = self._job.trust_remote_code
+        trusted, mixture = self._job.trust_remote_code, self._mixture
         return Manifest(
             name=model.name,
             scheme=scheme,
             bits=bits,
-            recipe=self._recipe.as_json(),
-            recipe_hash=self._recipe.hash,
+            recipe=self._job.recipe.as_json() | ({"mixture": mixture} if mixture else {}),
+            recipe_hash=self._job.recipe.hash,
             base_model={"name": model.name, "digest": model.digest, "source": model.source},
             calibration={
                 "description": calibration.description,
@@ -330,29 +337,6 @@ class _Run:
 
 def _vocabulary(stream: StreamedModel) -> int:
     return int(stream.model.get_input_embeddings().weight.shape[0])
-
-
-def _run_block(
-    block: DecoderBlock, hidden: torch.Tensor, arguments: dict[str, Any], batch: int
-) -> torch.Tensor:
-    with torch.inference_mode():
-        parts = over_batches(
-            lambda part: call_block(block.module, part, arguments), hidden, batch, block.module
-        )
-        return torch.cat([*parts])
-
-
-def _shard_index(directory: Path) -> dict[str, Any]:
-    from safetensors import safe_open
-
-    weight_map: dict[str, str] = {}
-    total = 0
-    for shard in sorted(directory.glob("model-*.safetensors")):
-        with safe_open(shard, framework="pt") as handle:
-            names = list(handle.keys())
-            total += sum(handle.get_tensor(name).nbytes for name in names)
-        weight_map.update(dict.fromkeys(names, shard.name))
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 __all__ = ["CompressionJob", "CompressionPlan", "compress", "plan"]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from taut_deploy.compress import kv_cache
 from taut_deploy.compress.formats.config import describe
-from taut_deploy.compress.formats.protocol import WeightFormat
-from taut_deploy.compress.rehearsal import Rehearsal
+from taut_deploy.compress.formats.protocol import LayerFormat
 from taut_deploy.compress.resolve import Treatment, resolve
-from taut_deploy.compress.source.stream import StreamedModel, linear_layers
+from taut_deploy.compress.source.linears import linear_layers
+from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.recipe import Recipe, is_matched
 
 
@@ -55,7 +56,10 @@ class CompressionPlan:
         bytes_before: size of the model's weights.
         bytes_after: predicted size of the checkpoint's weights.
         disk_bytes: predicted peak use of the output's file system.
-        rehearsal: time and memory, by one block; None where none was compressed.
+        peak_memory_bytes: most memory held at a time, by a rehearsal; 0 before one.
+        device_memory_bytes: likewise of a card; None without one.
+        seconds: that the blocks will take, by a rehearsal; None before one.
+        whole_model: what each whole-model stage does, in words.
     """
 
     recipe: str
@@ -67,12 +71,23 @@ class CompressionPlan:
     bytes_before: int
     bytes_after: int
     disk_bytes: int
-    rehearsal: Rehearsal | None = None
+    peak_memory_bytes: int = 0
+    device_memory_bytes: int | None = None
+    seconds: float | None = None
+    whole_model: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        """The plan as plain data, what was rehearsed beside the rest."""
-        plain = asdict(self)
-        return plain | (plain.pop("rehearsal") or {})
+        """The plan as plain data."""
+        return asdict(self)
+
+
+def shapes_of(model: StreamedModel) -> dict[str, tuple[int, int]]:
+    """[N, K] of every linear layer of the decoder blocks, by full name."""
+    return {
+        f"{block.name}.{name}": (layer.out_features, layer.in_features)
+        for block in model.blocks
+        for name, layer in linear_layers(block.module)
+    }
 
 
 def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> dict[str, Treatment]:
@@ -81,16 +96,14 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     Raises:
         RecipeError: the recipe does not fit the model.
     """
-    shapes = {
-        f"{block.name}.{name}": (layer.out_features, layer.in_features)
-        for block in model.blocks
-        for name, layer in linear_layers(block.module)
-    }
+    if recipe.kv_cache is not None:
+        kv_cache.require_suited(model.model)
+    shapes = shapes_of(model)
     outer = frozenset(name for name, _ in linear_layers(model.model)) - shapes.keys()
     return resolve(shapes, recipe, dtype, outer)
 
 
-def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, WeightFormat]:
+def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, LayerFormat]:
     """The format of every layer that has one, by full name."""
     return {name: one.format for name, one in treatments.items() if one.format is not None}
 
@@ -113,7 +126,7 @@ def make_plan(
     """
     formats = formats_of(treatments)
     element = dtype.itemsize
-    layers = tuple(_layer_plan(one, recipe, element) for one in treatments.values())
+    layers = tuple(layer_plan(one, recipe, element) for one in treatments.values())
     sizes = {layer.name: math.prod(layer.shape) for layer in layers}
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     after = before + sum(layer.bytes - sizes[layer.name] * element for layer in layers)
@@ -133,7 +146,14 @@ def make_plan(
     )
 
 
-def _layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+def layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
+    """What happens to one layer.
+
+    Args:
+        one: its treatment.
+        recipe: of the block stages.
+        element: bytes of a number in the model.
+    """
     layer_format = one.format
     before = math.prod(one.shape) * element
     return LayerPlan(

@@ -4,33 +4,37 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from taut_deploy.compress.source.stream import DecoderBlock
+from taut_deploy.compress.block import rehearse_block
+from taut_deploy.compress.resolve import Treatment
+from taut_deploy.compress.source.decoder import DecoderBlock
+from taut_deploy.compress.source.stream import StreamedModel
+from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.recipe import Recipe
 
 Arguments = TypeVar("Arguments")
 
+_FEW_TOKENS = 8
 _STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rehearsal measured.
+    """What was measured on the first of the largest blocks.
 
     Args:
-        block: name of the block that was compressed, the first of the largest.
         seconds: predicted of the whole run.
         peak_memory_bytes: most of the machine's memory the process held; the run's blocks repeat
             what this one took.
         device_memory_bytes: likewise of a card, None without one.
     """
 
-    block: str
     seconds: float
     peak_memory_bytes: int
     device_memory_bytes: int | None
@@ -62,22 +66,43 @@ def rehearse(
     around = entered - started + time.monotonic() - compressed
     times = sum(sizes.values()) / max(1, sizes[block.index])
     return Rehearsal(
-        block.name,
         round(around + (compressed - entered) * times, 1),
         peak_memory_bytes(),
-        torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
+        torch.cuda.max_memory_allocated() if _uses_card() else None,
     )
+
+
+def require_stages_act(
+    stream: StreamedModel, recipe: Recipe, treatments: Mapping[str, Treatment]
+) -> None:
+    """Refuse a recipe whose stages cannot act on the first block, by a few tokens.
+
+    Raises:
+        RecipeError: naming the layer.
+    """
+    if all(BLOCK_STAGES[stage.method].rehearse is None for stage in recipe.stages):
+        return
+    vocabulary = int(stream.model.get_input_embeddings().weight.shape[0])
+    hidden, arguments = stream.enter(torch.arange(_FEW_TOKENS)[None] % vocabulary)
+    first = stream.blocks[0]
+    stream.load(first.module, first.name)
+    rehearse_block(first.module, first.name, hidden, arguments[0], recipe, treatments)
+    stream.release(first.module)
 
 
 def _weights(block: DecoderBlock) -> int:
     return sum(parameter.numel() for parameter in block.module.parameters())
 
 
+def _uses_card() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def _forget_peak() -> None:
     """Let the peak begin at what is held now, where Linux allows."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    if torch.cuda.is_initialized():
+    if _uses_card():
         torch.cuda.reset_peak_memory_stats()
 
 

@@ -24,7 +24,8 @@ def kernels_of(
         By full name; layers that vLLM joins have the kernel of the joined one.
     """
     formats = {name: one.format for name, one in treatments.items() if one.format is not None}
-    entry = quantization_config(formats, [])
+    shapes = {name: one.shape for name, one in treatments.items()}
+    entry = quantization_config(formats, shapes, [])
     told = read_quantization({} if entry is None else {"quantization_config": entry})
     layers = {
         name: (*one.shape, told.scheme_of(name) if name in formats else DENSE)

@@ -11,18 +11,22 @@ from typing import Any
 
 import torch
 
+from taut_deploy.compress.equalize.awq_stage import awq, require_foldable
 from taut_deploy.compress.equalize.smooth_stage import smooth
-from taut_deploy.compress.formats.protocol import WeightFormat
-from taut_deploy.compress.formats.registry import weight_format
+from taut_deploy.compress.formats.codebook import codebook_format
+from taut_deploy.compress.formats.low_rank import low_rank_format
+from taut_deploy.compress.formats.protocol import LayerFormat
+from taut_deploy.compress.lowrank.stage import factorize
 from taut_deploy.compress.prune.stage import prune, why_not_pruned
-from taut_deploy.compress.quantize.stage import quantize
+from taut_deploy.compress.quantize.stage import quantize, quantized_format
+from taut_deploy.compress.share.stage import palettize
 from taut_deploy.compress.state import BlockState
 
 Run = Callable[[BlockState, int, Any], None]
 # (stage, N, K) -> why a layer of this shape cannot have the stage; None if it can
 WhyNot = Callable[[Any, int, int], str | None]
 # (stage, K of its layers, dtype of the model's weights) -> what those layers are stored in
-ChooseFormat = Callable[[Any, Collection[int], torch.dtype], WeightFormat]
+ChooseFormat = Callable[[Any, Collection[int], torch.dtype], LayerFormat]
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,25 @@ class BlockStage:
         run: acts on a block's state.
         choose_format: for a storing stage, the format of its layers, known before anything runs.
         why_not: what shapes the method cannot work on, known before anything runs.
+        rehearse: refuses what ``run`` would, of a block that saw a few tokens.
     """
 
     run: Run
     choose_format: ChooseFormat | None = None
     why_not: WhyNot | None = None
+    rehearse: Run | None = None
+
+
+def _decided_before(_state: BlockState, _index: int, _stage: Any) -> None:
+    raise TypeError("'mixed' has become 'quantize' stages before any block is compressed")
 
 
 BLOCK_STAGES: dict[str, BlockStage] = {
     "smooth": BlockStage(smooth),
+    "awq": BlockStage(awq, rehearse=require_foldable),
     "prune": BlockStage(prune, why_not=why_not_pruned),
-    "quantize": BlockStage(quantize, weight_format),
+    "quantize": BlockStage(quantize, quantized_format),
+    "mixed": BlockStage(_decided_before),
+    "factorize": BlockStage(factorize, low_rank_format),
+    "palettize": BlockStage(palettize, codebook_format),
 }

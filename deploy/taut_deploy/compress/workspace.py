@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest
@@ -87,6 +88,18 @@ class Workspace:
     def save_shard(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write one shard of the checkpoint durably."""
         self._write(self.directory / name, tensors)
+
+    def save_index(self) -> None:
+        """Write ``model.safetensors.index.json`` of all shards."""
+        weight_map: dict[str, str] = {}
+        total = 0
+        for shard in sorted(self.directory.glob("model-*.safetensors")):
+            with safe_open(shard, framework="pt") as handle:
+                names = list(handle.keys())
+                total += sum(handle.get_tensor(name).nbytes for name in names)
+            weight_map.update(dict.fromkeys(names, shard.name))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json_atomically(self.directory / "model.safetensors.index.json", index)
 
     def commit(self, name: str, value: Any) -> None:
         """Mark a step as done, with its small result."""

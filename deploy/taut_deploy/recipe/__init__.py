@@ -8,25 +8,47 @@ model to :mod:`taut_deploy.recipe.stages` and one function to :mod:`taut_deploy.
 from taut_deploy.recipe.patterns import is_matched, matches
 from taut_deploy.recipe.recipe import (
     Calibration,
+    KvCache,
     Recipe,
     builtin_recipes,
     load_recipe,
     parse_recipe,
 )
-from taut_deploy.recipe.stages import Order, Prune, Quantize, Smooth, Stage, StageModel
+from taut_deploy.recipe.stage_model import Order, StageModel
+from taut_deploy.recipe.stages import (
+    Awq,
+    Distil,
+    Mixed,
+    Prune,
+    Qat,
+    Quantize,
+    Slim,
+    Smooth,
+    Stage,
+    Training,
+)
+from taut_deploy.recipe.target import with_target
 
 __all__ = [
+    "Awq",
     "Calibration",
+    "Distil",
+    "KvCache",
+    "Mixed",
     "Order",
     "Prune",
+    "Qat",
     "Quantize",
     "Recipe",
+    "Slim",
     "Smooth",
     "Stage",
     "StageModel",
+    "Training",
     "builtin_recipes",
     "is_matched",
     "load_recipe",
     "matches",
     "parse_recipe",
+    "with_target",
 ]

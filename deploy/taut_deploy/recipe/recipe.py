@@ -9,7 +9,17 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.recipe.patterns import Pattern
-from taut_deploy.recipe.stages import STAGE_MODELS, Order, Stage, Strict
+from taut_deploy.recipe.stage_model import Order, Strict
+from taut_deploy.recipe.stages import (
+    STAGE_MODELS,
+    Mixed,
+    Qat,
+    Quantize,
+    Residual,
+    Slim,
+    Stage,
+    Training,
+)
 from taut_deploy.strict_yaml import (
     parse_mapping,
     read_shipped_or_file,
@@ -38,6 +48,19 @@ class Calibration(Strict):
         return self
 
 
+class KvCache(Strict):
+    """An 8-bit KV cache with scales from calibration.
+
+    ``strategy`` gives every attention layer one scale for keys and one for values (``tensor``), or
+    each of its heads its own (``head``; vLLM serves those with FlashAttention 3 alone). ``margin``
+    is the room above what calibration saw: a factor of two costs a float nothing.
+    """
+
+    dtype: Literal["fp8"] = "fp8"
+    strategy: Literal["tensor", "head"] = "tensor"
+    margin: Annotated[float, Field(ge=1.0, le=16.0)] = 2.0
+
+
 class Recipe(Strict):
     """One compression recipe."""
 
@@ -46,17 +69,53 @@ class Recipe(Strict):
     calibration: Calibration = Calibration()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     ignore: tuple[Pattern, ...] = ("lm_head",)
+    kv_cache: KvCache | None = None
 
     @model_validator(mode="after")
     def _in_order(self) -> "Recipe":
         for first, second in pairwise(self.stages):
             if second.order < first.order:
                 raise ValueError(f"'stages': {second.method!r} must stand before {first.method!r}")
-        if all(stage.order is Order.TRANSFORM for stage in self.stages):
+        orders = {stage.order for stage in self.stages}
+        smaller = {Order.PRUNE, Order.STORE}
+        if Order.TRANSFORM in orders and not orders & smaller:
             raise ValueError(
                 "'stages': nothing makes the model smaller; a transform is followed by 'quantize'"
             )
+        if orders == {Order.AFTER}:
+            raise ValueError(
+                "'stages': there is nothing to train back; put 'quantize', 'prune' or 'slim' first"
+            )
+        if Order.STORE not in orders and any(isinstance(stage, Qat) for stage in self.stages):
+            raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
+        self._require_like_shapes()
+        mixed = [stage for stage in self.stages if isinstance(stage, Mixed)]
+        if len(mixed) > 1 or (mixed and Order.BEFORE in orders):
+            raise ValueError("'stages': one 'mixed' at most, and none after 'slim'")
         return self
+
+    def _require_like_shapes(self) -> None:
+        slims = [stage for stage in self.stages if isinstance(stage, Slim)]
+        for stage in self.stages if slims else ():
+            if isinstance(stage, Training) and stage.start != "codes":
+                raise ValueError(
+                    f"'stages': after 'slim' no weight is the base model's, so {stage.method!r} "
+                    "must start from 'codes'"
+                )
+            if isinstance(stage, Training) and stage.hidden and any(one.hidden for one in slims):
+                raise ValueError(
+                    "'stages': after 'slim' by 'hidden' the states have other widths than the base "
+                    f"model's; set 'hidden' of {stage.method!r} to 0"
+                )
+
+    def of_orders(self, *orders: Order) -> list[Stage]:
+        """Its stages that stand there."""
+        return [stage for stage in self.stages if stage.order in orders]
+
+    def of_blocks(self) -> "Recipe | None":
+        """The part that is done block by block, None where there is none."""
+        stages = self.of_orders(Order.TRANSFORM, Order.PRUNE, Order.STORE)
+        return self.model_copy(update={"stages": tuple(stages)}) if stages else None
 
     @property
     def needs_hessian(self) -> bool:
@@ -71,6 +130,8 @@ class Recipe(Strict):
     def hash(self) -> str:
         """``sha256:`` over everything that changes the result (name and description do not)."""
         plain = self.model_dump(mode="json", exclude={"name", "description", "stages"})
+        if self.kv_cache is None:  # younger than the first recipes, whose hashes stay
+            del plain["kv_cache"]
         return "sha256:" + sha256_json(
             {**plain, "stages": [stage.hashed() for stage in self.stages]}
         )
@@ -113,6 +174,8 @@ def _suggestion(error: ValidationError) -> str | None:
         return None
     *place, key = (str(part) for part in first["loc"])
     models: dict[str, type[BaseModel]] = {"": Recipe, "calibration": Calibration, **STAGE_MODELS}
-    known = models[place[-1] if place else ""].model_fields
+    models |= {"kv_cache": KvCache, "residual": Residual, "candidates": Quantize}
+    named = [part for part in place if not part.isdigit()]
+    known = models[named[-1] if named else ""].model_fields
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

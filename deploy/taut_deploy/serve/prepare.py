@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
-from taut_deploy.compress.driver import CompressionJob, Progress, compress
+from taut_deploy.compress.driver import CompressionJob, Progress
+from taut_deploy.compress.pipeline import compress
 from taut_deploy.errors import WorkerError
 from taut_deploy.files import sha256_json
 from taut_deploy.home import TautHome

@@ -72,8 +72,8 @@ def test_the_foretold_memory_is_what_the_run_takes(scheme, tmp_path):
 def test_a_plan_leaves_nothing_behind(room, tmp_path):
     job = job_for(room / "model", recipe_data(room / "text.txt"), tmp_path / "out")
     plan = driver.plan(job)
-    assert plan.rehearsal is not None
-    assert plan.rehearsal.block == "model.layers.0"
+    assert plan.seconds is not None
+    assert plan.seconds > 0
     assert [path.name for path in tmp_path.rglob("*")] == ["cache"]
 
 
@@ -129,4 +129,4 @@ def test_the_printed_plan_says_each_kind_of_layer_once(room, tmp_path):
     assert lines[1].startswith("mlp.down_proj [64, 128]: ignored by the recipe: dense")
     assert lines[1].endswith("; blocks 1")
     assert sum("q_proj" in line for line in text.splitlines()) == 1
-    assert "of memory" in text.splitlines()[-1]
+    assert "s for the blocks" in text.splitlines()[-1]

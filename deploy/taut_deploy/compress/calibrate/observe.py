@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from taut_deploy.compress.source.stream import call_block, linear_layers
+from taut_deploy.compress.calibrate.readers import Readers
+from taut_deploy.compress.source.calls import call_block
+from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.threads import over_batches
 
 _SAMPLE_ROWS = 512
@@ -29,6 +31,8 @@ class InputGroup:
         absmax: [K] fp32.
         sample: [T, K] fp32 evenly spaced input rows.
         tokens: rows seen.
+        read_elsewhere: whether the producer's output also goes where no layer of the group is: to a
+            router, into a residual.
     """
 
     layers: list[str]
@@ -37,6 +41,7 @@ class InputGroup:
     absmax: torch.Tensor
     sample: torch.Tensor
     tokens: int = 0
+    read_elsewhere: bool = False
     _rows: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, x: torch.Tensor, rows_per_call: int) -> None:
@@ -135,8 +140,10 @@ def _find_groups(
         for name, module in block.named_modules()
         if name
     ]
+    readers = Readers(block)
     try:
-        call_block(block, hidden, arguments)
+        with readers:
+            call_block(block, hidden, arguments)
     finally:
         _remove(handles)
     groups: list[InputGroup] = []
@@ -147,6 +154,10 @@ def _find_groups(
             by_identity[id(x)] = _empty_group(producer, x)
             groups.append(by_identity[id(x)])
         by_identity[id(x)].layers.append(name)
+    for x in inputs.values():
+        group = by_identity[id(x)]
+        if group.producer is not None:
+            group.read_elsewhere = bool(readers.of(x) - {*group.layers, group.producer})
     return groups
 
 

@@ -7,10 +7,12 @@ import torch
 from taut_deploy.compress.formats.activations import (
     Activations,
     Float8Fixed,
+    Float8PerGroup,
     Float8PerToken,
     Int8PerToken,
 )
 from taut_deploy.compress.formats.float8 import Float8Format
+from taut_deploy.compress.formats.float8_block import BLOCK, Float8BlockFormat
 from taut_deploy.compress.formats.integer import IntegerFormat, PackedIntegerFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.quantize.float8 import Float8Spec
@@ -44,6 +46,11 @@ def _fp8_by_fixed_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtyp
     return Float8Format(stage.scheme, Float8Spec(dtype), Float8Fixed(dtype))
 
 
+def _fp8_blocks(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    del group_size
+    return Float8BlockFormat(stage.scheme, Float8Spec(dtype, BLOCK), Float8PerGroup(BLOCK))
+
+
 def _int4_by_int8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
     return PackedIntegerFormat(stage.scheme, GridSpec(4, group_size, True, dtype), Int8PerToken())
 
@@ -62,6 +69,7 @@ FORMATS: dict[str, _Make] = {
     "W4AFP8": _int4_by_fp8,
     "FP8": _fp8_by_fp8,
     "FP8-STATIC": _fp8_by_fixed_fp8,
+    "FP8-BLOCK": _fp8_blocks,
 }
 
 
@@ -78,19 +86,32 @@ def weight_format(
     Raises:
         RecipeError: no allowed group size divides every K.
     """
-    group = _group_size(stage, input_sizes) if SCHEMES[stage.scheme].grouped else None
+    group = None
+    if SCHEMES[stage.scheme].grouped:
+        group = dividing_group_size(stage.method, stage.group_size, input_sizes)
     return FORMATS[stage.scheme](stage, group, dtype)
 
 
-def _group_size(stage: Quantize, input_sizes: Collection[int]) -> int | None:
-    asked = stage.group_size
-    if asked is None or asked == "channel":
+def dividing_group_size(
+    method: str, asked: int | str | None, input_sizes: Collection[int]
+) -> int | None:
+    """The largest allowed group size up to the one asked for that divides every layer's input.
+
+    Args:
+        method: of the stage, for the message.
+        asked: its ``group_size``; None or ``channel`` for one scale a row.
+        input_sizes: K of the layers.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if not isinstance(asked, int):
         return None
     for group in _GROUP_SIZES:
         if group <= asked and all(k % group == 0 for k in input_sizes):
             return group
     sizes = ", ".join(str(k) for k in sorted(set(input_sizes)))
     raise RecipeError(
-        f"stages.quantize.group_size: none of 128, 64, 32 up to {asked} divides "
+        f"stages.{method}.group_size: none of 128, 64, 32 up to {asked} divides "
         f"every layer input ({sizes}); put the odd layers into 'ignore'"
     )

@@ -8,22 +8,20 @@ from typing import Any
 import torch
 
 from taut_deploy.checkpoint import Manifest, seal
-from taut_deploy.compress.dense import load_dense
+from taut_deploy.compress.dense import load_dense, write_dense
 from taut_deploy.compress.golden import golden_of
 from taut_deploy.compress.job import library_versions, stored_dtype
-from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.shrink.axes import AXES, target_of
 from taut_deploy.compress.shrink.cut import Cut, cut
 from taut_deploy.compress.train.text import TrainingText, read_text
 from taut_deploy.compress.workspace import Workspace, finished_result, sole_writer
 from taut_deploy.errors import ModelError
-from taut_deploy.files import copy_files, sha256_json, write_json_atomically
+from taut_deploy.files import sha256_json
 from taut_deploy.models.directory import read_config
 from taut_deploy.models.pretrained import load_config
 from taut_deploy.models.store import ModelRecord
 
 _BATCH_TOKENS = 4096
-_SHARD_BYTES = 2 << 30
 _JUDGED = 4
 
 Progress = Callable[[int, int, str], None]
@@ -102,7 +100,7 @@ def _execute(job: ShrinkJob, progress: Progress) -> Manifest:
         losses[axis] = _loss(model, judged)
         layers += _reports(made)
     progress(len(axes), len(axes), "writing the model")
-    _write(model, workspace.directory, directory, job, workspace)
+    write_dense(model, directory, workspace, trust_remote_code=job.trust_remote_code)
     manifest = Manifest(
         name=job.model.name,
         scheme="none",
@@ -180,39 +178,3 @@ def _loss(model: Any, sequences: torch.Tensor) -> float:
         logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
         total += float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:]))
     return round(total / len(sequences), 6)
-
-
-def _write(model: Any, target: Path, source: Path, job: ShrinkJob, workspace: Workspace) -> None:
-    """Weights in shards, the changed configuration, and the files that travel unchanged."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    dtype = stored_dtype(source)
-    state = {name: value.to(dtype) for name, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        head = model.get_output_embeddings()
-        tied = {name for name, module in model.named_modules() if module is head}
-        state = {
-            name: value for name, value in state.items() if name.rpartition(".")[0] not in tied
-        }
-    split = split_torch_state_dict_into_shards(state, max_shard_size=_SHARD_BYTES)
-    for shard, names in split.filename_to_tensors.items():
-        workspace.save_shard(shard, {name: state[name] for name in names})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_json_atomically(target / "model.safetensors.index.json", index)
-    write_json_atomically(target / "config.json", _config(read_config(source), model.config))
-    copy_files(kept_files(source, with_code=job.trust_remote_code), source, target)
-
-
-def _config(document: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The source's document with what changed, and nothing that only transformers would add."""
-    keys = (
-        *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-        *("intermediate_size", "hidden_size"),
-    )
-    now = config.to_dict()
-    changed = {key: now[key] for key in keys if now.get(key) is not None}
-    lists = {
-        key: now[key] for key, value in document.items() if isinstance(value, list) and key in now
-    }
-    return {**document, **changed, **lists}

@@ -15,7 +15,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.utils import match_named_modules
 from torch import nn
 
-from taut_deploy.compress.source.stream import WeightReader
+from taut_deploy.compress.quantize.scales import expand
+from taut_deploy.compress.source.weights import WeightReader
 from taut_deploy.compress.train.fake_quantize import Grid, codes_of
 from taut_deploy.errors import ModelError
 
@@ -109,6 +110,38 @@ def read_layer(name: str, scheme: QuantizationScheme, reader: WeightReader) -> Q
     )
 
 
+def require_trained(scheme: QuantizationScheme, name: str) -> None:
+    """Refuse a scheme whose checkpoints cannot be trained.
+
+    Args:
+        scheme: of layers to come.
+        name: of a stage or a module, for the error.
+
+    Raises:
+        ModelError: in words.
+    """
+    _grid(name, scheme.weights)
+    require_trained_inputs(scheme, name)
+
+
+def require_trained_inputs(scheme: QuantizationScheme, name: str) -> None:
+    """Refuse a rounding of inputs that is not trained; see :func:`require_trained`.
+
+    Raises:
+        ModelError: in words.
+    """
+    inputs = scheme.input_activations
+    if inputs is None:
+        return
+    kind, strategy = (str(getattr(x, "value", x)) for x in (inputs.type, inputs.strategy))
+    known = inputs.num_bits == 8 and inputs.symmetric and kind in ("int", "float")
+    if not known or strategy != ("token" if bool(inputs.dynamic) else "tensor"):
+        raise ModelError(
+            f"{name}: activations of {inputs.num_bits} bits by {strategy} cannot be trained; "
+            "8 bits by token, or by tensor with a fixed scale, can"
+        )
+
+
 def stored_tensors(
     layer: QuantizedLayer, weight: torch.Tensor, scale: torch.Tensor, stored: torch.dtype
 ) -> dict[str, torch.Tensor]:
@@ -125,8 +158,6 @@ def stored_tensors(
     """
     zero = None if layer.zero is None else layer.zero.cpu()
     codes = codes_of(weight, scale, zero, layer.grid)
-    from taut_deploy.compress.train.fake_quantize import expand
-
     shift = 0.0 if zero is None else expand(zero.float(), weight.shape)
     exact = (codes - shift) * expand(scale, weight.shape)
     parts: dict[str, torch.Tensor] = {"weight": exact, "weight_scale": scale}

@@ -12,12 +12,13 @@ from torch.nn.utils import parametrize
 from taut_deploy.checkpoint import is_checkpoint, read_manifest
 from taut_deploy.compress.job import compute_dtype, stored_dtype
 from taut_deploy.compress.skeleton import empty_model
-from taut_deploy.compress.source.stream import WeightReader
+from taut_deploy.compress.source.weights import WeightReader
 from taut_deploy.compress.train.fake_quantize import codes_of, nearest_in_cell
 from taut_deploy.compress.train.quantized_layers import (
     QuantizedLayer,
     layer_schemes,
     read_layer,
+    require_trained_inputs,
 )
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.compress.train.weight_forms import LowRank, Quantized, Rounded, TokenRounding
@@ -229,18 +230,12 @@ def _round_inputs(module: nn.Module, layer: QuantizedLayer, reader: WeightReader
     Raises:
         ModelError: in a way that is not trained.
     """
+    require_trained_inputs(layer.scheme, layer.name)
     inputs = layer.scheme.input_activations
     if inputs is None:
         return
-    kind, strategy = (str(getattr(x, "value", x)) for x in (inputs.type, inputs.strategy))
-    known = inputs.num_bits == 8 and inputs.symmetric and kind in ("int", "float")
-    dynamic = bool(inputs.dynamic)
-    if not known or strategy != ("token" if dynamic else "tensor"):
-        raise ModelError(
-            f"{layer.name}: activations of {inputs.num_bits} bits by {strategy} cannot be trained; "
-            "8 bits by token, or by tensor with a fixed scale, can"
-        )
-    scale = None if dynamic else reader.read(f"{layer.name}.input_scale").float()
+    kind = str(getattr(inputs.type, "value", inputs.type))
+    scale = None if inputs.dynamic else reader.read(f"{layer.name}.input_scale").float()
     module.register_forward_pre_hook(TokenRounding("int" if kind == "int" else "float8", scale))
 
 

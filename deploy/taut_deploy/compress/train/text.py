@@ -17,6 +17,10 @@ from taut_deploy.models.pretrained import load_tokenizer
 _PIECE = 1 << 20
 
 
+class _UnreadableError(Exception):
+    """What is wrong with a source; who asked for it is told in front."""
+
+
 @dataclass(frozen=True)
 class TrainingText:
     """Sequences to train on and sequences to judge by.
@@ -39,7 +43,14 @@ class TrainingText:
 
 
 def read_text(
-    sources: list[str], model: Path, cache: Path, length: int, held_out: int, *, trusted: bool
+    sources: list[str],
+    model: Path,
+    cache: Path,
+    length: int,
+    held_out: int,
+    *,
+    trusted: bool,
+    asked_by: str = "--text",
 ) -> TrainingText:
     """Tokenise and pack.
 
@@ -51,16 +62,20 @@ def read_text(
         length: tokens of a sequence.
         held_out: sequences to keep apart, where there are 16 times as many.
         trusted: let the model's own Python code run.
+        asked_by: flag or field that names the sources, for errors.
 
     Raises:
         RecipeError: a file cannot be read or gives too few tokens.
     """
-    parts = [_ids(source, model, cache, trusted) for source in sources]
+    try:
+        parts = [_ids(source, model, cache, trusted) for source in sources]
+    except _UnreadableError as error:
+        raise RecipeError(f"{asked_by}: {error}") from error
     ids = np.concatenate(parts)
     count = len(ids) // length
     if count < 1:
         raise RecipeError(
-            f"--text: {', '.join(sources)} gives {len(ids)} tokens, fewer than one sequence of "
+            f"{asked_by}: {', '.join(sources)} gives {len(ids)} tokens, fewer than one sequence of "
             f"{length}; give more text or a smaller sequence_length"
         )
     sequences = torch.from_numpy(ids[: count * length].astype(np.int64)).view(count, length)
@@ -69,8 +84,20 @@ def read_text(
     places = torch.linspace(0, count - 1, kept).long() if kept else torch.empty(0).long()
     judged = torch.zeros(count, dtype=torch.bool)
     judged[places] = True
-    described = "; ".join(_described(source) for source in sources)
-    return TrainingText(sequences[~judged].contiguous(), sequences[judged].contiguous(), described)
+    trained, held = sequences[~judged].contiguous(), sequences[judged].contiguous()
+    return TrainingText(trained, held, describe_sources(sources, asked_by))
+
+
+def describe_sources(sources: list[str], asked_by: str = "--text") -> str:
+    """What a manifest says of training texts: their hashes, not their places.
+
+    Raises:
+        RecipeError: a file cannot be read.
+    """
+    try:
+        return "; ".join(_described(source) for source in sources)
+    except OSError as error:
+        raise RecipeError(f"{asked_by}: {error.filename}: {error.strerror}") from error
 
 
 def _ids(source: str, model: Path, cache: Path, trusted: bool) -> Any:
@@ -105,10 +132,10 @@ def _documents(path: Path) -> list[str]:
         lines = [json.loads(line) for line in text.splitlines() if line.strip()]
         return [str(line["text"]) for line in lines]
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"--text: cannot read {path} as UTF-8 text") from error
+        raise _UnreadableError(f"cannot read {path} as UTF-8 text") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise RecipeError(
-            f"--text: {path}: each line must be a JSON object with a 'text' ({error!r})"
+        raise _UnreadableError(
+            f"{path}: each line must be a JSON object with a 'text' ({error!r})"
         ) from error
 
 
@@ -116,9 +143,9 @@ def _array(path: Path) -> Any:
     try:
         ids = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise RecipeError(f"--text: cannot read {path} as an array of token ids") from error
+        raise _UnreadableError(f"cannot read {path} as an array of token ids") from error
     if ids.dtype.kind not in "iu" or not ids.size or int(ids.min()) < 0:
-        raise RecipeError(f"--text: {path}: token ids are whole numbers from 0 on, one at least")
+        raise _UnreadableError(f"{path}: token ids are whole numbers from 0 on, one at least")
     return ids.reshape(-1)
 
 

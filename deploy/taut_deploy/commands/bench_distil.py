@@ -1,0 +1,79 @@
+"""``taut bench distil``."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taut_deploy.commands.device import require_device
+from taut_deploy.commands.output import DeviceOption, JsonFlag, make_folder, print_json, say
+from taut_deploy.errors import MeasureError
+from taut_deploy.home import TautHome
+from taut_deploy.models import ModelStore
+
+
+def distil(
+    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
+    text: Annotated[Path, typer.Option(dir_okay=False, help="UTF-8 text to judge on.")],
+    train: Annotated[
+        list[str],
+        typer.Option(
+            help="NAME=SOURCE,SOURCE: corpus, text files, .npy of token ids, or self, which the "
+            "base model writes; repeat for another column of results."
+        ),
+    ],
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds of training for each student.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to train on instead.")] = None,
+    only: Annotated[str, typer.Option(help="Students with commas, or all.")] = "all",
+    calibration: Annotated[str, typer.Option(help="corpus or a text file.")] = "corpus",
+    calibration_sequences: Annotated[int, typer.Option(min=1)] = 128,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences to judge on.")] = 64,
+    sequence_length: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one step.")] = 64,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences in memory at a time.")] = 32,
+    self_sequences: Annotated[
+        int, typer.Option(min=1, help="Sequences that 'self' stands for.")
+    ] = 2048,
+    work: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of the students.")
+    ] = None,
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
+        "bench-distil"
+    ),
+    device: DeviceOption = "cpu",
+    as_json: JsonFlag = False,
+) -> None:
+    """What each way of compressing costs, one shot and after distillation by the base model.
+
+    Every student is judged by perplexity ratio and KL to the base. A training text that shares a
+    passage with --text is refused. Rows that are in the output are not measured again.
+    """
+    from taut_deploy.bench.distil import Plan, choose_students, measure
+    from taut_deploy.bench.distil_report import write_table
+    from taut_deploy.bench.distil_students import Place
+    from taut_deploy.bench.distil_texts import parse_text_sets
+    from taut_deploy.bench.serve_report import describe_host
+
+    require_device(device)
+    if (seconds is None) == (tokens is None):
+        raise MeasureError("--seconds, --tokens: give one of them, the budget of each training")
+    students, sets = choose_students(only), parse_text_sets(train)
+    work = (output / "students") if work is None else work
+    for folder in (output, work):
+        make_folder(folder)
+    home = TautHome.from_environment()
+    record = ModelStore(home.models).fetch(model)
+    place = Place(record, calibration, calibration_sequences, sequence_length, home.root, device)
+    budget = (seconds, tokens, batch_size, micro_batch, self_sequences)
+    plan = Plan(place, text, sequences, tuple(sets), students, *budget, work, output)
+    rows = measure(plan, (lambda _: None) if as_json else say)
+    facts = {"command": f"taut {' '.join(sys.argv[1:])}", **describe_host()}
+    table = write_table(output, rows, facts)
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    typer.echo(table.read_text(encoding="utf-8"))
