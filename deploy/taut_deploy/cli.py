@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 import warnings
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,18 +20,20 @@ from taut_deploy.commands import (
     plan,
     profile,
     roofline,
+    running,
     serve,
     slim,
+    tune,
     validate,
     worker,
 )
 from taut_deploy.commands.output import printable
 from taut_deploy.errors import TautError
+from taut_deploy.versions import versions_line
 
 app = typer.Typer(
     name="taut",
     help="Compress Hugging Face causal LMs, prove what it cost, and serve them.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(model.app, name="model")
@@ -43,12 +45,35 @@ app.command()(slim.slim)
 app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(serve.serve)
+app.command()(tune.tune)
+app.command("ps")(running.list_running)
+app.command()(running.logs)
+app.command()(running.stop)
 app.command()(validate.validate)
 app.command()(doctor.doctor)
 app.command()(roofline.roofline)
 app.command()(profile.profile)
 app.command()(memory.memory)
 app.command()(explain.explain)
+
+
+def _print_versions(asked: bool) -> None:
+    if asked:
+        typer.echo(versions_line())
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_versions, help="Print the versions."
+        ),
+    ] = False,
+) -> None:
+    """Take the options of ``taut`` itself."""
+
 
 EXIT_FAILED = 2
 EXIT_COULD_NOT_VALIDATE = 3
@@ -58,9 +83,10 @@ EXIT_INTERRUPTED = 130
 _OF_THE_PLACE = frozenset(
     {
         *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENOENT),
-        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+        *(errno.EACCES, errno.EPERM, errno.EROFS),
     }
 )
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # typer carries its own copy of click from 0.26 on and uses the installed one before; its usage
 # errors are reached through a name that both export.
@@ -83,6 +109,9 @@ def main() -> int:
     except TautError as error:
         return _failed(str(error))
     except OSError as error:
+        if error.errno in _DISK_FULL:
+            place = str(error.filename)[:200] if error.filename else "this machine"
+            return _failed(f"{place}: the disk is full; free some space and run the command again")
         if error.errno not in _OF_THE_PLACE or error.filename is None:
             raise
         return _failed(f"{str(error.filename)[:200]}: {error.strerror}; choose another place")

@@ -6,10 +6,13 @@ codebooks and the 4-bit weights under a low-rank correction become dense weights
 dtype, so no memory is saved here.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -17,10 +20,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from taut_deploy.compress.formats.activations import Activations
 from taut_deploy.compress.formats.integer import PackedIntegerFormat
 from taut_deploy.compress.quantize.grid import GridSpec
+from taut_deploy.compress.source.names import renamed
 from taut_kernels.for_deploy import codebook, low_rank_linear
 from taut_kernels.for_deploy import layer_description as told
 
 _FACTORS = ("weight_u", "weight_v")
+_DENSE = "weight"
 
 
 @register_quantization_config(told.METHOD)
@@ -53,7 +58,8 @@ class TautQuantizer(HfQuantizer):  # type: ignore[misc]
     quantization_config: TautConfig
 
     def _process_model_before_weight_loading(self, model: Any, **_options: Any) -> None:
-        for name, layer in self.quantization_config.descriptions.items():
+        self._layers = _named_in_model(model, self.quantization_config.descriptions)
+        for name, layer in self._layers.items():
             dense = _linear(model, name)
             if isinstance(layer, told.LowRank):
                 model.set_submodule(name, _LowRank(dense, layer))
@@ -61,7 +67,7 @@ class TautQuantizer(HfQuantizer):  # type: ignore[misc]
                 model.set_submodule(name, _Codebook(dense, layer))
 
     def _process_model_after_weight_loading(self, model: Any, **_options: Any) -> None:
-        for name in self.quantization_config.descriptions:
+        for name in self._layers:
             model.set_submodule(name, model.get_submodule(name).loaded())
 
     def is_serializable(self) -> bool:
@@ -74,12 +80,19 @@ class TautQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
+def _named_in_model(model: Any, described: Mapping[str, told.Layer]) -> dict[str, told.Layer]:
+    """The descriptions by what transformers calls a layer; it renames some families' tensors."""
+    stored = {f"{name}.{_DENSE}": layer for name, layer in described.items()}
+    new = renamed(model, stored, get_model_conversion_mapping(model))
+    return {new[name].removesuffix(f".{_DENSE}"): layer for name, layer in stored.items()}
+
+
+def _linear(model: nn.Module, name: str) -> nn.Module:
     try:
         module = model.get_submodule(name)
     except AttributeError:
         module = None
-    if not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear | Conv1D):
         raise ValueError(
             f"config.json: quantization_config: layers.{name}: the model has no such linear layer"
         )
@@ -89,11 +102,18 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
 class _Stored(nn.Module):
     """A layer whose tensors are those of the checkpoint until everything is loaded."""
 
-    def __init__(self, dense: nn.Linear) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, dense: nn.Module) -> None:
         super().__init__()
-        self.in_features, self.out_features = dense.in_features, dense.out_features
-        self._dtype, self._device = dense.weight.dtype, dense.weight.device
-        self.bias = dense.bias
+        weight = dense.get_parameter(_DENSE)
+        rows, columns = weight.shape
+        turned = isinstance(dense, Conv1D)
+        self.in_features, self.out_features = (rows, columns) if turned else (columns, rows)
+        self._dtype, self._device = weight.dtype, weight.device
+        self.register_parameter("bias", dense._parameters["bias"])
+        # Some families set the weights of their layers by hand before those are loaded (GPT-2).
+        self.register_buffer(_DENSE, torch.empty(0, device=weight.device), persistent=False)
 
     def _expect(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> None:
         empty = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
@@ -102,7 +122,7 @@ class _Stored(nn.Module):
     def _dense_layer(self, weight: torch.Tensor) -> nn.Linear:
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
-        layer.bias = self.bias
+        layer.register_parameter("bias", self.bias)
         return layer
 
 
@@ -113,7 +133,7 @@ class _Codebook(_Stored):
     weight_scale: torch.Tensor
     weight_codebook: torch.Tensor
 
-    def __init__(self, dense: nn.Linear, layer: told.Codebook) -> None:
+    def __init__(self, dense: nn.Module, layer: told.Codebook) -> None:
         super().__init__(dense)
         n, k = self.out_features, self.in_features
         self._bits = layer.bits
@@ -137,7 +157,7 @@ class _LowRank(_Stored):
     weight_scale: torch.Tensor
     weight: torch.Tensor
 
-    def __init__(self, dense: nn.Linear, layer: told.LowRank) -> None:
+    def __init__(self, dense: nn.Module, layer: told.LowRank) -> None:
         super().__init__(dense)
         n, k = self.out_features, self.in_features
         self._expect("weight_u", n, layer.rank)
@@ -153,6 +173,7 @@ class _LowRank(_Stored):
 
     def loaded(self) -> nn.Module:
         """The layer, its 4-bit weights dequantised to the dtype of their scales."""
+        del self.weight
         if self._base is not None:
             stored = {name: value.data for name, value in self.named_parameters(recurse=False)}
             spec = GridSpec(4, self._base.group_size, self._base.symmetric, self._dtype)

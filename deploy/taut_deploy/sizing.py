@@ -8,12 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from taut_deploy.cache_scheme import declared_cache
+from taut_deploy.diagnose.layer_shapes import stored_layers
+from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.errors import WorkerError
 from taut_deploy.models.directory import read_config, weight_files
 
 GIB = 2**30
 KV_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Bytes per element by vLLM's ``--kv-cache-dtype``; ``auto`` is the model's, 16 bits here."""
+"""Bytes per element by vLLM's ``--kv-cache-dtype``; ``auto`` is the model's, 16 bits here
+unless its config.json declares a cache."""
+_SERVED_BITS = 16
 BLOCK_TOKENS = 16
 """vLLM hands out the KV cache in blocks of this many tokens."""
 
@@ -87,6 +92,8 @@ def kv_bytes_per_token(directory: Path, kv_cache_dtype: str = "auto", parallel: 
         WorkerError: a size is missing, or this attention keeps no keys and values by head.
     """
     config = read_config(directory)
+    if kv_cache_dtype == "auto" and declared_cache(config) is not None:
+        kv_cache_dtype = "fp8"
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     if "kv_lora_rank" in config:
@@ -112,6 +119,7 @@ def plan(name: str, directory: Path, demand: Demand) -> Plan:
         WorkerError: the weights do not fit, or the KV cache holds less than one request.
     """
     weights = sum(path.stat().st_size for path in weight_files(directory))
+    weights += _grown_at_load(directory, demand.tensor_parallel)
     share = -(-weights // demand.tensor_parallel)
     per_token = kv_bytes_per_token(directory, demand.kv_cache_dtype, demand.tensor_parallel)
     left = int((demand.memory_gib - demand.reserve_gib) * GIB) - share
@@ -138,6 +146,30 @@ def plan(name: str, directory: Path, demand: Demand) -> Plan:
         requests=requests,
         max_inflight=requests * demand.workers,
         max_inflight_tokens=tokens * demand.workers,
+    )
+
+
+def _grown_at_load(directory: Path, parallel: int) -> int:
+    """Bytes by which codebooks grow when a worker dequantises them.
+
+    Raises:
+        WorkerError: the layers of such a checkpoint cannot be shared among devices.
+    """
+    described = own_layers(read_config(directory))
+    if described is None:
+        return 0
+    if parallel > 1:
+        raise WorkerError(
+            f"{directory}: is of quant_method taut, which is served on one device; leave "
+            "--tensor-parallel out"
+        )
+    from taut_kernels.for_deploy import layer_description as told
+
+    shapes = stored_layers(directory, told.METHOD, 4)
+    return sum(
+        shapes[name].n * shapes[name].k * (_SERVED_BITS - layer.bits) // 8
+        for name, layer in described.items()
+        if isinstance(layer, told.Codebook) and name in shapes
     )
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file, save_file
+from tiny_models import edit_json
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from taut_deploy.checkpoint import Golden
 from taut_deploy.compress.driver import CompressionJob
 from taut_deploy.compress.formats.activations import Int8PerToken
 from taut_deploy.compress.job import open_stream, stored_dtype
@@ -33,7 +38,8 @@ def round_as_compressed_tensors(x: torch.Tensor) -> torch.Tensor:
 def formats_for(request: CompressionJob):
     """The format of each layer a job quantises, by full name."""
     dtype = stored_dtype(Path(request.model.path))
-    return formats_of(treatments_of(open_stream(request), request.recipe, dtype))
+    recipe = request.recipe.of_blocks() or request.recipe
+    return formats_of(treatments_of(open_stream(request), recipe, dtype))
 
 
 def dequantised_model(request: CompressionJob, rounding=None):
@@ -68,3 +74,47 @@ def logits_of(model) -> torch.Tensor:
     ids = torch.randint(2, 60, (3, 20), generator=torch.Generator().manual_seed(9))
     with torch.inference_mode():
         return model(ids).logits
+
+
+def plain_copy(checkpoint: Path, path: Path, bits: int, *, turned: bool) -> Path:
+    """The checkpoint with its packed weights multiplied out, as a model without quantisation."""
+    tensors = stored(checkpoint)
+    for packed in [name for name in tensors if name.endswith("_packed")]:
+        layer = packed.removesuffix(".weight_packed")
+        codes, scale, shape = (
+            tensors.pop(f"{layer}.weight_{part}") for part in ("packed", "scale", "shape")
+        )
+        weight = unpack_from_int32(codes, bits, torch.Size(shape.tolist())).float()
+        zero = tensors.pop(f"{layer}.weight_zero_point", None)
+        if zero is not None:
+            zero = unpack_from_int32(zero, bits, torch.Size(scale.shape), packed_dim=0)
+            weight -= zero.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+        weight *= scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+        tensors[f"{layer}.weight"] = weight.T.contiguous() if turned else weight
+    path.mkdir()
+    for file in checkpoint.iterdir():
+        if file.suffix == ".json" and "index" not in file.name:
+            shutil.copy(file, path)
+    edit_json(path / "config.json", quantization_config=None)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def load_whole(path: Path):
+    """A model by transformers, in fp32, no tensor missing and none too many."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True
+    )
+    left = {kind: names for kind, names in info.items() if names}
+    assert not left, left
+    return model.eval()
+
+
+def says_golden(model, directory: Path, golden: Golden) -> None:
+    """Fail unless a whole model answers the golden prompt as the blocks did while compressed."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    with torch.inference_mode():
+        last = model(torch.tensor([tokenizer(golden.prompt)["input_ids"]])).logits[0, -1]
+    assert int(last.argmax()) == golden.expected_token
+    first, second = last.topk(2).values.tolist()
+    assert golden.margin == pytest.approx(first - second, abs=1e-3)

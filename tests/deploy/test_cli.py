@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -457,3 +458,57 @@ def test_doctor_reads_a_checkpoint_s_zero_points(room):
     zero_points = not group["weights"]["symmetric"]
     schemes = {(scheme.name, scheme.group_size, scheme.zero_points) for _, _, scheme in found}
     assert schemes == {("W4A16", 32, zero_points)}
+
+
+def test_a_full_disk_is_called_so(monkeypatch, capsys):
+    for error in (
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded", "/some/file"),
+    ):
+
+        def fail(error: OSError = error, **_: object) -> None:
+            raise error
+
+        monkeypatch.setattr(cli, "app", fail)
+        assert cli.main() == 2
+        place = error.filename or "this machine"
+        told = capsys.readouterr().err
+        assert told.startswith(f"taut: {place}: the disk is full; free some space")
+
+
+def test_versions_and_what_runs(room):
+    done = subprocess.run(
+        [TAUT, "--version"], capture_output=True, text=True, check=True, env=environment(room)
+    )
+    assert re.match(r"taut \d+\.\d+\.\d+, Python 3\.\d+", done.stdout)
+    assert done.stdout.count("\n") == 1
+    done = subprocess.run(
+        [TAUT, "ps", "--json"], capture_output=True, text=True, check=True, env=environment(room)
+    )
+    assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("columns", ["30", "200"])
+def test_help_fits_any_terminal(room, columns):
+    for command in ([], ["serve"], ["logs"]):
+        done = subprocess.run(
+            [TAUT, *command, "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**environment(room), "COLUMNS": columns},
+        )
+        assert max(map(len, done.stdout.splitlines())) <= int(columns)
+
+
+def test_serve_refuses_before_it_fetches_anything(room):
+    for words, reason in (
+        (["some-model"], "'some-model': not an option; a model is given with --model"),
+        (["--recipe", "w9a9", "--model", "owner/none"], "w9a9"),
+    ):
+        done = subprocess.run(
+            [TAUT, "serve", *words], capture_output=True, text=True, env=environment(room)
+        )
+        assert done.returncode == 2
+        assert reason in done.stderr
+        assert "fetching" not in done.stderr

@@ -18,7 +18,12 @@ from taut_deploy.errors import CheckpointError, ModelError, WorkerError
 from taut_deploy.models.store import RECORD_FILE, describe_directory
 from taut_deploy.worker import WorkerSpec, command_for, engine_options, launch
 from taut_deploy.worker import asked_for as asked_for_option
-from taut_deploy.worker.checks import check_int8, check_kernels, verify_model
+from taut_deploy.worker.checks import (
+    check_int8,
+    check_kernels,
+    check_own_format,
+    verify_model,
+)
 from taut_deploy.worker.command import build_command
 
 CHECKPOINT = Path("checkpoint")
@@ -167,6 +172,44 @@ def test_int8_is_not_served_by_a_product_that_saturates(
         return
     with pytest.raises(WorkerError, match="--kernels off: it saturates; leave it out"):
         check_int8(model, platform, mode)
+
+
+def _own_format(tmp_path, **layer):
+    from taut_kernels.formats import layer_description as told
+
+    entry = told.write({"model.layers.0.mlp.up_proj": told.LowRank(4)})
+    entry["layers"]["model.layers.0.mlp.up_proj"] |= layer
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": entry}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("mode", "extra", "message"),
+    [
+        ("off", (), "--kernels off: .* is of quant_method taut, which only taut's plugin loads"),
+        ("prefer", ("--tensor-parallel-size", "2"), "--tensor-parallel-size 2: .* on one device"),
+        ("prefer", ("--tensor_parallel_size=4",), "--tensor_parallel_size 4: .* on one device"),
+        ("prefer", ("-tp", "2"), "-tp 2: .* on one device"),
+        ("prefer", ("-tp",), "-tp : .* on one device"),
+    ],
+)
+def test_a_checkpoint_of_our_own_method_is_served_by_the_plugin_on_one_device(
+    mode, extra, message, tmp_path
+):
+    with pytest.raises(WorkerError, match=message):
+        check_own_format(_own_format(tmp_path), mode, extra)
+
+
+@pytest.mark.parametrize(
+    "extra", [(), ("-tp", "1"), ("--tensor-parallel-size=1",), ("--seed", "2")]
+)
+def test_on_one_device_our_own_method_is_served(extra, tmp_path):
+    check_own_format(_own_format(tmp_path), "prefer", extra)
+
+
+def test_a_description_that_is_not_known_is_refused_before_vllm_starts(tmp_path):
+    with pytest.raises(ModelError, match=r"layers\.model\.layers\.0\.mlp\.up_proj\.alpha: is not"):
+        check_own_format(_own_format(tmp_path, alpha=1), "prefer", ())
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from validate_setup import VOCABULARY, write_tokenizer
 
 BYTES = 256 + 1
 
+# Heads of 32, the smallest that vLLM's attention takes on a CPU.
 LLAMA = {
     "vocab_size": len(VOCABULARY),
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -29,20 +30,43 @@ WIDE_HEADS = {**LLAMA, "head_dim": 32}
 WINDOW = {**WIDE_HEADS, "sliding_window": 16}
 GPT = {
     "vocab_size": len(VOCABULARY),
-    "n_embd": 64,
+    "n_embd": 128,
     "n_layer": 2,
-    "n_head": 2,
+    "n_head": 4,
     "n_positions": 128,
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
 FALCON = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
 GROUPS = {"num_kv_heads": 2, "new_decoder_architecture": True}
-OPT = {**LLAMA, "ffn_dim": 128, "word_embed_proj_dim": 64}
-BLOOM = {**LLAMA, "n_layer": 2, "n_head": 2, "seq_length": 128}
+OPT = {**LLAMA, "ffn_dim": 128, "word_embed_proj_dim": 128}
+BLOOM = {**LLAMA, "n_layer": 2, "n_head": 4, "seq_length": 128}
 ONE_GROUP = {"multi_query": True, "parallel_attn": True, "new_decoder_architecture": False}
 ALIBI = {**ONE_GROUP, "alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+
+MOE = {
+    **LLAMA,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+LATENT = {
+    **MOE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LLAMA4 = {**MOE, "head_dim": 32, "intermediate_size_mlp": 128, "num_experts_per_tok": 1}
 
 # By a name: model_type and configuration.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,15 +101,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", WIDE_HEADS),
 }
 
+# Mixtures of experts; beside each, what files call an expert's matrix.
+EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mixtral": ("mixtral", MOE, "model.layers.1.block_sparse_moe.experts.3.w2"),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**MOE, "vocab_size": BYTES, "shared_expert_intermediate_size": 64},
+        "model.layers.1.mlp.experts.3.down_proj",
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**MOE, "head_dim": 32},
+        "model.layers.1.mlp.experts.3.down_proj",
+    ),
+    "olmoe": ("olmoe", MOE, "model.layers.1.mlp.experts.3.down_proj"),
+    "phimoe": ("phimoe", MOE, "model.layers.1.block_sparse_moe.experts.3.w2"),
+    "deepseek_v2": ("deepseek_v2", LATENT, "model.layers.1.mlp.experts.3.down_proj"),
+    "deepseek_v3": ("deepseek_v3", LATENT, "model.layers.1.mlp.experts.3.down_proj"),
+    "llama4": ("llama4_text", LLAMA4, "model.layers.1.feed_forward.experts.3.down_proj"),
+}
+
 
 def write_family(path: Path, family: str) -> Path:
     """A random model whose answers depend on its input, under the names it is published with.
 
     Args:
         path: directory to make.
-        family: of :data:`FAMILIES`.
+        family: of :data:`FAMILIES` or :data:`EXPERTS`.
     """
-    model_type, settings = FAMILIES[family]
+    model_type, settings = FAMILIES.get(family) or EXPERTS[family][:2]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

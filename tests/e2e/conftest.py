@@ -18,12 +18,14 @@ from taut_deploy.models import ModelRecord, ModelStore
 
 # importlib mode adds no test folder to the path.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "deploy"))  # tiny models
 
 from serving import MODEL, Served, wait_for
 
 from taut_deploy.ports import free_port
 
 _START_TIMEOUT_S = 900
+TOOLS_TEMPLATE = Path(__file__).parent / "templates" / "tools.jinja"
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +54,11 @@ def served(home: Path, environment: dict[str, str]) -> Iterator[Served]:
     port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "taut_deploy", "serve", "--port", str(port)],
+            [
+                *(sys.executable, "-m", "taut_deploy", "serve", "--port", str(port)),
+                # SmolLM2's own knows of no tools; without tools in a request both write the same.
+                *("--", "--chat-template", str(TOOLS_TEMPLATE)),
+            ],
             stdout=output,
             stderr=output,
             env=environment,

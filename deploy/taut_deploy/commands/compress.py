@@ -47,6 +47,9 @@ def compress(
         str, typer.Option(help="Whose kernels --plan names: here, cpu, h100 or h200.")
     ] = "here",
     device: DeviceOption = "cpu",
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="Take a model that is quantised already.")
+    ] = False,
     trust_remote_code: TrustRemoteCodeFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -65,7 +68,9 @@ def compress(
     target = home.checkpoints / "plan" if output is None else checked_output(output)
     record = ModelStore(home.models).fetch(model)
     announce_code(Path(record.path), trust_remote_code)
-    job = CompressionJob(record, chosen, target, home.root, device, resume, trust_remote_code)
+    job = CompressionJob(
+        record, chosen, target, home.root, device, resume, trust_remote_code, requantize
+    )
     if plan:
         _print_plan(make_plan(job, served_by), as_json)
         return
@@ -115,6 +120,8 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     )
     for line in plan.whole_model:
         typer.echo(line)
+    for name in plan.stacked_experts:
+        typer.echo(f"kept: {name}: its experts are one tensor in files and servers")
 
 
 def _layer_lines(plan: "CompressionPlan") -> list[str]:

@@ -6,12 +6,16 @@ from typing import Annotated
 import typer
 
 from taut_deploy.commands.output import JsonFlag, TrustRemoteCodeFlag, print_json, say
+from taut_deploy.errors import RecipeError
 from taut_deploy.home import TautHome
 from taut_deploy.progress import progress_reporter
 from taut_deploy.serve import load_serve_settings
 
 
 def serve(
+    vllm_args: Annotated[
+        list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with the same keys.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Model to compress and serve, or a checkpoint.")
@@ -26,12 +30,23 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port of the gateway; default 8000.")] = None,
     workers: Annotated[int | None, typer.Option(help="Workers per model; default 1.")] = None,
     trust_remote_code: TrustRemoteCodeFlag = False,
+    detach: Annotated[
+        bool,
+        typer.Option("--detach", help="Return when it is ready; see taut ps, logs and stop."),
+    ] = False,
+    detached: Annotated[bool, typer.Option("--detached", hidden=True)] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Fetch, compress if needed, start workers and gateway, print a curl line; Ctrl-C ends all."""
+    from taut_deploy.serve.detach import serve_detached
     from taut_deploy.serve.prepare import gateway_configuration, prepare_models, require_free_port
     from taut_deploy.serve.supervise import serve as run
 
+    if vllm_args and not vllm_args[0].startswith("-"):
+        raise RecipeError(
+            f"{vllm_args[0]!r}: not an option; a model is given with --model, vLLM's arguments "
+            "after '--'"
+        )
     settings = load_serve_settings(
         config,
         {
@@ -41,6 +56,7 @@ def serve(
             "host": host,
             "port": port,
             "workers": workers,
+            "vllm_args": vllm_args or None,
             "trust_remote_code": trust_remote_code or None,
         },
     )
@@ -50,4 +66,8 @@ def serve(
         models = prepare_models(settings, home, say, report)
     if as_json:
         print_json(gateway_configuration(settings, models))
-    run(settings, models, home.run, say)
+    logs = home.run / str(settings.port)
+    if detach:
+        serve_detached(settings, logs, say)
+        return
+    run(settings, models, logs, say, detached=detached)

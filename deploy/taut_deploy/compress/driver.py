@@ -39,18 +39,20 @@ from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
 from taut_deploy.compress.mixed.decide import mixing_of
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
-from taut_deploy.compress.rehearsal import rehearse, require_stages_act
+from taut_deploy.compress.rehearse import rehearse_stages
 from taut_deploy.compress.report.write import write_log, write_report
 from taut_deploy.compress.served import kernels_of
+from taut_deploy.compress.shards import shard_index, shard_name
 from taut_deploy.compress.source.calls import BlockArguments
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
+from taut_deploy.compress.stored_block import tensors_of
 from taut_deploy.compress.threads import single_thread
+from taut_deploy.compress.trial import try_block
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import (
     copy_files,
-    disk_errors_named,
     require_free_space,
     write_json_atomically,
 )
@@ -59,8 +61,7 @@ from taut_deploy.recipe import Recipe
 
 _BATCH_TOKENS = 2048
 
-# (blocks done, blocks in all, what is being done)
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, what is being done
 
 
 def plan(job: CompressionJob, served_by: str = "here") -> CompressionPlan:
@@ -74,11 +75,10 @@ def plan(job: CompressionJob, served_by: str = "here") -> CompressionPlan:
         RecipeError: if the recipe does not fit the model, or the calibration text is too short.
         ModelError: if the model cannot be read.
     """
-    with disk_errors_named(job.cache):
-        job.cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=job.cache) as folder:
-        rehearsed = replace(job, output=Path(folder) / "checkpoint")
-        return _Run(rehearsed, lambda done, total, what: None).rehearse(served_by)
+    place = job.cache if job.cache.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="taut-plan-", dir=place) as folder:
+        tried = replace(job, output=Path(folder) / "checkpoint")
+        return _Run(tried, lambda done, total, what: None).rehearse(served_by)
 
 
 def compress(job: CompressionJob, progress: Progress = lambda done, total, what: None) -> Manifest:
@@ -135,12 +135,12 @@ class _Run:
         """Compress one block, and say what all of them will take."""
         tokens = ordinary_tokens(self._directory, trust_remote_code=self._job.trust_remote_code)
         require_embedded([tokens], _vocabulary(self._stream), self._directory)
-        require_stages_act(self._stream, self._recipe, self._treatments)
+        rehearse_stages(self._stream, self._recipe, self._treatments)
         kernels = kernels_of(self._treatments, read_config(self._directory), served_by)
-        measured = rehearse(
+        measured = try_block(
             self._stream.blocks,
             lambda: self._enter(self._calibration()),
-            self._rehearse_block,
+            self._try_block,
             self._write_outer,
         )
         layers = tuple(replace(one, kernel=kernels[one.name]) for one in self._plan.layers)
@@ -152,7 +152,7 @@ class _Run:
             seconds=measured.seconds,
         )
 
-    def _rehearse_block(self, block: DecoderBlock, arguments: list[BlockArguments]) -> None:
+    def _try_block(self, block: DecoderBlock, arguments: list[BlockArguments]) -> None:
         if block.index > 0:  # any input will do
             self._workspace.save_tensors(f"hidden-{block.index}", self._entering(0))
         self._compress(block, arguments)
@@ -202,7 +202,9 @@ class _Run:
             batches = torch.split(calibration.tokens, self._batch_size)
             hidden = torch.cat([self._stream.embed(batch).cpu() for batch in batches])
             probes = {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
-            self._workspace.save_tensors("hidden-0", {"calibration": hidden, **probes})
+            # A copy: a file of tensors may not hold one memory twice.
+            exact = {"exact": hidden.clone()} if self._recipe.needs_target else {}
+            self._workspace.save_tensors("hidden-0", {"calibration": hidden, **exact, **probes})
         return [arguments for _, arguments in entered]
 
     @property
@@ -215,21 +217,27 @@ class _Run:
         entering = self._entering(block.index)
         device = torch.device(self._job.device)
         self._stream.load(block.module, block.name)
-        hidden = entering.pop("calibration").to(device)
+        hidden = entering["calibration"].to(device)
+        called = arguments[0][block.index]
+        leaving: dict[str, torch.Tensor] = {}
+        if self._recipe.needs_target:
+            # The original model's own stream, through the block as it was.
+            exact = entering["exact"].to(device)
+            leaving["exact"] = run_block(block.module, exact, called, self._batch_size)
         result = compress_block(
             block.module,
             block.name,
             hidden,
-            arguments[0][block.index],
+            called,
             recipe=self._recipe,
             treatments=self._treatments,
             dtype=self._dtype,
             batch_size=self._batch_size,
+            target=leaving.get("exact"),
         )
         cache = BlockCache(self._recipe.kv_cache, block.module, block.name, self._dtype)
         with cache.observed():
-            seen = run_block(block.module, hidden, arguments[0][block.index], self._batch_size)
-        leaving = {"calibration": seen}
+            leaving["calibration"] = run_block(block.module, hidden, called, self._batch_size)
         with cache.emulated():
             for i, calls in enumerate(arguments[1:]):
                 leaving[f"probe-{i}"] = run_block(
@@ -257,29 +265,16 @@ class _Run:
     def _save_block(
         self, block: DecoderBlock, result: CompressedBlock, scales: dict[str, torch.Tensor]
     ) -> None:
-        tensors = dict(scales)
-        kept = {name for name, _ in block.module.named_parameters()}
-        for name, value in block.module.state_dict().items():
-            layer = name.removesuffix(".weight")
-            if layer not in result.stored:
-                tensors[f"{block.name}.{name}"] = value.to(self._dtype) if name in kept else value
-                continue
-            stored = result.stored[layer]
-            written = stored.tensors()
-            if not torch.equal(stored.read_back(written), stored.dequantize()):
-                raise CheckpointError(
-                    f"{block.name}.{layer}: what was packed does not read back; nothing was written"
-                )
-            tensors |= {f"{block.name}.{layer}.{key}": value for key, value in written.items()}
-        self._workspace.save_shard(self._shard_name(block.index), self._stream.to_stored(tensors))
-
-    def _shard_name(self, index: int) -> str:
-        return f"model-{index + 1:05d}-of-{len(self._stream.blocks) + 1:05d}.safetensors"
+        tensors = scales | tensors_of(block, result, self._dtype)
+        self._workspace.save_shard(
+            shard_name(block.index, len(self._stream.blocks)), self._stream.to_stored(tensors)
+        )
 
     def _golden(self) -> Golden:
         last = self._entering(len(self._stream.blocks))
         device = torch.device(self._job.device)
-        probes = [last[f"probe-{i}"].to(device) for i in range(len(last) - 1)]
+        count = sum(name.startswith("probe-") for name in last)
+        probes = [last[f"probe-{i}"].to(device) for i in range(count)]
         return choose_golden(
             [self._stream.leave(probe)[0, -1].cpu() for probe in probes],
             self._directory,
@@ -290,17 +285,20 @@ class _Run:
         """Embeddings and head, the index, config.json and the files that are copied as they are."""
         target = self._workspace.directory
         outer = {name: self._stream.read(name) for name in self._stream.outer_names}
-        self._workspace.save_shard(self._shard_name(len(self._stream.blocks)), outer)
-        self._workspace.save_index()
+        count = len(self._stream.blocks)
+        self._workspace.save_shard(shard_name(count, count), outer)
+        write_json_atomically(target / "model.safetensors.index.json", shard_index(target))
         copy_files(self._kept, self._directory, target)
         formats = formats_of(self._treatments)
         ignore = list(dict.fromkeys(["lm_head", *self._stream.dense_layers(formats)]))
         config = read_config(self._directory)
+        config.pop("quantization_config", None)  # of a source that was read as numbers
         entry = quantization_config(
             formats,
             {name: one.shape for name, one in self._treatments.items()},
             ignore,
             cache_arguments(self._recipe.kv_cache),
+            self._stream.stored_layer,
         )
         if entry is not None:
             config["quantization_config"] = entry

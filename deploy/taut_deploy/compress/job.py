@@ -9,6 +9,7 @@ import torch
 
 from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, require_public_name
 from taut_deploy.compress.calibrate.calibration import describe_text
+from taut_deploy.compress.source.packed import why_not_read
 from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.compress.workspace import remove_leftovers
 from taut_deploy.cpu_products import has_products
@@ -33,6 +34,7 @@ class CompressionJob:
         device: ``cpu`` or ``cuda``.
         resume: continue what an interrupted run left.
         trust_remote_code: let the model's own Python code run.
+        requantize: take a model whose weights were rounded already.
     """
 
     model: ModelRecord
@@ -42,6 +44,7 @@ class CompressionJob:
     device: str = "cpu"
     resume: bool = True
     trust_remote_code: bool = False
+    requantize: bool = False
 
 
 def finished_checkpoint(job: CompressionJob) -> Manifest | None:
@@ -89,12 +92,13 @@ def open_stream(job: CompressionJob) -> StreamedModel:
     except ValueError as error:
         raise ModelError(f"{directory}: {error}; rename the directory") from error
     shape = read_shape(directory, trust_remote_code=trusted)
-    found = shape.quantization
-    if found is not None:
-        raise ModelError(
-            f"{directory}: its config.json says it is quantised already ({found}); "
-            "compress the model it was made from"
-        )
+    if shape.quantization is not None:
+        entry = read_config(directory)["quantization_config"]
+        if (reason := why_not_read(entry, requantize=job.requantize)) is not None:
+            raise ModelError(
+                f"{directory}: its config.json says it is quantised already "
+                f"({shape.quantization}); {reason}"
+            )
     if (place := place_not_finite(read_config(directory))) is not None:
         raise ModelError(
             f"{directory / 'config.json'}: {place} is NaN or infinity, which JSON lacks; "

@@ -1,20 +1,23 @@
 """Scales of an 8-bit KV cache: what attention sees of keys and values, and how that is stored.
 
 A cache holds keys after their rotation and values as they are, each divided by a scale and rounded
-to FP8 (e4m3); queries have a scale too, for kernels that multiply in FP8. vLLM reads the scales
-beside the attention's own weights: ``k_scale``, ``v_scale`` and ``q_scale``.
+to FP8 (e4m3). vLLM and transformers read the scales, ``k_scale`` and ``v_scale``, beside the
+attention's own weights. Queries have none: transformers does not know it, and where vLLM
+multiplies in FP8 they are rounded as they are, which a float's range is wide enough for.
 """
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.initialize import is_attention_module
 from torch import nn
 
+from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat
 from taut_deploy.compress.quantize.float8 import FP8_MAX, round_fp8
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.recipe import KvCache
@@ -30,18 +33,16 @@ class AttentionScales:
     """Scales of one attention module, each [1], or [heads, 1, 1] where every head has its own.
 
     Args:
-        query: of queries.
         key: of keys.
         value: of values.
     """
 
-    query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is written, by name inside the attention module."""
-        return {"q_scale": self.query, "k_scale": self.key, "v_scale": self.value}
+        return {"k_scale": self.key, "v_scale": self.value}
 
 
 def cache_arguments(settings: KvCache | None) -> QuantizationArgs | None:
@@ -57,11 +58,12 @@ def cache_arguments(settings: KvCache | None) -> QuantizationArgs | None:
     )
 
 
-def require_suited(model: Any) -> None:
+def require_suited(model: Any, formats: Iterable[LayerFormat]) -> None:
     """Refuse models whose cache holds something else, or whose attention cannot be watched.
 
     Args:
         model: of transformers, its weights not needed.
+        formats: of the layers.
 
     Raises:
         RecipeError: says what stands against it.
@@ -72,10 +74,20 @@ def require_suited(model: Any) -> None:
             "kv_cache: this model caches one latent vector for keys and values (kv_lora_rank); "
             "leave 'kv_cache' out"
         )
+    if any(isinstance(one, TautFormat) for one in formats):
+        raise RecipeError(
+            "kv_cache: goes with the formats of compressed-tensors alone, not with low-rank or "
+            "codebook layers; leave 'kv_cache' out"
+        )
     if not getattr(model, "_supports_attention_backend", False):
         raise RecipeError(
             f"kv_cache: the attention of {type(model).__name__} is not transformers' own, so its "
             "keys and values cannot be seen; leave 'kv_cache' out"
+        )
+    if not any(map(is_attention_module, model.modules())):
+        raise RecipeError(
+            f"kv_cache: compressed-tensors finds no attention in {type(model).__name__} (k_proj, "
+            "v_proj or qkv_proj) that scales could belong to; leave 'kv_cache' out"
         )
 
 
@@ -96,8 +108,8 @@ class BlockCache:
         self._names = {module: name for name, module in block.named_modules()}
         self._prefix = prefix
         self._dtype = dtype
+        self._lock = Lock()
         self._largest: dict[str, list[torch.Tensor]] = {}
-        self._accounting = threading.Lock()  # batches go side by side
         self.scales: dict[str, AttentionScales] = {}
 
     @contextmanager
@@ -117,8 +129,8 @@ class BlockCache:
         for name, largest in self._largest.items():
             if not all(bool(part.isfinite().all()) for part in largest):
                 raise ModelError(
-                    f"{self._prefix}.{name}: its queries, keys or values hold NaN or infinity; the "
-                    "model is broken"
+                    f"{self._prefix}.{name}: its keys or values hold NaN or infinity; the model is "
+                    "broken"
                 )
             scales = (_scale(part, self._settings).to(self._dtype) for part in largest)
             self.scales[name] = AttentionScales(*scales)
@@ -141,8 +153,9 @@ class BlockCache:
         name = self._names.get(module)
         if name is None:  # of another block
             return states
-        now = [part.abs().amax((0, 2, 3)).float() for part in states]
-        with self._accounting:
+        _, *kept = states  # not the queries
+        now = [part.abs().amax((0, 2, 3)).float() for part in kept]
+        with self._lock:  # batches go side by side
             before = self._largest.get(name, now)
             self._largest[name] = [torch.maximum(a, b) for a, b in zip(before, now, strict=True)]
         return states

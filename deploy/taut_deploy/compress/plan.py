@@ -56,9 +56,10 @@ class CompressionPlan:
         bytes_before: size of the model's weights.
         bytes_after: predicted size of the checkpoint's weights.
         disk_bytes: predicted peak use of the output's file system.
-        peak_memory_bytes: most memory held at a time, by a rehearsal; 0 before one.
+        peak_memory_bytes: most memory held at a time, by a trial; 0 before one.
         device_memory_bytes: likewise of a card; None without one.
-        seconds: that the blocks will take, by a rehearsal; None before one.
+        seconds: that the blocks will take, by a trial; None before one.
+        stacked_experts: experts that stay dense because files and servers hold them as one tensor.
         whole_model: what each whole-model stage does, in words.
     """
 
@@ -74,6 +75,7 @@ class CompressionPlan:
     peak_memory_bytes: int = 0
     device_memory_bytes: int | None = None
     seconds: float | None = None
+    stacked_experts: tuple[str, ...] = ()
     whole_model: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, object]:
@@ -96,11 +98,12 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     Raises:
         RecipeError: the recipe does not fit the model.
     """
-    if recipe.kv_cache is not None:
-        kv_cache.require_suited(model.model)
     shapes = shapes_of(model)
     outer = frozenset(name for name, _ in linear_layers(model.model)) - shapes.keys()
-    return resolve(shapes, recipe, dtype, outer)
+    treatments = resolve(shapes, recipe, dtype, outer)
+    if recipe.kv_cache is not None:
+        kv_cache.require_suited(model.model, formats_of(treatments).values())
+    return treatments
 
 
 def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, LayerFormat]:
@@ -140,6 +143,7 @@ def make_plan(
         blocks=len(model.blocks),
         block_names=tuple(block.name for block in model.blocks),
         layers=layers,
+        stacked_experts=tuple(model.stacked_experts),
         bytes_before=before,
         bytes_after=after,
         disk_bytes=after + 3 * hidden,
@@ -176,4 +180,6 @@ def _fate(one: Treatment, recipe: Recipe) -> str:
 
 def _hidden_bytes(model: StreamedModel, recipe: Recipe, element: int) -> int:
     width = int(model.model.config.hidden_size)
-    return recipe.calibration.sequences * recipe.calibration.sequence_length * width * element
+    streams = 2 if recipe.needs_target else 1
+    tokens = recipe.calibration.sequences * recipe.calibration.sequence_length
+    return streams * tokens * width * element

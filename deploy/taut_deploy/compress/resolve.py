@@ -15,6 +15,9 @@ from taut_deploy.errors import RecipeError
 from taut_deploy.fused_layers import fused_groups
 from taut_deploy.recipe import Order, Recipe, Stage, StageModel, is_matched, matches
 
+# Layers of a joined group that an error lists.
+_SHOWN = 3
+
 
 @dataclass(frozen=True)
 class Treatment:
@@ -68,6 +71,8 @@ def resolve(
         if choose is not None:
             found = choose(stage, {shapes[name][1] for name in picked}, dtype)
             _require_fits(found, {name: shapes[name] for name in picked})
+            for name in picked:
+                _require_served(name, found)
             formats |= dict.fromkeys(picked, found)
     _require_one_method(formats, recipe)
     _require_fused_alike(names, formats)
@@ -135,6 +140,14 @@ def _require_zeros_kept(recipe: Recipe, before: list[int], stage: StageModel, na
             )
 
 
+def _require_served(name: str, layer_format: LayerFormat) -> None:
+    if isinstance(layer_format, TautFormat) and ".experts." in name:
+        raise RecipeError(
+            f"stages: {name} is one of many experts, which vLLM multiplies in one kernel that "
+            f"takes no {layer_format.name}; put '*.experts.*' into 'ignore'"
+        )
+
+
 def _require_fits(layer_format: LayerFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
     for name, (n, k) in shapes.items():
         if (reason := layer_format.why_not(n, k)) is not None:
@@ -167,9 +180,10 @@ def _require_fused_alike(names: list[str], formats: Mapping[str, LayerFormat]) -
         found = {name: formats.get(name) for name in group}
         if len(set(found.values())) > 1:
             parent = group[0].rpartition(".")[0]
+            examples = {what: name for name, what in reversed(found.items())}
+            shown = group if len(group) <= _SHOWN else sorted(examples.values())
             each = ", ".join(
-                f"{name.rpartition('.')[2]} {'dense' if what is None else _words(what)}"
-                for name, what in found.items()
+                f"{name.removeprefix(parent + '.')} {_words(found[name])}" for name in shown
             )
             raise RecipeError(
                 f"stages: vLLM joins these layers of {parent} into one, so they must be stored "
@@ -177,6 +191,8 @@ def _require_fused_alike(names: list[str], formats: Mapping[str, LayerFormat]) -
             )
 
 
-def _words(layer_format: LayerFormat) -> str:
+def _words(layer_format: LayerFormat | None) -> str:
+    if layer_format is None:
+        return "dense"
     group = layer_format.group_size
     return layer_format.name + (f" g{group}" if group else "")

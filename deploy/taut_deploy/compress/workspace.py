@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest
@@ -79,7 +78,7 @@ class Workspace:
 
     def save_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Save state tensors durably."""
-        self._write(self._state / f"{name}.safetensors", tensors)
+        write_tensors(self._state / f"{name}.safetensors", tensors)
 
     def drop_tensors(self, name: str) -> None:
         """Forget state tensors that are no longer needed."""
@@ -87,19 +86,7 @@ class Workspace:
 
     def save_shard(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write one shard of the checkpoint durably."""
-        self._write(self.directory / name, tensors)
-
-    def save_index(self) -> None:
-        """Write ``model.safetensors.index.json`` of all shards."""
-        weight_map: dict[str, str] = {}
-        total = 0
-        for shard in sorted(self.directory.glob("model-*.safetensors")):
-            with safe_open(shard, framework="pt") as handle:
-                names = list(handle.keys())
-                total += sum(handle.get_tensor(name).nbytes for name in names)
-            weight_map.update(dict.fromkeys(names, shard.name))
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json_atomically(self.directory / "model.safetensors.index.json", index)
+        write_tensors(self.directory / name, tensors)
 
     def commit(self, name: str, value: Any) -> None:
         """Mark a step as done, with its small result."""
@@ -127,10 +114,16 @@ class Workspace:
             fsync_directory(self._output.parent)
         remove_leftovers(self._output)
 
-    def _write(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        # Serialised here and written by Python, so that a full disk is an OSError we can name.
-        write_bytes_atomically(path, save(contiguous, metadata={"format": "pt"}))
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file durably.
+
+    Raises:
+        OutputError: the disk is full or refuses.
+    """
+    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # Serialised here and written by Python, so that a full disk is an OSError we can name.
+    write_bytes_atomically(path, save(contiguous, metadata={"format": "pt"}))
 
 
 def remove_leftovers(output: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from taut_deploy.cache_scheme import declared_cache
 from taut_deploy.documents import read_json_object
 from taut_deploy.errors import ModelError
 from taut_deploy.vllm_flags import (
@@ -43,6 +44,9 @@ def suits_decode_attention(
     # A draft model may attend otherwise, and would get the backend of the model it drafts for.
     if names_one_of(extra, (*ATTENTION_FLAGS, *SPECULATIVE_FLAGS)):
         return False
+    cache = declared_cache(config)
+    if cache is not None and cache.get("strategy") != "tensor":
+        return False  # scales a head: our backend has none, and vLLM would not start with it
     return str(config.get("model_type")) in PLAIN_ATTENTION and kv_cache_dtype in ELEMENT_BYTES
 
 

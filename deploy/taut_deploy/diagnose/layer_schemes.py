@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.errors import ModelError
 
 if TYPE_CHECKING:
@@ -209,12 +210,7 @@ def _fp8_blocks(blocks: object) -> LayerScheme:
 
 
 def _taut(entry: Mapping[str, Any]) -> Quantization:
-    from taut_kernels.for_deploy import layer_description as told
-
-    try:
-        layers = told.read(entry)
-    except told.LayerDescriptionError as error:
-        raise _wrong(str(error)) from error
+    layers = own_layers({"quantization_config": entry}) or {}
     groups: dict[LayerScheme, list[str]] = {}
     for name, layer in layers.items():
         groups.setdefault(_scheme_of_taut(layer), []).append(name)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taut_deploy.checkpoint import is_checkpoint, verify
+from taut_deploy.checkpoint import is_checkpoint, read_manifest, verify
 from taut_deploy.diagnose import default_kernels, kernel_choice
 from taut_deploy.diagnose.layer_schemes import DENSE, LayerScheme, Quantization, read_quantization
 from taut_deploy.diagnose.layer_shapes import (
@@ -124,6 +124,31 @@ def kernels_of_checkpoint(
     return _count_choices(manifest_layers(checkpoint, manifest, config), config)
 
 
+def layers_as_built(directory: Path) -> _Layers:
+    """Return a model's linear layers as vLLM builds them on one device.
+
+    Args:
+        directory: a taut checkpoint, or a Hugging Face directory that others made.
+
+    Returns:
+        Name → N, K and how it is quantised; none where the method is not known.
+
+    Raises:
+        ModelError: no such directory, no readable ``config.json``, or a damaged shard.
+        CheckpointError: its manifest cannot be read.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory")
+    config = read_config(directory)
+    if is_checkpoint(directory):
+        return fuse(manifest_layers(directory, read_manifest(directory), config))
+    quantization = read_quantization(config)
+    if quantization.why_not_judged() is not None:
+        return {}
+    _, stored = _find_layers(directory, config, quantization)
+    return fuse(_plain_layers(quantization, stored))
+
+
 def _count_choices(
     layers: _Layers, config: Mapping[str, Any]
 ) -> Counter[tuple[int, int, str, str]]:
@@ -157,10 +182,12 @@ def manifest_layers(checkpoint: Path, manifest: "Manifest", config: Mapping[str,
     layers: _Layers = {}
     for layer in manifest.layers:
         name, group = str(layer["name"]), layer["group_size"] or -1
-        zero_points = told.scheme_of(name).zero_points
+        configured = told.scheme_of(name)
         scheme = str(layer.get("scheme", manifest.scheme))
+        if scheme == "FP8-BLOCK":  # which kernels are known for by the words of config.json
+            scheme = configured.name
         shape = shapes[_packed_bits(layer)][name]
-        layers[name] = (*shape, LayerScheme(scheme, group, zero_points=zero_points))
+        layers[name] = (*shape, LayerScheme(scheme, group, zero_points=configured.zero_points))
     return layers
 
 

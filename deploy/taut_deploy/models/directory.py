@@ -96,14 +96,28 @@ def weight_files(directory: Path) -> list[Path]:
     """
     index = directory / _INDEX
     if index.is_file():
-        return [directory / name for name in sorted(set(read_index(directory).values()))]
+        shards = [directory / name for name in sorted(set(read_index(directory).values()))]
+        _require_no_others(directory, shards)
+        return shards
     single = directory / "model.safetensors"
     if single.is_file():
         _require_inside(single, directory)
+        _require_no_others(directory, [single])
         return [single]
     raise ModelError(
-        f"{directory}: no model.safetensors and no {_INDEX}; only safetensors weights are read"
+        f"{directory}: no model.safetensors and no {_INDEX}; only safetensors weights are read, "
+        "and 'taut model fetch DIRECTORY' rewrites pytorch_model.bin"
     )
+
+
+def _require_no_others(directory: Path, declared: list[Path]) -> None:
+    """Refuse a second set of weights: which one is read differs between readers."""
+    others = sorted(set(directory.glob("model*.safetensors")) - set(declared))
+    if others:
+        raise ModelError(
+            f"{others[0]}: weights beside those of {declared[0].name} that no index names; remove "
+            "what is not the model's"
+        )
 
 
 def declared_shards(directory: Path) -> dict[str, str]:

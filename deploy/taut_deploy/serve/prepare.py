@@ -18,7 +18,7 @@ from taut_deploy.models.directory import read_shape
 from taut_deploy.models.names import checked_name
 from taut_deploy.models.remote_code import describe_code
 from taut_deploy.ports import free_port
-from taut_deploy.recipe import load_recipe
+from taut_deploy.recipe import Recipe, load_recipe
 from taut_deploy.serve.provenance import UNCOMPRESSED, provenance_of
 from taut_deploy.serve.settings import ServeSettings
 
@@ -50,6 +50,8 @@ def prepare_models(
     Raises:
         TautError: whatever is wrong with the model, the recipe or the disk.
     """
+    # Before minutes of fetching, not after them.
+    recipe = load_recipe(settings.recipe)
     path = Path(settings.model).expanduser()
     if is_checkpoint(path):
         say(f"using the checkpoint {path}")
@@ -59,7 +61,7 @@ def prepare_models(
     base = ModelStore(home.models).fetch(settings.model)
     for line in describe_code(Path(base.path)) if settings.trust_remote_code else ():
         say(line)
-    compressed = _compressed(base, settings, home, say, progress)
+    compressed = _compressed(base, recipe, settings, home, say, progress)
     served = [compressed]
     if settings.baseline:
         served.append(_served(f"{base.name}-baseline", Path(base.path), None, settings.workers))
@@ -92,9 +94,13 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def _compressed(
-    base: ModelRecord, settings: ServeSettings, home: TautHome, say: Say, progress: Progress
+    base: ModelRecord,
+    recipe: Recipe,
+    settings: ServeSettings,
+    home: TautHome,
+    say: Say,
+    progress: Progress,
 ) -> ServedModel:
-    recipe = load_recipe(settings.recipe)
     # The key holds what determines the bytes, so a changed recipe of the same name gets its own
     # directory.
     version = importlib.metadata.version("taut")

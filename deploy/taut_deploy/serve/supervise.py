@@ -16,8 +16,10 @@ import yaml
 from taut_deploy.errors import WorkerError
 from taut_deploy.files import write_text_atomically
 from taut_deploy.models.remote_code import FLAG
+from taut_deploy.serve.phases import StartPhases
 from taut_deploy.serve.prepare import ServedModel, gateway_configuration
 from taut_deploy.serve.process import ChildSpec, SupervisedProcess
+from taut_deploy.serve.running import forget_running, note_running
 from taut_deploy.serve.settings import ServeSettings
 from taut_deploy.worker import WorkerSpec, worker_command
 
@@ -68,14 +70,25 @@ def curl_line(settings: ServeSettings, model: str) -> str:
 
 
 def serve(
-    settings: ServeSettings, models: list[ServedModel], run_directory: Path, say: Say
+    settings: ServeSettings,
+    models: list[ServedModel],
+    logs: Path,
+    say: Say,
+    *,
+    detached: bool = False,
 ) -> None:
     """Start everything, report readiness, and block until SIGINT or SIGTERM.
+
+    Args:
+        settings: what to serve.
+        models: prepared already.
+        logs: directory of the gateway's configuration and everybody's logs.
+        say: prints one line for the user.
+        detached: whether nobody waits for this process.
 
     Raises:
         WorkerError: if a process cannot be started or never becomes ready.
     """
-    logs = run_directory / str(settings.port)
     logs.mkdir(parents=True, exist_ok=True)
     configuration = logs / "gateway.yaml"
     write_text_atomically(
@@ -88,7 +101,13 @@ def serve(
             for index in range(len(model.ports))
         ]
     say(f"starting {len(children) - 1} worker(s) and the gateway; logs in {logs}")
-    asyncio.run(_supervise(children, settings, models, say))
+    names = [child.spec.name for child in children]
+    served = [model.name for model in models]
+    note_running(logs, settings.host, settings.port, served, names, detached=detached)
+    try:
+        asyncio.run(_supervise(children, settings, models, say))
+    finally:
+        forget_running(logs)
 
 
 async def _supervise(
@@ -125,9 +144,10 @@ async def _announce_readiness(
 ) -> None:
     """Follow ``/health/ready``: print the curl line when it turns green, say when it turns red."""
     ready = False
+    phases = StartPhases(children[1:], say)
     while True:
         now = await asyncio.to_thread(
-            _is_ready, f"http://{settings.host}:{settings.port}/health/ready"
+            is_ready, f"http://{settings.host}:{settings.port}/health/ready"
         )
         if now != ready:
             ready = now
@@ -139,10 +159,13 @@ async def _announce_readiness(
                 if now
                 else "not ready"
             )
+        if not ready:
+            phases.report()
         await asyncio.sleep(_POLL_S)
 
 
-def _is_ready(url: str) -> bool:
+def is_ready(url: str) -> bool:
+    """Whether a gateway's ``/health/ready`` is green."""
     try:
         # Our own loopback address.
         with urllib.request.urlopen(url, timeout=2) as response:  # noqa: S310

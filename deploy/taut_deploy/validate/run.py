@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from taut_deploy.validate import identity, metrics, report
+from taut_deploy.validate.behaviour import require_same_behaviour
 from taut_deploy.validate.checkpoint_source import (
     CheckpointSource,
     CheckpointTokenizer,
@@ -129,7 +130,7 @@ def _find_side(job: ValidationJob, role: str) -> _Side:
 
 
 def _check_tokenizers(job: ValidationJob, baseline: _Side, candidate: _Side) -> None:
-    """Refuse models that would read the same ids as different text."""
+    """Refuse models that would read the same ids as different text, or answer by other rules."""
     ours, theirs = baseline.tokenizer, candidate.tokenizer
     if isinstance(ours, CheckpointTokenizer) and isinstance(theirs, CheckpointTokenizer):
         same = ours.vocabulary == theirs.vocabulary
@@ -140,6 +141,12 @@ def _check_tokenizers(job: ValidationJob, baseline: _Side, candidate: _Side) -> 
         raise CouldNotValidateError(
             f"--candidate {job.candidate}: its tokenizer differs from that of {job.baseline}; only "
             "models over the same vocabulary can be compared"
+        )
+    if baseline.directory is not None and candidate.directory is not None:
+        require_same_behaviour(
+            baseline.directory,
+            candidate.directory,
+            trust_remote_code=job.trust_remote_code,
         )
 
 

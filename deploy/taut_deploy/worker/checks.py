@@ -1,15 +1,19 @@
 """What is looked at before a worker starts: vLLM, the files, and taut's kernels."""
 
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
 from taut_deploy.diagnose.default_kernels import config_of
 from taut_deploy.diagnose.layer_schemes import read_quantization
+from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.errors import CheckpointError, WorkerError
 from taut_deploy.models.store import RECORD_FILE, describe_directory, read_record
+from taut_deploy.vllm_flags import flag_of, is_written_as
 from taut_deploy.worker.spec import Platform
+
+_TENSOR_PARALLEL = ("--tensor-parallel-size", "-tp")
 
 
 def installed_platform() -> Platform:
@@ -64,6 +68,36 @@ def check_kernels(mode: str, environment: Mapping[str, str]) -> None:
         raise WorkerError(
             f"the taut kernels are not available: {reason}; fix it, or use --kernels off"
         )
+
+
+def check_own_format(checkpoint: Path, mode: str, extra: Sequence[str]) -> None:
+    """Refuse what a checkpoint of ``quant_method: "taut"`` cannot be served with.
+
+    Args:
+        checkpoint: model directory.
+        mode: value of ``TAUT_KERNELS``.
+        extra: further arguments for vLLM.
+
+    Raises:
+        WorkerError: without the plugin, or cut by tensor parallelism.
+        ModelError: ``config.json`` says something this version does not read.
+    """
+    if own_layers(config_of(checkpoint)) is None:
+        return
+    if mode == "off":
+        raise WorkerError(
+            f"--kernels off: {checkpoint} is of quant_method taut, which only taut's plugin loads; "
+            "leave it out"
+        )
+    for at, word in enumerate(extra):
+        flag, separator, value = word.partition("=")
+        if any(is_written_as(flag_of(flag), known) for known in _TENSOR_PARALLEL):
+            given = value if separator else "".join(extra[at + 1 : at + 2])
+            if given != "1":
+                raise WorkerError(
+                    f"{flag} {given}: {checkpoint} is of quant_method taut, which is served on one "
+                    "device; leave it out"
+                )
 
 
 def check_int8(checkpoint: Path, platform: Platform, mode: str) -> None:

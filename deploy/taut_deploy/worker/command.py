@@ -3,14 +3,16 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from taut_deploy.checkpoint import Manifest
 from taut_deploy.models.directory import read_shape
+from taut_deploy.tune import named_verdicts
 from taut_deploy.worker import engine_options
 from taut_deploy.worker.arguments import check_kv_cache_dtype, guarded_flags, read_extra
+from taut_deploy.worker.chat_parsers import parser_options
 from taut_deploy.worker.spec import KernelMode, Platform, WorkerSpec
 
 PLUGIN_NAME = "taut"
@@ -51,6 +53,7 @@ def build_command(
     environment: Mapping[str, str],
     fused_options: Mapping[str, Any] | None = None,
     attention_options: Mapping[str, str] | None = None,
+    chat_options: Sequence[str] = (),
 ) -> WorkerCommand:
     """Argv and environment for one worker.
 
@@ -62,6 +65,7 @@ def build_command(
         environment: the environment the worker inherits.
         fused_options: flags and JSON values of :func:`engine_options.fused_engine_options`.
         attention_options: flags and values of :func:`engine_options.attention_engine_options`.
+        chat_options: arguments of :func:`chat_parsers.parser_options`.
 
     Raises:
         WorkerError: a KV-cache dtype the platform does not implement, or an extra argument that
@@ -81,6 +85,7 @@ def build_command(
         argv += [flag, json.dumps(value)]
     for flag, backend in (attention_options or {}).items():
         argv += [flag, backend]
+    argv += chat_options
     added = _ENVIRONMENT | {"TAUT_KERNELS": kernel_mode(spec, manifest, platform)}
     if platform == "cpu":
         # The int4 product of CPU torch is fast in bf16 only (18 µs against 780 µs in fp16).
@@ -125,9 +130,10 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
     Raises:
         WorkerError: what was asked for cannot be had here.
     """
-    from taut_kernels.for_deploy import MODE_VARIABLE, cache_key
+    from taut_kernels.for_deploy import MODE_VARIABLE, cache_key, measured_here
 
     mode = kernel_mode(spec, manifest, platform)
+    verdicts = named_verdicts(spec, mode, platform)
     fused, attends = engine_options.suited_options(spec) if platform == "cuda" else (False, False)
     fused_options = engine_options.fused_engine_options(spec.fused_ops, mode, suited=fused)
     attention_options = engine_options.attention_engine_options(
@@ -135,12 +141,17 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
     )
     # The key names the mode it is for, which it reads here.
     os.environ[MODE_VARIABLE] = mode
-    return build_command(
+    command = build_command(
         replace(spec, kernels=mode),
         manifest,
         platform,
-        cache_key(),
+        cache_key(verdicts),
         os.environ,
         fused_options,
         attention_options,
+        parser_options(spec.checkpoint, spec.extra),
     )
+    if verdicts is None:
+        return command
+    told = {measured_here.VARIABLE: str(verdicts)}
+    return replace(command, environment=command.environment | told)

@@ -31,3 +31,24 @@ def low_rank_linear(
         return linear(inner, ups[0])
     narrow = torch.split(inner, [up.shape[1] for up in ups], dim=-1)
     return torch.cat([linear(part, up) for part, up in zip(narrow, ups, strict=True)], dim=-1)
+
+
+def dense_rows(
+    downs: Sequence[torch.Tensor], ups: Sequence[torch.Tensor], rows: slice
+) -> torch.Tensor:
+    """Return rows of the dense weight that the factors of one or more layers stand for.
+
+    Args:
+        downs: the parts' ``weight_v``, [rᵢ, K].
+        ups: the parts' ``weight_u``, [Nᵢ, rᵢ].
+        rows: of the parts' outputs one after another.
+
+    Returns:
+        [rows, K] fp32.
+    """
+    found, first = [], 0
+    for down, up in zip(downs, ups, strict=True):
+        start, stop = (min(max(at - first, 0), up.shape[0]) for at in (rows.start, rows.stop))
+        found.append(up[start:stop].float() @ down.float())
+        first += up.shape[0]
+    return torch.cat(found)

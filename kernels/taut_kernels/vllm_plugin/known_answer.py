@@ -267,9 +267,12 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def _complaint(kind: Kind, M: int | None, error: float, device: torch.device) -> str:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     tokens = "" if M is None else f" at {M} tokens"
+    way_out = "serve on vLLM's own kernels with --kernels off (TAUT_KERNELS=off)"
+    if kind.kernel.endswith("LinearMethod"):  # vLLM has none for what only we load
+        way_out = "serve a checkpoint that 'quantize' made, or the uncompressed model"
     return (
         f"{kind} computes wrong answers{tokens} on {where}: an element is off by {error:.3g} times "
-        "what rounding allows; serve on vLLM's own kernels with --kernels off (TAUT_KERNELS=off)"
+        f"what rounding allows; {way_out}"
     )
 
 

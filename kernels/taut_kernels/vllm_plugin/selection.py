@@ -166,7 +166,8 @@ def audit(
         weight_type = getattr(config, "weight_type", None)
         if (taut_record := getattr(kernel, "taut_record", None)) is not None:
             used, reason = taut_record()
-            scheme = type(getattr(module, "scheme", None) or module.quant_method).__name__
+            method = type(getattr(module, "scheme", None) or module.quant_method).__name__
+            scheme = getattr(kernel, "taut_scheme", method)
             said = getattr(kernel, "taut_note", lambda: None)()
             yield LayerChoice(name, used, scheme, reason, False, shape, said)
             continue

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from safetensors.torch import save_file
-from stood_for import stored
+from stood_for import load_whole, logits_of, plain_copy, says_golden, stored
 from tiny_families import FAMILIES, LLAMA, write_family
 from tiny_models import edit_json, job_for, recipe_data, write_calibration_text, write_llama
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from validate_setup import write_tokenizer
 
 from taut_deploy.compress import driver
-from taut_deploy.errors import ModelError
+from taut_deploy.compress.workspace import Workspace
+from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.models.directory import read_shape
 
 # transformers' layers hold these weights transposed; servers turn them when they load.
@@ -49,41 +47,6 @@ def model_of(tmp_path_factory):
     return get
 
 
-def plain_copy(checkpoint: Path, path: Path, bits: int, *, turned: bool) -> Path:
-    """The checkpoint with its packed weights multiplied out, as a model without quantisation."""
-    tensors = stored(checkpoint)
-    for packed in [name for name in tensors if name.endswith("_packed")]:
-        layer = packed.removesuffix(".weight_packed")
-        codes, scale, shape = (
-            tensors.pop(f"{layer}.weight_{part}") for part in ("packed", "scale", "shape")
-        )
-        weight = unpack_from_int32(codes, bits, torch.Size(shape.tolist())).float()
-        weight *= scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
-        tensors[f"{layer}.weight"] = weight.T.contiguous() if turned else weight
-    path.mkdir()
-    for file in checkpoint.iterdir():
-        if file.suffix == ".json" and "index" not in file.name:
-            shutil.copy(file, path)
-    edit_json(path / "config.json", quantization_config=None)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-def load(path: Path):
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, output_loading_info=True
-    )
-    left = {kind: names for kind, names in info.items() if names}
-    assert not left, left
-    return model.eval()
-
-
-@torch.inference_mode()
-def logits(model) -> torch.Tensor:
-    ids = torch.randint(2, 60, (2, 40), generator=torch.Generator().manual_seed(9))
-    return model(ids).logits
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_compressed_and_read_by_transformers(family, scheme, model_of, text, tmp_path):
@@ -93,23 +56,17 @@ def test_a_family_is_compressed_and_read_by_transformers(family, scheme, model_o
         job_for(model, recipe_data(text, **SCHEMES[scheme]), tmp_path / "out")
     )
     bits = int(scheme[1])
-    plain = load(plain_copy(tmp_path / "out", tmp_path / "p", bits, turned=family in TURNED))
+    plain = load_whole(plain_copy(tmp_path / "out", tmp_path / "p", bits, turned=family in TURNED))
 
     # Block by block as it was compressed, the model said what it says as a whole.
-    golden = manifest.golden
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    with torch.inference_mode():
-        last = plain(torch.tensor([tokenizer(golden.prompt)["input_ids"]])).logits[0, -1]
-    assert int(last.argmax()) == golden.expected_token
-    first, second = last.topk(2).values.tolist()
-    assert golden.margin == pytest.approx(first - second, abs=1e-3)
+    says_golden(plain, tmp_path / "out", manifest.golden)
 
-    base, multiplied_out = logits(load(model)), logits(plain)
+    base, multiplied_out = logits_of(load_whole(model)), logits_of(plain)
     change = float((multiplied_out - base).norm() / base.norm())
     assert 0 < change < {"W8A16": 0.05, "W4A16": 0.6}[scheme]
     if family not in UNREAD:
         torch.testing.assert_close(
-            logits(load(tmp_path / "out")), multiplied_out, atol=1e-4, rtol=1e-4
+            logits_of(load_whole(tmp_path / "out")), multiplied_out, atol=1e-4, rtol=1e-4
         )
 
 
@@ -136,9 +93,9 @@ def test_codes_under_a_stored_name_have_its_orientation(model_of, text, tmp_path
     layer = "transformer.h.0.attn.c_attn"
     codes, scale = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
     assert codes.dtype is torch.int8
-    assert codes.shape == (64, 192)
+    assert codes.shape == (128, 384)
     base = stored_weight(model_of("gpt2"), f"{layer}.weight")
-    assert scale.shape == (192, 1)
+    assert scale.shape == (384, 1)
     assert ((codes.float() * scale.T - base).abs() <= scale.T * 0.51).all()
 
 
@@ -215,7 +172,7 @@ def test_a_batch_is_calibrated_as_its_rows_alone(model_of):
             for block in stream.blocks:
                 stream.load(block.module, block.name)
                 hidden = call_block(block.module, hidden, arguments[block.index])
-            whole = load(model_of(family))(ids).logits
+            whole = load_whole(model_of(family))(ids).logits
         torch.testing.assert_close(stream.leave(hidden), whole, atol=1e-4, rtol=1e-4)
 
 
@@ -243,3 +200,37 @@ def test_code_of_the_models_own_runs_only_when_asked_for(text, tmp_path):
         driver.plan(request)
     trusted = dataclasses.replace(request, trust_remote_code=True)
     assert len(driver.compress(trusted).layers) == 14
+
+
+@pytest.mark.parametrize("action", ["plan", "compress"])
+def test_a_forward_that_fails_inside_a_block_is_refused_by_both(action, text, tmp_path):
+    """Falcon's old blocks ignore ``num_kv_heads`` where they count heads, and not elsewhere."""
+    settings = {**FAMILIES["falcon with alibi"][1], "num_kv_heads": 2}
+    config = AutoConfig.for_model("falcon", **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    write_tokenizer(tmp_path / "m")
+    with pytest.raises(ModelError, match=r"cannot be compressed block by block \(shape"):
+        getattr(driver, action)(job_for(tmp_path / "m", recipe_data(text), tmp_path / "out"))
+
+
+def test_a_plan_tries_a_block_to_its_file_and_leaves_nothing(model_of, text, tmp_path, monkeypatch):
+    written = []
+    real = Workspace.save_shard
+
+    def watch(workspace, name, tensors):
+        real(workspace, name, tensors)
+        written.append((workspace.directory, sorted(tensors)))
+
+    monkeypatch.setattr(Workspace, "save_shard", watch)
+    driver.plan(job_for(model_of("gpt_neox"), recipe_data(text), tmp_path / "out"))
+    (directory, names), (_, outer) = written
+    assert "gpt_neox.layers.0.attention.query_key_value.weight_packed" in names
+    assert "gpt_neox.embed_in.weight" in outer
+    assert not directory.parent.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_refuses_a_text_that_is_too_short(model_of, tmp_path):
+    (tmp_path / "t.txt").write_text("w1 w2 w3")
+    with pytest.raises(RecipeError, match=r"gives 0 sequences of 32 tokens"):
+        driver.plan(job_for(model_of("llama"), recipe_data(tmp_path / "t.txt"), tmp_path / "out"))

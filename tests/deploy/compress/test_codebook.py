@@ -44,14 +44,15 @@ def test_weighted_means_come_near_the_best_of_all_partitions():
     )
 
 
-def test_a_refitted_book_is_where_the_error_has_no_slope():
-    weight, hessian = problem()
-    spec = CodebookSpec(8, 32, 8, torch.float32)
+@pytest.mark.parametrize(("n", "shared"), [(16, 8), (136, 34)])
+def test_a_refitted_book_is_where_the_error_has_no_slope(n, shared):
+    weight, hessian = problem(n)
+    spec = CodebookSpec(8, 32, shared, torch.float32)
     coded = quantize_weight(weight, hessian, spec, refits=0)
     book = _refit_book(weight, hessian, coded).double().requires_grad_()
-    rows = book.repeat_interleave(8, 0)
-    dense = rows.gather(1, coded.codes.long()).view(16, 2, 32) * coded.scale.double()[..., None]
-    difference = dense.view(16, 64) - weight.double()
+    rows = book.repeat_interleave(shared, 0)
+    dense = rows.gather(1, coded.codes.long()).view(n, 2, 32) * coded.scale.double()[..., None]
+    difference = dense.view(n, 64) - weight.double()
     error = ((difference @ hessian.double()) * difference).sum()
     (slope,) = torch.autograd.grad(error, book)
     assert float(slope.abs().max()) < 1e-2 * float((weight @ hessian).abs().sum())
@@ -71,6 +72,16 @@ def test_sixteen_entries_beat_sixteen_even_steps_of_the_same_groups(rows):
     assert int(coded.codes.max()) < 16
     assert bool((coded.book.diff(dim=1) >= 0).all())
     assert coded.book.shape == (1 if rows is None else 4, 16)
+
+
+def test_groups_of_either_sign_share_one_skewed_book():
+    book = torch.tensor([-0.5, -0.125, 0.25, 1.0])
+    codes = torch.randint(0, 4, (8, 32), generator=torch.Generator().manual_seed(2))
+    codes[:, ::16] = 3
+    signs = torch.tensor([[1.0, -2.0]] * 4 + [[-1.0, 0.5]] * 4).repeat_interleave(16, 1)
+    _, hessian = problem(8, 32)
+    coded = quantize_weight(book[codes] * signs, hessian, CodebookSpec(4, 16, None, torch.float32))
+    torch.testing.assert_close(coded.dequantize(), book[codes] * signs, rtol=1e-4, atol=1e-4)
 
 
 def test_a_weight_that_is_on_a_book_comes_back_exactly():

@@ -19,7 +19,7 @@ from tiny_models import (
 from transformers import AutoModelForCausalLM
 from validate_setup import write_text
 
-from taut_deploy.checkpoint import read_manifest, seal, verify
+from taut_deploy.checkpoint import verify
 from taut_deploy.compress import driver
 from taut_deploy.compress.train.distil import DistilJob, distil
 from taut_deploy.compress.train.settings import TrainSettings
@@ -183,29 +183,49 @@ def test_zeros_of_a_pruned_model_stay_zero_and_the_rest_moves(room, tmp_path):
     assert divergence(tmp_path / "out", room / "base") < divergence(pruned, room / "base")
 
 
+def with_stage(room, stage, name):
+    """A checkpoint made by one stage of a recipe."""
+    data = {**recipe_data(room / "text.txt"), "stages": [stage]}
+    driver.compress(job_for(room / "base", data, room / name))
+    return room / name
+
+
 def test_a_low_rank_stays_and_its_factors_are_trained(room, tmp_path):
-    """A dense checkpoint whose manifest tells a layer's rank."""
-    low = tmp_path / "low"
-    low.mkdir()
-    tensors = load_file(room / "base" / "model.safetensors")
-    names = [name for name in tensors if "down_proj" in name]
-    for name in names:
-        left, values, right = torch.linalg.svd(tensors[name])
-        tensors[name] = (left[:, :8] * values[:8] @ right[:8]).contiguous()
-    save_file(tensors, low / "model.safetensors", metadata={"format": "pt"})
-    for path in (room / "base").iterdir():
-        if path.suffix == ".json":
-            (low / path.name).write_bytes(path.read_bytes())
-    layers = [{"name": name.removesuffix(".weight"), "rank": 8} for name in names]
-    like = read_manifest(room / "W4A16")
-    seal(low, dataclasses.replace(like, scheme="none", bits=32, layers=layers))
-    distil(job(room, low, tmp_path / "out"))
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    for name in names:
-        values = torch.linalg.svdvals(after[name])
-        assert values[8] < 1e-5 * values[0] < values[7], "the rank is 8"
-        assert not torch.allclose(after[name], tensors[name], atol=1e-4)
+    low = with_stage(room, {"method": "factorize", "rank_budget": 0.7}, "lowrank")
+    manifest = distil(job(room, low, tmp_path / "out"))
+    assert (manifest.scheme, manifest.layers[0]["rank"]) == ("LOWRANK", 16)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "taut"
+    for shard in sorted(path.name for path in low.glob("*.safetensors")):
+        before, after = load_file(low / shard), load_file(tmp_path / "out" / shard)
+        assert before.keys() == after.keys()
+        for name in before:
+            assert before[name].shape == after[name].shape
+            if name.endswith(("weight_u", "weight_v")):
+                assert not torch.allclose(after[name], before[name], atol=1e-4), name
     assert divergence(tmp_path / "out", room / "base") < divergence(low, room / "base")
+
+
+def test_a_low_rank_student_starts_as_the_checkpoint_it_is(room):
+    low = with_stage(room, {"method": "factorize", "rank_budget": 0.7}, "lowrank")
+    student = open_student(low, QUICK, "cpu")
+    loaded = AutoModelForCausalLM.from_pretrained(low).eval()
+    with torch.no_grad():
+        got, expected = student.model.eval()(IDS).logits, loaded(IDS).logits
+    assert (got - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("stage", "scheme"),
+    [
+        ({"method": "palettize", "entries": 16, "group_size": 32}, "CODEBOOK16"),
+        ({"method": "factorize", "residual": {"rank": 2, "group_size": 32}}, "W4A16-LOWRANK"),
+    ],
+)
+def test_what_has_no_gradient_here_is_refused_at_once(stage, scheme, room):
+    made = with_stage(room, stage, scheme)
+    with pytest.raises(ModelError, match=f"_proj is {scheme}, which cannot be trained"):
+        open_student(made, QUICK, "cpu")
 
 
 def test_quantisation_aware_training_needs_no_teacher(room, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from stood_for import dequantised_model, logits_of
@@ -13,6 +15,7 @@ from taut_deploy.compress.formats.activations import Float8PerGroup
 from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.float8 import Float8Spec
+from taut_deploy.diagnose.layers import manifest_layers
 from taut_deploy.errors import RecipeError
 from taut_deploy.recipe import Quantize
 
@@ -109,7 +112,10 @@ def test_stock_transformers_computes_what_the_checkpoint_stands_for(tmp_path):
     text = write_calibration_text(tmp_path / "text.txt")
     data = recipe_data(text, scheme="FP8-BLOCK", group_size=None, algorithm="rtn")
     request = job_for(model, data, tmp_path / "out")
-    driver.compress(request)
+    manifest = driver.compress(request)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    seen = manifest_layers(tmp_path / "out", manifest, config)["model.layers.0.mlp.down_proj"]
+    assert (seen[:2], seen[2].name) == ((256, 384), "FP8 by blocks")
     ours = logits_of(dequantised_model(request))
     theirs = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval())
     base = logits_of(AutoModelForCausalLM.from_pretrained(model).eval())

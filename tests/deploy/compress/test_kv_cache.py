@@ -19,9 +19,12 @@ from transformers.models.llama import modeling_llama
 
 from taut_deploy.compress import driver
 from taut_deploy.compress.calibrate.calibration import make_calibration_set
+from taut_deploy.compress.formats.codebook import CodebookFormat
 from taut_deploy.compress.kv_cache import BlockCache, cached
+from taut_deploy.diagnose.default_kernels import suits_decode_attention
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.recipe import KvCache
+from taut_deploy.validate.checkpoint_source import CheckpointSource
 
 MARGIN = 2.0
 
@@ -49,9 +52,9 @@ def checkpoint(request, room, tmp_path_factory):
 
 
 def largest_by_head(request) -> dict[tuple[int, str], torch.Tensor]:
-    """Largest |q|, |k|, |v| of each head over the calibration set, by the model's own projections.
+    """Largest |k|, |v| of each head over the calibration set, by the model's own projections.
 
-    Keys and queries are rotated by transformers' function, whose result is the only thing taken.
+    Keys are rotated by transformers' function, whose result is the only thing taken.
     """
     model = AutoModelForCausalLM.from_pretrained(request.output)
     config = json.loads((request.output / "config.json").read_text())["quantization_config"]
@@ -88,8 +91,7 @@ def largest_by_head(request) -> dict[tuple[int, str], torch.Tensor]:
             model(tokens)
     finally:
         modeling_llama.apply_rotary_pos_emb = rotate
-    for index, (query, key) in enumerate(calls):
-        keep(index, "q", query)
+    for index, (_query, key) in enumerate(calls):
         keep(index, "k", key)
     return found
 
@@ -98,11 +100,11 @@ def test_scales_are_the_largest_magnitudes_attention_saw(checkpoint):
     tensors, largest = stored(checkpoint.output), largest_by_head(checkpoint)
     per_head = checkpoint.recipe.kv_cache.strategy == "head"
     for index in range(2):
-        for what, heads in (("q", 4), ("k", 2), ("v", 2)):
+        for what in "kv":
             scale = tensors[f"model.layers.{index}.self_attn.{what}_scale"]
             expected = largest[index, what] * MARGIN / 448
-            assert expected.shape == (heads,)
-            assert scale.shape == ((heads, 1, 1) if per_head else (1,))
+            assert expected.shape == (2,)
+            assert scale.shape == ((2, 1, 1) if per_head else (1,))
             wanted = expected if per_head else expected.max().reshape(1)
             torch.testing.assert_close(scale.flatten(), wanted, rtol=1e-4, atol=0)
 
@@ -146,6 +148,21 @@ def test_stock_transformers_and_we_round_the_same_cache(checkpoint):
     assert (with_cache - ours).norm() < 0.02 * cost
 
 
+def test_a_validation_scores_the_rounded_cache(checkpoint):
+    prompt = list(range(2, 40))
+    source = CheckpointSource(checkpoint.output, "candidate", "cpu")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.output).eval()
+    scored = []
+    for rounded in (True, False):
+        for block in model.model.layers:
+            block.self_attn.quantization_enabled = rounded
+        with torch.inference_mode():
+            scored.append(model(torch.tensor([prompt])).logits[0, :-1])
+    got = source.score(prompt).logits
+    assert torch.equal(got, scored[0])
+    assert not torch.equal(got, scored[1])
+
+
 @pytest.mark.parametrize("strategy", ["tensor", "head"])
 def test_a_block_is_emulated_with_its_cache(strategy, room):
     model = AutoModelForCausalLM.from_pretrained(room / "model").eval()
@@ -180,25 +197,36 @@ def test_attention_that_is_not_seen_or_not_finite_is_refused(room):
     model.model.layers[0].self_attn.v_proj.weight.data[3, 3] = torch.nan
     cache = BlockCache(KvCache(), model.model, "model", torch.float32)
     with (
-        pytest.raises(ModelError, match=r"layers\.0\.self_attn: its queries, keys or values hold"),
+        pytest.raises(ModelError, match=r"layers\.0\.self_attn: its keys or values hold"),
         cache.observed(),
     ):
         logits_of(model)
 
 
 def test_models_with_another_cache_are_refused_in_the_plan(room, tmp_path):
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+    )
 
     from taut_deploy.compress.kv_cache import require_suited
 
     with torch.device("meta"):
         model = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=1, vocab_size=64))
     with pytest.raises(RecipeError, match="one latent vector"):
-        require_suited(model)
+        require_suited(model, [])
+    without = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
+    with pytest.raises(RecipeError, match="finds no attention in GPT2LMHeadModel"):
+        require_suited(without, [])
     model = AutoModelForCausalLM.from_pretrained(room / "model")
+    codebook = CodebookFormat.__new__(CodebookFormat)
+    with pytest.raises(RecipeError, match="not with low-rank or codebook layers"):
+        require_suited(model, [codebook])
     model._supports_attention_backend = False
     with pytest.raises(RecipeError, match="cannot be seen; leave 'kv_cache' out"):
-        require_suited(model)
+        require_suited(model, [])
 
 
 @pytest.mark.parametrize(
@@ -219,3 +247,10 @@ def test_recipes_without_a_cache_keep_their_hash(room):
     with_cache = make_recipe(recipe_data(room / "text.txt") | {"kv_cache": {}})
     assert plain.hash != with_cache.hash
     assert "kv_cache" not in json.dumps(plain.model_dump(mode="json", exclude_none=True))
+
+
+@pytest.mark.parametrize(("strategy", "suited"), [("tensor", True), ("attn_head", False)])
+def test_our_decode_attention_is_not_named_where_every_head_has_a_scale(strategy, suited):
+    cache = {"num_bits": 8, "type": "float", "strategy": strategy}
+    config = {"model_type": "llama", "quantization_config": {"kv_cache_scheme": cache}}
+    assert suits_decode_attention(config, "auto", ()) is suited

@@ -18,6 +18,7 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "hidden_size": 4096,
 }
+FP8_CACHE = {"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}
 SMOLLM = {
     "num_hidden_layers": 30,
     "num_attention_heads": 9,
@@ -40,6 +41,8 @@ def model(folder: Path, config: dict[str, Any], weights_bytes: int = 1000) -> Pa
     [
         (SMOLLM, "auto", 1, 23_040),
         (SMOLLM, "fp8", 1, 11_520),
+        (SMOLLM | FP8_CACHE, "auto", 1, 11_520),
+        (SMOLLM | FP8_CACHE, "bfloat16", 1, 23_040),
         (LLAMA_8B, "auto", 1, 131_072),
         (LLAMA_8B, "auto", 4, 32_768),
         (LLAMA_8B, "auto", 16, 16_384),  # a device holds one head at least

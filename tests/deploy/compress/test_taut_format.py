@@ -10,12 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from stood_for import logits_of
-from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
-from transformers import AutoModelForCausalLM
+from tiny_families import write_family
+from tiny_models import job_for, make_recipe, recipe_data, write_calibration_text, write_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import taut_deploy.hf  # noqa: F401  registers the method
 from taut_deploy.compress import driver
+from taut_deploy.compress.resolve import resolve
 from taut_deploy.diagnose.layers import manifest_layers
+from taut_deploy.errors import RecipeError, WorkerError
+from taut_deploy.sizing import Demand
+from taut_deploy.sizing import plan as plan_memory
 
 STAGES = {
     "low rank": {"method": "factorize", "rank_budget": 0.8},
@@ -170,6 +175,29 @@ def test_transformers_loads_the_model_that_the_tensors_stand_for(name, room, mad
     assert (ours - base).norm() > 1e-3 * base.norm(), "something was compressed"
 
 
+@pytest.mark.parametrize("stage", ["low rank", "codebook of 16"])
+@pytest.mark.parametrize("family", ["gpt2", "phi3", "bloom", "llama with biases"])
+def test_families_that_name_turn_and_join_layers_otherwise_load(family, stage, room, tmp_path):
+    model = write_family(tmp_path / "model", family)
+    data = {**recipe_data(room / "text.txt"), "stages": [STAGES[stage]]}
+    manifest = driver.compress(job_for(model, data, tmp_path / "out"))
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    shards = (tmp_path / "out").glob("*.safetensors")
+    stored = {name for shard in shards for name in load_file(shard)}
+    assert all(
+        any(name.startswith(f"{layer}.weight_") for name in stored) for layer in config["layers"]
+    )
+    # What it says as a whole is what it said block by block, as it was compressed.
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out")(manifest.golden.prompt)["input_ids"]
+    with torch.no_grad():
+        last = loaded.eval()(torch.tensor([ids])).logits[0, -1]
+    first, second = last.topk(2).values.tolist()
+    assert int(last.argmax()) == manifest.golden.expected_token
+    assert manifest.golden.margin == pytest.approx(first - second, abs=1e-3)
+
+
 LOADERS = """
 import sys
 from pathlib import Path
@@ -210,6 +238,24 @@ def test_the_doctor_sees_each_layer_in_its_own_shape(name, made):
     assert found[Q][2].name == manifest.scheme
 
 
+@pytest.mark.parametrize(
+    ("name", "grown"),
+    # Weights of both blocks, in 16 bits instead of 4 or 3; factors stay as they are.
+    [("codebook of 16", 73728 * 12 // 8), ("codebook of 8", 73728 * 13 // 8), ("low rank", 0)],
+)
+def test_memory_is_planned_for_what_a_worker_dequantises(name, grown, made):
+    directory = made(name)[2]
+    files = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    planned = plan_memory("m", directory, Demand(memory_gib=8))
+    assert planned.weights_bytes == files + grown
+
+
+def test_devices_that_cannot_share_the_layers_are_not_planned_for(made):
+    demand = Demand(memory_gib=8, tensor_parallel=2)
+    with pytest.raises(WorkerError, match="quant_method taut, which is served on one device"):
+        plan_memory("m", made("low rank")[2], demand)
+
+
 REFUSED = {
     "both methods": (
         [{"method": "palettize", "entries": 16, "layers": ["*mlp*"]}, {"method": "quantize",
@@ -239,10 +285,62 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_experts_are_refused_before_vllm_refuses_them():
+    recipe = make_recipe({"name": "r", "stages": [STAGES["codebook of 16"]]})
+    shapes = {"model.layers.0.mlp.experts.3.w1": (64, 64), "model.layers.0.mlp.gate": (4, 64)}
+    with pytest.raises(RecipeError, match=r"experts\.3\.w1 is one of many .* no CODEBOOK16"):
+        resolve(shapes, recipe, torch.bfloat16)
+
+
+UNREADABLE = {
+    "two sizes at once": (
+        {"method": "factorize", "rank": 4, "rank_budget": 0.5},
+        "'residual', not rank_budget and rank",
+    ),
+    "no size": ({"method": "factorize"}, "exactly one of 'rank_budget', 'rank' and 'residual'"),
+    "a share above one": ({"method": "factorize", "rank_budget": 1.2}, "rank_budget"),
+    "entries that are no power of two": ({"method": "palettize", "entries": 12}, "entries"),
+    "no entries": ({"method": "palettize"}, "entries"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_recipe_that_asks_for_what_is_not_there_is_refused(case):
+    stage, message = UNREADABLE[case]
+    with pytest.raises(RecipeError, match=message) as refused:
+        make_recipe({"name": "r", "stages": [stage]})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "after", "message"),
+    [
+        ({"method": "palettize", "entries": 8}, "distil", "codebooks cannot be trained"),
+        ({"method": "factorize", "residual": {"rank": 2}}, "distil", "'residual' cannot be train"),
+        (
+            {"method": "factorize", "rank": 8},
+            "qat",
+            "'qat' trains through rounding; put 'quantize'",
+        ),
+    ],
+)
+def test_a_recipe_that_trains_what_has_no_gradient_is_refused(stage, after, message):
+    with pytest.raises(RecipeError, match=message):
+        make_recipe({"name": "r", "stages": [stage, {"method": after}]})
+
+
+@pytest.mark.parametrize("stage", ["palettize", "factorize"])
+def test_pruned_weights_are_not_filled_again(stage, room, tmp_path):
+    how = {"entries": 16} if stage == "palettize" else {"rank_budget": 0.5}
+    pruned = {"method": "prune", "sparsity": 0.5, "algorithm": "magnitude"}
+    stages = [pruned, {"method": stage, **how}]
+    data = {**recipe_data(room / "text.txt"), "stages": stages}
+    with pytest.raises(RecipeError, match="q_proj is pruned by stage 0, and stage 1 would fill"):
+        driver.plan(job_for(room / "model", data, tmp_path / "out"))
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_the_plan_refuses_what_does_not_fit(case, room, tmp_path):
-    from taut_deploy.errors import RecipeError
-
     stages, message = REFUSED[case]
     data = {**recipe_data(room / "text.txt"), "stages": stages}
     with pytest.raises(RecipeError, match=message) as refused:

@@ -1,24 +1,25 @@
-"""Run by test_vllm_plugin.py: serve a checkpoint with vLLM, print tokens and logprobs as JSON."""
+"""Serve a checkpoint with vLLM, print tokens and logprobs as JSON.
+
+Usage: ``python serve_tiny_llama.py DIRECTORY [PROMPTS]``, prompts a JSON list of lists of ids.
+"""
 
 import json
 import sys
 
-PROMPTS = ([2, 3, 5, 7, 11, 13], list(range(40, 80)), [90])
+PROMPTS = [[2, 3, 5, 7, 11, 13], list(range(40, 80)), [90]]
 NUM_TOKENS = 12
 
 
-def main(directory: str) -> None:
+def main(directory: str, asked: list[list[int]]) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=directory, dtype="bfloat16", enforce_eager=True, max_model_len=128, max_num_seqs=4
     )
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1, ignore_eos=True)
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    prompts = [{"prompt_token_ids": prompt} for prompt in asked]
     answers = []
-    for prompt, output in zip(
-        PROMPTS, llm.generate(prompts, sampling, use_tqdm=False), strict=True
-    ):
+    for prompt, output in zip(asked, llm.generate(prompts, sampling, use_tqdm=False), strict=True):
         tokens = list(output.outputs[0].token_ids)
         steps = zip(tokens, output.outputs[0].logprobs, strict=True)
         logprobs = [step[token].logprob for token, step in steps]
@@ -27,4 +28,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], json.loads(sys.argv[2]) if len(sys.argv) > 2 else PROMPTS)

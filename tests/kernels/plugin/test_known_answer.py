@@ -91,6 +91,13 @@ def test_a_damaged_product_is_refused(
     assert known_answer.results() == []
 
 
+def test_no_other_kernels_are_offered_for_what_only_we_load() -> None:
+    kind = known_answer.Kind("TautLowRankLinearMethod", "low rank 8")
+    with pytest.raises(WrongAnswerError, match="'quantize' made") as refused:
+        known_answer.settle(kind, 2.0, calls=1, ms=0.0, device=torch.device("cpu"))
+    assert "--kernels off" not in str(refused.value)
+
+
 def test_a_number_of_tokens_that_takes_another_tile_is_asked_for_itself(
     weight: torch.Tensor,
 ) -> None:

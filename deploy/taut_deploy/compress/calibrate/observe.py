@@ -2,10 +2,14 @@
 
 Linears fed by the very same tensor (q, k and v; gate and up) share one :class:`InputGroup`, found
 by identity in the first call, so no architecture is named.
+
+An expert sees the tokens that are routed to it. One that gets too few for statistics is shown every
+token of the calibration instead, so that none is compressed blindly.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +18,13 @@ from torch import nn
 
 from taut_deploy.compress.calibrate.readers import Readers
 from taut_deploy.compress.source.calls import call_block
+from taut_deploy.compress.source.experts import LinearExperts
 from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.threads import over_batches
 
 _SAMPLE_ROWS = 512
+# Routed tokens below which an expert is shown all: a Hessian of fewer is mostly damping.
+_TOKEN_FLOOR = 256
 
 
 @dataclass
@@ -33,6 +40,7 @@ class InputGroup:
         tokens: rows seen.
         read_elsewhere: whether the producer's output also goes where no layer of the group is: to a
             router, into a residual.
+        routed: of an expert that was shown every token, how many were routed to it; else None.
     """
 
     layers: list[str]
@@ -42,6 +50,7 @@ class InputGroup:
     sample: torch.Tensor
     tokens: int = 0
     read_elsewhere: bool = False
+    routed: int | None = None
     _rows: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, x: torch.Tensor, rows_per_call: int) -> None:
@@ -52,6 +61,14 @@ class InputGroup:
         self.absmax = torch.maximum(self.absmax, rows.abs().amax(0))
         self._rows.append(rows[:: max(1, rows.shape[0] // rows_per_call)][:rows_per_call].clone())
         self.tokens += rows.shape[0]
+
+    def start_again(self) -> None:
+        """Forget what was seen but for the number of tokens, to be shown every token."""
+        self.routed, self.tokens = self.tokens, 0
+        self._rows.clear()
+        self.absmax.zero_()
+        if self.hessian is not None:
+            self.hessian.zero_()
 
     def finish(self) -> None:
         """Turn sums into means."""
@@ -82,11 +99,33 @@ def observe_block(
     Returns:
         Input groups in order of first use.
     """
-    groups = _find_groups(block, hidden[:1], arguments)
+    with _seeing_all(block, lambda _name: True):
+        groups = _find_groups(block, hidden[:1], arguments)
     if with_hessian:
         for group in groups:
             k = group.absmax.shape[0]
             group.hessian = torch.zeros(k, k, device=hidden.device)
+    every = (block, hidden, arguments, batch_size)
+    _add_inputs(groups, *every)
+    starved = [group for group in groups if _expert_of(block, group) and _is_starved(group)]
+    if starved:
+        names = {_expert_of(block, group) for group in starved}
+        for group in starved:
+            group.start_again()
+        with _seeing_all(block, names.__contains__):
+            _add_inputs(starved, *every)
+    for group in groups:
+        group.finish()
+    return groups
+
+
+def _add_inputs(
+    groups: Collection[InputGroup],
+    block: nn.Module,
+    hidden: torch.Tensor,
+    arguments: dict[str, Any],
+    batch_size: int,
+) -> None:
     calls = -(-hidden.shape[0] // batch_size)
     rows_per_call = max(1, _SAMPLE_ROWS // calls)
     # Each thread's own: batches go side by side, and are accounted for in their order.
@@ -110,9 +149,31 @@ def observe_block(
                 group.add(x, rows_per_call)
     finally:
         _remove(handles)
-    for group in groups:
-        group.finish()
-    return groups
+
+
+def _is_starved(group: InputGroup) -> bool:
+    return group.tokens < _TOKEN_FLOOR
+
+
+def _expert_of(block: nn.Module, group: InputGroup) -> str | None:
+    """Name of the expert a group's layers belong to, None where it is none."""
+    expert = group.layers[0].rpartition(".")[0]
+    owner = block.get_submodule(expert.rpartition(".")[0])
+    return expert if isinstance(owner, LinearExperts) else None
+
+
+@contextmanager
+def _seeing_all(block: nn.Module, picks: Callable[[str], bool]) -> Iterator[None]:
+    """Show every token to the experts of some names."""
+    found = {name: one for name, one in block.named_modules() if isinstance(one, LinearExperts)}
+    for name, experts in found.items():
+        numbers = range(experts.num_experts)
+        experts.seeing_all = frozenset(i for i in numbers if picks(f"{name}.{i}"))
+    try:
+        yield
+    finally:
+        for experts in found.values():
+            experts.seeing_all = frozenset()
 
 
 def _find_groups(

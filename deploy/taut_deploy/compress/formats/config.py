@@ -1,6 +1,6 @@
 """``quantization_config`` of a checkpoint, and the words its manifest has for it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationStatus
@@ -17,6 +17,7 @@ def quantization_config(
     shapes: Mapping[str, tuple[int, int]],
     ignore: list[str],
     kv_cache: QuantizationArgs | None = None,
+    stored_name: Callable[[str], str] = str,
 ) -> dict[str, Any] | None:
     """The ``quantization_config`` entry of config.json; None where nothing is quantised.
 
@@ -25,13 +26,15 @@ def quantization_config(
         shapes: [N, K] of at least those.
         ignore: full names of linear layers left alone.
         kv_cache: how keys and values are kept; None for the model's own type.
+        stored_name: from a layer's full name to what its tensors are stored under, where readers
+            of taut's own method look them up.
     """
     ours = {name: one for name, one in formats.items() if isinstance(one, TautFormat)}
     if ours:
         from taut_kernels.for_deploy import layer_description
 
         return layer_description.write(
-            {name: one.describe(*shapes[name]) for name, one in ours.items()}
+            {stored_name(name): one.describe(*shapes[name]) for name, one in ours.items()}
         )
     theirs = {name: one for name, one in formats.items() if isinstance(one, WeightFormat)}
     if not theirs and kv_cache is None:

@@ -11,10 +11,12 @@ from taut_deploy.compress.formats.activations import (
     Float8PerToken,
     Int8PerToken,
 )
+from taut_deploy.compress.formats.float4 import Float4Format
 from taut_deploy.compress.formats.float8 import Float8Format
 from taut_deploy.compress.formats.float8_block import BLOCK, Float8BlockFormat
 from taut_deploy.compress.formats.integer import IntegerFormat, PackedIntegerFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.quantize.float4 import Float4Spec
 from taut_deploy.compress.quantize.float8 import Float8Spec
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.errors import RecipeError
@@ -59,6 +61,27 @@ def _int4_by_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtype) ->
     return PackedIntegerFormat(stage.scheme, GridSpec(4, group_size, True, dtype), Float8PerToken())
 
 
+def _nvfp4_alone(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    del group_size
+    _require_bfloat16(stage, dtype)
+    return Float4Format(stage.scheme, Float4Spec(16, powers_of_two=False), Activations())
+
+
+def _mxfp4_alone(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    del group_size
+    _require_bfloat16(stage, dtype)
+    return Float4Format(stage.scheme, Float4Spec(32, powers_of_two=True), Activations())
+
+
+def _require_bfloat16(stage: Quantize, dtype: torch.dtype) -> None:
+    """Refuse what transformers would load and then not multiply: it reads FP4 as bfloat16."""
+    if dtype is not torch.bfloat16:
+        raise RecipeError(
+            f"stages.quantize.scheme: {stage.scheme} is for models in bfloat16, this one is in "
+            f"{str(dtype).removeprefix('torch.')}; store it in bfloat16 or choose W4A16"
+        )
+
+
 FORMATS: dict[str, _Make] = {
     "W8A8": _int8_by_int8,
     "W4A16": _weights_alone,
@@ -70,6 +93,8 @@ FORMATS: dict[str, _Make] = {
     "FP8": _fp8_by_fp8,
     "FP8-STATIC": _fp8_by_fixed_fp8,
     "FP8-BLOCK": _fp8_blocks,
+    "NVFP4A16": _nvfp4_alone,
+    "MXFP4A16": _mxfp4_alone,
 }
 
 

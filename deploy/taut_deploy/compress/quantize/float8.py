@@ -10,12 +10,11 @@ import torch
 
 from taut_deploy.compress.quantize.protocol import ColumnRounding
 from taut_deploy.compress.quantize.scales import expand
+from taut_deploy.compress.quantize.small_float import round_small_float
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 _LEAST_NORMAL = torch.finfo(FP8).tiny
-_EXPONENT = 0x7F800000
-_DROPS_ALL_BUT_THREE_BITS = 1.5 * 2.0**20
 
 
 def to_fp8(values: torch.Tensor) -> torch.Tensor:
@@ -24,22 +23,8 @@ def to_fp8(values: torch.Tensor) -> torch.Tensor:
 
 
 def round_fp8(values: torch.Tensor) -> torch.Tensor:
-    """The nearest e4m3 numbers, as :func:`to_fp8` finds them, without leaving fp32.
-
-    torch widens fp8 numbers one at a time on a CPU, which took most of the time of rounding.
-
-    Args:
-        values: any shape, fp32; NaN stays NaN.
-
-    Returns:
-        The same shape, fp32.
-    """
-    values = values.clamp(-FP8_MAX, FP8_MAX)
-    power = (values.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(min=_LEAST_NORMAL)
-    # The sum has no room below the third bit of the value's fraction: fp32 rounds there, ties to
-    # even; below the least normal number the step stays the same.
-    power.mul_(_DROPS_ALL_BUT_THREE_BITS)
-    return values.add_(power).sub_(power)
+    """The nearest e4m3 numbers of fp32 values, as :func:`to_fp8` finds them, in fp32."""
+    return round_small_float(values, fraction_bits=3, least_normal=_LEAST_NORMAL, largest=FP8_MAX)
 
 
 def fake_quantize_tokens_fp8(x: torch.Tensor, group_size: int | None = None) -> torch.Tensor:

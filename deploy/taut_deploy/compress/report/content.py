@@ -119,6 +119,12 @@ def make_report(
     )
 
 
+def _shown_all(layer: Mapping[str, Any]) -> str:
+    """What is said of an expert that was shown tokens beyond those routed to it."""
+    routed = layer.get("routed")
+    return "" if routed is None else f" on all tokens ({routed} routed)"
+
+
 def _reported(layer: Mapping[str, Any], planned: LayerPlan) -> ReportedLayer:
     group = f" g{layer['group_size']}" if layer["group_size"] else ""
     zeros = "" if layer["symmetric"] else ", zero points"
@@ -127,7 +133,7 @@ def _reported(layer: Mapping[str, Any], planned: LayerPlan) -> ReportedLayer:
     return ReportedLayer(
         layer["name"],
         f"{layer['scheme']}{group}{zeros}{kept}{rank}",
-        layer["method"],
+        layer["method"] + _shown_all(layer),
         layer["relative_error"],
         layer["samples"],
         planned.bytes_before,

@@ -14,6 +14,8 @@ from taut_deploy.compress.quantize.gptq import inverse_cholesky
 
 _KMEANS_STEPS = 25
 _LAZY_BLOCK = 128
+_REFIT_ROWS = 64
+"""Rows in memory at a time, ``entries`` copies of each."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,16 @@ def quantize_weight(
 
 
 def _scales(weight: torch.Tensor, spec: CodebookSpec) -> torch.Tensor:
-    """Largest magnitude of each group, [N, G] in the stored dtype; 1 for groups of zeros."""
+    """The value of largest magnitude of each group, [N, G] in the stored dtype; 1 for zeros.
+
+    With its sign: the far end of every group is then the same entry of the book, and none is spent
+    on an end that only groups of the other sign would reach.
+    """
     n, k = weight.shape
-    absmax = weight.view(n, k // (spec.group_size or k), -1).abs().amax(-1)
-    scale = absmax.to(spec.stored_dtype)
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    groups = weight.view(n, k // (spec.group_size or k), -1)
+    far = groups.abs().argmax(-1, keepdim=True)
+    scale = groups.gather(-1, far)[..., 0].to(spec.stored_dtype)
+    return torch.where(scale != 0, scale, torch.ones_like(scale))
 
 
 def _kmeans(
@@ -210,16 +217,17 @@ def _refit_book(weight: torch.Tensor, hessian: torch.Tensor, coded: CodebookWeig
     n, k = weight.shape
     blocks, entries = coded.book.shape
     wide = coded.scale.float().repeat_interleave(k // coded.scale.shape[1], 1)
-    parts = torch.stack([(coded.codes == e) * wide for e in range(entries)])  # [E, N, K]
-    seen = parts @ hessian
-    normal = torch.einsum(
-        "ebnk,fbnk->bef",
-        parts.view(entries, blocks, n // blocks, k),
-        seen.view(entries, blocks, n // blocks, k),
-    ).double()
-    target = torch.einsum(
-        "ebnk,bnk->be", seen.view(entries, blocks, n // blocks, k), weight.view(blocks, -1, k)
-    ).double()
+    normal = torch.zeros(blocks, entries, entries, dtype=torch.float64, device=weight.device)
+    target = torch.zeros(blocks, entries, dtype=torch.float64, device=weight.device)
+    for start in range(0, n, _REFIT_ROWS):
+        # One row at a time would do: rows of one book only add up. [R, E, K]
+        rows = slice(start, min(start + _REFIT_ROWS, n))
+        each = torch.arange(entries, dtype=torch.uint8, device=weight.device)
+        parts = (coded.codes[rows, None] == each[:, None]) * wide[rows, None]
+        seen = parts @ hessian
+        book = torch.arange(rows.start, rows.stop, device=weight.device) * blocks // n
+        normal.index_add_(0, book, (seen @ parts.transpose(1, 2)).double())
+        target.index_add_(0, book, (seen @ weight[rows, :, None])[..., 0].double())
     ridge = 1e-6 * normal.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30)
     eye = torch.eye(entries, dtype=torch.float64, device=weight.device)
     old = coded.book.double()

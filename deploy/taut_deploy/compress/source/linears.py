@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from taut_deploy.compress.source.experts import LinearExperts
+from taut_deploy.compress.source.experts import ExpertNames, LinearExperts
 
 
 def linear_layers(block: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -20,6 +20,22 @@ def linear_layers(block: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear) and not _is_router(block, name, module):
             yield name, module
+
+
+def dense_products(name: str, module: nn.Module) -> list[str]:
+    """The layer a module is to readers: a linear one, or a router with a matrix of its own."""
+    weight = module._parameters.get("weight")
+    matrix = weight is not None and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+    return [name] if matrix else []
+
+
+def products_of_stack(name: str, module: nn.Module) -> list[str]:
+    """What servers look experts up by that stay stacked in 3-D tensors: the first one's layers."""
+    stacked = [value for value in module._parameters.values() if value is not None]
+    if not any(value.ndim == 3 for value in stacked) or isinstance(module, nn.Conv1d):
+        return []
+    names = ExpertNames()
+    return [f"{name}.0.{leaf}" for leaf in (names.gate, names.up, names.down)]
 
 
 def _is_router(block: nn.Module, name: str, module: nn.Linear) -> bool:

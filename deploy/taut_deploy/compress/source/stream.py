@@ -18,10 +18,12 @@ from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.compress.source.calls import (
     BlockArguments,
     Recorder,
+    call_block,
     per_row,
     why_not_replayed,
 )
-from taut_deploy.compress.source.decoder import make_skeleton
+from taut_deploy.compress.source.decoder import DecoderBlock, make_skeleton
+from taut_deploy.compress.source.linears import dense_products, products_of_stack
 from taut_deploy.compress.source.names import Place
 from taut_deploy.compress.source.soundness import require_same_tensors, require_sound_values
 from taut_deploy.compress.source.weights import WeightReader
@@ -67,7 +69,7 @@ class StreamedModel:
         self._device = device
         config = load_config(directory, trust_remote_code=trust_remote_code)
         self.model = empty_model(config, dtype, trust_remote_code=trust_remote_code).eval()
-        self._reader = WeightReader(directory)
+        self._reader = WeightReader(directory, as_numbers=True)
         skeleton = make_skeleton(self.model, self._reader.stored)
         self._places = require_same_tensors(directory, skeleton, self._reader.stored)
         require_sound_values(self._places, self.model, self._reader)
@@ -165,18 +167,28 @@ class StreamedModel:
             Those outside the blocks first.
         """
         done = set(compressed)
-        linears = [
+        dense = [
+            layer
+            for name, module in self.model.named_modules()
+            for layer in (*dense_products(name, module), *products_of_stack(name, module))
+            if layer not in done
+        ]
+        dense.sort(key=self._is_inner)
+        spellings = ((name, self.stored_layer(name)) for name in dense)
+        return list(dict.fromkeys(name for pair in spellings for name in pair))
+
+    @property
+    def stacked_experts(self) -> list[str]:
+        """Experts in the blocks that stay in one tensor, and so dense, by name."""
+        return [
             name
             for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) and name not in done
+            if self._is_inner(name) and products_of_stack(name, module)
         ]
-        linears.sort(key=self._is_inner)
-        spellings = ((name, self.stored_layer(name)) for name in linears)
-        return list(dict.fromkeys(name for pair in spellings for name in pair))
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Run everything outside the blocks, so that a plan knows what the run would meet.
+        """Run everything outside the blocks and one block of each kind, as the run would.
 
         Raises:
             ModelError: the architecture's forward cannot be run block by block.
@@ -186,12 +198,24 @@ class StreamedModel:
         try:
             self._as_tuple = self._hands_on_tuples(one)
             told = [[call.arguments for call in self._record(text)] for text in (one, other)]
-            hidden, _ = self.enter(one)
+            hidden, arguments = self.enter(one)
             self.leave(hidden)
+            for block in self._one_of_each_kind():
+                self.load(block.module, block.name)
+                call_block(block.module, hidden, arguments[block.index])
+                self.release(block.module)
         except _FORWARD_ERRORS as error:
             raise self._not_streamed(reason_of(error, 160)) from error
         if (why := why_not_replayed(*told)) is not None:
             raise self._not_streamed(why)
+
+    def _one_of_each_kind(self) -> list[DecoderBlock]:
+        """The first block of each set of tensors."""
+        kinds: dict[frozenset[tuple[str, torch.Size]], DecoderBlock] = {}
+        for block in self.blocks:
+            tensors = block.module.state_dict().items()
+            kinds.setdefault(frozenset((name, value.shape) for name, value in tensors), block)
+        return list(kinds.values())
 
     def _hands_on_tuples(self, tokens: torch.Tensor) -> bool:
         """Whether the model expects tuples of its blocks: without them its forward goes wrong."""

@@ -1,7 +1,7 @@
 """Single tensors of a model's directory, in the plain floating type they stand for.
 
-Checkpoints that are stored in FP8 by blocks or in MXFP4 are read as the numbers their codes mean,
-so that nothing after this module knows of them (:mod:`taut_deploy.compress.source.packed`).
+Checkpoints that are stored in low precision are read as the numbers their codes mean, so that
+nothing after this module knows of them (:mod:`taut_deploy.compress.source.packed`).
 """
 
 from collections.abc import Iterable
@@ -15,21 +15,19 @@ from taut_deploy.compress.source.soundness import StoredTensor
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import declared_shards, weight_files
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 
 class WeightReader:
     """Reads single tensors out of a directory's safetensors shards.
 
     Args:
         directory: model directory.
+        as_numbers: read weights stored in low precision as the numbers their codes stand for.
 
     Raises:
-        ModelError: a shard is missing or cut short, index and shards contradict each other, or
-            codes are stored without their scales.
+        ModelError: a shard is missing or cut short, or index and shards contradict each other.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, as_numbers: bool = False) -> None:
         files: dict[str, StoredTensor] = {}
         for shard in weight_files(directory):
             found = _header(shard)
@@ -46,7 +44,7 @@ class WeightReader:
                     "does not; fetch the model again"
                 )
         self._files = files
-        self._packed = packed_tensors(directory, files)
+        self._packed = packed_tensors(directory, files, self._raw) if as_numbers else {}
         self.stored = _as_read(files, self._packed.values())
 
     @property
@@ -69,11 +67,7 @@ class WeightReader:
             return packed.unpack(*(self._raw(part, entry) for part in packed.parts))
         return self._raw(name, entry)
 
-    def read_dtype(self, name: str) -> torch.dtype:
-        """The dtype in which :meth:`read` gives a tensor."""
-        return _DTYPES[self.stored[name].dtype]
-
-    def _raw(self, name: str, entry: int | None) -> torch.Tensor:
+    def _raw(self, name: str, entry: int | None = None) -> torch.Tensor:
         if name not in self._files:
             raise ModelError(f"{name}: no shard of the model holds this tensor")
         with safe_open(self._files[name].shard, framework="pt") as handle:
@@ -90,9 +84,9 @@ def _as_read(
     read = dict(files)
     for tensor in packed:
         first = files[tensor.parts[0]]
-        for part in tensor.parts:
+        for part in (*tensor.parts, *tensor.unused):
             read.pop(part, None)
-        read[tensor.name] = StoredTensor(first.shard, tensor.shape, "BF16")
+        read[tensor.name] = StoredTensor(first.shard, tensor.shape, tensor.dtype)
     return read
 
 

@@ -22,12 +22,14 @@ from taut_deploy.compress.train.quantized_layers import (
 )
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.compress.train.weight_forms import LowRank, Quantized, Rounded, TokenRounding
+from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import read_config
 from taut_deploy.models.pretrained import load_config
 
 # Fewer exact zeros than this are chance, more are a pruning to keep.
 _PRUNED = 0.05
+_FACTORS = ("weight_u", "weight_v")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Student:
         stored: dtype of weights and scales on disk.
         layers: the quantised layers, by the name of their module.
         pruned: names of the weights whose zeros stay.
+        low_rank: names of the modules that are stored as two factors.
     """
 
     directory: Path
@@ -47,6 +50,7 @@ class Student:
     stored: torch.dtype
     layers: dict[str, QuantizedLayer]
     pruned: tuple[str, ...]
+    low_rank: frozenset[str]
 
     def masters(self) -> dict[str, nn.Parameter]:
         """Every master weight by the name it is stored under, and the scales' logarithms."""
@@ -55,6 +59,10 @@ class Student:
     def effective(self, name: str) -> torch.Tensor | None:
         """What the model computes with for a stored name, fp32 on the CPU; None if it has none."""
         owner, _, leaf = name.rpartition(".")
+        if owner in self.low_rank and leaf in _FACTORS:
+            factors = self.model.get_submodule(owner).parametrizations.weight
+            factor: torch.Tensor = getattr(factors, f"original{_FACTORS.index(leaf)}")
+            return factor.detach().float().cpu()
         try:
             value = getattr(self.model.get_submodule(owner), leaf)
         except AttributeError:
@@ -86,7 +94,7 @@ def open_student(
     """Load a checkpoint for training.
 
     Args:
-        directory: compressed-tensors checkpoint, or a plain (pruned, shrunk) model.
+        directory: compressed-tensors or low-rank checkpoint, or a plain (pruned, shrunk) model.
         settings: how it starts.
         device: ``cpu`` or ``cuda``.
         teacher: directory of the model it was made from, for ``start`` other than ``codes``.
@@ -101,30 +109,29 @@ def open_student(
     model = empty_model(config, compute, trust_remote_code=trust_remote_code)
     reader = WeightReader(directory)
     entry = read_config(directory).get("quantization_config")
-    _require_trainable(directory, entry)
-    layers = {
-        name: read_layer(name, scheme, reader)
-        for name, scheme in (layer_schemes(model, entry) if isinstance(entry, dict) else ())
-    }
+    factors = _factors(directory, entry, reader)
+    quantised = layer_schemes(model, entry) if isinstance(entry, dict) and not factors else ()
+    layers = {name: read_layer(name, scheme, reader) for name, scheme in quantised}
     starts = _starts(layers, settings.start, teacher)
-    densities, ranks = _densities_and_ranks(directory)
+    densities = _densities(directory)
     pruned: list[str] = []
     tied: dict[int, nn.Parameter] = {}
     for owner, name, leaf, parameter in list(_parameters(model)):
         layer = layers.get(name.rpartition(".")[0]) if leaf == "weight" else None
+        pair = factors.get(name.rpartition(".")[0]) if leaf == "weight" else None
         if id(parameter) not in tied:
-            value = _value(name, parameter, layer, starts, reader)
+            start = starts[layer.name] if layer is not None else None
+            value = _value(name, parameter, start if pair is None else pair[0] @ pair[1], reader)
             tied[id(parameter)] = nn.Parameter(value.to(device))
         owner._parameters[leaf] = tied[id(parameter)]
         mask = _mask(name, parameter, layer, tied[id(parameter)], densities)
         if mask is not None:
             pruned.append(name)
-        rank = ranks.get(name.removesuffix(".weight")) if parameter.dim() == 2 else None
         form: nn.Module
         if layer is not None:
             form = Quantized(layer, stored, compute, mask)
-        elif rank is not None:
-            form = LowRank(rank, stored, compute)
+        elif pair is not None:
+            form = LowRank(pair, stored, compute)
         else:
             form = Rounded(stored, compute, mask)
         parametrize.register_parametrization(owner, leaf, form.to(device), unsafe=True)
@@ -133,16 +140,36 @@ def open_student(
             buffer.copy_(reader.read(name))
     for name, layer in layers.items():
         _round_inputs(model.get_submodule(name), layer, reader)
-    return Student(directory, model.to(device), stored, layers, tuple(pruned))
+    return Student(directory, model.to(device), stored, layers, tuple(pruned), frozenset(factors))
 
 
-def _require_trainable(directory: Path, entry: Any) -> None:
+def _factors(
+    directory: Path, entry: Any, reader: WeightReader
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The two factors of each low-rank layer, fp32; none in a checkpoint of another method.
+
+    Raises:
+        ModelError: the checkpoint is of a method, or has a layer, that cannot be trained.
+    """
+    from taut_kernels.for_deploy import layer_description as told
+
     method = entry.get("quant_method") if isinstance(entry, dict) else None
-    if entry is not None and method != "compressed-tensors":
+    described = own_layers({"quantization_config": entry})
+    if entry is not None and described is None and method != "compressed-tensors":
         raise ModelError(
             f"{directory / 'config.json'}: quant_method {method!r} cannot be trained; distil a "
-            "compressed-tensors checkpoint or a dense model"
+            "compressed-tensors or low-rank checkpoint or a dense model"
         )
+    found = {}
+    for name, layer in (described or {}).items():
+        if not isinstance(layer, told.LowRank) or layer.base is not None:
+            raise ModelError(
+                f"{directory / 'config.json'}: {name} is {layer.scheme}, which cannot be trained; "
+                "distil a compressed-tensors or low-rank checkpoint or a dense model"
+            )
+        left, right = (reader.read(f"{name}.{leaf}").float() for leaf in _FACTORS)
+        found[name] = (left, right)
+    return found
 
 
 def _starts(
@@ -178,16 +205,15 @@ def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Para
 def _value(
     name: str,
     parameter: nn.Parameter,
-    layer: QuantizedLayer | None,
-    starts: dict[str, torch.Tensor],
+    start: torch.Tensor | None,
     reader: WeightReader,
 ) -> torch.Tensor:
-    """The fp32 value a master begins with.
+    """The fp32 value a master begins with: ``start``, or what is stored under its name.
 
     Raises:
         ModelError: it has another shape than the architecture says.
     """
-    value = reader.read(name).float() if layer is None else starts[layer.name]
+    value = reader.read(name).float() if start is None else start
     if value.shape != parameter.shape:
         raise ModelError(
             f"{name}: stored shape {tuple(value.shape)} does not match config.json's "
@@ -196,14 +222,12 @@ def _value(
     return value
 
 
-def _densities_and_ranks(directory: Path) -> tuple[dict[str, float], dict[str, int]]:
-    """Share of weights kept, and rank, of each layer that the manifest reports one for."""
+def _densities(directory: Path) -> dict[str, float]:
+    """Share of weights kept of each layer that the manifest reports one for."""
     if not is_checkpoint(directory):
-        return {}, {}
-    layers = {str(layer.get("name")): layer for layer in read_manifest(directory).layers}
-    densities = {name: float(layer.get("density", 1.0)) for name, layer in layers.items()}
-    ranks = {name: int(layer["rank"]) for name, layer in layers.items() if layer.get("rank")}
-    return densities, ranks
+        return {}
+    layers = read_manifest(directory).layers
+    return {str(layer.get("name")): float(layer.get("density", 1.0)) for layer in layers}
 
 
 def _mask(

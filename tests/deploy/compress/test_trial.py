@@ -74,7 +74,7 @@ def test_a_plan_leaves_nothing_behind(room, tmp_path):
     plan = driver.plan(job)
     assert plan.seconds is not None
     assert plan.seconds > 0
-    assert [path.name for path in tmp_path.rglob("*")] == ["cache"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_short_calibration_text_is_refused_by_the_plan(room, tmp_path):

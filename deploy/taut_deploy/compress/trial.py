@@ -4,28 +4,22 @@ import contextlib
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from taut_deploy.compress.block import rehearse_block
-from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.decoder import DecoderBlock
-from taut_deploy.compress.source.stream import StreamedModel
-from taut_deploy.compress.stages import BLOCK_STAGES
-from taut_deploy.recipe import Recipe
 
 Arguments = TypeVar("Arguments")
 
-_FEW_TOKENS = 8
 _STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Trial:
     """What was measured on the first of the largest blocks.
 
     Args:
@@ -40,12 +34,12 @@ class Rehearsal:
     device_memory_bytes: int | None
 
 
-def rehearse(
+def try_block(
     blocks: Sequence[DecoderBlock],
     enter: Callable[[], Arguments],
     compress: Callable[[DecoderBlock, Arguments], object],
     finish: Callable[[], object],
-) -> Rehearsal:
+) -> Trial:
     """Go through a run's steps with one block.
 
     Args:
@@ -65,29 +59,11 @@ def rehearse(
     finish()
     around = entered - started + time.monotonic() - compressed
     times = sum(sizes.values()) / max(1, sizes[block.index])
-    return Rehearsal(
+    return Trial(
         round(around + (compressed - entered) * times, 1),
         peak_memory_bytes(),
         torch.cuda.max_memory_allocated() if _uses_card() else None,
     )
-
-
-def require_stages_act(
-    stream: StreamedModel, recipe: Recipe, treatments: Mapping[str, Treatment]
-) -> None:
-    """Refuse a recipe whose stages cannot act on the first block, by a few tokens.
-
-    Raises:
-        RecipeError: naming the layer.
-    """
-    if all(BLOCK_STAGES[stage.method].rehearse is None for stage in recipe.stages):
-        return
-    vocabulary = int(stream.model.get_input_embeddings().weight.shape[0])
-    hidden, arguments = stream.enter(torch.arange(_FEW_TOKENS)[None] % vocabulary)
-    first = stream.blocks[0]
-    stream.load(first.module, first.name)
-    rehearse_block(first.module, first.name, hidden, arguments[0], recipe, treatments)
-    stream.release(first.module)
 
 
 def _weights(block: DecoderBlock) -> int:

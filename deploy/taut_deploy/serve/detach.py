@@ -1,0 +1,64 @@
+"""``taut serve --detach``: the same process, with nobody waiting for it."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+from taut_deploy.errors import WorkerError
+from taut_deploy.files import write_text_atomically
+from taut_deploy.serve.prepare import Say
+from taut_deploy.serve.running import OUTPUT
+from taut_deploy.serve.settings import ServeSettings
+from taut_deploy.serve.supervise import is_ready
+
+_POLL_S = 0.5
+
+
+def serve_detached(settings: ServeSettings, directory: Path, say: Say) -> None:
+    """Start ``taut serve`` in a session of its own and return when it is ready.
+
+    What it says goes to ``serve.log`` and, until it is ready, to the user. Ctrl-C ends it.
+
+    Args:
+        settings: what to serve; the models are prepared already.
+        directory: of its configuration and logs.
+        say: prints one line for the user.
+
+    Raises:
+        WorkerError: it ended before it was ready.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "serve.yaml"
+    write_text_atomically(file, yaml.safe_dump(settings.model_dump(mode="json")))
+    log = directory / OUTPUT
+    argv = [sys.executable, "-m", "taut_deploy", "serve", "--config", str(file), "--detached"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        _wait_until_ready(process, f"http://{settings.host}:{settings.port}/health/ready", log, say)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path, say: Say) -> None:
+    said = 0
+    while True:
+        ended = process.poll() is not None
+        ready = not ended and is_ready(url)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in lines[said:]:
+            say(line.removeprefix("taut: "))
+        said = len(lines)
+        if ended:
+            reason = lines[-1].removeprefix("taut: ") if lines else "it said nothing"
+            raise WorkerError(f"it ended before it was ready: {reason} (log: {log})")
+        if ready and any("ready. Try:" in line for line in lines):
+            return
+        time.sleep(_POLL_S)

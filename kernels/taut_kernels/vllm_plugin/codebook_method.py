@@ -1,0 +1,107 @@
+"""Codebook layers in vLLM: dequantised once, at load, then a dense product as of any layer.
+
+The checkpoint is small, the memory of the worker is not; log, record and gauge say so. Holds no
+arithmetic of its own. This module imports vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+
+from taut_kernels.formats import codebook
+from taut_kernels.formats.layer_description import Codebook
+from taut_kernels.vllm_plugin import known_answer
+from taut_kernels.vllm_plugin.stored_parts import (
+    PartedTensor,
+    Served,
+    StoredPart,
+    require_whole,
+)
+
+_TOKENS = (1, 16, 64)
+
+
+class TautCodebookLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """Indices, scales and books of one layer, or of several that vLLM joins.
+
+    Args:
+        parts: what the layer is made of, in vLLM's order.
+    """
+
+    def __init__(self, parts: list[StoredPart[Codebook]]) -> None:
+        self._parts = parts
+        self._names = [part.name for part in parts]
+        self._dense = UnquantizedLinearMethod()
+        self.kernel = Served(parts[0].layer.scheme)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make the parameters that the checkpoint's tensors are loaded into."""
+        here = (sum(output_partition_sizes), input_size_per_partition)
+        require_whole(self._names[0], (output_size, input_size), here)
+        rows = output_partition_sizes if len(self._parts) > 1 else [output_size]
+        sized = [(n, part.layer) for n, part in zip(rows, self._parts, strict=True)]
+        k = input_size
+
+        def parted(name: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> PartedTensor:
+            return PartedTensor(layer, name, self._names, shapes, dtype)
+
+        packed: list[tuple[int, ...]] = [(n, k * one.bits // 8) for n, one in sized]
+        scales: list[tuple[int, ...]] = [(n, k // (one.group_size or k)) for n, one in sized]
+        books: list[tuple[int, ...]] = [(n // (one.rows or n), one.entries) for n, one in sized]
+        self._packed = parted("weight_packed", packed, torch.uint8)
+        self._scale = parted("weight_scale", scales, params_dtype)
+        self._book = parted("weight_codebook", books, params_dtype)
+        self._shape = parted("weight_shape", [(2,)] * len(sized), torch.int64)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Dequantise to the dtype of the model, and check the product."""
+        self._shape.of_parts(layer)
+        stored = zip(
+            self._parts,
+            self._packed.of_parts(layer),
+            self._scale.of_parts(layer),
+            self._book.of_parts(layer),
+            strict=True,
+        )
+        exact = torch.cat(
+            [
+                codebook.dequantise(codebook.unpack_codes(packed, part.layer.bits), scale, book)
+                for part, packed, scale, book in stored
+            ]
+        )
+        dtype = self._scale.dtype
+        for name in ("weight_packed", "weight_scale", "weight_codebook", "weight_shape"):
+            delattr(layer, name)
+        layer.weight = torch.nn.Parameter(exact.to(dtype), requires_grad=False)
+        self._dense.process_weights_after_loading(layer)
+        n, k = exact.shape
+        known_answer.check(
+            type(self).__name__,
+            f"{self.kernel.taut_scheme} dequantised",
+            (n, k),
+            _TOKENS,
+            lambda x: self.apply(layer, x),
+            lambda rows: exact[rows],
+            known_answer.plain_block(k),
+            dtype,
+            exact.device,
+        )
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute the layer; x is [..., K], the result [..., N]."""
+        y: torch.Tensor = self._dense.apply(layer, x, bias)
+        return y

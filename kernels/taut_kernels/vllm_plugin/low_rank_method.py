@@ -1,0 +1,132 @@
+"""Low-rank layers in vLLM: two products, and the 4-bit weights they correct on a W4A16 kernel.
+
+Layers that vLLM joins keep a rank each: one product by all their ``weight_v``, then each part's
+``weight_u``. Holds no arithmetic of its own. This module imports vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsWNA16,
+)
+
+from taut_kernels.formats.layer_description import LowRank
+from taut_kernels.formats.low_rank import dense_rows, low_rank_linear
+from taut_kernels.vllm_plugin import known_answer
+from taut_kernels.vllm_plugin.stored_parts import (
+    PartedTensor,
+    Served,
+    StoredPart,
+    require_whole,
+)
+
+_TOKENS = (1, 16, 64)
+_DOWN = "weight_v"
+
+
+@register_weight_loader_v2_supported_method  # for the tensors of the codes
+class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """Low-rank factors of one layer, or of several that vLLM joins.
+
+    Args:
+        parts: what the layer is made of, in vLLM's order.
+    """
+
+    def __init__(self, parts: list[StoredPart[LowRank]]) -> None:
+        self._parts = parts
+        self._names = [part.name for part in parts]
+        base = parts[0].layer.base
+        if any(part.layer.base != base for part in parts):
+            raise ValueError(f"{', '.join(self._names)}: their codes are not stored alike")
+        self._codes: Any = None
+        if base is not None:
+            self._codes = CompressedTensorsWNA16(
+                strategy="channel" if base.group_size is None else "group",
+                num_bits=4,
+                group_size=base.group_size,
+                symmetric=base.symmetric,
+                layer_name=self._names[0],
+            )
+        self.kernel = Served(parts[0].layer.scheme)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make the parameters that the checkpoint's tensors are loaded into."""
+        here = (sum(output_partition_sizes), input_size_per_partition)
+        require_whole(self._names[0], (output_size, input_size), here)
+        rows = output_partition_sizes if len(self._parts) > 1 else [output_size]
+        ranks = [part.layer.rank for part in self._parts]
+        ups = [(n, rank) for n, rank in zip(rows, ranks, strict=True)]
+        downs = [(rank, input_size) for rank in ranks]
+        self._up = PartedTensor(layer, "weight_u", self._names, [*ups], params_dtype)
+        self._down = PartedTensor(layer, _DOWN, self._names, [*downs], params_dtype)
+        if self._codes is not None:
+            self._codes.create_weights(
+                layer,
+                output_size=output_size,
+                input_size=input_size,
+                output_partition_sizes=output_partition_sizes,
+                input_size_per_partition=input_size_per_partition,
+                params_dtype=params_dtype,
+                **extra_weight_attrs,
+            )
+            self.kernel.beside(self._codes.kernel)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Keep the factors as plain parameters, and check the product."""
+        ups, downs = self._up.of_parts(layer), self._down.of_parts(layer)
+        delattr(layer, "weight_u")
+        for index, up in enumerate(ups):
+            layer.register_parameter(_up(index), _plain(up))
+        setattr(layer, _DOWN, _plain(torch.cat(downs)))
+        if self._codes is not None:
+            self._codes.process_weights_after_loading(layer)
+        down = getattr(layer, _DOWN)
+        ranks = "+".join(str(up.shape[1]) for up in ups)
+        known_answer.check(
+            type(self).__name__,
+            f"low rank {ranks}",
+            (sum(up.shape[0] for up in ups), down.shape[1]),
+            _TOKENS,
+            lambda x: self._corrections(layer, x),
+            lambda rows: dense_rows(downs, ups, rows),
+            known_answer.plain_block(down.shape[1]),
+            down.dtype,
+            down.device,
+        )
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute the layer; x is [..., K], the result [..., N]."""
+        y = self._corrections(layer, x)
+        if self._codes is not None:
+            y = y + self._codes.apply_weights(layer, x, None)
+        return y if bias is None else y + bias
+
+    def _corrections(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ups = [getattr(layer, _up(index)) for index in range(len(self._parts))]
+        return low_rank_linear(x, getattr(layer, _DOWN), ups)
+
+
+def _up(index: int) -> str:
+    return f"weight_u_{index}"
+
+
+def _plain(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor.contiguous(), requires_grad=False)

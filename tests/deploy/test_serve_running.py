@@ -1,0 +1,131 @@
+"""What runs, what it is doing, and how it is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from taut_deploy.errors import WorkerError
+from taut_deploy.serve.phases import StartPhases, phase_of
+from taut_deploy.serve.running import (
+    RunningServe,
+    choose,
+    end,
+    forget_running,
+    note_running,
+    running,
+)
+
+
+def noted(run: Path, port: int) -> RunningServe:
+    directory = run / str(port)
+    directory.mkdir(parents=True)
+    note_running(directory, "127.0.0.1", port, ["m"], ["gateway", "m-0"], detached=False)
+    ((_, record),) = [one for one in running(run) if one[1].port == port]
+    return record
+
+
+def test_this_process_is_found_and_forgotten(tmp_path):
+    record = noted(tmp_path, 8000)
+    assert record.pid == os.getpid()
+    assert record.alive
+    assert record.url == "http://127.0.0.1:8000"
+    forget_running(tmp_path / "8000")
+    assert running(tmp_path) == []
+
+
+def test_a_process_that_is_gone_and_one_of_the_same_number_are_not_believed(tmp_path):
+    record = noted(tmp_path, 8000)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    for stale in (
+        replace(record, pid=child.pid),
+        replace(record, started_ticks=record.started_ticks + 1),
+    ):
+        (tmp_path / "8000" / "serve.json").write_text(json.dumps(asdict(stale)))
+        assert running(tmp_path) == []
+    for damaged in ('{"pid": 1', '{"pid": "1"}', "[]"):
+        (tmp_path / "8000" / "serve.json").write_text(damaged)
+        assert running(tmp_path) == []
+
+
+def test_which_one_is_meant(tmp_path):
+    with pytest.raises(WorkerError, match="no 'taut serve' of this TAUT_HOME runs;"):
+        choose(tmp_path, None)
+    noted(tmp_path, 8001)
+    assert choose(tmp_path, None)[0] == tmp_path / "8001"
+    noted(tmp_path, 8000)
+    with pytest.raises(WorkerError, match="several run, on ports 8000, 8001; give the port"):
+        choose(tmp_path, None)
+    assert choose(tmp_path, 8001)[1].port == 8001
+    with pytest.raises(WorkerError, match="runs on port 9;"):
+        choose(tmp_path, 9)
+
+
+def process(code: str) -> tuple[subprocess.Popen[bytes], RunningServe]:
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    return child, RunningServe(child.pid, int(stat[19]), "127.0.0.1", 1, [], [], detached=True)
+
+
+def test_stop_sends_what_ctrl_c_would_and_waits():
+    child, record = process("import time; print('up', flush=True); time.sleep(60)")
+    end(record, 10)
+    assert child.wait() == -15
+
+
+def test_stop_says_so_when_it_still_runs():
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True)"
+    child, record = process(f"{deaf}; time.sleep(60)")
+    with pytest.raises(WorkerError, match=f"process {child.pid} still runs after 0 s"):
+        end(record, 0.3)
+    child.kill()
+    child.wait()
+
+
+LINES = [
+    ("INFO [core.py] Initializing a V1 LLM engine (v0.32.0) with config: …", "starting the engine"),
+    ("INFO [model_runner.py] Starting to load model /m...", "loading weights"),
+    ("Loading safetensors checkpoint shards:   0% Completed", "loading weights"),
+    ("INFO [backends.py] Dynamo bytecode transform time: 3.9 s", "compiling"),
+    ("INFO Capturing CUDA graphs (decode, FULL): 30%", "capturing CUDA graphs"),
+    ("INFO [launcher.py] Started server process [1]", "opening its port"),
+]
+
+
+def test_the_log_tells_the_phase(tmp_path):
+    log = tmp_path / "w.log"
+    assert phase_of(log) == "starting"
+    log.write_text("WARNING: something else\n")
+    assert phase_of(log) == "importing vLLM"
+    for line, phase in LINES:
+        with log.open("a") as file:
+            file.write(f"{line}\nsome other words\n")
+        assert phase_of(log) == phase
+
+
+def test_a_phase_is_said_when_it_begins_and_every_half_minute(tmp_path):
+    worker = SimpleNamespace(spec=SimpleNamespace(name="m-0", log=tmp_path / "w.log"))
+    now, said = [0.0], []
+    phases = StartPhases([worker], said.append, clock=lambda: now[0])
+    (tmp_path / "w.log").write_text(LINES[0][0])
+    for second in range(100):
+        now[0] = float(second)
+        if second == 20:
+            (tmp_path / "w.log").write_text(LINES[1][0])
+        phases.report()
+    assert said == [
+        "m-0: starting the engine (0 s)",
+        "m-0: loading weights (20 s)",
+        "m-0: loading weights (50 s)",
+        "m-0: loading weights (80 s)",
+    ]

@@ -1,0 +1,45 @@
+"""One tiny checkpoint's answers by vLLM, as JSON in a file.
+
+Usage: ``python tiny_answer.py DIRECTORY ANSWER``. A process of its own: vLLM frees its memory only
+by ending.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+PROMPTS = torch.randint(2, 60, (4, 24), generator=torch.Generator().manual_seed(4)).tolist()
+NEW_TOKENS = 8
+
+_kept: list[object] = []
+"""Engines that end with the process: the end of one may abort it, and then the answer has to be
+written already."""
+
+
+def answer(directory: str) -> dict[str, list[list[float]]]:
+    """Greedy tokens, and log-probabilities of each prompt's tokens but the first."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(directory, enforce_eager=True, max_model_len=64, max_num_seqs=4, dtype="bfloat16")
+    _kept.append(engine)
+    parameters = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = engine.generate(prompts, parameters, use_tqdm=False)
+    return {
+        "tokens": [list(one.outputs[0].token_ids) for one in outputs],
+        "logprobs": [
+            [
+                found[token].logprob
+                for token, found in zip(ids[1:], one.prompt_logprobs[1:], strict=True)
+            ]
+            for ids, one in zip(PROMPTS, outputs, strict=True)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(answer(sys.argv[1])))
