@@ -29,18 +29,26 @@ from taut_deploy.recipe import Distil, Order, Qat, Rotate, Slim, Training
 _TRAINED_BYTES = 16
 
 
-def plan(job: CompressionJob) -> CompressionPlan:
+def plan(job: CompressionJob, served_by: str = "here") -> CompressionPlan:
     """What :func:`taut_deploy.compress.pipeline.compress` would do.
+
+    Args:
+        job: what is asked for; its output is not touched.
+        served_by: whose kernels each layer is told: ``here``, ``cpu``, ``h100`` or ``h200``.
 
     Raises:
         RecipeError: the recipe does not fit the model, or a text cannot be read.
         ModelError: the model cannot be read, or not be cut along an axis.
     """
     if not job.recipe.of_orders(Order.BEFORE, Order.AFTER):
-        return driver.plan(job)
+        return driver.plan(job, served_by)
     require_usable(job)
     blocks = job.recipe.of_blocks()
-    found = _without_blocks(job) if blocks is None else driver.plan(replace(job, recipe=blocks))
+    found = (
+        _without_blocks(job)
+        if blocks is None
+        else driver.plan(replace(job, recipe=blocks), served_by)
+    )
     _require_trainable(job, found.layers)
     slims = [stage for stage in job.recipe.stages if isinstance(stage, Slim)]
     parameters = found.bytes_before // stored_dtype(Path(job.model.path)).itemsize
@@ -128,7 +136,6 @@ def _without_blocks(job: CompressionJob) -> CompressionPlan:
         layers=(),
         bytes_before=size,
         bytes_after=size,
-        peak_memory_bytes=0,
         disk_bytes=0,
     )
 

@@ -44,11 +44,16 @@ class BlockStage:
     why_not: WhyNot | None = None
 
 
+def _decided_before(_state: BlockState, _index: int, _stage: Any) -> None:
+    raise TypeError("'mixed' has become 'quantize' stages before any block is compressed")
+
+
 BLOCK_STAGES: dict[str, BlockStage] = {
     "smooth": BlockStage(smooth),
     "awq": BlockStage(awq),
     "prune": BlockStage(prune, why_not=why_not_pruned),
     "quantize": BlockStage(quantize, quantized_format),
+    "mixed": BlockStage(_decided_before),
     "factorize": BlockStage(factorize, low_rank_format),
     "palettize": BlockStage(palettize, codebook_format),
 }

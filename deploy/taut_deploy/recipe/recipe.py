@@ -12,10 +12,12 @@ from taut_deploy.recipe.patterns import Pattern
 from taut_deploy.recipe.stages import (
     STAGE_MODELS,
     Factorize,
+    Mixed,
     Order,
     Palettize,
     Qat,
     Quantize,
+    Residual,
     Rotate,
     Slim,
     Stage,
@@ -93,6 +95,9 @@ class Recipe(Strict):
         if Qat in kinds and Quantize not in kinds:
             raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
         self._require_like_shapes()
+        mixed = [stage for stage in self.stages if isinstance(stage, Mixed)]
+        if len(mixed) > 1 or (mixed and Order.BEFORE in orders):
+            raise ValueError("'stages': one 'mixed' at most, and none after 'slim'")
         self._require_like_basis()
         self._require_trainable()
         return self
@@ -210,7 +215,8 @@ def _suggestion(error: ValidationError) -> str | None:
         return None
     *place, key = (str(part) for part in first["loc"])
     models: dict[str, type[BaseModel]] = {"": Recipe, "calibration": Calibration, **STAGE_MODELS}
-    models["kv_cache"] = KvCache
-    known = models[place[-1] if place else ""].model_fields
+    models |= {"kv_cache": KvCache, "residual": Residual, "candidates": Quantize}
+    named = [part for part in place if not part.isdigit()]
+    known = models[named[-1] if named else ""].model_fields
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
