@@ -31,13 +31,13 @@ from taut_bench import (
     w4a16_rivals,
 )
 from taut_bench.host_cost_parts import PARTS, Call, Case, parts
-from taut_bench.refusal import REFUSED, first_line
 from taut_bench.w4a16_format import GROUP_SIZE
 from taut_kernels.activation import silu_mul
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.instruments import timing
+from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.norm import rms_norm
 from taut_kernels.rope import op as rope
 from taut_kernels.tuner import w4a16_layer, w4a16_stock

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from taut_bench.refusal import REFUSED, first_line
 from taut_bench.scaled_mm_layer import OUT_DTYPE, Layer
 from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
+from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.instruments.timing import Subject
 
 Call = Callable[[int], torch.Tensor]

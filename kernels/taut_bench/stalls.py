@@ -31,10 +31,10 @@ from taut_bench import (
     shapes,
     w4a16_rivals,
 )
-from taut_bench.refusal import REFUSED, first_line
 from taut_bench.scaled_mm import PREPARE
 from taut_bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, SHAPES, make_layer
 from taut_bench.w4a16_format import GROUP_SIZE
+from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.tuner import w4a16_layer
 
 DEFAULT_TOKENS = (1, 16, 64)

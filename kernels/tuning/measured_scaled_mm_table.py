@@ -21,6 +21,7 @@ from taut_bench import shapes
 from taut_bench.decoder_layer import FORMS
 from taut_bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, KINDS
 from taut_kernels.gemm.scaled_mm import verdict as measured_scaled_mm
+from taut_kernels.tuner.w4a16_measure import OURS
 from tuning import measured_table
 
 VLLM = "CUTLASS"
@@ -60,9 +61,9 @@ def rows(op: str, paths: Sequence[Path], vllm: Sequence[str] = (VLLM,)) -> list[
     each = [times for by_tokens in cells.values() for times in by_tokens.values()]
     if not each or any(name not in times for times in each for name in vllm):
         named, rivals = ", ".join(map(str, paths)), " and ".join(vllm)
-        raise ValueError(f"{named}: no cell with times of {measured_table.OURS} and {rivals}")
+        raise ValueError(f"{named}: no cell with times of {OURS} and {rivals}")
     return [
-        {"op": op, "N": N, "K": K} | _figures(by_tokens, measured_table.OURS, vllm)
+        {"op": op, "N": N, "K": K} | _figures(by_tokens, OURS, vllm)
         for (N, K, _), by_tokens in cells.items()
     ]
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from taut_bench.fused_backward import LONG_WIDTHS, WIDTHS
-from taut_bench.refusal import REFUSED, first_line
 from taut_kernels.activation import swiglu_launch
 from taut_kernels.instruments import timing
+from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.norm import train_launch as norm_launch
 from taut_kernels.rowwise import training_tiles
 from taut_kernels.rowwise.tiles import FusedTile

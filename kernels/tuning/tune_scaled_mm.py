@@ -30,7 +30,6 @@ import torch
 import triton
 
 from taut_bench import scaled_mm_rivals, shapes
-from taut_bench.refusal import REFUSED, first_line
 from taut_bench.scaled_mm import PREPARE
 from taut_bench.scaled_mm_layer import (
     ALL_KINDS,
@@ -46,6 +45,7 @@ from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block, make_arrivals
 from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP, ScaledMmTile
 from taut_kernels.instruments import timing
+from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.launch.launcher import gpu_name
 from tuning.scaled_mm_candidates import BUCKETS, block_candidates, candidates
 from tuning.scaled_mm_known_tiles import known_tiles

@@ -16,15 +16,12 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from taut_bench import report, w4a16_format
-from taut_bench.refusal import first_line
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
 from taut_bench.w4a16_format import DEFAULT, Format
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
@@ -33,17 +30,15 @@ from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.plan import Weight
 from taut_kernels.instruments import timing
-from taut_kernels.tuner.w4a16_layer import Layer, empty_weight, make_layer
+from taut_kernels.instruments.refusal import first_line
+from taut_kernels.tuner.w4a16_compile import REFUSED, Job, compile_tile
+from taut_kernels.tuner.w4a16_layer import Layer, make_layer
 from tuning import tune_best, w4a16_known_tiles
 
 SHAPES = LLAMA3_8B_PRODUCTS | SQUARE
 """N × K of a Llama-3-8B layer's products, and the square of the literature."""
 KNOWN = "try only tiles that won on a measured shape, with K split otherwise"
 _WARPS_PER_GPU = (850, 4500)
-REFUSED = (triton.TritonError, RuntimeError, ValueError)
-"""A tile that the compiler, the card or a plan does not take: in small groups stages are larger."""
-
-
 _QUEUES = {
     (1, 1): ((8, 8, 2), (8, 4, 1), (8, 8, 8)),
     (1, 2): ((4, 4, 2), (2, 2, 2), (8, 2, 2), (8, 1, 1)),
@@ -92,27 +87,6 @@ def _tried(N: int, K: int, M: int, given: Format, *, known: bool) -> list[Decode
         search = w4a16_known_tiles.decode_tiles if known else candidates
         found += search(N, K, 1 if M <= 8 else 2)
     return list(dict.fromkeys(found))
-
-
-def compile_tile(job: tuple[int, int, int, w4a16_launch.Tile], given: Format) -> str | None:
-    """Compile one candidate into Triton's cache, in a process of its own.
-
-    Args:
-        job: N, K, M and the tile.
-        given: the weights' format.
-
-    Returns:
-        A line where it does not compile.
-    """
-    N, K, M, tile = job
-    x = torch.zeros(M, K, dtype=torch.bfloat16, device="cuda")
-    weight = empty_weight(N, K, given.group_size, zero_points=given.zero_points)
-    try:
-        w4a16_launch.launch(tile, x, *weight, given.group_size)
-        torch.cuda.synchronize()
-    except REFUSED as error:
-        return f"N={N} K={K} M={M} {tile}: {first_line(error)}"
-    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,16 +175,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, shape in shapes.items()
         for M in Ms
     }
-    # N is no constant of the kernel: shapes of one K share what is compiled.
-    jobs = {
-        (shapes[name][1], M <= 8, tile): (*shapes[name], 8 if M <= 8 else 16, tile)
+    wanted = [
+        Job(*shapes[name], 8 if M <= 8 else 16, tile, given.weights)
         for (name, M), some in tiles.items()
         for tile in some
-    }
+    ]
+    jobs = {job.key: job for job in wanted}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        compiled = partial(compile_tile, given=given)
-        for line in pool.map(compiled, jobs.values(), chunksize=max(1, len(jobs) // 200)):
+        for line in pool.map(compile_tile, jobs.values(), chunksize=max(1, len(jobs) // 200)):
             if line:
                 sys.stdout.write(f"does not compile: {line}\n")
     sys.stdout.write(f"compiled {len(jobs)} candidates\n")

@@ -22,7 +22,6 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ import torch
 import triton
 
 from taut_bench import report, w4a16_format
-from taut_bench.refusal import first_line
 from taut_bench.shapes import PRODUCTS
 from taut_bench.w4a16_format import DEFAULT, Format
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
@@ -42,11 +40,14 @@ from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.plan import Call, Weight
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.instruments import timing
+from taut_kernels.instruments.refusal import first_line
 from taut_kernels.launch import tile_tables
 from taut_kernels.launch.launcher import gpu_name, is_hopper
+from taut_kernels.tuner.w4a16_candidates import Product
+from taut_kernels.tuner.w4a16_compile import REFUSED, compile_tile, jobs_of
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer
 from tuning import tune_best, w4a16_finalists, w4a16_known_tiles, w4a16_rows
-from tuning.tune_w4a16_decode import KNOWN, REFUSED, SHAPES, compile_tile
+from tuning.tune_w4a16_decode import KNOWN, SHAPES
 from tuning.wgmma_ring_candidates import wgmma_ring_candidates
 from tuning.wgmma_tma_candidates import tma_candidates
 from tuning.wgmma_waves_candidates import (
@@ -169,26 +170,6 @@ def regime_of(tile: Tile) -> str:
     if isinstance(tile, WgmmaRingTile):
         return "tma" if tile.tma else "wgmma-ring"
     return {RingTile: "ring", WgmmaTile: "wgmma", WavesTile: "tma-waves"}[type(tile)]
-
-
-Job = tuple[int, int, int, Tile]
-"""N, K, M and the tile to compile."""
-
-
-def _compiled_apart(tile: Tile) -> tuple[Tile, ...]:
-    """Return what is compiled for a candidate."""
-    if isinstance(tile, WavesTile):
-        return tile.head, tile.tail
-    return (tile,)
-
-
-def _job(N: int, K: int, M: int, tile: Tile) -> tuple[tuple[int, Tile, int], Job]:
-    """Return a compilation and what it serves: N is no constant of the kernels, M of few."""
-    if isinstance(tile, RingTile | WavesTile):
-        return (K, tile, M), (N, K, M, tile)
-    if isinstance(tile, WgmmaRingTile) and tile.tma:
-        M = tile.block_m  # of a part of two M may make more sums meet than a layer counts
-    return (K, tile, 0), (N, K, M, tile)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -387,15 +368,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in shapes
         for M in Ms
     }
-    jobs = dict(
-        _job(*PRODUCTS[name], M, part)
+    wanted = [
+        job
         for (name, M), some in tiles.items()
-        for tile in some
-        for part in _compiled_apart(tile)
-    )
+        for job in jobs_of(Product(*PRODUCTS[name], given.weights), M, some, torch.device("cuda"))
+    ]
+    jobs = {job.key: job for job in wanted}
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        for line in pool.map(partial(compile_tile, given=given), jobs.values(), chunksize=4):
+        for line in pool.map(compile_tile, jobs.values(), chunksize=4):
             if line:
                 sys.stdout.write(f"does not compile: {line}\n")
     sys.stdout.write(f"compiled {len(jobs)} candidates\n")

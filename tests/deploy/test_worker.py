@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tiny_models import write_llama
 
+from taut_deploy import cli
 from taut_deploy.checkpoint import Golden, Manifest, seal
-from taut_deploy.commands import worker as worker_command
 from taut_deploy.errors import CheckpointError, ModelError, WorkerError
 from taut_deploy.models.store import RECORD_FILE, describe_directory
 from taut_deploy.worker import WorkerSpec, command_for, engine_options, launch
@@ -547,4 +547,4 @@ def test_worker_listens_where_it_is_told() -> None:
 
 def test_an_address_that_is_none_is_refused() -> None:
     with pytest.raises(WorkerError, match="--host localhost: not an IP address"):
-        worker_command.worker(CHECKPOINT, host="localhost")
+        cli.app(["worker", str(CHECKPOINT), "--host", "localhost"], standalone_mode=False)

@@ -21,8 +21,8 @@ from raw_client import HOST, Client, body_of, post
 
 from taut_service.config.settings import Timeouts
 from taut_service.http.descriptors import LOG_PAUSE_S, DescriptorReserve
-from taut_service.worker.connection import NoDescriptorError
 from taut_service.worker.upstream import UpstreamClient
+from taut_service.worker.upstream_errors import NoDescriptorError
 
 HARD, SOFT = 256, 128
 LIMITED = (

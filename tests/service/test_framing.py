@@ -15,7 +15,8 @@ from mock_engine import Faults, MockEngine
 from taut_service.config.settings import Timeouts
 from taut_service.http.framing import MAX_FIELDS, MAX_HEAD_BYTES, MAX_TRAILERS
 from taut_service.http.protocol import MAX_PIPELINED
-from taut_service.worker.connection import Connection, ProtocolError, StallError
+from taut_service.worker.connection import Connection
+from taut_service.worker.upstream_errors import ProtocolError, StallError
 
 BODY = json.dumps(COMPLETION).encode()
 TRAILER = b"x-a: bbbbbbbb\r\n"

@@ -5,13 +5,14 @@ import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
+from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import JsonFlag, megabytes, print_json, say
-from taut_deploy.errors import WorkerError
-from taut_deploy.worker import KernelMode, WorkerSpec, asked_for
+from taut_deploy.commands.worker_options import ContextOptions, KernelOptions, KvCacheGib
+from taut_deploy.worker import WorkerSpec
 
 app = typer.Typer(help="Compiled artefacts of workers: their key, and a worker's start in advance.")
 
@@ -21,35 +22,22 @@ Checkpoint = Annotated[
 VllmArguments = Annotated[
     list[str] | None, typer.Argument(help="After '--': the worker's vLLM arguments.")
 ]
-MaxModelLen = Annotated[int | None, typer.Option(min=16, help="As of the worker.")]
-KvCacheDtype = Annotated[str, typer.Option(help="As of the worker.")]
-Kernels = Annotated[str | None, typer.Option(help="As of the worker.")]
-FusedOps = Annotated[bool, typer.Option("--fused-ops", help="As of the worker.")]
-NoFusedOps = Annotated[bool, typer.Option("--no-fused-ops", help="As of the worker.")]
-DecodeAttention = Annotated[bool, typer.Option("--decode-attention", help="As of the worker.")]
-NoDecodeAttention = Annotated[bool, typer.Option("--no-decode-attention", help="As of the worker.")]
 
 
 @app.command()
+@with_groups
 def key(
+    *,
     checkpoint: Checkpoint,
     vllm_args: VllmArguments = None,
-    max_model_len: MaxModelLen = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    kernels: Kernels = None,
-    fused_ops: FusedOps = False,
-    no_fused_ops: NoFusedOps = False,
-    decode_attention: DecodeAttention = False,
-    no_decode_attention: NoDecodeAttention = False,
+    context: ContextOptions,
+    kernels: KernelOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the key of what a worker would compile here; --json says what it is made of."""
     from taut_deploy.cache.warm import key_for
 
-    fused = asked_for("fused-ops", given=fused_ops, refused=no_fused_ops)
-    attention = asked_for("decode-attention", given=decode_attention, refused=no_decode_attention)
-    spec = _spec(checkpoint, vllm_args, max_model_len, kv_cache_dtype, kernels, fused, attention)
-    found = key_for(spec)
+    found = key_for(_spec(checkpoint, vllm_args, context, kernels))
     if as_json:
         print_json({"key": str(found), "parts": asdict(found)})
     else:
@@ -57,23 +45,18 @@ def key(
 
 
 @app.command()
+@with_groups
 def warm(
+    *,
     checkpoint: Checkpoint,
     cache: Annotated[
         Path,
         typer.Option(envvar="TAUT_COMPILE_CACHE", help="Directory that workers get as --cache."),
     ],
     vllm_args: VllmArguments = None,
-    max_model_len: MaxModelLen = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    kv_cache_gib: Annotated[
-        int, typer.Option(min=1, help="CPU only: memory for the KV cache, GiB.")
-    ] = 1,
-    kernels: Kernels = None,
-    fused_ops: FusedOps = False,
-    no_fused_ops: NoFusedOps = False,
-    decode_attention: DecodeAttention = False,
-    no_decode_attention: NoDecodeAttention = False,
+    context: ContextOptions,
+    kv_cache_gib: KvCacheGib = 1,
+    kernels: KernelOptions,
     timeout: Annotated[
         float, typer.Option(min=1, help="Longest wait for the first correct token, seconds.")
     ] = 1800,
@@ -88,18 +71,7 @@ def warm(
     """
     from taut_deploy.cache.warm import warm as fill
 
-    fused = asked_for("fused-ops", given=fused_ops, refused=no_fused_ops)
-    attention = asked_for("decode-attention", given=decode_attention, refused=no_decode_attention)
-    spec = _spec(
-        checkpoint,
-        vllm_args,
-        max_model_len,
-        kv_cache_dtype,
-        kernels,
-        fused,
-        attention,
-        kv_cache_gib,
-    )
+    spec = _spec(checkpoint, vllm_args, context, kernels, kv_cache_gib)
     with _terminated_as_interrupted():
         made = fill(spec, cache, timeout, measure, say)
     if as_json:
@@ -115,22 +87,17 @@ def warm(
 def _spec(
     checkpoint: Path,
     vllm_args: list[str] | None,
-    max_model_len: int | None,
-    kv_cache_dtype: str,
-    kernels: str | None,
-    fused_ops: bool | None,
-    decode_attention: bool | None,
+    context: ContextOptions,
+    kernels: KernelOptions,
     kv_cache_gib: int = 1,
 ) -> WorkerSpec:
-    if kernels not in {None, "require", "prefer", "off"}:
-        raise WorkerError(f"--kernels {kernels}: use require, prefer or off")
     return WorkerSpec(
         checkpoint=checkpoint,
-        max_model_len=max_model_len,
-        kv_cache_dtype=kv_cache_dtype,
-        kernels=cast("KernelMode | None", kernels),
-        fused_ops=fused_ops,
-        decode_attention=decode_attention,
+        max_model_len=context.max_model_len,
+        kv_cache_dtype=context.kv_cache_dtype,
+        kernels=kernels.mode(),
+        fused_ops=kernels.fused(),
+        decode_attention=kernels.attention(),
         kv_cache_gib=kv_cache_gib,
         extra=tuple(vllm_args or ()),
     )

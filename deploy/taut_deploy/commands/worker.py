@@ -2,26 +2,24 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 from taut_deploy.checkpoint import is_checkpoint
+from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import TrustRemoteCodeFlag, announce_code
+from taut_deploy.commands.worker_options import ContextOptions, KernelOptions, KvCacheGib
 from taut_deploy.errors import WorkerError
 from taut_deploy.models.directory import read_shape
 from taut_deploy.models.remote_code import FLAG
 from taut_deploy.vllm_flags import names_one_of
-from taut_deploy.worker import (
-    LOOPBACK,
-    KernelMode,
-    WorkerSpec,
-    asked_for,
-    exec_worker,
-)
+from taut_deploy.worker import LOOPBACK, WorkerSpec, exec_worker
 
 
+@with_groups
 def worker(
+    *,
     checkpoint: Annotated[
         Path, typer.Argument(help="taut checkpoint, or an uncompressed model directory.")
     ],
@@ -35,36 +33,9 @@ def worker(
         str, typer.Option(help="IP address to listen on; workers have no keys: gateways only.")
     ] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port.")] = 8101,
-    max_model_len: Annotated[int | None, typer.Option(min=16, help="Context in tokens.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="KV-cache element type.")] = "auto",
-    kv_cache_gib: Annotated[
-        int, typer.Option(min=1, help="CPU only: memory for the KV cache, GiB.")
-    ] = 1,
-    kernels: Annotated[
-        str | None, typer.Option(help="require, prefer or off; default by scheme.")
-    ] = None,
-    fused_ops: Annotated[
-        bool,
-        typer.Option(
-            "--fused-ops",
-            help="CUDA only: taut's norms and quantising activations in vLLM's graph; unasked for"
-            " Llama, Mistral and Qwen in W4A16 or 8 bits on a card whose engines were measured.",
-        ),
-    ] = False,
-    no_fused_ops: Annotated[
-        bool, typer.Option("--no-fused-ops", help="Leave norms and quantisation to vLLM.")
-    ] = False,
-    decode_attention: Annotated[
-        bool,
-        typer.Option(
-            "--decode-attention",
-            help="CUDA only: taut's attention where a batch has one new token a sequence; unasked"
-            " for Llama, Mistral and Qwen on cards it was measured on.",
-        ),
-    ] = False,
-    no_decode_attention: Annotated[
-        bool, typer.Option("--no-decode-attention", help="Leave all attention to vLLM.")
-    ] = False,
+    context: ContextOptions,
+    kv_cache_gib: KvCacheGib = 1,
+    kernels: KernelOptions,
     shutdown_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
     ] = 30,
@@ -83,11 +54,11 @@ def worker(
         extra.insert(0, FLAG)
     # Given to vLLM directly it means the same, and the files are named as well.
     trusted = names_one_of(extra, (FLAG,))
-    if kernels not in {None, "require", "prefer", "off"}:
-        raise WorkerError(f"--kernels {kernels}: use require, prefer or off")
+    mode = kernels.mode()
     if not _is_address(host):
         raise WorkerError(f"--host {host}: not an IP address; for example 0.0.0.0 or a pod's own")
     announce_code(checkpoint, trusted)
+    max_model_len = context.max_model_len
     if trusted and max_model_len is None and not is_checkpoint(checkpoint):
         shape = read_shape(checkpoint, trust_remote_code=True)
         max_model_len = shape.max_position_embeddings
@@ -98,12 +69,10 @@ def worker(
             host=host,
             port=port,
             max_model_len=max_model_len,
-            kv_cache_dtype=kv_cache_dtype,
-            kernels=cast("KernelMode | None", kernels),
-            fused_ops=asked_for("fused-ops", given=fused_ops, refused=no_fused_ops),
-            decode_attention=asked_for(
-                "decode-attention", given=decode_attention, refused=no_decode_attention
-            ),
+            kv_cache_dtype=context.kv_cache_dtype,
+            kernels=mode,
+            fused_ops=kernels.fused(),
+            decode_attention=kernels.attention(),
             kv_cache_gib=kv_cache_gib,
             shutdown_timeout_s=shutdown_timeout,
             cache=cache,

@@ -12,6 +12,7 @@ from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
 from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.state import BlockState, LayerState
+from taut_deploy.compress.threads import single_thread
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Order, Recipe
 
@@ -89,19 +90,8 @@ def compress_block(
     # Weights may be fp32 between stages; the block is not called in that state.
     groups = observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian)
     _require_seen(prefix, groups, treatments)
-    layers = {
-        name: LayerState(
-            full_name,
-            cast("nn.Linear", block.get_submodule(name)),
-            group,
-            treatments[full_name].stages,
-            treatments[full_name].format,
-        )
-        for group in groups
-        for name in group.layers
-        for full_name in (f"{prefix}.{name}",)
-    }
-    state = BlockState(block, prefix, groups, layers)
+    state = _state_of(block, prefix, groups, treatments)
+    layers = state.layers
     for index, stage in enumerate(recipe.stages):
         if stage.order > Order.TRANSFORM:
             _keep_references(state)
@@ -115,6 +105,53 @@ def compress_block(
     block.to(hidden.dtype)
     stored = {name: layer.stored for name, layer in changed.items() if layer.stored is not None}
     return CompressedBlock(stored, reports)
+
+
+def rehearse_block(
+    block: nn.Module,
+    prefix: str,
+    hidden: torch.Tensor,
+    arguments: dict[str, Any],
+    recipe: Recipe,
+    treatments: Mapping[str, Treatment],
+) -> None:
+    """Refuse what :func:`compress_block` would for reasons that lie in the block's structure.
+
+    Args:
+        block: the module, loaded.
+        prefix: its name in the state dict.
+        hidden: [B, T, H] any input of it, a few tokens.
+        arguments: its recorded keyword arguments.
+        recipe: what to do.
+        treatments: of every linear layer, by full name.
+
+    Raises:
+        RecipeError: a stage cannot act on such a block.
+    """
+    groups = observe_block(block, hidden, arguments, hidden.shape[0], with_hessian=False)
+    state = _state_of(block, prefix, groups, treatments)
+    for index, stage in enumerate(recipe.stages):
+        rehearse = BLOCK_STAGES[stage.method].rehearse
+        if rehearse is not None:
+            rehearse(state, index, stage)
+
+
+def _state_of(
+    block: nn.Module, prefix: str, groups: list[InputGroup], treatments: Mapping[str, Treatment]
+) -> BlockState:
+    layers = {
+        name: LayerState(
+            full_name,
+            cast("nn.Linear", block.get_submodule(name)),
+            group,
+            treatments[full_name].stages,
+            treatments[full_name].format,
+        )
+        for group in groups
+        for name in group.layers
+        for full_name in (f"{prefix}.{name}",)
+    }
+    return BlockState(block, prefix, groups, layers)
 
 
 def _require_seen(
@@ -155,6 +192,8 @@ def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
 
 def _relative_error(reference: torch.Tensor, stored: StoredLayer, layer: LayerState) -> float:
     """Squared error of the layer's output over its square, on the sampled input rows."""
-    exact = layer.group.sample @ reference.float().T
-    got = layer.group.sample @ stored.dequantize().T
-    return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))
+    sample = layer.group.sample
+    with single_thread(2 * len(sample) * reference.numel()):
+        exact = sample @ reference.float().T
+        got = sample @ stored.dequantize().T
+        return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))

@@ -9,14 +9,14 @@ function of the fingerprint.
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
-from taut_deploy.compress.block import CompressedBlock, compress_block
+from taut_deploy.compress.block import CompressedBlock, compress_block, rehearse_block
 from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
 from taut_deploy.compress.formats.config import describe, quantization_config
 from taut_deploy.compress.golden import (
@@ -34,20 +34,26 @@ from taut_deploy.compress.job import (
     stored_dtype,
 )
 from taut_deploy.compress.kept_files import kept_files
+from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
 from taut_deploy.compress.report.write import write_report
+from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.stream import (
     BlockArguments,
     DecoderBlock,
     StreamedModel,
     call_block,
 )
+from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.compress.threads import over_batches, single_thread
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import copy_files, require_free_space, write_json_atomically
 from taut_deploy.models.directory import read_config, read_shape
+from taut_deploy.recipe import Recipe
 
 _BATCH_TOKENS = 2048
+_REHEARSED_TOKENS = 8
 
 # (blocks done, blocks in all, what is being done)
 Progress = Callable[[int, int, str], None]
@@ -67,6 +73,7 @@ def plan(job: CompressionJob) -> CompressionPlan:
     require_embedded([tokens], _vocabulary(stream), directory)
     dtype = stored_dtype(directory)
     treatments = treatments_of(stream, job.recipe, dtype)
+    _rehearse(stream, job.recipe, treatments)
     return make_plan(stream, job.recipe, treatments, directory, dtype)
 
 
@@ -85,6 +92,17 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
     with sole_writer(job.output, "taut compress"):
         # Whoever held the lock a moment ago may have finished the work.
         return finished_checkpoint(job) or _Run(job, progress).execute()
+
+
+def _rehearse(stream: StreamedModel, recipe: Recipe, treatments: Mapping[str, Treatment]) -> None:
+    """Refuse a recipe whose stages cannot act on the first block."""
+    if all(BLOCK_STAGES[stage.method].rehearse is None for stage in recipe.stages):
+        return
+    hidden, arguments = stream.enter(torch.arange(_REHEARSED_TOKENS)[None] % _vocabulary(stream))
+    first = stream.blocks[0]
+    stream.load(first.module, first.name)
+    rehearse_block(first.module, first.name, hidden, arguments[0], recipe, treatments)
+    stream.release(first.module)
 
 
 class _Run:
@@ -190,23 +208,28 @@ class _Run:
             dtype=self._dtype,
             batch_size=self._batch_size,
         )
-        leaving = {
-            "calibration": _run_block(block, hidden, arguments[0][block.index], self._batch_size)
-        }
-        for i, calls in enumerate(arguments[1:]):
-            leaving[f"probe-{i}"] = _run_block(
-                block, entering[f"probe-{i}"].to(device), calls[block.index], 1
-            )
+        cache = BlockCache(self._recipe.kv_cache, block.module, block.name, self._dtype)
+        with cache.observed():
+            seen = _run_block(block, hidden, arguments[0][block.index], self._batch_size)
+        leaving = {"calibration": seen}
+        with cache.emulated():
+            for i, calls in enumerate(arguments[1:]):
+                leaving[f"probe-{i}"] = _run_block(
+                    block, entering[f"probe-{i}"].to(device), calls[block.index], 1
+                )
         self._workspace.save_tensors(f"hidden-{block.index + 1}", leaving)
-        self._save_block(block, result)
+        with single_thread():  # packing: element by element
+            self._save_block(block, result, cache.tensors())
         reports = [report.as_json() for report in result.reports]
         self._workspace.commit(f"block-{block.index}", reports)
         self._workspace.drop_tensors(f"hidden-{block.index}")
         self._stream.release(block.module)
         return reports
 
-    def _save_block(self, block: DecoderBlock, result: CompressedBlock) -> None:
-        tensors: dict[str, torch.Tensor] = {}
+    def _save_block(
+        self, block: DecoderBlock, result: CompressedBlock, scales: dict[str, torch.Tensor]
+    ) -> None:
+        tensors = dict(scales)
         for name, parameter in block.module.named_parameters():
             layer = name.removesuffix(".weight")
             if layer not in result.stored:
@@ -248,7 +271,7 @@ class _Run:
         formats = formats_of(self._treatments)
         ignore = ["lm_head", *(name for name in self._treatments if name not in formats)]
         config = read_config(self._directory)
-        entry = quantization_config(formats, ignore)
+        entry = quantization_config(formats, ignore, cache_arguments(self._recipe.kv_cache))
         if entry is not None:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)
@@ -303,9 +326,10 @@ def _run_block(
     block: DecoderBlock, hidden: torch.Tensor, arguments: dict[str, Any], batch: int
 ) -> torch.Tensor:
     with torch.inference_mode():
-        return torch.cat(
-            [call_block(block.module, part, arguments) for part in torch.split(hidden, batch)]
+        parts = over_batches(
+            lambda part: call_block(block.module, part, arguments), hidden, batch, block.module
         )
+        return torch.cat([*parts])
 
 
 def _shard_index(directory: Path) -> dict[str, Any]:

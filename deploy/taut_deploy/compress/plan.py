@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from taut_deploy.compress import kv_cache
 from taut_deploy.compress.formats.config import describe
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.resolve import Treatment, resolve
@@ -79,6 +80,8 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     Raises:
         RecipeError: the recipe does not fit the model.
     """
+    if recipe.kv_cache is not None:
+        kv_cache.require_suited(model.model)
     shapes = {
         f"{block.name}.{name}": (layer.out_features, layer.in_features)
         for block in model.blocks

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from taut_deploy.compress.equalize.awq_stage import awq, require_foldable
 from taut_deploy.compress.equalize.smooth_stage import smooth
 from taut_deploy.compress.formats.protocol import WeightFormat
-from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.prune.stage import prune, why_not_pruned
-from taut_deploy.compress.quantize.stage import quantize
+from taut_deploy.compress.quantize.stage import quantize, quantized_format
 from taut_deploy.compress.state import BlockState
 
 Run = Callable[[BlockState, int, Any], None]
@@ -33,15 +33,18 @@ class BlockStage:
         run: acts on a block's state.
         choose_format: for a storing stage, the format of its layers, known before anything runs.
         why_not: what shapes the method cannot work on, known before anything runs.
+        rehearse: refuses what ``run`` would, of a block that saw a few tokens.
     """
 
     run: Run
     choose_format: ChooseFormat | None = None
     why_not: WhyNot | None = None
+    rehearse: Run | None = None
 
 
 BLOCK_STAGES: dict[str, BlockStage] = {
     "smooth": BlockStage(smooth),
+    "awq": BlockStage(awq, rehearse=require_foldable),
     "prune": BlockStage(prune, why_not=why_not_pruned),
-    "quantize": BlockStage(quantize, weight_format),
+    "quantize": BlockStage(quantize, quantized_format),
 }

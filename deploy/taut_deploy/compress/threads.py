@@ -1,22 +1,80 @@
-"""How many threads torch uses, for a while."""
+"""How many threads torch uses, chosen by the work.
 
-from collections.abc import Iterator
+An operation on several threads ends when the last of them does. Small ones in a row wait at a
+barrier each, and on a busy machine for the neighbours' time slices too: twice the threads then took
+two to ten times as long (deploy/README.md, "Measured"). So a small model's batches go side
+by side, every operation of theirs on one thread; only large products are shared by threads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+from torch import nn
+
+Result = TypeVar("Result")
+
+# Operations of a batch's largest product, from where threads share it: about half a second of one
+# core, a hundred time slices.
+_LARGE_PRODUCT = 1 << 35
 
 
 @contextmanager
-def single_thread() -> Iterator[None]:
-    """Run the block on one thread.
+def single_thread(operations: int = 0) -> Iterator[None]:
+    """Run the block on one thread: for thousands of small operations in a row.
 
-    Rounding is thousands of small operations in a row; on two threads each waits for the other at a
-    barrier, and on a busy machine for the neighbour's time slice too (deploy/README.md, "Measured
-    facts").
+    Args:
+        operations: of the largest product in it; a large one gets all threads after all.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if operations < _LARGE_PRODUCT:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def over_batches(
+    function: Callable[[torch.Tensor], Result],
+    hidden: torch.Tensor,
+    batch_size: int,
+    block: nn.Module,
+) -> Iterator[Result]:
+    """Apply a function to each batch of a block's input; results come in the batches' order.
+
+    Args:
+        function: what to do with [batch, T, H]; must be able to run on several threads at a time.
+        hidden: [B, T, H] the block's input.
+        batch_size: sequences per call.
+        block: loaded; the size of its layers decides whether batches go side by side.
+    """
+    batches = torch.split(hidden, batch_size)
+    workers = min(torch.get_num_threads(), len(batches))
+    if workers == 1 or hidden.is_cuda or _largest_product(block, batches[0]) >= _LARGE_PRODUCT:
+        yield from map(function, batches)
+        return
+    inference = torch.is_inference_mode_enabled()
+
+    def call(batch: torch.Tensor) -> Result:
+        with torch.inference_mode(inference):  # of the calling thread alone
+            return function(batch)
+
+    with single_thread(), ThreadPoolExecutor(workers) as pool:
+        waiting: deque[Future[Result]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(call, batch))
+            if len(waiting) > workers:  # no more at a time than are worked on, for their memory
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _largest_product(block: nn.Module, batch: torch.Tensor) -> int:
+    """Operations of the batch's dearest linear layer."""
+    tokens = batch.numel() // batch.shape[-1]
+    sizes = [parameter.numel() for parameter in block.parameters() if parameter.dim() == 2]
+    return 2 * tokens * max(sizes, default=0)

@@ -8,12 +8,14 @@ model to :mod:`taut_deploy.recipe.stages` and one function to :mod:`taut_deploy.
 from taut_deploy.recipe.patterns import is_matched, matches
 from taut_deploy.recipe.recipe import (
     Calibration,
+    KvCache,
     Recipe,
     builtin_recipes,
     load_recipe,
     parse_recipe,
 )
 from taut_deploy.recipe.stages import (
+    Awq,
     Distil,
     Order,
     Prune,
@@ -27,8 +29,10 @@ from taut_deploy.recipe.stages import (
 )
 
 __all__ = [
+    "Awq",
     "Calibration",
     "Distil",
+    "KvCache",
     "Order",
     "Prune",
     "Qat",

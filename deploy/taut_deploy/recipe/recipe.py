@@ -38,6 +38,19 @@ class Calibration(Strict):
         return self
 
 
+class KvCache(Strict):
+    """An 8-bit KV cache with scales from calibration.
+
+    ``strategy`` gives every attention layer one scale for keys and one for values (``tensor``), or
+    each of its heads its own (``head``; vLLM serves those with FlashAttention 3 alone). ``margin``
+    is the room above what calibration saw: a factor of two costs a float nothing.
+    """
+
+    dtype: Literal["fp8"] = "fp8"
+    strategy: Literal["tensor", "head"] = "tensor"
+    margin: Annotated[float, Field(ge=1.0, le=16.0)] = 2.0
+
+
 class Recipe(Strict):
     """One compression recipe."""
 
@@ -46,6 +59,7 @@ class Recipe(Strict):
     calibration: Calibration = Calibration()
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     ignore: tuple[Pattern, ...] = ("lm_head",)
+    kv_cache: KvCache | None = None
 
     @model_validator(mode="after")
     def _in_order(self) -> "Recipe":
@@ -64,6 +78,8 @@ class Recipe(Strict):
             )
         if Order.STORE not in orders and any(isinstance(stage, Qat) for stage in self.stages):
             raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
+        if self.kv_cache is not None and not orders - {Order.BEFORE, Order.AFTER}:
+            raise ValueError("'kv_cache': is calibrated block by block; add 'quantize' or 'prune'")
         self._require_like_shapes()
         return self
 
@@ -103,6 +119,8 @@ class Recipe(Strict):
     def hash(self) -> str:
         """``sha256:`` over everything that changes the result (name and description do not)."""
         plain = self.model_dump(mode="json", exclude={"name", "description", "stages"})
+        if self.kv_cache is None:  # younger than the first recipes, whose hashes stay
+            del plain["kv_cache"]
         return "sha256:" + sha256_json(
             {**plain, "stages": [stage.hashed() for stage in self.stages]}
         )
@@ -145,6 +163,7 @@ def _suggestion(error: ValidationError) -> str | None:
         return None
     *place, key = (str(part) for part in first["loc"])
     models: dict[str, type[BaseModel]] = {"": Recipe, "calibration": Calibration, **STAGE_MODELS}
+    models["kv_cache"] = KvCache
     known = models[place[-1] if place else ""].model_fields
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

@@ -82,6 +82,22 @@ class Smooth(StageModel):
     alpha: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"] = "auto"
 
 
+class Awq(StageModel):
+    """Scale up input channels that matter before they are rounded (AWQ, arXiv:2306.00978, §3.2).
+
+    A ``quantize`` stage follows; an input whose producer cannot take factors is left as it is.
+    """
+
+    order: ClassVar[Order] = Order.TRANSFORM
+
+    method: Literal["awq"] = "awq"
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether it needs ``x xᵀ`` of its inputs."""
+        return True
+
+
 class Prune(StageModel):
     """Set weights to zero and keep them there.
 
@@ -116,15 +132,15 @@ class Quantize(StageModel):
     """Round weights, and inputs where the scheme says so.
 
     ``group_size`` is an upper bound: the largest of 128, 64, 32 that is not above it and divides
-    every layer of the stage is used. ``act_order`` orders GPTQ's columns by importance while groups
-    stay in place, so the file needs no index.
+    every layer of the stage is used. ``rtn`` and ``hqq`` need no data. ``act_order`` orders GPTQ's
+    columns by importance while groups stay in place, so the file needs no index.
     """
 
     order: ClassVar[Order] = Order.STORE
 
     method: Literal["quantize"] = "quantize"
     scheme: SchemeName
-    algorithm: Literal["rtn", "gptq"] = "gptq"
+    algorithm: Literal["rtn", "hqq", "gptq"] = "gptq"
     group_size: Literal[32, 64, 128, "channel"] | None = None
     symmetric: bool = True
     act_order: bool = True
@@ -135,8 +151,8 @@ class Quantize(StageModel):
         rules = SCHEMES[self.scheme]
         if not rules.grouped and (self.group_size is not None or not self.symmetric):
             raise ValueError(
-                f"{self.scheme} is per-channel and symmetric: drop 'group_size' and "
-                "'symmetric: false'"
+                f"{self.scheme} has one granularity of scales and no zero points: drop "
+                "'group_size' and 'symmetric: false'"
             )
         if not rules.zero_points and not self.symmetric:
             raise ValueError(f"{self.scheme} has no zero points: drop 'symmetric: false'")
@@ -230,7 +246,9 @@ class Qat(Training):
     start: Literal["codes", "base", "cells"] = "cells"
 
 
-Stage = Annotated[Smooth | Prune | Quantize | Slim | Distil | Qat, Field(discriminator="method")]
+Stage = Annotated[
+    Smooth | Awq | Prune | Quantize | Slim | Distil | Qat, Field(discriminator="method")
+]
 STAGE_MODELS: dict[str, type[StageModel]] = {
     model.model_fields["method"].default: model for model in get_args(get_args(Stage)[0])
 }

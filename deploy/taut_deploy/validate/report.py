@@ -95,16 +95,32 @@ def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path, Path]:
     return json_file, markdown_file, junit_file
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a validation measured, and how each rule judged it.
+
+    Args:
+        comparison: both models over the same tokens.
+        noise_kind: what the noise floor was measured with.
+        measured: the metrics with their intervals, by name.
+        rules: the outcome of every rule of the policy.
+        latency: the latency part as plain data; says why where there is none.
+        serving: what the served candidate answered, likewise.
+    """
+
+    comparison: Comparison
+    noise_kind: str
+    measured: Mapping[str, Metric]
+    rules: Sequence[RuleOutcome]
+    latency: Mapping[str, Any]
+    serving: Mapping[str, Any]
+
+
 def build(
     *,
     job: ValidationJob,
     policy: Policy,
-    rules: Sequence[RuleOutcome],
-    latency: Mapping[str, Any],
-    serving: Mapping[str, Any],
-    measured: Mapping[str, Metric],
-    comparison: Comparison,
-    noise_kind: str,
+    found: Findings,
     text: TokenizedText,
     tokenizer: Tokenizer,
     models: Mapping[str, Mapping[str, Any]],
@@ -113,6 +129,7 @@ def build(
     wall_time_s: float,
 ) -> dict[str, Any]:
     """Assemble the report as plain data, ready for JSON."""
+    rules, comparison = found.rules, found.comparison
     verdict = combine(rule.verdict for rule in rules)
     return {
         "schema": SCHEMA,
@@ -122,7 +139,7 @@ def build(
         "verdicts": _verdicts(rules),
         "policy": {"source": str(job.policy), **policy.model_dump(exclude_none=True)},
         "rules": [dataclasses.asdict(rule) | {"verdict": rule.verdict.value} for rule in rules],
-        "metrics": {name: dataclasses.asdict(metric) for name, metric in measured.items()},
+        "metrics": {name: dataclasses.asdict(metric) for name, metric in found.measured.items()},
         "kl": {
             "unit": "nats",
             "is_lower_bound": comparison.kl_is_lower_bound,
@@ -131,9 +148,9 @@ def build(
         },
         "perplexity": metrics.perplexities(comparison),
         "mean_delta_p": metrics.mean_delta_p(comparison),
-        "noise_floor": noise_kind,
-        "latency": dict(latency),
-        "serving": dict(serving),
+        "noise_floor": found.noise_kind,
+        "latency": dict(found.latency),
+        "serving": dict(found.serving),
         "worst_positions": worst_positions(comparison, text, tokenizer),
         "models": {role: dict(described) for role, described in models.items()},
         "text": _text_section(job, text, comparison),

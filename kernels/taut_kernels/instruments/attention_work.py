@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from taut_kernels.instruments.work import Work, nbytes
+from taut_kernels.instruments.work import Arguments, Work, nbytes
 
 _FORWARD, _BACKWARD = 4, 5
 
@@ -78,43 +78,26 @@ def _lse_bytes(q: torch.Tensor) -> int:
     return q.numel() // q.shape[-1] * (8 if q.dtype is torch.float64 else 4)
 
 
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    window: int,
-    scale: float,
-) -> Work:
-    del scale
-    pairs = q.shape[-2] * _all_pairs(q, k, cu_q, cu_k, max_q, max_k, causal, window)
-    read = nbytes(q, k, v, cu_q, cu_k)
-    return Work(pairs * (4 * q.shape[-1] + _FORWARD), read, nbytes(q) + _lse_bytes(q))
+def _attention(call: Arguments) -> Work:
+    pairs = call.q.shape[-2] * _all_pairs(
+        call.q, call.k, call.cu_q, call.cu_k, call.max_q, call.max_k, call.causal, call.window
+    )
+    read = nbytes(call.q, call.k, call.v, call.cu_q, call.cu_k)
+    return Work(
+        pairs * (4 * call.q.shape[-1] + _FORWARD), read, nbytes(call.q) + _lse_bytes(call.q)
+    )
 
 
-def _attention_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    window: int,
-    scale: float,
-) -> Work:
-    del scale
-    pairs = q.shape[-2] * _all_pairs(q, k, cu_q, cu_k, max_q, max_k, causal, window)
-    flops = pairs * (10 * q.shape[-1] + _BACKWARD) + 2 * o.numel()
-    return Work(flops, nbytes(do, q, k, v, o, lse, cu_q, cu_k), nbytes(q, k, v))
+def _attention_backward(call: Arguments) -> Work:
+    pairs = call.q.shape[-2] * _all_pairs(
+        call.q, call.k, call.cu_q, call.cu_k, call.max_q, call.max_k, call.causal, call.window
+    )
+    flops = pairs * (10 * call.q.shape[-1] + _BACKWARD) + 2 * call.o.numel()
+    return Work(
+        flops,
+        nbytes(call.do, call.q, call.k, call.v, call.o, call.lse, call.cu_q, call.cu_k),
+        nbytes(call.q, call.k, call.v),
+    )
 
 
 def _looked_up(
@@ -134,77 +117,42 @@ def _looked_up(
     return cached, cached, pages * block_table.element_size()
 
 
-def _paged_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    max_context: int,
-    window: int,
-    scale: float,
-) -> Work:
-    del v_cache, arrivals, scale
-    queries, heads, dim = q.shape[1:]
-    lengths = _values(context_lens)
+def _paged_decode(call: Arguments) -> Work:
+    queries, heads, dim = call.q.shape[1:]
+    lengths = _values(call.context_lens)
     if lengths is None:
-        lengths = [max_context] * q.shape[0]
-    pairs = sum(seen_pairs(queries, length, True, window) for length in lengths)
-    looked_up = _looked_up(lengths, queries, window, k_cache, block_table)
-    read = nbytes(q, context_lens, k_scale, v_scale) + sum(looked_up)
-    return Work(pairs * heads * (4 * dim + _FORWARD), read, nbytes(q))
+        lengths = [call.max_context] * call.q.shape[0]
+    pairs = sum(seen_pairs(queries, length, True, call.window) for length in lengths)
+    looked_up = _looked_up(lengths, queries, call.window, call.k_cache, call.block_table)
+    read = nbytes(call.q, call.context_lens, call.k_scale, call.v_scale) + sum(looked_up)
+    return Work(pairs * heads * (4 * dim + _FORWARD), read, nbytes(call.q))
 
 
-def _cache_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> Work:
+def _cache_write(call: Arguments) -> Work:
     """Count tokens that are written; a division an element where there is a scale."""
-    del v, v_cache
-    places = _values(slots)
-    tokens = slots.shape[0] if places is None else sum(place >= 0 for place in places)
-    elements = tokens * k.shape[1] * k.shape[2]
-    flops = elements * sum(scale is not None for scale in (k_scale, v_scale))
-    read = 2 * elements * k.element_size() + nbytes(slots, k_scale, v_scale)
-    return Work(flops, read, 2 * elements * k_cache.element_size())
+    places = _values(call.slots)
+    tokens = call.slots.shape[0] if places is None else sum(place >= 0 for place in places)
+    elements = tokens * call.k.shape[1] * call.k.shape[2]
+    flops = elements * sum(scale is not None for scale in (call.k_scale, call.v_scale))
+    read = 2 * elements * call.k.element_size() + nbytes(call.slots, call.k_scale, call.v_scale)
+    return Work(flops, read, 2 * elements * call.k_cache.element_size())
 
 
-ATTENTION_WORK: dict[str, Callable[..., Work]] = {
+ATTENTION_WORK: dict[str, Callable[[Arguments], Work]] = {
     "attention": _attention,
     "attention_backward": _attention_backward,
     "paged_decode": _paged_decode,
     "cache_write": _cache_write,
 }
-"""Name in `torch.ops.taut` → its work from the op's arguments."""
+"""Name in `torch.ops.taut` → its work from a call's arguments."""
 
 
-def paged_decode_tables(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    max_context: int,
-    window: int,
-    scale: float,
-) -> dict[int, int]:
+def paged_decode_tables(call: Arguments) -> dict[int, int]:
     """Return which of the op's tensors it looks rows up in, and the bytes of each that it reads."""
-    del v_cache, k_scale, v_scale, arrivals, scale
-    lengths = _values(context_lens)
+    lengths = _values(call.context_lens)
     if lengths is None:
-        lengths = [max_context] * q.shape[0]
-    looked_up = _looked_up(lengths, q.shape[1], window, k_cache, block_table)
+        lengths = [call.max_context] * call.q.shape[0]
+    looked_up = _looked_up(lengths, call.q.shape[1], call.window, call.k_cache, call.block_table)
     return dict(enumerate(looked_up, start=1))
 
 

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from taut_kernels.instruments import aten_traits as traits
-from taut_kernels.instruments.op_work import OP_TABLES, OP_WORK, work_of
+from taut_kernels.instruments.op_work import OP_TABLES, OP_WORK
 from taut_kernels.instruments.subject import Subject, dense_parts, tensors_in
-from taut_kernels.instruments.work import Work
+from taut_kernels.instruments.work import Work, arguments_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = _Operands(func, args, kwargs)
         result = func(*args, **kwargs)
         if ours in OP_WORK:
-            work = work_of(ours, _of_default(func, args), kwargs)
+            call = arguments_of(func, args, kwargs)
+            work = OP_WORK[ours](call)
             if ours in OP_TABLES:
-                tables = OP_TABLES[ours](*args, **kwargs)
+                tables = OP_TABLES[ours](call)
                 self._note_lookup(operands, tables, _parts_in(result))
             else:
                 self._note_regions(operands, operands.read, _parts_in(result))
@@ -238,17 +239,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = {_storage(tensor): tensor for tensor in kept if _storage(tensor) in self._made}
         written += sum(map(touched_bytes, results.values()))
         return Count(tuple(by_op), dispatched, Work(dispatched.flops, read, written))
-
-
-def _of_default(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what an op's default overload would have got: None for an argument it has more."""
-    default = func.overloadpacket.default
-    if func is default:
-        return args
-    own = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(own, args, strict=False))  # the rest came by name
-    wanted = [argument.name for argument in default._schema.arguments]
-    return tuple(given.get(name) for name in wanted if name in given or name not in own)
 
 
 class _Operands:

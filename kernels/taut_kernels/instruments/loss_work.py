@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from taut_kernels.instruments.work import Work, nbytes
+from taut_kernels.instruments.work import Arguments, Work, nbytes
 
 _STATISTICS, _GRADIENT, _DIVERGENCE = 4, 3, 11
 _SOFTCAP, _SMOOTHING = 3, 1
@@ -38,58 +38,32 @@ def _lse_bytes(x: torch.Tensor) -> int:
     return _loss_bytes(x, "none")
 
 
-def _cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    check: bool,
-    with_grad: bool = False,
-) -> Work:
-    del ignore_index, z_loss, check
-    flops = _per_logit(_STATISTICS, label_smoothing, softcap)
-    if with_grad:
-        flops += _per_logit(_GRADIENT, label_smoothing, softcap)
-    written = _loss_bytes(logits, reduction) + _lse_bytes(logits)
-    written += nbytes(logits) if with_grad else 0
-    return Work(flops * logits.numel(), nbytes(logits, target), written)
+def _cross_entropy_(call: Arguments) -> Work:
+    """Loss and gradient."""
+    statistics = _per_logit(_STATISTICS, call.label_smoothing, call.softcap)
+    gradient = _per_logit(_GRADIENT, call.label_smoothing, call.softcap)
+    losses = _loss_bytes(call.logits, call.reduction) + _lse_bytes(call.logits)
+    flops = (statistics + gradient) * call.logits.numel()
+    return Work(flops, nbytes(call.logits, call.target), losses + nbytes(call.logits))
 
 
-def _cross_entropy_(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    check: bool,
-) -> Work:
-    options = (ignore_index, label_smoothing, z_loss, softcap, reduction)
-    return _cross_entropy(logits, target, *options, check, with_grad=True)
+def _cross_entropy(call: Arguments) -> Work:
+    if call.with_grad:
+        return _cross_entropy_(call)
+    flops = _per_logit(_STATISTICS, call.label_smoothing, call.softcap) * call.logits.numel()
+    losses = _loss_bytes(call.logits, call.reduction) + _lse_bytes(call.logits)
+    return Work(flops, nbytes(call.logits, call.target), losses)
 
 
-def _cross_entropy_backward(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-) -> Work:
-    del ignore_index, z_loss, reduction
-    flops = _per_logit(_GRADIENT, label_smoothing, softcap) * logits.numel()
-    return Work(flops, nbytes(grad_loss, logits, target, lse), nbytes(logits))
+def _cross_entropy_backward(call: Arguments) -> Work:
+    flops = _per_logit(_GRADIENT, call.label_smoothing, call.softcap) * call.logits.numel()
+    return Work(
+        flops, nbytes(call.grad_loss, call.logits, call.target, call.lse), nbytes(call.logits)
+    )
 
 
-def _scale_(x: torch.Tensor, factor: torch.Tensor) -> Work:
-    return Work(x.numel(), nbytes(x, factor), nbytes(x))
+def _scale_(call: Arguments) -> Work:
+    return Work(call.x.numel(), nbytes(call.x, call.factor), nbytes(call.x))
 
 
 def _projected(
@@ -104,105 +78,43 @@ def _projected(
     return Work(flops, nbytes(x, weight, bias), written)
 
 
-def _linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_by: str,
-    chunk_size: int,
-    accumulate_fp32: bool,
-    check: bool,
-    wants: list[bool],
-) -> Work:
-    del ignore_index, z_loss, chunk_by, chunk_size, accumulate_fp32, check
-    per_logit = _per_logit(_STATISTICS, label_smoothing, softcap)
-    if any(wants):
-        per_logit += _per_logit(_GRADIENT, label_smoothing, softcap)
-    losses = _loss_bytes(x, reduction) + _lse_bytes(x)
-    logits = x.shape[0] * weight.shape[0]
-    return _projected(x, weight, bias, wants) + Work(per_logit * logits, nbytes(target), losses)
+def _linear_cross_entropy(call: Arguments) -> Work:
+    per_logit = _per_logit(_STATISTICS, call.label_smoothing, call.softcap)
+    if any(call.wants):
+        per_logit += _per_logit(_GRADIENT, call.label_smoothing, call.softcap)
+    losses = _loss_bytes(call.x, call.reduction) + _lse_bytes(call.x)
+    logits = call.x.shape[0] * call.weight.shape[0]
+    return _projected(call.x, call.weight, call.bias, call.wants) + Work(
+        per_logit * logits, nbytes(call.target), losses
+    )
 
 
-def _linear_cross_entropy_backward(
-    grad_loss: torch.Tensor,
-    lse: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_by: str,
-    chunk_size: int,
-    accumulate_fp32: bool,
-    wants: list[bool],
-) -> Work:
-    del ignore_index, z_loss, reduction, chunk_by, chunk_size, accumulate_fp32
-    logits = x.shape[0] * weight.shape[0]
-    flops = _per_logit(_GRADIENT, label_smoothing, softcap) * logits
-    return _projected(x, weight, bias, wants) + Work(flops, nbytes(grad_loss, lse, target))
+def _linear_cross_entropy_backward(call: Arguments) -> Work:
+    logits = call.x.shape[0] * call.weight.shape[0]
+    flops = _per_logit(_GRADIENT, call.label_smoothing, call.softcap) * logits
+    return _projected(call.x, call.weight, call.bias, call.wants) + Work(
+        flops, nbytes(call.grad_loss, call.lse, call.target)
+    )
 
 
-def _linear_divergence(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    teacher_x: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    teacher_bias: torch.Tensor | None,
-    keep: torch.Tensor,
-    form: str,
-    temperature: float,
-    beta: float,
-    reduction: str,
-    chunk_size: int,
-    accumulate_fp32: bool,
-    wants: list[bool],
-) -> Work:
-    del form, temperature, beta, chunk_size, accumulate_fp32
-    student = _projected(x, weight, bias, wants)
-    teacher = _projected(teacher_x, teacher_weight, teacher_bias, [False] * 3)
-    per_logit = _DIVERGENCE + _GRADIENT * any(wants)
-    logits = x.shape[0] * weight.shape[0]
-    rest = Work(per_logit * logits, nbytes(keep), _loss_bytes(x, reduction))
+def _linear_divergence(call: Arguments) -> Work:
+    student = _projected(call.x, call.weight, call.bias, call.wants)
+    teacher = _projected(call.teacher_x, call.teacher_weight, call.teacher_bias, [False] * 3)
+    per_logit = _DIVERGENCE + _GRADIENT * any(call.wants)
+    logits = call.x.shape[0] * call.weight.shape[0]
+    rest = Work(per_logit * logits, nbytes(call.keep), _loss_bytes(call.x, call.reduction))
     return student + teacher + rest
 
 
-def _linear_divergence_backward(
-    grad_loss: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    teacher_x: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    teacher_bias: torch.Tensor | None,
-    keep: torch.Tensor,
-    form: str,
-    temperature: float,
-    beta: float,
-    reduction: str,
-    chunk_size: int,
-    accumulate_fp32: bool,
-    wants: list[bool],
-) -> Work:
-    del form, temperature, beta, reduction, chunk_size, accumulate_fp32
-    student = _projected(x, weight, bias, wants)
-    teacher = _projected(teacher_x, teacher_weight, teacher_bias, [False] * 3)
+def _linear_divergence_backward(call: Arguments) -> Work:
+    student = _projected(call.x, call.weight, call.bias, call.wants)
+    teacher = _projected(call.teacher_x, call.teacher_weight, call.teacher_bias, [False] * 3)
     # Without what the forward pass knew, both distributions are computed again.
-    flops = (_DIVERGENCE + _GRADIENT) * x.shape[0] * weight.shape[0]
-    return student + teacher + Work(flops, nbytes(grad_loss, keep))
+    flops = (_DIVERGENCE + _GRADIENT) * call.x.shape[0] * call.weight.shape[0]
+    return student + teacher + Work(flops, nbytes(call.grad_loss, call.keep))
 
 
-LOSS_WORK: dict[str, Callable[..., Work]] = {
+LOSS_WORK: dict[str, Callable[[Arguments], Work]] = {
     "cross_entropy": _cross_entropy,
     "cross_entropy_": _cross_entropy_,
     "cross_entropy_backward": _cross_entropy_backward,
@@ -213,4 +125,4 @@ LOSS_WORK: dict[str, Callable[..., Work]] = {
     "linear_divergence_backward": _linear_divergence_backward,
     "scale_": _scale_,
 }
-"""Name in `torch.ops.taut` → its work from the op's arguments."""
+"""Name in `torch.ops.taut` → its work from a call's arguments."""

@@ -16,20 +16,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from taut_kernels.instruments.work import Work, nbytes
+from taut_kernels.instruments.work import Arguments, Work, nbytes
 
 
-def _matmul(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str, version: str
-) -> Work:
-    del activation, version
-    (M, K), N = a.shape, b.shape[1]
-    return Work(2 * M * N * K, nbytes(a, b, bias), M * N * a.element_size())
+def _matmul(call: Arguments) -> Work:
+    (M, K), N = call.a.shape, call.b.shape[1]
+    return Work(2 * M * N * K, nbytes(call.a, call.b, call.bias), M * N * call.a.element_size())
 
 
-def _transpose(x: torch.Tensor, version: str) -> Work:
-    del version
-    return Work(0, nbytes(x), nbytes(x))
+def _transpose(call: Arguments) -> Work:
+    return Work(0, nbytes(call.x), nbytes(call.x))
 
 
 def _windows(
@@ -47,19 +43,10 @@ def _windows(
     )
 
 
-def _conv2d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    version: str,
-) -> Work:
-    del version
-    windows = _windows(x, weight.shape[2:], stride, padding, dilation)
-    written = windows * weight.shape[0] * x.element_size()
-    return Work(2 * windows * weight.numel(), nbytes(x, weight, bias), written)
+def _conv2d(call: Arguments) -> Work:
+    windows = _windows(call.x, call.weight.shape[2:], call.stride, call.padding, call.dilation)
+    written = windows * call.weight.shape[0] * call.x.element_size()
+    return Work(2 * windows * call.weight.numel(), nbytes(call.x, call.weight, call.bias), written)
 
 
 def _pool(
@@ -73,32 +60,24 @@ def _pool(
     return Work(per_output * outputs, nbytes(x), outputs * x.element_size())
 
 
-def _max_pool2d(
-    x: torch.Tensor, kernel_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
-) -> Work:
-    return _pool(x, kernel_size, stride, padding, math.prod(kernel_size))
+def _max_pool2d(call: Arguments) -> Work:
+    return _pool(call.x, call.kernel_size, call.stride, call.padding, math.prod(call.kernel_size))
 
 
-def _avg_pool2d(
-    x: torch.Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    count_include_pad: bool,
-) -> Work:
-    del count_include_pad
-    return _pool(x, kernel_size, stride, padding, math.prod(kernel_size) + 1)
+def _avg_pool2d(call: Arguments) -> Work:
+    return _pool(
+        call.x, call.kernel_size, call.stride, call.padding, math.prod(call.kernel_size) + 1
+    )
 
 
-def _reduce(x: torch.Tensor, operation: str, dim: int | None, keepdim: bool, version: str) -> Work:
-    del keepdim, version
-    reduced = x.numel() if dim is None else x.shape[dim]
-    results = x.numel() // reduced if reduced else 0
-    flops = x.numel() + results * (operation == "mean")
-    return Work(flops, nbytes(x), results * x.element_size())
+def _reduce(call: Arguments) -> Work:
+    reduced = call.x.numel() if call.dim is None else call.x.shape[call.dim]
+    results = call.x.numel() // reduced if reduced else 0
+    flops = call.x.numel() + results * (call.operation == "mean")
+    return Work(flops, nbytes(call.x), results * call.x.element_size())
 
 
-PRIMITIVE_WORK: dict[str, Callable[..., Work]] = {
+PRIMITIVE_WORK: dict[str, Callable[[Arguments], Work]] = {
     "matmul": _matmul,
     "transpose": _transpose,
     "conv2d": _conv2d,
@@ -106,4 +85,4 @@ PRIMITIVE_WORK: dict[str, Callable[..., Work]] = {
     "avg_pool2d": _avg_pool2d,
     "reduce": _reduce,
 }
-"""Name in `torch.ops.taut` → its work from the op's arguments."""
+"""Name in `torch.ops.taut` → its work from a call's arguments."""

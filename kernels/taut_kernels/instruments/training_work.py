@@ -21,15 +21,15 @@ from collections.abc import Callable
 
 import torch
 
-from taut_kernels.instruments.work import Work, nbytes
+from taut_kernels.instruments.work import Arguments, Work, nbytes
 
 
-def _softmax(x: torch.Tensor) -> Work:
-    return Work(5 * x.numel(), nbytes(x), nbytes(x))
+def _softmax(call: Arguments) -> Work:
+    return Work(5 * call.x.numel(), nbytes(call.x), nbytes(call.x))
 
 
-def _softmax_backward(dy: torch.Tensor, y: torch.Tensor) -> Work:
-    return Work(4 * y.numel(), nbytes(dy, y), nbytes(y))
+def _softmax_backward(call: Arguments) -> Work:
+    return Work(4 * call.y.numel(), nbytes(call.dy, call.y), nbytes(call.y))
 
 
 def _statistic(x: torch.Tensor) -> int:
@@ -37,57 +37,44 @@ def _statistic(x: torch.Tensor) -> int:
     return x.shape[0] * (8 if x.dtype is torch.float64 else 4)
 
 
-def _rms_norm_train(
-    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, epsilon: float
-) -> Work:
-    del epsilon
-    per_element = 3 + (weight is not None) + (residual is not None)
-    written = nbytes(x, residual) + _statistic(x)
-    return Work(per_element * x.numel(), nbytes(x, weight, residual), written)
+def _rms_norm_train(call: Arguments) -> Work:
+    per_element = 3 + (call.weight is not None) + (call.residual is not None)
+    written = nbytes(call.x, call.residual) + _statistic(call.x)
+    return Work(per_element * call.x.numel(), nbytes(call.x, call.weight, call.residual), written)
 
 
-def _rms_norm_backward(
-    dy: torch.Tensor,
-    dt: torch.Tensor | None,
-    t: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    with_dweight: bool,
-) -> Work:
-    per_element = 6 + (weight is not None) + (dt is not None) + 2 * with_dweight
-    written = nbytes(t) + (nbytes(weight) if with_dweight else 0)
-    return Work(per_element * t.numel(), nbytes(dy, dt, t, weight, rstd), written)
+def _rms_norm_backward(call: Arguments) -> Work:
+    per_element = 6 + (call.weight is not None) + (call.dt is not None) + 2 * call.with_dweight
+    written = nbytes(call.t) + (nbytes(call.weight) if call.with_dweight else 0)
+    return Work(
+        per_element * call.t.numel(),
+        nbytes(call.dy, call.dt, call.t, call.weight, call.rstd),
+        written,
+    )
 
 
-def _layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
-) -> Work:
-    del epsilon
-    per_element = 5 + (weight is not None) + (bias is not None)
-    written = nbytes(x) + 2 * _statistic(x)
-    return Work(per_element * x.numel(), nbytes(x, weight, bias), written)
+def _layer_norm(call: Arguments) -> Work:
+    per_element = 5 + (call.weight is not None) + (call.bias is not None)
+    written = nbytes(call.x) + 2 * _statistic(call.x)
+    return Work(per_element * call.x.numel(), nbytes(call.x, call.weight, call.bias), written)
 
 
-def _layer_norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    with_dweight: bool,
-    with_dbias: bool,
-) -> Work:
-    per_element = 9 + (weight is not None) + 2 * with_dweight + with_dbias
-    written = nbytes(x) + (with_dweight + with_dbias) * nbytes(weight)
-    return Work(per_element * x.numel(), nbytes(dy, x, weight, mean, rstd), written)
+def _layer_norm_backward(call: Arguments) -> Work:
+    per_element = 9 + (call.weight is not None) + 2 * call.with_dweight + call.with_dbias
+    written = nbytes(call.x) + (call.with_dweight + call.with_dbias) * nbytes(call.weight)
+    return Work(
+        per_element * call.x.numel(),
+        nbytes(call.dy, call.x, call.weight, call.mean, call.rstd),
+        written,
+    )
 
 
-def _silu(x: torch.Tensor) -> Work:
-    return Work(2 * x.numel(), nbytes(x), nbytes(x))
+def _silu(call: Arguments) -> Work:
+    return Work(2 * call.x.numel(), nbytes(call.x), nbytes(call.x))
 
 
-def _silu_backward(dy: torch.Tensor, x: torch.Tensor) -> Work:
-    return Work(6 * x.numel(), nbytes(dy, x), nbytes(x))
+def _silu_backward(call: Arguments) -> Work:
+    return Work(6 * call.x.numel(), nbytes(call.dy, call.x), nbytes(call.x))
 
 
 def _form(forward: bool, alpha: float, beta: float, limit: float | None) -> int:
@@ -95,63 +82,35 @@ def _form(forward: bool, alpha: float, beta: float, limit: float | None) -> int:
     return scaled * (alpha != 1.0) + (beta != 0.0) + clamped * (limit is not None)
 
 
-def _swiglu(
-    gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float | None
-) -> Work:
-    flops = (3 + _form(True, alpha, beta, limit)) * gate.numel()
-    return Work(flops, nbytes(gate, up), nbytes(gate))
+def _swiglu(call: Arguments) -> Work:
+    flops = (3 + _form(True, call.alpha, call.beta, call.limit)) * call.gate.numel()
+    return Work(flops, nbytes(call.gate, call.up), nbytes(call.gate))
 
 
-def _swiglu_backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-) -> Work:
-    flops = (8 + _form(False, alpha, beta, limit)) * dy.numel()
-    return Work(flops, nbytes(dy, gate, up), nbytes(gate, up))
+def _swiglu_backward(call: Arguments) -> Work:
+    flops = (8 + _form(False, call.alpha, call.beta, call.limit)) * call.dy.numel()
+    return Work(flops, nbytes(call.dy, call.gate, call.up), nbytes(call.gate, call.up))
 
 
-def _swiglu_packed(
-    x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
-) -> Work:
-    del interleaved
-    flops = (3 + _form(True, alpha, beta, limit)) * x.numel() // 2
-    return Work(flops, nbytes(x), nbytes(x) // 2)
+def _swiglu_packed(call: Arguments) -> Work:
+    flops = (3 + _form(True, call.alpha, call.beta, call.limit)) * call.x.numel() // 2
+    return Work(flops, nbytes(call.x), nbytes(call.x) // 2)
 
 
-def _swiglu_packed_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-) -> Work:
-    del interleaved
-    flops = (8 + _form(False, alpha, beta, limit)) * dy.numel()
-    return Work(flops, nbytes(dy, x), nbytes(x))
+def _swiglu_packed_backward(call: Arguments) -> Work:
+    flops = (8 + _form(False, call.alpha, call.beta, call.limit)) * call.dy.numel()
+    return Work(flops, nbytes(call.dy, call.x), nbytes(call.x))
 
 
-def _rope_train(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
-    inverse: bool,
-) -> Work:
-    del neox, inverse
-    T, rotated = positions.shape[0], cos_sin_cache.shape[1]
-    heads = q.shape[1] + (0 if k is None else k.shape[1])
-    angles = T * rotated * cos_sin_cache.element_size()
-    read = nbytes(q, k, positions) + angles
-    return Work(3 * T * heads * rotated, read, nbytes(q, k))
+def _rope_train(call: Arguments) -> Work:
+    T, rotated = call.positions.shape[0], call.cos_sin_cache.shape[1]
+    heads = call.q.shape[1] + (0 if call.k is None else call.k.shape[1])
+    angles = T * rotated * call.cos_sin_cache.element_size()
+    read = nbytes(call.q, call.k, call.positions) + angles
+    return Work(3 * T * heads * rotated, read, nbytes(call.q, call.k))
 
 
-TRAINING_WORK: dict[str, Callable[..., Work]] = {
+TRAINING_WORK: dict[str, Callable[[Arguments], Work]] = {
     "softmax": _softmax,
     "softmax_backward": _softmax_backward,
     "rms_norm_train": _rms_norm_train,
@@ -166,18 +125,10 @@ TRAINING_WORK: dict[str, Callable[..., Work]] = {
     "swiglu_packed_backward": _swiglu_packed_backward,
     "rope_train": _rope_train,
 }
-"""Name in `torch.ops.taut` → its work from the op's arguments."""
+"""Name in `torch.ops.taut` → its work from a call's arguments."""
 
 
-def rope_train_table(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
-    inverse: bool,
-) -> dict[int, int]:
+def rope_train_table(call: Arguments) -> dict[int, int]:
     """Return which of RoPE's tensors is a table, and the bytes of it that are read."""
-    del q, neox, inverse
-    row = cos_sin_cache.shape[1] * cos_sin_cache.element_size()
-    return {2 if k is None else 3: positions.shape[0] * row}
+    row = call.cos_sin_cache.shape[1] * call.cos_sin_cache.element_size()
+    return {2 if call.k is None else 3: call.positions.shape[0] * row}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -41,3 +44,24 @@ class Work:
 def nbytes(*tensors: torch.Tensor | None) -> int:
     """Bytes of the elements of these tensors; an absent one has none."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+class Arguments(SimpleNamespace):
+    """The arguments of one call of an op of ours, by the names of its schema."""
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+    """Name the arguments of a call.
+
+    Args:
+        func: an overload of an op of ours.
+        args: as it got them.
+        kwargs: likewise.
+
+    Returns:
+        Also what only the op's default overload has: its default there, or None.
+    """
+    default = func.overloadpacket.default._schema.arguments
+    named = zip((each.name for each in func._schema.arguments), args, strict=False)
+    found = {each.name: each.default_value for each in (*default, *func._schema.arguments)}
+    return Arguments(**{**found, **dict(named), **kwargs})

@@ -179,6 +179,27 @@ def empty_weight(
     return Weight(qweight, scales, zeros, None, w4a16.make_arrivals(N, qweight.device))
 
 
+def blank_layer(
+    N: int, K: int, group_size: int, *, zero_points: bool, device: str = "cuda"
+) -> Layer:
+    """Make a bf16 layer of one token and zeros only, as it lies on disk: to compile a kernel by.
+
+    Args:
+        N: output features.
+        K: input features.
+        group_size: G in {32, 64, 128}.
+        zero_points: with zero points, else symmetric.
+        device: where to.
+    """
+    x = torch.zeros(1, K, dtype=torch.bfloat16, device=device)
+    packed = torch.zeros(N, K // 8, dtype=torch.int32, device=device)
+    scale = torch.zeros(N, K // group_size, dtype=torch.bfloat16, device=device)
+    zeros = None
+    if zero_points:
+        zeros = torch.zeros(N // 8, K // group_size, dtype=torch.int32, device=device)
+    return Layer(x, packed, scale, group_size, rows_to_check(1, device), x, 0.0, zeros)
+
+
 def _random_words(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
     """Draw int32 words of eight random nibbles each."""
     size, device = (rows, columns), generator.device

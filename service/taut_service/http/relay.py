@@ -22,12 +22,8 @@ from taut_service.errors import (
 )
 from taut_service.http.headers import response_headers
 from taut_service.http.sse import SseReframer, read_usage
-from taut_service.worker.connection import (
-    Connection,
-    ConnectionLostError,
-    StallError,
-    UpstreamError,
-)
+from taut_service.worker.connection import Connection
+from taut_service.worker.upstream_errors import ConnectionLostError, StallError, UpstreamError
 
 HOLD_BYTES = 1024 * 1024
 """Documents up to this size are answered whole or not at all; longer ones as they come."""

@@ -7,9 +7,9 @@ Invariant: what the constructor counts in, :meth:`Attempt.end` counts out, once;
 from __future__ import annotations
 
 from taut_service.http.relay import failure_of
-from taut_service.worker.connection import (
+from taut_service.worker.connection import Connection
+from taut_service.worker.upstream_errors import (
     ConnectError,
-    Connection,
     NoDescriptorError,
     StallError,
     UpstreamError,

@@ -25,46 +25,16 @@ from taut_service.http.framing import (
     Framing,
     Trailers,
 )
+from taut_service.worker.upstream_errors import (
+    ConnectionLostError,
+    ProtocolError,
+    StallError,
+    UpstreamError,
+)
 
 HIGH_WATER = 64 * 1024
 """Bytes of body held for a slow consumer before reading stops."""
 NEVER = float("inf")
-
-
-class UpstreamError(Exception):
-    """A worker could not be talked to; ``cause`` is a metric label with few fixed values."""
-
-    cause = "error"
-
-
-class ConnectError(UpstreamError):
-    """No connection within ``connect_s``."""
-
-    cause = "connect"
-
-
-class NoDescriptorError(UpstreamError):
-    """This process has no descriptor left for a connection; it says nothing about the worker."""
-
-    cause = "connect"
-
-
-class ConnectionLostError(UpstreamError):
-    """The worker closed or reset the connection before the response was whole."""
-
-    cause = "reset"
-
-
-class ProtocolError(UpstreamError):
-    """What the worker sent is not an HTTP/1.1 response."""
-
-    cause = "protocol"
-
-
-class StallError(UpstreamError):
-    """The worker was silent for longer than the limit."""
-
-    cause = "timeout"
 
 
 class Connection(asyncio.Protocol):

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from taut_service.worker.connection import UpstreamError
+from taut_service.worker.upstream_errors import UpstreamError
 from taut_service.worker.worker import Worker
 from taut_service.worker.worker_load import parse_load
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from taut_service.config.settings import Golden
-from taut_service.worker.connection import NoDescriptorError, StallError, UpstreamError
+from taut_service.worker.upstream_errors import NoDescriptorError, StallError, UpstreamError
 from taut_service.worker.worker import Worker, WorkerState
 
 STALLS_BEFORE_LOST = 3

@@ -15,12 +15,8 @@ import socket
 from collections.abc import Callable
 
 from taut_service.config.settings import Timeouts
-from taut_service.worker.connection import (
-    ConnectError,
-    Connection,
-    ConnectionLostError,
-    NoDescriptorError,
-)
+from taut_service.worker.connection import Connection
+from taut_service.worker.upstream_errors import ConnectError, ConnectionLostError, NoDescriptorError
 
 MAX_IDLE = 256
 """Idle connections kept per worker; more than this were opened by a burst."""

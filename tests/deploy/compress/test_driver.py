@@ -79,6 +79,15 @@ CASES = {
     "fp8 static": lambda text: recipe_data(text, scheme="FP8-STATIC", group_size=None),
     "w4a8": lambda text: recipe_data(text, scheme="W4A8"),
     "w4afp8": lambda text: recipe_data(text, scheme="W4AFP8"),
+    "w4a16 hqq": lambda text: recipe_data(text, algorithm="hqq", symmetric=False),
+    "w8a8 hqq": lambda text: recipe_data(text, scheme="W8A8", group_size=None, algorithm="hqq"),
+    "w4a16 awq": lambda text: (
+        recipe_data(text)
+        | {"stages": [{"method": "awq"}, *recipe_data(text, algorithm="rtn")["stages"]]}
+    ),
+    "2:4 w4a16 hqq": lambda text: pruned_data(
+        text, *recipe_data(text, algorithm="hqq")["stages"], pattern="2:4"
+    ),
     "half by sparsegpt": lambda text: pruned_data(text, sparsity=0.5),
     "2:4 by wanda": lambda text: pruned_data(text, pattern="2:4", algorithm="wanda"),
     "4:8 by magnitude": lambda text: pruned_data(

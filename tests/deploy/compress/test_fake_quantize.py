@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from taut_deploy.compress.quantize.scales import expand
 from taut_deploy.compress.train.fake_quantize import (
     Grid,
     codes_of,
     collapse,
-    expand,
     fake_quantize,
     nearest_in_cell,
 )

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_blocks import make_block
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from taut_deploy.compress.calibrate.observe import observe_block
+from taut_deploy.compress.equalize.fold import find_fold
 
 
 def inputs_by_hooks(block, hidden, arguments):
@@ -73,3 +77,60 @@ def test_long_calibration_is_sampled_evenly():
     group = observe_block(block, hidden, arguments, 30)[0]
     assert group.tokens == 1200
     assert 256 <= len(group.sample) <= 512
+
+
+class Shared(nn.Module):
+    """A norm whose output two layers read, and something else, too."""
+
+    def __init__(self, elsewhere):
+        super().__init__()
+        self.norm, self.up, self.gate = nn.RMSNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.router = nn.Module()
+        self.router.weight = nn.Parameter(torch.randn(4, 8))
+        self.elsewhere = elsewhere
+
+    def forward(self, hidden):
+        x = self.norm(hidden)
+        return hidden + self.up(x) * self.gate(x) + self.elsewhere(self, x)
+
+
+ELSEWHERE = {
+    "nothing": (lambda _block, _x: 0.0, False),
+    "a view that nobody reads": (lambda _block, x: x.view(-1, 8).shape[0], False),
+    "a router without a module": (
+        lambda block, x: torch.nn.functional.linear(x.view(-1, 8), block.router.weight).amax(),
+        True,
+    ),
+    "the residual": (lambda _block, x: x, True),
+    "a copy": (lambda _block, x: x.transpose(0, 1).reshape(-1, 8).mean(), True),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_whoever_else_reads_an_input_is_seen(case):
+    elsewhere, expected = ELSEWHERE[case]
+    torch.manual_seed(0)
+    block, hidden = Shared(elsewhere), torch.randn(2, 5, 8)
+    (group,) = observe_block(block, hidden, {}, 2)
+    assert (group.layers, group.producer) == (["up", "gate"], "norm")
+    assert group.read_elsewhere is expected
+    assert (find_fold(block, group) is None) is expected
+
+
+def test_a_router_of_its_own_keeps_a_norm_as_it_is():
+    """GPT-OSS and others: the router is no linear layer, and reads what the experts read."""
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    block = LlamaDecoderLayer(config, layer_idx=0).eval()
+    mlp = block.mlp.forward
+    weight = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    block.mlp.forward = lambda x: mlp(x) * torch.sigmoid(x @ weight)[..., None]
+    hidden, positions = torch.randn(1, 6, 64), torch.arange(6)[None]
+    arguments = {"position_embeddings": LlamaRotaryEmbedding(config)(hidden, positions)}
+    groups = observe_block(block, hidden, arguments, 1)
+    found = {group.layers[0]: group.read_elsewhere for group in groups}
+    assert found == {
+        "self_attn.q_proj": False,
+        "self_attn.o_proj": False,
+        "mlp.gate_proj": True,
+        "mlp.down_proj": False,
+    }

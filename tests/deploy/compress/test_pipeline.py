@@ -22,6 +22,7 @@ from taut_deploy.compress.train.distil import DistilJob, distil
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.errors import ModelError, OutputError, RecipeError
 from taut_deploy.models.store import describe_directory
+from taut_deploy.recipe import parse_recipe
 
 SLIM = {"method": "slim", "depth": 0.5, "ffn": 0.75}
 TRAINING = {
@@ -263,10 +264,25 @@ def test_a_recipe_that_only_slims_gives_what_the_command_gives(room, tmp_path):
     ],
 )
 def test_stages_that_do_not_go_together_are_refused(stages, reason):
-    from taut_deploy.recipe import parse_recipe
-
     with pytest.raises(RecipeError, match=reason):
         parse_recipe(f"name: a\nstages: {stages}", "test")
+
+
+def test_cache_scales_need_blocks_to_be_calibrated_on():
+    with pytest.raises(RecipeError, match="'kv_cache': is calibrated block by block"):
+        make_recipe({"name": "a", "kv_cache": {}, "stages": [SLIM]})
+
+
+def test_cache_scales_of_the_blocks_stay_through_training(room, tmp_path):
+    data = {**data_of(room, slim=False, tokens=4 * 16), "kv_cache": {}}
+    trained = job_for(room / "model", data, tmp_path / "out")
+    pipeline.compress(trained)
+    blocks = {**data, "stages": data["stages"][:1]}
+    driver.compress(job_for(room / "model", blocks, tmp_path / "blocks"))
+    before, after = weights(tmp_path / "blocks"), weights(trained.output)
+    scales = [name for name in before if name.endswith(("k_scale", "v_scale"))]
+    assert len(scales) == 2 * 4
+    assert all(torch.equal(before[name], after[name]) for name in scales)
 
 
 def test_the_command_prints_the_whole_plan(room, tmp_path, monkeypatch):

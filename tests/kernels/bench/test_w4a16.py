@@ -25,7 +25,7 @@ from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.instruments import timing
 from taut_kernels.tuner import w4a16_stock
-from taut_kernels.tuner.w4a16_layer import Layer, empty_weight, make_layer
+from taut_kernels.tuner.w4a16_layer import Layer, blank_layer, empty_weight, make_layer
 from tuning import measured_table, tune_w4a16_decode, tune_w4a16_wgmma, w4a16_known_tiles
 
 N, K, ROWS = 48, 256, 20
@@ -421,7 +421,15 @@ def test_tuners_run_a_tile_on_the_formats_own_operands(
 def test_tiles_are_compiled_by_operands_like_the_layers(group_size: int, zero_points: bool) -> None:
     (own,) = _layer(Format(group_size, zero_points)).packed(1)
     empty = empty_weight(N, K, group_size, zero_points=zero_points, device="cpu")
-    for one, other in zip(own, empty, strict=True):
+    layer = _layer(Format(group_size, zero_points))
+    blank = blank_layer(N, K, group_size, zero_points=zero_points, device="cpu")
+    pairs = list(zip(own, empty, strict=True))
+    pairs += [
+        (layer.weight_packed, blank.weight_packed),
+        (layer.weight_scale, blank.weight_scale),
+        (layer.weight_zero_point, blank.weight_zero_point),
+    ]
+    for one, other in pairs:
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert (one.shape, one.dtype) == (other.shape, other.dtype)

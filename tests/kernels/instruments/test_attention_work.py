@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from taut_kernels.instruments.attention_work import ATTENTION_WORK, seen_pairs
 from taut_kernels.instruments.counters import count
 from taut_kernels.instruments.errors import InstrumentError
 from taut_kernels.instruments.op_cases import from_op
-from taut_kernels.instruments.work import Work
+from taut_kernels.instruments.work import Work, arguments_of
 
 CPU = torch.device("cpu")
 HEADS = {"Hq": 2, "Hk": 1, "D": 64}
@@ -52,15 +53,21 @@ def test_backward_is_counted_by_hand() -> None:
     assert found == Work(flops, 3 * Q + 2 * K + LSE, Q + 2 * K)
 
 
+def _attention(arguments: Sequence[Any]) -> Work:
+    return ATTENTION_WORK["attention"](
+        arguments_of(torch.ops.taut.attention.default, arguments, {})
+    )
+
+
 def test_packed_sequences_count_each_for_itself() -> None:
     bounds = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     q, k = torch.zeros(5, 2, 64).half(), torch.zeros(5, 1, 64).half()
     args = (q, k, k, bounds, bounds, 3, 3, True, 0, 1.0)
-    assert ATTENTION_WORK["attention"](*args).flops == 2 * (3 + 0 + 6) * (4 * 64 + 4)
+    assert _attention(args).flops == 2 * (3 + 0 + 6) * (4 * 64 + 4)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
         # Three sequences, each as long as the longest.
-        assert ATTENTION_WORK["attention"](*fake).flops == 2 * 18 * (4 * 64 + 4)
+        assert _attention(fake).flops == 2 * 18 * (4 * 64 + 4)
 
 
 DECODE: list[tuple[dict[str, int], Work]] = [

@@ -11,8 +11,10 @@ from taut_bench import w4a16_format
 from taut_kernels.gemm.w4a16.lookup import BUCKETS, Choice, bucket_of
 from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
-from taut_kernels.gemm.w4a16.weight_format import DEFAULT
+from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 from taut_kernels.instruments import timing
+from taut_kernels.tuner.w4a16_candidates import Product
+from taut_kernels.tuner.w4a16_compile import jobs_of
 from tuning import tune_w4a16_wgmma, w4a16_finalists, w4a16_rows
 
 
@@ -113,12 +115,9 @@ def test_pairs_of_tiles_fed_by_tma_are_compiled_apart() -> None:
     found = tune_w4a16_wgmma.all_candidates(4096, 14336, 1664, ["tma-waves"])
     pairs = [tile for tile in found if tune_w4a16_wgmma.regime_of(tile) == "tma-waves"]
     assert pairs
-    jobs = dict(
-        tune_w4a16_wgmma._job(4096, 14336, 1664, part)
-        for tile in found
-        for part in tune_w4a16_wgmma._compiled_apart(tile)
-    )
+    product = Product(4096, 14336, WeightFormat.G128)
+    jobs = {job.key: job for job in jobs_of(product, 1664, found, torch.device("cuda"))}
     assert len(jobs) < 2 * len(pairs)
-    for (K, part, _), (_, _, M, tile) in jobs.items():
-        assert (K, part) == (14336, tile)
+    for N, K, M, tile, _ in jobs.values():
+        assert (N, K) == (4096, 14336)
         assert tile.why_not(4096, M) is None  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import ring as w4a16_wgmma_ring
 from taut_kernels.gemm.w4a16 import rule as tiles_wgmma_rule
 from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
-from taut_kernels.gemm.w4a16.cost import Cost, Cut, dense_estimate, estimate, fastest
+from taut_kernels.gemm.w4a16.cost import Cost, Cut, by_estimate, dense_estimate, estimate
 from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
 from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
@@ -153,8 +153,8 @@ def test_model_counts_rounds_splits_and_launches() -> None:
     tiny = Cut(132, 8, 1, 4 * 256 * 128)
     assert estimate(tiny, cost) > estimate(Cut(132, 1, 8, 0), cost), "but sums are not free"
     assert dense_estimate(4096, 4096, 4096) == pytest.approx(183, rel=0.15)  # measured
-    assert fastest([(2.0, "b"), (1.0, "a"), (1.0, "c")]) == "a"
-    assert fastest([]) is None
+    assert by_estimate([(2.0, "b"), (1.0, "a"), (1.0, "c")]) == ["a", "c", "b"]
+    assert by_estimate([]) == []
 
 
 def test_model_counts_the_busiest_multiprocessor() -> None:

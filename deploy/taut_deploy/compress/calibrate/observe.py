@@ -4,6 +4,7 @@ Linears fed by the very same tensor (q, k and v; gate and up) share one :class:`
 by identity in the first call, so no architecture is named.
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from taut_deploy.compress.calibrate.readers import Readers
 from taut_deploy.compress.source.stream import call_block, linear_layers
+from taut_deploy.compress.threads import over_batches
 
 _SAMPLE_ROWS = 512
 
@@ -27,6 +30,8 @@ class InputGroup:
         absmax: [K] fp32.
         sample: [T, K] fp32 evenly spaced input rows.
         tokens: rows seen.
+        read_elsewhere: whether the producer's output also goes where no layer of the group is: to a
+            router, into a residual.
     """
 
     layers: list[str]
@@ -35,6 +40,7 @@ class InputGroup:
     absmax: torch.Tensor
     sample: torch.Tensor
     tokens: int = 0
+    read_elsewhere: bool = False
     _rows: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, x: torch.Tensor, rows_per_call: int) -> None:
@@ -82,15 +88,25 @@ def observe_block(
             group.hessian = torch.zeros(k, k, device=hidden.device)
     calls = -(-hidden.shape[0] // batch_size)
     rows_per_call = max(1, _SAMPLE_ROWS // calls)
+    # Each thread's own: batches go side by side, and are accounted for in their order.
+    seen = threading.local()
     handles = [
         block.get_submodule(group.layers[0]).register_forward_pre_hook(
-            lambda _module, args, group=group: group.add(args[0], rows_per_call)
+            lambda _module, args, group=group: seen.inputs.append((group, args[0]))
         )
         for group in groups
     ]
+
+    def inputs_of(batch: torch.Tensor) -> list[tuple[InputGroup, torch.Tensor]]:
+        seen.inputs = []
+        call_block(block, batch, arguments)
+        found: list[tuple[InputGroup, torch.Tensor]] = seen.inputs
+        return found
+
     try:
-        for batch in torch.split(hidden, batch_size):
-            call_block(block, batch, arguments)
+        for inputs in over_batches(inputs_of, hidden, batch_size, block):
+            for group, x in inputs:
+                group.add(x, rows_per_call)
     finally:
         _remove(handles)
     for group in groups:
@@ -123,8 +139,10 @@ def _find_groups(
         for name, module in block.named_modules()
         if name
     ]
+    readers = Readers(block)
     try:
-        call_block(block, hidden, arguments)
+        with readers:
+            call_block(block, hidden, arguments)
     finally:
         _remove(handles)
     groups: list[InputGroup] = []
@@ -135,6 +153,10 @@ def _find_groups(
             by_identity[id(x)] = _empty_group(producer, x)
             groups.append(by_identity[id(x)])
         by_identity[id(x)].layers.append(name)
+    for x in inputs.values():
+        group = by_identity[id(x)]
+        if group.producer is not None:
+            group.read_elsewhere = bool(readers.of(x) - {*group.layers, group.producer})
     return groups
 
 

@@ -1,7 +1,8 @@
-"""Where smoothing factors can be folded: the norm, the value or the up projection in front.
+"""Where factors of an input can be folded: the norm, the value or the up projection in front.
 
-The maths is in :mod:`taut_deploy.compress.equalize.smoothquant`; this module finds the producer of
-an input and scales it down, so that the block's function does not change.
+The maths is in :mod:`taut_deploy.compress.equalize.smoothquant` and
+:mod:`taut_deploy.compress.equalize.awq`; this module finds the producer of an input and scales it
+down, so that the block's function does not change.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,12 @@ class Fold:
 
 
 def find_fold(block: nn.Module, group: InputGroup) -> Fold | None:
-    """The producer able to absorb this group's factors, or None."""
+    """The producer able to absorb this group's factors, or None.
+
+    None too where something else reads what the producer gives: it would see the factors.
+    """
+    if group.read_elsewhere:
+        return None
     if group.producer is not None:
         return _norm_fold(block.get_submodule(group.producer))
     parent, _, leaf = group.layers[0].rpartition(".")

@@ -98,6 +98,8 @@ def rotate_block(
             if len(layers) != 1 or layers[0].out_features != len(residual):
                 raise ValueError(f"{group.layers[0]} does not write the residual stream")
             rotate_outputs(layers[0], residual)
+        elif group.read_elsewhere:
+            raise ValueError(f"{group.producer} is read by more than {', '.join(group.layers)}")
         elif group.producer is not None and layers[0].in_features == len(residual):
             fuse_norm(modules[group.producer], layers)
             for layer in layers:

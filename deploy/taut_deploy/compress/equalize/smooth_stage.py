@@ -3,6 +3,7 @@
 import torch
 
 from taut_deploy.compress.calibrate.observe import InputGroup
+from taut_deploy.compress.equalize.apply import apply_scales
 from taut_deploy.compress.equalize.fold import find_fold
 from taut_deploy.compress.equalize.smoothquant import QuantizedProduct, choose_scales
 from taut_deploy.compress.quantize import rtn
@@ -30,13 +31,7 @@ def _smooth_group(state: BlockState, group: InputGroup, stage: Smooth) -> bool:
     scales = choose_scales(group.sample, group.absmax, weights, _product(layers), alpha, fold.tie)
     if bool((scales == 1).all()):
         return False
-    scales = fold.apply(scales)
-    for layer, weight in zip(layers, weights, strict=True):
-        layer.module.weight.data = weight * scales  # fp32 until it is stored
-    group.absmax = group.absmax / scales
-    group.sample = group.sample / scales
-    if group.hessian is not None:
-        group.hessian = group.hessian / scales[:, None] / scales[None, :]
+    apply_scales(group, layers, fold, scales)
     return True
 
 

@@ -9,9 +9,16 @@ from taut_deploy.compress.quantize.float8 import FP8_MAX, fake_quantize_tokens_f
 from taut_deploy.compress.quantize.grid import fake_quantize_tokens
 
 
-def _eight_bits(kind: str, strategy: str, *, dynamic: bool) -> QuantizationArgs:
+def _eight_bits(
+    kind: str, strategy: str, *, dynamic: bool, group_size: int | None = None
+) -> QuantizationArgs:
     return QuantizationArgs(
-        num_bits=8, type=kind, symmetric=True, strategy=strategy, dynamic=dynamic
+        num_bits=8,
+        type=kind,
+        symmetric=True,
+        strategy=strategy,
+        dynamic=dynamic,
+        group_size=group_size,
     )
 
 
@@ -68,6 +75,27 @@ class Float8PerToken(Activations):
     def arguments(self) -> QuantizationArgs:
         """``input_activations`` of a config group."""
         return _eight_bits("float", "token", dynamic=True)
+
+
+@dataclass(frozen=True)
+class Float8PerGroup(Activations):
+    """FP8 (e4m3), one scale per group of a token's channels taken from that group.
+
+    Args:
+        group_size: channels a scale covers, a divisor of K.
+    """
+
+    group_size: int
+
+    def round(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """An input as vLLM rounds it: ``absmax / 448`` is one."""
+        del scale
+        return fake_quantize_tokens_fp8(x, self.group_size)
+
+    @property
+    def arguments(self) -> QuantizationArgs:
+        """``input_activations`` of a config group."""
+        return _eight_bits("float", "group", dynamic=True, group_size=self.group_size)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationStatus
 
 from taut_deploy.compress.formats.protocol import WeightFormat
 
@@ -13,17 +13,20 @@ _MIXED_LAYOUT = "mixed-precision"
 
 
 def quantization_config(
-    formats: Mapping[str, WeightFormat], ignore: list[str]
+    formats: Mapping[str, WeightFormat],
+    ignore: list[str],
+    kv_cache: QuantizationArgs | None = None,
 ) -> dict[str, Any] | None:
-    """The ``quantization_config`` entry of config.json; None where no layer has a format.
+    """The ``quantization_config`` entry of config.json; None where nothing is quantised.
 
     One format is one group over all linear layers; several are groups that name their layers.
 
     Args:
         formats: of each quantised layer, by its full name.
         ignore: full names of linear layers left alone.
+        kv_cache: how keys and values are kept; None for the model's own type.
     """
-    if not formats:
+    if not formats and kv_cache is None:
         return None
     members: dict[WeightFormat, list[str]] = {}
     for name, layer_format in formats.items():
@@ -39,6 +42,7 @@ def quantization_config(
         format=layouts.pop() if len(layouts) == 1 else _MIXED_LAYOUT,
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=ignore,
+        kv_cache_scheme=kv_cache,
     )
     dumped: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
     return {**dumped, "quant_method": "compressed-tensors"}

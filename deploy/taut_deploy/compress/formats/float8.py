@@ -30,9 +30,9 @@ class Float8Format(WeightFormat):
         return 8
 
     @property
-    def group_size(self) -> None:
+    def group_size(self) -> int | None:
         """No groups."""
-        return
+        return None
 
     @property
     def symmetric(self) -> bool:
@@ -47,14 +47,18 @@ class Float8Format(WeightFormat):
         """Inverse of :meth:`pack`."""
         return Float8Weight(tensors["weight"], tensors["weight_scale"])
 
-    def scheme(self, targets: list[str]) -> QuantizationScheme:
-        """The config group of layers in this format."""
-        weights = QuantizationArgs(
+    @property
+    def weight_arguments(self) -> QuantizationArgs:
+        """``weights`` of a config group."""
+        return QuantizationArgs(
             num_bits=8, type="float", symmetric=True, strategy="channel", dynamic=False
         )
+
+    def scheme(self, targets: list[str]) -> QuantizationScheme:
+        """The config group of layers in this format."""
         return QuantizationScheme(
             targets=targets,
-            weights=weights,
+            weights=self.weight_arguments,
             input_activations=self.activations.arguments,
             format="float-quantized",
         )

@@ -7,10 +7,12 @@ import torch
 from taut_deploy.compress.formats.activations import (
     Activations,
     Float8Fixed,
+    Float8PerGroup,
     Float8PerToken,
     Int8PerToken,
 )
 from taut_deploy.compress.formats.float8 import Float8Format
+from taut_deploy.compress.formats.float8_block import BLOCK, Float8BlockFormat
 from taut_deploy.compress.formats.integer import IntegerFormat, PackedIntegerFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.quantize.float8 import Float8Spec
@@ -44,6 +46,11 @@ def _fp8_by_fixed_fp8(stage: Quantize, group_size: int | None, dtype: torch.dtyp
     return Float8Format(stage.scheme, Float8Spec(dtype), Float8Fixed(dtype))
 
 
+def _fp8_blocks(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
+    del group_size
+    return Float8BlockFormat(stage.scheme, Float8Spec(dtype, BLOCK), Float8PerGroup(BLOCK))
+
+
 def _int4_by_int8(stage: Quantize, group_size: int | None, dtype: torch.dtype) -> WeightFormat:
     return PackedIntegerFormat(stage.scheme, GridSpec(4, group_size, True, dtype), Int8PerToken())
 
@@ -62,6 +69,7 @@ FORMATS: dict[str, _Make] = {
     "W4AFP8": _int4_by_fp8,
     "FP8": _fp8_by_fp8,
     "FP8-STATIC": _fp8_by_fixed_fp8,
+    "FP8-BLOCK": _fp8_blocks,
 }
 
 

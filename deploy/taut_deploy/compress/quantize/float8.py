@@ -1,4 +1,4 @@
-"""FP8 (e4m3) grids: one scale for each output channel.
+"""FP8 (e4m3) grids: one scale for each output channel, or for each square block of weights.
 
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433, §3; e4m3 has no infinity and ends at 448.
 Scales are rounded to the dtype they are stored in *before* codes are chosen.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from taut_deploy.compress.quantize.protocol import ColumnRounding
+from taut_deploy.compress.quantize.scales import expand
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -41,18 +42,21 @@ def round_fp8(values: torch.Tensor) -> torch.Tensor:
     return values.add_(power).sub_(power)
 
 
-def fake_quantize_tokens_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Round activations as an FP8 engine does: one scale per token, from that token.
+def fake_quantize_tokens_fp8(x: torch.Tensor, group_size: int | None = None) -> torch.Tensor:
+    """Round activations as an FP8 engine does: scales are of a token, taken from that token.
 
     Args:
         x: [..., K] any float dtype.
+        group_size: channels a scale covers; None for one scale per token.
 
     Returns:
         Same shape and dtype as ``x``, on the grid.
     """
     values = x.float()
+    if group_size is not None:
+        values = values.view(*x.shape[:-1], -1, group_size)
     scale = values.abs().amax(-1, keepdim=True).clamp_(min=1e-10) / FP8_MAX
-    return round_fp8(values / scale).mul_(scale).to(x.dtype)
+    return round_fp8(values / scale).mul_(scale).view(x.shape).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Float8Weight:
 
     Args:
         codes: [N, K] float8_e4m3fn.
-        scale: [N, 1].
+        scale: [N, 1], or [N / B, K / B] for blocks of B×B weights.
     """
 
     codes: torch.Tensor
@@ -69,7 +73,7 @@ class Float8Weight:
 
     def dequantize(self) -> torch.Tensor:
         """The weights these codes stand for, [N, K] fp32."""
-        return self.codes.float() * self.scale.float()
+        return self.codes.float() * expand(self.scale.float(), self.codes.shape)
 
 
 @dataclass(frozen=True)
@@ -77,25 +81,33 @@ class Float8Grid:
     """A weight's FP8 grid, fixed: values are rounded onto it.
 
     Args:
-        scale: [N, 1].
+        scale: [N, 1], or [N / B, K / B].
     """
 
     scale: torch.Tensor
 
     def round(self, values: torch.Tensor) -> torch.Tensor:
         """The nearest values on the grid, [N, K] fp32."""
-        scale = self.scale.float()
+        scale = expand(self.scale.float(), values.shape)
         return round_fp8(values / scale).mul_(scale)
 
     def encode(self, values: torch.Tensor) -> Float8Weight:
         """The nearest codes of values [N, K]; exact for values that are on the grid already."""
-        return Float8Weight(to_fp8(values / self.scale.float()), self.scale)
+        scale = expand(self.scale.float(), values.shape)
+        return Float8Weight(to_fp8(values / scale), self.scale)
 
     def by_column(self, order: torch.Tensor) -> ColumnRounding:
         """Rounding of one input channel at a time."""
-        del order  # every channel has the same scales
-        scale = self.scale.float()[:, 0]
-        return lambda _position, values: round_fp8(values / scale).mul_(scale)
+        width = order.shape[0] // self.scale.shape[1]
+        block_of = (order // width).tolist()
+        scales = self.scale.float().T.contiguous()
+
+        def rounded(position: int, values: torch.Tensor) -> torch.Tensor:
+            scale = scales[block_of[position]]
+            scale = scale.repeat_interleave(values.shape[0] // scale.shape[0])
+            return round_fp8(values / scale).mul_(scale)
+
+        return rounded
 
 
 @dataclass(frozen=True)
@@ -104,18 +116,27 @@ class Float8Spec:
 
     Args:
         scale_dtype: dtype the scales are stored in.
+        block: side of the square of weights that share a scale, a divisor of N and K; None for one
+            scale per output channel.
     """
 
     scale_dtype: torch.dtype
+    block: int | None = None
 
     def fit(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Float8Grid:
-        """The grid whose ends are each channel's absmax.
+        """The grid whose ends are the absmax of each channel or block.
 
         A float's steps shrink with its magnitude, so a smaller range would buy next to nothing:
         ``importance`` is not used.
         """
         del importance
-        scale = (weight.abs().amax(1, keepdim=True) / FP8_MAX).to(self.scale_dtype)
-        # A channel of zeros gets scale 1: its codes are zero either way.
+        if self.block is None:
+            absmax = weight.abs().amax(1, keepdim=True)
+        else:
+            rows, columns = (size // self.block for size in weight.shape)
+            blocks = weight.view(rows, self.block, columns, self.block)
+            absmax = blocks.abs().amax((1, 3))
+        scale = (absmax / FP8_MAX).to(self.scale_dtype)
+        # Where all is zero the scale is 1: codes are zero either way.
         positive = scale.float() > torch.finfo(torch.float32).tiny
         return Float8Grid(torch.where(positive, scale, torch.ones_like(scale)))

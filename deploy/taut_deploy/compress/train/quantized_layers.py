@@ -15,6 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.utils import match_named_modules
 from torch import nn
 
+from taut_deploy.compress.quantize.scales import expand
 from taut_deploy.compress.source.stream import WeightReader
 from taut_deploy.compress.train.fake_quantize import Grid, codes_of
 from taut_deploy.errors import ModelError
@@ -157,8 +158,6 @@ def stored_tensors(
     """
     zero = None if layer.zero is None else layer.zero.cpu()
     codes = codes_of(weight, scale, zero, layer.grid)
-    from taut_deploy.compress.train.fake_quantize import expand
-
     shift = 0.0 if zero is None else expand(zero.float(), weight.shape)
     exact = (codes - shift) * expand(scale, weight.shape)
     parts: dict[str, torch.Tensor] = {"weight": exact, "weight_scale": scale}

@@ -91,7 +91,6 @@ def dense_estimate(N: int, K: int, M: int) -> float:
     return _DENSE[0] + bytes_moved / _DENSE[1] + 2 * M * N * K / _DENSE[2]
 
 
-def fastest(estimates: Iterable[tuple[float, Tile]]) -> Tile | None:
-    """Return the tile of the least estimate, the first of equals; None where there is none."""
-    found = min(estimates, key=lambda pair: pair[0], default=None)
-    return None if found is None else found[1]
+def by_estimate(estimates: Iterable[tuple[float, Tile]]) -> list[Tile]:
+    """Return tiles in the order of their estimates, equals in that of their coming."""
+    return [tile for _, tile in sorted(estimates, key=lambda pair: pair[0])]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from taut_kernels.gemm.w4a16 import weight_format
-from taut_kernels.gemm.w4a16.cost import MULTIPROCESSORS, Cost, Cut, estimate, fastest
+from taut_kernels.gemm.w4a16.cost import MULTIPROCESSORS, Cost, Cut, by_estimate, estimate
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 from taut_kernels.launch import tile_tables
 
@@ -149,6 +149,23 @@ _LANE_REGISTERS = 512
 """Of each of the four schedulers of a multiprocessor, a lane."""
 
 
+def ranked(N: int, K: int) -> list[DecodeTile]:
+    """Return what a shape may run on for up to 8 tokens on sm_90, by the model fastest first.
+
+    Args:
+        N: output features, a multiple of 16.
+        K: input features.
+
+    Returns:
+        Tiles; none where K is too short for them.
+    """
+    return by_estimate(
+        (estimate(cut(tile, N, K, 1), cost), tile)
+        for known, figures in CANDIDATES
+        for tile, cost in splits_of(known, figures, N, K)
+    )
+
+
 def rule(N: int, K: int, token_tiles: int, *, hopper: bool) -> DecodeTile:
     """Choose a tile for a shape nobody measured.
 
@@ -161,14 +178,8 @@ def rule(N: int, K: int, token_tiles: int, *, hopper: bool) -> DecodeTile:
     Returns:
         The tile.
     """
-    if not hopper or token_tiles == 2:
-        return plain_rule(N, K, token_tiles)
-    found = fastest(
-        (estimate(cut(tile, N, K, token_tiles), cost), tile)
-        for known, figures in CANDIDATES
-        for tile, cost in splits_of(known, figures, N, K)
-    )
-    return found or plain_rule(N, K, token_tiles)
+    found = ranked(N, K) if hopper and token_tiles == 1 else []
+    return found[0] if found else plain_rule(N, K, token_tiles)
 
 
 def splits_of(

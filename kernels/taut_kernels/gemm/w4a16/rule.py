@@ -15,9 +15,9 @@ from taut_kernels.gemm.w4a16.cost import (
     MULTIPROCESSORS,
     Cost,
     Cut,
+    by_estimate,
     dense_estimate,
     estimate,
-    fastest,
 )
 from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
@@ -157,8 +157,29 @@ _TYPICAL = {768: (640, 768), 1024: (896, 1024)}
 two buckets lie one number of blocks of 256 tokens but two of blocks of 128."""
 
 
+def ranked(N: int, K: int, tokens: int) -> list[Fused | Literal["dense"]]:
+    """Return what a shape may run on, by the model fastest first.
+
+    Args:
+        N: output features.
+        K: input features, at least :data:`LEAST_K`, as N is :data:`LEAST_N`.
+        tokens: the most that the choice is for, one of the tables' buckets.
+
+    Returns:
+        Tiles and the word, at least one.
+    """
+    Ms = _TYPICAL.get(tokens, (tokens,))
+    choices: list[tuple[float, Fused | Literal["dense"]]] = []
+    for candidate in CANDIDATES[tokens]:
+        for tile, cost in _cuts(candidate, N, K, tokens):
+            choices.append((sum(_us(tile, cost, N, K, M) / M for M in Ms), tile))
+    if tokens >= _DENSE_TOKENS:
+        choices.append((sum(dense_estimate(N, K, M) / M for M in Ms), "dense"))
+    return by_estimate(choices)
+
+
 def rule(N: int, K: int, tokens: int) -> Fused | Literal["dense"]:
-    """Choose for a shape nobody measured.
+    """Choose for a shape nobody measured: the first of :func:`ranked`.
 
     Args:
         N: output features.
@@ -168,16 +189,7 @@ def rule(N: int, K: int, tokens: int) -> Fused | Literal["dense"]:
     Returns:
         The tile, or the word.
     """
-    Ms = _TYPICAL.get(tokens, (tokens,))
-    choices: list[tuple[float, Fused | Literal["dense"]]] = []
-    for candidate in CANDIDATES[tokens]:
-        for tile, cost in _cuts(candidate, N, K, tokens):
-            choices.append((sum(_us(tile, cost, N, K, M) / M for M in Ms), tile))
-    if tokens >= _DENSE_TOKENS:
-        choices.append((sum(dense_estimate(N, K, M) / M for M in Ms), "dense"))
-    found = fastest(choices)
-    assert found is not None  # whole K always fits
-    return found
+    return ranked(N, K, tokens)[0]
 
 
 def every_tile(kind: type[Kind]) -> list[Kind]:

@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from taut_service.config.settings import KubernetesDiscovery, Timeouts
-from taut_service.worker.connection import ConnectError, Connection, ConnectionLostError
+from taut_service.worker.connection import Connection
+from taut_service.worker.upstream_errors import ConnectError, ConnectionLostError
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0

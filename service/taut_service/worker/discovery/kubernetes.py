@@ -18,10 +18,10 @@ import random
 from typing import Any
 
 from taut_service.config.settings import KubernetesDiscovery
-from taut_service.worker.connection import UpstreamError
 from taut_service.worker.discovery.api_server import ApiServer, ApiStatusError
 from taut_service.worker.discovery.endpoint_slices import SliceSet
 from taut_service.worker.discovery.watch import Apply, DiscoveryState
+from taut_service.worker.upstream_errors import UpstreamError
 
 GONE = 410
 FIRST_BACKOFF_S = 0.5

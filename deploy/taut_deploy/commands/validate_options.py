@@ -1,0 +1,102 @@
+"""The options of ``taut validate``, in the groups in which they are used."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taut_deploy.validate.latency.plan import LatencyPlan, parse_concurrency
+
+_PLAN = LatencyPlan()
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is compared, on which text, judged by what, and where the answer goes."""
+
+    baseline: Annotated[str, typer.Option(help="Uncompressed model: name, directory or URL.")]
+    candidate: Annotated[str, typer.Option(help="Compressed model: name, directory or URL.")]
+    policy: Annotated[str, typer.Option(help="Built-in policy or YAML file.")]
+    output: Annotated[Path, typer.Option(help="Directory for report.json, report.md, junit.xml.")]
+    text: Annotated[Path, typer.Option(help="UTF-8 text to judge on; not the calibration text.")]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How much of the text is compared, and how often it is resampled."""
+
+    sequences: Annotated[int, typer.Option(help="Sequences to compare.")] = 32
+    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512
+    seed: Annotated[int, typer.Option(help="Seed of bootstrap and latency load.")] = 0
+    bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples.")] = 2000
+    noise_sequences: Annotated[
+        int, typer.Option(help="Sequences of the baseline-against-itself run; 0 leaves it out.")
+    ] = 8
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What is asked of a model behind a URL."""
+
+    top_k: Annotated[int, typer.Option(help="Log-probabilities asked of a server.")] = 20
+    baseline_model: Annotated[str | None, typer.Option(help="Model name at its URL.")] = None
+    candidate_model: Annotated[str | None, typer.Option(help="Model name at its URL.")] = None
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait for one server answer.")] = 300.0
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Whether latency is measured, and how much of it."""
+
+    latency: Annotated[
+        bool | None,
+        typer.Option(
+            "--latency/--no-latency",
+            help="Measure latency; without either flag, where both models are URLs.",
+        ),
+    ] = None
+    latency_requests: Annotated[int, typer.Option(help="Requests per model and concurrency.")] = (
+        _PLAN.requests
+    )
+    latency_concurrency: Annotated[str, typer.Option(help="Requests in flight, e.g. 1,8.")] = (
+        ",".join(map(str, _PLAN.concurrency))
+    )
+    latency_prompt_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = (
+        _PLAN.prompt_tokens
+    )
+    latency_output_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = (
+        _PLAN.output_tokens
+    )
+    latency_timeout_s: Annotated[
+        float, typer.Option(help="Seconds after which an answer counts as failed.")
+    ] = _PLAN.timeout_s
+
+    def plan(self) -> LatencyPlan:
+        """Return the load of the measurement.
+
+        Raises:
+            CouldNotValidateError: a number is out of range; the flag is named.
+        """
+        return LatencyPlan(
+            requests=self.latency_requests,
+            concurrency=parse_concurrency(self.latency_concurrency),
+            prompt_tokens=self.latency_prompt_tokens,
+            output_tokens=self.latency_output_tokens,
+            timeout_s=self.latency_timeout_s,
+        )
+
+
+@dataclass(frozen=True)
+class Access:
+    """What is sent with every request to a URL."""
+
+    baseline_header: Annotated[
+        list[str] | None, typer.Option(help="'Name: value' for the baseline's URL; repeatable.")
+    ] = None
+    candidate_header: Annotated[
+        list[str] | None, typer.Option(help="'Name: value' for the candidate's URL; repeatable.")
+    ] = None
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with a bearer key for the URLs.")
+    ] = None

@@ -1,0 +1,65 @@
+"""The ``awq`` stage: factors of least output error are folded into what produces an input."""
+
+from taut_deploy.compress.calibrate.observe import InputGroup
+from taut_deploy.compress.equalize.apply import apply_scales
+from taut_deploy.compress.equalize.awq import Rounding, choose_scales
+from taut_deploy.compress.equalize.fold import Fold, find_fold
+from taut_deploy.compress.quantize import rtn
+from taut_deploy.compress.state import BlockState, LayerState
+from taut_deploy.compress.threads import single_thread
+from taut_deploy.errors import RecipeError
+from taut_deploy.recipe.stages import Awq
+
+
+def awq(state: BlockState, index: int, stage: Awq) -> None:
+    """Scale every input that a layer of the stage reads and whose producer can take factors.
+
+    Raises:
+        RecipeError: no input of the block can be scaled.
+        ModelError: a weight or an input is not finite; names the layer.
+    """
+    for group, fold in _folds(state, index, stage):
+        layers = [state.layers[name] for name in group.layers]
+        rounding = _rounding(layers)
+        if rounding is None:
+            continue
+        weights = [layer.sound_weight() for layer in layers]
+        with single_thread():
+            scales = choose_scales(layers[0].hessian(), weights, rounding, fold.tie)
+        if bool((scales == 1).all()):
+            continue
+        apply_scales(group, layers, fold, scales)
+        for layer in layers:
+            layer.methods.append(stage.method)
+
+
+def require_foldable(state: BlockState, index: int, stage: Awq) -> None:
+    """Refuse a block that :func:`awq` would.
+
+    Raises:
+        RecipeError: no input of the block can be scaled.
+    """
+    _folds(state, index, stage)
+
+
+def _folds(state: BlockState, index: int, stage: Awq) -> list[tuple[InputGroup, Fold]]:
+    """The inputs that can be scaled, each with the place that takes its factors."""
+    found = [
+        (group, fold)
+        for group in state.groups_of_stage(index)
+        if (fold := find_fold(state.module, group)) is not None
+    ]
+    if not found:
+        raise RecipeError(
+            f"stages.{stage.method}: no input in {state.name} comes from a norm or a linear layer "
+            "that can take factors; leave this stage out"
+        )
+    return found
+
+
+def _rounding(layers: list[LayerState]) -> Rounding | None:
+    """How a group's layers will be rounded; None where none of them will."""
+    layer_format = next((layer.format for layer in layers if layer.format is not None), None)
+    if layer_format is None:
+        return None
+    return lambda weight: rtn.quantize_weight(weight, layer_format.spec).dequantize()

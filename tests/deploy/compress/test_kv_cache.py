@@ -1,0 +1,221 @@
+"""An 8-bit KV cache: its scales are what attention saw, and readers of the checkpoint use them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from stood_for import logits_of, stored
+from tiny_models import (
+    job_for,
+    make_recipe,
+    recipe_data,
+    write_calibration_text,
+    write_llama,
+)
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from taut_deploy.compress import driver
+from taut_deploy.compress.calibrate.calibration import make_calibration_set
+from taut_deploy.compress.kv_cache import BlockCache, cached
+from taut_deploy.errors import ModelError, RecipeError
+from taut_deploy.recipe import KvCache
+
+MARGIN = 2.0
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """``model/`` (fp32, 4 heads on 2) and ``text.txt``."""
+    path = tmp_path_factory.mktemp("room")
+    write_llama(path / "model")
+    write_calibration_text(path / "text.txt")
+    return path
+
+
+def job(room, output, **cache):
+    data = recipe_data(room / "text.txt", scheme="W8A16", algorithm="rtn") | {"kv_cache": cache}
+    return job_for(room / "model", data, output)
+
+
+@pytest.fixture(scope="module", params=["tensor", "head"])
+def checkpoint(request, room, tmp_path_factory):
+    """A finished job of each strategy."""
+    asked = job(room, tmp_path_factory.mktemp("out") / "out", strategy=request.param)
+    driver.compress(asked)
+    return asked
+
+
+def largest_by_head(request) -> dict[tuple[int, str], torch.Tensor]:
+    """Largest |q|, |k|, |v| of each head over the calibration set, by the model's own projections.
+
+    Keys and queries are rotated by transformers' function, whose result is the only thing taken.
+    """
+    model = AutoModelForCausalLM.from_pretrained(request.output)
+    config = json.loads((request.output / "config.json").read_text())["quantization_config"]
+    assert config["kv_cache_scheme"]["num_bits"] == 8
+    for block in model.model.layers:  # the cache is not rounded while scales are taken
+        block.self_attn.quantization_enabled = False
+    tokens = make_calibration_set(request.recipe.calibration, request.output, request.cache).tokens
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    rotate = modeling_llama.apply_rotary_pos_emb
+
+    def keep(index, what, states):
+        now = states.abs().amax((0, 2, 3))
+        found[index, what] = torch.maximum(found.get((index, what), now), now)
+
+    calls = []
+
+    def rotated(query, key, *rest, **options):
+        result = rotate(query, key, *rest, **options)
+        calls.append(result)
+        return result
+
+    handles = []
+    for index, block in enumerate(model.model.layers):
+        handles.append(
+            block.self_attn.v_proj.register_forward_hook(
+                lambda _m, _a, out, index=index: keep(
+                    index, "v", out.unflatten(-1, (2, 16)).transpose(1, 2)
+                )
+            )
+        )
+    modeling_llama.apply_rotary_pos_emb = rotated
+    try:
+        with torch.inference_mode():
+            model(tokens)
+    finally:
+        modeling_llama.apply_rotary_pos_emb = rotate
+    for index, (query, key) in enumerate(calls):
+        keep(index, "q", query)
+        keep(index, "k", key)
+    return found
+
+
+def test_scales_are_the_largest_magnitudes_attention_saw(checkpoint):
+    tensors, largest = stored(checkpoint.output), largest_by_head(checkpoint)
+    per_head = checkpoint.recipe.kv_cache.strategy == "head"
+    for index in range(2):
+        for what, heads in (("q", 4), ("k", 2), ("v", 2)):
+            scale = tensors[f"model.layers.{index}.self_attn.{what}_scale"]
+            expected = largest[index, what] * MARGIN / 448
+            assert expected.shape == (heads,)
+            assert scale.shape == ((heads, 1, 1) if per_head else (1,))
+            wanted = expected if per_head else expected.max().reshape(1)
+            torch.testing.assert_close(scale.flatten(), wanted, rtol=1e-4, atol=0)
+
+
+class Rounded:
+    """A cache that gives keys and values back as torch's own FP8 holds them."""
+
+    def __init__(self, tensors, index):
+        names = [f"model.layers.{index}.self_attn.{what}_scale" for what in "kv"]
+        self._scales = [tensors[name].float() for name in names]
+
+    def update(self, *states):
+        """Round keys and values."""
+        return tuple(
+            (part / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+            for part, scale in zip(states, self._scales, strict=False)
+        )
+
+
+def give_cache(model, tensors):
+    """Let every attention of a Llama read its keys and values from such a cache."""
+    for index, block in enumerate(model.model.layers):
+        cache = Rounded(tensors, index)
+        block.self_attn.register_forward_pre_hook(
+            lambda _m, args, kwargs, cache=cache: (args, kwargs | {"past_key_values": cache}),
+            with_kwargs=True,
+        )
+    return model
+
+
+def test_stock_transformers_and_we_round_the_same_cache(checkpoint):
+    tensors = stored(checkpoint.output)
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint.output).eval()
+    with_cache = logits_of(theirs)
+    for block in theirs.model.layers:
+        block.self_attn.quantization_enabled = False
+    without = logits_of(theirs)
+    cost = (with_cache - without).norm()
+    assert 0 < cost < 0.1 * without.norm()
+    ours = logits_of(give_cache(theirs, tensors))
+    assert (with_cache - ours).norm() < 0.02 * cost
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "head"])
+def test_a_block_is_emulated_with_its_cache(strategy, room):
+    model = AutoModelForCausalLM.from_pretrained(room / "model").eval()
+    block = model.model.layers[1]
+    cache = BlockCache(KvCache(strategy=strategy), block, "model.layers.1", torch.float32)
+    with cache.observed():
+        plain = logits_of(model)
+    with cache.emulated():
+        emulated = logits_of(model)
+    assert not torch.equal(plain, emulated)
+    assert torch.equal(logits_of(model), plain), "and only for a while"
+    expected = {f"model.layers.0.self_attn.{what}_scale": torch.tensor(1e-6) for what in "kv"}
+    expected |= cache.tensors()
+    give_cache(model, expected).model.layers[0].self_attn._forward_pre_hooks.clear()
+    torch.testing.assert_close(emulated, logits_of(model), rtol=1e-4, atol=1e-5)
+
+
+def test_values_beyond_the_calibrated_range_become_its_end():
+    states = torch.tensor([1.0, -3.0, 0.3]).view(1, 1, 1, 3)
+    got = cached(states, torch.tensor([1 / 448]))
+    assert got.flatten().tolist() == pytest.approx([1.0, -1.0, 0.3], rel=2**-4)
+    assert got.flatten()[:2].tolist() == pytest.approx([1.0, -1.0], rel=1e-6)
+
+
+def test_attention_that_is_not_seen_or_not_finite_is_refused(room):
+    model = AutoModelForCausalLM.from_pretrained(room / "model").eval()
+    with (
+        pytest.raises(ModelError, match=r"model\.layers\.0: kv_cache: no attention was seen"),
+        BlockCache(KvCache(), model.model.layers[0], "model.layers.0", torch.float32).observed(),
+    ):
+        pass
+    model.model.layers[0].self_attn.v_proj.weight.data[3, 3] = torch.nan
+    cache = BlockCache(KvCache(), model.model, "model", torch.float32)
+    with (
+        pytest.raises(ModelError, match=r"layers\.0\.self_attn: its queries, keys or values hold"),
+        cache.observed(),
+    ):
+        logits_of(model)
+
+
+def test_models_with_another_cache_are_refused_in_the_plan(room, tmp_path):
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    from taut_deploy.compress.kv_cache import require_suited
+
+    with torch.device("meta"):
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=1, vocab_size=64))
+    with pytest.raises(RecipeError, match="one latent vector"):
+        require_suited(model)
+    model = AutoModelForCausalLM.from_pretrained(room / "model")
+    model._supports_attention_backend = False
+    with pytest.raises(RecipeError, match="cannot be seen; leave 'kv_cache' out"):
+        require_suited(model)
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ({"dtype": "int8"}, "kv_cache.dtype.*'fp8'"),
+        ({"margin": 0.5}, "kv_cache.margin"),
+        ({"stratgy": "head"}, "did you mean 'strategy'"),
+    ],
+)
+def test_wrong_settings_are_refused(cache, message, room):
+    with pytest.raises(RecipeError, match=message):
+        make_recipe(recipe_data(room / "text.txt") | {"kv_cache": cache})
+
+
+def test_recipes_without_a_cache_keep_their_hash(room):
+    plain = make_recipe(recipe_data(room / "text.txt"))
+    with_cache = make_recipe(recipe_data(room / "text.txt") | {"kv_cache": {}})
+    assert plain.hash != with_cache.hash
+    assert "kv_cache" not in json.dumps(plain.model_dump(mode="json", exclude_none=True))
