@@ -18,6 +18,8 @@ OP_CASES, from_op, Subject,   what an instrument looks at: an op of ours, a func
 from_reference, …
 linear_kl,                    losses of training whose logits never exist as a whole
 linear_cross_entropy
+codebook, layer_description,  how checkpoints of ``quant_method: "taut"`` are described and read
+low_rank_linear
 ceilings, roofline, …         the instruments
 ============================  =====================================================================
 """
@@ -28,6 +30,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from taut_kernels.formats import codebook as codebook
+    from taut_kernels.formats import layer_description as layer_description
+    from taut_kernels.formats.low_rank import low_rank_linear as low_rank_linear
     from taut_kernels.gemm.w4a16.verdict import remark as remark
     from taut_kernels.gemm.w4a16.weight_format import of_layer as of_layer
     from taut_kernels.instruments import ceilings as ceilings
@@ -67,6 +72,7 @@ if TYPE_CHECKING:
     from taut_kernels.vllm_plugin.selfcheck import why_not_ready as why_not_ready
 
 _PLACES: dict[str, tuple[str, ...]] = {
+    "formats.low_rank": ("low_rank_linear",),
     "gemm.w4a16.verdict": ("remark",),
     "gemm.w4a16.weight_format": ("of_layer",),
     "instruments.errors": ("InstrumentError",),
@@ -86,6 +92,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "vllm_plugin.selfcheck": ("why_int8_wrong", "why_not_ready"),
 }
 _MODULES: dict[str, tuple[str, ...]] = {
+    "formats": ("codebook", "layer_description"),
     "instruments": (
         "ceilings",
         "explain",

@@ -16,7 +16,7 @@ import pytest
 from tiny_gguf import write_gguf
 from tiny_models import write_llama
 
-from taut_deploy.compress.source.stream import WeightReader
+from taut_deploy.compress.source.weights import WeightReader
 from taut_deploy.errors import ModelError
 from taut_deploy.models.gguf import convert_gguf
 from taut_deploy.models.gguf_header import read_header

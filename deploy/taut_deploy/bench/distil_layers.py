@@ -17,7 +17,7 @@ from taut_deploy.compress.dense import load_dense, write_dense
 from taut_deploy.compress.golden import golden_of
 from taut_deploy.compress.job import library_versions, stored_dtype
 from taut_deploy.compress.shrink.importance import decoder_of, run, with_hooks
-from taut_deploy.compress.source.stream import linear_layers
+from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.workspace import Workspace, finished_result, sole_writer
 from taut_deploy.files import sha256_json
 from taut_deploy.models.directory import read_shape

@@ -207,6 +207,8 @@ def _load(path: Path, dtype: "torch.dtype | None", device: "torch.device") -> An
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    import taut_deploy.hf  # noqa: F401  registers quant_method taut
+
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,

@@ -26,6 +26,8 @@ def load_dense(directory: Path, device: str, *, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    import taut_deploy.hf  # noqa: F401  registers quant_method taut
+
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             directory,

@@ -38,12 +38,9 @@ from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
 from taut_deploy.compress.report.write import write_report
 from taut_deploy.compress.resolve import Treatment
-from taut_deploy.compress.source.stream import (
-    BlockArguments,
-    DecoderBlock,
-    StreamedModel,
-    call_block,
-)
+from taut_deploy.compress.source.calls import BlockArguments, call_block
+from taut_deploy.compress.source.decoder import DecoderBlock
+from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.threads import over_batches, single_thread
 from taut_deploy.compress.workspace import Workspace, sole_writer
@@ -177,7 +174,7 @@ class _Run:
         entered = [self._stream.enter(tokens) for tokens in streams]
         if self._workspace.committed("block-0") is None:
             batches = torch.split(calibration.tokens, self._batch_size)
-            hidden = torch.cat([self._stream.enter(batch)[0].cpu() for batch in batches])
+            hidden = torch.cat([self._stream.embed(batch).cpu() for batch in batches])
             probes = {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
             self._workspace.save_tensors("hidden-0", {"calibration": hidden, **probes})
         return [arguments for _, arguments in entered]
@@ -230,10 +227,11 @@ class _Run:
         self, block: DecoderBlock, result: CompressedBlock, scales: dict[str, torch.Tensor]
     ) -> None:
         tensors = dict(scales)
-        for name, parameter in block.module.named_parameters():
+        kept = {name for name, _ in block.module.named_parameters()}
+        for name, value in block.module.state_dict().items():
             layer = name.removesuffix(".weight")
             if layer not in result.stored:
-                tensors[f"{block.name}.{name}"] = parameter.to(self._dtype)
+                tensors[f"{block.name}.{name}"] = value.to(self._dtype) if name in kept else value
                 continue
             stored = result.stored[layer]
             written = stored.tensors()
@@ -242,7 +240,7 @@ class _Run:
                     f"{block.name}.{layer}: what was packed does not read back; nothing was written"
                 )
             tensors |= {f"{block.name}.{layer}.{key}": value for key, value in written.items()}
-        self._workspace.save_shard(self._shard_name(block.index), tensors)
+        self._workspace.save_shard(self._shard_name(block.index), self._stream.to_stored(tensors))
 
     def _shard_name(self, index: int) -> str:
         return f"model-{index + 1:05d}-of-{len(self._stream.blocks) + 1:05d}.safetensors"
@@ -269,9 +267,14 @@ class _Run:
         write_json_atomically(target / "model.safetensors.index.json", _shard_index(target))
         copy_files(self._kept, self._directory, target)
         formats = formats_of(self._treatments)
-        ignore = ["lm_head", *(name for name in self._treatments if name not in formats)]
+        ignore = list(dict.fromkeys(["lm_head", *self._stream.dense_layers(formats)]))
         config = read_config(self._directory)
-        entry = quantization_config(formats, ignore, cache_arguments(self._recipe.kv_cache))
+        entry = quantization_config(
+            formats,
+            {name: one.shape for name, one in self._treatments.items()},
+            ignore,
+            cache_arguments(self._recipe.kv_cache),
+        )
         if entry is not None:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)

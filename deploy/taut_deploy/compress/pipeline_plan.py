@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from taut_deploy.compress import driver
+from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.job import CompressionJob, compute_dtype, open_stream, stored_dtype
 from taut_deploy.compress.plan import CompressionPlan, LayerPlan, layer_plan
 from taut_deploy.compress.resolve import resolve
 from taut_deploy.compress.shrink.axes import AXES, keep_blocks, target_of
 from taut_deploy.compress.shrink.importance import decoder_of
 from taut_deploy.compress.skeleton import empty_model
-from taut_deploy.compress.source.stream import linear_layers
+from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.train.quantized_layers import require_trained
 from taut_deploy.compress.train.text import describe_sources
@@ -99,7 +100,12 @@ def _require_trainable(job: CompressionJob, layers: Iterable[LayerPlan]) -> None
             continue
         choose = BLOCK_STAGES[stage.method].choose_format
         if choose is not None:
-            require_trained(choose(stage, widths, dtype).scheme([]), f"stages.{index}")
+            found = choose(stage, widths, dtype)
+            if not isinstance(found, WeightFormat):
+                raise RecipeError(
+                    f"stages.{index}: {found.name} layers cannot be trained; leave the training out"
+                )
+            require_trained(found.scheme([]), f"stages.{index}")
 
 
 def _without_blocks(job: CompressionJob) -> CompressionPlan:

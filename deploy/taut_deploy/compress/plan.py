@@ -9,9 +9,10 @@ import torch
 
 from taut_deploy.compress import kv_cache
 from taut_deploy.compress.formats.config import describe
-from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.formats.protocol import LayerFormat
 from taut_deploy.compress.resolve import Treatment, resolve
-from taut_deploy.compress.source.stream import StreamedModel, linear_layers
+from taut_deploy.compress.source.linears import linear_layers
+from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.recipe import Recipe, is_matched
 
 
@@ -91,7 +92,7 @@ def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> d
     return resolve(shapes, recipe, dtype, outer)
 
 
-def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, WeightFormat]:
+def formats_of(treatments: Mapping[str, Treatment]) -> dict[str, LayerFormat]:
     """The format of every layer that has one, by full name."""
     return {name: one.format for name, one in treatments.items() if one.format is not None}
 

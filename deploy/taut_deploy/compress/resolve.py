@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.errors import RecipeError
 from taut_deploy.fused_layers import fused_groups
@@ -30,7 +30,7 @@ class Treatment:
     name: str
     shape: tuple[int, int]
     stages: frozenset[int]
-    format: WeightFormat | None
+    format: LayerFormat | None
 
 
 def resolve(
@@ -54,7 +54,7 @@ def resolve(
     names = [*shapes]
     _require_matches(recipe, [*names, *others])
     chosen: dict[str, list[int]] = {name: [] for name in names}
-    formats: dict[str, WeightFormat] = {}
+    formats: dict[str, LayerFormat] = {}
     for index, stage in enumerate(recipe.stages):
         picked = [n for n in names if stage.selects(n) and not is_matched(n, recipe.ignore)]
         if not picked:
@@ -62,12 +62,14 @@ def resolve(
         for name in picked:
             _require_once(recipe, chosen[name], stage, name)
             _require_possible(stage, name, shapes[name])
+            _require_zeros_kept(recipe, chosen[name], stage, name)
             chosen[name].append(index)
         choose = BLOCK_STAGES[stage.method].choose_format
         if choose is not None:
             found = choose(stage, {shapes[name][1] for name in picked}, dtype)
             _require_fits(found, {name: shapes[name] for name in picked})
             formats |= dict.fromkeys(picked, found)
+    _require_one_method(formats, recipe)
     _require_fused_alike(names, formats)
     return {
         name: Treatment(name, shapes[name], frozenset(chosen[name]), formats.get(name))
@@ -121,7 +123,19 @@ def _require_possible(stage: Stage, name: str, shape: tuple[int, int]) -> None:
         )
 
 
-def _require_fits(layer_format: WeightFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
+def _require_zeros_kept(recipe: Recipe, before: list[int], stage: StageModel, name: str) -> None:
+    if stage.keeps_zeros:
+        return
+    for earlier in before:
+        if recipe.stages[earlier].order is Order.PRUNE:
+            raise RecipeError(
+                f"stages: {name} is pruned by stage {earlier}, and stage "
+                f"{recipe.stages.index(stage)} would fill its zeros again; part them "
+                "with 'layers' and 'ignore'"
+            )
+
+
+def _require_fits(layer_format: LayerFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
     for name, (n, k) in shapes.items():
         if (reason := layer_format.why_not(n, k)) is not None:
             raise RecipeError(
@@ -130,7 +144,25 @@ def _require_fits(layer_format: WeightFormat, shapes: Mapping[str, tuple[int, in
             )
 
 
-def _require_fused_alike(names: list[str], formats: Mapping[str, WeightFormat]) -> None:
+def _require_one_method(formats: Mapping[str, LayerFormat], recipe: Recipe) -> None:
+    """Refuse a checkpoint of two methods: ``config.json`` names one, and vLLM loads by it."""
+    mine = next((one for one in formats.values() if isinstance(one, TautFormat)), None)
+    if mine is not None and recipe.kv_cache is not None:
+        raise RecipeError(
+            f"kv_cache: its scales are stored by compressed-tensors, {mine.name} layers by taut's "
+            "own method, but a checkpoint has one; leave 'kv_cache' out"
+        )
+    ours = {name: isinstance(one, TautFormat) for name, one in formats.items()}
+    if len(set(ours.values())) > 1:
+        own, theirs = (next(name for name in ours if ours[name] is kind) for kind in (True, False))
+        raise RecipeError(
+            f"stages: {own} is stored as {formats[own].name} (quant_method taut) and {theirs} as "
+            f"{formats[theirs].name} (compressed-tensors), but a checkpoint has one method; leave "
+            "one of them dense with 'ignore', or give both stages of one method"
+        )
+
+
+def _require_fused_alike(names: list[str], formats: Mapping[str, LayerFormat]) -> None:
     for group in fused_groups(names):
         found = {name: formats.get(name) for name in group}
         if len(set(found.values())) > 1:
@@ -145,6 +177,6 @@ def _require_fused_alike(names: list[str], formats: Mapping[str, WeightFormat]) 
             )
 
 
-def _words(layer_format: WeightFormat) -> str:
+def _words(layer_format: LayerFormat) -> str:
     group = layer_format.group_size
     return layer_format.name + (f" g{group}" if group else "")

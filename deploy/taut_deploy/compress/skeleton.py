@@ -1,11 +1,13 @@
 """An architecture without its weights, to be filled by whoever has them."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from taut_deploy.errors import ModelError
+from taut_deploy.models.pretrained import reason_of
 
 
 def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
@@ -19,27 +21,68 @@ def empty_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = Fa
         trust_remote_code: let the model's own Python code run.
 
     Raises:
-        ModelError: transformers refuses the configuration.
+        ModelError: it is no causal LM, or transformers refuses the configuration.
     """
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
     for key, value in list(vars(plain).items()):
         if "drop" in key and isinstance(value, float):
             setattr(plain, key, 0.0)
+    build, options = _builder(plain, trust_remote_code=trust_remote_code)
     try:
-        with init_empty_weights(include_buffers=False):
-            model: Any = AutoModelForCausalLM.from_config(
-                plain,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                trust_remote_code=trust_remote_code,
-            )
+        model = _build(build, plain, {"dtype": dtype, **options})
     except (ValueError, TypeError, KeyError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ModelError(f"config.json: transformers refuses the model ({reason})") from error
+        raise ModelError(
+            f"{_file(plain)}: transformers refuses the model ({reason_of(error, 160)})"
+        ) from error
     model.tie_weights()
     return model
+
+
+def no_causal_lm(config: Any, why: str) -> ModelError:
+    """The refusal of what is no decoder of text."""
+    return ModelError(
+        f"{_file(config)}: model_type {config.model_type!r} is no causal LM that can be compressed "
+        f"({why}); take a decoder of text"
+    )
+
+
+def _file(config: Any) -> str:
+    directory = getattr(config, "_name_or_path", "")
+    return str(Path(directory) / "config.json")
+
+
+def _builder(config: Any, *, trust_remote_code: bool) -> tuple[Any, dict[str, Any]]:
+    """What makes a model of the configuration, and its own arguments.
+
+    A model with a vision part is no causal LM to transformers' table; its own class then is asked.
+
+    Raises:
+        ModelError: the architecture does not generate text.
+    """
+    import transformers
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise no_causal_lm(config, "it is an encoder and a decoder")
+    declared = str((getattr(config, "architectures", None) or [""])[0])
+    own: Any = getattr(transformers, declared, None)
+    if own is not None and not (hasattr(own, "can_generate") and own.can_generate()):
+        raise no_causal_lm(config, f"{declared} does not generate text")
+    general: Any = transformers.AutoModelForCausalLM
+    if own is not None and type(config) not in general._model_mapping:
+        return own._from_config, {}
+    return general.from_config, {"trust_remote_code": trust_remote_code}
+
+
+def _build(build: Any, config: Any, options: dict[str, Any]) -> Any:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        try:
+            # sdpa needs no mask tensor for unpadded text, which keeps recorded calls small.
+            return build(config, attn_implementation="sdpa", **options)
+        except ValueError as error:
+            if "scaled_dot_product" not in str(error):
+                raise
+            return build(config, attn_implementation="eager", **options)

@@ -13,16 +13,20 @@ import torch
 
 from taut_deploy.compress.equalize.awq_stage import awq, require_foldable
 from taut_deploy.compress.equalize.smooth_stage import smooth
-from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.formats.codebook import codebook_format
+from taut_deploy.compress.formats.low_rank import low_rank_format
+from taut_deploy.compress.formats.protocol import LayerFormat
+from taut_deploy.compress.lowrank.stage import factorize
 from taut_deploy.compress.prune.stage import prune, why_not_pruned
 from taut_deploy.compress.quantize.stage import quantize, quantized_format
+from taut_deploy.compress.share.stage import palettize
 from taut_deploy.compress.state import BlockState
 
 Run = Callable[[BlockState, int, Any], None]
 # (stage, N, K) -> why a layer of this shape cannot have the stage; None if it can
 WhyNot = Callable[[Any, int, int], str | None]
 # (stage, K of its layers, dtype of the model's weights) -> what those layers are stored in
-ChooseFormat = Callable[[Any, Collection[int], torch.dtype], WeightFormat]
+ChooseFormat = Callable[[Any, Collection[int], torch.dtype], LayerFormat]
 
 
 @dataclass(frozen=True)
@@ -47,4 +51,6 @@ BLOCK_STAGES: dict[str, BlockStage] = {
     "awq": BlockStage(awq, rehearse=require_foldable),
     "prune": BlockStage(prune, why_not=why_not_pruned),
     "quantize": BlockStage(quantize, quantized_format),
+    "factorize": BlockStage(factorize, low_rank_format),
+    "palettize": BlockStage(palettize, codebook_format),
 }

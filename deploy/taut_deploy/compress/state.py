@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from taut_deploy.compress.calibrate.observe import InputGroup
-from taut_deploy.compress.formats.protocol import StoredLayer, WeightFormat
+from taut_deploy.compress.formats.protocol import LayerFormat, StoredLayer
 from taut_deploy.errors import ModelError
 
 
@@ -34,7 +34,7 @@ class LayerState:
     module: nn.Linear
     group: InputGroup
     stages: frozenset[int]
-    format: WeightFormat | None
+    format: LayerFormat | None
     reference: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     methods: list[str] = field(default_factory=list)

@@ -69,10 +69,14 @@ def choose_kernel(
         shape: [N, K] as vLLM builds it.
         engine: the worker's.
     """
+    from taut_kernels.for_deploy import layer_description as told
+
     if not layer.judged:
         return UNKNOWN_KERNEL, layer.obstacle or ""
     if ".experts." in name:
         return THEIR_KERNEL, "one of many experts, which vLLM multiplies in one kernel of its own"
+    if layer.name in told.SERVED:
+        return told.SERVED[layer.name] if engine.mode != "off" else _refused_without_plugin()
     if layer.obstacle is not None:
         return THEIR_KERNEL, layer.obstacle
     if (layer.name, engine.device) == ("W8A8", "cpu"):
@@ -87,6 +91,10 @@ def choose_kernel(
     if layer.name in ("W8A8", "FP8"):
         return _choose_eight_bit(ours, layer.name, shape, engine)
     return _choose_four_bit(ours, layer, shape, engine)
+
+
+def _refused_without_plugin() -> tuple[str, str]:
+    return THEIR_KERNEL, "REFUSED by taut worker: only taut's plugin loads it; leave out off"
 
 
 def _choose_int8_on_cpu(mode: str) -> tuple[str, str]:

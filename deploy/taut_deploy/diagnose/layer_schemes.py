@@ -1,7 +1,7 @@
 """How each linear layer of a model is quantised, by its ``config.json``, in our kernels' terms.
 
-Read as vLLM reads it: compressed-tensors, GPTQ, AWQ and FP8 (``quant_method: fp8``). What another
-method means for a layer is not guessed.
+Read as vLLM reads it: compressed-tensors, GPTQ, AWQ, FP8 (``quant_method: fp8``) and taut's own
+(``quant_method: taut``). What another method means for a layer is not guessed.
 """
 
 import re
@@ -14,11 +14,14 @@ from taut_deploy.errors import ModelError
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
+    from taut_kernels.for_deploy import layer_description
+
 _NEEDED: dict[str, tuple[tuple[str, ...], ...]] = {
     "gptq": (("bits",), ("group_size",), ("desc_act",), ("sym",)),
     "awq": (("w_bit", "bits"), ("q_group_size", "group_size"), ("zero_point",)),
     "fp8": (("activation_scheme",),),
     "compressed-tensors": (),
+    "taut": (),
 }
 """What vLLM refuses to load a method without; each under any of its names."""
 _ALL_LINEAR = "Linear"
@@ -142,6 +145,8 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization:
             return _awq(entry)
         case "fp8":
             return _fp8(entry)
+        case "taut":
+            return _taut(entry)
     return Quantization(method)
 
 
@@ -201,6 +206,28 @@ def _fp8_blocks(blocks: object) -> LayerScheme:
     if sides != [128, 128]:
         obstacle = _no_kernel(f"FP8 with scales of {'×'.join(map(str, sides))} blocks")
     return LayerScheme("FP8 by blocks", obstacle=obstacle)
+
+
+def _taut(entry: Mapping[str, Any]) -> Quantization:
+    from taut_kernels.for_deploy import layer_description as told
+
+    try:
+        layers = told.read(entry)
+    except told.LayerDescriptionError as error:
+        raise _wrong(str(error)) from error
+    groups: dict[LayerScheme, list[str]] = {}
+    for name, layer in layers.items():
+        groups.setdefault(_scheme_of_taut(layer), []).append(name)
+    read = tuple((tuple(names), scheme) for scheme, names in groups.items())
+    return Quantization("taut", read, only=tuple(layers))
+
+
+def _scheme_of_taut(layer: "layer_description.Layer") -> LayerScheme:
+    from taut_kernels.for_deploy import layer_description as told
+
+    grouped = layer.base if isinstance(layer, told.LowRank) else layer
+    size = None if grouped is None else grouped.group_size
+    return LayerScheme(layer.scheme, size or -1)
 
 
 def _compressed_tensors(entry: Mapping[str, Any]) -> Quantization:

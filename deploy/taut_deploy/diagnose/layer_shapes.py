@@ -13,6 +13,7 @@ from taut_deploy.models.directory import weight_files
 _EMBEDDINGS = frozenset({"wte", "wpe", "shared"})
 _PACKED = frozenset({"qweight", "weight_packed"})
 _SHAPE = "weight_shape"
+_FACTORS = ("weight_u", "weight_v")
 _SCALES = frozenset({"weight_scale", "weight_scale_inv"})
 _BITS_OF_WORD = {"I32": 32, "U8": 8}
 
@@ -68,6 +69,9 @@ def stored_layers(directory: Path, method: str | None, bits: int) -> dict[str, S
             layers[layer] = StoredLayer(shape[0], shape[1], quantised=layer in scaled)
         elif leaf == _SHAPE:
             layers[layer] = StoredLayer(shape[0], shape[1], quantised=True)
+        elif leaf == _FACTORS[0] and f"{layer}.{_FACTORS[1]}" in tensors:
+            k = tensors[f"{layer}.{_FACTORS[1]}"][0][-1]
+            layers.setdefault(layer, StoredLayer(shape[0], k, quantised=True))
         elif leaf in _PACKED and f"{layer}.{_SHAPE}" not in tensors:
             n, k = _unpacked(shape, dtype, method, bits)
             layers[layer] = StoredLayer(n, k, quantised=True)

@@ -203,6 +203,8 @@ def _shape_of(raw: dict[str, Any], config: Any) -> ModelShape:
     if not isinstance(architectures, list) or not isinstance(architectures[0], str):
         raise TypeError("architectures is not a list of names")
     text = config.get_text_config()
+    if not hasattr(text, "num_attention_heads"):
+        raise ValueError("its blocks hold no attention; take a decoder of text that has it")
     hidden, heads = int(text.hidden_size), int(text.num_attention_heads)
     kv_heads = 1 if getattr(text, "multi_query", False) else _first(text, _KV_HEADS) or heads
     return ModelShape(
@@ -220,9 +222,11 @@ def _shape_of(raw: dict[str, Any], config: Any) -> ModelShape:
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int | None:
-    """The first of several settings that a configuration has."""
+    """The first of several settings that a configuration has; the largest where blocks differ."""
     found = (getattr(config, name, None) for name in names)
     value = next((value for value in found if value is not None), None)
+    if isinstance(value, list | tuple):
+        value = max(value)
     return None if value is None else int(value)
 
 

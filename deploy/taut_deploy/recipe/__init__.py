@@ -14,19 +14,9 @@ from taut_deploy.recipe.recipe import (
     load_recipe,
     parse_recipe,
 )
-from taut_deploy.recipe.stages import (
-    Awq,
-    Distil,
-    Order,
-    Prune,
-    Qat,
-    Quantize,
-    Slim,
-    Smooth,
-    Stage,
-    StageModel,
-    Training,
-)
+from taut_deploy.recipe.stage import Order, StageModel
+from taut_deploy.recipe.stages import Awq, Prune, Quantize, Smooth, Stage
+from taut_deploy.recipe.whole_model import Distil, Qat, Slim, Training
 
 __all__ = [
     "Awq",

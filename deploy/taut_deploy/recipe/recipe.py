@@ -9,7 +9,9 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.recipe.patterns import Pattern
-from taut_deploy.recipe.stages import STAGE_MODELS, Order, Qat, Slim, Stage, Strict, Training
+from taut_deploy.recipe.stage import Order, Strict
+from taut_deploy.recipe.stages import STAGE_MODELS, Quantize, Stage
+from taut_deploy.recipe.whole_model import Qat, Slim, Training
 from taut_deploy.strict_yaml import (
     parse_mapping,
     read_shipped_or_file,
@@ -76,7 +78,8 @@ class Recipe(Strict):
             raise ValueError(
                 "'stages': there is nothing to train back; put 'quantize', 'prune' or 'slim' first"
             )
-        if Order.STORE not in orders and any(isinstance(stage, Qat) for stage in self.stages):
+        kinds = {type(stage) for stage in self.stages}
+        if Qat in kinds and Quantize not in kinds:
             raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
         if self.kv_cache is not None and not orders - {Order.BEFORE, Order.AFTER}:
             raise ValueError("'kv_cache': is calibrated block by block; add 'quantize' or 'prune'")

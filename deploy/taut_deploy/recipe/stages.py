@@ -4,69 +4,13 @@
 does is in :mod:`taut_deploy.compress.stages`, under the same ``method``.
 """
 
-from enum import IntEnum
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from taut_deploy.compress.train.settings import TrainSettings
-from taut_deploy.recipe.patterns import Pattern, is_matched
 from taut_deploy.recipe.schemes import SCHEMES, SchemeName
-
-ShareToKeep = Annotated[float, Field(gt=0.0, lt=1.0)]
-
-
-class Order(IntEnum):
-    """Where a stage stands among the others.
-
-    Whole-model stages run before or after the blocks. The others run block by block: transforms
-    keep the block's function, pruning sets weights to zero, storing chooses how a layer is kept.
-    """
-
-    BEFORE = 0
-    TRANSFORM = 1
-    PRUNE = 2
-    STORE = 3
-    AFTER = 4
-
-
-class Strict(BaseModel):
-    """A part of a recipe: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StageModel(Strict):
-    """What every stage can be told.
-
-    ``layers`` picks the linear layers it acts on by their full names, ``ignore`` leaves some of
-    those out; both are shell wildcards, or regular expressions after ``re:``.
-    """
-
-    order: ClassVar[Order]
-    added_later: ClassVar[frozenset[str]] = frozenset({"layers", "ignore"})
-    """Keys younger than the first recipes: at their default they are no part of the hash, so that
-    a checkpoint made before them is still the one its recipe asks for."""
-
-    layers: Annotated[tuple[Pattern, ...], Field(min_length=1)] = ("*",)
-    ignore: tuple[Pattern, ...] = ()
-
-    def selects(self, name: str) -> bool:
-        """Say whether the stage acts on the layer of this full name."""
-        return is_matched(name, self.layers) and not is_matched(name, self.ignore)
-
-    @property
-    def needs_hessian(self) -> bool:
-        """Whether it needs ``x xᵀ`` of its inputs, the dearest statistic."""
-        return False
-
-    def hashed(self) -> dict[str, object]:
-        """Everything that changes the result, as plain data."""
-        fields = type(self).model_fields
-        left_out = {
-            key for key in self.added_later if getattr(self, key) == fields[key].get_default()
-        }
-        return self.model_dump(mode="json", exclude=left_out)
+from taut_deploy.recipe.stage import Order, StageModel, Strict
+from taut_deploy.recipe.whole_model import Distil, Qat, Slim
 
 
 class Smooth(StageModel):
@@ -175,79 +119,80 @@ class Quantize(StageModel):
         return self.algorithm == "gptq"
 
 
-class WholeModel(StageModel):
-    """A stage that has the whole model in memory, before or after the blocks."""
+class Residual(Strict):
+    """4-bit weights, and a low-rank correction of what rounding got wrong.
 
-    @model_validator(mode="after")
-    def _of_all_layers(self) -> "WholeModel":
-        if self.layers != ("*",) or self.ignore:
-            raise ValueError("acts on the whole model: drop 'layers' and 'ignore'")
-        return self
-
-
-class Slim(WholeModel):
-    """Cut out what matters least on the calibration text; see ``taut slim``.
-
-    Each axis says what share of it stays: neurons of the FFN, heads by key-value group, hidden
-    channels, blocks.
+    Sources: LQER, arXiv:2402.02446, §3; EoRA, arXiv:2410.21271, §3. ``passes`` is how often weight
+    less correction is rounded anew; the best pass is kept.
     """
 
-    order: ClassVar[Order] = Order.BEFORE
+    rank: Annotated[int, Field(ge=1)]
+    scheme: Literal["W4A16"] = "W4A16"
+    group_size: Literal[32, 64, 128, "channel"] = 128
+    symmetric: bool = True
+    passes: Annotated[int, Field(ge=1, le=16)] = 2
 
-    method: Literal["slim"] = "slim"
-    ffn: ShareToKeep | None = None
-    heads: ShareToKeep | None = None
-    hidden: ShareToKeep | None = None
-    depth: ShareToKeep | None = None
+
+class Factorize(StageModel):
+    """Make a weight of two thin ones (SVD-LLM, arXiv:2403.07378, §3.1), or correct a rounded one.
+
+    Exactly one of three: ``rank_budget``, the share of its parameters that a layer keeps; ``rank``,
+    the same for every layer; ``residual``, which keeps 4-bit weights beside the factors.
+    """
+
+    order: ClassVar[Order] = Order.STORE
+    keeps_zeros: ClassVar[bool] = False
+
+    method: Literal["factorize"] = "factorize"
+    rank_budget: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    rank: Annotated[int, Field(ge=1)] | None = None
+    residual: Residual | None = None
+    dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.001
 
     @model_validator(mode="after")
-    def _has_an_axis(self) -> "Slim":
-        if not self.shares:
-            raise ValueError("give the share to keep of 'ffn', 'heads', 'hidden' or 'depth'")
+    def _one_size(self) -> "Factorize":
+        given = [key for key in ("rank_budget", "rank", "residual") if getattr(self, key)]
+        if len(given) != 1:
+            raise ValueError(
+                "give exactly one of 'rank_budget', 'rank' and 'residual'"
+                + (f", not {' and '.join(given)}" if given else "")
+            )
         return self
 
     @property
-    def shares(self) -> dict[str, float]:
-        """Of each axis that shrinks."""
-        given = {"ffn": self.ffn, "heads": self.heads, "hidden": self.hidden, "depth": self.depth}
-        return {axis: share for axis, share in given.items() if share is not None}
+    def needs_hessian(self) -> bool:
+        """Whether it needs ``x xᵀ`` of its inputs."""
+        return True
 
 
-class Training(WholeModel, TrainSettings):
-    """Train what the stages before left by the base model; see ``taut distil``.
+class Palettize(StageModel):
+    """Make every weight one of a few values: an index into a book, times the scale of its group.
 
-    ``text`` is ``corpus``, or files; never the text a result is judged on.
+    Sources: SqueezeLLM, arXiv:2306.07629, §4.1; GPTVQ, arXiv:2402.15319, §3. ``entries`` values
+    make a book, which all rows of a layer share, or every ``rows`` of them. ``group_size`` is
+    an upper bound, as for ``quantize``; values are relative to a group's largest. ``refits`` is how
+    often books are fitted to the indices and these chosen anew.
     """
 
-    order: ClassVar[Order] = Order.AFTER
+    order: ClassVar[Order] = Order.STORE
+    keeps_zeros: ClassVar[bool] = False
 
-    text: Annotated[tuple[str, ...], Field(min_length=1)] = ("corpus",)
+    method: Literal["palettize"] = "palettize"
+    entries: Literal[16, 8, 4]
+    group_size: Literal[32, 64, 128, "channel"] = 64
+    rows: Annotated[int, Field(ge=1)] | None = None
+    refits: Annotated[int, Field(ge=0, le=16)] = 2
+    dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
 
     @property
-    def settings(self) -> TrainSettings:
-        """What the trainer is told."""
-        return TrainSettings(**{key: getattr(self, key) for key in TrainSettings.model_fields})
-
-
-class Distil(Training):
-    """Distillation of any student: quantised, pruned, slimmed."""
-
-    method: Literal["distil"] = "distil"
-
-
-class Qat(Training):
-    """Quantisation-aware training: the base model's weights, moved so that they round well.
-
-    Master weights start from the base model within the cells of their codes; gradients go straight
-    through the rounding.
-    """
-
-    method: Literal["qat"] = "qat"
-    start: Literal["codes", "base", "cells"] = "cells"
+    def needs_hessian(self) -> bool:
+        """Whether it needs ``x xᵀ`` of its inputs."""
+        return True
 
 
 Stage = Annotated[
-    Smooth | Awq | Prune | Quantize | Slim | Distil | Qat, Field(discriminator="method")
+    Smooth | Awq | Prune | Quantize | Factorize | Palettize | Slim | Distil | Qat,
+    Field(discriminator="method"),
 ]
 STAGE_MODELS: dict[str, type[StageModel]] = {
     model.model_fields["method"].default: model for model in get_args(get_args(Stage)[0])

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
+import taut_deploy.hf  # noqa: F401  registers quant_method taut
 from taut_deploy.cpu_products import WideProducts
 from taut_deploy.documents import read_json_object
 from taut_deploy.errors import ModelError

@@ -1,58 +1,245 @@
-"""Families that no table names: decided by their structure, and read back by transformers."""
+"""Families that no table names: decided by their structure, and read back by others."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import job_for, recipe_data, write_calibration_text
-from transformers import AutoConfig, AutoModelForCausalLM
-from validate_setup import VOCABULARY, write_tokenizer
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import save_file
+from stood_for import stored
+from tiny_families import FAMILIES, LLAMA, write_family
+from tiny_models import edit_json, job_for, recipe_data, write_calibration_text, write_llama
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from validate_setup import write_tokenizer
 
 from taut_deploy.compress import driver
+from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import read_shape
 
-SIZES = {
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
+# transformers' layers hold these weights transposed; servers turn them when they load.
+TURNED = {"gpt2"}
+# transformers 5.19 reads no packed weights of these: its quantisation looks for ``nn.Linear``, and
+# Falcon initialises ``weight`` of layers that have none then. The weights are multiplied out here.
+UNREAD = {"gpt2", "falcon", "falcon with alibi", "falcon with groups"}
+SCHEMES = {
+    "W8A16": {"scheme": "W8A16", "group_size": 32, "algorithm": "rtn"},
+    "W4A16": {"scheme": "W4A16", "group_size": 32, "algorithm": "gptq"},
 }
-FAMILIES = ("gemma2", "gemma3_text", "glm4", "nemotron", "olmo2", "olmo3")
 
 
-def write_model(path: Path, family: str) -> Path:
-    """A random model of a family, fp32."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES)
-    config.initializer_range = 0.1
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
-    write_tokenizer(path)
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_calibration_text(tmp_path_factory.mktemp("room") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory):
+    """A family's model, made once."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = write_family(tmp_path_factory.mktemp("family") / "model", family)
+        return made[family]
+
+    return get
+
+
+def plain_copy(checkpoint: Path, path: Path, bits: int, *, turned: bool) -> Path:
+    """The checkpoint with its packed weights multiplied out, as a model without quantisation."""
+    tensors = stored(checkpoint)
+    for packed in [name for name in tensors if name.endswith("_packed")]:
+        layer = packed.removesuffix(".weight_packed")
+        codes, scale, shape = (
+            tensors.pop(f"{layer}.weight_{part}") for part in ("packed", "scale", "shape")
+        )
+        weight = unpack_from_int32(codes, bits, torch.Size(shape.tolist())).float()
+        weight *= scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+        tensors[f"{layer}.weight"] = weight.T.contiguous() if turned else weight
+    path.mkdir()
+    for file in checkpoint.iterdir():
+        if file.suffix == ".json" and "index" not in file.name:
+            shutil.copy(file, path)
+    edit_json(path / "config.json", quantization_config=None)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 
-def logits(path: Path) -> torch.Tensor:
-    ids = torch.randint(2, 60, (2, 20), generator=torch.Generator().manual_seed(9))
-    with torch.inference_mode():
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(ids).logits
+def load(path: Path):
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True
+    )
+    left = {kind: names for kind, names in info.items() if names}
+    assert not left, left
+    return model.eval()
 
 
+@torch.inference_mode()
+def logits(model) -> torch.Tensor:
+    ids = torch.randint(2, 60, (2, 40), generator=torch.Generator().manual_seed(9))
+    return model(ids).logits
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_no_table_names_is_compressed_and_loaded(family, tmp_path):
-    model = write_model(tmp_path / "model", family)
+def test_a_family_is_compressed_and_read_by_transformers(family, scheme, model_of, text, tmp_path):
+    model = model_of(family)
     assert read_shape(model).num_layers == 2
-    text = write_calibration_text(tmp_path / "text.txt")
-    data = recipe_data(text, scheme="W8A16", group_size=32, algorithm="rtn")
-    manifest = driver.compress(job_for(model, data, tmp_path / "out"))
-    assert {layer["name"].split(".")[2] for layer in manifest.layers} == {"0", "1"}
-    base = logits(model)
-    change = (logits(tmp_path / "out") - base).norm() / base.norm()
-    assert 0 < change < 0.1
+    manifest = driver.compress(
+        job_for(model, recipe_data(text, **SCHEMES[scheme]), tmp_path / "out")
+    )
+    bits = int(scheme[1])
+    plain = load(plain_copy(tmp_path / "out", tmp_path / "p", bits, turned=family in TURNED))
+
+    # Block by block as it was compressed, the model said what it says as a whole.
+    golden = manifest.golden
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    with torch.inference_mode():
+        last = plain(torch.tensor([tokenizer(golden.prompt)["input_ids"]])).logits[0, -1]
+    assert int(last.argmax()) == golden.expected_token
+    first, second = last.topk(2).values.tolist()
+    assert golden.margin == pytest.approx(first - second, abs=1e-3)
+
+    base, multiplied_out = logits(load(model)), logits(plain)
+    change = float((multiplied_out - base).norm() / base.norm())
+    assert 0 < change < {"W8A16": 0.05, "W4A16": 0.6}[scheme]
+    if family not in UNREAD:
+        torch.testing.assert_close(
+            logits(load(tmp_path / "out")), multiplied_out, atol=1e-4, rtol=1e-4
+        )
+
+
+def test_every_linear_layer_of_the_blocks_is_compressed(model_of, text, tmp_path):
+    """Against transformers' own count of them, in families whose forwards differ most."""
+    for family in ("stablelm", "falcon with alibi", "gpt_neox", "opt"):
+        model = model_of(family)
+        blocks = AutoModelForCausalLM.from_pretrained(model).base_model
+        linears = {
+            id(module): name
+            for name, module in blocks.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        plan = driver.plan(job_for(model, recipe_data(text), tmp_path / "out"))
+        assert len(plan.layers) == len(linears), family
+        assert all(layer.scheme == "W4A16" for layer in plan.layers)
+
+
+def test_codes_under_a_stored_name_have_its_orientation(model_of, text, tmp_path):
+    """vLLM transposes GPT-2's ``c_attn.weight``, whatever it holds, and not its scales."""
+    data = recipe_data(text, scheme="W8A8", group_size=None, algorithm="rtn")
+    driver.compress(job_for(model_of("gpt2"), data, tmp_path / "out"))
+    found = stored(tmp_path / "out")
+    layer = "transformer.h.0.attn.c_attn"
+    codes, scale = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
+    assert codes.dtype is torch.int8
+    assert codes.shape == (64, 192)
+    base = stored_weight(model_of("gpt2"), f"{layer}.weight")
+    assert scale.shape == (192, 1)
+    assert ((codes.float() * scale.T - base).abs() <= scale.T * 0.51).all()
+
+
+def stored_weight(model: Path, name: str) -> torch.Tensor:
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", "pt") as handle:
+        return handle.get_tensor(name)
+
+
+def test_what_stays_dense_is_named_as_it_is_stored(model_of, text, tmp_path):
+    driver.compress(job_for(model_of("gpt_neox"), recipe_data(text), tmp_path / "out"))
+    entry = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert {"lm_head", "embed_out"} == set(entry["ignore"])
+
+
+REFUSED = {
+    "bert": (
+        {"vocab_size": 62, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "AutoModelForMaskedLM",
+        "model_type 'bert' is no causal LM .*does not generate text",
+    ),
+    "t5": (
+        {"vocab_size": 62, "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4},
+        "AutoModelForSeq2SeqLM",
+        "model_type 't5' is no causal LM .*an encoder and a decoder",
+    ),
+    "mamba": (
+        {"vocab_size": 62, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+        "AutoModelForCausalLM",
+        "'mamba' is not supported .*hold no attention",
+    ),
+    "gemma3n_text": (
+        {
+            **LLAMA,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 62,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": None,
+            "head_dim": 16,
+        },
+        "AutoModelForCausalLM",
+        "'gemma3n_text' cannot be compressed block by block .*take a model of another arch",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_compressed_is_refused_in_the_plan(family, text, tmp_path):
+    import transformers
+
+    settings, builder, message = REFUSED[family]
+    config = AutoConfig.for_model(family, **settings)
+    getattr(transformers, builder).from_config(config).save_pretrained(tmp_path / "m")
+    write_tokenizer(tmp_path / "m")
+    with pytest.raises(ModelError, match=message) as refused:
+        driver.plan(job_for(tmp_path / "m", recipe_data(text), tmp_path / "out"))
+    assert "\n" not in str(refused.value)
+    assert str(tmp_path / "m") in str(refused.value)
+
+
+def test_a_batch_is_calibrated_as_its_rows_alone(model_of):
+    """ALiBi of some families is as long as the batch: what was recorded of one row must fit."""
+    from taut_deploy.compress.source.calls import call_block
+    from taut_deploy.compress.source.stream import StreamedModel
+
+    ids = torch.randint(2, 60, (3, 24), generator=torch.Generator().manual_seed(1))
+    for family in ("falcon with alibi", "bloom", "opt", "mistral"):
+        stream = StreamedModel(model_of(family), torch.float32, torch.device("cpu"))
+        stream.rehearse()
+        hidden, arguments = stream.enter(ids)
+        with torch.inference_mode():
+            for block in stream.blocks:
+                stream.load(block.module, block.name)
+                hidden = call_block(block.module, hidden, arguments[block.index])
+            whole = load(model_of(family))(ids).logits
+        torch.testing.assert_close(stream.leave(hidden), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_code_of_the_models_own_runs_only_when_asked_for(text, tmp_path):
+    """As MiniCPM is published: a class beside the weights."""
+    import dataclasses
+
+    model = write_llama(tmp_path / "m")
+    (model / "modeling_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    edit_json(
+        model / "config.json",
+        model_type="own",
+        architectures=["OwnForCausalLM"],
+        auto_map={
+            "AutoConfig": "modeling_own.OwnConfig",
+            "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+        },
+    )
+    request = job_for(model, recipe_data(text), tmp_path / "out")
+    with pytest.raises(ModelError, match=r"modeling_own\.py.*add --trust-remote-code"):
+        driver.plan(request)
+    trusted = dataclasses.replace(request, trust_remote_code=True)
+    assert len(driver.compress(trusted).layers) == 14

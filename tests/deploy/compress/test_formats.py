@@ -114,7 +114,7 @@ def test_dequantised_values_are_those_of_compressed_tensors(symmetric):
 def test_the_configuration_says_what_is_stored():
     w4 = Quantize(scheme="W4A16", group_size=128, symmetric=False)
     found = weight_format(w4, [64, 192], torch.bfloat16)
-    config = quantization_config({"a": found, "b": found}, ["lm_head"])
+    config = quantization_config({"a": found, "b": found}, {}, ["lm_head"])
     assert config["quant_method"] == "compressed-tensors"
     assert config["format"] == "pack-quantized"
     assert config["ignore"] == ["lm_head"]
@@ -126,7 +126,7 @@ def test_the_configuration_says_what_is_stored():
 
     assert group["targets"] == ["Linear"]
 
-    config = quantization_config({"a": W8A8}, [])
+    config = quantization_config({"a": W8A8}, {}, [])
     assert config["format"] == "int-quantized"
     group = config["config_groups"]["group_0"]
     assert (group["weights"]["num_bits"], group["weights"]["strategy"]) == (8, "channel")

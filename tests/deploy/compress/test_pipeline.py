@@ -217,6 +217,13 @@ def test_a_slimmed_width_that_groups_do_not_divide_is_refused_in_the_plan(room):
         plan(job_for(room / "model", data, room / "planned"))
 
 
+def test_a_format_that_cannot_be_trained_is_refused_in_the_plan(room):
+    data = data_of(room, slim=False)
+    data["stages"][0] = {"method": "palettize", "entries": 16, "group_size": 32}
+    with pytest.raises(RecipeError, match=r"stages\.0: CODEBOOK16 layers cannot be trained"):
+        plan(job_for(room / "model", data, room / "planned"))
+
+
 def test_a_share_that_cuts_nothing_is_refused_in_the_plan(room):
     data = data_of(room)
     data["stages"][0] = {"method": "slim", "depth": 0.95}

@@ -11,8 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, job_for, recipe_data, write_calibration_text, write_llama
-from transformers import BloomConfig, FalconConfig, GPTBigCodeConfig, OPTConfig
-from validate_setup import VOCABULARY, write_tokenizer
 
 import taut_deploy
 from taut_deploy.compress import driver, golden
@@ -173,18 +171,6 @@ def test_every_json_that_deploy_writes_is_strict():
         path for path, call in calls if "allow_nan" not in {word.arg for word in call.keywords}
     )
     assert loose == exempt
-
-
-@pytest.mark.parametrize("architecture", [FalconConfig, GPTBigCodeConfig, BloomConfig, OPTConfig])
-def test_a_forward_that_cannot_be_streamed_is_refused_in_the_plan(architecture, text, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    sizes = {"vocab_size": len(VOCABULARY), "hidden_size": 64, "num_attention_heads": 2}
-    config = architecture(**sizes, num_hidden_layers=3)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
-    write_tokenizer(tmp_path / "m")
-    with pytest.raises(ModelError, match=r"cannot be compressed block by block \(.*another arch"):
-        driver.plan(job_for(tmp_path / "m", recipe_data(text), tmp_path / "out"))
 
 
 @pytest.mark.parametrize(

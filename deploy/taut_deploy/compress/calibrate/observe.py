@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from taut_deploy.compress.calibrate.readers import Readers
-from taut_deploy.compress.source.stream import call_block, linear_layers
+from taut_deploy.compress.source.calls import call_block
+from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.threads import over_batches
 
 _SAMPLE_ROWS = 512

@@ -4,6 +4,7 @@ from taut_deploy.compress.calibrate.observe import InputGroup
 from taut_deploy.compress.equalize.apply import apply_scales
 from taut_deploy.compress.equalize.awq import Rounding, choose_scales
 from taut_deploy.compress.equalize.fold import Fold, find_fold
+from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.quantize import rtn
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
@@ -59,7 +60,8 @@ def _folds(state: BlockState, index: int, stage: Awq) -> list[tuple[InputGroup, 
 
 def _rounding(layers: list[LayerState]) -> Rounding | None:
     """How a group's layers will be rounded; None where none of them will."""
-    layer_format = next((layer.format for layer in layers if layer.format is not None), None)
+    formats = (layer.format for layer in layers)
+    layer_format = next((one for one in formats if isinstance(one, WeightFormat)), None)
     if layer_format is None:
         return None
     return lambda weight: rtn.quantize_weight(weight, layer_format.spec).dequantize()

@@ -6,6 +6,7 @@ from taut_deploy.compress.calibrate.observe import InputGroup
 from taut_deploy.compress.equalize.apply import apply_scales
 from taut_deploy.compress.equalize.fold import find_fold
 from taut_deploy.compress.equalize.smoothquant import QuantizedProduct, choose_scales
+from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.quantize import rtn
 from taut_deploy.compress.quantize.protocol import Codes
 from taut_deploy.compress.state import BlockState, LayerState
@@ -36,8 +37,10 @@ def _smooth_group(state: BlockState, group: InputGroup, stage: Smooth) -> bool:
 
 
 def _product(layers: list[LayerState]) -> QuantizedProduct:
-    """How a group's layers will multiply; exact where none of them is quantised."""
-    layer_format = next((layer.format for layer in layers if layer.format is not None), None)
+    """How a group's layers will multiply; exact where none of them is rounded to a grid."""
+    layer_format = next(
+        (layer.format for layer in layers if isinstance(layer.format, WeightFormat)), None
+    )
 
     def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if layer_format is None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationStatus
 
-from taut_deploy.compress.formats.protocol import WeightFormat
+from taut_deploy.compress.formats.protocol import LayerFormat, TautFormat, WeightFormat
 
 DENSE = "dense"
 MIXED = "mixed"
@@ -13,21 +13,39 @@ _MIXED_LAYOUT = "mixed-precision"
 
 
 def quantization_config(
-    formats: Mapping[str, WeightFormat],
+    formats: Mapping[str, LayerFormat],
+    shapes: Mapping[str, tuple[int, int]],
     ignore: list[str],
     kv_cache: QuantizationArgs | None = None,
 ) -> dict[str, Any] | None:
     """The ``quantization_config`` entry of config.json; None where nothing is quantised.
 
-    One format is one group over all linear layers; several are groups that name their layers.
-
     Args:
-        formats: of each quantised layer, by its full name.
+        formats: of each compressed layer, by its full name; all of one method.
+        shapes: [N, K] of at least those.
         ignore: full names of linear layers left alone.
         kv_cache: how keys and values are kept; None for the model's own type.
     """
-    if not formats and kv_cache is None:
+    ours = {name: one for name, one in formats.items() if isinstance(one, TautFormat)}
+    if ours:
+        from taut_kernels.for_deploy import layer_description
+
+        return layer_description.write(
+            {name: one.describe(*shapes[name]) for name, one in ours.items()}
+        )
+    theirs = {name: one for name, one in formats.items() if isinstance(one, WeightFormat)}
+    if not theirs and kv_cache is None:
         return None
+    return _compressed_tensors(theirs, ignore, kv_cache)
+
+
+def _compressed_tensors(
+    formats: Mapping[str, WeightFormat], ignore: list[str], kv_cache: QuantizationArgs | None
+) -> dict[str, Any]:
+    """The library's own entry.
+
+    One format is one group over all linear layers; several are groups that name their layers.
+    """
     members: dict[WeightFormat, list[str]] = {}
     for name, layer_format in formats.items():
         members.setdefault(layer_format, []).append(name)
@@ -49,7 +67,7 @@ def quantization_config(
 
 
 def describe(
-    formats: Mapping[str, WeightFormat], sizes: Mapping[str, int], dense_bits: int
+    formats: Mapping[str, LayerFormat], sizes: Mapping[str, int], dense_bits: int
 ) -> tuple[str, float]:
     """The scheme's name and the bits per weight of the layers that were compressed.
 

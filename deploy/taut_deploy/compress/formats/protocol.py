@@ -1,4 +1,4 @@
-"""The one face of a layer format: a grid, the inputs' rounding, and what is stored.
+"""The one face of a layer format: what it takes, and what is stored.
 
 Stages and the driver know a format by this alone; which one serves a scheme is decided in
 :mod:`taut_deploy.compress.formats.registry`.
@@ -35,23 +35,19 @@ class StoredLayer(Protocol):
         """
 
 
-class WeightFormat(ABC):
-    """How one linear layer is stored and computed under a scheme.
+class LayerFormat(ABC):
+    """What a layer is stored in, as far as plan, report and block need to know.
 
     Attributes:
         name: the scheme.
-        spec: the shape of the grid.
-        activations: how inputs are rounded.
     """
 
     name: str
-    spec: Spec[Any]
-    activations: Activations
 
     @property
     @abstractmethod
     def bits(self) -> int:
-        """Bits per weight, scales not counted."""
+        """Bits of a stored number, scales not counted."""
 
     @property
     @abstractmethod
@@ -64,6 +60,28 @@ class WeightFormat(ABC):
         """Whether there are no zero points."""
 
     @abstractmethod
+    def stored_bytes(self, n: int, k: int) -> int:
+        """Bytes of a layer [N, K] on disk."""
+
+    def why_not(self, n: int, k: int) -> str | None:
+        """Why a layer [N, K] cannot have this format; None if it can."""
+        if self.group_size is not None and k % self.group_size:
+            return f"groups of {self.group_size} do not divide its input of {k}"
+        return None
+
+
+class WeightFormat(LayerFormat):
+    """How compressed-tensors stores one linear layer under a scheme, and how it is computed.
+
+    Attributes:
+        spec: the shape of the grid.
+        activations: how inputs are rounded.
+    """
+
+    spec: Spec[Any]
+    activations: Activations
+
+    @abstractmethod
     def pack(self, codes: Any) -> dict[str, torch.Tensor]:
         """The tensors of one layer's codes, by name inside the layer."""
 
@@ -74,16 +92,6 @@ class WeightFormat(ABC):
     @abstractmethod
     def scheme(self, targets: list[str]) -> QuantizationScheme:
         """The config group of layers in this format."""
-
-    @abstractmethod
-    def stored_bytes(self, n: int, k: int) -> int:
-        """Bytes of a layer [N, K] on disk."""
-
-    def why_not(self, n: int, k: int) -> str | None:
-        """Why a layer [N, K] cannot have this format; None if it can."""
-        if self.group_size is not None and k % self.group_size:
-            return f"groups of {self.group_size} do not divide its input of {k}"
-        return None
 
     def store(self, codes: Codes, input_absmax: torch.Tensor) -> "StoredCodes":
         """One layer in this format.
@@ -101,6 +109,14 @@ class WeightFormat(ABC):
     def __hash__(self) -> int:
         """By name: equal formats have equal names."""
         return hash(self.name)
+
+
+class TautFormat(LayerFormat):
+    """How a checkpoint of ``quant_method: "taut"`` stores one linear layer."""
+
+    @abstractmethod
+    def describe(self, n: int, k: int) -> Any:
+        """What ``quantization_config`` says of a layer [N, K], as the loaders describe it."""
 
 
 @dataclass(frozen=True)

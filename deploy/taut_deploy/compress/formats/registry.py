@@ -86,19 +86,32 @@ def weight_format(
     Raises:
         RecipeError: no allowed group size divides every K.
     """
-    group = _group_size(stage, input_sizes) if SCHEMES[stage.scheme].grouped else None
+    group = None
+    if SCHEMES[stage.scheme].grouped:
+        group = dividing_group_size(stage.method, stage.group_size, input_sizes)
     return FORMATS[stage.scheme](stage, group, dtype)
 
 
-def _group_size(stage: Quantize, input_sizes: Collection[int]) -> int | None:
-    asked = stage.group_size
-    if asked is None or asked == "channel":
+def dividing_group_size(
+    method: str, asked: int | str | None, input_sizes: Collection[int]
+) -> int | None:
+    """The largest allowed group size up to the one asked for that divides every layer's input.
+
+    Args:
+        method: of the stage, for the message.
+        asked: its ``group_size``; None or ``channel`` for one scale a row.
+        input_sizes: K of the layers.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    if not isinstance(asked, int):
         return None
     for group in _GROUP_SIZES:
         if group <= asked and all(k % group == 0 for k in input_sizes):
             return group
     sizes = ", ".join(str(k) for k in sorted(set(input_sizes)))
     raise RecipeError(
-        f"stages.quantize.group_size: none of 128, 64, 32 up to {asked} divides "
+        f"stages.{method}.group_size: none of 128, 64, 32 up to {asked} divides "
         f"every layer input ({sizes}); put the odd layers into 'ignore'"
     )

@@ -31,8 +31,8 @@ class Factors:
         return self.down.shape[0]
 
     def product(self) -> torch.Tensor:
-        """The dense weight they stand for, [N, K]."""
-        return self.up @ self.down
+        """The dense weight they stand for, [N, K] fp32."""
+        return self.up.float() @ self.down.float()
 
 
 @dataclass(frozen=True)

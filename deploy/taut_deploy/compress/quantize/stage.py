@@ -47,16 +47,16 @@ def quantize(state: BlockState, index: int, stage: Quantize) -> None:
         ModelError: a weight or an input is not finite; names the layer.
     """
     for layer in state.of_stage(index):
-        if layer.format is None:
+        if not isinstance(layer.format, WeightFormat):
             raise TypeError(f"{layer.name}: a quantised layer has a format")
         with single_thread():
-            codes = _rounded(layer, stage)
+            codes = _rounded(layer, layer.format, stage)
         stored = layer.format.store(codes, layer.group.absmax)
         layer.store(stored, stage.algorithm)
 
 
-def _rounded(layer: LayerState, stage: Quantize) -> Codes:
-    spec: Any = layer.format.spec if layer.format is not None else None
+def _rounded(layer: LayerState, layer_format: WeightFormat, stage: Quantize) -> Codes:
+    spec: Any = layer_format.spec
     weight = layer.sound_weight()
     if stage.algorithm == "hqq":
         return hqq.quantize_weight(weight, spec)

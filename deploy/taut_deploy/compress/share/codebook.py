@@ -62,10 +62,9 @@ class CodebookWeight:
 
     def dequantize(self) -> torch.Tensor:
         """The weights these codes stand for, [N, K] fp32."""
-        n, k = self.codes.shape
-        book = self.book.float().repeat_interleave(n // self.book.shape[0], 0)
-        values = book.gather(1, self.codes.long()).view(n, self.scale.shape[1], -1)
-        return (values * self.scale.float()[..., None]).view(n, k)
+        from taut_kernels.for_deploy import codebook
+
+        return codebook.dequantise(self.codes, self.scale, self.book)
 
 
 def quantize_weight(

@@ -39,40 +39,42 @@ class StoredTensor:
 class Reader(Protocol):
     """Reads single tensors."""
 
+    stored: dict[str, StoredTensor]
+
     def read(self, name: str) -> torch.Tensor:
         """One stored tensor on the CPU."""
         ...
 
 
 def require_same_tensors(
-    directory: Path, model: Any, stored: Mapping[str, StoredTensor]
-) -> list[str]:
+    directory: Path, skeleton: Any, stored: Mapping[str, StoredTensor]
+) -> dict[str, Any]:
     """Compare what is stored with the skeleton of the architecture.
 
     Args:
         directory: the model's, for errors.
-        model: a transformers model, its parameters on the meta device.
+        skeleton: model, places and unknown tensors.
         stored: by name.
 
     Returns:
-        Names of the stored tensors that are parameters of the model.
+        Places of the stored tensors that the model has, by name in the skeleton.
 
     Raises:
         ModelError: naming the first tensor that is missing, has no place, another shape or a dtype
-            that is no plain floating type, or that taut cannot carry.
+            that is no plain floating type.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    kept = set(model.state_dict())
+    model, places = skeleton.model, skeleton.places
+    kept = model.state_dict()
     tied: dict[str, str] = model.all_tied_weights_keys
-    roots = {tied.get(name, name) for name in stored}
-    missing = [name for name in kept if name not in stored and tied.get(name, name) not in roots]
+    roots = {tied.get(name, name) for name in places}
+    missing = [name for name in kept if name not in places and tied.get(name, name) not in roots]
     if missing:
         raise ModelError(_missing(directory, missing, model, stored))
     ignorable = [*_COMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]
     unknown = [
         name
-        for name in stored
-        if name not in kept and not any(re.search(pattern, name) for pattern in ignorable)
+        for name in skeleton.unknown
+        if not any(re.search(pattern, name) for pattern in ignorable)
     ]
     if unknown:
         raise ModelError(
@@ -80,15 +82,17 @@ def require_same_tensors(
             f"{type(model).__name__} of config.json, the first is {min(unknown)}; "
             "is config.json another model's?"
         )
-    buffers = sorted(kept - parameters.keys())
-    if buffers:
-        raise ModelError(
-            f"{directory}: {buffers[0]} is a stored buffer, which compression does not carry over"
-        )
-    for name, tensor in stored.items():
-        if name in parameters:
-            _require_alike(name, tensor, tuple(parameters[name].shape))
-    return [name for name in stored if name in parameters]
+    found = {name: place for name, place in places.items() if name in kept}
+    for name, place in found.items():
+        tensor = stored[place.stored]
+        if place.shape(tensor.shape) != tuple(kept[name].shape):
+            shape = place.unshaped(tuple(kept[name].shape), tensor.shape)
+            raise ModelError(
+                f"{tensor.shard}: {place.stored}: stored shape {tensor.shape} does not match "
+                f"config.json's {shape}"
+            )
+        _require_floating(place.stored, tensor)
+    return found
 
 
 def _missing(
@@ -102,12 +106,7 @@ def _missing(
     return message + "; fetch the model again, or compress one stored under transformers' names"
 
 
-def _require_alike(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise ModelError(
-            f"{tensor.shard}: {name}: stored shape {tensor.shape} does not match config.json's "
-            f"{shape}"
-        )
+def _require_floating(name: str, tensor: StoredTensor) -> None:
     if tensor.dtype not in _DTYPES:
         raise ModelError(
             f"{tensor.shard}: {name} is stored as {tensor.dtype}, and config.json names no "
@@ -115,23 +114,29 @@ def _require_alike(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> N
         )
 
 
-def require_sound_values(
-    stored: Mapping[str, StoredTensor], names: Collection[str], model: Any, reader: Reader
-) -> None:
+def require_sound_values(places: Mapping[str, Any], model: Any, reader: Reader) -> None:
     """Read every tensor once: all finite, and those that the model ties equal.
+
+    Args:
+        places: where each tensor of the skeleton is stored.
+        model: the skeleton's model.
+        reader: of the stored tensors.
 
     Raises:
         ModelError: naming file and tensor.
     """
-    for name in names:
+    for name in dict.fromkeys(place.stored for place in places.values()):
         if not is_finite(reader.read(name)):
             raise ModelError(
-                f"{stored[name].shard}: {name} holds NaN or infinity, so the weights are broken"
+                f"{reader.stored[name].shard}: {name} holds NaN or infinity, so the weights are "
+                "broken"
             )
     for target, source in model.all_tied_weights_keys.items():
-        both = target in stored and source in stored
-        if both and not torch.equal(reader.read(target), reader.read(source)):
+        both = target in places and source in places
+        if both and not torch.equal(
+            reader.read(places[target].stored), reader.read(places[source].stored)
+        ):
             raise ModelError(
-                f"{stored[target].shard}: {target} differs from {source}, which config.json ties "
-                "it to; set tie_word_embeddings to false in config.json"
+                f"{reader.stored[places[target].stored].shard}: {target} differs from {source}, "
+                "which config.json ties it to; set tie_word_embeddings to false in config.json"
             )

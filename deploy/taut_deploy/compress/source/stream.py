@@ -1,99 +1,43 @@
 """A causal LM whose decoder blocks are in memory one at a time.
 
-The skeleton is built on the meta device; a block's weights are read from the safetensors shards
-when it is loaded and dropped when it is released. Nothing here knows a particular architecture: the
-decoder is the one long ``ModuleList`` of equal modules, and what the blocks are called with is
-recorded from the model's own forward.
+The skeleton is built on the meta device; a block's weights are read from the shards when it is
+loaded and dropped when it is released. Nothing here knows a particular architecture: what the
+blocks are called with is recorded from the model's own forward, and what follows the last one is
+that forward too.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from taut_deploy.compress.source.soundness import (
-    StoredTensor,
-    require_same_tensors,
-    require_sound_values,
+from taut_deploy.compress.skeleton import empty_model
+from taut_deploy.compress.source.calls import (
+    BlockArguments,
+    Recorder,
+    per_row,
+    why_not_replayed,
 )
+from taut_deploy.compress.source.decoder import make_skeleton
+from taut_deploy.compress.source.names import Place
+from taut_deploy.compress.source.soundness import require_same_tensors, require_sound_values
+from taut_deploy.compress.source.weights import WeightReader
 from taut_deploy.errors import ModelError
-from taut_deploy.models.directory import declared_shards, weight_files
-from taut_deploy.models.pretrained import load_config
+from taut_deploy.models.pretrained import load_config, reason_of
 
-# A call's keyword arguments other than the hidden states, one mapping per decoder block.
-BlockArguments = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class DecoderBlock:
-    """One decoder block: its position, its name in the state dict, and the module."""
-
-    index: int
-    name: str
-    module: nn.Module
-
-
-class WeightReader:
-    """Reads single tensors out of a directory's safetensors shards.
-
-    Args:
-        directory: model directory.
-
-    Raises:
-        ModelError: a shard is missing or cut short, or index and shards contradict each other.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.stored: dict[str, StoredTensor] = {}
-        for shard in weight_files(directory):
-            found = _header(shard)
-            if twice := sorted(found.keys() & self.stored.keys()):
-                raise ModelError(
-                    f"{shard}: {twice[0]} is in {self.stored[twice[0]].shard.name} too; "
-                    "fetch the model again"
-                )
-            self.stored |= found
-        for name, shard_name in declared_shards(directory).items():
-            if name not in self.stored or self.stored[name].shard.name != shard_name:
-                raise ModelError(
-                    f"{directory / shard_name}: the index says that it holds {name}, which it "
-                    "does not; fetch the model again"
-                )
-
-    @property
-    def names(self) -> list[str]:
-        """Every tensor's name, in shard order."""
-        return list(self.stored)
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU, in its stored dtype.
-
-        Raises:
-            ModelError: if no shard holds it.
-        """
-        if name not in self.stored:
-            raise ModelError(f"{name}: no shard of the model holds this tensor")
-        with safe_open(self.stored[name].shard, framework="pt") as handle:
-            tensor: torch.Tensor = handle.get_tensor(name)
-        return tensor
-
-
-def _header(shard: Path) -> dict[str, StoredTensor]:
-    try:
-        with safe_open(shard, framework="pt") as handle:
-            parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            return {
-                name: StoredTensor(shard, tuple(part.get_shape()), part.get_dtype())
-                for name, part in parts.items()
-            }
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(
-            f"{shard}: cannot be read as safetensors ({error}); fetch the model again"
-        ) from error
+# What a forward may raise that is called in a way it was not written for.
+_FORWARD_ERRORS = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    AssertionError,
+)
 
 
 class StreamedModel:
@@ -106,7 +50,8 @@ class StreamedModel:
         trust_remote_code: let the model's own Python code run.
 
     Raises:
-        ModelError: the tensors are not those of the architecture, or not all are finite.
+        ModelError: it is no causal LM, the tensors are not those of the architecture, or not all
+            are finite.
     """
 
     def __init__(
@@ -117,34 +62,18 @@ class StreamedModel:
         *,
         trust_remote_code: bool = False,
     ) -> None:
-        from accelerate import init_empty_weights
-        from transformers import AutoModelForCausalLM
-
         self._directory = directory
-        self._reader = WeightReader(directory)
         self._dtype = dtype
         self._device = device
         config = load_config(directory, trust_remote_code=trust_remote_code)
-        try:
-            with init_empty_weights(include_buffers=False):
-                # sdpa needs no mask tensor for unpadded text, so one recorded call serves every
-                # batch size.
-                self.model: Any = AutoModelForCausalLM.from_config(
-                    config,
-                    dtype=dtype,
-                    attn_implementation="sdpa",
-                    trust_remote_code=trust_remote_code,
-                )
-        except ValueError as error:
-            raise _not_streamed(directory, config.model_type, error) from error
-        self.model.eval()
-        found = require_same_tensors(directory, self.model, self._reader.stored)
-        require_sound_values(self._reader.stored, found, self.model, self._reader)
-        self._decoder_name, layers = _find_decoder(self.model)
-        self.blocks = [
-            DecoderBlock(index, f"{self._decoder_name}.{index}", module)
-            for index, module in enumerate(layers)
-        ]
+        self.model = empty_model(config, dtype, trust_remote_code=trust_remote_code).eval()
+        self._reader = WeightReader(directory)
+        skeleton = make_skeleton(self.model, self._reader.stored)
+        self._places = require_same_tensors(directory, skeleton, self._reader.stored)
+        require_sound_values(self._places, self.model, self._reader)
+        self._decoder_name = skeleton.decoder
+        self.blocks = skeleton.blocks
+        self._as_tuple = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,51 +82,124 @@ class StreamedModel:
 
     @property
     def outer_names(self) -> list[str]:
-        """Stored tensors outside the decoder blocks (embeddings, final norm, output head)."""
-        return [
-            name for name in self._reader.names if not name.startswith(self._decoder_name + ".")
-        ]
+        """Stored tensors outside the blocks: embeddings, final norm, head, other towers."""
+        outer = {place.stored for name, place in self._places.items() if not self._is_inner(name)}
+        return [name for name in self._reader.names if name in outer]
+
+    def _is_inner(self, name: str) -> bool:
+        return name.startswith(self._decoder_name + ".")
 
     def read(self, name: str) -> torch.Tensor:
-        """One stored tensor."""
+        """One stored tensor, by its stored name."""
         return self._reader.read(name)
 
     def load(self, module: nn.Module, prefix: str) -> None:
         """Fill ``module`` (named ``prefix``) with its stored weights in the compute dtype."""
-        for name, parameter in list(module.named_parameters()):
-            stored = self._reader.read(f"{prefix}.{name}" if prefix else name)
-            if stored.shape != parameter.shape:
-                raise ModelError(
-                    f"{prefix}.{name}: stored shape {tuple(stored.shape)} does not match "
-                    f"config.json's {tuple(parameter.shape)}"
-                )
-            _set_parameter(module, name, stored.to(self._device, self._dtype))
+        for owner in module.modules():
+            for leaf, buffer in owner._buffers.items():
+                owner._buffers[leaf] = None if buffer is None else buffer.to(self._device)
+        for name in module.state_dict():
+            place = self._places.get(f"{prefix}.{name}")
+            if place is not None:
+                self._fill(module, name, place)
 
     def release(self, module: nn.Module) -> None:
-        """Drop a module's weights again."""
-        module.to("meta")
+        """Drop a module's weights again; tables it computes by itself stay."""
+        for owner in module.modules():
+            for leaf, parameter in owner._parameters.items():
+                if parameter is not None:
+                    empty = torch.empty_like(parameter, device="meta")
+                    owner._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
 
     def load_outer(self) -> None:
-        """Fill embeddings, final norm and output head; ties are restored by the model itself."""
-        for name in self.outer_names:
-            if _has_parameter(self.model, name):
-                _set_parameter(
-                    self.model, name, self._reader.read(name).to(self._device, self._dtype)
-                )
+        """Fill everything outside the blocks; ties are restored by the model itself."""
+        for name, place in self._places.items():
+            if not self._is_inner(name):
+                self._fill(self.model, name, place)
         self.model.tie_weights()
 
+    def _fill(self, module: nn.Module, name: str, place: Place) -> None:
+        owner, _, leaf = name.rpartition(".")
+        target = module.get_submodule(owner)
+        value = place.read(self._reader).to(self._device)
+        if leaf in target._parameters:
+            target._parameters[leaf] = nn.Parameter(value.to(self._dtype), requires_grad=False)
+        else:
+            target._buffers[leaf] = value
+
+    def to_stored(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of the skeleton as a checkpoint of this family holds them.
+
+        Args:
+            tensors: by name in the skeleton; a layer's new tensors under the layer's name.
+
+        Returns:
+            By name in a file. What has the name of a stored tensor has its orientation too.
+        """
+        return dict(self._stored(name, tensor) for name, tensor in tensors.items())
+
+    def _stored(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        place: Place | None = self._places.get(name)
+        if place is None or place.entry is not None:
+            layer, _, leaf = name.rpartition(".")
+            return f"{self.stored_layer(layer)}.{leaf}", tensor
+        return place.stored, tensor.T if place.turned else tensor
+
+    def stored_layer(self, layer: str) -> str:
+        """What a checkpoint of this family calls a layer, from its name in the skeleton."""
+        place: Place | None = self._places.get(f"{layer}.weight")
+        if place is None:
+            return layer
+        if place.entry is None:
+            return place.stored.removesuffix(".weight")
+        leaf = layer.rpartition(".")[2]
+        return f"{place.stored.rpartition('.')[0]}.{place.entry}.{leaf}"
+
+    def dense_layers(self, compressed: Iterable[str]) -> list[str]:
+        """Linear layers that stay dense, under every name readers look them up by.
+
+        Args:
+            compressed: skeleton names of those that do not.
+
+        Returns:
+            Those outside the blocks first.
+        """
+        done = set(compressed)
+        linears = [
+            name
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear) and name not in done
+        ]
+        linears.sort(key=self._is_inner)
+        spellings = ((name, self.stored_layer(name)) for name in linears)
+        return list(dict.fromkeys(name for pair in spellings for name in pair))
+
+    @torch.inference_mode()
     def rehearse(self) -> None:
-        """Run everything outside the blocks once, so that a plan knows what the run would meet.
+        """Run everything outside the blocks, so that a plan knows what the run would meet.
 
         Raises:
             ModelError: the architecture's forward cannot be run block by block.
         """
         self.load_outer()
+        one, other = torch.tensor([[0, 1, 2]]), torch.tensor([[3, 3, 1]])
         try:
-            hidden, _ = self.enter(torch.zeros(1, 2, dtype=torch.int64))
+            self._as_tuple = self._hands_on_tuples(one)
+            told = [[call.arguments for call in self._record(text)] for text in (one, other)]
+            hidden, _ = self.enter(one)
             self.leave(hidden)
-        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-            raise _not_streamed(self._directory, self.model.config.model_type, error) from error
+        except _FORWARD_ERRORS as error:
+            raise self._not_streamed(reason_of(error, 160)) from error
+        if (why := why_not_replayed(*told)) is not None:
+            raise self._not_streamed(why)
+
+    def _hands_on_tuples(self, tokens: torch.Tensor) -> bool:
+        """Whether the model expects tuples of its blocks: without them its forward goes wrong."""
+        try:
+            self._record(tokens)
+        except (*_FORWARD_ERRORS, ModelError):
+            return True
+        return False
 
     @torch.inference_mode()
     def enter(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, BlockArguments]:
@@ -207,104 +209,60 @@ class StreamedModel:
             token_ids: [B, T] int64.
 
         Returns:
-            Hidden states [B, T, H] entering block 0, and the keyword arguments of each block.
+            Hidden states [B, T, H] entering block 0, and the keyword arguments of each block for
+            a batch of any size.
         """
-        recorders = [_Recorder(block.module) for block in self.blocks]
-        layers = self.model.get_submodule(self._decoder_name)
-        for index, recorder in enumerate(recorders):
-            layers[index] = recorder
-        try:
-            self.model.base_model(input_ids=token_ids.to(self._device), use_cache=False)
-        finally:
-            for block in self.blocks:
-                layers[block.index] = block.module
-        first = recorders[0].hidden
-        if first is None:
-            raise ModelError("the model's forward never called its first decoder block")
-        return first, [recorder.arguments for recorder in recorders]
+        row = token_ids[:1]
+        one, two = (
+            [call.arguments for call in self._record(rows)] for rows in (row, torch.cat([row, row]))
+        )
+        return self.embed(token_ids), per_row(one, two)
+
+    @torch.inference_mode()
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, T, H] entering block 0, from token ids [B, T]."""
+        hidden = self._record(token_ids)[0].hidden
+        if hidden is None:
+            raise self._not_streamed("its forward never calls the first of them")
+        return hidden
 
     @torch.inference_mode()
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and output head: hidden states [B, T, H] to logits [B, T, V] fp32."""
-        norm = _final_norm(self.model.base_model)
-        logits: torch.Tensor = self.model.get_output_embeddings()(norm(hidden)).float()
-        return logits
+        """All that follows the last block: hidden states [B, T, H] to logits [B, T, V] fp32."""
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64)
+        recorders = self._recorders()
+        recorders[-1].leaves = lambda _: hidden
+        logits: torch.Tensor = self._run(self.model, tokens, recorders).logits
+        return logits.float()
 
+    def _recorders(self) -> list[Recorder]:
+        return [Recorder(block.module, as_tuple=self._as_tuple) for block in self.blocks]
 
-def _not_streamed(directory: Path, model_type: str, error: Exception) -> ModelError:
-    reason = " ".join(str(error).split())[:160]
-    return ModelError(
-        f"{directory}: config.json: model_type {model_type!r} cannot be compressed block by block "
-        f"({reason}); take a model of another architecture"
-    )
+    def _record(self, tokens: torch.Tensor) -> list[Recorder]:
+        """Record a call of every block, each of which must be handed what the one before gave."""
+        recorders = self._recorders()
+        out = self._run(self.model.base_model, tokens, recorders)[0]
+        for before, after in itertools.pairwise(recorders):
+            if after.hidden is None or after.hidden is not before.hidden:
+                raise self._not_streamed(
+                    "something happens between its blocks, or not all of them are called"
+                )
+        if out.shape[:2] != tokens.shape:
+            raise self._not_streamed(f"its forward gives {tuple(out.shape)} for {tokens.shape}")
+        return recorders
 
-
-def call_block(module: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-    """Run one decoder block; some return a tuple whose first item is the hidden state."""
-    out = module(hidden, **arguments)
-    result: torch.Tensor = out[0] if isinstance(out, tuple) else out
-    return result
-
-
-def linear_layers(block: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The block's linear layers with their names inside it."""
-    return (
-        (name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)
-    )
-
-
-class _Recorder(nn.Module):
-    """Stands in for a decoder block: keeps its call and passes the hidden states through."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self._of = (block,)  # in a tuple, so that it does not become a part of this module
-        self.hidden: torch.Tensor | None = None
-        self.arguments: dict[str, Any] = {}
-
-    def forward(self, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        self.hidden = hidden
-        self.arguments = arguments
-        return hidden
-
-    def __getattr__(self, name: str) -> Any:
-        # Some models read attributes such as ``attention_type`` off the block before calling it.
+    def _run(self, model: Any, tokens: torch.Tensor, recorders: list[Recorder]) -> Any:
+        layers: Any = self.model.get_submodule(self._decoder_name)
+        for index, recorder in enumerate(recorders):
+            layers[index] = recorder
         try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self._of[0], name)
+            return model(input_ids=tokens.to(self._device), use_cache=False)
+        finally:
+            for block in self.blocks:
+                layers[block.index] = block.module
 
-
-def _find_decoder(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-    ]
-    uniform = [
-        (name, module) for name, module in lists if len({type(entry) for entry in module}) == 1
-    ]
-    if not uniform:
-        raise ModelError(f"{type(model).__name__}: found no list of decoder blocks")
-    return max(uniform, key=lambda item: len(item[1]))
-
-
-def _final_norm(base: nn.Module) -> nn.Module:
-    for name in ("norm", "final_layernorm", "ln_f"):
-        if hasattr(base, name):
-            norm: nn.Module = getattr(base, name)
-            return norm
-    raise AttributeError("found no final norm: norm, final_layernorm, ln_f")
-
-
-def _has_parameter(model: nn.Module, name: str) -> bool:
-    owner, _, leaf = name.rpartition(".")
-    try:
-        return leaf in model.get_submodule(owner)._parameters
-    except AttributeError:
-        return False
-
-
-def _set_parameter(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    module.get_submodule(owner)._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    def _not_streamed(self, reason: str) -> ModelError:
+        return ModelError(
+            f"{self._directory}: config.json: model_type {self.model.config.model_type!r} cannot "
+            f"be compressed block by block ({reason}); take a model of another architecture"
+        )

@@ -16,7 +16,7 @@ from compressed_tensors.utils import match_named_modules
 from torch import nn
 
 from taut_deploy.compress.quantize.scales import expand
-from taut_deploy.compress.source.stream import WeightReader
+from taut_deploy.compress.source.weights import WeightReader
 from taut_deploy.compress.train.fake_quantize import Grid, codes_of
 from taut_deploy.errors import ModelError
 

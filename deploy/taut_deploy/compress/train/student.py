@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from taut_deploy.checkpoint import is_checkpoint, read_manifest
 from taut_deploy.compress.job import compute_dtype, stored_dtype
 from taut_deploy.compress.skeleton import empty_model
-from taut_deploy.compress.source.stream import WeightReader
+from taut_deploy.compress.source.weights import WeightReader
 from taut_deploy.compress.train.fake_quantize import codes_of, nearest_in_cell
 from taut_deploy.compress.train.quantized_layers import (
     QuantizedLayer,

@@ -1,0 +1,150 @@
+"""Two thin factors, alone or beside 4-bit weights they correct: ``weight_u`` and ``weight_v``."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from taut_deploy.compress.formats.protocol import TautFormat, WeightFormat
+from taut_deploy.compress.formats.registry import weight_format
+from taut_deploy.compress.lowrank.whitened_svd import Factors
+from taut_deploy.compress.quantize.protocol import Codes
+from taut_deploy.recipe.stages import Factorize, Quantize
+
+if TYPE_CHECKING:
+    from taut_kernels.for_deploy import layer_description
+
+_MULTIPLE_OF = 8  # 16 bytes in 16 bits: what tensor cores want of an inner width
+
+
+@dataclass(frozen=True)
+class LowRankFormat(TautFormat):
+    """Factors [N, r] and [r, K].
+
+    Args:
+        rank: of every layer, or None where each gets what ``rank_budget`` leaves it.
+        rank_budget: parameters of the factors over those of the weight, None with ``rank``.
+        base: of the weights the factors correct, None where they stand alone.
+        dtype: of the factors.
+    """
+
+    rank: int | None
+    rank_budget: float | None
+    base: WeightFormat | None
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The scheme."""
+        return "LOWRANK" if self.base is None else f"{self.base.name}-LOWRANK"
+
+    @property
+    def bits(self) -> int:
+        """Of a number in the factors, or of a code where they correct codes."""
+        return 8 * self.dtype.itemsize if self.base is None else self.base.bits
+
+    @property
+    def group_size(self) -> int | None:
+        """Of the corrected codes."""
+        return None if self.base is None else self.base.group_size
+
+    @property
+    def symmetric(self) -> bool:
+        """Of the corrected codes."""
+        return True if self.base is None else self.base.symmetric
+
+    def rank_of(self, n: int, k: int) -> int:
+        """Inner width of a layer [N, K]; 0 where the budget leaves it none."""
+        if self.rank is not None:
+            return self.rank
+        rank = int((self.rank_budget or 0.0) * n * k / (n + k))
+        return rank if rank < _MULTIPLE_OF else rank // _MULTIPLE_OF * _MULTIPLE_OF
+
+    def stored_bytes(self, n: int, k: int) -> int:
+        """Bytes of a layer [N, K] on disk."""
+        factors = self.rank_of(n, k) * (n + k) * self.dtype.itemsize
+        return factors + (0 if self.base is None else self.base.stored_bytes(n, k))
+
+    def why_not(self, n: int, k: int) -> str | None:
+        """Why a layer [N, K] cannot have this format; None if it can."""
+        if self.base is not None and (reason := self.base.why_not(n, k)) is not None:
+            return reason
+        rank = self.rank_of(n, k)
+        if rank < 1:
+            return f"rank_budget {self.rank_budget} leaves it no rank"
+        if rank > min(n, k):
+            return f"rank {rank} is above its smaller width {min(n, k)}"
+        if self.stored_bytes(n, k) >= n * k * self.dtype.itemsize:
+            alone = self.base is None
+            what = "the factors hold" if alone else "codes and factors hold"
+            return f"rank {rank} saves nothing: {what} no fewer bytes than the weight"
+        return None
+
+    def describe(self, n: int, k: int) -> "layer_description.LowRank":
+        """What ``quantization_config`` says of a layer [N, K]."""
+        from taut_kernels.for_deploy import layer_description as told
+
+        base = None
+        if self.base is not None:
+            base = told.PackedBase(self.base.group_size, self.base.symmetric)
+        return told.LowRank(self.rank_of(n, k), base)
+
+
+@dataclass(frozen=True)
+class StoredFactors:
+    """A factorised layer as the checkpoint holds it.
+
+    Args:
+        format: of the layer.
+        factors: in the dtype they are stored in.
+        codes: what they correct, None where they stand alone.
+    """
+
+    format: LowRankFormat
+    factors: Factors
+    codes: Codes | None
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight it stands for, [N, K] fp32."""
+        product = self.factors.product()
+        return product if self.codes is None else self.codes.dequantize() + product
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is written, by name inside the layer."""
+        base = self.format.base
+        packed = {} if base is None or self.codes is None else base.pack(self.codes)
+        return {**packed, "weight_u": self.factors.up, "weight_v": self.factors.down}
+
+    def read_back(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The weight that written tensors stand for, [N, K] fp32."""
+        product = Factors(tensors["weight_u"], tensors["weight_v"]).product()
+        base = self.format.base
+        return product if base is None else base.unpack(tensors).dequantize() + product
+
+    def round_input(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as it is."""
+        return x
+
+
+def low_rank_format(
+    stage: Factorize, input_sizes: Collection[int], dtype: torch.dtype
+) -> LowRankFormat:
+    """The format a stage asks for.
+
+    Args:
+        stage: of the recipe.
+        input_sizes: K of the layers it stores.
+        dtype: of the model's weights, which the factors have too.
+
+    Raises:
+        RecipeError: no allowed group size of the residual divides every K.
+    """
+    residual = stage.residual
+    if residual is None:
+        return LowRankFormat(stage.rank, stage.rank_budget, None, dtype)
+    quantize = Quantize(
+        scheme=residual.scheme, group_size=residual.group_size, symmetric=residual.symmetric
+    )
+    base = weight_format(quantize, input_sizes, dtype)
+    return LowRankFormat(residual.rank, None, base, dtype)

@@ -1,0 +1,50 @@
+"""The ``factorize`` stage: a weight becomes two thin ones, or codes and two thin ones."""
+
+import torch
+
+from taut_deploy.compress.formats.low_rank import LowRankFormat, StoredFactors
+from taut_deploy.compress.lowrank.residual import quantize_with_residual
+from taut_deploy.compress.lowrank.whitened_svd import Factors, whiten
+from taut_deploy.compress.quantize import gptq
+from taut_deploy.compress.quantize.grid import QuantizedWeight
+from taut_deploy.compress.state import BlockState, LayerState
+from taut_deploy.compress.threads import single_thread
+from taut_deploy.recipe.stages import Factorize
+
+
+def factorize(state: BlockState, index: int, stage: Factorize) -> None:
+    """Factorise every layer of the stage.
+
+    Raises:
+        ModelError: a weight or an input is not finite; names the layer.
+    """
+    for layer in state.of_stage(index):
+        stored = _factorised(layer, stage)
+        layer.rank = stored.factors.rank
+        layer.store(stored, stage.method if stage.residual is None else "gptq+factorize")
+
+
+def _factorised(layer: LayerState, stage: Factorize) -> StoredFactors:
+    kept, hessian = layer.format, layer.group.hessian
+    if not isinstance(kept, LowRankFormat) or hessian is None:
+        raise TypeError(f"{layer.name}: a factorised layer has a low-rank format and a Hessian")
+    weight = layer.sound_weight()
+    rank = kept.rank_of(*layer.module.weight.shape)
+    if kept.base is None or stage.residual is None:
+        factors = whiten(weight, hessian, dampening_frac=stage.dampening_frac).truncate(rank)
+        return StoredFactors(kept, _stored(factors, kept.dtype), None)
+    spec = kept.base.spec
+
+    def rounded(left: torch.Tensor) -> QuantizedWeight:
+        with single_thread():
+            codes: QuantizedWeight = gptq.quantize_weight(left, hessian, spec)
+        return codes
+
+    codes, factors = quantize_with_residual(
+        weight, hessian, rank, rounded, passes=stage.residual.passes, stored_dtype=kept.dtype
+    )
+    return StoredFactors(kept, _stored(factors, kept.dtype), codes)
+
+
+def _stored(factors: Factors, dtype: torch.dtype) -> Factors:
+    return Factors(factors.up.to(dtype), factors.down.to(dtype))

@@ -1,0 +1,55 @@
+"""The linear layers of a decoder block, whatever class they are of.
+
+GPT-2 and its kin use transformers' ``Conv1D``, which stores its weight [K, N]: in the skeleton it
+becomes an ``nn.Linear``, and its weight is turned when it is read and written.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from taut_deploy.compress.source.experts import LinearExperts
+
+
+def linear_layers(block: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The block's linear layers with their names inside it, routers and gates of experts left out.
+
+    A router decides by small differences, costs nothing, and servers hold it dense.
+    """
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear) and not _is_router(block, name, module):
+            yield name, module
+
+
+def _is_router(block: nn.Module, name: str, module: nn.Linear) -> bool:
+    parent = block.get_submodule(name.rpartition(".")[0])
+    experts = [child for child in parent.children() if _num_experts(child)]
+    return any(module.out_features in (1, _num_experts(child)) for child in experts)
+
+
+def _num_experts(module: nn.Module) -> int:
+    """How many experts a module holds: as a list of equal modules, or stacked; 0 for no such."""
+    if isinstance(module, LinearExperts):
+        return module.num_experts
+    stacked = [parameter for parameter in module._parameters.values() if parameter is not None]
+    if any(parameter.ndim == 3 for parameter in stacked):
+        return next(parameter.shape[0] for parameter in stacked if parameter.ndim == 3)
+    if isinstance(module, nn.ModuleList) and len({type(entry) for entry in module}) == 1:
+        return len(module)
+    return 0
+
+
+def replace_conv1d(block: nn.Module) -> list[str]:
+    """Put an ``nn.Linear`` in place of every ``Conv1D``; weights stay on the meta device.
+
+    Returns:
+        Names inside the block of what was replaced.
+    """
+    found = [name for name, module in block.named_modules() if isinstance(module, Conv1D)]
+    for name in found:
+        weight = block.get_submodule(name).get_parameter("weight")
+        rows, columns = weight.shape
+        linear = nn.Linear(rows, columns, device="meta", dtype=weight.dtype)
+        block.set_submodule(name, linear)
+    return found

@@ -1,0 +1,171 @@
+"""Loading checkpoints of ``quant_method: "taut"`` in transformers: ``import taut_deploy.hf``.
+
+Importing registers the method through transformers' own registration; ``from_pretrained`` then
+loads such a directory as any other. Low-rank factors stay two products, as they are served;
+codebooks and the 4-bit weights under a low-rank correction become dense weights of the model's
+dtype, so no memory is saved here.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from taut_deploy.compress.formats.activations import Activations
+from taut_deploy.compress.formats.integer import PackedIntegerFormat
+from taut_deploy.compress.quantize.grid import GridSpec
+from taut_kernels.for_deploy import codebook, low_rank_linear
+from taut_kernels.for_deploy import layer_description as told
+
+_FACTORS = ("weight_u", "weight_v")
+
+
+@register_quantization_config(told.METHOD)
+class TautConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """``quantization_config`` of a checkpoint.
+
+    Args:
+        entry: its keys.
+
+    Raises:
+        ValueError: it describes something this version does not read.
+    """
+
+    def __init__(self, **entry: Any) -> None:
+        self.quant_method = told.METHOD
+        self.format_version = entry.get("format_version")
+        self.layers = entry.get("layers")
+        self.descriptions = told.read(entry)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as it is in ``config.json``."""
+        return told.write(self.descriptions)
+
+
+@register_quantizer(told.METHOD)
+class TautQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Puts a module that takes the stored tensors in the place of every compressed layer."""
+
+    requires_calibration = True
+    quantization_config: TautConfig
+
+    def _process_model_before_weight_loading(self, model: Any, **_options: Any) -> None:
+        for name, layer in self.quantization_config.descriptions.items():
+            dense = _linear(model, name)
+            if isinstance(layer, told.LowRank):
+                model.set_submodule(name, _LowRank(dense, layer))
+            else:
+                model.set_submodule(name, _Codebook(dense, layer))
+
+    def _process_model_after_weight_loading(self, model: Any, **_options: Any) -> None:
+        for name in self.quantization_config.descriptions:
+            model.set_submodule(name, model.get_submodule(name).loaded())
+
+    def is_serializable(self) -> bool:
+        """Never: ``taut compress`` writes such checkpoints."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Never: a gradient into what is stored is ``taut distil``'s."""
+        return False
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        module = None
+    if not isinstance(module, nn.Linear):
+        raise ValueError(
+            f"config.json: quantization_config: layers.{name}: the model has no such linear layer"
+        )
+    return module
+
+
+class _Stored(nn.Module):
+    """A layer whose tensors are those of the checkpoint until everything is loaded."""
+
+    def __init__(self, dense: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = dense.in_features, dense.out_features
+        self._dtype, self._device = dense.weight.dtype, dense.weight.device
+        self.bias = dense.bias
+
+    def _expect(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> None:
+        empty = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+    def _dense_layer(self, weight: torch.Tensor) -> nn.Linear:
+        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.bias = self.bias
+        return layer
+
+
+class _Codebook(_Stored):
+    """Indices, scales and books; a plain linear layer once loaded."""
+
+    weight_packed: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_codebook: torch.Tensor
+
+    def __init__(self, dense: nn.Linear, layer: told.Codebook) -> None:
+        super().__init__(dense)
+        n, k = self.out_features, self.in_features
+        self._bits = layer.bits
+        self._expect("weight_packed", n, k * layer.bits // 8, dtype=torch.uint8)
+        self._expect("weight_scale", n, k // (layer.group_size or k))
+        self._expect("weight_codebook", n // (layer.rows or n), layer.entries)
+        self._expect("weight_shape", 2, dtype=torch.int64)
+
+    def loaded(self) -> nn.Linear:
+        """The layer, its weight dequantised to the dtype of its scales."""
+        codes = codebook.unpack_codes(self.weight_packed.data, self._bits)
+        weight = codebook.dequantise(codes, self.weight_scale.data, self.weight_codebook.data)
+        return self._dense_layer(weight.to(self.weight_scale.dtype))
+
+
+class _LowRank(_Stored):
+    """Two factors, and 4-bit weights they correct where the layer has them."""
+
+    weight_u: torch.Tensor
+    weight_v: torch.Tensor
+    weight_scale: torch.Tensor
+    weight: torch.Tensor
+
+    def __init__(self, dense: nn.Linear, layer: told.LowRank) -> None:
+        super().__init__(dense)
+        n, k = self.out_features, self.in_features
+        self._expect("weight_u", n, layer.rank)
+        self._expect("weight_v", layer.rank, k)
+        self._base = layer.base
+        if layer.base is not None:
+            groups = k // (layer.base.group_size or k)
+            self._expect("weight_packed", n, -(-k // 8), dtype=torch.int32)
+            self._expect("weight_scale", n, groups)
+            self._expect("weight_shape", 2, dtype=torch.int64)
+            if not layer.base.symmetric:
+                self._expect("weight_zero_point", -(-n // 8), groups, dtype=torch.int32)
+
+    def loaded(self) -> nn.Module:
+        """The layer, its 4-bit weights dequantised to the dtype of their scales."""
+        if self._base is not None:
+            stored = {name: value.data for name, value in self.named_parameters(recurse=False)}
+            spec = GridSpec(4, self._base.group_size, self._base.symmetric, self._dtype)
+            codes = PackedIntegerFormat("W4A16", spec, Activations()).unpack(stored)
+            weight = codes.dequantize().to(self.weight_scale.dtype)
+            for name in stored.keys() - {*_FACTORS, "bias"}:
+                delattr(self, name)
+            self.weight = nn.Parameter(weight, requires_grad=False)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product; x is [..., K], the result [..., N]."""
+        y = low_rank_linear(x, self.weight_v, [self.weight_u])
+        if self._base is not None:
+            y = y + nn.functional.linear(x, self.weight)
+        return y if self.bias is None else y + self.bias

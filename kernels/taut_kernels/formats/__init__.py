@@ -1,0 +1,1 @@
+"""``quant_method: "taut"``: weights as a checkpoint holds them, read alike by every loader."""

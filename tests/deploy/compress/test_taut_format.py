@@ -1,0 +1,250 @@
+"""Low-rank and codebook checkpoints: what is written, and that transformers reads just that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from stood_for import logits_of
+from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
+from transformers import AutoModelForCausalLM
+
+import taut_deploy.hf  # noqa: F401  registers the method
+from taut_deploy.compress import driver
+from taut_deploy.diagnose.layers import manifest_layers
+
+STAGES = {
+    "low rank": {"method": "factorize", "rank_budget": 0.8},
+    "low rank beside codes": {
+        "method": "factorize",
+        "residual": {"rank": 4, "group_size": 32, "symmetric": False},
+    },
+    "codebook of 16": {"method": "palettize", "entries": 16, "group_size": 32},
+    "codebook of 8": {"method": "palettize", "entries": 8, "group_size": "channel", "rows": 16},
+    "codebook of 4": {"method": "palettize", "entries": 4},
+}
+FIRST = "model-00001-of-00003.safetensors"
+Q = "model.layers.0.self_attn.q_proj"  # [64, 64]
+K = "model.layers.0.self_attn.k_proj"  # [32, 64]
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    path = tmp_path_factory.mktemp("room")
+    write_llama(path / "model")
+    write_calibration_text(path / "text.txt")
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(room):
+    """Compress by a stage once: (plan, manifest, directory)."""
+    done = {}
+
+    def make(name):
+        if name not in done:
+            data = {**recipe_data(room / "text.txt"), "stages": [STAGES[name]]}
+            request = job_for(room / "model", data, room / name.replace(" ", "-"))
+            done[name] = (driver.plan(request), driver.compress(request), request.output)
+        return done[name]
+
+    return make
+
+
+def written(directory, layer):
+    shard = load_file(directory / FIRST)
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    parts = {
+        name.rpartition(".")[2]: value for name, value in shard.items() if name.startswith(layer)
+    }
+    return parts, config["layers"][layer], config
+
+
+def test_factors_keep_the_share_of_parameters_asked_for(made):
+    plan, manifest, directory = made("low rank")
+    parts, told, config = written(directory, Q)
+    # 0.8 · 64 · 64 / (64 + 64) = 25.6, down to a multiple of 8; of [32, 64] 17.07.
+    assert {name: tuple(value.shape) for name, value in parts.items()} == {
+        "weight_u": (64, 24),
+        "weight_v": (24, 64),
+    }
+    assert written(directory, K)[1] == {"kind": "low_rank", "rank": 16}
+    assert (config["quant_method"], told) == ("taut", {"kind": "low_rank", "rank": 24})
+    assert (manifest.scheme, plan.scheme) == ("LOWRANK", "LOWRANK")
+    assert {layer["rank"] for layer in manifest.layers} == {24, 16, 32}
+    sizes = {layer.name: layer.bytes for layer in plan.layers}
+    assert sizes[Q] == sum(value.nbytes for value in parts.values())
+
+
+def test_codes_and_their_correction_lie_side_by_side(made):
+    plan, manifest, directory = made("low rank beside codes")
+    parts, told, _ = written(directory, Q)
+    assert sorted(parts) == [
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+        "weight_u",
+        "weight_v",
+        "weight_zero_point",
+    ]
+    assert told == {
+        "kind": "low_rank",
+        "rank": 4,
+        "base": {"num_bits": 4, "group_size": 32, "symmetric": False},
+    }
+    assert (manifest.scheme, manifest.bits) == ("W4A16-LOWRANK", 4)
+    assert manifest.layers[0]["method"] == "gptq+factorize"
+    sizes = {layer.name: layer.bytes for layer in plan.layers}
+    assert sizes[Q] == sum(value.nbytes for value in parts.values())
+
+
+@pytest.mark.parametrize(("entries", "bits"), [(16, 4), (8, 3), (4, 2)])
+def test_indices_take_their_bits_and_no_more(entries, bits, made):
+    plan, manifest, directory = made(f"codebook of {entries}")
+    parts, told, _ = written(directory, K)
+    assert parts["weight_packed"].shape == (32, 64 * bits // 8)
+    assert parts["weight_packed"].dtype == torch.uint8
+    assert parts["weight_shape"].tolist() == [32, 64]
+    assert parts["weight_codebook"].shape == (2 if entries == 8 else 1, entries)
+    assert (manifest.scheme, manifest.bits) == (f"CODEBOOK{entries}", bits)
+    assert told["entries"] == entries
+    sizes = {layer.name: layer.bytes for layer in plan.layers}
+    assert sizes[K] == sum(value.nbytes for value in parts.values())
+
+
+def dense_twin(room, directory):
+    """The base model with every layer's weight made of the stored tensors by hand, fp64."""
+    model = AutoModelForCausalLM.from_pretrained(room / "model").eval()
+    for path in sorted(directory.glob("model-*.safetensors")):
+        stored = load_file(path)
+        for layer in {name.rpartition(".")[0] for name in stored}:
+            parts = {
+                name.rpartition(".")[2]: value
+                for name, value in stored.items()
+                if name.rpartition(".")[0] == layer
+            }
+            if "weight" not in parts:
+                model.get_submodule(layer).weight.data = by_hand(parts)
+    return model
+
+
+def by_hand(parts):
+    """A weight out of its stored tensors, one number at a time."""
+    weight = 0.0
+    if "weight_u" in parts:
+        weight = parts["weight_u"].double() @ parts["weight_v"].double()
+    if "weight_packed" not in parts:
+        return weight.float()
+    n, k = parts["weight_shape"].tolist()
+    scale = parts["weight_scale"].double()
+    groups = scale.shape[1]
+    values = torch.zeros(n, k, dtype=torch.float64)
+    book = parts.get("weight_codebook")
+    for i in range(n):
+        row = int.from_bytes(parts["weight_packed"][i].numpy().tobytes(), "little")
+        bits = 4 if book is None else parts["weight_packed"].shape[1] * 8 // k
+        for j in range(k):
+            code = row >> bits * j & 2**bits - 1
+            group = j * groups // k
+            if book is not None:
+                value = float(book[i * book.shape[0] // n, code])
+            else:
+                word = int(parts["weight_zero_point"][i // 8, group])
+                value = code - (word >> 4 * (i % 8) & 15)
+            values[i, j] = value * float(scale[i, group])
+    return (values + weight).float()
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_transformers_loads_the_model_that_the_tensors_stand_for(name, room, made):
+    directory = made(name)[2]
+    loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours, twin = logits_of(loaded.eval()), logits_of(dense_twin(room, directory))
+    base = logits_of(AutoModelForCausalLM.from_pretrained(room / "model").eval())
+    assert (ours - twin).norm() < 1e-5 * twin.norm()
+    assert (ours - base).norm() > 1e-3 * base.norm(), "something was compressed"
+
+
+LOADERS = """
+import sys
+from pathlib import Path
+import torch
+from taut_deploy.{module} import {loader}
+directory = Path(sys.argv[1])
+model = {call}
+print(type(model.model.layers[0].self_attn.q_proj).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "loader", "call"),
+    [
+        (
+            "validate.checkpoint_source",
+            "CheckpointSource",
+            "CheckpointSource(directory, 'candidate', 'cpu')._model",
+        ),
+        ("compress.dense", "load_dense", "load_dense(directory, 'cpu', trust_remote_code=False)"),
+        ("commands.subject", "_load", "_load(directory, None, torch.device('cpu'))"),
+    ],
+)
+def test_every_loader_of_ours_knows_the_method_unasked(module, loader, call, made):
+    script = LOADERS.format(module=module, loader=loader, call=call)
+    command = [sys.executable, "-c", script, str(made("low rank")[2])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.split() == ["_LowRank"], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_doctor_sees_each_layer_in_its_own_shape(name, made):
+    _, manifest, directory = made(name)
+    config = json.loads((directory / "config.json").read_text())
+    found = manifest_layers(directory, manifest, config)
+    assert found[K][:2] == (32, 64)
+    assert found["model.layers.0.mlp.down_proj"][:2] == (64, 128)
+    assert found[Q][2].name == manifest.scheme
+
+
+REFUSED = {
+    "both methods": (
+        [{"method": "palettize", "entries": 16, "layers": ["*mlp*"]}, {"method": "quantize",
+          "scheme": "W4A16", "group_size": 32, "algorithm": "rtn", "layers": ["*attn*"]}],
+        r"gate_proj is stored as CODEBOOK16 \(quant_method taut\) and .*q_proj as W4A16",
+    ),
+    "a rank above the width": (
+        [{"method": "factorize", "rank": 70}],
+        r"q_proj \[64, 64\] cannot be LOWRANK: rank 70 is above its smaller width 64",
+    ),
+    "a rank that saves nothing": (
+        [{"method": "factorize", "rank": 32}],
+        r"q_proj \[64, 64\] cannot be LOWRANK: rank 32 saves nothing",
+    ),
+    "a budget of nothing": (
+        [{"method": "factorize", "rank_budget": 0.01}],
+        r"q_proj .* cannot be LOWRANK: rank_budget 0.01 leaves it no rank",
+    ),
+    "a correction that costs more than it corrects": (
+        [{"method": "factorize", "residual": {"rank": 30, "group_size": 32}}],
+        r"q_proj .* cannot be W4A16-LOWRANK: rank 30 saves nothing: codes and factors",
+    ),
+    "books for rows that do not divide": (
+        [{"method": "palettize", "entries": 8, "rows": 24}],
+        r"q_proj .* cannot be CODEBOOK8: codebook: rows 24 does not divide N = 64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_plan_refuses_what_does_not_fit(case, room, tmp_path):
+    from taut_deploy.errors import RecipeError
+
+    stages, message = REFUSED[case]
+    data = {**recipe_data(room / "text.txt"), "stages": stages}
+    with pytest.raises(RecipeError, match=message) as refused:
+        driver.plan(job_for(room / "model", data, tmp_path / "out"))
+    assert "\n" not in str(refused.value)
