@@ -18,6 +18,7 @@ from taut_deploy.compress.shrink.importance import decoder_of
 from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.compress.train.optimizer import require_optimizer
 from taut_deploy.compress.train.quantized_layers import require_trained
 from taut_deploy.compress.train.text import describe_sources
 from taut_deploy.errors import RecipeError
@@ -70,10 +71,11 @@ def plan(job: CompressionJob) -> CompressionPlan:
 
 
 def require_usable(job: CompressionJob) -> None:
-    """Refuse texts that cannot be read, and a calibration that no stage can use.
+    """Refuse what a stage could not read or import.
 
     Raises:
-        RecipeError: naming the field.
+        RecipeError: a text, or a calibration that no stage can use; names the field.
+        OutputError: the package of an optimizer is not installed.
     """
     recipe = job.recipe
     if recipe.of_orders(Order.BEFORE) and recipe.calibration.source == "self":
@@ -83,6 +85,7 @@ def require_usable(job: CompressionJob) -> None:
     for index, stage in enumerate(recipe.stages):
         if isinstance(stage, Training):
             describe_sources(list(stage.text), f"stages.{index}.text")
+            require_optimizer(stage.settings)
 
 
 def _require_trainable(job: CompressionJob, layers: Iterable[LayerPlan]) -> None:
