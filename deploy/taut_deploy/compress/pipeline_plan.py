@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from taut_deploy.compress import driver
+from taut_deploy.compress.formats.low_rank import LowRankFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.job import CompressionJob, compute_dtype, open_stream, stored_dtype
 from taut_deploy.compress.plan import CompressionPlan, LayerPlan, layer_plan
@@ -104,11 +105,12 @@ def _require_trainable(job: CompressionJob, layers: Iterable[LayerPlan]) -> None
         choose = BLOCK_STAGES[stage.method].choose_format
         if choose is not None:
             found = choose(stage, widths, dtype)
-            if not isinstance(found, WeightFormat):
+            if isinstance(found, WeightFormat):
+                require_trained(found.scheme([]), f"stages.{index}")
+            elif not isinstance(found, LowRankFormat) or found.base is not None:
                 raise RecipeError(
                     f"stages.{index}: {found.name} layers cannot be trained; leave the training out"
                 )
-            require_trained(found.scheme([]), f"stages.{index}")
 
 
 def _without_blocks(job: CompressionJob) -> CompressionPlan:

@@ -19,8 +19,10 @@ from tiny_models import (
 from transformers import AutoModelForCausalLM
 from validate_setup import write_text
 
-from taut_deploy.checkpoint import read_manifest, seal, verify
+import taut_deploy.hf  # noqa: F401  registers quant_method taut
+from taut_deploy.checkpoint import verify
 from taut_deploy.compress import driver
+from taut_deploy.compress.job import compute_dtype
 from taut_deploy.compress.train.distil import DistilJob, distil
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.compress.train.student import open_student
@@ -72,6 +74,13 @@ def job(room: Path, student: Path, output: Path, teacher: Path | None = None, **
         QUICK.model_copy(update=settings),
         room / "cache",
     )
+
+
+def all_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for shard in directory.glob("*.safetensors"):
+        found |= load_file(shard)
+    return found
 
 
 def logits(directory: Path) -> torch.Tensor:
@@ -183,29 +192,42 @@ def test_zeros_of_a_pruned_model_stay_zero_and_the_rest_moves(room, tmp_path):
     assert divergence(tmp_path / "out", room / "base") < divergence(pruned, room / "base")
 
 
-def test_a_low_rank_stays_and_its_factors_are_trained(room, tmp_path):
-    """A dense checkpoint whose manifest tells a layer's rank."""
+def test_low_rank_factors_are_trained_and_stay_factors(room, tmp_path):
+    data = recipe_data(room / "text.txt")
+    data["stages"] = [{"method": "factorize", "rank": 8}]
     low = tmp_path / "low"
-    low.mkdir()
-    tensors = load_file(room / "base" / "model.safetensors")
-    names = [name for name in tensors if "down_proj" in name]
-    for name in names:
-        left, values, right = torch.linalg.svd(tensors[name])
-        tensors[name] = (left[:, :8] * values[:8] @ right[:8]).contiguous()
-    save_file(tensors, low / "model.safetensors", metadata={"format": "pt"})
-    for path in (room / "base").iterdir():
-        if path.suffix == ".json":
-            (low / path.name).write_bytes(path.read_bytes())
-    layers = [{"name": name.removesuffix(".weight"), "rank": 8} for name in names]
-    like = read_manifest(room / "W4A16")
-    seal(low, dataclasses.replace(like, scheme="none", bits=32, layers=layers))
+    driver.compress(job_for(room / "base", data, low))
     distil(job(room, low, tmp_path / "out"))
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    for name in names:
-        values = torch.linalg.svdvals(after[name])
-        assert values[8] < 1e-5 * values[0] < values[7], "the rank is 8"
-        assert not torch.allclose(after[name], tensors[name], atol=1e-4)
+    before, after = all_tensors(low), all_tensors(tmp_path / "out")
+    assert {name: value.shape for name, value in before.items()} == {
+        name: value.shape for name, value in after.items()
+    }
+    factors = [name for name in before if name.endswith(("weight_u", "weight_v"))]
+    assert len(factors) == 2 * 2 * 7
+    assert all(not torch.equal(before[name], after[name]) for name in factors)
     assert divergence(tmp_path / "out", room / "base") < divergence(low, room / "base")
+    assert verify(tmp_path / "out").scheme == "LOWRANK"
+
+
+def test_a_factored_student_computes_what_its_checkpoint_does(room, tmp_path):
+    data = recipe_data(room / "text.txt")
+    data["stages"] = [{"method": "factorize", "rank_budget": 0.8}]
+    driver.compress(job_for(room / "base16", data, tmp_path / "low"))
+    student = open_student(tmp_path / "low", QUICK, "cpu")
+    stored = all_tensors(tmp_path / "low")
+    name = "model.layers.1.mlp.up_proj"
+    product = stored[f"{name}.weight_u"].float() @ stored[f"{name}.weight_v"].float()
+    expected = product.to(compute_dtype(torch.bfloat16, "cpu")).float()
+    assert torch.equal(student.effective(f"{name}.weight"), expected)
+    assert torch.equal(student.effective(f"{name}.weight_u"), stored[f"{name}.weight_u"].float())
+
+
+def test_a_student_of_codebooks_is_refused(room, tmp_path):
+    data = recipe_data(room / "text.txt")
+    data["stages"] = [{"method": "palettize", "entries": 16, "group_size": 32}]
+    driver.compress(job_for(room / "base", data, tmp_path / "book"))
+    with pytest.raises(ModelError, match=r"config\.json: .*CODEBOOK16 layers cannot be trained"):
+        distil(job(room, tmp_path / "book", tmp_path / "out"))
 
 
 def test_quantisation_aware_training_needs_no_teacher(room, tmp_path):

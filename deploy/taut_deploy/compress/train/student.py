@@ -25,7 +25,10 @@ from taut_deploy.compress.train.weight_forms import LowRank, Quantized, Rounded,
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import read_config
 from taut_deploy.models.pretrained import load_config
+from taut_kernels.for_deploy import layer_description
 
+# Of a layer stored as two factors: the tensors, and what holds each while it is trained.
+FACTORS = {"weight_u": "original0", "weight_v": "original1"}
 # Fewer exact zeros than this are chance, more are a pruning to keep.
 _PRUNED = 0.05
 
@@ -56,7 +59,11 @@ class Student:
         """What the model computes with for a stored name, fp32 on the CPU; None if it has none."""
         owner, _, leaf = name.rpartition(".")
         try:
-            value = getattr(self.model.get_submodule(owner), leaf)
+            module = self.model.get_submodule(owner)
+            if leaf in FACTORS:
+                value = getattr(module.parametrizations.weight, FACTORS[leaf])
+            else:
+                value = getattr(module, leaf)
         except AttributeError:
             return None
         return value.detach().float().cpu() if isinstance(value, torch.Tensor) else None
@@ -102,29 +109,31 @@ def open_student(
     reader = WeightReader(directory)
     entry = read_config(directory).get("quantization_config")
     _require_trainable(directory, entry)
+    factored = _factored(entry)
+    quantized = entry if isinstance(entry, dict) and not factored else None
     layers = {
         name: read_layer(name, scheme, reader)
-        for name, scheme in (layer_schemes(model, entry) if isinstance(entry, dict) else ())
+        for name, scheme in (() if quantized is None else layer_schemes(model, quantized))
     }
     starts = _starts(layers, settings.start, teacher)
-    densities, ranks = _densities_and_ranks(directory)
+    densities = _densities(directory)
     pruned: list[str] = []
     tied: dict[int, nn.Parameter] = {}
     for owner, name, leaf, parameter in list(_parameters(model)):
         layer = layers.get(name.rpartition(".")[0]) if leaf == "weight" else None
         if id(parameter) not in tied:
-            value = _value(name, parameter, layer, starts, reader)
+            factors = _factors(name, factored, reader)
+            value = _value(name, parameter, layer, starts, reader, factors)
             tied[id(parameter)] = nn.Parameter(value.to(device))
         owner._parameters[leaf] = tied[id(parameter)]
         mask = _mask(name, parameter, layer, tied[id(parameter)], densities)
         if mask is not None:
             pruned.append(name)
-        rank = ranks.get(name.removesuffix(".weight")) if parameter.dim() == 2 else None
         form: nn.Module
         if layer is not None:
             form = Quantized(layer, stored, compute, mask)
-        elif rank is not None:
-            form = LowRank(rank, stored, compute)
+        elif factors is not None:
+            form = LowRank(*factors, stored, compute)
         else:
             form = Rounded(stored, compute, mask)
         parametrize.register_parametrization(owner, leaf, form.to(device), unsafe=True)
@@ -138,10 +147,15 @@ def open_student(
 
 def _require_trainable(directory: Path, entry: Any) -> None:
     method = entry.get("quant_method") if isinstance(entry, dict) else None
-    if entry is not None and method != "compressed-tensors":
+    place = directory / "config.json"
+    if method == layer_description.METHOD:
+        for name, layer in layer_description.read(entry).items():
+            if not isinstance(layer, layer_description.LowRank) or layer.base is not None:
+                raise ModelError(f"{place}: {name}: {layer.scheme} layers cannot be trained")
+    elif entry is not None and method != "compressed-tensors":
         raise ModelError(
-            f"{directory / 'config.json'}: quant_method {method!r} cannot be trained; distil a "
-            "compressed-tensors checkpoint or a dense model"
+            f"{place}: quant_method {method!r} cannot be trained; distil a compressed-tensors "
+            "checkpoint, low-rank factors or a dense model"
         )
 
 
@@ -181,13 +195,17 @@ def _value(
     layer: QuantizedLayer | None,
     starts: dict[str, torch.Tensor],
     reader: WeightReader,
+    factors: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
     """The fp32 value a master begins with.
 
     Raises:
         ModelError: it has another shape than the architecture says.
     """
-    value = reader.read(name).float() if layer is None else starts[layer.name]
+    if factors is not None:
+        value = factors[0].float() @ factors[1].float()
+    else:
+        value = reader.read(name).float() if layer is None else starts[layer.name]
     if value.shape != parameter.shape:
         raise ModelError(
             f"{name}: stored shape {tuple(value.shape)} does not match config.json's "
@@ -196,14 +214,29 @@ def _value(
     return value
 
 
-def _densities_and_ranks(directory: Path) -> tuple[dict[str, float], dict[str, int]]:
-    """Share of weights kept, and rank, of each layer that the manifest reports one for."""
+def _densities(directory: Path) -> dict[str, float]:
+    """Share of weights kept of each layer that the manifest reports one for."""
     if not is_checkpoint(directory):
-        return {}, {}
-    layers = {str(layer.get("name")): layer for layer in read_manifest(directory).layers}
-    densities = {name: float(layer.get("density", 1.0)) for name, layer in layers.items()}
-    ranks = {name: int(layer["rank"]) for name, layer in layers.items() if layer.get("rank")}
-    return densities, ranks
+        return {}
+    layers = read_manifest(directory).layers
+    return {str(layer.get("name")): float(layer.get("density", 1.0)) for layer in layers}
+
+
+def _factored(entry: Any) -> frozenset[str]:
+    """Names of the layers that are stored as two factors."""
+    taut = isinstance(entry, dict) and entry.get("quant_method") == layer_description.METHOD
+    return frozenset(layer_description.read(entry)) if taut else frozenset()
+
+
+def _factors(
+    name: str, factored: frozenset[str], reader: WeightReader
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The stored factors of a weight, [N, r] and [r, K]; None where it is stored whole."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf != "weight" or owner not in factored:
+        return None
+    left, right = (reader.read(f"{owner}.{factor}") for factor in FACTORS)
+    return left, right
 
 
 def _mask(

@@ -85,34 +85,32 @@ class Quantized(nn.Module):
 
 
 class LowRank(nn.Module):
-    """A weight that is the product of two thin matrices; both are trained, the rank stays.
+    """A weight that is stored as two thin matrices; both are trained.
 
     Args:
-        rank: inner width.
+        left: [N, r] as stored.
+        right: [r, K] as stored.
         stored: type on disk.
         compute: type the model computes in.
     """
 
-    def __init__(self, rank: int, stored: torch.dtype, compute: torch.dtype) -> None:
+    def __init__(
+        self, left: torch.Tensor, right: torch.Tensor, stored: torch.dtype, compute: torch.dtype
+    ) -> None:
         super().__init__()
-        self._rank = rank
+        self._first = (left.float(), right.float())
         self._types = (stored, compute)
 
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Return the weight the model computes with, [N, K]."""
-        return (left @ right).to(self._types[0]).to(self._types[1])
+        stored, compute = self._types
+        return (left.to(stored).float() @ right.to(stored).float()).to(compute)
 
     def right_inverse(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return factors [N, r] and [r, K], of one size, whose product is nearest to a weight."""
-        # By the eigenvectors of the smaller Gram matrix, which a GPU finds much sooner than an SVD.
-        wide = weight.double()
-        tall = wide.shape[0] >= wide.shape[1]
-        gram = wide.T @ wide if tall else wide @ wide.T
-        basis = torch.linalg.eigh(gram).eigenvectors[:, -self._rank :]
-        left, right = (wide @ basis, basis.T) if tall else (basis, basis.T @ wide)
-        norms = left.norm(dim=0) / right.norm(dim=1).clamp(min=1e-30)
-        root = norms.clamp(min=1e-30).sqrt()
-        return (left / root).float().contiguous(), (right * root[:, None]).float().contiguous()
+        """Return the factors that were stored, whose product the weight is."""
+        left, right = self._first
+        self._first = (left[:0], right[:0])  # the masters hold them from here on
+        return left.to(weight.device), right.to(weight.device)
 
 
 class TokenRounding:
