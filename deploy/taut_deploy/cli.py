@@ -22,6 +22,7 @@ from taut_deploy.commands import (
     roofline,
     serve,
     slim,
+    tune,
     validate,
     worker,
 )
@@ -43,6 +44,7 @@ app.command()(slim.slim)
 app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(serve.serve)
+app.command()(tune.tune)
 app.command()(validate.validate)
 app.command()(doctor.doctor)
 app.command()(roofline.roofline)

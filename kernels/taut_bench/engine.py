@@ -14,12 +14,14 @@ import csv
 import functools
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from taut_bench.engine_modes import MODES, engine_options, environment
 
@@ -39,6 +41,17 @@ JIT_MONITOR = ("warn", "error")
 """What vLLM's monitor of compilations after warm-up does: count them, or end the engine."""
 _PROFILED_TOKENS = 24
 """Of an answer whose steps are profiled: a trace has every kernel of each."""
+_GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+_ENGINE: dict[str, Any] = {
+    "dtype": "auto",  # the checkpoint's own, as served: fp16 of GPTQ and AWQ
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 8192,
+    "gpu_memory_utilization": 0.5,
+    "skip_tokenizer_init": True,
+    "seed": 0,
+    "enable_prefix_caching": False,
+}
+"""Options of every engine."""
 _JIT_EVENT = " during inference: "
 """In every line of that monitor, warning or error, in front of the kernel's name."""
 
@@ -51,6 +64,17 @@ class Row:
     batch: int
     tokens_per_s: float
     decode_ms: float
+
+
+def _row(mode: str, batch: int, repeats: int, seconds: Callable[[int], float]) -> Row:
+    """Measure one batch size; ``seconds`` answers with so many tokens a prompt, and times it."""
+    seconds(8)
+    for _ in range(_WARM_UPS):
+        seconds(1)
+    whole = statistics.median(seconds(_ANSWER_TOKENS) for _ in range(repeats))
+    prefill = statistics.median(seconds(1) for _ in range(repeats))
+    step = (whole - prefill) / (_ANSWER_TOKENS - 1) * 1e3
+    return Row(mode, batch, batch * _ANSWER_TOKENS / whole, step)
 
 
 def measure(
@@ -76,7 +100,6 @@ def measure(
     Returns:
         One row a batch size.
     """
-    import statistics
     import time
 
     import torch
@@ -85,43 +108,26 @@ def measure(
     from taut_bench import engine_profile
 
     traces = Path(tempfile.mkdtemp(prefix="taut-traces-")) if profile else None
+    options = _ENGINE | engine_options(mode, sorted({*batches, *_PREFILL_SIZES}))
     llm = LLM(
         model=str(checkpoint),
-        dtype="auto",  # the checkpoint's own, as served: fp16 of GPTQ and AWQ
-        max_model_len=1024,
         max_num_seqs=max(batches),
-        max_num_batched_tokens=8192,
-        gpu_memory_utilization=0.5,
-        skip_tokenizer_init=True,
-        seed=0,
-        enable_prefix_caching=False,
         jit_monitor_mode=jit_monitor,
         kv_cache_dtype=kv_cache_dtype,
-        **engine_options(mode, sorted({*batches, *_PREFILL_SIZES})),
+        **options,
         **(engine_profile.options(traces) if traces else {}),
     )
     generator = torch.Generator().manual_seed(1)
-    size = (max(batches), _PROMPT_TOKENS)
-    tokens = torch.randint(10, 1000, size, generator=generator).tolist()
+    tokens = torch.randint(10, 1000, (max(batches), _PROMPT_TOKENS), generator=generator).tolist()
 
     def seconds(batch: int, answer: int) -> float:
         prompts = [{"prompt_token_ids": prompt} for prompt in tokens[:batch]]
-        sampling = SamplingParams(
-            temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False
-        )
+        sampling = SamplingParams(max_tokens=answer, **_GREEDY)
         start = time.perf_counter()
         llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
 
-    rows = []
-    for batch in batches:
-        seconds(batch, 8)
-        for _ in range(_WARM_UPS):
-            seconds(batch, 1)
-        whole = statistics.median(seconds(batch, _ANSWER_TOKENS) for _ in range(repeats))
-        prefill = statistics.median(seconds(batch, 1) for _ in range(repeats))
-        step = (whole - prefill) / (_ANSWER_TOKENS - 1) * 1e3
-        rows.append(Row(mode, batch, batch * _ANSWER_TOKENS / whole, step))
+    rows = [_row(mode, batch, repeats, functools.partial(seconds, batch)) for batch in batches]
     if profile and traces:
         calls = {b: functools.partial(seconds, b, _PROFILED_TOKENS) for b in batches}
         try:

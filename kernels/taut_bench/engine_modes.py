@@ -31,13 +31,14 @@ def engine_options(mode: str, batches: Sequence[int]) -> dict[str, Any]:
     """
     import torch
 
+    from taut_kernels.launch import measured_here
     from taut_kernels.vllm_plugin import cache_key, decode_attention, fused_ops
 
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(batches)}
     arguments: dict[str, Any] = {"compilation_config": compilation}
     kernels, *parts = mode.split("+")
     if kernels != "off":
-        arguments["additional_config"] = {"taut": cache_key()}
+        arguments["additional_config"] = {"taut": cache_key(measured_here.named())}
     gpu = torch.cuda.get_device_name() if parts else None
     if "fused" in parts:
         if reason := fused_ops.why_not_fused_ops(gpu, kernels):

@@ -11,7 +11,9 @@ MODE_VARIABLE                 set of kernels from another's
 fused_ops, decode_attention   whether vLLM's norms and attention are exchanged, why not, and options
 ELEMENT_BYTES                 of a paged cache's types
 why_not_ours, remark,         which kernel a W4A16 layer would get, and why
-why_not_preferred, of_layer
+why_not_preferred, of_layer,
+is_measured, WeightFormat
+measured_here                 the file of what was measured on this machine's card
 scaled_mm_op,                 likewise for layers of 8 bits
 block_scaled_mm_op
 OP_CASES, from_op, Subject,   what an instrument looks at: an op of ours, a function or a model
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     from taut_kernels.formats import codebook as codebook
     from taut_kernels.formats import layer_description as layer_description
     from taut_kernels.formats.low_rank import low_rank_linear as low_rank_linear
+    from taut_kernels.gemm.w4a16.verdict import is_measured as is_measured
     from taut_kernels.gemm.w4a16.verdict import remark as remark
+    from taut_kernels.gemm.w4a16.weight_format import WeightFormat as WeightFormat
     from taut_kernels.gemm.w4a16.weight_format import of_layer as of_layer
     from taut_kernels.instruments import ceilings as ceilings
     from taut_kernels.instruments import explain as explain
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     )
     from taut_kernels.instruments.subject import from_reference as from_reference
     from taut_kernels.instruments.subject import resolve_device as resolve_device
+    from taut_kernels.launch import measured_here as measured_here
     from taut_kernels.loss.linear_cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
     )
@@ -73,8 +78,8 @@ if TYPE_CHECKING:
 
 _PLACES: dict[str, tuple[str, ...]] = {
     "formats.low_rank": ("low_rank_linear",),
-    "gemm.w4a16.verdict": ("remark",),
-    "gemm.w4a16.weight_format": ("of_layer",),
+    "gemm.w4a16.verdict": ("is_measured", "remark"),
+    "gemm.w4a16.weight_format": ("WeightFormat", "of_layer"),
     "instruments.errors": ("InstrumentError",),
     "instruments.op_cases": ("OP_CASES", "from_op"),
     "instruments.subject": (
@@ -103,6 +108,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "roofline_plot",
         "triton_kernels",
     ),
+    "launch": ("measured_here",),
     "vllm_plugin": ("block_scaled_mm_op", "decode_attention", "fused_ops", "scaled_mm_op"),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from taut_bench.attention_cases import DIM
-from taut_kernels.attention.tiles import AttentionTile, DecodeTile, HopperTile
+from taut_kernels.attention.tile import AttentionTile, DecodeTile, HopperTile
 
 _SHARED_BYTES = 220 * 1024
 _MULTIPROCESSOR_BYTES = 228 * 1024

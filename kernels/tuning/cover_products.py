@@ -28,9 +28,8 @@ from taut_kernels.tuner import w4a16_stock
 from taut_kernels.tuner.w4a16_candidates import Product, Tried, candidates
 from taut_kernels.tuner.w4a16_compile import Compilers, Job, compilers, jobs_of
 from taut_kernels.tuner.w4a16_layer import Layer, blank_layer, make_layer
-from taut_kernels.tuner.w4a16_measure import OURS, Figures, graph_clock, measure
+from taut_kernels.tuner.w4a16_measure import OURS, TOKENS, Figures, graph_clock, measure
 
-TOKENS = (1, 16, 64, 256, 1024)
 HUMMING = "Humming"
 _HUMMING_THREADS = 14
 """Its compiler runs in processes of its own."""

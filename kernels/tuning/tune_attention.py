@@ -40,7 +40,7 @@ from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.prefill import hopper as prefill_hopper
 from taut_kernels.attention.prefill import op as prefill
-from taut_kernels.attention.tiles import AttentionTile, DecodeTile, HopperTile, Tile
+from taut_kernels.attention.tile import AttentionTile, DecodeTile, HopperTile, Tile
 from taut_kernels.instruments import timing
 from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.launch import launcher

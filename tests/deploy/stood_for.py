@@ -33,7 +33,8 @@ def round_as_compressed_tensors(x: torch.Tensor) -> torch.Tensor:
 def formats_for(request: CompressionJob):
     """The format of each layer a job quantises, by full name."""
     dtype = stored_dtype(Path(request.model.path))
-    return formats_of(treatments_of(open_stream(request), request.recipe, dtype))
+    recipe = request.recipe.of_blocks() or request.recipe
+    return formats_of(treatments_of(open_stream(request), recipe, dtype))
 
 
 def dequantised_model(request: CompressionJob, rounding=None):

@@ -43,7 +43,8 @@ def fixed_kernels(monkeypatch):
     """Hashing our sources is another test's; the mode, set for the whole process, is put back."""
     monkeypatch.setenv("TAUT_KERNELS", "prefer")
     monkeypatch.setattr(
-        "taut_kernels.vllm_plugin.cache_key", lambda: f"{os.environ['TAUT_KERNELS']}-0"
+        "taut_kernels.vllm_plugin.cache_key",
+        lambda verdicts=None: f"{os.environ['TAUT_KERNELS']}-0",
     )
 
 
@@ -143,7 +144,7 @@ def test_key_changes_with_versions_device_and_kernels(model, monkeypatch):
         changed.setattr(platform, "python_version", lambda: "3.99.0")
         assert of(WorkerSpec(model), monkeypatch) != before
     with monkeypatch.context() as changed:
-        changed.setattr("taut_kernels.vllm_plugin.cache_key", lambda: "prefer-1")
+        changed.setattr("taut_kernels.vllm_plugin.cache_key", lambda _=None: "prefer-1")
         assert of(WorkerSpec(model), monkeypatch) != before
     assert of(WorkerSpec(model), monkeypatch) == before
 

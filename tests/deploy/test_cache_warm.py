@@ -30,7 +30,8 @@ def fixed_kernels(monkeypatch):
     """Hashing our sources is another test's; the mode, set for the whole process, is put back."""
     monkeypatch.setenv("TAUT_KERNELS", "prefer")
     monkeypatch.setattr(
-        "taut_kernels.vllm_plugin.cache_key", lambda: f"{os.environ['TAUT_KERNELS']}-0"
+        "taut_kernels.vllm_plugin.cache_key",
+        lambda verdicts=None: f"{os.environ['TAUT_KERNELS']}-0",
     )
 
 
@@ -252,7 +253,7 @@ def test_interrupted_command_stops_its_worker_and_leaves_no_marker(room, shell, 
 def test_worker_is_started_as_asked(tmp_path):
     spec = WorkerSpec(tmp_path, kernels="off", fused_ops=True, kv_cache_gib=3)
     here = dataclasses.replace(
-        spec, name="warm", port=17, cache=tmp_path / "v", shutdown_timeout_s=5
+        spec, name="warm", port=17, cache=tmp_path / "v", shutdown_timeout_s=5, tune_budget_s=0
     )
     assert warm._command(spec, tmp_path / "v", 17) == worker_command(here)
 

@@ -26,6 +26,7 @@ SPECS = {
         kv_cache_gib=3,
         shutdown_timeout_s=5,
         cache=Path("v"),
+        tune_budget_s=7.5,
         extra=("--max-num-seqs", "4", "--enforce-eager"),
     ),
     "refused": WorkerSpec(Path("m"), fused_ops=False, decode_attention=True),

@@ -22,13 +22,17 @@ from taut_deploy.files import disk_errors_named, write_json_atomically
 from taut_deploy.ports import free_port
 from taut_deploy.serve.one_worker import ask_one_worker
 from taut_deploy.serve.process import ChildSpec
+from taut_deploy.tune import measure_for_worker
 from taut_deploy.worker import LOOPBACK, WorkerSpec, command_for, installed_platform, worker_command
+from taut_deploy.worker.command import kernel_mode
 
 Say = Callable[[str], None]
 
 LOG = "worker.log"
 _NAME = "warm"
 _GRACE_S = 60.0
+_TUNE_BUDGET_S = 90.0
+_TUNE_TILES = 2
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ def key_for(spec: WorkerSpec) -> CacheKey:
 def warm(spec: WorkerSpec, root: Path, timeout_s: float, measure: bool, say: Say) -> WarmCache:
     """Make ``root/KEY`` warm, unless it is; one at a time for each key.
 
+    Products of the model that nobody measured on this card are measured first.
+
     Args:
         spec: the worker as it will be started; address, name and drain do not matter.
         root: the volume.
@@ -77,9 +83,11 @@ def warm(spec: WorkerSpec, root: Path, timeout_s: float, measure: bool, say: Say
         OutputError: ``root`` cannot be written.
         WorkerError: the worker ended, answered wrongly or not in time; no marker is left.
     """
-    key, manifest = _key_and_manifest(spec)
     # The worker may be started from elsewhere.
     root = root.absolute()
+    spec = replace(spec, cache=root)
+    _measure(spec, say)
+    key, manifest = _key_and_manifest(spec)
     directory = root / str(key)
     if (found := _already(directory)) is not None:
         return found
@@ -103,8 +111,19 @@ def warm(spec: WorkerSpec, root: Path, timeout_s: float, measure: bool, say: Say
         return made
 
 
+def _measure(spec: WorkerSpec, say: Say) -> None:
+    """Measure what the worker's kernels are chosen by: it is part of the key."""
+    platform = installed_platform()
+    mode = kernel_mode(spec, _manifest(spec), platform)
+    measure_for_worker(spec, mode, platform, _TUNE_BUDGET_S, _TUNE_TILES, say)
+
+
+def _manifest(spec: WorkerSpec) -> Manifest | None:
+    return read_manifest(spec.checkpoint) if is_checkpoint(spec.checkpoint) else None
+
+
 def _key_and_manifest(spec: WorkerSpec) -> tuple[CacheKey, Manifest | None]:
-    manifest = read_manifest(spec.checkpoint) if is_checkpoint(spec.checkpoint) else None
+    manifest = _manifest(spec)
     platform = installed_platform()
     command = command_for(spec, manifest, platform)
     environment = {**os.environ, **command.environment}
@@ -205,7 +224,9 @@ async def _start_and_ask(
 
 
 def _command(spec: WorkerSpec, root: Path, port: int) -> tuple[str, ...]:
-    return worker_command(replace(spec, name=_NAME, port=port, cache=root, shutdown_timeout_s=5))
+    # What could be measured was: more would be another key.
+    child = replace(spec, name=_NAME, port=port, cache=root, shutdown_timeout_s=5, tune_budget_s=0)
+    return worker_command(child)
 
 
 def _mark(made: WarmCache, key: CacheKey) -> None:

@@ -1,20 +1,54 @@
 """``taut bench distil``."""
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from taut_deploy.commands.device import require_device
+from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import DeviceOption, JsonFlag, make_folder, print_json, say
 from taut_deploy.errors import MeasureError
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 
 
+@dataclass(frozen=True)
+class Budget:
+    """How long each student is trained: one of both."""
+
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds of training for each student.")
+    ] = None
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to train on instead.")] = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What students are calibrated and judged on."""
+
+    calibration: Annotated[str, typer.Option(help="corpus or a text file.")] = "corpus"
+    calibration_sequences: Annotated[int, typer.Option(min=1)] = 128
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences to judge on.")] = 64
+    sequence_length: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 512
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a step of training takes."""
+
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one step.")] = 64
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences in memory at a time.")] = 32
+    self_sequences: Annotated[
+        int, typer.Option(min=1, help="Sequences that 'self' stands for.")
+    ] = 2048
+
+
+@with_groups
 def distil(
+    *,
     model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
     text: Annotated[Path, typer.Option(dir_okay=False, help="UTF-8 text to judge on.")],
     train: Annotated[
@@ -24,20 +58,10 @@ def distil(
             "base model writes; repeat for another column of results."
         ),
     ],
-    seconds: Annotated[
-        float | None, typer.Option(min=1.0, help="Seconds of training for each student.")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to train on instead.")] = None,
+    budget: Budget,
     only: Annotated[str, typer.Option(help="Students with commas, or all.")] = "all",
-    calibration: Annotated[str, typer.Option(help="corpus or a text file.")] = "corpus",
-    calibration_sequences: Annotated[int, typer.Option(min=1)] = 128,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences to judge on.")] = 64,
-    sequence_length: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of one step.")] = 64,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences in memory at a time.")] = 32,
-    self_sequences: Annotated[
-        int, typer.Option(min=1, help="Sequences that 'self' stands for.")
-    ] = 2048,
+    samples: Samples,
+    steps: Steps,
     work: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder of the students.")
     ] = None,
@@ -59,7 +83,7 @@ def distil(
     from taut_deploy.bench.serve_report import describe_host
 
     require_device(device)
-    if (seconds is None) == (tokens is None):
+    if (budget.seconds is None) == (budget.tokens is None):
         raise MeasureError("--seconds, --tokens: give one of them, the budget of each training")
     students, sets = choose_students(only), parse_text_sets(train)
     work = (output / "students") if work is None else work
@@ -67,9 +91,20 @@ def distil(
         make_folder(folder)
     home = TautHome.from_environment()
     record = ModelStore(home.models).fetch(model)
-    place = Place(record, calibration, calibration_sequences, sequence_length, home.root, device)
-    budget = (seconds, tokens, batch_size, micro_batch, self_sequences)
-    plan = Plan(place, text, sequences, tuple(sets), students, *budget, work, output)
+    calibrated = (samples.calibration, samples.calibration_sequences, samples.sequence_length)
+    place = Place(record, *calibrated, home.root, device)
+    training = (budget.seconds, budget.tokens, steps.batch_size, steps.micro_batch)
+    plan = Plan(
+        place,
+        text,
+        samples.sequences,
+        tuple(sets),
+        students,
+        *training,
+        steps.self_sequences,
+        work,
+        output,
+    )
     rows = measure(plan, (lambda _: None) if as_json else say)
     facts = {"command": f"taut {' '.join(sys.argv[1:])}", **describe_host()}
     table = write_table(output, rows, facts)

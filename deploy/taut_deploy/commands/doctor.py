@@ -15,11 +15,18 @@ def doctor(
             help="Also explain the layers of this checkpoint or Hugging Face directory."
         ),
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(envvar="TAUT_COMPILE_CACHE", help="As of the worker: where verdicts are."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Say what is installed, if the plugin is live, and which kernel each layer would use."""
     from taut_deploy.diagnose.facts import diagnose
+    from taut_deploy.tune import follow_verdicts
 
+    if checkpoint is not None:
+        follow_verdicts(checkpoint, 1, cache)
     facts = diagnose(checkpoint)
     if as_json:
         print_json(facts)

@@ -3,7 +3,7 @@
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -68,17 +68,19 @@ def validate(
         result = run_validation(job)
     _record(job, result)
     if as_json:
-        print_json(
-            {
-                "verdict": result.verdict.value,
-                "verdicts": result.report["verdicts"],
-                "report": str(result.report_json),
-                "junit": str(result.report_junit),
-            }
-        )
+        print_json(_summary(result))
     else:
         typer.echo(result.report_markdown.read_text(encoding="utf-8"))
     raise typer.Exit(result.exit_code)
+
+
+def _summary(result: ValidationResult) -> dict[str, Any]:
+    return {
+        "verdict": result.verdict.value,
+        "verdicts": result.report["verdicts"],
+        "report": str(result.report_json),
+        "junit": str(result.report_junit),
+    }
 
 
 def _record(job: ValidationJob, result: ValidationResult) -> None:

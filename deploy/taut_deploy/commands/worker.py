@@ -46,6 +46,14 @@ def worker(
             help="Directory of compiled artefacts; 'taut cache warm' fills it.",
         ),
     ] = None,
+    tune_budget_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
+            " 'taut tune' does so beforehand.",
+        ),
+    ] = 20.0,
     trust_remote_code: TrustRemoteCodeFlag = False,
 ) -> None:
     """Verify a checkpoint and become a vLLM server for it, on loopback unless told."""
@@ -54,7 +62,6 @@ def worker(
         extra.insert(0, FLAG)
     # Given to vLLM directly it means the same, and the files are named as well.
     trusted = names_one_of(extra, (FLAG,))
-    mode = kernels.mode()
     if not _is_address(host):
         raise WorkerError(f"--host {host}: not an IP address; for example 0.0.0.0 or a pod's own")
     announce_code(checkpoint, trusted)
@@ -70,12 +77,13 @@ def worker(
             port=port,
             max_model_len=max_model_len,
             kv_cache_dtype=context.kv_cache_dtype,
-            kernels=mode,
+            kernels=kernels.mode(),
             fused_ops=kernels.fused(),
             decode_attention=kernels.attention(),
             kv_cache_gib=kv_cache_gib,
             shutdown_timeout_s=shutdown_timeout,
             cache=cache,
+            tune_budget_s=tune_budget_s,
             extra=tuple(extra),
         )
     )

@@ -6,12 +6,14 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from taut_deploy.compress.calibrate.observe import InputGroup, observe_block
 from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
 from taut_deploy.compress.resolve import Treatment
+from taut_deploy.compress.source.calls import call_block
 from taut_deploy.compress.stages import BLOCK_STAGES
-from taut_deploy.compress.state import BlockState, LayerState
+from taut_deploy.compress.state import BlockState, Example, LayerState
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Order, Recipe
@@ -68,6 +70,7 @@ def compress_block(
     treatments: Mapping[str, Treatment],
     dtype: torch.dtype,
     batch_size: int,
+    target: torch.Tensor | None = None,
 ) -> CompressedBlock:
     """Compress a loaded block in place: afterwards its linears hold what will be stored.
 
@@ -80,6 +83,7 @@ def compress_block(
         treatments: of every linear layer, by full name.
         dtype: of the model's weights on disk.
         batch_size: sequences per call.
+        target: [B, T, H] the original model's output of this block, where the recipe needs it.
 
     Returns:
         What is stored of every layer that was changed for good, and its report.
@@ -90,8 +94,10 @@ def compress_block(
     # Weights may be fp32 between stages; the block is not called in that state.
     groups = observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian)
     _require_seen(prefix, groups, treatments)
-    state = _state_of(block, prefix, groups, treatments)
+    state = state_of(block, prefix, groups, treatments)
     layers = state.layers
+    if target is not None:
+        state.example = _example(hidden, target, arguments)
     for index, stage in enumerate(recipe.stages):
         if stage.order > Order.TRANSFORM:
             _keep_references(state)
@@ -107,38 +113,17 @@ def compress_block(
     return CompressedBlock(stored, reports)
 
 
-def rehearse_block(
-    block: nn.Module,
-    prefix: str,
-    hidden: torch.Tensor,
-    arguments: dict[str, Any],
-    recipe: Recipe,
-    treatments: Mapping[str, Treatment],
-) -> None:
-    """Refuse what :func:`compress_block` would for reasons that lie in the block's structure.
+def state_of(
+    block: nn.Module, prefix: str, groups: list[InputGroup], treatments: Mapping[str, Treatment]
+) -> BlockState:
+    """The state that a block's stages begin with.
 
     Args:
         block: the module, loaded.
         prefix: its name in the state dict.
-        hidden: [B, T, H] any input of it, a few tokens.
-        arguments: its recorded keyword arguments.
-        recipe: what to do.
+        groups: its observed inputs.
         treatments: of every linear layer, by full name.
-
-    Raises:
-        RecipeError: a stage cannot act on such a block.
     """
-    groups = observe_block(block, hidden, arguments, hidden.shape[0], with_hessian=False)
-    state = _state_of(block, prefix, groups, treatments)
-    for index, stage in enumerate(recipe.stages):
-        rehearse = BLOCK_STAGES[stage.method].rehearse
-        if rehearse is not None:
-            rehearse(state, index, stage)
-
-
-def _state_of(
-    block: nn.Module, prefix: str, groups: list[InputGroup], treatments: Mapping[str, Treatment]
-) -> BlockState:
     layers = {
         name: LayerState(
             full_name,
@@ -152,6 +137,12 @@ def _state_of(
         for full_name in (f"{prefix}.{name}",)
     }
     return BlockState(block, prefix, groups, layers)
+
+
+def _example(hidden: torch.Tensor, target: torch.Tensor, arguments: dict[str, Any]) -> Example:
+    # Recorded in inference mode, whose tensors no gradient may pass.
+    plain = tree_map(lambda one: one.clone() if torch.is_tensor(one) else one, arguments)
+    return Example(hidden, target, lambda module, batch: call_block(module, batch, plain))
 
 
 def _require_seen(

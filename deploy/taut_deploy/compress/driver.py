@@ -9,14 +9,14 @@ function of the fingerprint.
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
-from taut_deploy.compress.block import CompressedBlock, compress_block, rehearse_block
+from taut_deploy.compress.block import CompressedBlock, compress_block
 from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
 from taut_deploy.compress.formats.config import describe, quantization_config
 from taut_deploy.compress.golden import (
@@ -36,24 +36,21 @@ from taut_deploy.compress.job import (
 from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
+from taut_deploy.compress.rehearse import rehearse_stages
 from taut_deploy.compress.report.write import write_report
-from taut_deploy.compress.resolve import Treatment
+from taut_deploy.compress.shards import shard_index, shard_name
 from taut_deploy.compress.source.calls import BlockArguments, call_block
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
-from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.threads import over_batches, single_thread
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
 from taut_deploy.files import copy_files, require_free_space, write_json_atomically
 from taut_deploy.models.directory import read_config, read_shape
-from taut_deploy.recipe import Recipe
 
 _BATCH_TOKENS = 2048
-_REHEARSED_TOKENS = 8
 
-# (blocks done, blocks in all, what is being done)
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, what is being done
 
 
 def plan(job: CompressionJob) -> CompressionPlan:
@@ -70,7 +67,7 @@ def plan(job: CompressionJob) -> CompressionPlan:
     require_embedded([tokens], _vocabulary(stream), directory)
     dtype = stored_dtype(directory)
     treatments = treatments_of(stream, job.recipe, dtype)
-    _rehearse(stream, job.recipe, treatments)
+    rehearse_stages(stream, job.recipe, treatments)
     return make_plan(stream, job.recipe, treatments, directory, dtype)
 
 
@@ -89,17 +86,6 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
     with sole_writer(job.output, "taut compress"):
         # Whoever held the lock a moment ago may have finished the work.
         return finished_checkpoint(job) or _Run(job, progress).execute()
-
-
-def _rehearse(stream: StreamedModel, recipe: Recipe, treatments: Mapping[str, Treatment]) -> None:
-    """Refuse a recipe whose stages cannot act on the first block."""
-    if all(BLOCK_STAGES[stage.method].rehearse is None for stage in recipe.stages):
-        return
-    hidden, arguments = stream.enter(torch.arange(_REHEARSED_TOKENS)[None] % _vocabulary(stream))
-    first = stream.blocks[0]
-    stream.load(first.module, first.name)
-    rehearse_block(first.module, first.name, hidden, arguments[0], recipe, treatments)
-    stream.release(first.module)
 
 
 class _Run:
@@ -176,7 +162,9 @@ class _Run:
             batches = torch.split(calibration.tokens, self._batch_size)
             hidden = torch.cat([self._stream.embed(batch).cpu() for batch in batches])
             probes = {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
-            self._workspace.save_tensors("hidden-0", {"calibration": hidden, **probes})
+            # A copy: a file of tensors may not hold one memory twice.
+            exact = {"exact": hidden.clone()} if self._recipe.needs_target else {}
+            self._workspace.save_tensors("hidden-0", {"calibration": hidden, **exact, **probes})
         return [arguments for _, arguments in entered]
 
     @property
@@ -194,21 +182,27 @@ class _Run:
             )
         device = torch.device(self._job.device)
         self._stream.load(block.module, block.name)
-        hidden = entering.pop("calibration").to(device)
+        hidden = entering["calibration"].to(device)
+        called = arguments[0][block.index]
+        leaving: dict[str, torch.Tensor] = {}
+        if self._recipe.needs_target:
+            # The original model's own stream, through the block as it was.
+            exact = entering["exact"].to(device)
+            leaving["exact"] = _run_block(block, exact, called, self._batch_size)
         result = compress_block(
             block.module,
             block.name,
             hidden,
-            arguments[0][block.index],
+            called,
             recipe=self._recipe,
             treatments=self._treatments,
             dtype=self._dtype,
             batch_size=self._batch_size,
+            target=leaving.get("exact"),
         )
         cache = BlockCache(self._recipe.kv_cache, block.module, block.name, self._dtype)
         with cache.observed():
-            seen = _run_block(block, hidden, arguments[0][block.index], self._batch_size)
-        leaving = {"calibration": seen}
+            leaving["calibration"] = _run_block(block, hidden, called, self._batch_size)
         with cache.emulated():
             for i, calls in enumerate(arguments[1:]):
                 leaving[f"probe-{i}"] = _run_block(
@@ -240,10 +234,9 @@ class _Run:
                     f"{block.name}.{layer}: what was packed does not read back; nothing was written"
                 )
             tensors |= {f"{block.name}.{layer}.{key}": value for key, value in written.items()}
-        self._workspace.save_shard(self._shard_name(block.index), self._stream.to_stored(tensors))
-
-    def _shard_name(self, index: int) -> str:
-        return f"model-{index + 1:05d}-of-{len(self._stream.blocks) + 1:05d}.safetensors"
+        self._workspace.save_shard(
+            shard_name(block.index, len(self._stream.blocks)), self._stream.to_stored(tensors)
+        )
 
     def _golden(self) -> Golden:
         last = self._workspace.tensors(f"hidden-{len(self._stream.blocks)}")
@@ -252,7 +245,8 @@ class _Run:
                 f"{self._workspace.directory}: the last hidden states are gone; use --no-resume"
             )
         device = torch.device(self._job.device)
-        probes = [last[f"probe-{i}"].to(device) for i in range(len(last) - 1)]
+        count = sum(name.startswith("probe-") for name in last)
+        probes = [last[f"probe-{i}"].to(device) for i in range(count)]
         return choose_golden(
             [self._stream.leave(probe)[0, -1].cpu() for probe in probes],
             self._directory,
@@ -263,8 +257,9 @@ class _Run:
         """Embeddings and head, the index, config.json and the files that are copied as they are."""
         target = self._workspace.directory
         outer = {name: self._stream.read(name) for name in self._stream.outer_names}
-        self._workspace.save_shard(self._shard_name(len(self._stream.blocks)), outer)
-        write_json_atomically(target / "model.safetensors.index.json", _shard_index(target))
+        count = len(self._stream.blocks)
+        self._workspace.save_shard(shard_name(count, count), outer)
+        write_json_atomically(target / "model.safetensors.index.json", shard_index(target))
         copy_files(self._kept, self._directory, target)
         formats = formats_of(self._treatments)
         ignore = list(dict.fromkeys(["lm_head", *self._stream.dense_layers(formats)]))
@@ -333,19 +328,6 @@ def _run_block(
             lambda part: call_block(block.module, part, arguments), hidden, batch, block.module
         )
         return torch.cat([*parts])
-
-
-def _shard_index(directory: Path) -> dict[str, Any]:
-    from safetensors import safe_open
-
-    weight_map: dict[str, str] = {}
-    total = 0
-    for shard in sorted(directory.glob("model-*.safetensors")):
-        with safe_open(shard, framework="pt") as handle:
-            names = list(handle.keys())
-            total += sum(handle.get_tensor(name).nbytes for name in names)
-        weight_map.update(dict.fromkeys(names, shard.name))
-    return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
 __all__ = ["CompressionJob", "CompressionPlan", "compress", "plan"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from taut_deploy.checkpoint import MANIFEST, Manifest, read_manifest, seal
 from taut_deploy.compress import driver
+from taut_deploy.compress.equalize.rotate_model import rotate_model
 from taut_deploy.compress.job import CompressionJob, fingerprint, finished_checkpoint
 from taut_deploy.compress.pipeline_plan import plan
 from taut_deploy.compress.shrink.shrink import ShrinkJob, shrink
@@ -28,7 +29,7 @@ from taut_deploy.files import (
     write_json_atomically,
 )
 from taut_deploy.models.store import ModelRecord, describe_directory
-from taut_deploy.recipe import Order, Slim, Training
+from taut_deploy.recipe import Order, Rotate, Slim, Training
 from taut_deploy.removal import is_own_child, remove_child
 
 Progress = driver.Progress
@@ -53,6 +54,10 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
         return _finished(job) or _Run(job, progress).execute()
 
 
+# Makes a directory of a model; returns its manifest, or None where it is but a step on the way.
+_Make = Callable[[ModelRecord, Path, Progress], Manifest | None]
+
+
 @dataclass(frozen=True)
 class _Step:
     """One directory to make of the one before.
@@ -65,7 +70,7 @@ class _Step:
 
     name: str
     method: str
-    run: Callable[[ModelRecord, Path, Progress], Manifest]
+    run: _Make
 
 
 class _Run:
@@ -102,8 +107,15 @@ class _Run:
 
     def _steps(self) -> list[_Step]:
         recipe = self._job.recipe
-        slims = [one for one in recipe.stages if isinstance(one, Slim)]
-        steps = [_Step(one.method, one.method, self._slim(one)) for one in slims]
+        steps = [
+            _Step(
+                one.method,
+                one.method,
+                self._slim(one) if isinstance(one, Slim) else self._rotate(one),
+            )
+            for one in recipe.stages
+            if isinstance(one, Slim | Rotate)
+        ]
         if recipe.of_blocks() is not None:
             steps.append(_Step("blocks", "blocks", self._blocks))
         trainings = [one for one in recipe.stages if isinstance(one, Training)]
@@ -112,13 +124,16 @@ class _Run:
 
     def _run(self, steps: list[_Step]) -> None:
         """Make every directory; then the manifest, after which only renames are left."""
-        record, made = self._job.model, {}
+        record = self._job.model
+        made: dict[str, Manifest] = {}
         for number, step in enumerate(steps, 1):
             output = self._folder / step.name
-            made[step.name] = step.run(record, output, self._told(f"{number}/{len(steps)}", step))
+            manifest = step.run(record, output, self._told(f"{number}/{len(steps)}", step))
+            if manifest is not None:
+                made[step.name] = manifest
             record = describe_directory(output)
-        manifest = _joined(self._job, steps, made)
-        write_json_atomically(self._folder / MANIFEST, asdict(manifest))
+        joined = _joined(self._job, steps, made)
+        write_json_atomically(self._folder / MANIFEST, asdict(joined))
 
     def _publish(self, last: Path) -> Manifest:
         manifest = read_manifest(self._folder)
@@ -137,7 +152,7 @@ class _Run:
             done, total, f"step {place}, {step.method}: {what}"
         )
 
-    def _slim(self, stage: Slim) -> Callable[[ModelRecord, Path, Progress], Manifest]:
+    def _slim(self, stage: Slim) -> _Make:
         def run(model: ModelRecord, output: Path, progress: Progress) -> Manifest:
             job, settings = self._job, self._job.recipe.calibration
             return shrink(
@@ -157,13 +172,19 @@ class _Run:
 
         return run
 
+    def _rotate(self, stage: Rotate) -> _Make:
+        def run(model: ModelRecord, output: Path, progress: Progress) -> None:
+            rotate_model(replace(self._job, model=model), stage, output, progress)
+
+        return run
+
     def _blocks(self, model: ModelRecord, output: Path, progress: Progress) -> Manifest:
         recipe = self._job.recipe.of_blocks() or self._job.recipe
         return driver.compress(
             replace(self._job, model=model, recipe=recipe, output=output), progress
         )
 
-    def _training(self, stage: Training) -> Callable[[ModelRecord, Path, Progress], Manifest]:
+    def _training(self, stage: Training) -> _Make:
         def run(model: ModelRecord, output: Path, progress: Progress) -> Manifest:
             job = self._job
             return distil(
@@ -200,7 +221,10 @@ def _joined(job: CompressionJob, steps: list[_Step], made: dict[str, Manifest]) 
     return replace(
         last,
         name=job.model.name,
-        recipe={**job.recipe.as_json(), "results": [_result(one, made[one.name]) for one in steps]},
+        recipe={
+            **job.recipe.as_json(),
+            "results": [_result(one, made.get(one.name)) for one in steps],
+        },
         recipe_hash=job.recipe.hash,
         base_model={
             "name": job.model.name,
@@ -214,8 +238,10 @@ def _joined(job: CompressionJob, steps: list[_Step], made: dict[str, Manifest]) 
     )
 
 
-def _result(step: _Step, manifest: Manifest) -> dict[str, Any]:
+def _result(step: _Step, manifest: Manifest | None) -> dict[str, Any]:
     """What a step measured of itself, and the text it did it with."""
+    if manifest is None:
+        return {"method": step.method}
     measured = ("held_out", "held_out_cross_entropy", "trained_tokens")
     found = {key: manifest.recipe[key] for key in measured if key in manifest.recipe}
     text = {f"text_{key}": manifest.calibration[key] for key in ("description", "hash")}

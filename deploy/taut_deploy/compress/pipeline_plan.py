@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from taut_deploy.compress import driver
+from taut_deploy.compress.equalize.rotate_model import rehearse_rotation
 from taut_deploy.compress.formats.low_rank import LowRankFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.job import CompressionJob, compute_dtype, open_stream, stored_dtype
@@ -24,7 +25,7 @@ from taut_deploy.compress.train.quantized_layers import require_trained
 from taut_deploy.compress.train.text import describe_sources
 from taut_deploy.errors import RecipeError
 from taut_deploy.models.pretrained import load_config
-from taut_deploy.recipe import Distil, Order, Qat, Slim, Training
+from taut_deploy.recipe import Distil, Order, Qat, Rotate, Slim, Training
 
 # Master weight, gradient and two moments in fp32, of every number that is trained.
 _TRAINED_BYTES = 16
@@ -56,17 +57,22 @@ def plan(job: CompressionJob) -> CompressionPlan:
     else:
         taught = parameters
     for stage in job.recipe.stages:
+        if isinstance(stage, Rotate):
+            found, line = _rotated(job, stage, found)
+            lines.append(line)
+            memory.append(found.peak_memory_bytes)
         if isinstance(stage, Training):
             memory.append(parameters * (_TRAINED_BYTES + itemsize) + taught * itemsize)
             lines.append(_training_line(stage, memory[-1]))
+    dense = len(job.recipe.of_orders(Order.BEFORE))
     return replace(
         found,
         recipe=job.recipe.name,
         peak_memory_bytes=max(memory),
         # Every step keeps its directory until the last one is done.
         disk_bytes=found.disk_bytes
-        + (len(lines) - len(slims)) * found.bytes_after
-        + len(slims) * found.bytes_before,
+        + (len(lines) - dense) * found.bytes_after
+        + dense * found.bytes_before,
         whole_model=tuple(lines),
     )
 
@@ -79,7 +85,8 @@ def require_usable(job: CompressionJob) -> None:
         OutputError: the package of an optimizer is not installed.
     """
     recipe = job.recipe
-    if recipe.of_orders(Order.BEFORE) and recipe.calibration.source == "self":
+    slims = any(isinstance(stage, Slim) for stage in recipe.stages)
+    if slims and recipe.calibration.source == "self":
         raise RecipeError(
             "calibration.source: 'slim' measures on text; use 'corpus', or 'file' with 'path'"
         )
@@ -174,6 +181,27 @@ def _of_smaller(job: CompressionJob, found: CompressionPlan, smaller: Any) -> Co
 def _numbers(model: torch.nn.Module) -> int:
     """Of a model's parameters, tied ones once."""
     return sum(math.prod(value.shape) for value in model.parameters())
+
+
+def _rotated(
+    job: CompressionJob, stage: Rotate, found: CompressionPlan
+) -> tuple[CompressionPlan, str]:
+    """The plan with what an untied head adds, and what it says of that.
+
+    Raises:
+        RecipeError: the model cannot be turned.
+    """
+    grown = rehearse_rotation(job, stage)
+    untied = f"; embeddings and head are untied, {grown / 1e6:.1f} MB more" if grown else ""
+    # Turned part by part in fp32; embeddings and head stay.
+    memory = found.peak_memory_bytes + 4 * grown // stored_dtype(Path(job.model.path)).itemsize
+    found = replace(
+        found,
+        bytes_after=found.bytes_after + grown,
+        disk_bytes=found.disk_bytes + 2 * grown,
+        peak_memory_bytes=memory,
+    )
+    return found, f"rotate: the residual stream and the heads' values{untied}"
 
 
 def _slim_line(stage: Slim, memory: int) -> str:

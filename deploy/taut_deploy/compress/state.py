@@ -1,5 +1,6 @@
 """A decoder block under compression: what its stages find and leave behind."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +90,21 @@ class LayerState:
         )
 
 
+@dataclass(frozen=True)
+class Example:
+    """What a block is to compute.
+
+    Attributes:
+        inputs: [B, T, H] as its compressed predecessors give them.
+        targets: [B, T, H] what the original model's block gives there.
+        call: runs the block on a batch of inputs.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    call: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
 @dataclass
 class BlockState:
     """A loaded block and what calibration saw in it.
@@ -98,12 +114,14 @@ class BlockState:
         name: its name in the state dict.
         groups: every distinct linear input, in order of first use.
         layers: its linear layers by their names inside the block, in the same order.
+        example: what it is to compute, where a stage of the recipe asks for it.
     """
 
     module: nn.Module
     name: str
     groups: list[InputGroup]
     layers: dict[str, LayerState]
+    example: Example | None = None
 
     def of_stage(self, index: int) -> list[LayerState]:
         """The layers that the recipe's stage at this position acts on."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from taut_deploy.checkpoint import is_checkpoint, verify
+from taut_deploy.checkpoint import is_checkpoint, read_manifest, verify
 from taut_deploy.diagnose import default_kernels, kernel_choice
 from taut_deploy.diagnose.layer_schemes import DENSE, LayerScheme, Quantization, read_quantization
 from taut_deploy.diagnose.layer_shapes import (
@@ -122,6 +122,31 @@ def kernels_of_checkpoint(
     """
     config = default_kernels.config_of(checkpoint)
     return _count_choices(manifest_layers(checkpoint, manifest, config), config)
+
+
+def layers_as_built(directory: Path) -> _Layers:
+    """Return a model's linear layers as vLLM builds them on one device.
+
+    Args:
+        directory: a taut checkpoint, or a Hugging Face directory that others made.
+
+    Returns:
+        Name → N, K and how it is quantised; none where the method is not known.
+
+    Raises:
+        ModelError: no such directory, no readable ``config.json``, or a damaged shard.
+        CheckpointError: its manifest cannot be read.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory")
+    config = read_config(directory)
+    if is_checkpoint(directory):
+        return _fuse(manifest_layers(directory, read_manifest(directory), config))
+    quantization = read_quantization(config)
+    if quantization.why_not_judged() is not None:
+        return {}
+    _, stored = _find_layers(directory, config, quantization)
+    return _fuse(_plain_layers(quantization, stored))
 
 
 def _count_choices(

@@ -14,9 +14,20 @@ from taut_deploy.recipe.recipe import (
     load_recipe,
     parse_recipe,
 )
-from taut_deploy.recipe.stage import Order, StageModel
-from taut_deploy.recipe.stages import Awq, Prune, Quantize, Smooth, Stage
-from taut_deploy.recipe.whole_model import Distil, Qat, Slim, Training
+from taut_deploy.recipe.stages import (
+    Awq,
+    Distil,
+    Order,
+    Prune,
+    Qat,
+    Quantize,
+    Rotate,
+    Slim,
+    Smooth,
+    Stage,
+    StageModel,
+    Training,
+)
 
 __all__ = [
     "Awq",
@@ -28,6 +39,7 @@ __all__ = [
     "Qat",
     "Quantize",
     "Recipe",
+    "Rotate",
     "Slim",
     "Smooth",
     "Stage",

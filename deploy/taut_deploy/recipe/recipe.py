@@ -9,9 +9,17 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.recipe.patterns import Pattern
-from taut_deploy.recipe.stage import Order, Strict
-from taut_deploy.recipe.stages import STAGE_MODELS, Quantize, Stage
-from taut_deploy.recipe.whole_model import Qat, Slim, Training
+from taut_deploy.recipe.stages import (
+    STAGE_MODELS,
+    Order,
+    Qat,
+    Quantize,
+    Rotate,
+    Slim,
+    Stage,
+    Strict,
+    Training,
+)
 from taut_deploy.strict_yaml import (
     parse_mapping,
     read_shipped_or_file,
@@ -70,7 +78,8 @@ class Recipe(Strict):
                 raise ValueError(f"'stages': {second.method!r} must stand before {first.method!r}")
         orders = {stage.order for stage in self.stages}
         smaller = {Order.PRUNE, Order.STORE}
-        if Order.TRANSFORM in orders and not orders & smaller:
+        rotates = any(isinstance(stage, Rotate) for stage in self.stages)
+        if (Order.TRANSFORM in orders or rotates) and not orders & smaller:
             raise ValueError(
                 "'stages': nothing makes the model smaller; a transform is followed by 'quantize'"
             )
@@ -84,6 +93,13 @@ class Recipe(Strict):
         if self.kv_cache is not None and not orders - {Order.BEFORE, Order.AFTER}:
             raise ValueError("'kv_cache': is calibrated block by block; add 'quantize' or 'prune'")
         self._require_like_shapes()
+        self._require_like_basis()
+        return self
+
+    @model_validator(mode="after")
+    def _enough_to_judge(self) -> "Recipe":
+        if self.needs_target and self.calibration.sequences < 2:
+            raise ValueError("'calibration.sequences': learned rounding needs at least 2")
         return self
 
     def _require_like_shapes(self) -> None:
@@ -100,6 +116,20 @@ class Recipe(Strict):
                     f"model's; set 'hidden' of {stage.method!r} to 0"
                 )
 
+    def _require_like_basis(self) -> None:
+        before = self.of_orders(Order.BEFORE)
+        places = [i for i, stage in enumerate(before) if isinstance(stage, Rotate)]
+        if not places:
+            return
+        if places != [len(before) - 1]:
+            raise ValueError("'stages': 'rotate' stands once, after 'slim' and before the others")
+        for stage in self.stages:
+            if isinstance(stage, Training) and (stage.start != "codes" or stage.hidden):
+                raise ValueError(
+                    f"'stages': after 'rotate' weights and states are in another basis than the "
+                    f"base model's: {stage.method!r} must start from 'codes', with 'hidden' 0"
+                )
+
     def of_orders(self, *orders: Order) -> list[Stage]:
         """Its stages that stand there."""
         return [stage for stage in self.stages if stage.order in orders]
@@ -113,6 +143,11 @@ class Recipe(Strict):
     def needs_hessian(self) -> bool:
         """Whether any stage needs ``x xᵀ`` of its inputs."""
         return any(stage.needs_hessian for stage in self.stages)
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether any stage needs what the original model's blocks give at full precision."""
+        return any(stage.needs_target for stage in self.stages)
 
     def as_json(self) -> dict[str, object]:
         """The recipe as plain data, defaults filled in."""

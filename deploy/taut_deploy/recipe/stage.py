@@ -1,4 +1,4 @@
-"""What every stage of a recipe has: its place among the others, and the layers it acts on."""
+"""What every stage of a recipe has: its place among the others, and the layers it picks."""
 
 from enum import IntEnum
 from typing import Annotated, ClassVar
@@ -9,7 +9,7 @@ from taut_deploy.recipe.patterns import Pattern, is_matched
 
 
 class Order(IntEnum):
-    """Where a stage stands among the others.
+    """Where a stage stands among the others; a recipe's stages must not step back in it.
 
     Whole-model stages run before or after the blocks. The others run block by block: transforms
     keep the block's function, pruning sets weights to zero, storing chooses how a layer is kept.
@@ -52,6 +52,11 @@ class StageModel(Strict):
     @property
     def needs_hessian(self) -> bool:
         """Whether it needs ``x xᵀ`` of its inputs, the dearest statistic."""
+        return False
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether it needs what the original model's block gives at full precision."""
         return False
 
     def hashed(self) -> dict[str, object]:

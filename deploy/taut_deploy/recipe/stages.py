@@ -1,7 +1,8 @@
 """The stages a recipe may hold: one strict model each.
 
-``order`` says where a stage may stand; a recipe's stages must not step back in it. What a stage
-does is in :mod:`taut_deploy.compress.stages`, under the same ``method``.
+Those that run block by block are here, those of the whole model in
+:mod:`taut_deploy.recipe.whole_model`. What a stage does is in :mod:`taut_deploy.compress.stages`,
+under the same ``method``.
 """
 
 from typing import Annotated, ClassVar, Literal, get_args
@@ -10,7 +11,27 @@ from pydantic import Field, model_validator
 
 from taut_deploy.recipe.schemes import SCHEMES, SchemeName
 from taut_deploy.recipe.stage import Order, StageModel, Strict
-from taut_deploy.recipe.whole_model import Distil, Qat, Slim
+from taut_deploy.recipe.whole_model import Distil, Qat, Rotate, Slim, Training
+
+__all__ = [
+    "STAGE_MODELS",
+    "Awq",
+    "Distil",
+    "Factorize",
+    "Order",
+    "Palettize",
+    "Prune",
+    "Qat",
+    "Quantize",
+    "Residual",
+    "Rotate",
+    "Slim",
+    "Smooth",
+    "Stage",
+    "StageModel",
+    "Strict",
+    "Training",
+]
 
 
 class Smooth(StageModel):
@@ -77,18 +98,28 @@ class Quantize(StageModel):
 
     ``group_size`` is an upper bound: the largest of 128, 64, 32 that is not above it and divides
     every layer of the stage is used. ``rtn`` and ``hqq`` need no data. ``act_order`` orders GPTQ's
-    columns by importance while groups stay in place, so the file needs no index.
+    columns by importance while groups stay in place, so the file needs no index. ``round`` begins
+    at GPTQ's codes and moves those of a whole block together, for ``steps`` steps (100), until
+    the block's output is closest to the original model's (AutoRound, arXiv:2309.05516, §3).
     """
 
     order: ClassVar[Order] = Order.STORE
+    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps"}
 
     method: Literal["quantize"] = "quantize"
     scheme: SchemeName
-    algorithm: Literal["rtn", "hqq", "gptq"] = "gptq"
+    algorithm: Literal["rtn", "hqq", "gptq", "round"] = "gptq"
     group_size: Literal[32, 64, 128, "channel"] | None = None
     symmetric: bool = True
     act_order: bool = True
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+    steps: Annotated[int, Field(ge=1, le=200)] | None = None
+
+    @model_validator(mode="after")
+    def _steps_go_with_round(self) -> "Quantize":
+        if self.steps is not None and self.algorithm != "round":
+            raise ValueError(f"{self.algorithm} takes no steps: drop 'steps'")
+        return self
 
     @model_validator(mode="after")
     def _fits_scheme(self) -> "Quantize":
@@ -116,7 +147,12 @@ class Quantize(StageModel):
     @property
     def needs_hessian(self) -> bool:
         """Whether it needs ``x xᵀ`` of its inputs."""
-        return self.algorithm == "gptq"
+        return self.algorithm in {"gptq", "round"}
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether it needs what the original model's block gives at full precision."""
+        return self.algorithm == "round"
 
 
 class Residual(Strict):
@@ -191,7 +227,7 @@ class Palettize(StageModel):
 
 
 Stage = Annotated[
-    Smooth | Awq | Prune | Quantize | Factorize | Palettize | Slim | Distil | Qat,
+    Smooth | Awq | Prune | Quantize | Factorize | Palettize | Rotate | Slim | Distil | Qat,
     Field(discriminator="method"),
 ]
 STAGE_MODELS: dict[str, type[StageModel]] = {

@@ -1,4 +1,4 @@
-"""The stages that take the model as a whole; :mod:`taut_deploy.compress.pipeline` runs them."""
+"""The stages of the whole model: those before the blocks, and the training after them."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -11,7 +11,7 @@ ShareToKeep = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class WholeModel(StageModel):
-    """A stage that has the whole model in memory, before or after the blocks."""
+    """A stage of the whole model, before or after the blocks."""
 
     @model_validator(mode="after")
     def _of_all_layers(self) -> "WholeModel":
@@ -46,6 +46,20 @@ class Slim(WholeModel):
         """Of each axis that shrinks."""
         given = {"ffn": self.ffn, "heads": self.heads, "hidden": self.hidden, "depth": self.depth}
         return {axis: share for axis, share in given.items() if share is not None}
+
+
+class Rotate(WholeModel):
+    """Turn the residual stream and the heads' values, so that no channel sticks out.
+
+    Sources: QuaRot, arXiv:2404.00456, §4; SpinQuant, arXiv:2405.16406, §3, R1 and R2. The function
+    stays; the norms' weights move into the layers behind them, and tied embeddings are untied.
+    ``seed`` chooses the signs of the Hadamard matrices.
+    """
+
+    order: ClassVar[Order] = Order.BEFORE
+
+    method: Literal["rotate"] = "rotate"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
 class Training(WholeModel, TrainSettings):

@@ -9,6 +9,7 @@ from typing import Any
 
 from taut_deploy.checkpoint import Manifest
 from taut_deploy.models.directory import read_shape
+from taut_deploy.tune import named_verdicts
 from taut_deploy.worker import engine_options
 from taut_deploy.worker.arguments import check_kv_cache_dtype, guarded_flags, read_extra
 from taut_deploy.worker.spec import KernelMode, Platform, WorkerSpec
@@ -125,9 +126,10 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
     Raises:
         WorkerError: what was asked for cannot be had here.
     """
-    from taut_kernels.for_deploy import MODE_VARIABLE, cache_key
+    from taut_kernels.for_deploy import MODE_VARIABLE, cache_key, measured_here
 
     mode = kernel_mode(spec, manifest, platform)
+    verdicts = named_verdicts(spec, mode, platform)
     fused, attends = engine_options.suited_options(spec) if platform == "cuda" else (False, False)
     fused_options = engine_options.fused_engine_options(spec.fused_ops, mode, suited=fused)
     attention_options = engine_options.attention_engine_options(
@@ -135,12 +137,16 @@ def command_for(spec: WorkerSpec, manifest: Manifest | None, platform: Platform)
     )
     # The key names the mode it is for, which it reads here.
     os.environ[MODE_VARIABLE] = mode
-    return build_command(
+    command = build_command(
         replace(spec, kernels=mode),
         manifest,
         platform,
-        cache_key(),
+        cache_key(verdicts),
         os.environ,
         fused_options,
         attention_options,
     )
+    if verdicts is None:
+        return command
+    told = {measured_here.VARIABLE: str(verdicts)}
+    return replace(command, environment=command.environment | told)

@@ -5,6 +5,7 @@ import sys
 from typing import NoReturn
 
 from taut_deploy.cache import cache_key_of, open_cache
+from taut_deploy.tune import measure_for_worker
 from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
@@ -23,20 +24,27 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
 
     Raises:
         CheckpointError: the files do not match the manifest.
-        WorkerError: vLLM, a KV-cache dtype or our kernels are missing.
+        WorkerError: vLLM, a KV-cache dtype or our kernels are missing, or the verdicts of this card
+            are damaged.
     """
     platform = installed_platform()
     manifest = verify_model(spec.checkpoint)
     mode = kernel_mode(spec, manifest, platform)
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)
+    measure_for_worker(spec, mode, platform, spec.tune_budget_s, 0, _say)
     command = command_for(spec, manifest, platform)
     environment = {**os.environ, **command.environment}
     if spec.cache is not None:
         key = cache_key_of(spec.checkpoint, platform, command.argv, environment)
         place = open_cache(spec.cache, str(key), environment)
-        sys.stderr.write(f"taut: {place.message}\n")
+        _say(place.message)
         environment |= place.environment
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command.argv[0], list(command.argv), environment)  # noqa: S606
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"taut: {line}\n")
+    sys.stderr.flush()

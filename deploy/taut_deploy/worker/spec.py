@@ -35,6 +35,8 @@ class WorkerSpec:
         shutdown_timeout_s: how long SIGTERM lets running requests finish, seconds.
         cache: directory of compiled artefacts (see :mod:`taut_deploy.cache`); None leaves them
             where vLLM puts them.
+        tune_budget_s: CUDA only, seconds in which 4-bit products that nobody measured on this card
+            are measured before vLLM starts; 0 leaves them to vLLM.
         extra: further vLLM arguments, passed on as they are.
     """
 
@@ -50,6 +52,7 @@ class WorkerSpec:
     kv_cache_gib: int = 1
     shutdown_timeout_s: int = 30
     cache: Path | None = None
+    tune_budget_s: float = 20.0
     extra: tuple[str, ...] = ()
 
 

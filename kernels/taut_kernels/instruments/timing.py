@@ -68,7 +68,8 @@ def capture(subject: Subject, min_calls: int) -> tuple[torch.cuda.CUDAGraph, int
             subject.call(i % subject.copies)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    # Other threads may load or compile meanwhile: what they do is no part of the graph.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for i in range(calls):
             subject.call(i % subject.copies)
     graph.replay()

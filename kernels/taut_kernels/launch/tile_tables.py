@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from taut_kernels.launch import measured_here
+
 _DIRECTORY = Path(__file__).parents[1] / "tiles"
 
 TWINS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
@@ -77,6 +79,34 @@ def load_all(name: str, parse: Callable[[str, str], TableT]) -> dict[str, TableT
     paths = sorted(_DIRECTORY.glob(f"{name}-*.json"))
     tables = [parse(path.read_text(encoding="utf-8"), path.name) for path in paths]
     return {table.gpu: table for table in tables}
+
+
+def with_measured_here(
+    tables: Mapping[str, TableT],
+    name: str,
+    parse: Callable[[str, str], TableT],
+    merged: Callable[[TableT, TableT], TableT],
+) -> dict[str, TableT]:
+    """Put what was measured on this machine's card in front of what is shipped.
+
+    Args:
+        tables: of :func:`load_all`.
+        name: of the table in :mod:`.measured_here`'s file.
+        parse: reads one, from its text and its file name.
+        merged: the rows of the shipped table, or of its twin, and this machine's → both, where this
+            machine's count.
+
+    Returns:
+        Card → table.
+
+    Raises:
+        ValueError: the file is damaged; names it.
+    """
+    own: TableT | None = measured_here.frame(name, parse)
+    if own is None:
+        return dict(tables)
+    shipped = of_card(tables, own.gpu)
+    return {**tables, own.gpu: own if shipped is None else merged(shipped, own)}
 
 
 def of_card(tables: Mapping[str, TableT], gpu: str | None) -> TableT | None:

@@ -15,7 +15,8 @@ Floors    6 · M · H · V operations at the card's bf16 rate. One H200 (707 TFL
           8192 × 2304 × 256000 41.0 ms, 8192 × 4096 × 128256 36.5 ms; the bytes of weight, its
           gradient and the logits once each way 2.5 and 1.5 ms. Measured:
           docs/findings/linear-cross-entropy.md
-Numerics  logits rounded to x's dtype, as a linear layer would; losses in fp32; gradients of logits
+Numerics  under autocast the operands are cast to its dtype, as those of a linear layer are; logits
+          rounded to x's dtype, likewise; losses in fp32; gradients of logits
           rounded to x's dtype. ``tokens`` sums the weight's gradient in its dtype or in fp32
 Gradient  as for cross entropy: in the forward pass for ``mean`` and ``sum`` (not fp16), where the
           weight's and x's gradients then wait for the backward pass; else, and with
@@ -47,11 +48,11 @@ from taut_kernels.loss.projection import (
 from taut_kernels.loss.reduction import (
     accumulator,
     check_options,
-    forward_computes_gradients,
     loss_shape,
     reduce,
     refuse_double_backward,
     row_scale,
+    wanted_gradients,
 )
 from taut_kernels.loss.row_softmax import Objective
 from taut_kernels.loss.target import check_labels, check_values
@@ -229,6 +230,12 @@ torch.library.register_autograd(
 )
 
 
+def _check_cut(chunk_by: str, chunk_size: int | None) -> None:
+    if chunk_by not in CHUNK_BY:
+        raise ValueError(f"chunk_by must be auto, tokens or vocabulary, got {chunk_by!r}")
+    check_chunk(chunk_size, MOST_COLUMNS if chunk_by == "vocabulary" else None)
+
+
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -248,8 +255,6 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Project and compute the cross entropy, without the logits of more than a chunk.
 
-    Under autocast the operands are cast to its dtype, as those of a linear layer are.
-
     Args:
         x: [..., H] bf16, fp16, fp32, or fp64 on the CPU.
         weight: [V, H], dtype of ``x``.
@@ -260,13 +265,11 @@ def linear_cross_entropy(
         z_loss: λ of λ · lse², which keeps the normaliser near 1.
         softcap: c of c · tanh(z / c), applied to the logits; None for none.
         reduction: ``mean`` over the rows that count, ``sum`` or ``none``.
-        chunk_size: tokens, or with ``chunk_by="vocabulary"`` columns, whose logits exist at a time
-            (columns: at most 8192); None: what fits 192 MiB, or 56 MiB for columns.
+        chunk_size: tokens, or columns (at most 8192), whose logits exist at a time; None: 192 MiB
+            of tokens, or 56 MiB of columns.
         chunk_by: ``tokens``, ``vocabulary`` or ``auto``; ``auto`` with a chunk_size is ``tokens``.
-        accumulate_fp32: sum the weight's gradient over chunks of tokens in fp32, which takes twice
-            its memory; blocks of the vocabulary need no sum.
-        use_checkpoint: keep no gradient between forward and backward: the backward pass projects
-            once more.
+        accumulate_fp32: sum the weight's gradient over chunks of tokens in fp32: twice its memory.
+        use_checkpoint: keep no gradients for the backward pass, which projects once more.
         check_targets: raise for a target outside the vocabulary on CUDA too, which waits for the
             device; without it such a target makes loss and gradients NaN.
 
@@ -274,38 +277,18 @@ def linear_cross_entropy(
         The loss in fp32 (fp64 for fp64): a scalar, or [...] for ``none``.
 
     Raises:
-        ValueError: a shape, dtype, device or option the contract does not allow, or a target
-            outside the vocabulary; names the argument.
-        RuntimeError: in the backward pass: it is to be differentiated itself, or runs a second
-            time over gradients computed in the forward pass.
+        ValueError: a shape, dtype, device, option or target the contract does not allow; names it.
+        RuntimeError: a second derivative, or a second backward pass over kept gradients.
     """
     check_options(reduction, label_smoothing, z_loss, softcap)
-    if chunk_by not in CHUNK_BY:
-        raise ValueError(f"chunk_by must be auto, tokens or vocabulary, got {chunk_by!r}")
-    check_chunk(chunk_size, MOST_COLUMNS if chunk_by == "vocabulary" else None)
+    _check_cut(chunk_by, chunk_size)
     x, weight, bias = autocast_operands(x, weight, bias)
     check_projection(x, weight, bias)
     check_labels(target, x.shape[:-1], x.device)
-    wants = [
-        torch.is_grad_enabled() and operand is not None and operand.requires_grad
-        for operand in (x, weight, bias)
-    ]
-    if use_checkpoint or not forward_computes_gradients(x.dtype, reduction):
-        wants = [False] * 3
+    wants = wanted_gradients((x, weight, bias), reduction, use_checkpoint)
     loss: torch.Tensor = torch.ops.taut.linear_cross_entropy(
-        x.reshape(-1, x.shape[-1]),
-        weight,
-        bias,
-        target.reshape(-1).to(torch.int64).contiguous(),
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        softcap or 0.0,
-        reduction,
-        chunk_by,
-        chunk_size or 0,
-        accumulate_fp32,
-        check_targets,
-        wants,
-    )[0]
+        x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1).to(torch.int64).contiguous(),
+        ignore_index, label_smoothing, z_loss, softcap or 0.0, reduction, chunk_by,
+        chunk_size or 0, accumulate_fp32, check_targets, wants,
+    )[0]  # fmt: skip
     return loss.view(target.shape) if reduction == "none" else loss

@@ -29,11 +29,11 @@ from taut_kernels.loss.projection import (
 from taut_kernels.loss.reduction import (
     REDUCTIONS,
     accumulator,
-    forward_computes_gradients,
     loss_shape,
     reduce,
     refuse_double_backward,
     row_scale,
+    wanted_gradients,
 )
 
 WORKSPACE_BYTES = 512 * 2**20
@@ -258,12 +258,7 @@ def linear_divergence(
     shape = student[0].shape[:-1]
     _check_pair(student, teacher, mask)
     keep = torch.ones(shape, dtype=torch.bool, device=student[0].device) if mask is None else mask
-    wants = [
-        torch.is_grad_enabled() and operand is not None and operand.requires_grad
-        for operand in student
-    ]
-    if use_checkpoint or not forward_computes_gradients(student[0].dtype, reduction):
-        wants = [False] * 3
+    wants = wanted_gradients(student, reduction, use_checkpoint)
     loss: torch.Tensor = torch.ops.taut.linear_divergence(
         student[0].reshape(-1, student[0].shape[-1]),
         *student[1:],

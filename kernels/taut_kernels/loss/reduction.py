@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -58,6 +59,24 @@ def forward_computes_gradients(dtype: torch.dtype, reduction: str) -> bool:
     probability is below the smallest number: there the loss scale has to come in first.
     """
     return reduction != "none" and dtype is not torch.float16
+
+
+def wanted_gradients(
+    operands: Sequence[torch.Tensor | None], reduction: str, use_checkpoint: bool
+) -> list[bool]:
+    """Say which gradients the forward pass is to compute.
+
+    Args:
+        operands: of the projection, the first in the dtype of the logits; an absent one wants none.
+        reduction: one of `REDUCTIONS`.
+        use_checkpoint: compute them all in the backward pass.
+    """
+    first = operands[0]
+    assert first is not None
+    if use_checkpoint or not forward_computes_gradients(first.dtype, reduction):
+        return [False] * len(operands)
+    enabled = torch.is_grad_enabled()
+    return [enabled and operand is not None and operand.requires_grad for operand in operands]
 
 
 def check_options(

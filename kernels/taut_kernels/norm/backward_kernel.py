@@ -17,6 +17,53 @@ from taut_kernels.norm.rms_norm_kernel import load_weight
 from taut_kernels.rowwise.chunk_jit import load_chunk, store_chunk
 
 
+@triton.jit
+def _load_rows(rows, offs, mask_m, first: tl.constexpr, COUNT: tl.constexpr,
+               BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Load so many chunks of a tensor's rows."""
+    loaded = ()
+    for chunk in tl.static_range(first, first + COUNT):
+        loaded = loaded + (load_chunk(rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
+    return loaded
+
+
+@triton.jit
+def _load_chunks(x_rows, dy_rows, weight_ptr, offs, mask_m, first: tl.constexpr,
+                 COUNT: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Load so many chunks of x, dy and the weight in turn; no weight where there is none."""
+    xs, dys, weights = (), (), ()
+    for chunk in tl.static_range(first, first + COUNT):
+        xs = xs + (load_chunk(x_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
+        dys = dys + (load_chunk(dy_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
+        if weight_ptr is not None:
+            weights = weights + (load_weight(weight_ptr, offs, chunk * BLOCK, BLOCK, N),)
+    return xs, dys, weights
+
+
+@triton.jit
+def _means(g_sums, gx_sums, rstd, N: tl.constexpr, CENTRED: tl.constexpr, AGAIN: tl.constexpr):
+    """Return the rows' means of g, 0 without a mean of x, and of g · x̂."""
+    g_mean = 0.0
+    if CENTRED and not AGAIN:
+        # Both at once: half of the shuffles' latency, and half of the barriers.
+        g_sum, gx_sum = tl.split(tl.sum(tl.join(g_sums, gx_sums), axis=1))
+        g_mean = g_sum[:, None] / N
+        gx_mean = gx_sum[:, None] * rstd / N
+    else:
+        gx_mean = tl.sum(gx_sums, axis=1)[:, None] * rstd / N
+        if CENTRED:
+            g_mean = tl.sum(g_sums, axis=1)[:, None] / N
+    return g_mean, gx_mean
+
+
+@triton.jit
+def _store_part(part_ptr, sums, offs, BLOCK: tl.constexpr, N: tl.constexpr):
+    """Store a program's sums over its rows."""
+    for chunk in tl.static_range(len(sums)):
+        offs_n = chunk * BLOCK + offs
+        tl.store(part_ptr + offs_n, tl.sum(sums[chunk], axis=0), mask=offs_n < N)
+
+
 @triton.jit(do_not_specialize=["M"])
 def norm_backward_kernel(
     x_ptr,  # [M, N], what was normalised; columns next to each other
@@ -73,9 +120,7 @@ def norm_backward_kernel(
         xs = ()
         dys = ()
         if not AGAIN:
-            for chunk in tl.static_range(CHUNKS):
-                xs = xs + (load_chunk(x_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
-                dys = dys + (load_chunk(dy_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
+            xs, dys, _none = _load_chunks(x_rows, dy_rows, None, offs, mask_m, 0, CHUNKS, BLOCK, N)
         g_sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         gx_sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         if AGAIN:
@@ -99,35 +144,18 @@ def norm_backward_kernel(
                 gx_sums += g * (xs[chunk].to(tl.float32) - mean)
                 if CENTRED:
                     g_sums += g
-        g_mean = 0.0
-        if CENTRED and not AGAIN:
-            # Both at once: half of the shuffles' latency, and half of the barriers.
-            g_sum, gx_sum = tl.split(tl.sum(tl.join(g_sums, gx_sums), axis=1))
-            g_mean = g_sum[:, None] / N
-            gx_mean = gx_sum[:, None] * rstd / N
-        else:
-            gx_mean = tl.sum(gx_sums, axis=1)[:, None] * rstd / N
-            if CENTRED:
-                g_mean = tl.sum(g_sums, axis=1)[:, None] / N
+        g_mean, gx_mean = _means(g_sums, gx_sums, rstd, N, CENTRED, AGAIN)
         new_dws = ()
         new_dbs = ()
         factors = weights
         for chunk in tl.static_range(CHUNKS):
             if AGAIN and chunk % GROUP == 0:
-                xs = ()
-                dys = ()
-                factors = ()
-                for ahead in tl.static_range(chunk, chunk + GROUP):
-                    xs = xs + (load_chunk(x_rows, offs, mask_m, ahead * BLOCK, BLOCK, N),)
-                    dys = dys + (load_chunk(dy_rows, offs, mask_m, ahead * BLOCK, BLOCK, N),)
-                    if weight_ptr is not None:
-                        weight = load_weight(weight_ptr, offs, ahead * BLOCK, BLOCK, N)
-                        factors = factors + (weight,)
+                xs, dys, factors = _load_chunks(
+                    x_rows, dy_rows, weight_ptr, offs, mask_m, chunk, GROUP, BLOCK, N
+                )
             if added_ptr is not None and chunk % GROUP == 0:
-                added = ()
                 added_rows = added_ptr + rows * stride_am
-                for ahead in tl.static_range(chunk, chunk + GROUP):
-                    added = added + (load_chunk(added_rows, offs, mask_m, ahead * BLOCK, BLOCK, N),)
+                added = _load_rows(added_rows, offs, mask_m, chunk, GROUP, BLOCK, N)
             x_hat = (xs[chunk % GROUP].to(tl.float32) - mean) * rstd
             dy = dys[chunk % GROUP].to(tl.float32)
             g = dy
@@ -146,16 +174,11 @@ def norm_backward_kernel(
             dws = new_dws
         if db_ptr is not None:
             dbs = new_dbs
-    for chunk in tl.static_range(CHUNKS):
-        offs_n = chunk * BLOCK + offs
-        if dw_ptr is not None:
-            tl.store(
-                dw_ptr + pid.to(tl.int64) * N + offs_n, tl.sum(dws[chunk], axis=0), mask=offs_n < N
-            )
-        if db_ptr is not None:
-            tl.store(
-                db_ptr + pid.to(tl.int64) * N + offs_n, tl.sum(dbs[chunk], axis=0), mask=offs_n < N
-            )
+    part = pid.to(tl.int64) * N
+    if dw_ptr is not None:
+        _store_part(dw_ptr + part, dws, offs, BLOCK, N)
+    if db_ptr is not None:
+        _store_part(db_ptr + part, dbs, offs, BLOCK, N)
 
 
 @triton.jit

@@ -115,6 +115,29 @@ def _sums(
     return g_sum, gx_sum
 
 
+@gluon.jit
+def _weights(weight_ptr, piece, offs, CHUNKS: gl.constexpr, HELD: gl.constexpr, N: gl.constexpr):
+    """Load the weight into registers, or ask for it in shared memory; None without one."""
+    THREADS: gl.constexpr = offs.shape[0]
+    WIDTH: gl.constexpr = 8 * THREADS
+    weights = None
+    if weight_ptr is not None:
+        if HELD:
+            weights = ()
+            for chunk in gl.static_range(CHUNKS):
+                mask = _inside(piece, N // 8, chunk, N, WIDTH)
+                weight = gl.load(weight_ptr + chunk * WIDTH + offs, mask=mask, other=0.0)
+                weights = weights + (weight,)
+        else:
+            SHARED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+            kind: gl.constexpr = weight_ptr.dtype.element_ty
+            weights = gl.allocate_shared_memory(kind, [CHUNKS, THREADS, 8], SHARED)
+            for chunk in gl.static_range(CHUNKS):
+                mask = _inside(piece, N // 8, chunk, N, WIDTH)
+                copy(weights.index(chunk), weight_ptr + chunk * WIDTH + offs, mask=mask)
+    return weights
+
+
 @gluon.jit(do_not_specialize=["M"])
 def norm_backward_ring_kernel(
     x_ptr,  # [M, N], what was normalised; rows 16-byte aligned
@@ -157,20 +180,7 @@ def norm_backward_ring_kernel(
     if added_ptr is not None:
         tensors = tensors + ((added_ptr, stride_am),)
         rings = rings + (gl.allocate_shared_memory(element, RING, SHARED),)
-    weights = None
-    if weight_ptr is not None:
-        if HELD:
-            weights = ()
-            for chunk in gl.static_range(CHUNKS):
-                mask = _inside(piece, N // 8, chunk, N, WIDTH)
-                weight = gl.load(weight_ptr + chunk * WIDTH + offs, mask=mask, other=0.0)
-                weights = weights + (weight,)
-        else:
-            kind: gl.constexpr = weight_ptr.dtype.element_ty
-            weights = gl.allocate_shared_memory(kind, [CHUNKS, THREADS, 8], SHARED)
-            for chunk in gl.static_range(CHUNKS):
-                mask = _inside(piece, N // 8, chunk, N, WIDTH)
-                copy(weights.index(chunk), weight_ptr + chunk * WIDTH + offs, mask=mask)
+    weights = _weights(weight_ptr, piece, offs, CHUNKS, HELD, N)
     # A row comes in two groups, early chunks and late ones.
     EARLY: gl.constexpr = CHUNKS - LATE
     _ask(tensors, rings, 0, pid, M, at, 0, EARLY, N)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -68,9 +69,7 @@ def forward(
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
     launcher(
         (
-            x.dtype,
-            None if weight is None else weight.dtype,
-            None if bias is None else bias.dtype,
+            *_forms((x, weight, bias)),
             residual is None,
             constants,
             tile.num_warps,
@@ -159,7 +158,7 @@ def _strides(operands: Operands) -> tuple[int, int, int]:
     return x.stride(0), dy.stride(0), 0 if added is None else added.stride(0)
 
 
-def _forms(operands: Operands) -> tuple[torch.dtype | None, ...]:
+def _forms(operands: Sequence[Optional]) -> tuple[torch.dtype | None, ...]:
     return tuple(None if operand is None else operand.dtype for operand in operands)
 
 

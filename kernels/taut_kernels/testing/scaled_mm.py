@@ -179,9 +179,6 @@ def make_scaled_mm_case(
         out_dtype: of the result and the bias.
         device: where to put the operands.
         seed: of the generator; equal seeds give equal cases on every device.
-
-    Returns:
-        The case.
     """
     generator = torch.Generator().manual_seed(seed)
     unit = 1.0 if op == "fp8_gemm" else 1 / 64
@@ -202,8 +199,7 @@ def make_scaled_mm_case(
     bias = torch.randn(N, generator=generator).to(out_dtype)
     azp = torch.randint(-20, 20, (M, 1), generator=generator, dtype=torch.int32)
     azp_adj = weight.float().sum(1).to(torch.int32)
-    adjustments = {"none": None, "static": 7 * azp_adj, "token": azp_adj}
-    adjustment = adjustments[zero_points]
+    adjustment = {"none": None, "static": 7 * azp_adj, "token": azp_adj}[zero_points]
     return ScaledMmCase(
         op=op,
         x=x.to(device),

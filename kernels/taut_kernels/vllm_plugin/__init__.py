@@ -15,8 +15,11 @@ the work, and raises where it cannot.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
+
+from taut_kernels.launch import measured_here
 
 MODE_VARIABLE = "TAUT_KERNELS"
 MODES = ("prefer", "require", "off")
@@ -38,18 +41,22 @@ def requested_mode() -> str:
     return mode
 
 
-def cache_key() -> str:
+def cache_key(verdicts: Path | None = None) -> str:
     """Identify what our part of a compiled graph depends on.
 
     vLLM's compile cache knows nothing about plugins: the launcher passes this key with
     ``--additional-config '{"taut": "<key>"}'``, which enters vLLM's hash.
 
+    Args:
+        verdicts: file of this machine's verdicts that a worker is to read.
+
     Returns:
-        The mode and 16 hex digits over the sources and tables of `taut_kernels`, for example
+        The mode and 16 hex digits over the sources and tables of `taut_kernels` and over the
+        verdicts of this machine, which decide whose kernels a graph calls; for example
         ``prefer-0123456789abcdef``.
 
     Raises:
-        ValueError: ``TAUT_KERNELS`` holds an unknown mode.
+        ValueError: ``TAUT_KERNELS`` holds an unknown mode, or ``verdicts`` is damaged.
     """
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
@@ -57,6 +64,8 @@ def cache_key() -> str:
         content = path.read_bytes()
         digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)
+    if verdicts is not None:
+        digest.update(json.dumps(measured_here.read(verdicts).tables, sort_keys=True).encode())
     return f"{requested_mode()}-{digest.hexdigest()[:16]}"
 
 

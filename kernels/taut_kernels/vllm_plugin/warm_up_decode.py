@@ -16,7 +16,7 @@ from taut_kernels.attention.arguments import padded_dim
 from taut_kernels.attention.cache_write import op as cache_write
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode.cut import lengths_read, row_blocks
-from taut_kernels.attention.tiles import DecodeTile
+from taut_kernels.attention.tile import DecodeTile
 from taut_kernels.launch import early_start, launcher
 from taut_kernels.launch.compile_ahead import warmed_up
 

@@ -88,6 +88,10 @@ CASES = {
     "2:4 w4a16 hqq": lambda text: pruned_data(
         text, *recipe_data(text, algorithm="hqq")["stages"], pattern="2:4"
     ),
+    "w4a16 learned": lambda text: recipe_data(text, algorithm="round", steps=8),
+    "2:4 w4a16 learned": lambda text: pruned_data(
+        text, *recipe_data(text, algorithm="round", steps=8)["stages"], pattern="2:4"
+    ),
     "half by sparsegpt": lambda text: pruned_data(text, sparsity=0.5),
     "2:4 by wanda": lambda text: pruned_data(text, pattern="2:4", algorithm="wanda"),
     "4:8 by magnitude": lambda text: pruned_data(

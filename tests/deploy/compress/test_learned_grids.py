@@ -75,6 +75,29 @@ def test_steps_lower_the_output_error_on_sequences_that_judge():
     assert torch.equal(got.scale, again.scale)
 
 
+@torch.no_grad()
+def test_a_pruned_weight_stays_zero_though_moving_it_would_help():
+    block, hidden = layer_problem()
+    weight = block["only"].weight.data.clone()
+    mask = torch.ones_like(weight, dtype=torch.bool)
+    mask[:, ::2] = False
+    start = rtn.quantize_weight(weight * mask, SPEC)
+    found = {}
+    for name, kept in (("kept", mask), ("forgotten", None)):
+        found[name] = rounding.learn_rounding(
+            block,
+            {"only": rounding.start_from(weight * mask, start, SPEC, kept)},
+            hidden,
+            hidden @ weight.T,
+            lambda module, x: module["only"](x),
+            steps=20,
+            rate=0.6,
+        )["only"].dequantize()
+    assert bool((found["kept"][~mask] == 0).all())
+    assert not torch.equal(found["kept"], start.dequantize()), "the others did move"
+    assert bool((found["forgotten"][~mask] != 0).any())
+
+
 def test_all_layers_of_a_block_are_tuned_together():
     block, _, arguments = make_block("llama")
     hidden = torch.randn(17, 10, 64, generator=torch.Generator().manual_seed(1))

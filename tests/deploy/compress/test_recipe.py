@@ -51,6 +51,38 @@ WRONG = {
         {**GOOD, "stages": [{"method": "prune", "pattern": "3:4"}]},
         r"prune\.pattern: .*'2:4' or '4:8'",
     ),
+    "steps of another algorithm": (
+        {**GOOD, "stages": [{**W4A16, "steps": 10}]},
+        "gptq takes no steps: drop 'steps'",
+    ),
+    "too many steps": (
+        {**GOOD, "stages": [{**W4A16, "algorithm": "round", "steps": 500}]},
+        r"steps: .*less than or equal to 200",
+    ),
+    "one sequence to learn from": (
+        {
+            **GOOD,
+            "calibration": {"sequences": 1},
+            "stages": [{**W4A16, "algorithm": "round"}],
+        },
+        "'calibration.sequences': learned rounding needs at least 2",
+    ),
+    "rotating alone": (
+        {**GOOD, "stages": [{"method": "rotate"}]},
+        "nothing makes the model smaller",
+    ),
+    "rotating twice": (
+        {**GOOD, "stages": [{"method": "rotate"}, {"method": "rotate"}, W4A16]},
+        "'rotate' stands once, after 'slim'",
+    ),
+    "rotating some layers": (
+        {**GOOD, "stages": [{"method": "rotate", "layers": ["*mlp*"]}, W4A16]},
+        "acts on the whole model: drop 'layers'",
+    ),
+    "training from the base after rotating": (
+        {**GOOD, "stages": [{"method": "rotate"}, W4A16, {"method": "qat", "start": "cells"}]},
+        "'qat' must start from 'codes', with 'hidden' 0",
+    ),
     "pruning what is stored": (
         {**GOOD, "stages": [W4A16, {"method": "prune", "sparsity": 0.5}]},
         "'prune' must stand before 'quantize'",

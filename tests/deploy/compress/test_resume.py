@@ -31,12 +31,13 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
-    """``model/``, ``w8a8.yaml`` and ``w4a16.yaml``."""
+    """``model/``, ``w8a8.yaml``, ``w4a16.yaml`` and ``learned.yaml``."""
     path = tmp_path_factory.mktemp("room")
     write_llama(path / "model", layers=3)
     text = write_calibration_text(path / "text.txt")
     write_recipe(path / "w8a8.yaml", w8a8_data(text))
     write_recipe(path / "w4a16.yaml", recipe_data(text, symmetric=False))
+    write_recipe(path / "learned.yaml", recipe_data(text, algorithm="round", steps=8))
     return path
 
 
@@ -85,6 +86,14 @@ def test_killed_before_every_second_durable_step(room, tmp_path):
         "published",
     }
     assert_all_equal(found["outputs"])
+
+
+def test_killed_while_the_original_models_own_stream_is_carried_along(room, tmp_path):
+    found = kill(room, "learned.yaml", tmp_path, "steps", "3")
+    assert {hit.split(": ")[1] for hit in found["hits"]} >= {"1 blocks done", "2 blocks done"}
+    assert_all_equal(found["outputs"])
+    taken = json.loads((Path(found["outputs"][0]) / "taut.json").read_text())
+    assert {layer["method"] for layer in taken["layers"]} == {"gptq+round"}
 
 
 def test_killed_through_the_command_line(room, tmp_path):

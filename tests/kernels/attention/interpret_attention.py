@@ -12,7 +12,7 @@ import torch
 from taut_kernels import testing
 from taut_kernels.attention import reference as attention_reference
 from taut_kernels.attention.prefill import op as prefill
-from taut_kernels.attention.tiles import AttentionTile
+from taut_kernels.attention.tile import AttentionTile
 from taut_kernels.launch import launcher
 from taut_kernels.testing import assert_within_budget
 

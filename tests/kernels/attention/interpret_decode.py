@@ -15,7 +15,7 @@ from taut_kernels.attention.decode import merge_jit as decode_merge_jit
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode import shares_jit as decode_shares_jit
 from taut_kernels.attention.decode import values_jit as decode_values_jit
-from taut_kernels.attention.tiles import DecodeTile
+from taut_kernels.attention.tile import DecodeTile
 from taut_kernels.launch import launcher
 
 # Warps × keys: fewer keys a tile than a page of 64 has, and more.

@@ -18,7 +18,7 @@ from taut_kernels.attention.prefill import hopper as prefill_hopper
 from taut_kernels.attention.prefill.call import Settings
 from taut_kernels.attention.prefill.hopper_kernel import attention_hopper_kernel
 from taut_kernels.attention.prefill.op import attention
-from taut_kernels.attention.tiles import HopperTile
+from taut_kernels.attention.tile import HopperTile
 from taut_kernels.launch import launcher
 from tuning.attention_candidates import hopper_candidates
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from taut_kernels.attention import tiles as attention_tiles
-from taut_kernels.attention.tiles import AttentionTile, DecodeTile, HopperTile
+from taut_kernels.attention.tile import AttentionTile, DecodeTile, HopperTile
 
 ROW = (
     '{"kernel": "decode", "D": 128, "bits": 8, "load": "small", "us": 1.0, "tile": '

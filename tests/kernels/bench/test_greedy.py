@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from taut_bench import engine_checkpoint, greedy
+from taut_bench import engine_checkpoint, greedy, greedy_report
 from taut_bench import report as bench_report
-from taut_bench.greedy import Comparison, chance_of_as_many, compare
+from taut_bench.greedy_report import Comparison, chance_of_as_many, compare
 
 
 def test_a_pair_is_compared_up_to_its_first_difference() -> None:
@@ -35,7 +35,9 @@ def test_the_chance_is_fishers(ours: int, floor: int) -> None:
     assert math.isclose(chance_of_as_many(a, b), expected, rel_tol=1e-9)
 
 
-def _sets(answers: greedy.Answers, few: greedy.Answers) -> dict[str, greedy.Answers]:
+def _sets(
+    answers: greedy_report.Answers, few: greedy_report.Answers
+) -> dict[str, greedy_report.Answers]:
     return {"all": answers, "few": few, "again": answers}
 
 
@@ -46,10 +48,10 @@ def test_report_tells_a_broken_kernel_from_the_noise(
     noisy = [row if i % 16 else [*row[:20], 99, *row[21:]] for i, row in enumerate(stock)]
     wrong = [[99, *row[1:]] for row in stock]
     answers = {"off": _sets(stock, noisy), "require": _sets(noisy, stock)}
-    assert greedy.report(answers, tmp_path, "GPU card")
+    assert greedy_report.report(answers, tmp_path, "GPU card")
     out = capsys.readouterr().out
     assert "require, all: within the A/A noise floor: 4 of 64 answers part in 2004 tokens" in out
-    assert not greedy.report(answers | {"prefer": _sets(wrong, wrong)}, tmp_path, "GPU card")
+    assert not greedy_report.report(answers | {"prefer": _sets(wrong, wrong)}, tmp_path, "GPU card")
     assert "prefer, all: NOT within the A/A noise floor: 64 of 64" in capsys.readouterr().out
     lines = (tmp_path / "greedy.csv").read_text().splitlines()
     assert lines[0] == "first,second,answers,equal,tokens"
@@ -64,9 +66,9 @@ def test_the_floor_is_the_larger_of_stocks_differences(
     stock = [[i] * 32 for i in range(64)]
     other, ours = ([[*row[:20], last, *row[21:]] for row in stock] for last in (98, 99))
     answers = {"off": _sets(stock, stock), "require+attention": _sets(ours, ours)}
-    assert not greedy.report(answers, tmp_path, "GPU card")
+    assert not greedy_report.report(answers, tmp_path, "GPU card")
     assert "stock's own 0 in 2048 (off, all : off, few;" in capsys.readouterr().out
-    assert greedy.report(answers | {"off+triton": _sets(other, other)}, tmp_path, "GPU card")
+    assert greedy_report.report(answers | {"off+triton": _sets(other, other)}, tmp_path, "GPU card")
     said = capsys.readouterr().out
     assert "stock's own 64 in 1344 (off+triton, all : off, all; p = 0.5" in said
 
@@ -80,7 +82,9 @@ def test_a_floor_that_exchanges_more_than_a_mode_does_not_excuse_it(
     floors = {"off+products": _sets(late, late), "off+others": _sets(early, early)}
     answers = {"off": _sets(stock, stock)} | floors
     for mode, right in (("require", False), ("require+fused+attention", True)):
-        assert greedy.report(answers | {mode: _sets(early, early)}, tmp_path, "card") is right
+        assert (
+            greedy_report.report(answers | {mode: _sets(early, early)}, tmp_path, "card") is right
+        )
         used = "off+others" if right else "off+products"
         assert f"({used}, all : off, all; p = " in capsys.readouterr().out
 
@@ -95,7 +99,7 @@ def test_a_floor_that_exchanges_more_than_a_mode_does_not_excuse_it(
     ],
 )
 def test_floors_exchange_no_more_than_the_mode(mode: str, floors: tuple[str, ...]) -> None:
-    assert greedy.floors_of(mode) == floors
+    assert greedy_report.floors_of(mode) == floors
 
 
 def test_the_cache_holds_all_prompts_and_answers() -> None:
@@ -133,14 +137,16 @@ def test_answers_that_change_from_one_run_to_the_next_are_wrong(tmp_path: Path) 
     stock = [[i] * 32 for i in range(64)]
     noisy = [row if i % 16 else [*row[:20], 99, *row[21:]] for i, row in enumerate(stock)]
     ours = _sets(stock, stock) | {"again": noisy}
-    assert not greedy.report({"off": _sets(stock, noisy), "require": ours}, tmp_path, "GPU card")
+    assert not greedy_report.report(
+        {"off": _sets(stock, noisy), "require": ours}, tmp_path, "GPU card"
+    )
 
 
 def test_answers_of_one_token_show_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     same = _sets([[7] * 32] * 64, [[7] * 32] * 64)
-    assert not greedy.report({"off": same, "require": same}, tmp_path, "GPU card")
+    assert not greedy_report.report({"off": same, "require": same}, tmp_path, "GPU card")
     assert "shows nothing: stock's answers hold 1 different tokens" in capsys.readouterr().out
 
 
@@ -296,8 +302,8 @@ def test_a_worker_loads_a_tokenizer_only_for_text(
     asked: list[tuple[int, bool]] = []
 
     def answer(
-        checkpoint: Path, mode: str, prompts: greedy.Answers, length: int, *, tokenizer: bool
-    ) -> dict[str, greedy.Answers]:
+        checkpoint: Path, mode: str, prompts: greedy_report.Answers, length: int, *, tokenizer: bool
+    ) -> dict[str, greedy_report.Answers]:
         asked.append((len(prompts), tokenizer))
         return _sets(prompts, prompts)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from taut_bench import html_report
-from taut_bench.html_report import ReportError
+from taut_bench import html_report, report_cells
+from taut_bench.report_cells import ReportError
 
 LONG = """shape,N,K,M,kernel,us,p20_us,p80_us
 qkv,64,32,1,taut,10.0,9.0,11.0
@@ -40,7 +40,7 @@ def test_ratios_are_best_rival_over_ours(run: Path) -> None:
     found = html_report.section(run / "long.csv")
     (table,) = found.tables
     assert (table.axis, table.sizes) == ("M", ("1", "16"))
-    first = html_report.Ratio("qkv N=64 K=32", ("1.50 (Marlin)", "0.90 (Marlin)"))
+    first = report_cells.Ratio("qkv N=64 K=32", ("1.50 (Marlin)", "0.90 (Marlin)"))
     assert table.ratios[0] == first
     assert table.ratios[1].cells == ("–", "–"), "nothing of ours was measured there"
     assert len(found.plots) == 2
@@ -67,11 +67,11 @@ def test_each_kind_lies_along_the_size_that_needs_the_fewest_plots(tmp_path: Pat
     found = html_report.section(tmp_path / "loss.csv")
     assert len(found.plots) == 2
     assert found.tables == (
-        html_report.Table(
-            "V", ("32000", "64000"), (html_report.Ratio("ce M=8 H=0", ("–", "1.50 (Liger)")),)
+        report_cells.Table(
+            "V", ("32000", "64000"), (report_cells.Ratio("ce M=8 H=0", ("–", "1.50 (Liger)")),)
         ),
-        html_report.Table(
-            "M", ("1024", "8192"), (html_report.Ratio("linear H=4 V=9", ("–",) * 2),)
+        report_cells.Table(
+            "M", ("1024", "8192"), (report_cells.Ratio("linear H=4 V=9", ("–",) * 2),)
         ),
     )
 
@@ -87,12 +87,12 @@ def test_cases_without_a_size_lie_side_by_side(tmp_path: Path) -> None:
     assert len(found.plots) == 2
     head = ("best rival ÷ ours",)
     assert found.tables == (
-        html_report.Table(
+        report_cells.Table(
             "gemm",
             head,
-            (html_report.Ratio("4×4", ("0.50 (cuBLAS)",)), html_report.Ratio("8×8 $x$", ("–",))),
+            (report_cells.Ratio("4×4", ("0.50 (cuBLAS)",)), report_cells.Ratio("8×8 $x$", ("–",))),
         ),
-        html_report.Table("pool", head, (html_report.Ratio("max", ("3.00 (torch)",)),)),
+        report_cells.Table("pool", head, (report_cells.Ratio("max", ("3.00 (torch)",)),)),
     )
     # Both cases stand under the plot, and each rung in its legend.
     for text in ("4×4", "8×8", "taut v1", "taut v2", "cuBLAS"):
@@ -125,7 +125,7 @@ def test_every_groups_csv_is_drawn_over_its_sizes(
 
 def test_wide_csv_becomes_two_series(run: Path) -> None:
     found = html_report.section(run / "wide.csv")
-    assert found.tables[0].ratios == (html_report.Ratio("fp8 o", ("1.20 (CUTLASS)", "–")),)
+    assert found.tables[0].ratios == (report_cells.Ratio("fp8 o", ("1.20 (CUTLASS)", "–")),)
 
 
 def test_other_csv_is_a_table_with_the_reason(run: Path) -> None:
@@ -144,7 +144,7 @@ def test_other_csv_is_a_table_with_the_reason(run: Path) -> None:
     ],
 )
 def test_why_no_plot(header: list[str], reason: str | None) -> None:
-    assert html_report.why_no_plot(header) == reason
+    assert report_cells.why_no_plot(header) == reason
 
 
 class Checker(HTMLParser):

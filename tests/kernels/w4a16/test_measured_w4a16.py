@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_bench import w4a16_format
+from taut_bench import model_sizes, w4a16_format
 from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 from taut_kernels.launch import tile_tables
@@ -217,11 +217,12 @@ def test_every_shipped_table_parses() -> None:
     ],
     ids=["h200", "h100"],
 )
-def test_every_measured_shape_is_ours_on_both_cards(gpu: str, slow: str) -> None:
+def test_nearly_every_measured_shape_is_ours_on_both_cards(gpu: str, slow: str) -> None:
     shapes = [key[:2] for key in measured_w4a16.tables()[gpu].shapes if key[2] is DEFAULT]
-    assert len(shapes) == 20
-    for N, K in shapes:
-        assert measured_w4a16.why_not_preferred(gpu, N, K) is None
+    assert len(shapes) == {H200: 20, H100: 304}[gpu]
+    lost = {shape for shape in shapes if measured_w4a16.why_not_preferred(gpu, *shape)}
+    # One of four: gate_up of Qwen3-14B on two ranks, by what a prefill of 1024 tokens loses.
+    assert lost == {H200: set(), H100: {(17408, 5120)}}[gpu]
     for N, K in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (8192, 8192)):
         assert (N, K) in shapes
     note = measured_w4a16.slower_in_places(gpu, 28672, 4096)
@@ -231,6 +232,11 @@ def test_every_measured_shape_is_ours_on_both_cards(gpu: str, slow: str) -> None
 # --- from the benchmark's CSV --------------------------------------------------------------------
 
 
+PRODUCTS = {
+    H100: [f"2026-11-27-h100/w4a16-products{of}.jsonl" for of in ("", "-g32-zp")],
+    H200: [],
+}
+"""Every model's, of `tuning.cover_products`: they add what the other runs lack."""
 RUNS_OF_FORMATS = (
     "g32-zp-bf16-before",
     "g32-zp-bf16",
@@ -290,9 +296,14 @@ def test_the_shipped_tables_are_what_the_committed_benchmarks_say(
     assert measured_table.main(arguments) == 0
     assert f"28672×4096: decode {decode}" in capsys.readouterr().out
     table = json.loads((tile_tables._DIRECTORY / shipped).read_text())
+    products = PRODUCTS[gpu]
+    if products:
+        more = [str(RESULTS / name) for name in products]
+        kept = ["--gpu", gpu, "--source", "x", "--output", str(output), "--keep", str(output)]
+        assert measured_table.main([*more, *kept]) == 0
     assert json.loads(output.read_text())["rows"] == table["rows"]
     assert table["gpu"] == gpu
-    for name in (f"{results}/w4a16-models.csv, w4a16.csv", *later):
+    for name in (f"{results}/w4a16-models.csv, w4a16.csv", *later, *products):
         assert f"bench_results/{name}" in table["source"]
 
 
@@ -394,3 +405,13 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.write_text("N,K,M,kernel,us,group_size\n64,128,1,taut g32,1.0,32\n")
     assert measured_table.main([str(path), *common]) == 2
     assert "rows of another format" in capsys.readouterr().err
+
+
+def test_every_model_of_the_list_has_its_verdicts_on_the_card_they_were_measured_on() -> None:
+    """All products but the two that no kernel of vLLM's takes without padding."""
+    missing = {
+        (N, K)
+        for N, K in model_sizes.every_product(128)
+        if not measured_w4a16.is_measured(H100, N, K, DEFAULT)
+    }
+    assert missing == {(3424, 4096), (7392, 8192)}

@@ -133,31 +133,27 @@ def rotate_ends(
 
 
 def require_same_function(
-    before: torch.Tensor, after: torch.Tensor, residual: torch.Tensor, name: str
+    before: torch.Tensor, after: torch.Tensor, residual: torch.Tensor | None
 ) -> None:
-    """Refuse a block that does something else after turning.
+    """Refuse a part of the model that does something else after turning.
 
     Args:
-        before: [B, T, H] output of the block as it was, fp32.
-        after: [B, T, H] output of the turned block for the turned input, fp32.
-        residual: R1.
-        name: the block, for the message.
+        before: [B, T, H] output of the part as it was, fp32.
+        after: [B, T, H] output of the turned part for the turned input, fp32.
+        residual: R1, or None where the output is not of the residual stream.
 
     Raises:
         ValueError: the outputs differ by more than fp32 rounding makes plausible.
     """
-    wanted = before.double() @ residual
+    wanted = before.double() if residual is None else before.double() @ residual
     error = float((after.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
     if not error < 1e-4:
-        raise ValueError(
-            f"{name}: turning the residual stream changes its output by {error:.1e}; this "
-            "architecture cannot be rotated, leave out the 'rotate' stage"
-        )
+        raise ValueError(f"turning the residual stream changes its output by {error:.1e}")
 
 
 def _rotate_heads(modules: dict[str, nn.Module], heads: torch.Tensor) -> None:
     for name, module in modules.items():
-        if not name.endswith("v_proj"):
+        if name.rpartition(".")[2] != "v_proj":
             continue
         output = modules.get(name.removesuffix("v_proj") + "o_proj")
         if output is None:

@@ -3,8 +3,8 @@
 Source: AutoRound, "Optimize weight rounding via signed gradient descent", arXiv:2309.05516, §3:
 an offset in [-0.5, 0.5] is added to every weight before it is rounded, gradients pass straight
 through the rounding, and only their signs are used, with a step that falls linearly to 0. Two
-choices of ours: the start may be any latent (GPTQ's corrected weights, so that a few steps are
-enough), and one factor per scale is learned in place of two clipping factors.
+choices of ours: the start may be any codes (GPTQ's, so that a few steps are enough), and one factor
+per scale is learned in place of two clipping factors.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +17,11 @@ from torch.func import functional_call
 from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
 
 _SCALE_RANGE = 0.1
+# Of a code's step. A scale moves a whole group: at the codes' pace the best scales are jumped over.
+_SCALE_PACE = 0.1
+# How far from its code a latent begins, in grid steps. GPTQ's codes are often not the nearest ones:
+# beginning at the border, a first step would undo all of its corrections at once.
+_START = 0.2
 
 
 @dataclass(frozen=True)
@@ -28,29 +33,36 @@ class Start:
         scale: [N, G] in the stored dtype.
         zero: [N, G] int8, or None when symmetric.
         spec: the grid.
+        mask: [N, K] bool, False where a weight was pruned and stays zero; None where none was.
     """
 
     latent: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
     spec: GridSpec
+    mask: torch.Tensor | None = None
 
 
-def start_from(weight: torch.Tensor, quantized: QuantizedWeight, spec: GridSpec) -> Start:
-    """Begin at given codes: where they are the weight's nearest, at the weight itself.
+def start_from(
+    weight: torch.Tensor,
+    quantized: QuantizedWeight,
+    spec: GridSpec,
+    mask: torch.Tensor | None = None,
+) -> Start:
+    """Begin close to given codes, on the side where the weight lies.
 
     Args:
         weight: [N, K] fp32.
         quantized: codes with their grid, from any method.
         spec: the grid.
+        mask: [N, K] bool, False where a weight was pruned.
     """
     repeats = weight.shape[1] // quantized.scale.shape[1]
     scale = quantized.scale.float().repeat_interleave(repeats, 1)
     zero = 0.0 if quantized.zero is None else quantized.zero.float().repeat_interleave(repeats, 1)
     codes = quantized.codes.float()
-    # Within half a step of the codes, on the side where the weight lies.
-    latent = torch.clamp(weight / scale + zero, codes - 0.49, codes + 0.49)
-    return Start(latent, quantized.scale, quantized.zero, spec)
+    latent = torch.clamp(weight / scale + zero, codes - _START, codes + _START)
+    return Start(latent, quantized.scale, quantized.zero, spec, mask)
 
 
 class _Rounded(nn.Module):
@@ -66,12 +78,17 @@ class _Rounded(nn.Module):
         start = self.start
         n, k = start.latent.shape
         shape = (n, start.scale.shape[1], -1)
-        wanted = start.latent + self.offset
+        wanted = self.wanted()
         codes = wanted + (wanted.round().clamp(start.spec.low, start.spec.high) - wanted).detach()
         codes = codes.view(shape)
         if start.zero is not None:
             codes = codes - start.zero.float()[..., None]
         return (codes * self.scale()[..., None]).view(n, k)
+
+    def wanted(self) -> torch.Tensor:
+        """[N, K] fp32, what will be rounded: a pruned weight does not move."""
+        mask = self.start.mask
+        return self.start.latent + (self.offset if mask is None else self.offset * mask)
 
     def scale(self) -> torch.Tensor:
         """[N, G] fp32, holding values of the stored dtype; the gradient ignores that rounding."""
@@ -81,7 +98,7 @@ class _Rounded(nn.Module):
 
     def result(self) -> QuantizedWeight:
         start = self.start
-        codes = (start.latent + self.offset).round().clamp(start.spec.low, start.spec.high)
+        codes = self.wanted().round().clamp(start.spec.low, start.spec.high)
         return QuantizedWeight(
             codes.to(torch.int8), self.scale().to(start.spec.scale_dtype), start.zero
         )
@@ -170,12 +187,15 @@ class _Forward:
     def descend(self, hidden: torch.Tensor, target: torch.Tensor, step: float) -> None:
         """One signed-gradient step on every offset and factor."""
         with torch.enable_grad():
-            parameters = [p for layer in self._rounded.values() for p in layer.parameters()]
+            layers = list(self._rounded.values())
+            parameters = [p for layer in layers for p in (layer.offset, layer.factor)]
             gradients = torch.autograd.grad(self._difference(hidden, target), parameters)
         with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.sub_(gradient.sign(), alpha=step)
-            for layer in self._rounded.values():
+            for layer, of_offset, of_factor in zip(
+                layers, gradients[::2], gradients[1::2], strict=True
+            ):
+                layer.offset.sub_(of_offset.sign(), alpha=step)
+                layer.factor.sub_(of_factor.sign(), alpha=_SCALE_PACE * step)
                 layer.offset.clamp_(-0.5, 0.5)
                 layer.factor.clamp_(-_SCALE_RANGE, _SCALE_RANGE)
 

@@ -10,12 +10,14 @@ from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.quantize import gptq, hqq, rtn
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.compress.quantize.protocol import Codes
+from taut_deploy.compress.quantize.rounding import learn_rounding, start_from
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
-from taut_deploy.errors import RecipeError
+from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.recipe.stages import Quantize
 
-_INTEGERS_ONLY = ("hqq",)
+_INTEGERS_ONLY = ("hqq", "round")
+_ROUNDING_STEPS = 100
 
 
 def quantized_format(
@@ -37,6 +39,11 @@ def quantized_format(
             f"stages.quantize.algorithm: {stage.algorithm} rounds to integers, {stage.scheme} are "
             "none; use rtn or gptq"
         )
+    if stage.algorithm == "round" and found.activations.arguments is not None:
+        raise RecipeError(
+            f"stages.quantize.algorithm: round tunes layers whose inputs stay in 16 bits, those of "
+            f"{stage.scheme} do not; use gptq"
+        )
     return found
 
 
@@ -46,12 +53,50 @@ def quantize(state: BlockState, index: int, stage: Quantize) -> None:
     Raises:
         ModelError: a weight or an input is not finite; names the layer.
     """
+    if stage.algorithm == "round":
+        _learn_rounding(state, index, stage)
+        return
     for layer in state.of_stage(index):
-        if not isinstance(layer.format, WeightFormat):
-            raise TypeError(f"{layer.name}: a quantised layer has a format")
+        kept = _format_of(layer)
         with single_thread():
-            codes = _rounded(layer, layer.format, stage)
-        stored = layer.format.store(codes, layer.group.absmax)
+            codes = _rounded(layer, kept, stage)
+        layer.store(kept.store(codes, layer.group.absmax), stage.algorithm)
+
+
+def _format_of(layer: LayerState) -> WeightFormat:
+    if not isinstance(layer.format, WeightFormat):
+        raise TypeError(f"{layer.name}: a quantised layer has a format")
+    return layer.format
+
+
+def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
+    """Begin at GPTQ's codes, then tune all layers of the stage by the block's output."""
+    if state.example is None:
+        raise TypeError(f"{state.name}: the recipe said that it needs no target")
+    layers = {name: layer for name, layer in state.layers.items() if index in layer.stages}
+    starts = {}
+    for name, layer in layers.items():
+        kept = _format_of(layer)
+        with single_thread():
+            codes: Any = _rounded(layer, kept, stage)
+        spec: Any = kept.spec
+        starts[name] = start_from(layer.sound_weight(), codes, spec, layer.mask)
+        layer.methods.append("gptq")
+    # Earlier stages may have left some weights in fp32; the block is called from here on.
+    state.module.to(state.example.inputs.dtype)
+    try:
+        learned = learn_rounding(
+            state.module,
+            starts,
+            state.example.inputs,
+            state.example.targets,
+            state.example.call,
+            steps=stage.steps or _ROUNDING_STEPS,
+        )
+    except ValueError as error:
+        raise ModelError(f"{state.name}: {error}") from error
+    for name, layer in layers.items():
+        stored = _format_of(layer).store(learned[name], layer.group.absmax)
         layer.store(stored, stage.algorithm)
 
 

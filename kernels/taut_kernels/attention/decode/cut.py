@@ -9,7 +9,7 @@ import torch
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import padded_dim
 from taut_kernels.attention.cache_arguments import EIGHT_BIT
-from taut_kernels.attention.tiles import DecodeTile
+from taut_kernels.attention.tile import DecodeTile
 from taut_kernels.launch import launcher
 
 _BLOCK_M = 16

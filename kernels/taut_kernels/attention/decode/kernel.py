@@ -5,7 +5,6 @@ batched over the warps (rank 3), so that the softmax needs no other warp; they a
 the end. Query heads that share a key head are the rows of the products.
 """
 
-# ruff: noqa: C901 (a kernel is one function: its branches fall at compile time)
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,var-annotated"
 
 from __future__ import annotations
@@ -138,17 +137,49 @@ def add_values(acc, acc_odd, weights, decay, v, FORMAT: tl.constexpr, ASM: tl.co
     return acc, acc_odd
 
 
-@triton.jit(
-    do_not_specialize=[
-        "splits",
-        "min_keys",
-        "most_keys",
-        "window",
-        "stride_table",
-        "stride_ks",
-        "stride_vs",
-    ]
-)
+@triton.jit
+def _operands(q, factor, FORMAT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+              WARPS: tl.constexpr):  # fmt: skip
+    """Return the queries as products take them, and what scores are multiplied by.
+
+    Of an 8-bit cache the queries of even and of odd elements, with each row's power of two taken
+    out; else the same twice.
+    """
+    q_odd = q
+    if FORMAT != "16 bit":
+        q, power = fp16_rows(q)
+        factor *= power
+        q, q_odd = tl.split(tl.reshape(q, (WARPS, BLOCK_M, WIDTH, 2)))
+    return q, q_odd, factor
+
+
+@triton.jit
+def _add_part(
+    part, highest, total, partial_ptr, stats_ptr, arrivals_ptr, part_of, batch, head, split,
+    active, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr,
+    BLOCK_R: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Leave a part for the program that finishes last, which merges all parts and stores."""
+    first_part = part_of.to(tl.int64)
+    partial_ptr += first_part * (ROWS * D)
+    stats_ptr += first_part * (2 * ROWS)
+    finished = leave_part(
+        part, highest, total, partial_ptr + split * (ROWS * D), stats_ptr + split * (2 * ROWS),
+        arrivals_ptr + batch * tl.num_programs(0) + head, active, D, BLOCK_D, ROWS, KEPT,
+    )  # fmt: skip
+    if finished:
+        out, weight = merged_splits(
+            partial_ptr, stats_ptr, active, D, BLOCK_D, ROWS, BLOCK_R, UNROLL
+        )
+        store_rows(out, weight, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
+                   D, BLOCK_D, GROUP, BLOCK_R)  # fmt: skip
+
+
+_COUNTS = ["splits", "min_keys", "most_keys", "window", "stride_table", "stride_ks", "stride_vs"]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
 def paged_decode_kernel(
     q_ptr,  # [B, T, Hq, D]; D next to each other
     k_ptr,  # [pages, page size, Hk, D], or int16 words of two elements [.., D/2]
@@ -168,20 +199,11 @@ def paged_decode_kernel(
     most_keys,  # a row of the table leads to
     window,
     stride_table,
-    stride_ks,  # 1, or 0 for one scale
-    stride_vs,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kp,
-    stride_kt,
-    stride_kh,
-    stride_vp,
-    stride_vt,
-    stride_vh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
+    stride_ks, stride_vs,  # 1, or 0 for one scale
+    stride_qb, stride_qt, stride_qh,
+    stride_kp, stride_kt, stride_kh,
+    stride_vp, stride_vt, stride_vh,
+    stride_ob, stride_ot, stride_oh,
     scale_log2,  # scale · log₂ e
     FORMAT: tl.constexpr,  # "16 bit", "fp8" or "int8"
     ASM: tl.constexpr,
@@ -204,7 +226,7 @@ def paged_decode_kernel(
     WARPS: tl.constexpr,
     STARTS_NEXT: tl.constexpr,  # let the kernel behind start, which waits for this one inside
     EARLY: tl.constexpr,  # start before the kernel in front has ended, and wait for it here
-):
+):  # fmt: skip
     if STARTS_NEXT:
         gdc_launch_dependents()
     if EARLY:
@@ -259,11 +281,7 @@ def paged_decode_kernel(
     # The last query of a sequence stands at its last key.
     position = context - QUERIES + offs_row // GROUP
     factor = tl.full((BLOCK_M,), 1.0, tl.float32) * (scale_log2 * k_scale)
-    q_odd = q
-    if FORMAT != "16 bit":
-        q, power = fp16_rows(q)
-        factor *= power
-        q, q_odd = tl.split(tl.reshape(q, (WARPS, BLOCK_M, WIDTH, 2)))
+    q, q_odd, factor = _operands(q, factor, FORMAT, BLOCK_M, WIDTH, WARPS)
     acc = tl.zeros((WARPS, BLOCK_M, WIDTH), tl.float32)
     acc_odd = acc
     row_max = tl.full((WARPS, BLOCK_M), float("-inf"), tl.float32)
@@ -296,19 +314,11 @@ def paged_decode_kernel(
         WARPS, KEPT, BLOCK_D,
     )  # fmt: skip
     if SPLIT and active > 1:
-        first_part = part_of.to(tl.int64)
-        partial_ptr += first_part * (ROWS * D)
-        stats_ptr += first_part * (2 * ROWS)
-        finished = leave_part(
-            part, highest, total, partial_ptr + split * (ROWS * D), stats_ptr + split * (2 * ROWS),
-            arrivals_ptr + batch * tl.num_programs(0) + head, active, D, BLOCK_D, ROWS, KEPT,
+        _add_part(
+            part, highest, total, partial_ptr, stats_ptr, arrivals_ptr, part_of, batch, head, split,
+            active, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
+            D, BLOCK_D, GROUP, ROWS, KEPT, BLOCK_R, UNROLL,
         )  # fmt: skip
-        if finished:
-            out, weight = merged_splits(
-                partial_ptr, stats_ptr, active, D, BLOCK_D, ROWS, BLOCK_R, UNROLL
-            )
-            store_rows(out, weight, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
-                       D, BLOCK_D, GROUP, BLOCK_R)  # fmt: skip
     else:
         store_rows(part, total, v_scale, o_ptr, first_row, rows_end, stride_ot, stride_oh,
                    D, BLOCK_D, GROUP, KEPT)  # fmt: skip

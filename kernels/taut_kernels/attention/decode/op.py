@@ -47,7 +47,7 @@ from taut_kernels.attention.cache_arguments import check, check_arrivals, check_
 from taut_kernels.attention.decode.cut import launch_constants, lengths_read, row_blocks
 from taut_kernels.attention.decode.kernel import paged_decode_kernel
 from taut_kernels.attention.decode.reference import paged_decode_ref
-from taut_kernels.attention.tiles import DecodeTile
+from taut_kernels.attention.tile import DecodeTile
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
 
@@ -165,6 +165,15 @@ def _workspace(
     return partial, stats, arrivals
 
 
+def _flags(keys: torch.Tensor, values: torch.Tensor, settings: Settings) -> dict[str, bool]:
+    """Return the kernel's constants that layout and scales of the caches determine."""
+    return {
+        "SAME_STRIDES": keys.stride() == values.stride(),
+        "HAS_K_SCALE": settings.k_scale is not None,
+        "HAS_V_SCALE": settings.v_scale is not None,
+    }
+
+
 def launch(
     tile: DecodeTile,
     q: torch.Tensor,
@@ -185,8 +194,8 @@ def launch(
         settings: of the op.
         splits: programs a sequence and head; by the tile's rule if None.
         out: [B, T, Hq, D] to write to, the D elements of a head next to each other; new if None.
-        shares: if not 0, into how many shares to divide the keys of the whole batch, each program
-            finding its own on the device; at most `MOST_LENGTHS` sequences. Then no ``splits``.
+        shares: if not 0, of the keys of the whole batch, each program finding its own on the
+            device; at most `MOST_LENGTHS` sequences. Then no ``splits``.
 
     Returns:
         [B, T, Hq, D].
@@ -199,28 +208,19 @@ def launch(
     blocks, rows = row_blocks(queries * heads // k_cache.shape[2])
     programs, loaded = k_cache.shape[2] * blocks, load(q, k_cache, settings)
     block_b = lengths_read(sequences) if shares else 0
-    if shares:
-        splits, grid = shares, (programs, shares + sequences, 1)
-    else:
-        if splits is None:
-            splits = attention_tiles.decode_splits(tile, *loaded)
-        grid = (programs, splits, sequences)
+    if splits is None:
+        splits = attention_tiles.decode_splits(tile, *loaded)
+    splits = shares or splits
+    grid = (programs, shares + sequences, 1) if shares else (programs, splits, sequences)
     divided = splits > 1 or shares > 0
-    workspace: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if divided:
-        workspace = _workspace(q, math.prod(grid), rows, arrivals)
+    workspace = _workspace(q, math.prod(grid), rows, arrivals) if divided else (None,) * 3
     keys, values = _words(k_cache, "k_cache"), _words(v_cache, "v_cache")
     strides = (*q.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *o.stride()[:3])
     by_head = tuple(int(each is not None and each.numel() > 1) for each in (k_scale, v_scale))
-    flags = {
-        "SAME_STRIDES": keys.stride() == values.stride(),
-        "HAS_K_SCALE": k_scale is not None,
-        "HAS_V_SCALE": v_scale is not None,
-    }
+    flags = _flags(keys, values, settings)
     starts = early_starts(sequences, loaded[1], q.device)
     call = (queries, heads, window > 0, splits, block_b, starts)
-    most_keys = table.shape[1] * k_cache.shape[1]
-    numbers = (splits, tile.min_keys, most_keys, window, table.stride(0))
+    numbers = (splits, tile.min_keys, table.shape[1] * k_cache.shape[1], window, table.stride(0))
     _paged_decode(
         (q.dtype, k_cache.dtype, k_cache.shape[1:], *call[:3], divided, block_b, *flags.values(),
          tile.keys, tile.num_warps, tile.num_stages, starts),
@@ -342,9 +342,8 @@ def paged_decode(
     if not (0 < scale < math.inf):
         raise ValueError(f"scale must be positive and finite, got {scale}")
     longest = most if max_context is None else max_context
-    scales = (k_scale, v_scale)
     o: torch.Tensor = torch.ops.taut.paged_decode(
-        batch, k_cache, v_cache, block_table, context_lens, *scales, arrivals, longest,
+        batch, k_cache, v_cache, block_table, context_lens, k_scale, v_scale, arrivals, longest,
         window or 0, scale,
     )  # fmt: skip
     return o.squeeze(1) if q.dim() == 3 else o

@@ -21,6 +21,38 @@ def _by_head(scale: torch.Tensor | None, heads: int, like: torch.Tensor) -> torc
     return scale.to(like.dtype).reshape(-1).expand(heads)
 
 
+def _attended(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    k_scales: torch.Tensor,
+    operand: torch.dtype,
+) -> torch.Tensor:
+    """Attend in one sequence.
+
+    Args:
+        q: [T, Hk, G, D], the query heads by key head.
+        k: [N, Hk, D].
+        v: likewise.
+        seen: [T, N] bool.
+        k_scales: [Hk], factors of the scores.
+        operand: what the weights are rounded to before their product with the values.
+
+    Returns:
+        [T, Hk, G, D]; 0 where no key is seen.
+    """
+    scores = torch.einsum("tkgd,nkd->tkgn", q, k)
+    scores *= k_scales[:, None, None]
+    scores = scores.masked_fill(~seen[:, None, None, :], float("-inf"))
+    highest = scores.amax(-1, keepdim=True)
+    highest = highest.masked_fill(highest == float("-inf"), 0.0)
+    weights = torch.exp(scores - highest)
+    total = weights.sum(-1, keepdim=True)
+    out = torch.einsum("tkgn,nkd->tkgd", weights.to(operand).to(q.dtype), v)
+    return out / total.masked_fill(total == 0, 1.0)
+
+
 def paged_decode_ref(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -59,10 +91,9 @@ def paged_decode_ref(
     count_q, heads, heads_k = q.shape[1], q.shape[2], k_cache.shape[2]
     page_size = k_cache.shape[1]
     most = block_table.shape[1] * page_size
-    # What the weights are rounded to before their product with the values.
     operand = torch.float16 if v_cache.element_size() == 1 else v_cache.dtype
     operand = kind if q.dtype == torch.float64 else operand
-    k_scales = _by_head(k_scale, heads_k, q.new_empty(0, dtype=kind))
+    k_scales = _by_head(k_scale, heads_k, q.new_empty(0, dtype=kind)) * scale
     v_scales = _by_head(v_scale, heads_k, q.new_empty(0, dtype=kind))
     o = q.new_zeros(q.shape)
     for number, context in enumerate(context_lens.tolist()):
@@ -78,15 +109,7 @@ def paged_decode_ref(
         k = gathered(k_cache, pages, count).to(kind)
         v = gathered(v_cache, pages, count).to(kind)
         grouped = q[number].to(kind).view(count_q, heads_k, heads // heads_k, -1)
-        scores = torch.einsum("tkgd,nkd->tkgn", grouped, k)
-        scores *= (k_scales * scale)[:, None, None]
         seen = seen_keys(count_q, count, True, window).to(q.device)
-        scores = scores.masked_fill(~seen[:, None, None, :], float("-inf"))
-        highest = scores.amax(-1, keepdim=True)
-        highest = highest.masked_fill(highest == float("-inf"), 0.0)
-        weights = torch.exp(scores - highest)
-        total = weights.sum(-1, keepdim=True)
-        out = torch.einsum("tkgn,nkd->tkgd", weights.to(operand).to(kind), v)
-        out = out / total.masked_fill(total == 0, 1.0) * v_scales[:, None, None]
+        out = _attended(grouped, k, v, seen, k_scales, operand) * v_scales[:, None, None]
         o[number] = out.reshape(count_q, heads, -1).to(q.dtype)
     return o

@@ -17,7 +17,7 @@ from taut_kernels.attention.prefill.call import (
     strides_of,
 )
 from taut_kernels.attention.prefill.hopper_kernel import attention_hopper_kernel
-from taut_kernels.attention.tiles import HopperTile
+from taut_kernels.attention.tile import HopperTile
 from taut_kernels.launch import launcher
 from taut_kernels.launch.descriptors import Describe
 

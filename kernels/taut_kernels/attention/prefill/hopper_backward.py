@@ -76,48 +76,61 @@ def launch(
         dq, dk, dv.
     """
     dq, dk, dv = (launching.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, k))
-    heads, heads_k, dim = q.shape[-2], k.shape[-2], q.shape[-1]
-    block_d, sequences = padded_dim(dim), count_sequences(q, settings.cu_q)
-
-    def run(
-        launcher: launching.Launcher,
-        written: tuple[torch.Tensor, ...],
-        rows: tuple[int, int],
-        heads_of_tiles: int,
-        longest: int,
-        cut: dict[str, Any],
-    ) -> None:
-        constants = {"HEAD_GROUP": heads // heads_k, "D": dim, "BLOCK_D": block_d}
-        constants |= {"CAUSAL": settings.causal, **cut}
-        blocks = -(-longest // TILE)
-        tiles = heads_of_tiles * blocks * sequences
-        programs = min(tiles, launching.multiprocessors(q.device))
-        strides = strides_of(written[0])
-        launcher(
-            (q.dtype, settings.cu_q is None, tuple(constants.values())),
-            (programs, 1, 1),
-            (*written, lse, delta, settings.cu_q, settings.cu_k),
-            (
-                descriptor(q, rows[0], block_d),
-                descriptor(k, rows[1], block_d),
-                descriptor(v, rows[1], block_d),
-                descriptor(do, rows[0], block_d),
-                length_of(q),
-                length_of(k),
-                heads_of_tiles,
-                blocks,
-                sequences,
-                -(-tiles // programs),
-                *strides,
-                *lse_strides(lse),
-                settings.scale,
-            ),
-            lambda: (constants, {"num_warps": 4}),
-            strides,
-        )
-
+    operands = (q, k, v, do, lse, delta)
     cut = {"BLOCK_M": BLOCK, "STAGES": KEY_STAGES}
-    run(_key_gradients, (dk, dv), (BLOCK, TILE // 2), heads_k, settings.max_k, cut)
+    _run(_key_gradients, operands, (dk, dv), (BLOCK, TILE // 2), settings.max_k, settings, cut)
     cut = {"BLOCK_N": BLOCK, "STAGES": QUERY_STAGES}
-    run(_query_gradients, (dq,), (TILE // 2, BLOCK), heads, settings.max_q, cut)
+    _run(_query_gradients, operands, (dq,), (TILE // 2, BLOCK), settings.max_q, settings, cut)
     return dq, dk, dv
+
+
+def _run(
+    launcher: launching.Launcher,
+    operands: tuple[torch.Tensor, ...],
+    written: tuple[torch.Tensor, ...],
+    rows: tuple[int, int],
+    longest: int,
+    settings: Settings,
+    cut: dict[str, Any],
+) -> None:
+    """Launch one of the kernels.
+
+    Args:
+        launcher: of the kernel.
+        operands: q, k, v, do, lse, delta.
+        written: the gradients it computes, over whose heads and tokens programs walk.
+        rows: of a block of queries and of one of keys.
+        longest: tokens that a sequence of ``written`` has at most.
+        settings: of the op.
+        cut: constants of this kernel alone.
+    """
+    q, k, v, do, lse, delta = operands
+    dim, block_d, heads = q.shape[-1], padded_dim(q.shape[-1]), written[0].shape[-2]
+    constants = {"HEAD_GROUP": q.shape[-2] // k.shape[-2], "D": dim, "BLOCK_D": block_d}
+    constants |= {"CAUSAL": settings.causal, **cut}
+    blocks, sequences = -(-longest // TILE), count_sequences(q, settings.cu_q)
+    tiles = heads * blocks * sequences
+    programs = min(tiles, launching.multiprocessors(q.device))
+    strides = strides_of(written[0])
+    launcher(
+        (q.dtype, settings.cu_q is None, tuple(constants.values())),
+        (programs, 1, 1),
+        (*written, lse, delta, settings.cu_q, settings.cu_k),
+        (
+            descriptor(q, rows[0], block_d),
+            descriptor(k, rows[1], block_d),
+            descriptor(v, rows[1], block_d),
+            descriptor(do, rows[0], block_d),
+            length_of(q),
+            length_of(k),
+            heads,
+            blocks,
+            sequences,
+            -(-tiles // programs),
+            *strides,
+            *lse_strides(lse),
+            settings.scale,
+        ),
+        lambda: (constants, {"num_warps": 4}),
+        strides,
+    )

@@ -43,7 +43,7 @@ from taut_kernels.attention.prefill.portable_backward_kernel import (
 )
 from taut_kernels.attention.prefill.portable_kernel import attention_kernel
 from taut_kernels.attention.reference import attention_backward_ref, attention_ref
-from taut_kernels.attention.tiles import AttentionTile
+from taut_kernels.attention.tile import AttentionTile
 from taut_kernels.launch import launcher as launching
 from taut_kernels.launch.autocast import without_autocast
 
@@ -145,7 +145,7 @@ def launch_backward(
     lse: torch.Tensor,
     settings: Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the backward kernels with given tiles; see :func:`launch_forward`.
+    """Run the backward kernels with given tiles and return dq, dk, dv; see :func:`launch_forward`.
 
     Args:
         key_tile: for the gradients of keys and values.
@@ -157,23 +157,16 @@ def launch_backward(
         o: what the forward pass returned.
         lse: likewise.
         settings: of the op.
-
-    Returns:
-        dq, dk, dv.
     """
     cu_q, cu_k, max_q, max_k, causal, window, scale = settings
-    dq = launching.empty(q.shape, dtype=q.dtype, device=q.device)
-    dk = launching.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = launching.empty(v.shape, dtype=v.dtype, device=v.device)
-    heads, heads_k, dim = q.shape[-2], k.shape[-2], q.shape[-1]
-    sequences = count_sequences(q, cu_q)
-    rows = lse_strides(lse)
+    dq, dk, dv = (launching.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    heads, heads_k = q.shape[-2], k.shape[-2]
+    sequences, rows = count_sequences(q, cu_q), lse_strides(lse)
     delta = row_delta(do, q, o, lse, settings)
-    shape = {"D": dim, "BLOCK_D": padded_dim(dim)}
     inputs = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(do))
-    masks = {"CAUSAL": causal, "WINDOW": window > 0}
+    shape = {"GROUP": heads // heads_k, "D": q.shape[-1], "BLOCK_D": padded_dim(q.shape[-1])}
     small = q.numel() * q.element_size() <= attention_tiles.HEADS_FIRST_BYTES
-    order = {"HEADS_FIRST": small and launching.is_hopper(q.device)}
+    shape["HEADS_FIRST"] = small and launching.is_hopper(q.device)
 
     def run(
         launcher: launching.Launcher,
@@ -182,7 +175,7 @@ def launch_backward(
         written: tuple[torch.Tensor, ...],
     ) -> None:
         cut = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-        constants = {"GROUP": heads // heads_k, **shape, **masks, **cut, **order}
+        constants = {**shape, "CAUSAL": causal, "WINDOW": window > 0, **cut}
         strides = (*inputs, *strides_of(written[0]))
         launcher(
             (q.dtype, cu_q is None, cu_k is None, tuple(constants.values()), tile),

@@ -8,8 +8,7 @@ a program, its K indices, or both; programs may share K too (SPLIT_K).
 The Triton interpreter cannot run inline assembly: only a GPU runs this file.
 """
 
-# ruff: noqa: RUF005, C901 (Triton's front end adds tuples and does not unpack them; a kernel is one
-# function: its branches fall at compile time)
+# ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them)
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,operator,no-any-return"
 
 from __future__ import annotations
@@ -115,6 +114,45 @@ def _places(
     return first_tile, tl.program_id(1) * K_WARPS * STEPS + warp // ROW_WARPS
 
 
+@triton.jit
+def _token_pointers(x_words, FIRST: tl.constexpr, lane_element, unit, M, stride_xm):
+    """Return where each lane's words of one of eight tokens begin.
+
+    Columns beyond M read the last token again: no traffic, no mask, never stored.
+    """
+    token = tl.minimum(lane_element // 16 + FIRST, M - 1).to(tl.int64)
+    offsets = token * (stride_xm // 2) + unit * 256 + lane_element % 16
+    return x_words + tl.max_contiguous(tl.multiple_of(offsets, 4), 4)
+
+
+@triton.jit
+def _load_scales(pointers, first, ahead, ROW_TILES: tl.constexpr, QUADS: tl.constexpr,
+                 ALL_QUADS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+                 MASKED: tl.constexpr):  # fmt: skip
+    """Load scales and zero points of a unit so many quads ahead; without zeros, scales twice."""
+    scales = load_quads(
+        pointers[0] + ahead * 32, first[0] + ahead, ROW_TILES, QUADS, ALL_QUADS, 32, MASKED
+    )
+    zeros = scales
+    if HAS_ZEROS:
+        zeros = load_quads(
+            pointers[1] + ahead * 8, first[1] + ahead, ROW_TILES, QUADS, ALL_QUADS, 8, MASKED
+        )
+    return scales, zeros
+
+
+@triton.jit
+def _scale_channels(scales, sums, totals, ROW_TILES: tl.constexpr, TOKEN_TILES: tl.constexpr,
+                    ELEMENT: tl.constexpr):  # fmt: skip
+    """Return the totals plus the sums times their channel's scale."""
+    scaled = ()
+    for r in tl.static_range(ROW_TILES):
+        first: tl.constexpr = r * TOKEN_TILES
+        last: tl.constexpr = first + TOKEN_TILES
+        scaled = scaled + add_scaled(scales[r], sums[first:last], totals[first:last], 0, ELEMENT)
+    return scaled
+
+
 @triton.jit(do_not_specialize=["M"])
 def w4a16_decode_kernel(
     x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1
@@ -147,6 +185,7 @@ def w4a16_decode_kernel(
     WARPS: tl.constexpr = ROW_WARPS * K_WARPS
     CHUNKS: tl.constexpr = K // 64
     STEPS: tl.constexpr = (CHUNKS + 8 * K_WARPS * SPLIT_K - 1) // (8 * K_WARPS * SPLIT_K)
+    LAST: tl.constexpr = STEPS - 1
     MASKED: tl.constexpr = CHUNKS != 8 * K_WARPS * SPLIT_K * STEPS
     GROUPS: tl.constexpr = K // GROUP_SIZE if GROUP_SIZE else 1
     ALL_QUADS: tl.constexpr = (GROUPS + 3) // 4
@@ -165,14 +204,9 @@ def w4a16_decode_kernel(
     quad_offsets = (first_tile * ALL_QUADS + unit * UNIT_QUADS) * 32
     quad_offsets += (lane_element // 16) * 4 + lane_element % 4
     quad_offsets = tl.max_contiguous(tl.multiple_of(quad_offsets, 4), 4)
-    # Columns beyond M read the last token again: no traffic, no mask, never stored.
     x_words = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    token = tl.minimum(lane_element // 16, M - 1).to(tl.int64)
-    x_offsets = token * (stride_xm // 2) + unit * 256 + lane_element % 16
-    value_ptrs0 = x_words + tl.max_contiguous(tl.multiple_of(x_offsets, 4), 4)
-    token = tl.minimum(lane_element // 16 + 8, M - 1).to(tl.int64)
-    x_offsets = token * (stride_xm // 2) + unit * 256 + lane_element % 16
-    value_ptrs1 = x_words + tl.max_contiguous(tl.multiple_of(x_offsets, 4), 4)
+    value_ptrs0 = _token_pointers(x_words, 0, lane_element, unit, M, stride_xm)
+    value_ptrs1 = _token_pointers(x_words, 8, lane_element, unit, M, stride_xm)
     chunk = unit * 8
 
     quad_ptrs = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + quad_offsets
@@ -189,10 +223,10 @@ def w4a16_decode_kernel(
             word_ptrs + c * 128, chunk + c < CHUNKS, ROW_TILES, MASKED, ROW_TILE_WORDS
         )
         word_queue = word_queue + (words,)
-    scales = load_quads(quad_ptrs, first_quad, ROW_TILES, QUADS, ALL_QUADS, 32, MASKED)
-    zeros = scales
-    if HAS_ZEROS:
-        zeros = load_quads(zero_ptrs, first_zeros, ROW_TILES, QUADS, ALL_QUADS, 8, MASKED)
+    scales, zeros = _load_scales(
+        (quad_ptrs, zero_ptrs), (first_quad, first_zeros), 0,
+        ROW_TILES, QUADS, ALL_QUADS, HAS_ZEROS, MASKED,
+    )  # fmt: skip
     if PDL:
         # The first weights, which nobody writes while serving, are on their way: now wait for the
         # kernel that makes the activations (and the one that used arrivals and partial before).
@@ -211,100 +245,29 @@ def w4a16_decode_kernel(
 
     # Pointers stay outside the loop and steps are added to them: Triton 3.6 gives carried pointers
     # another layout behind the loop and converts them, through shared memory, for every load.
-    for step in tl.range(STEPS - 1):
+    for step in tl.range(LAST):
         next_scales, next_zeros = scales, zeros
         if GROUP_SIZE:
-            ahead = (step + 1) * K_WARPS * QUADS
-            next_scales = load_quads(
-                quad_ptrs + ahead * 32, first_quad + ahead, ROW_TILES, QUADS, ALL_QUADS, 32, MASKED
-            )
-            next_zeros = next_scales
-            if HAS_ZEROS:
-                next_zeros = load_quads(
-                    zero_ptrs + ahead * 8,
-                    first_zeros + ahead,
-                    ROW_TILES,
-                    QUADS,
-                    ALL_QUADS,
-                    8,
-                    MASKED,
-                )
+            next_scales, next_zeros = _load_scales(
+                (quad_ptrs, zero_ptrs), (first_quad, first_zeros), (step + 1) * K_WARPS * QUADS,
+                ROW_TILES, QUADS, ALL_QUADS, HAS_ZEROS, MASKED,
+            )  # fmt: skip
         word_queue, value_queue, sums, totals = multiply_unit(
-            word_queue,
-            value_queue,
-            scales,
-            zeros,
-            sums,
-            totals,
-            word_ptrs + step * K_WARPS * 1024,
-            value_ptrs0 + step * K_WARPS * 256,
-            value_ptrs1 + step * K_WARPS * 256,
-            chunk + step * K_WARPS * 8,
-            CHUNKS,
-            ROW_TILES,
-            TOKEN_TILES,
-            K_WARPS,
-            GROUP_SIZE,
-            HAS_ZEROS,
-            ELEMENT,
-            MASKED,
-            DEPTH,
-            X_DEPTH,
-            BATCH,
-            FENCE,
-            False,
-            ROW_TILE_WORDS,
-        )
+            word_queue, value_queue, scales, zeros, sums, totals, word_ptrs + step * K_WARPS * 1024,
+            value_ptrs0 + step * K_WARPS * 256, value_ptrs1 + step * K_WARPS * 256,
+            chunk + step * K_WARPS * 8, CHUNKS, ROW_TILES, TOKEN_TILES, K_WARPS, GROUP_SIZE,
+            HAS_ZEROS, ELEMENT, MASKED, DEPTH, X_DEPTH, BATCH, FENCE, False, ROW_TILE_WORDS,
+        )  # fmt: skip
         scales, zeros = next_scales, next_zeros
     word_queue, value_queue, sums, totals = multiply_unit(
-        word_queue,
-        value_queue,
-        scales,
-        zeros,
-        sums,
-        totals,
-        word_ptrs + (STEPS - 1) * K_WARPS * 1024,
-        value_ptrs0 + (STEPS - 1) * K_WARPS * 256,
-        value_ptrs1 + (STEPS - 1) * K_WARPS * 256,
-        chunk + (STEPS - 1) * K_WARPS * 8,
-        CHUNKS,
-        ROW_TILES,
-        TOKEN_TILES,
-        K_WARPS,
-        GROUP_SIZE,
-        HAS_ZEROS,
-        ELEMENT,
-        MASKED,
-        DEPTH,
-        X_DEPTH,
-        BATCH,
-        FENCE,
-        True,
-        ROW_TILE_WORDS,
-    )
+        word_queue, value_queue, scales, zeros, sums, totals, word_ptrs + LAST * K_WARPS * 1024,
+        value_ptrs0 + LAST * K_WARPS * 256, value_ptrs1 + LAST * K_WARPS * 256,
+        chunk + LAST * K_WARPS * 8, CHUNKS, ROW_TILES, TOKEN_TILES, K_WARPS, GROUP_SIZE,
+        HAS_ZEROS, ELEMENT, MASKED, DEPTH, X_DEPTH, BATCH, FENCE, True, ROW_TILE_WORDS,
+    )  # fmt: skip
     if GROUP_SIZE == 0:
-        closed = ()
-        for r in tl.static_range(ROW_TILES):
-            closed = closed + add_scaled(
-                scales[r],
-                sums[r * TOKEN_TILES : (r + 1) * TOKEN_TILES],
-                totals[r * TOKEN_TILES : (r + 1) * TOKEN_TILES],
-                0,
-                ELEMENT,
-            )
-        totals = closed
+        totals = _scale_channels(scales, sums, totals, ROW_TILES, TOKEN_TILES, ELEMENT)
     _reduce_and_store(
-        totals,
-        y_ptr,
-        bias_ptr,
-        partial_ptr,
-        arrivals_ptr,
-        M,
-        N,
-        HAS_BIAS,
-        TOKEN_TILES,
-        ROW_TILES,
-        ROW_WARPS,
-        K_WARPS,
-        SPLIT_K,
-    )
+        totals, y_ptr, bias_ptr, partial_ptr, arrivals_ptr, M, N,
+        HAS_BIAS, TOKEN_TILES, ROW_TILES, ROW_WARPS, K_WARPS, SPLIT_K,
+    )  # fmt: skip

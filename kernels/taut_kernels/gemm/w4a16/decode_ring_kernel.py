@@ -238,55 +238,29 @@ def w4a16_decode_ring_kernel(
         qweight_ptr, N, first_chunk, CHUNKS, CHUNKS_PER_STEP, ROW_TILES, ROW_WARPS, L
     )
     scales = scale_addresses(
-        scales_ptr,
-        N,
-        split * (STEPS * WARP_GROUPS),
-        ALL_QUADS,
-        WARP_LINES,
-        QUADS,
-        ROW_TILES,
-        ROW_WARPS,
-        LS,
-    )
+        scales_ptr, N, split * (STEPS * WARP_GROUPS), ALL_QUADS, WARP_LINES, QUADS, ROW_TILES,
+        ROW_WARPS, LS,
+    )  # fmt: skip
     zeros = scales
     if HAS_ZEROS and GROUP_SIZE:
         zeros = zero_addresses(
-            zeros_ptr,
-            N,
-            first_chunk,
-            ALL_QUADS,
-            CHUNKS_PER_STEP,
-            GROUP_SIZE,
-            ROW_TILES,
-            ROW_WARPS,
-        )
+            zeros_ptr, N, first_chunk, ALL_QUADS, CHUNKS_PER_STEP, GROUP_SIZE, ROW_TILES, ROW_WARPS,
+        )  # fmt: skip
     weights = (words, scales, zeros)
     activations = activation_addresses(
         x_ptr, M, stride_xm, first_chunk, CHUNKS_PER_STEP, TOKEN_TILES, LX
     )
     rings = _allocate(
-        STAGES,
-        CHUNKS_PER_STEP * ROW_TILES,
-        CHUNKS_PER_STEP * 2 * TOKEN_TILES,
-        WARP_LINES * ROW_TILES,
-        zero_quads(CHUNKS_PER_STEP, GROUP_SIZE) * ROW_TILES,
-        ROW_WARPS,
-        GROUP_SIZE != 0,
-        HAS_ZEROS,
-    )
+        STAGES, CHUNKS_PER_STEP * ROW_TILES, CHUNKS_PER_STEP * 2 * TOKEN_TILES,
+        WARP_LINES * ROW_TILES, zero_quads(CHUNKS_PER_STEP, GROUP_SIZE) * ROW_TILES, ROW_WARPS,
+        GROUP_SIZE != 0, HAS_ZEROS,
+    )  # fmt: skip
     for stage in gl.static_range(STAGES - 1):
         if stage < STEPS:
             copy_stage(
-                _slots(rings, stage % 2, stage // 2, GROUP_SIZE != 0),
-                stage,
-                weights,
-                CHUNKS,
-                CHUNKS_PER_STEP,
-                GROUP_SIZE,
-                QUADS,
-                HAS_ZEROS,
-                MASKED,
-            )
+                _slots(rings, stage % 2, stage // 2, GROUP_SIZE != 0), stage, weights, CHUNKS,
+                CHUNKS_PER_STEP, GROUP_SIZE, QUADS, HAS_ZEROS, MASKED,
+            )  # fmt: skip
         async_copy.commit_group()
     if PDL:
         # The first weights, which nobody writes while serving, are on their way: now wait for the
@@ -308,45 +282,17 @@ def w4a16_decode_ring_kernel(
             # STAGES - 1 steps on, an even step is an odd one of the slot before this one's, and an
             # odd step an even one of this one's.
             sums, totals = _step(
-                sums,
-                totals,
-                2 * pair + odd,
-                _slots(rings, odd, slot, GROUP_SIZE != 0),
-                _slots(rings, 1 - odd, slot if odd else before, GROUP_SIZE != 0),
-                first_chunk,
-                weights,
-                activations,
-                channel_zeros,
-                STAGES - 1,
-                STEPS,
-                CHUNKS,
-                ROW_TILES,
-                TOKEN_TILES,
-                CHUNKS_PER_STEP,
-                GROUP_SIZE,
-                QUADS,
-                HAS_ZEROS,
-                ELEMENT,
-                MASKED,
-                L,
-            )
+                sums, totals, 2 * pair + odd, _slots(rings, odd, slot, GROUP_SIZE != 0),
+                _slots(rings, 1 - odd, slot if odd else before, GROUP_SIZE != 0), first_chunk,
+                weights, activations, channel_zeros, STAGES - 1, STEPS, CHUNKS, ROW_TILES,
+                TOKEN_TILES, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, HAS_ZEROS, ELEMENT, MASKED, L,
+            )  # fmt: skip
         before = slot
         slot = gl.where(slot + 1 == STAGES // 2, 0, slot + 1)
     if GROUP_SIZE == 0:
         channel_scales = channel_words(scales_ptr, N, ROW_TILES, ROW_WARPS, L)
         totals = _scale_channels(sums, channel_scales, TOKEN_TILES, ELEMENT)
     reduce_and_store(
-        totals,
-        y_ptr,
-        bias_ptr,
-        partial_ptr,
-        arrivals_ptr,
-        M,
-        N,
-        HAS_BIAS,
-        TOKEN_TILES,
-        ROW_TILES,
-        ROW_WARPS,
-        SPLIT_K,
-        L,
-    )
+        totals, y_ptr, bias_ptr, partial_ptr, arrivals_ptr, M, N, HAS_BIAS, TOKEN_TILES, ROW_TILES,
+        ROW_WARPS, SPLIT_K, L,
+    )  # fmt: skip

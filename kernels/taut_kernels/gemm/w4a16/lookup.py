@@ -146,10 +146,18 @@ def _product_tile(tile: dict[str, Any], max_m: int | None, where: str) -> WgmmaT
     return ring
 
 
+TABLE = "w4a16_wgmma"
+
+
 @cache
 def tables() -> dict[str, WgmmaTable]:
-    """Load every card's table, once a process."""
-    return tile_tables.load_all("w4a16_wgmma", parse)
+    """Load every card's table, once a process; this machine's rows come first."""
+
+    def merged(shipped: WgmmaTable, own: WgmmaTable) -> WgmmaTable:
+        return WgmmaTable(own.gpu, {**shipped.choices, **own.choices})
+
+    shipped = tile_tables.load_all(TABLE, parse)
+    return tile_tables.with_measured_here(shipped, TABLE, parse, merged)
 
 
 def rule(N: int, K: int, bucket: int, *, hopper: bool) -> Choice:

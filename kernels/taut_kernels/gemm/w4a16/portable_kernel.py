@@ -191,6 +191,80 @@ def _store_tile(y_ptr, bias_ptr, acc, rows, token, M, N, HAS_BIAS: tl.constexpr)
     tl.store(pointers, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_splits(
+    acc, rows, token, tile_of_y, split, partial_ptr, arrivals_ptr, y_ptr, bias_ptr, M, N,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """Leave a split's sums; add all splits' up and store them in the program that arrives last."""
+    SIZE: tl.constexpr = ROWS * BLOCK_M
+    cell = tl.arange(0, ROWS)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    cells = partial_ptr + tile_of_y.to(tl.int64) * (SPLIT_K * SIZE) + cell
+    tl.store(cells + split * SIZE, acc)
+    # Every thread's partials are stored before one of them announces the program.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
+    if arrived == SPLIT_K - 1:
+        total = tl.zeros((ROWS, BLOCK_M), tl.float32)
+        for s in tl.range(SPLIT_K):
+            # In order of the splits: the same bits from run to run. Past L1, which does not
+            # see what other programs store.
+            total += tl.load(cells + s * SIZE, cache_modifier=".cg")
+        _store_tile(y_ptr, bias_ptr, total, rows, token, M, N, HAS_BIAS)
+        tl.store(arrivals_ptr + tile_of_y, 0)
+
+
+@triton.jit
+def _columns(WIDTH: tl.constexpr, REORDERED: tl.constexpr):
+    """Return which columns of activations a step meets, in the order of fragments."""
+    column = tl.arange(0, WIDTH)
+    if not REORDERED:
+        column = tl.max_contiguous(tl.multiple_of(fragment_columns(column), 2), 2)
+    return column
+
+
+@triton.jit
+def _load_words(word_ptrs, chunk, mask):
+    return tl.load(word_ptrs + chunk * 128, mask=mask, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_quads(quad_ptrs, zero_ptrs, quad, HAS_ZEROS: tl.constexpr):
+    """Load a quad's scales and its zero points; the scales again where there are none."""
+    quads = tl.load(quad_ptrs + quad * 32)
+    zeros = quads
+    if HAS_ZEROS:
+        zeros = tl.load(zero_ptrs + quad * 8)
+    return quads, zeros
+
+
+@triton.jit
+def _used(acc):
+    return tl.inline_asm_elementwise("", "=f,0", (acc,), dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _rows_of(words, quads, zeros, chunk, GROUP_SIZE: tl.constexpr, ELEMENT: tl.constexpr,
+             HAS_ZEROS: tl.constexpr, REPS: tl.constexpr, WARPS: tl.constexpr):  # fmt: skip
+    """Convert a chunk to [rows, 64]."""
+    index = group_index(chunk, GROUP_SIZE, REPS * WARPS * 128)
+    same: tl.constexpr = GROUP_SIZE != 32
+    part = convert_words(words, quads, zeros, index, ELEMENT, HAS_ZEROS, same, REPS, WARPS)
+    # rep, warp, r, g are the row; h, i, j, t, b the position along K.
+    part = tl.permute(part, (0, 1, 6, 2, 8, 7, 4, 3, 5))
+    return tl.reshape(part, (REPS * WARPS * 16, 64))
+
+
+@triton.jit
+def _side_by_side(parts, ROWS: tl.constexpr):
+    """Return one or two chunks as one matrix."""
+    weight = parts[0]
+    if len(parts) == 2:
+        weight = tl.permute(tl.join(parts[0], parts[1]), (0, 2, 1))
+        weight = tl.reshape(weight, (ROWS, 128))
+    return weight
+
+
 @triton.jit(do_not_specialize=["M"])
 def w4a16_wgmma_kernel(
     x_ptr,  # [M, K], rows 16-byte aligned, stride_xk = 1; in fragment order if REORDERED
@@ -221,11 +295,9 @@ def w4a16_wgmma_kernel(
     STAGES: tl.constexpr,
 ):
     CHUNKS: tl.constexpr = K // 64
-    GROUPS: tl.constexpr = K // GROUP_SIZE if GROUP_SIZE else 1
-    QUADS: tl.constexpr = (GROUPS + 3) // 4
+    QUADS: tl.constexpr = (K // GROUP_SIZE + 3) // 4 if GROUP_SIZE else 1
     TILES: tl.constexpr = REPS * WARPS
     ROWS: tl.constexpr = TILES * 16
-    SAME_GROUP: tl.constexpr = GROUP_SIZE != 32
 
     if PDL:
         gdc_launch_dependents()
@@ -243,10 +315,7 @@ def w4a16_wgmma_kernel(
     if HAS_ZEROS:
         zero_ptrs = zero_pointers(zeros_ptr, tile, lane_element, pid * TILES, N, QUADS, REPS, WARPS)
 
-    position = tl.arange(0, 64 * CHUNKS_PER_STEP)
-    column = position
-    if not REORDERED:
-        column = tl.max_contiguous(tl.multiple_of(fragment_columns(position), 2), 2)
+    column = _columns(64 * CHUNKS_PER_STEP, REORDERED)
     token = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     # Tokens beyond M read the first ones again: no mask, never stored. Not all the last one:
     # every multiprocessor would ask one place of L2 for one line, 128 times a step.
@@ -259,15 +328,11 @@ def w4a16_wgmma_kernel(
     quad = 0
     if GROUP_SIZE:
         quad = tl.minimum(first * (64 * CHUNKS_PER_STEP) // GROUP_SIZE // 4, QUADS - 1)
-    quads = tl.load(quad_ptrs + quad * 32)
-    zeros = quads
-    if HAS_ZEROS:
-        zeros = tl.load(zero_ptrs + quad * 8)
+    quads, zeros = _load_quads(quad_ptrs, zero_ptrs, quad, HAS_ZEROS)
     queue = ()
     for c in tl.static_range(AHEAD * CHUNKS_PER_STEP):
         mask = first + c // CHUNKS_PER_STEP < last
-        word_ptr = word_ptrs + (first * CHUNKS_PER_STEP + c) * 128
-        queue = queue + (tl.load(word_ptr, mask=mask, other=0, eviction_policy="evict_first"),)
+        queue = queue + (_load_words(word_ptrs, first * CHUNKS_PER_STEP + c, mask),)
     if PDL:
         if AHEAD == 0:
             for c in tl.static_range(PREFETCH_CHUNKS):
@@ -291,10 +356,8 @@ def w4a16_wgmma_kernel(
         for c in tl.static_range(CHUNKS_PER_STEP):
             if AHEAD:
                 words = queue[0]
-                word_ptr = word_ptrs + (chunk + AHEAD * CHUNKS_PER_STEP + c) * 128
-                mask = step + AHEAD < last
-                word = tl.load(word_ptr, mask=mask, other=0, eviction_policy="evict_first")
-                queue = _shifted(queue) + (word,)
+                ahead = chunk + AHEAD * CHUNKS_PER_STEP + c
+                queue = _shifted(queue) + (_load_words(word_ptrs, ahead, step + AHEAD < last),)
             else:
                 words = tl.load(word_ptrs + (chunk + c) * 128, eviction_policy="evict_first")
             if EARLY_WAIT:
@@ -303,23 +366,15 @@ def w4a16_wgmma_kernel(
                 words = tl.inline_asm_elementwise(
                     WAIT_PTX, WAIT_CONSTRAINTS, (words,), dtype=tl.int32, is_pure=False, pack=4
                 )
-            index = group_index(chunk + c, GROUP_SIZE, TILES * 128)
-            part = convert_words(
-                words, quads, zeros, index, ELEMENT, HAS_ZEROS, SAME_GROUP, REPS, WARPS
+            part = _rows_of(
+                words, quads, zeros, chunk + c, GROUP_SIZE, ELEMENT, HAS_ZEROS, REPS, WARPS
             )
-            # rep, warp, r, g are the row; h, i, j, t, b the position along K.
-            part = tl.permute(part, (0, 1, 6, 2, 8, 7, 4, 3, 5))
-            parts = parts + (tl.reshape(part, (ROWS, 64)),)
-        weight = parts[0]
-        if CHUNKS_PER_STEP == 2:
-            weight = tl.permute(tl.join(parts[0], parts[1]), (0, 2, 1))
-            weight = tl.reshape(weight, (ROWS, 128))
+            parts = parts + (part,)
+        weight = _side_by_side(parts, ROWS)
         acc = tl.dot(weight, x.T, acc)
         if not EARLY_WAIT:
             # A use that is no product makes Triton wait for the products at the end of the step.
-            acc = tl.inline_asm_elementwise(
-                "", "=f,0", (acc,), dtype=tl.float32, is_pure=True, pack=1
-            )
+            acc = _used(acc)
         quads = next_quads
         zeros = next_zeros
 
@@ -327,19 +382,7 @@ def w4a16_wgmma_kernel(
     if SPLIT_K == 1:
         _store_tile(y_ptr, bias_ptr, acc, rows, token, M, N, HAS_BIAS)
     else:
-        SIZE: tl.constexpr = ROWS * BLOCK_M
-        tile_of_y = pid_m * tl.num_programs(0) + pid
-        cell = tl.arange(0, ROWS)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        cells = partial_ptr + tile_of_y.to(tl.int64) * (SPLIT_K * SIZE) + cell
-        tl.store(cells + split * SIZE, acc)
-        # Every thread's partials are stored before one of them announces the program.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + tile_of_y, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT_K - 1:
-            total = tl.zeros((ROWS, BLOCK_M), tl.float32)
-            for s in tl.range(SPLIT_K):
-                # In order of the splits: the same bits from run to run. Past L1, which does not
-                # see what other programs store.
-                total += tl.load(cells + s * SIZE, cache_modifier=".cg")
-            _store_tile(y_ptr, bias_ptr, total, rows, token, M, N, HAS_BIAS)
-            tl.store(arrivals_ptr + tile_of_y, 0)
+        _add_splits(
+            acc, rows, token, pid_m * tl.num_programs(0) + pid, split, partial_ptr, arrivals_ptr,
+            y_ptr, bias_ptr, M, N, HAS_BIAS, ROWS, BLOCK_M, SPLIT_K,
+        )  # fmt: skip

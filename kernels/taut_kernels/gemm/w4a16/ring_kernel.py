@@ -210,16 +210,9 @@ def w4a16_wgmma_ring_kernel(
         qweight_ptr, N, first_chunk, CHUNKS, CHUNKS_PER_STEP, ROW_TILES, WARPS, L
     )
     scales = scale_addresses(
-        scales_ptr,
-        N,
-        first_chunk * 64 // GROUP_SIZE if GROUP_SIZE else 0,
-        ALL_QUADS,
-        WARP_LINES,
-        QUADS,
-        ROW_TILES,
-        WARPS,
-        LS,
-    )
+        scales_ptr, N, first_chunk * 64 // GROUP_SIZE if GROUP_SIZE else 0, ALL_QUADS, WARP_LINES,
+        QUADS, ROW_TILES, WARPS, LS,
+    )  # fmt: skip
     zeros = scales
     if HAS_ZEROS and GROUP_SIZE:
         zeros = zero_addresses(
@@ -228,16 +221,9 @@ def w4a16_wgmma_ring_kernel(
     weights = (words, scales, zeros)
     tokens = token_addresses(x_ptr, M, stride_xm, first_chunk, BLOCK_M, LX)
     rings, x_rings = _allocate(
-        STAGES,
-        TILES,
-        WARP_LINES * ROW_TILES,
-        zero_quads(CHUNKS_PER_STEP, GROUP_SIZE) * ROW_TILES,
-        WARPS,
-        BLOCK_M,
-        CHUNKS_PER_STEP,
-        GROUP_SIZE != 0,
-        HAS_ZEROS,
-    )
+        STAGES, TILES, WARP_LINES * ROW_TILES, zero_quads(CHUNKS_PER_STEP, GROUP_SIZE) * ROW_TILES,
+        WARPS, BLOCK_M, CHUNKS_PER_STEP, GROUP_SIZE != 0, HAS_ZEROS,
+    )  # fmt: skip
     for stage in gl.static_range(AHEAD):
         if stage < STEPS:
             into = slots(rings, stage, GROUP_SIZE)
@@ -271,55 +257,21 @@ def w4a16_wgmma_ring_kernel(
         barrier()
         now = slots(rings, slot, GROUP_SIZE)
         _copy_ahead(
-            rings,
-            x_rings,
-            next_slot,
-            step + AHEAD,
-            weights,
-            tokens,
-            first_chunk,
-            STEPS,
-            CHUNKS,
-            CHUNKS_PER_STEP,
-            GROUP_SIZE,
-            QUADS,
-            HAS_ZEROS,
-            MASKED,
-        )
+            rings, x_rings, next_slot, step + AHEAD, weights, tokens, first_chunk, STEPS, CHUNKS,
+            CHUNKS_PER_STEP, GROUP_SIZE, QUADS, HAS_ZEROS, MASKED,
+        )  # fmt: skip
         place = zero_places(first_chunk, step, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, L)
         operands = load_operands(
             now, place, channels, TILES, ROW_TILES, GROUP_SIZE, QUADS, HAS_ZEROS, ELEMENT, L
         )
         for i in gl.static_range(TILES * PARTS):
             sums = _next_product(
-                sums,
-                operands,
-                x_rings,
-                slot,
-                i,
-                ROW_TILES,
-                PARTS,
-                RUNNING,
-                BLOCK_M,
-                HAS_ZEROS,
-                ELEMENT,
-                WARPS,
-                OPERAND,
-            )
+                sums, operands, x_rings, slot, i, ROW_TILES, PARTS, RUNNING, BLOCK_M, HAS_ZEROS,
+                ELEMENT, WARPS, OPERAND,
+            )  # fmt: skip
         slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
         next_slot = gl.where(next_slot + 1 == STAGES, 0, next_slot + 1)
     reduce_and_store(
-        wait_for_products(sums, 0),
-        y_ptr,
-        bias_ptr,
-        partial_ptr,
-        arrivals_ptr,
-        M,
-        N,
-        HAS_BIAS,
-        BLOCK_M,
-        ROW_TILES,
-        WARPS,
-        SPLIT_K,
-        ACC,
-    )
+        wait_for_products(sums, 0), y_ptr, bias_ptr, partial_ptr, arrivals_ptr, M, N, HAS_BIAS,
+        BLOCK_M, ROW_TILES, WARPS, SPLIT_K, ACC,
+    )  # fmt: skip

@@ -11,7 +11,8 @@ The rule: ratio = vLLM's time ÷ ours at each M, larger is better. ``decode`` is
 of the ratios up to :data:`DECODE_TOKENS` tokens, ``prefill`` that of the others. Ours is preferred
 where decode ≥ 1 and √(decode · prefill) ≥ 1: a worker spends its steps in decode, and no gain there
 may be bought with as large a loss in prefill. Each half counts once, however many M it was measured
-at. A shape or a card nobody measured is not preferred.
+at. A shape nobody measured is preferred where both would hold by its neighbours' word less the most
+that is known to be off (:mod:`.neighbours`); on a card nobody measured none is.
 
 A row is of bf16, and of symmetric groups of 128 unless it has a ``format``
 (:mod:`.weight_format`); the row of a layer's own format decides where there is one. Without one,
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 
-from taut_kernels.gemm.w4a16 import weight_format
+from taut_kernels.gemm.w4a16 import neighbours, weight_format
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
 from taut_kernels.launch import tile_tables
 
@@ -145,10 +146,63 @@ def parse(text: str, where: str) -> MeasuredTable:
     return MeasuredTable(gpu, found)
 
 
+TABLE = "w4a16_measured"
+
+
 @cache
 def tables() -> dict[str, MeasuredTable]:
-    """Load every card's table, once a process."""
-    return tile_tables.load_all("w4a16_measured", parse)
+    """Load every card's table, once a process; this machine's rows come first."""
+
+    def merged(shipped: MeasuredTable, own: MeasuredTable) -> MeasuredTable:
+        # Verdicts are lent to no twin.
+        shapes = shipped.shapes if shipped.gpu == own.gpu else {}
+        return MeasuredTable(own.gpu, {**shapes, **own.shapes})
+
+    shipped = tile_tables.load_all(TABLE, parse)
+    return tile_tables.with_measured_here(shipped, TABLE, parse, merged)
+
+
+@cache
+def _bound(gpu: str, weights: WeightFormat) -> neighbours.Bound | None:
+    """Return what is known of a card's unmeasured shapes in a format that has rows."""
+    table = tables()[gpu]
+    ratios = {
+        (N, K): (measured.decode, measured.overall)
+        for (N, K, of), measured in table.shapes.items()
+        if of is weights
+    }
+    return neighbours.bound(ratios)
+
+
+def expected(gpu: str, N: int, K: int, weights: WeightFormat) -> tuple[float, float] | None:
+    """Return the least ratios that a layer nobody measured is to be expected at.
+
+    Args:
+        gpu: card name.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+        weights: its format; groups of 32 go by rows of groups of 32.
+
+    Returns:
+        Of decode and over all; None where there is no bound.
+    """
+    if gpu not in tables():
+        return None
+    bound = _bound(gpu, weights if weights.group_size == _ALONE else DEFAULT)
+    return None if bound is None else bound.least(N, K)
+
+
+def is_measured(gpu: str, N: int, K: int, weights: WeightFormat) -> bool:
+    """Say whether a layer has a verdict: its own, or that of the format it stands by.
+
+    Args:
+        gpu: card name.
+        N: output features of the layer's shard.
+        K: input features of the layer's shard.
+        weights: its format.
+    """
+    table = tables().get(gpu)
+    return table is not None and table.standing(N, K, weights) is not None
 
 
 def why_not_preferred(gpu: str, N: int, K: int, weights: WeightFormat = DEFAULT) -> str | None:
@@ -161,13 +215,16 @@ def why_not_preferred(gpu: str, N: int, K: int, weights: WeightFormat = DEFAULT)
         weights: its format.
 
     Returns:
-        A reason, or None where ours won by the module's rule.
+        A reason, or None where ours won by the module's rule, or is to be expected to.
     """
     table = tables().get(gpu)
     if table is None:
         return f"not measured against vLLM's kernels on {gpu}"
     standing = table.standing(N, K, weights)
     if standing is None:
+        least = expected(gpu, N, K, weights)
+        if least is not None and min(least) >= 1:
+            return None
         groups = f" in groups of {_ALONE}" if weights.group_size == _ALONE else ""
         return f"{N}×{K}{groups} not measured against vLLM's kernels on {gpu}"
     measured = table.shapes[N, K, standing]
@@ -228,6 +285,9 @@ def remark(
     weights = weight_format.of_layer(group_size, K, has_zeros=has_zeros)
     if table is None:
         return None
+    least = expected(gpu or "", N, K, weights)
+    if table.standing(N, K, weights) is None and least is not None and min(least) >= 1:
+        return f"not measured; by shapes near it at least {least[0]:.2f} of vLLM's speed in decode"
     # Groups of 32 without a row run where they are asked for.
     timed = table.standing(N, K, weights) or table.standing(N, K, DEFAULT)
     if timed is None:

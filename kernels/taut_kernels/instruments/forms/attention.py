@@ -28,7 +28,7 @@ from taut_kernels.attention.prefill.portable_backward_kernel import (
     row_delta_kernel,
 )
 from taut_kernels.attention.prefill.portable_kernel import attention_kernel
-from taut_kernels.attention.tiles import AttentionTile, DecodeTile, HopperTile
+from taut_kernels.attention.tile import AttentionTile, DecodeTile, HopperTile
 from taut_kernels.launch.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 
 _MASKS = ((False, 0), (True, 0), (True, 5))

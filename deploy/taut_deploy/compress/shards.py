@@ -1,0 +1,28 @@
+"""How a checkpoint's shards are called, and the index that says what is in which."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+
+def shard_name(index: int, blocks: int) -> str:
+    """The file of a block, or of what is outside them at ``index`` = ``blocks``.
+
+    Args:
+        index: position of the block.
+        blocks: number of blocks.
+    """
+    return f"model-{index + 1:05d}-of-{blocks + 1:05d}.safetensors"
+
+
+def shard_index(directory: Path) -> dict[str, Any]:
+    """``model.safetensors.index.json`` of the shards that are in a directory."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for shard in sorted(directory.glob("model-*.safetensors")):
+        with safe_open(shard, framework="pt") as handle:
+            names = list(handle.keys())
+            total += sum(handle.get_tensor(name).nbytes for name in names)
+        weight_map.update(dict.fromkeys(names, shard.name))
+    return {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -1,0 +1,133 @@
+"""A word about shapes nobody measured: by neighbours, and only where it is known to be bounded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from taut_kernels.gemm.w4a16 import neighbours, verdict
+from taut_kernels.gemm.w4a16.weight_format import WeightFormat
+from taut_kernels.launch import measured_here, tile_tables
+from taut_kernels.launch.measured_here import Document, Machine
+
+SIDES = (1024, 2048, 4096, 8192)
+GRID = list(itertools.product(SIDES, SIDES))
+CARD = "a card of its own"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_tables() -> Iterator[None]:
+    yield
+    verdict.tables.cache_clear()
+    verdict._bound.cache_clear()
+    measured_here._document.cache_clear()
+
+
+def _brute_force(ratios: dict[tuple[int, int], float], shape: tuple[int, int]) -> float:
+    """Three nearest in (log N, log K), weighted by 1 / (0.05 + distance), geometric mean."""
+    found = []
+    for (N, K), ratio in ratios.items():
+        distance = math.sqrt(math.log(N / shape[0]) ** 2 + math.log(K / shape[1]) ** 2)
+        found.append((distance, (N, K), ratio))
+    near = sorted(found)[:3]
+    weights = [1 / (0.05 + distance) for distance, *_ in near]
+    told = sum(w * math.log(ratio) for w, (*_, ratio) in zip(weights, near, strict=True))
+    return math.exp(told / sum(weights))
+
+
+def test_the_word_is_the_neighbours_less_the_worst_over_estimate() -> None:
+    decode = {shape: 1 + 8192 / (shape[0] + shape[1]) for shape in GRID}
+    overall = {shape: 1 + 1024 / shape[1] for shape in GRID}
+    known = neighbours.bound({shape: (decode[shape], overall[shape]) for shape in GRID})
+    assert known is not None
+    for index, ratios in enumerate((decode, overall)):
+        over = [
+            _brute_force({o: r for o, r in ratios.items() if o != shape}, shape) / true
+            for shape, true in ratios.items()
+        ]
+        assert known.over[index] == pytest.approx(max(over))
+        assert known.over[index] > 1
+    least = known.least(3072, 3072)
+    assert least is not None
+    assert least[0] == pytest.approx(_brute_force(decode, (3072, 3072)) / known.over[0])
+    assert least[1] == pytest.approx(_brute_force(overall, (3072, 3072)) / known.over[1])
+
+
+def test_no_measured_shape_would_have_been_promised_more_than_it_has() -> None:
+    """Of the shipped tables, leaving each out."""
+    judged = 0
+    for table in verdict.tables().values():
+        ratios = {
+            (N, K): (measured.decode, measured.overall)
+            for (N, K, weights), measured in table.shapes.items()
+            if weights is WeightFormat.G128
+        }
+        known = neighbours.bound(ratios)
+        assert known is not None
+        for shape, true in ratios.items():
+            others = {other: ratios[other] for other in ratios if other != shape}
+            least = neighbours.Bound(others, known.over, known.reach).least(*shape)
+            if least is not None:
+                judged += 1
+                assert least[0] <= true[0] * 1.0001 and least[1] <= true[1] * 1.0001
+    assert judged > 20
+
+
+def test_there_is_no_word_outside_of_what_the_bound_was_found_for() -> None:
+    ratios = dict.fromkeys(GRID, (2.0, 2.0))
+    known = neighbours.bound(ratios)
+    assert known is not None
+    assert known.least(3072, 3072) == (pytest.approx(2.0), pytest.approx(2.0))
+    assert known.least(512, 2048) is None, "narrower than all that were measured"
+    assert known.least(4096, 16384) is None
+    lonely = {shape: (2.0, 2.0) for shape in GRID if max(shape) <= 2048}
+    lonely |= {(65536, K): (2.0, 2.0) for K in range(1024, 1024 + 16 * 64, 64)}
+    apart = neighbours.bound(lonely)
+    assert apart is not None
+    assert apart.reach < 2
+    assert apart.least(12000, 1500) is None, "between two clouds, far from both"
+    assert neighbours.bound(dict.fromkeys(GRID[:15], (9.0, 9.0))) is None
+
+
+def _given(monkeypatch: pytest.MonkeyPatch, path: Path, ratio: float, named: str) -> None:
+    field = {} if named == "g128" else {"format": named}
+    rows = [
+        {"N": N, "K": K, "M": [1, 256], "us": [1.0, 1.0], "vllm_us": [ratio, ratio]} | field
+        for N, K in GRID
+    ]
+    measured_here.write(path, Document(Machine(CARD, "1", {}), "s", {"w4a16_measured": rows}))
+    monkeypatch.setenv(measured_here.VARIABLE, str(path))
+    verdict.tables.cache_clear()
+
+
+def test_ours_is_preferred_where_the_bound_says_win_and_the_record_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    asked = (3072, 3072)
+    _given(monkeypatch, tmp_path / "won.json", 1.5, "g128")
+    assert verdict.why_not_preferred(CARD, *asked) is None
+    assert verdict.why_not_preferred(CARD, *asked, WeightFormat.G64) is None
+    assert not verdict.is_measured(CARD, *asked, WeightFormat.G128)
+    said = verdict.remark(CARD, *asked, 128, torch.bfloat16, has_zeros=False)
+    assert said == "not measured; by shapes near it at least 1.50 of vLLM's speed in decode"
+    # Groups of 32 go by their own rows, of which there are none.
+    reason = verdict.why_not_preferred(CARD, *asked, WeightFormat.G32_ZP)
+    assert reason == f"3072×3072 in groups of 32 not measured against vLLM's kernels on {CARD}"
+    assert verdict.why_not_preferred(CARD, 512, 512) is not None
+    verdict._bound.cache_clear()
+    _given(monkeypatch, tmp_path / "lost.json", 0.9, "g128")
+    reason = verdict.why_not_preferred(CARD, *asked)
+    assert reason == f"3072×3072 not measured against vLLM's kernels on {CARD}"
+
+
+def test_a_card_without_measurements_has_no_bound() -> None:
+    assert verdict.expected("NVIDIA X", 4096, 4096, WeightFormat.G128) is None
+    assert tile_tables.of_card(verdict.tables(), "NVIDIA X") is None
+    assert json.dumps(verdict.why_not_preferred("NVIDIA X", 4096, 4096)).startswith('"not measured')
