@@ -4,7 +4,7 @@ import difflib
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
@@ -70,6 +70,7 @@ class Recipe(Strict):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     ignore: tuple[Pattern, ...] = ("lm_head",)
     kv_cache: KvCache | None = None
+    _stages_before: int = PrivateAttr(default=0)
 
     @model_validator(mode="after")
     def _in_order(self) -> "Recipe":
@@ -137,7 +138,15 @@ class Recipe(Strict):
     def of_blocks(self) -> "Recipe | None":
         """The part that is done block by block, None where there is none."""
         stages = self.of_orders(Order.TRANSFORM, Order.PRUNE, Order.STORE)
-        return self.model_copy(update={"stages": tuple(stages)}) if stages else None
+        if not stages:
+            return None
+        part = self.model_copy(update={"stages": tuple(stages)})
+        part._stages_before = len(self.of_orders(Order.BEFORE))
+        return part
+
+    def place(self, index: int) -> str:
+        """What an error calls a stage: its place in the recipe as the user wrote it."""
+        return f"stages.{self._stages_before + index}"
 
     @property
     def needs_hessian(self) -> bool:

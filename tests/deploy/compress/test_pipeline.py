@@ -224,6 +224,13 @@ def test_a_format_that_cannot_be_trained_is_refused_in_the_plan(room):
         plan(job_for(room / "model", data, room / "planned"))
 
 
+def test_a_block_stage_is_called_by_its_place_in_the_whole_recipe(room):
+    data = data_of(room)
+    data["stages"][1]["layers"] = ["*.q_prj"]
+    with pytest.raises(RecipeError, match=r"stages\.1\.layers: '\*\.q_prj' matches no linear"):
+        plan(job_for(room / "model", data, room / "planned"))
+
+
 def test_a_share_that_cuts_nothing_is_refused_in_the_plan(room):
     data = data_of(room)
     data["stages"][0] = {"method": "slim", "depth": 0.95}
