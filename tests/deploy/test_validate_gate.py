@@ -43,7 +43,10 @@ def policy_of(text: str):
 )
 def test_upper_limit_at_its_edges(low, high, expected):
     verdict, (rule,) = judge(
-        policy_of("{mean_kl: {max: 1.0}}"), {"mean_kl": metric(low, high)}, accept_lower_bound=False
+        policy_of("{mean_kl: {max: 1.0}}"),
+        {"mean_kl": metric(low, high)},
+        accept_lower_bound=False,
+        sequences=32,
     )
     assert (verdict, rule.verdict) == (expected, expected)
     assert (rule.margin >= 0) == (expected is Verdict.PASS)
@@ -60,7 +63,9 @@ def test_upper_limit_at_its_edges(low, high, expected):
 )
 def test_lower_limit_at_its_edges(low, high, expected):
     policy = policy_of("{top1_agreement: {min: 0.9}}")
-    verdict, _ = judge(policy, {"top1_agreement": metric(low, high)}, accept_lower_bound=False)
+    verdict, _ = judge(
+        policy, {"top1_agreement": metric(low, high)}, accept_lower_bound=False, sequences=32
+    )
     assert verdict is expected
 
 
@@ -76,14 +81,16 @@ def test_lower_limit_at_its_edges(low, high, expected):
 def test_a_broken_limit_outranks_an_undecided_one(kl, agreement, expected):
     policy = policy_of("{mean_kl: {max: 0.1}, top1_agreement: {min: 0.9}}")
     measured = {"mean_kl": metric(*kl), "top1_agreement": metric(*agreement)}
-    verdict, rules = judge(policy, measured, accept_lower_bound=False)
+    verdict, rules = judge(policy, measured, accept_lower_bound=False, sequences=32)
     assert verdict is expected
     assert [rule.metric for rule in rules] == ["mean_kl", "top1_agreement"]
 
 
 def test_the_reason_names_the_interval_and_the_margin_its_distance():
     policy = policy_of("{perplexity_ratio: {max: 1.03}}")
-    _, (rule,) = judge(policy, {"perplexity_ratio": metric(1.05, 1.07)}, accept_lower_bound=False)
+    _, (rule,) = judge(
+        policy, {"perplexity_ratio": metric(1.05, 1.07)}, accept_lower_bound=False, sequences=32
+    )
     assert rule.margin == pytest.approx(-0.02)
     assert "[1.05, 1.07]" in rule.reason
     assert "max 1.03" in rule.reason
@@ -101,15 +108,26 @@ def test_the_reason_names_the_interval_and_the_margin_its_distance():
 def test_a_lower_bound_can_fail_a_candidate_but_passes_it_only_on_request(high, accept, expected):
     measured = {"mean_kl": metric(high - 0.01, high, is_lower_bound=True)}
     policy = policy_of("{mean_kl: {max: 0.1}}")
-    verdict, (rule,) = judge(policy, measured, accept_lower_bound=accept)
+    verdict, (rule,) = judge(policy, measured, accept_lower_bound=accept, sequences=32)
     assert verdict is expected
     assert ("--accept-lower-bound" in rule.reason) == (expected is Verdict.INCONCLUSIVE)
 
 
 def test_a_lower_bound_cannot_show_that_a_metric_is_too_small():
     measured = {"mean_kl": metric(0.01, 0.02, is_lower_bound=True)}
-    verdict, _ = judge(policy_of("{mean_kl: {min: 0.1}}"), measured, accept_lower_bound=False)
+    verdict, _ = judge(
+        policy_of("{mean_kl: {min: 0.1}}"), measured, accept_lower_bound=False, sequences=32
+    )
     assert verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(("sequences", "expected"), [(5, "INCONCLUSIVE"), (6, "PASS")])
+def test_too_few_sequences_bound_no_quantile(sequences, expected):
+    policy = policy_of("{kl_p90: {max: 0.2}}")
+    measured = {"kl_p90": metric(0.1, 0.15)}
+    verdict, (rule,) = judge(policy, measured, accept_lower_bound=False, sequences=sequences)
+    assert verdict.value == expected
+    assert sequences == 6 or rule.reason == "5 sequences bound no quantile; use 6 or more"
 
 
 def test_exit_codes():
@@ -255,6 +273,20 @@ GOOD = "name: a\nrequire: {mean_kl: {max: 0.1}}"
         (
             "name: a\nrequire: {mean_kl: {}}",
             "require.mean_kl: Value error, give 'max', 'min' or both",
+        ),
+        (
+            "name: a\nrequire: {top1_agreement: {min: 91.5}}",
+            "top1_agreement.min: 91.5, and the metric is from 0 to 1; 91.5 % is 0.915",
+        ),
+        (
+            "name: a\nrequire: {mean_kl: {max: -0.01}}",
+            "mean_kl.max: -0.01, and the metric is at least 0",
+        ),
+        ("name: a\nrequire: {kl_p99: {min: -1}}", "kl_p99.min: -1, and the metric is at least 0"),
+        ("name: a\nrequire: {perplexity_ratio: {max: -1}}", "perplexity_ratio.max: -1, and the"),
+        (
+            "name: a\nrequire: {rms_delta_p: {max: 12}}",
+            "rms_delta_p.max: 12, and the metric is from 0 to 1; 12 % is 0.12",
         ),
         ("name: a\nrequire: {mean_kl: {min: 2, max: 1}}", "'min' 2.0 is above 'max' 1.0"),
         ("name: a\nrequire: {}", "require: Value error, give at least one of perplexity_ratio"),

@@ -14,12 +14,13 @@ from taut_deploy.commands.output import (
     megabytes,
     print_json,
 )
-from taut_deploy.errors import OutputError
+from taut_deploy.diagnose.kernel_choice import CARDS
+from taut_deploy.errors import OutputError, RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 from taut_deploy.progress import progress_reporter
-from taut_deploy.recipe import load_recipe
+from taut_deploy.recipe import load_recipe, with_target
 
 if TYPE_CHECKING:
     from taut_deploy.compress.plan import CompressionPlan
@@ -33,6 +34,18 @@ def compress(
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
     ] = True,
+    target_bits: Annotated[
+        float | None, typer.Option(help="Of recipe mixed: bits a weight, scales included.")
+    ] = None,
+    target_bytes: Annotated[
+        str | None, typer.Option(help="Of recipe mixed: size of all weights, such as 5GiB.")
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Of recipe mixed: predicted divergence, in nats.")
+    ] = None,
+    served_by: Annotated[
+        str, typer.Option(help="Whose kernels --plan names: here, cpu, h100 or h200.")
+    ] = "here",
     device: DeviceOption = "cpu",
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Take a model that is quantised already.")
@@ -46,7 +59,9 @@ def compress(
     from taut_deploy.compress.pipeline_plan import plan as make_plan
 
     require_device(device)
-    chosen = load_recipe(recipe)
+    if served_by not in (known := ("here", "cpu", *CARDS)):
+        raise RecipeError(f"--served-by: {served_by!r} is none of {', '.join(known)}")
+    chosen = with_target(load_recipe(recipe), target_bits, target_bytes, max_kl)
     home = TautHome.from_environment()
     if output is None and not plan:
         raise OutputError("--output: give the checkpoint directory to make")
@@ -57,7 +72,7 @@ def compress(
         record, chosen, target, home.root, device, resume, trust_remote_code, requantize
     )
     if plan:
-        _print_plan(make_plan(job), as_json)
+        _print_plan(make_plan(job, served_by), as_json)
         return
     with progress_reporter(quiet=as_json) as report:
         manifest = pipeline.compress(job, report)
@@ -85,7 +100,6 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     if as_json:
         print_json(plan.as_json())
         return
-    kept = [layer for layer in plan.layers if layer.scheme is None]
     of_groups = plan.group_size is not None
     group = f"groups of {plan.group_size}, " if of_groups else ""
     if plan.scheme not in {"mixed", "dense"} and not of_groups:
@@ -94,14 +108,35 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
         f"recipe {plan.recipe}: {plan.scheme}, {group}{plan.blocks} blocks, "
         f"{len(plan.layers)} linear layers"
     )
+    for line in _layer_lines(plan):
+        typer.echo(line)
     typer.echo(f"weights {megabytes(plan.bytes_before)} -> {megabytes(plan.bytes_after)}")
+    card = plan.device_memory_bytes
+    device = "" if card is None else f" and {megabytes(card)} of the card's"
+    time = "" if plan.seconds is None else f", {plan.seconds:.0f} s for the blocks"
     typer.echo(
-        f"about {megabytes(plan.peak_memory_bytes)} of memory and {megabytes(plan.disk_bytes)} "
-        "of disk at most"
+        f"about {megabytes(plan.peak_memory_bytes)} of memory{device} and "
+        f"{megabytes(plan.disk_bytes)} of disk at most{time}"
     )
     for line in plan.whole_model:
         typer.echo(line)
-    for layer in kept:
-        typer.echo(f"kept: {layer.name} {layer.shape}: {layer.fate}")
     for name in plan.stacked_experts:
         typer.echo(f"kept: {name}: its experts are one tensor in files and servers")
+
+
+def _layer_lines(plan: "CompressionPlan") -> list[str]:
+    """One line for layers that differ in their block alone and are treated alike."""
+    blocks_of: dict[str, list[str]] = {}
+    for layer in plan.layers:
+        owner = next(name for name in plan.block_names if layer.name.startswith(f"{name}."))
+        group = f" g{layer.group_size}" if layer.group_size else ""
+        told = (
+            f"{layer.name.removeprefix(owner + '.')} {list(layer.shape)}: {layer.fate}: "
+            f"{layer.scheme or 'dense'}{group}, {megabytes(layer.bytes_before)} -> "
+            f"{megabytes(layer.bytes)}{f'; {layer.kernel}' if layer.kernel else ''}"
+        )
+        blocks_of.setdefault(told, []).append(owner.rpartition(".")[2])
+    return [
+        f"  {told}" + ("" if len(found) == plan.blocks else f"; blocks {', '.join(found)}")
+        for told, found in blocks_of.items()
+    ]

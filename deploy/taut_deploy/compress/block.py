@@ -14,7 +14,7 @@ from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.calls import call_block
 from taut_deploy.compress.stages import BLOCK_STAGES
 from taut_deploy.compress.state import BlockState, Example, LayerState
-from taut_deploy.compress.threads import single_thread
+from taut_deploy.compress.threads import over_batches, single_thread
 from taut_deploy.errors import ModelError
 from taut_deploy.recipe import Order, Recipe
 
@@ -100,7 +100,7 @@ def compress_block(
     # Weights may be fp32 between stages; the block is not called in that state.
     groups = observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian)
     _require_seen(prefix, groups, treatments)
-    state = state_of(block, prefix, groups, treatments)
+    state = _state_of(block, prefix, groups, treatments)
     layers = state.layers
     if target is not None:
         state.example = _example(hidden, target, arguments)
@@ -119,17 +119,9 @@ def compress_block(
     return CompressedBlock(stored, reports)
 
 
-def state_of(
+def _state_of(
     block: nn.Module, prefix: str, groups: list[InputGroup], treatments: Mapping[str, Treatment]
 ) -> BlockState:
-    """The state that a block's stages begin with.
-
-    Args:
-        block: the module, loaded.
-        prefix: its name in the state dict.
-        groups: its observed inputs.
-        treatments: of every linear layer, by full name.
-    """
     layers = {
         name: LayerState(
             full_name,
@@ -195,3 +187,24 @@ def _relative_error(reference: torch.Tensor, stored: StoredLayer, layer: LayerSt
         exact = sample @ reference.float().T
         got = sample @ stored.dequantize().T
         return float((got - exact).square().sum() / exact.square().sum().clamp(min=1e-20))
+
+
+def run_block(
+    block: nn.Module, hidden: torch.Tensor, arguments: dict[str, Any], batch_size: int
+) -> torch.Tensor:
+    """The output of a loaded block.
+
+    Args:
+        block: the module.
+        hidden: [B, T, H] its input.
+        arguments: its recorded keyword arguments.
+        batch_size: sequences per call.
+
+    Returns:
+        [B, T, H].
+    """
+    with torch.inference_mode():
+        parts = over_batches(
+            lambda part: call_block(block, part, arguments), hidden, batch_size, block
+        )
+        return torch.cat([*parts])

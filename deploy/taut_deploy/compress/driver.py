@@ -7,18 +7,19 @@ function of the fingerprint.
 """
 
 import math
-import platform
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
-from taut_deploy.compress.block import CompressedBlock, compress_block
-from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
-from taut_deploy.compress.dry_run import dry_run
+from taut_deploy.compress.block import CompressedBlock, compress_block, run_block
+from taut_deploy.compress.calibrate.calibration import CalibrationSet
+from taut_deploy.compress.calibrate.kept import kept_calibration
 from taut_deploy.compress.formats.config import describe, quantization_config
 from taut_deploy.compress.golden import (
     choose_golden,
@@ -36,43 +37,47 @@ from taut_deploy.compress.job import (
 )
 from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
+from taut_deploy.compress.mixed.decide import mixing_of
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
-from taut_deploy.compress.rehearse import rehearse_stages
-from taut_deploy.compress.report.write import write_report
+from taut_deploy.compress.report.write import write_log, write_report
+from taut_deploy.compress.served import kernels_of
 from taut_deploy.compress.shards import shard_index, shard_name
-from taut_deploy.compress.source.calls import BlockArguments, call_block
+from taut_deploy.compress.source.calls import BlockArguments
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.compress.stored_block import tensors_of
-from taut_deploy.compress.threads import over_batches, single_thread
+from taut_deploy.compress.threads import single_thread
+from taut_deploy.compress.trial import try_block
 from taut_deploy.compress.workspace import Workspace, sole_writer
 from taut_deploy.errors import CheckpointError
-from taut_deploy.files import copy_files, require_free_space, write_json_atomically
+from taut_deploy.files import (
+    copy_files,
+    require_free_space,
+    write_json_atomically,
+)
 from taut_deploy.models.directory import read_config, read_shape
+from taut_deploy.recipe import Recipe
 
 _BATCH_TOKENS = 2048
 
 Progress = Callable[[int, int, str], None]  # blocks done, blocks in all, what is being done
 
 
-def plan(job: CompressionJob) -> CompressionPlan:
-    """What :func:`compress` would do.
+def plan(job: CompressionJob, served_by: str = "here") -> CompressionPlan:
+    """What :func:`compress` would do: one block is compressed and saved, and thrown away.
+
+    Args:
+        job: what is asked for; its output is not touched.
+        served_by: whose kernels each layer is told: ``here``, ``cpu``, ``h100`` or ``h200``.
 
     Raises:
-        RecipeError: if the recipe does not fit the model, or its calibration text is too short.
-        ModelError: if the model cannot be read or compressed.
+        RecipeError: if the recipe does not fit the model, or the calibration text is too short.
+        ModelError: if the model cannot be read.
     """
-    directory = Path(job.model.path)
-    kept_files(directory)
-    stream = open_stream(job)
-    tokens = ordinary_tokens(directory, trust_remote_code=job.trust_remote_code)
-    require_embedded([tokens], _vocabulary(stream), directory)
-    dtype = stored_dtype(directory)
-    treatments = treatments_of(stream, job.recipe, dtype)
-    rehearse_stages(stream, job.recipe, treatments)
-    made = make_plan(stream, job.recipe, treatments, directory, dtype)
-    dry_run(job, stream, treatments, dtype)
-    return made
+    place = job.cache if job.cache.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="taut-plan-", dir=place) as folder:
+        tried = replace(job, output=Path(folder) / "checkpoint")
+        return _Run(tried, lambda done, total, what: None).rehearse(served_by)
 
 
 def compress(job: CompressionJob, progress: Progress = lambda done, total, what: None) -> Manifest:
@@ -84,32 +89,71 @@ def compress(job: CompressionJob, progress: Progress = lambda done, total, what:
         ModelError: the model cannot be read.
         CheckpointError: what was written does not read back.
     """
-    finished = finished_checkpoint(job)
-    if finished is not None:
+    if (finished := finished_checkpoint(job)) is not None:
         return finished
     with sole_writer(job.output, "taut compress"):
         # Whoever held the lock a moment ago may have finished the work.
-        return finished_checkpoint(job) or _Run(job, progress).execute()
+        return finished_checkpoint(job) or _Run(job, progress, reserve=True).execute()
 
 
 class _Run:
     """State of one run of the pipeline."""
 
-    def __init__(self, job: CompressionJob, progress: Progress) -> None:
+    def __init__(self, job: CompressionJob, progress: Progress, *, reserve: bool = False) -> None:
         self._job = job
         self._progress = progress
         self._directory = Path(job.model.path)
-        self._recipe = job.recipe
         self._kept = kept_files(self._directory, with_code=job.trust_remote_code)
         self._stream = open_stream(job)
         self._dtype = stored_dtype(self._directory)
-        self._treatments = treatments_of(self._stream, job.recipe, self._dtype)
-        self._plan = make_plan(
-            self._stream, job.recipe, self._treatments, self._directory, self._dtype
-        )
-        require_free_space(job.output.parent, self._plan.disk_bytes)
+        mixing = mixing_of(self._stream, job.recipe, self._directory, self._dtype)
+        self._mixture: dict[str, Any] | None = None
+        if mixing is None:
+            self._settle(job.recipe, reserve)
         self._workspace = Workspace(job.output, fingerprint(job), job.resume)
+        if mixing is not None:
+            recipe, self._mixture = mixing.decided(
+                self._workspace, lambda: self._calibration().tokens, self._told("scoring")
+            )
+            self._settle(recipe, reserve)
         self._seconds: dict[str, float] = {}
+
+    def _settle(self, recipe: Recipe, reserve: bool) -> None:
+        """Work out what every layer gets, before anything is computed or written for it."""
+        self._recipe = recipe
+        self._treatments = treatments_of(self._stream, recipe, self._dtype)
+        self._plan = make_plan(self._stream, recipe, self._treatments, self._directory, self._dtype)
+        if reserve:
+            require_free_space(self._job.output.parent, self._plan.disk_bytes)
+
+    def _told(self, what: str) -> Callable[[DecoderBlock], None]:
+        total = len(self._stream.blocks)
+        return lambda block: self._progress(block.index, total, f"{what} {block.name}")
+
+    def rehearse(self, served_by: str) -> CompressionPlan:
+        """Compress one block, and say what all of them will take."""
+        tokens = ordinary_tokens(self._directory, trust_remote_code=self._job.trust_remote_code)
+        require_embedded([tokens], _vocabulary(self._stream), self._directory)
+        kernels = kernels_of(self._treatments, read_config(self._directory), served_by)
+        measured = try_block(
+            self._stream.blocks,
+            lambda: self._enter(self._calibration()),
+            self._try_block,
+            self._write_outer,
+        )
+        layers = tuple(replace(one, kernel=kernels[one.name]) for one in self._plan.layers)
+        return replace(
+            self._plan,
+            layers=layers,
+            peak_memory_bytes=measured.peak_memory_bytes,
+            device_memory_bytes=measured.device_memory_bytes,
+            seconds=measured.seconds,
+        )
+
+    def _try_block(self, block: DecoderBlock, arguments: list[BlockArguments]) -> None:
+        if block.index > 0:  # any input will do
+            self._workspace.save_tensors(f"hidden-{block.index}", self._entering(0))
+        self._compress(block, arguments)
 
     def execute(self) -> Manifest:
         """Run every step that is not committed yet."""
@@ -121,7 +165,7 @@ class _Run:
         for block in self._stream.blocks:
             done = self._workspace.committed(f"block-{block.index}")
             if done is None:
-                self._progress(block.index, total, f"compressing {block.name}")
+                self._told("compressing")(block)
                 clock = time.monotonic()
                 done = self._compress(block, arguments)
                 self._seconds[block.name] = round(time.monotonic() - clock, 3)
@@ -129,7 +173,7 @@ class _Run:
         self._progress(total, total, "writing the manifest")
         golden = self._golden()
         self._write_outer()
-        log = self._write_log(time.monotonic() - started)
+        log = write_log(self._workspace, time.monotonic() - started, self._seconds)
         manifest = self._manifest(calibration, reports, golden)
         write_report(self._workspace.directory, manifest, self._plan, log)
         manifest = seal(self._workspace.directory, manifest)
@@ -137,20 +181,10 @@ class _Run:
         return manifest
 
     def _calibration(self) -> CalibrationSet:
-        saved = self._workspace.tensors("calibration")
-        description = self._workspace.committed("calibration")
-        if saved is not None and description is not None:
-            return CalibrationSet(saved["tokens"], description)
-        self._progress(0, len(self._stream.blocks), "preparing calibration tokens")
-        made = make_calibration_set(
-            self._recipe.calibration,
-            self._directory,
-            self._job.cache,
-            trust_remote_code=self._job.trust_remote_code,
-        )
-        self._workspace.save_tensors("calibration", {"tokens": made.tokens})
-        self._workspace.commit("calibration", made.description)
-        return made
+        def told() -> None:
+            self._progress(0, len(self._stream.blocks), "preparing calibration tokens")
+
+        return kept_calibration(self._job, self._workspace, told)
 
     def _enter(self, calibration: CalibrationSet) -> list[BlockArguments]:
         """Record how blocks are called; save what enters block 0 unless we are past it.
@@ -178,12 +212,7 @@ class _Run:
     def _compress(
         self, block: DecoderBlock, arguments: list[BlockArguments]
     ) -> list[dict[str, Any]]:
-        entering = self._workspace.tensors(f"hidden-{block.index}")
-        if entering is None:
-            raise CheckpointError(
-                f"{self._workspace.directory}: state of block {block.index} is gone; "
-                "use --no-resume"
-            )
+        entering = self._entering(block.index)
         device = torch.device(self._job.device)
         self._stream.load(block.module, block.name)
         hidden = entering["calibration"].to(device)
@@ -192,7 +221,7 @@ class _Run:
         if self._recipe.needs_target:
             # The original model's own stream, through the block as it was.
             exact = entering["exact"].to(device)
-            leaving["exact"] = _run_block(block, exact, called, self._batch_size)
+            leaving["exact"] = run_block(block.module, exact, called, self._batch_size)
         result = compress_block(
             block.module,
             block.name,
@@ -206,11 +235,11 @@ class _Run:
         )
         cache = BlockCache(self._recipe.kv_cache, block.module, block.name, self._dtype)
         with cache.observed():
-            leaving["calibration"] = _run_block(block, hidden, called, self._batch_size)
+            leaving["calibration"] = run_block(block.module, hidden, called, self._batch_size)
         with cache.emulated():
             for i, calls in enumerate(arguments[1:]):
-                leaving[f"probe-{i}"] = _run_block(
-                    block, entering[f"probe-{i}"].to(device), calls[block.index], 1
+                leaving[f"probe-{i}"] = run_block(
+                    block.module, entering[f"probe-{i}"].to(device), calls[block.index], 1
                 )
         self._workspace.save_tensors(f"hidden-{block.index + 1}", leaving)
         with single_thread():  # packing: element by element
@@ -221,6 +250,16 @@ class _Run:
         self._stream.release(block.module)
         return reports
 
+    def _entering(self, index: int) -> dict[str, torch.Tensor]:
+        """Hidden states that enter a block; past the last one, those that leave it."""
+        found = self._workspace.tensors(f"hidden-{index}")
+        if found is None:
+            raise CheckpointError(
+                f"{self._workspace.directory}: the state before block {index} is gone; "
+                "use --no-resume"
+            )
+        return found
+
     def _save_block(
         self, block: DecoderBlock, result: CompressedBlock, scales: dict[str, torch.Tensor]
     ) -> None:
@@ -230,11 +269,7 @@ class _Run:
         )
 
     def _golden(self) -> Golden:
-        last = self._workspace.tensors(f"hidden-{len(self._stream.blocks)}")
-        if last is None:
-            raise CheckpointError(
-                f"{self._workspace.directory}: the last hidden states are gone; use --no-resume"
-            )
+        last = self._entering(len(self._stream.blocks))
         device = torch.device(self._job.device)
         count = sum(name.startswith("probe-") for name in last)
         probes = [last[f"probe-{i}"].to(device) for i in range(count)]
@@ -267,32 +302,19 @@ class _Run:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)
 
-    def _write_log(self, seconds: float) -> dict[str, Any]:
-        """Wall-clock facts, kept out of the manifest so that equal runs give equal checkpoints."""
-        log = {
-            "seconds": round(seconds, 3),
-            "seconds_by_block": self._seconds,
-            "resumed": self._workspace.resumed,
-            "host": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "finished_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        write_json_atomically(self._workspace.directory / "compression_log.json", log)
-        return log
-
     def _manifest(
         self, calibration: CalibrationSet, reports: list[dict[str, Any]], golden: Golden
     ) -> Manifest:
         model = self._job.model
         sizes = {name: math.prod(one.shape) for name, one in self._treatments.items()}
         scheme, bits = describe(formats_of(self._treatments), sizes, 8 * self._dtype.itemsize)
-        trusted = self._job.trust_remote_code
+        trusted, mixture = self._job.trust_remote_code, self._mixture
         return Manifest(
             name=model.name,
             scheme=scheme,
             bits=bits,
-            recipe=self._recipe.as_json(),
-            recipe_hash=self._recipe.hash,
+            recipe=self._job.recipe.as_json() | ({"mixture": mixture} if mixture else {}),
+            recipe_hash=self._job.recipe.hash,
             base_model={"name": model.name, "digest": model.digest, "source": model.source},
             calibration={
                 "description": calibration.description,
@@ -311,16 +333,6 @@ class _Run:
 
 def _vocabulary(stream: StreamedModel) -> int:
     return int(stream.model.get_input_embeddings().weight.shape[0])
-
-
-def _run_block(
-    block: DecoderBlock, hidden: torch.Tensor, arguments: dict[str, Any], batch: int
-) -> torch.Tensor:
-    with torch.inference_mode():
-        parts = over_batches(
-            lambda part: call_block(block.module, part, arguments), hidden, batch, block.module
-        )
-        return torch.cat([*parts])
 
 
 __all__ = ["CompressionJob", "CompressionPlan", "compress", "plan"]

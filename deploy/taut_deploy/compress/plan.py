@@ -24,19 +24,23 @@ class LayerPlan:
         name: full name.
         shape: [N, K].
         fate: the stages that act on it, joined by ``+``, or why none does.
+        treated: whether any stage acts on it.
         scheme: what it is stored in, None where it stays dense.
         group_size: weights per scale, None where scales are of no group.
         bytes_before: of its weight in the model.
         bytes: of the layer on disk.
+        kernel: what will serve it, with what is against ours; empty where nobody asked.
     """
 
     name: str
     shape: tuple[int, int]
     fate: str
+    treated: bool
     scheme: str | None
     group_size: int | None
     bytes_before: int
     bytes: int
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,10 @@ class CompressionPlan:
         layers: every linear layer inside them.
         bytes_before: size of the model's weights.
         bytes_after: predicted size of the checkpoint's weights.
-        peak_memory_bytes: predicted peak of weights, statistics and activations held at once.
         disk_bytes: predicted peak use of the output's file system.
+        peak_memory_bytes: most memory held at a time, by a trial; 0 before one.
+        device_memory_bytes: likewise of a card; None without one.
+        seconds: that the blocks will take, by a trial; None before one.
         stacked_experts: experts that stay dense because files and servers hold them as one tensor.
         whole_model: what each whole-model stage does, in words.
     """
@@ -67,8 +73,10 @@ class CompressionPlan:
     layers: tuple[LayerPlan, ...]
     bytes_before: int
     bytes_after: int
-    peak_memory_bytes: int
     disk_bytes: int
+    peak_memory_bytes: int = 0
+    device_memory_bytes: int | None = None
+    seconds: float | None = None
     stacked_experts: tuple[str, ...] = ()
     whole_model: tuple[str, ...] = ()
 
@@ -77,17 +85,22 @@ class CompressionPlan:
         return asdict(self)
 
 
+def shapes_of(model: StreamedModel) -> dict[str, tuple[int, int]]:
+    """[N, K] of every linear layer of the decoder blocks, by full name."""
+    return {
+        f"{block.name}.{name}": (layer.out_features, layer.in_features)
+        for block in model.blocks
+        for name, layer in linear_layers(block.module)
+    }
+
+
 def treatments_of(model: StreamedModel, recipe: Recipe, dtype: torch.dtype) -> dict[str, Treatment]:
     """What happens to every linear layer of the decoder blocks, by full name.
 
     Raises:
         RecipeError: the recipe does not fit the model.
     """
-    shapes = {
-        f"{block.name}.{name}": (layer.out_features, layer.in_features)
-        for block in model.blocks
-        for name, layer in linear_layers(block.module)
-    }
+    shapes = shapes_of(model)
     outer = frozenset(name for name, _ in linear_layers(model.model)) - shapes.keys()
     treatments = resolve(shapes, recipe, dtype, outer)
     if recipe.kv_cache is not None:
@@ -122,13 +135,8 @@ def make_plan(
     sizes = {layer.name: math.prod(layer.shape) for layer in layers}
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     after = before + sum(layer.bytes - sizes[layer.name] * element for layer in layers)
-    dense = sum(sizes[name] * element for name in formats)
     # Computed in fp32 where a CPU lacks 16-bit products.
-    wider = model.dtype.itemsize / element
     hidden = _hidden_bytes(model, recipe, model.dtype.itemsize)
-    outer = int((before - dense) * wider)
-    widest = max(layer.shape[1] for layer in layers)
-    block_bytes = sum(4 * size for size in sizes.values()) // len(model.blocks)
     groups = {one.group_size for one in formats.values()}
     return CompressionPlan(
         recipe=recipe.name,
@@ -140,7 +148,6 @@ def make_plan(
         stacked_experts=tuple(model.stacked_experts),
         bytes_before=before,
         bytes_after=after,
-        peak_memory_bytes=2 * hidden + 3 * block_bytes + 6 * 4 * widest * widest + outer,
         disk_bytes=after + 3 * hidden,
     )
 
@@ -159,6 +166,7 @@ def layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
         one.name,
         one.shape,
         _fate(one, recipe),
+        bool(one.stages),
         None if layer_format is None else layer_format.name,
         None if layer_format is None else layer_format.group_size,
         before,

@@ -20,6 +20,8 @@ _OUR_KERNEL = {
 THEIR_KERNEL = "vLLM's own"
 UNKNOWN_KERNEL = "not judged"
 _EIGHT_BIT_CAPABILITY = (9, 0)
+CARDS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
+"""Cards that can be asked about from anywhere, by the names torch has for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,14 @@ class Engine:
         mode: value of ``TAUT_KERNELS``.
         half: whether it computes in fp16.
         fused: whether fused ops are used by default.
+        capability: compute capability of the card; None asks the card here.
     """
 
     gpu: str | None
     mode: str
     half: bool = False
     fused: bool = False
+    capability: tuple[int, int] | None = None
 
     @property
     def device(self) -> str:
@@ -51,11 +55,30 @@ def engine_here(*, half: bool, suited: bool) -> Engine:
         half: whether the model's own type is fp16: on a CPU a worker takes bf16 all the same.
         suited: whether fused ops suit the model, so that cards with measured engines use them.
     """
-    from taut_kernels.for_deploy import requested_mode, used_unasked
+    from taut_kernels.for_deploy import requested_mode, used_by_default
 
     gpu = host.gpu_name()
-    fused = suited and used_unasked(gpu)
+    fused = suited and used_by_default(gpu)
     return Engine(gpu, requested_mode(), half and gpu is not None, fused)
+
+
+def engine_of(served_by: str, *, half: bool, suited: bool) -> Engine:
+    """Return the engine that a worker would be on this machine or another.
+
+    Args:
+        served_by: ``here``, ``cpu`` or a key of :data:`CARDS`.
+        half: whether the model's own type is fp16.
+        suited: whether fused ops suit the model.
+    """
+    from taut_kernels.for_deploy import requested_mode, used_by_default
+
+    if served_by == "here":
+        return engine_here(half=half, suited=suited)
+    if served_by == "cpu":
+        return Engine(None, requested_mode())
+    gpu = CARDS[served_by]
+    fused = suited and used_by_default(gpu)
+    return Engine(gpu, requested_mode(), half, fused, _EIGHT_BIT_CAPABILITY)
 
 
 def choose_kernel(
@@ -126,11 +149,11 @@ def _choose_four_bit(
     return ours, remark(engine.gpu, *shape, group, dtype, has_zeros=layer.zero_points) or ""
 
 
-def _wrong_capability() -> str | None:
-    """Say why this card runs no 8-bit kernel of ours, None where it does."""
+def _wrong_capability(engine: Engine) -> str | None:
+    """Say why the card runs no 8-bit kernel of ours, None where it does."""
     import torch
 
-    capability = torch.cuda.get_device_capability()
+    capability = engine.capability or torch.cuda.get_device_capability()
     if capability == _EIGHT_BIT_CAPABILITY:
         return None
     got = "".join(map(str, capability))
@@ -142,7 +165,7 @@ def _choose_blocks(ours: str, shape: tuple[int, int], engine: Engine) -> tuple[s
     from taut_kernels.for_deploy import block_scaled_mm_op
 
     asked = (engine.gpu, *shape, engine.mode)
-    if reason := _wrong_capability() or block_scaled_mm_op.why_not_at_all(*asked):
+    if reason := _wrong_capability(engine) or block_scaled_mm_op.why_not_at_all(*asked):
         return THEIR_KERNEL, reason
     why = block_scaled_mm_op.why_partly(*asked)
     return _at_some_tokens(ours, why)
@@ -156,7 +179,7 @@ def _choose_eight_bit(
 
     from taut_kernels.for_deploy import scaled_mm_op
 
-    if reason := _wrong_capability():
+    if reason := _wrong_capability(engine):
         return THEIR_KERNEL, reason
     dtype = torch.int8 if scheme == "W8A8" else torch.float8_e4m3fn
     asked: tuple[Any, ...] = (dtype, engine.gpu, *shape, engine.mode)

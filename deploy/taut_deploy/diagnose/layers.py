@@ -141,12 +141,12 @@ def layers_as_built(directory: Path) -> _Layers:
         raise ModelError(f"{directory}: no such directory")
     config = read_config(directory)
     if is_checkpoint(directory):
-        return _fuse(manifest_layers(directory, read_manifest(directory), config))
+        return fuse(manifest_layers(directory, read_manifest(directory), config))
     quantization = read_quantization(config)
     if quantization.why_not_judged() is not None:
         return {}
     _, stored = _find_layers(directory, config, quantization)
-    return _fuse(_plain_layers(quantization, stored))
+    return fuse(_plain_layers(quantization, stored))
 
 
 def _count_choices(
@@ -160,7 +160,7 @@ def _count_choices(
     half = config.get("dtype", config.get("torch_dtype")) == "float16"
     engine = kernel_choice.engine_here(half=half, suited=suited)
     choices = Counter[tuple[int, int, str, str]]()
-    for name, (n, k, scheme) in _fuse(layers).items():
+    for name, (n, k, scheme) in fuse(layers).items():
         choices[n, k, *kernel_choice.choose_kernel(name, scheme, (n, k), engine)] += 1
     return choices
 
@@ -191,12 +191,25 @@ def manifest_layers(checkpoint: Path, manifest: "Manifest", config: Mapping[str,
     return layers
 
 
-def _fuse(layers: _Layers) -> _Layers:
-    """Put layers together as vLLM does, with the scheme of the last part."""
+def fused_name(layer: str) -> str:
+    """Return the name of the layer that vLLM makes this one a part of; its own where of none.
+
+    Args:
+        layer: full name.
+    """
+    parent, _, leaf = layer.rpartition(".")
+    return f"{parent}.{_MERGED.get(leaf, leaf)}"
+
+
+def fuse(layers: _Layers) -> _Layers:
+    """Put layers together as vLLM does, with the scheme of the last part.
+
+    Args:
+        layers: N, K and scheme of each, by full name.
+    """
     fused: _Layers = {}
     for name, (n, k, scheme) in layers.items():
-        parent, _, leaf = name.rpartition(".")
-        merged = f"{parent}.{_MERGED.get(leaf, leaf)}"
+        merged = fused_name(name)
         before = fused[merged][0] if merged in fused else 0
         fused[merged] = (before + n, k, scheme)
     return fused

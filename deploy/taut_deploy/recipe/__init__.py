@@ -14,10 +14,11 @@ from taut_deploy.recipe.recipe import (
     load_recipe,
     parse_recipe,
 )
+from taut_deploy.recipe.stage import Order, StageModel
 from taut_deploy.recipe.stages import (
     Awq,
     Distil,
-    Order,
+    Mixed,
     Prune,
     Qat,
     Quantize,
@@ -25,15 +26,16 @@ from taut_deploy.recipe.stages import (
     Slim,
     Smooth,
     Stage,
-    StageModel,
     Training,
 )
+from taut_deploy.recipe.target import with_target
 
 __all__ = [
     "Awq",
     "Calibration",
     "Distil",
     "KvCache",
+    "Mixed",
     "Order",
     "Prune",
     "Qat",
@@ -50,4 +52,5 @@ __all__ = [
     "load_recipe",
     "matches",
     "parse_recipe",
+    "with_target",
 ]

@@ -4,7 +4,7 @@ import difflib
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
@@ -12,10 +12,12 @@ from taut_deploy.recipe.patterns import Pattern
 from taut_deploy.recipe.stages import (
     STAGE_MODELS,
     Factorize,
+    Mixed,
     Order,
     Palettize,
     Qat,
     Quantize,
+    Residual,
     Rotate,
     Slim,
     Stage,
@@ -72,6 +74,7 @@ class Recipe(Strict):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     ignore: tuple[Pattern, ...] = ("lm_head",)
     kv_cache: KvCache | None = None
+    _stages_before: int = PrivateAttr(default=0)
 
     @model_validator(mode="after")
     def _in_order(self) -> "Recipe":
@@ -92,7 +95,12 @@ class Recipe(Strict):
         kinds = {type(stage) for stage in self.stages}
         if Qat in kinds and Quantize not in kinds:
             raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
+        if self.kv_cache is not None and not orders - {Order.BEFORE, Order.AFTER}:
+            raise ValueError("'kv_cache': is calibrated block by block; add 'quantize' or 'prune'")
         self._require_like_shapes()
+        mixed = [stage for stage in self.stages if isinstance(stage, Mixed)]
+        if len(mixed) > 1 or (mixed and Order.BEFORE in orders):
+            raise ValueError("'stages': one 'mixed' at most, and none after 'slim'")
         self._require_like_basis()
         self._require_trainable()
         return self
@@ -146,7 +154,15 @@ class Recipe(Strict):
     def of_blocks(self) -> "Recipe | None":
         """The part that is done block by block, None where there is none."""
         stages = self.of_orders(Order.TRANSFORM, Order.PRUNE, Order.STORE)
-        return self.model_copy(update={"stages": tuple(stages)}) if stages else None
+        if not stages:
+            return None
+        part = self.model_copy(update={"stages": tuple(stages)})
+        part._stages_before = len(self.of_orders(Order.BEFORE))
+        return part
+
+    def place(self, index: int) -> str:
+        """What an error calls a stage: its place in the recipe as the user wrote it."""
+        return f"stages.{self._stages_before + index}"
 
     @property
     def needs_hessian(self) -> bool:
@@ -210,7 +226,8 @@ def _suggestion(error: ValidationError) -> str | None:
         return None
     *place, key = (str(part) for part in first["loc"])
     models: dict[str, type[BaseModel]] = {"": Recipe, "calibration": Calibration, **STAGE_MODELS}
-    models["kv_cache"] = KvCache
-    known = models[place[-1] if place else ""].model_fields
+    models |= {"kv_cache": KvCache, "residual": Residual, "candidates": Quantize}
+    named = [part for part in place if not part.isdigit()]
+    known = models[named[-1] if named else ""].model_fields
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"

@@ -18,6 +18,7 @@ __all__ = [
     "Awq",
     "Distil",
     "Factorize",
+    "Mixed",
     "Order",
     "Palettize",
     "Prune",
@@ -155,6 +156,42 @@ class Quantize(StageModel):
         return self.algorithm == "round"
 
 
+class Mixed(StageModel):
+    """Give every layer the candidate that serves the model best within a target.
+
+    Exactly one target: ``target_bits``, stored bits a weight of its layers, scales included;
+    ``target_bytes``, of all weights of the checkpoint; ``max_kl``, predicted divergence in nats.
+    ``candidates`` are what ``quantize`` takes, without ``layers`` and ``ignore``.
+    """
+
+    order: ClassVar[Order] = Order.STORE
+
+    method: Literal["mixed"] = "mixed"
+    candidates: Annotated[tuple[Quantize, ...], Field(min_length=2)]
+    target_bits: Annotated[float, Field(gt=0.0, le=16.0, allow_inf_nan=False)] | None = None
+    target_bytes: Annotated[int, Field(gt=0)] | None = None
+    max_kl: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _one_target(self) -> "Mixed":
+        if sum(value is not None for value in self.target.values()) != 1:
+            raise ValueError(f"give exactly one of {', '.join(map(repr, self.target))}")
+        if any(one.layers != ("*",) or one.ignore for one in self.candidates):
+            raise ValueError("'candidates': drop 'layers' and 'ignore'; the stage has its own")
+        return self
+
+    @property
+    def target(self) -> dict[str, float | None]:
+        """Every target by its key, None where it is not the one."""
+        keys = ("target_bits", "target_bytes", "max_kl")
+        return {key: getattr(self, key) for key in keys}
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether a candidate needs ``x xᵀ`` of its inputs."""
+        return any(one.needs_hessian for one in self.candidates)
+
+
 class Residual(Strict):
     """4-bit weights, and a low-rank correction of what rounding got wrong.
 
@@ -227,7 +264,7 @@ class Palettize(StageModel):
 
 
 Stage = Annotated[
-    Smooth | Awq | Prune | Quantize | Factorize | Palettize | Rotate | Slim | Distil | Qat,
+    Smooth | Awq | Prune | Quantize | Mixed | Factorize | Palettize | Rotate | Slim | Distil | Qat,
     Field(discriminator="method"),
 ]
 STAGE_MODELS: dict[str, type[StageModel]] = {

@@ -42,7 +42,7 @@ def resample_indices(blocks: int, resamples: int, seed: int) -> NDArray[np.int64
 
 
 def mean_interval(block_means: Floats, indices: NDArray[np.int64]) -> Interval:
-    """Studentised bootstrap interval of the mean of equally long blocks.
+    """Interval of the mean of equally long blocks: studentised bootstrap, and Student's if wider.
 
     Args:
         block_means: [blocks] fp64, at least two.
@@ -61,7 +61,11 @@ def mean_interval(block_means: Floats, indices: NDArray[np.int64]) -> Interval:
     # A resample that drew equal blocks only has no spread to divide by: use the sample's own.
     errors = np.where(np.ptp(drawn, axis=1) == 0.0, error, errors)
     pivots = (means - estimate) / errors
-    t_low, t_05, t_95, t_high = np.quantile(pivots, [0.025, 0.05, 0.95, 0.975])
+    pivot = np.quantile(pivots, [0.025, 0.05, 0.95, 0.975])
+    # Few blocks leave few resamples to tell their tails by: never narrower than Student's interval.
+    student = stats.t.ppf([0.025, 0.05, 0.95, 0.975], blocks - 1)
+    t_low, t_05 = np.minimum(pivot, student)[:2]
+    t_95, t_high = np.maximum(pivot, student)[2:]
     return Interval(
         estimate=estimate,
         low=float(estimate - t_high * error),
@@ -74,7 +78,7 @@ def mean_interval(block_means: Floats, indices: NDArray[np.int64]) -> Interval:
 def quantile_intervals(
     values: Floats, probabilities: Sequence[float], indices: NDArray[np.int64]
 ) -> list[Interval]:
-    """Percentile bootstrap intervals of pooled quantiles.
+    """Expanded percentile bootstrap intervals of pooled quantiles; see :func:`expanded_levels`.
 
     Args:
         values: [blocks, positions] fp64.
@@ -88,7 +92,7 @@ def quantile_intervals(
     drawn = np.empty((len(indices), len(probabilities)))
     for row, choice in enumerate(indices):
         drawn[row] = np.quantile(values[choice], probabilities)
-    ends = np.quantile(drawn, [0.025, 0.975, 0.05, 0.95], axis=0)
+    ends = np.quantile(drawn, expanded_levels(len(values)), axis=0)
     return [
         Interval(float(estimate), *(float(end) for end in column))
         for estimate, column in zip(estimates, ends.T, strict=True)

@@ -12,17 +12,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from taut_deploy.validate.job import Metric, RuleOutcome, Verdict
+from taut_deploy.validate.metrics import QUANTILES
 from taut_deploy.validate.policy import ERROR_RATE, LatencyBounds, Policy
 
 _ACCEPT = "--accept-lower-bound"
 _MORE_REQUESTS = "raise --latency-requests"
 LATENCY = "latency"
+# As few independent values all lie on one side of their median with more than 5 %: 2 x 0.5**n.
+_QUANTILES_NEED = 6
 CLIENT_BUSY_LIMIT = 0.7
 """Share of the time the measuring thread may compute before its own delays count."""
 
 
 def judge(
-    policy: Policy, metrics: Mapping[str, Metric], *, accept_lower_bound: bool
+    policy: Policy, metrics: Mapping[str, Metric], *, accept_lower_bound: bool, sequences: int
 ) -> tuple[Verdict, tuple[RuleOutcome, ...]]:
     """Judge every limit on accuracy and combine.
 
@@ -30,6 +33,7 @@ def judge(
         policy: the limits.
         metrics: what was measured, all metrics the policy names among them.
         accept_lower_bound: whether a metric known only as a lower bound may pass a ``max`` limit.
+        sequences: that were compared; too few bound no quantile.
 
     Returns:
         The verdict and one outcome per limit, in the policy's order.
@@ -38,7 +42,11 @@ def judge(
     for name, limit in policy.require.limits.items():
         for side, value in (("max", limit.max), ("min", limit.min)):
             if value is not None:
-                outcomes.append(_judge_limit(name, side, value, metrics[name], accept_lower_bound))
+                outcome = _judge_limit(name, side, value, metrics[name], accept_lower_bound)
+                if name in QUANTILES and sequences < _QUANTILES_NEED:
+                    few = f"{sequences} sequences bound no quantile; use {_QUANTILES_NEED} or more"
+                    outcome = replace(outcome, verdict=Verdict.INCONCLUSIVE, reason=few)
+                outcomes.append(outcome)
     return combine(outcome.verdict for outcome in outcomes), tuple(outcomes)
 
 

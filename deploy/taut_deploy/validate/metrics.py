@@ -21,8 +21,8 @@ from taut_deploy.validate.bootstrap import (
 from taut_deploy.validate.divergence import Comparison, Floats
 from taut_deploy.validate.job import Metric
 
-_QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p99": 0.99}
-_KL_METRICS = ("mean_kl", *_QUANTILES)
+QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p99": 0.99}
+_KL_METRICS = ("mean_kl", *QUANTILES)
 
 
 def stack(comparisons: Sequence[Comparison]) -> Comparison:
@@ -54,8 +54,8 @@ def measure(
     floor = {} if noise is None else point_estimates(noise)
     indices = resample_indices(len(comparison.kl), resamples, seed)
     intervals = _intervals(comparison, lambda rows: mean_interval(rows.mean(axis=1), indices))
-    quantiles = quantile_intervals(comparison.kl, list(_QUANTILES.values()), indices)
-    intervals |= dict(zip(_QUANTILES, quantiles, strict=True))
+    quantiles = quantile_intervals(comparison.kl, list(QUANTILES.values()), indices)
+    intervals |= dict(zip(QUANTILES, quantiles, strict=True))
     return {
         name: Metric(
             **dataclasses.asdict(interval),
@@ -73,8 +73,8 @@ def point_estimates(comparison: Comparison) -> dict[str, float]:
         return Interval(*[float(rows.mean())] * 5)
 
     points = {name: value.estimate for name, value in _intervals(comparison, point).items()}
-    quantiles = np.quantile(comparison.kl, list(_QUANTILES.values()))
-    return points | dict(zip(_QUANTILES, map(float, quantiles), strict=True))
+    quantiles = np.quantile(comparison.kl, list(QUANTILES.values()))
+    return points | dict(zip(QUANTILES, map(float, quantiles), strict=True))
 
 
 def kl_tail(comparison: Comparison) -> dict[str, float]:

@@ -13,6 +13,7 @@ A policy is YAML::
       required: true                   # false: files, which have no latency, may pass without
 """
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -48,6 +49,19 @@ class Limit(_Strict):
         return self
 
 
+# What a metric can be at all.
+_RANGES: dict[str, tuple[float, float]] = {
+    "perplexity_ratio": (0.0, math.inf),
+    "delta_nll": (-math.inf, math.inf),
+    "mean_kl": (0.0, math.inf),
+    "kl_p50": (0.0, math.inf),
+    "kl_p90": (0.0, math.inf),
+    "kl_p99": (0.0, math.inf),
+    "top1_agreement": (0.0, 1.0),
+    "rms_delta_p": (0.0, 1.0),
+}
+
+
 class Requirements(_Strict):
     """The metrics a policy may limit; each is compared by the bounds of its 95 % interval."""
 
@@ -64,6 +78,21 @@ class Requirements(_Strict):
     def _not_empty(self) -> "Requirements":
         if not self.limits:
             raise ValueError(f"give at least one of {', '.join(type(self).model_fields)}")
+        return self
+
+    @model_validator(mode="after")
+    def _within_ranges(self) -> "Requirements":
+        for name, limit in self.limits.items():
+            low, high = _RANGES[name]
+            for side, value in (("min", limit.min), ("max", limit.max)):
+                if value is not None and not low <= value <= high:
+                    hint = (
+                        f"; {value:g} % is {value / 100:g}"
+                        if 1 < value <= 100 == 100 * high
+                        else ""
+                    )
+                    ends = f"from {low:g} to {high:g}" if high < math.inf else f"at least {low:g}"
+                    raise ValueError(f"{name}.{side}: {value:g}, and the metric is {ends}{hint}")
         return self
 
     @property

@@ -79,7 +79,12 @@ def run(job: ValidationJob) -> ValidationResult:
     comparison = _score_both(job, text, baseline, candidate)
     noise, noise_kind = _score_noise(job, text, baseline)
     measured = metrics.measure(comparison, noise, resamples=job.bootstrap, seed=job.seed)
-    _, rules = judge(policy, measured, accept_lower_bound=job.accept_lower_bound)
+    _, rules = judge(
+        policy,
+        measured,
+        accept_lower_bound=job.accept_lower_bound,
+        sequences=len(text.sequences),
+    )
     serving, serving_rules = compare_served(
         job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.device)
     )

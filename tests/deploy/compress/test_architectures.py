@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from validate_setup import write_tokenizer
 
 from taut_deploy.compress import driver
+from taut_deploy.compress.workspace import Workspace
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.models.directory import read_shape
 
@@ -213,20 +214,19 @@ def test_a_forward_that_fails_inside_a_block_is_refused_by_both(action, text, tm
 
 
 def test_a_plan_tries_a_block_to_its_file_and_leaves_nothing(model_of, text, tmp_path, monkeypatch):
-    from taut_deploy.compress import dry_run
-
     written = []
-    real = dry_run.write_tensors
+    real = Workspace.save_shard
 
-    def watch(path, tensors):
-        real(path, tensors)
-        written.append((path, sorted(tensors)))
+    def watch(workspace, name, tensors):
+        real(workspace, name, tensors)
+        written.append((workspace.directory, sorted(tensors)))
 
-    monkeypatch.setattr(dry_run, "write_tensors", watch)
+    monkeypatch.setattr(Workspace, "save_shard", watch)
     driver.plan(job_for(model_of("gpt_neox"), recipe_data(text), tmp_path / "out"))
-    ((path, names),) = written
+    (directory, names), (_, outer) = written
     assert "gpt_neox.layers.0.attention.query_key_value.weight_packed" in names
-    assert not path.parent.exists()
+    assert "gpt_neox.embed_in.weight" in outer
+    assert not directory.parent.exists()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,1 @@
+"""Mixed precision: which scheme each layer gets, by what it costs the model and what it saves."""
