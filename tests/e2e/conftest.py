@@ -25,6 +25,7 @@ from serving import MODEL, Served, wait_for
 from taut_deploy.ports import free_port
 
 _START_TIMEOUT_S = 900
+TOOLS_TEMPLATE = Path(__file__).parent / "templates" / "tools.jinja"
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +54,11 @@ def served(home: Path, environment: dict[str, str]) -> Iterator[Served]:
     port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "taut_deploy", "serve", "--port", str(port)],
+            [
+                *(sys.executable, "-m", "taut_deploy", "serve", "--port", str(port)),
+                # SmolLM2's own knows of no tools; without tools in a request both write the same.
+                *("--", "--chat-template", str(TOOLS_TEMPLATE)),
+            ],
             stdout=output,
             stderr=output,
             env=environment,

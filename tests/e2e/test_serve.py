@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import anthropic
+import httpx
 import openai
 import pytest
 from serving import MODEL, Served, post, status_of, wait_for
@@ -143,6 +144,79 @@ def test_sdk_messages_whole_and_streamed_are_counted_as_the_worker_says(served):
     prompt = sum(u.input_tokens + (u.cache_read_input_tokens or 0) for u in used)
     assert tokens_counted(served, "prompt") - before[0] == prompt
     assert tokens_counted(served, "generated") - before[1] == sum(u.output_tokens for u in used)
+
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_agents_may_offer_tools_without_a_flag(served):
+    """The parser was chosen by the chat template; 400 before that."""
+    chat = client(served).chat
+    tools = [{"type": "function", "function": WEATHER}]
+    question = [{"role": "user", "content": "What is the weather in Paris?"}]
+    free = chat.completions.create(
+        model=MODEL, messages=question, tools=tools, max_tokens=8, temperature=0
+    )
+    assert free.choices[0].finish_reason in ("length", "stop", "tool_calls")
+    # Which tool is offered reaches the model: the prompt is longer with it.
+    without = chat.completions.create(model=MODEL, messages=question, max_tokens=8, temperature=0)
+    assert free.usage.prompt_tokens > without.usage.prompt_tokens + 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_tool_is_called_with_arguments_of_its_schema(served, stream):
+    answer = client(served).chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+        tools=[{"type": "function", "function": WEATHER}],
+        tool_choice={"type": "function", "function": {"name": "get_weather"}},
+        max_tokens=60,
+        temperature=0,
+        stream=stream,
+    )
+    if stream:
+        deltas = [c.choices[0].delta for c in answer if c.choices]
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        name = next(call.function.name for call in calls if call.function.name)
+        arguments = "".join(call.function.arguments or "" for call in calls)
+    else:
+        (call,) = answer.choices[0].message.tool_calls
+        name, arguments = call.function.name, call.function.arguments
+    assert name == "get_weather"
+    assert json.loads(arguments)["city"] in ("Paris", "Rome")
+
+
+def test_anthropic_s_tools_are_taken(served):
+    answer = httpx.post(
+        f"{served.url}/v1/messages",
+        json={
+            "model": MODEL,
+            "max_tokens": 60,
+            "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+            "tools": [
+                {
+                    "name": WEATHER["name"],
+                    "description": WEATHER["description"],
+                    "input_schema": WEATHER["parameters"],
+                }
+            ],
+            "tool_choice": {"type": "tool", "name": "get_weather"},
+        },
+        timeout=120,
+    )
+    assert answer.status_code == 200, answer.text
+    (use,) = [block for block in answer.json()["content"] if block["type"] == "tool_use"]
+    assert use["name"] == "get_weather"
+    assert use["input"]["city"] in ("Paris", "Rome")
 
 
 def test_models_tell_how_they_were_compressed(served):

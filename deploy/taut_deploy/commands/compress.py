@@ -1,5 +1,6 @@
 """``taut compress``."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,7 +86,8 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     if as_json:
         print_json(plan.as_json())
         return
-    kept = [layer for layer in plan.layers if layer.scheme is None]
+    kept = [layer for layer in plan.layers if layer.scheme is None and not layer.treated]
+    zeros = Counter(layer.fate for layer in plan.layers if layer.scheme is None and layer.treated)
     of_groups = plan.group_size is not None
     group = f"groups of {plan.group_size}, " if of_groups else ""
     if plan.scheme not in {"mixed", "dense"} and not of_groups:
@@ -101,6 +103,8 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     )
     for line in plan.whole_model:
         typer.echo(line)
+    for fate, count in zeros.items():
+        typer.echo(f"dense, its zeros written out: {count} layers by {fate}")
     for layer in kept:
         typer.echo(f"kept: {layer.name} {layer.shape}: {layer.fate}")
     for name in plan.stacked_experts:

@@ -37,7 +37,6 @@ from taut_deploy.compress.job import (
 from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
-from taut_deploy.compress.rehearse import rehearse_stages
 from taut_deploy.compress.report.write import write_report
 from taut_deploy.compress.shards import shard_index, shard_name
 from taut_deploy.compress.source.calls import BlockArguments, call_block
@@ -69,7 +68,6 @@ def plan(job: CompressionJob) -> CompressionPlan:
     require_embedded([tokens], _vocabulary(stream), directory)
     dtype = stored_dtype(directory)
     treatments = treatments_of(stream, job.recipe, dtype)
-    rehearse_stages(stream, job.recipe, treatments)
     made = make_plan(stream, job.recipe, treatments, directory, dtype)
     dry_run(job, stream, treatments, dtype)
     return made

@@ -17,6 +17,7 @@ from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.compress.stored_block import tensors_of
 from taut_deploy.compress.workspace import write_tensors
 from taut_deploy.errors import CheckpointError
+from taut_deploy.recipe import Recipe
 
 _SEQUENCES, _LENGTH = 4, 64
 
@@ -36,23 +37,27 @@ def dry_run(
         dtype: of the model's weights.
 
     Raises:
-        RecipeError: there is too little calibration text.
+        RecipeError: there is too little calibration text, or a stage cannot act on the block.
         ModelError: the block cannot be compressed.
         CheckpointError: what was written does not read back.
     """
     tokens = _tokens(job)
     block = max(stream.blocks, key=lambda one: sum(p.numel() for p in one.module.parameters()))
     hidden, arguments = stream.enter(tokens)
+    hidden = hidden.clone()  # learned rounding needs gradients, which inference mode's lacks
     stream.load(block.module, block.name)
+    with torch.inference_mode():
+        target = call_block(block.module, hidden, arguments[block.index])
     result = compress_block(
         block.module,
         block.name,
         hidden,
         arguments[block.index],
-        recipe=job.recipe,
+        recipe=_short(job.recipe),
         treatments=treatments,
         dtype=dtype,
         batch_size=_SEQUENCES,
+        target=target if job.recipe.needs_target else None,
     )
     with torch.inference_mode():
         call_block(block.module, hidden, arguments[block.index])
@@ -64,6 +69,15 @@ def dry_run(
     if any(not torch.equal(read[name], value.cpu()) for name, value in tensors.items()):
         raise CheckpointError(f"{block.name}: what was written on trial does not read back")
     stream.release(block.module)
+
+
+def _short(recipe: Recipe) -> Recipe:
+    """The recipe with one step where it learns."""
+    stages = (
+        stage.model_copy(update={"steps": 1}) if stage.needs_target else stage
+        for stage in recipe.stages
+    )
+    return recipe.model_copy(update={"stages": tuple(stages)})
 
 
 def _tokens(job: CompressionJob) -> torch.Tensor:

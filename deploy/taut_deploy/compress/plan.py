@@ -10,6 +10,7 @@ import torch
 from taut_deploy.compress import kv_cache
 from taut_deploy.compress.formats.config import describe
 from taut_deploy.compress.formats.protocol import LayerFormat
+from taut_deploy.compress.quantize.rounding import LEARNED_AT_A_TIME
 from taut_deploy.compress.resolve import Treatment, resolve
 from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.source.stream import StreamedModel
@@ -24,6 +25,7 @@ class LayerPlan:
         name: full name.
         shape: [N, K].
         fate: the stages that act on it, joined by ``+``, or why none does.
+        treated: whether any stage acts on it.
         scheme: what it is stored in, None where it stays dense.
         group_size: weights per scale, None where scales are of no group.
         bytes_before: of its weight in the model.
@@ -33,6 +35,7 @@ class LayerPlan:
     name: str
     shape: tuple[int, int]
     fate: str
+    treated: bool
     scheme: str | None
     group_size: int | None
     bytes_before: int
@@ -127,6 +130,7 @@ def make_plan(
     wider = model.dtype.itemsize / element
     hidden = _hidden_bytes(model, recipe, model.dtype.itemsize)
     outer = int((before - dense) * wider)
+    learning = _learning_bytes(recipe, layers, len(model.blocks), model.dtype.itemsize)
     widest = max(layer.shape[1] for layer in layers)
     block_bytes = sum(4 * size for size in sizes.values()) // len(model.blocks)
     groups = {one.group_size for one in formats.values()}
@@ -140,7 +144,10 @@ def make_plan(
         stacked_experts=tuple(model.stacked_experts),
         bytes_before=before,
         bytes_after=after,
-        peak_memory_bytes=2 * hidden + 3 * block_bytes + 6 * 4 * widest * widest + outer,
+        peak_memory_bytes=2 * hidden
+        + 3 * block_bytes
+        + max(6 * 4 * widest * widest, learning)
+        + outer,
         disk_bytes=after + 3 * hidden,
     )
 
@@ -159,6 +166,7 @@ def layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
         one.name,
         one.shape,
         _fate(one, recipe),
+        bool(one.stages),
         None if layer_format is None else layer_format.name,
         None if layer_format is None else layer_format.group_size,
         before,
@@ -171,6 +179,18 @@ def _fate(one: Treatment, recipe: Recipe) -> str:
         return "+".join(recipe.stages[index].method for index in sorted(one.stages))
     ignored = is_matched(one.name, recipe.ignore)
     return "ignored by the recipe" if ignored else "not picked by any stage"
+
+
+def _learning_bytes(
+    recipe: Recipe, layers: tuple[LayerPlan, ...], blocks: int, element: int
+) -> int:
+    """What learned rounding holds of a block: six numbers a weight, and a step's activations."""
+    if not recipe.needs_target:
+        return 0
+    weights = sum(math.prod(layer.shape) for layer in layers) // blocks
+    widths = sum(sum(layer.shape) for layer in layers) // blocks
+    tokens = LEARNED_AT_A_TIME * recipe.calibration.sequence_length
+    return 6 * 4 * weights + tokens * widths * element
 
 
 def _hidden_bytes(model: StreamedModel, recipe: Recipe, element: int) -> int:
