@@ -77,45 +77,7 @@ class LinearCrossEntropyLoss(_Loss):
         return linear_cross_entropy(x, weight, target, bias=bias, **self.options)
 
 
-class LinearKLLoss(_Loss):
-    """:func:`.linear_kl.linear_kl` with fixed options.
-
-    Args:
-        options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
-
-    Raises:
-        TypeError: an option the function does not have.
-    """
-
-    _function = staticmethod(linear_kl)
-    _of_a_call = frozenset({"bias", "teacher_bias", "mask"})
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        teacher_x: torch.Tensor,
-        teacher_weight: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        teacher_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the divergence of the student, the first two, from the teacher."""
-        operands = (x, weight, teacher_x, teacher_weight)
-        return linear_kl(*operands, bias=bias, teacher_bias=teacher_bias, mask=mask, **self.options)
-
-
-class LinearJSDLoss(_Loss):
-    """:func:`.linear_jsd.linear_jsd` with fixed options.
-
-    Args:
-        options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
-
-    Raises:
-        TypeError: an option the function does not have.
-    """
-
-    _function = staticmethod(linear_jsd)
+class _Divergence(_Loss):
     _of_a_call = frozenset({"bias", "teacher_bias", "mask"})
 
     def forward(
@@ -130,6 +92,31 @@ class LinearJSDLoss(_Loss):
     ) -> torch.Tensor:
         """Return the divergence of the student, the first two, and the teacher."""
         operands = (x, weight, teacher_x, teacher_weight)
-        return linear_jsd(
-            *operands, bias=bias, teacher_bias=teacher_bias, mask=mask, **self.options
-        )
+        given = {"bias": bias, "teacher_bias": teacher_bias, "mask": mask}
+        return type(self)._function(*operands, **given, **self.options)
+
+
+class LinearKLLoss(_Divergence):
+    """:func:`.linear_kl.linear_kl` with fixed options.
+
+    Args:
+        options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
+
+    Raises:
+        TypeError: an option the function does not have.
+    """
+
+    _function = staticmethod(linear_kl)
+
+
+class LinearJSDLoss(_Divergence):
+    """:func:`.linear_jsd.linear_jsd` with fixed options.
+
+    Args:
+        options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
+
+    Raises:
+        TypeError: an option the function does not have.
+    """
+
+    _function = staticmethod(linear_jsd)
