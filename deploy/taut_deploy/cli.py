@@ -93,37 +93,46 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-def main() -> int:
-    """Entry point of the console script; returns the exit code."""
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code.
+
+    Args:
+        arguments: of the command line; those of the process where left out.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
     # Bars and advice of the libraries below would drown our own lines.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         # Outside standalone mode typer returns the code of a raised Exit (130 after Ctrl-C).
-        code = app(args=sys.argv[1:] or ["--help"], standalone_mode=False) or 0
+        code = app(args=given or ["--help"], standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except _UsageError as error:
-        return _failed(_usage_message(error))
+        return _failed(_usage_message(error), given)
     except TautError as error:
-        return _failed(str(error))
+        return _failed(str(error), given)
     except OSError as error:
         if error.errno in _DISK_FULL:
             place = str(error.filename)[:200] if error.filename else "this machine"
-            return _failed(f"{place}: the disk is full; free some space and run the command again")
+            return _failed(
+                f"{place}: the disk is full; free some space and run the command again", given
+            )
         if error.errno not in _OF_THE_PLACE or error.filename is None:
             raise
-        return _failed(f"{str(error.filename)[:200]}: {error.strerror}; choose another place")
+        return _failed(
+            f"{str(error.filename)[:200]}: {error.strerror}; choose another place", given
+        )
     if code == EXIT_INTERRUPTED:
         sys.stderr.write("taut: interrupted; run the same command again to go on\n")
     return int(code)
 
 
-def _failed(message: str) -> int:
+def _failed(message: str, given: list[str]) -> int:
     sys.stderr.write(f"taut: {printable(' '.join(message.split()))}\n")
     # 1 and 2 are verdicts of `taut validate`.
-    return EXIT_COULD_NOT_VALIDATE if sys.argv[1:2] == ["validate"] else EXIT_FAILED
+    return EXIT_COULD_NOT_VALIDATE if given[:1] == ["validate"] else EXIT_FAILED
 
 
 def _usage_message(error: Any) -> str:

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from taut_kernels.vllm_plugin import requested_mode as requested_mode
     from taut_kernels.vllm_plugin import scaled_mm_op as scaled_mm_op
     from taut_kernels.vllm_plugin.decode_attention import ELEMENT_BYTES as ELEMENT_BYTES
-    from taut_kernels.vllm_plugin.fused_ops import used_unasked as used_unasked
+    from taut_kernels.vllm_plugin.fused_ops import used_by_default as used_by_default
     from taut_kernels.vllm_plugin.fused_ops import why_not_fused_ops as why_not_fused_ops
     from taut_kernels.vllm_plugin.selection import why_not_ours as why_not_ours
     from taut_kernels.vllm_plugin.selection import why_not_preferred as why_not_preferred
@@ -92,7 +92,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "loss.linear_kl": ("linear_kl",),
     "vllm_plugin": ("MODE_VARIABLE", "cache_key", "requested_mode"),
     "vllm_plugin.decode_attention": ("ELEMENT_BYTES",),
-    "vllm_plugin.fused_ops": ("used_unasked", "why_not_fused_ops"),
+    "vllm_plugin.fused_ops": ("used_by_default", "why_not_fused_ops"),
     "vllm_plugin.selection": ("why_not_ours", "why_not_preferred"),
     "vllm_plugin.selfcheck": ("why_int8_wrong", "why_not_ready"),
 }

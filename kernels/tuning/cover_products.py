@@ -13,9 +13,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,16 @@ from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.tuner import w4a16_stock
 from taut_kernels.tuner.w4a16_candidates import Product, Tried, candidates
-from taut_kernels.tuner.w4a16_compile import Compilers, Job, compilers, jobs_of
-from taut_kernels.tuner.w4a16_layer import Layer, blank_layer, make_layer
+from taut_kernels.tuner.w4a16_compile import (
+    HUMMING,
+    Compilers,
+    Job,
+    compilers,
+    humming_compilers,
+    jobs_of,
+)
+from taut_kernels.tuner.w4a16_layer import Layer, make_layer
 from taut_kernels.tuner.w4a16_measure import OURS, TOKENS, Figures, graph_clock, measure
-
-HUMMING = "Humming"
-_HUMMING_THREADS = 14
-"""Its compiler runs in processes of its own."""
 
 
 def wanted(
@@ -135,30 +137,6 @@ def _layer(product: Product, rows: int) -> Layer:
     )
 
 
-@contextmanager
-def _humming(
-    products: Sequence[Product], tokens: Sequence[int], *, asked: bool
-) -> Iterator[dict[Product, Future[None]]]:
-    """Have Humming compile in the background; nothing where it was not asked for."""
-
-    def compile_one(product: Product) -> None:
-        N, K, weights = product.N, product.K, product.weights
-        blank = blank_layer(N, K, weights.group_size, zero_points=weights.zero_points)
-        w4a16_stock.compile_humming(blank, tokens)
-
-    pool = ThreadPoolExecutor(_HUMMING_THREADS)
-    try:
-        if asked and products:
-            # Alone: what brings weights to its layout is compiled once for all.
-            error = pool.submit(compile_one, products[0]).exception()
-            if error is not None:
-                sys.stdout.write(f"{HUMMING} does not compile: {first_line(error)}\n")
-                asked = False
-        yield {product: pool.submit(compile_one, product) for product in products if asked}
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 def _cover(
     listed: Sequence[tuple[Product, int]], arguments: argparse.Namespace, asked: Compilers
 ) -> int:
@@ -168,7 +146,8 @@ def _cover(
     plan = _Plan(products, arguments.tokens, arguments.tiles)
     stock = {name: w4a16_stock.STOCK[name] for name in arguments.kernel}
     measured = 0
-    with _humming(products, arguments.tokens, asked=HUMMING in stock) as compiled:
+    asked_for = products if HUMMING in stock else []
+    with humming_compilers(asked_for, arguments.tokens, print) as compiled:
         for product in products:
             asked.ask(plan.jobs[product])
         for product, models in listed:

@@ -136,8 +136,40 @@ ROUTES = (
 )
 
 
+# What a step adds. Attributes begin as the class has them: what a request does not do costs nothing
+
+
+class Admitted:
+    """Who asks, and what the request holds of the gateway's bounds; written by its checks."""
+
+    caller: str | None = None
+    key: Caller | None = None
+    holds_key_place: bool = False
+    reservation: Reservation | None = None
+    held: HeldBytes | None = None
+
+
+class Routed:
+    """Where the request went; written by routing, try by try."""
+
+    variant: str = ""
+    worker: str = ""
+    tries: int = 0
+
+
+class Answer:
+    """What the client got, and when; written by the relay."""
+
+    status: int = 0
+    events: int = 0
+    text_bytes: int = 0
+    first_token_s: float = 0.0
+    rest_s: float = 0.0
+    usage: Usage | None = None
+
+
 class Call:
-    """What the log and the metrics will say about a request; filled in as it goes.
+    """One request, and what each step of its way says about it; for the log and the metrics.
 
     Args:
         route: the route taken.
@@ -146,30 +178,19 @@ class Call:
     """
 
     __slots__ = (
-        "caller",
-        "events",
+        "admitted",
+        "answer",
         "exchange",
         "extra_headers",
-        "first_token_s",
-        "held",
-        "holds_key_place",
-        "key",
         "metrics",
         "model",
         "request_id",
-        "reservation",
-        "rest_s",
         "rewrite",
         "route",
+        "routed",
         "span",
         "started",
-        "status",
         "streaming",
-        "text_bytes",
-        "tries",
-        "usage",
-        "variant",
-        "worker",
     )
 
     def __init__(self, route: Route, request_id: bytes, metrics: RouteMetrics) -> None:
@@ -178,22 +199,11 @@ class Call:
         self.request_id = request_id
         self.metrics = metrics
         self.model = ""
-        self.variant = ""
-        self.worker = ""
-        self.caller: str | None = None
-        self.key: Caller | None = None
-        self.holds_key_place = False
-        self.reservation: Reservation | None = None
+        self.streaming = False
         self.extra_headers: Headers = []
         self.exchange: ClientExchange | None = None
-        self.held: HeldBytes | None = None
-        self.status = 0
-        self.streaming = False
-        self.tries = 0
-        self.events = 0
-        self.text_bytes = 0
-        self.first_token_s = 0.0
-        self.rest_s = 0.0
-        self.span: Span | None = None
-        self.usage: Usage | None = None
         self.rewrite: Rewrite | None = None
+        self.span: Span | None = None
+        self.admitted = Admitted()
+        self.routed = Routed()
+        self.answer = Answer()

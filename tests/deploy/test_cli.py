@@ -210,10 +210,10 @@ def test_doctor_says_which_calls_of_an_int8_layer_are_ours(monkeypatch):
         assert remark == alone + (expected if alone != within else "")
     assert found[64, 128] == ["vLLM's own", "64×128 not measured on NVIDIA H200"]
 
-    unasked = _choices(monkeypatch, "W8A8", shapes, "NVIDIA H200", suited=True)
+    by_default = _choices(monkeypatch, "W8A8", shapes, "NVIDIA H200", suited=True)
     alone = tiles_scaled_mm.why_not_preferred("w8a8_gemm", "NVIDIA H200", 6144, 4096)
-    assert unasked[6144, 4096] == ["taut::w8a8_gemm", f"with --no-fused-ops: {alone}"]
-    assert unasked[64, 128] == found[64, 128]
+    assert by_default[6144, 4096] == ["taut::w8a8_gemm", f"with --no-fused-ops: {alone}"]
+    assert by_default[64, 128] == found[64, 128]
     twin = _choices(monkeypatch, "W8A8", shapes, "NVIDIA H100 80GB HBM3", suited=True)
     assert "with --no-fused-ops" not in str(twin)
 

@@ -26,8 +26,9 @@ from taut_deploy.worker import WorkerSpec, command_for, engine_options
 from taut_kernels.launch import measured_here
 from taut_kernels.launch.measured_here import Document, Machine
 
-H100 = "NVIDIA H100 80GB HBM3"
-MACHINE = Machine(H100, "580.1", {"torch": "2.11.0"})
+CARD = "A card of 2030"
+"""That no shipped table is of."""
+MACHINE = Machine(CARD, "580.1", {"torch": "2.11.0"})
 SIZES = {
     "model_type": "llama",
     "hidden_size": 3072,
@@ -95,7 +96,7 @@ def tuner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: int) -> Path:
     log, program = tmp_path / "asked", tmp_path / "python"
-    text = TUNER.format(python=sys.executable, log=str(log), gpu=H100, least=least)
+    text = TUNER.format(python=sys.executable, log=str(log), gpu=CARD, least=least)
     program.write_text(text)
     program.chmod(0o755)
     monkeypatch.setattr(verdicts.sys, "executable", str(program))
@@ -184,7 +185,7 @@ def test_a_files_name_is_of_card_versions_products_and_place(
 
     own = path()
     assert own.parent == tmp_path / "home" / "verdicts"
-    assert own.name.startswith("nvidia-h100-80gb-hbm3-")
+    assert own.name.startswith("a-card-of-2030-")
     assert path(ranks=2).name != own.name
     assert path(root=tmp_path / "volume") == tmp_path / "volume" / "verdicts" / own.name
     monkeypatch.setattr(measured_here, "this_machine", lambda: replace(MACHINE, driver="590"))
@@ -203,7 +204,7 @@ def test_a_worker_measures_once_what_nobody_measured(
     assert (asked["--budget-s"], asked["--tiles"]) == ("20.0", "0")
     path = named_verdicts(spec, "prefer", "cuda")
     assert path == Path(asked["--output"])
-    assert said[0].startswith(f"measuring 4 products of this model on {H100} for at most 20 s")
+    assert said[0].startswith(f"measuring 4 products of this model on {CARD} for at most 20 s")
     assert len(said) == 1
     measure_for_worker(spec, "prefer", "cuda", 20.0, 0, said.append)
     assert len(tuner.read_text().splitlines()) == 1
@@ -323,10 +324,32 @@ def test_a_damaged_or_foreign_file_is_refused_in_one_line(
 
 
 @pytest.mark.usefixtures("card")
+def test_the_key_that_is_printed_is_the_workers_with_its_verdicts(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine_options, "suited_options", lambda spec: (False, False))
+    monkeypatch.setattr("taut_deploy.cache.warm.installed_platform", lambda: "cuda")
+    monkeypatch.setattr("taut_deploy.cache.key._gpu", lambda: CARD)
+    monkeypatch.setenv("TAUT_KERNELS", "prefer")
+    volume = tmp_path / "volume"
+
+    def printed(*words: str) -> str:
+        taut("cache", "key", str(model), "--max-model-len", "64", *words)
+        return capsys.readouterr().out
+
+    without = printed("--cache", str(volume))
+    found = find_verdicts(model, 1, volume)
+    assert found is not None
+    write_verdicts(found.path)
+    assert printed("--cache", str(volume)) != without
+    assert printed() == without
+
+
+@pytest.mark.usefixtures("card")
 def test_doctor_follows_what_was_measured(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("taut_deploy.host.gpu_name", lambda: H100)
+    monkeypatch.setattr("taut_deploy.host.gpu_name", lambda: CARD)
     seen: list[str | None] = []
     monkeypatch.setattr(
         "taut_deploy.diagnose.facts.diagnose",
@@ -353,7 +376,7 @@ def test_the_command_measures_and_says_who_is_faster(
 ) -> None:
     taut("tune", str(model), "--budget-s", "30")
     said = capsys.readouterr()
-    assert said.err == f"taut: 4 products of 8 layers on {H100}; 30 s at most\n"
+    assert said.err == f"taut: 4 products of 8 layers on {CARD}; 30 s at most\n"
     lines = said.out.splitlines()
     assert "3072x3072 g128" in lines[0]
     assert lines[0].endswith("taut: vLLM's time ÷ taut's 2.00 at 1, 2.00 at 256 tokens")

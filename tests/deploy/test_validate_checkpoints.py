@@ -196,11 +196,17 @@ def test_a_truncated_shard_is_refused(tmp_path):
         CheckpointSource(tmp_path / "m", "baseline", "cpu")
 
 
-def test_a_quantisation_transformers_does_not_know_is_refused_not_ignored(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "sparse24"}, r"cannot compute quant_method 'sparse24'.*URL"),
+        ({"quant_method": "taut", "layers": {}}, r"cannot be loaded: .*format_version is 'None'"),
+    ],
+)
+def test_a_quantisation_nobody_here_knows_is_refused_not_ignored(config, message, tmp_path):
     write_model(tmp_path / "m")
-    config = {"quant_method": "taut", "method": "sparse24"}
     rewrite(tmp_path / "m", tmp_path / "c", dict, quantization_config=config)
-    with pytest.raises(CouldNotValidateError, match=r"cannot compute quant_method 'taut'.*URL"):
+    with pytest.raises(CouldNotValidateError, match=message):
         CheckpointSource(tmp_path / "c", "candidate", "cpu")
 
 

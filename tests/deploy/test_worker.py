@@ -345,7 +345,7 @@ def test_fused_ops_that_cannot_run_here_are_refused_with_the_reason(monkeypatch)
         (None, "require", None, True, False),
     ],
 )
-def test_fused_ops_are_used_unasked_where_engines_were_measured(
+def test_fused_ops_are_used_by_default_where_engines_were_measured(
     monkeypatch, card, mode, asked, suited, used
 ):
     on_card(monkeypatch, card)
@@ -409,7 +409,7 @@ def test_an_option_is_asked_for_refused_or_left_open():
         (None, "require", None, True, False),
     ],
 )
-def test_decode_attention_is_used_unasked_where_it_was_measured(
+def test_decode_attention_is_used_by_default_where_it_was_measured(
     monkeypatch, card, mode, asked, suited, used
 ):
     on_card(monkeypatch, card)
@@ -438,7 +438,7 @@ def test_decode_attention_is_used_unasked_where_it_was_measured(
         (None, {}, False),
     ],
 )
-def test_unasked_for_plain_attention_of_which_nobody_chose_the_backend(
+def test_default_for_plain_attention_of_which_nobody_chose_the_backend(
     tmp_path, config, change, suits
 ):
     if config is not None:

@@ -26,9 +26,10 @@ from taut_service.watch.metrics import Metrics
 
 def call_with(request_id: bytes = b"id-1", status: int = 200, **values: Any) -> Call:
     call = Call(ROUTES[0], request_id, Metrics().route("unknown", "completions"))
-    call.status = status
+    call.answer.status = status
     for name, value in values.items():
-        setattr(call, name, value)
+        parts = (call.admitted, call.routed, call.answer)
+        setattr(next((part for part in parts if hasattr(part, name)), call), name, value)
     return call
 
 

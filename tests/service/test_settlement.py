@@ -31,14 +31,14 @@ def charged(stream: bytes, status: int = 200) -> int:
     reservation = Reservation(
         cast("MemoryLimitStore", store), "a", limit, estimated, Standing(True, 1, 1)
     )
-    call: Any = SimpleNamespace(
-        worker="w",
-        streaming=True,
+    answer = SimpleNamespace(
         status=status,
         usage=reframer.usage,
         events=reframer.events,
         text_bytes=reframer.text_bytes,
     )
+    routed = SimpleNamespace(worker="w")
+    call: Any = SimpleNamespace(streaming=True, answer=answer, routed=routed)
     settle(call, reservation)
     return sum(estimated) - given_back[0]
 

@@ -93,17 +93,9 @@ def distil(
     record = ModelStore(home.models).fetch(model)
     calibrated = (samples.calibration, samples.calibration_sequences, samples.sequence_length)
     place = Place(record, *calibrated, home.root, device)
-    training = (budget.seconds, budget.tokens, steps.batch_size, steps.micro_batch)
+    judged = (text, samples.sequences, tuple(sets), students, budget.seconds, budget.tokens)
     plan = Plan(
-        place,
-        text,
-        samples.sequences,
-        tuple(sets),
-        students,
-        *training,
-        steps.self_sequences,
-        work,
-        output,
+        place, *judged, steps.batch_size, steps.micro_batch, steps.self_sequences, work, output
     )
     rows = measure(plan, (lambda _: None) if as_json else say)
     facts = {"command": f"taut {' '.join(sys.argv[1:])}", **describe_host()}

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,12 @@ import typer
 
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import JsonFlag, megabytes, print_json, say
-from taut_deploy.commands.worker_options import ContextOptions, KernelOptions, KvCacheGib
+from taut_deploy.commands.worker_options import (
+    CompileCache,
+    ContextOptions,
+    KernelOptions,
+    KvCacheGib,
+)
 from taut_deploy.worker import WorkerSpec
 
 app = typer.Typer(help="Compiled artefacts of workers: their key, and a worker's start in advance.")
@@ -32,12 +37,13 @@ def key(
     vllm_args: VllmArguments = None,
     context: ContextOptions,
     kernels: KernelOptions,
+    cache: CompileCache = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the key of what a worker would compile here; --json says what it is made of."""
     from taut_deploy.cache.warm import key_for
 
-    found = key_for(_spec(checkpoint, vllm_args, context, kernels))
+    found = key_for(replace(_spec(checkpoint, vllm_args, context, kernels), cache=cache))
     if as_json:
         print_json({"key": str(found), "parts": asdict(found)})
     else:

@@ -9,12 +9,18 @@ import typer
 from taut_deploy.checkpoint import is_checkpoint
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import TrustRemoteCodeFlag, announce_code
-from taut_deploy.commands.worker_options import ContextOptions, KernelOptions, KvCacheGib
+from taut_deploy.commands.worker_options import (
+    ApiOptions,
+    ContextOptions,
+    KernelOptions,
+    KvCacheGib,
+    ProcessOptions,
+)
 from taut_deploy.errors import WorkerError
 from taut_deploy.models.directory import read_shape
 from taut_deploy.models.remote_code import FLAG
 from taut_deploy.vllm_flags import names_one_of
-from taut_deploy.worker import LOOPBACK, WorkerSpec, exec_worker
+from taut_deploy.worker import WorkerSpec, exec_worker
 
 
 @with_groups
@@ -26,34 +32,11 @@ def worker(
     vllm_args: Annotated[
         list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Model name on the API; default from the manifest.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option(help="IP address to listen on; workers have no keys: gateways only.")
-    ] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port.")] = 8101,
+    api: ApiOptions,
     context: ContextOptions,
     kv_cache_gib: KvCacheGib = 1,
     kernels: KernelOptions,
-    shutdown_timeout: Annotated[
-        int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
-    ] = 30,
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="TAUT_COMPILE_CACHE",
-            help="Directory of compiled artefacts; 'taut cache warm' fills it.",
-        ),
-    ] = None,
-    tune_budget_s: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
-            " 'taut tune' does so beforehand.",
-        ),
-    ] = 20.0,
+    process: ProcessOptions,
     trust_remote_code: TrustRemoteCodeFlag = False,
 ) -> None:
     """Verify a checkpoint and become a vLLM server for it, on loopback unless told."""
@@ -62,8 +45,10 @@ def worker(
         extra.insert(0, FLAG)
     # Given to vLLM directly it means the same, and the files are named as well.
     trusted = names_one_of(extra, (FLAG,))
-    if not _is_address(host):
-        raise WorkerError(f"--host {host}: not an IP address; for example 0.0.0.0 or a pod's own")
+    if not _is_address(api.host):
+        raise WorkerError(
+            f"--host {api.host}: not an IP address; for example 0.0.0.0 or a pod's own"
+        )
     announce_code(checkpoint, trusted)
     max_model_len = context.max_model_len
     if trusted and max_model_len is None and not is_checkpoint(checkpoint):
@@ -72,18 +57,18 @@ def worker(
     exec_worker(
         WorkerSpec(
             checkpoint=checkpoint,
-            name=name,
-            host=host,
-            port=port,
+            name=api.name,
+            host=api.host,
+            port=api.port,
             max_model_len=max_model_len,
             kv_cache_dtype=context.kv_cache_dtype,
             kernels=kernels.mode(),
             fused_ops=kernels.fused(),
             decode_attention=kernels.attention(),
             kv_cache_gib=kv_cache_gib,
-            shutdown_timeout_s=shutdown_timeout,
-            cache=cache,
-            tune_budget_s=tune_budget_s,
+            shutdown_timeout_s=process.shutdown_timeout,
+            cache=process.cache,
+            tune_budget_s=process.tune_budget_s,
             extra=tuple(extra),
         )
     )

@@ -1,14 +1,54 @@
-"""The options of a worker that decide what it compiles: those of ``taut worker`` and ``cache``."""
+"""The options of a worker, in groups that ``taut worker`` and ``taut cache`` share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
 from taut_deploy.errors import WorkerError
-from taut_deploy.worker import KernelMode, asked_for
+from taut_deploy.worker import LOOPBACK, KernelMode, asked_for
 
+CompileCache = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="TAUT_COMPILE_CACHE",
+        help="Directory of compiled artefacts and verdicts; 'taut cache warm' fills it.",
+    ),
+]
+TuneBudget = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
+        " 'taut tune' does so beforehand.",
+    ),
+]
 KvCacheGib = Annotated[int, typer.Option(min=1, help="CPU only: memory for the KV cache, GiB.")]
+
+
+@dataclass(frozen=True)
+class ApiOptions:
+    """Under which name and address a worker answers."""
+
+    name: Annotated[
+        str | None, typer.Option(help="Model name on the API; default from the manifest.")
+    ] = None
+    host: Annotated[
+        str, typer.Option(help="IP address to listen on; workers have no keys: gateways only.")
+    ] = LOOPBACK
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port.")] = 8101
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """How a worker starts and ends."""
+
+    shutdown_timeout: Annotated[
+        int, typer.Option(min=0, help="Seconds SIGTERM lets requests finish.")
+    ] = 30
+    cache: CompileCache = None
+    tune_budget_s: TuneBudget = 20.0
 
 
 @dataclass(frozen=True)

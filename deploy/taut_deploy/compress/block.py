@@ -100,7 +100,7 @@ def compress_block(
     # Weights may be fp32 between stages; the block is not called in that state.
     groups = observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian)
     _require_seen(prefix, groups, treatments)
-    state = state_of(block, prefix, groups, treatments)
+    state = _state_of(block, prefix, groups, treatments)
     layers = state.layers
     if target is not None:
         state.example = _example(hidden, target, arguments)
@@ -119,17 +119,9 @@ def compress_block(
     return CompressedBlock(stored, reports)
 
 
-def state_of(
+def _state_of(
     block: nn.Module, prefix: str, groups: list[InputGroup], treatments: Mapping[str, Treatment]
 ) -> BlockState:
-    """The state that a block's stages begin with.
-
-    Args:
-        block: the module, loaded.
-        prefix: its name in the state dict.
-        groups: its observed inputs.
-        treatments: of every linear layer, by full name.
-    """
     layers = {
         name: LayerState(
             full_name,

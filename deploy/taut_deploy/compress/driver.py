@@ -39,7 +39,6 @@ from taut_deploy.compress.kept_files import kept_files
 from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
 from taut_deploy.compress.mixed.decide import mixing_of
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
-from taut_deploy.compress.rehearse import rehearse_stages
 from taut_deploy.compress.report.write import write_log, write_report
 from taut_deploy.compress.served import kernels_of
 from taut_deploy.compress.shards import shard_index, shard_name
@@ -135,7 +134,6 @@ class _Run:
         """Compress one block, and say what all of them will take."""
         tokens = ordinary_tokens(self._directory, trust_remote_code=self._job.trust_remote_code)
         require_embedded([tokens], _vocabulary(self._stream), self._directory)
-        rehearse_stages(self._stream, self._recipe, self._treatments)
         kernels = kernels_of(self._treatments, read_config(self._directory), served_by)
         measured = try_block(
             self._stream.blocks,

@@ -10,6 +10,7 @@ import torch
 
 from taut_deploy.compress import driver
 from taut_deploy.compress.equalize.rotate_model import rehearse_rotation
+from taut_deploy.compress.formats.low_rank import LowRankFormat
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.job import CompressionJob, compute_dtype, open_stream, stored_dtype
 from taut_deploy.compress.plan import CompressionPlan, LayerPlan, layer_plan
@@ -19,6 +20,7 @@ from taut_deploy.compress.shrink.importance import decoder_of
 from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.stages import BLOCK_STAGES
+from taut_deploy.compress.train.optimizer import require_optimizer
 from taut_deploy.compress.train.quantized_layers import require_trained
 from taut_deploy.compress.train.text import describe_sources
 from taut_deploy.errors import RecipeError
@@ -84,10 +86,11 @@ def plan(job: CompressionJob, served_by: str = "here") -> CompressionPlan:
 
 
 def require_usable(job: CompressionJob) -> None:
-    """Refuse texts that cannot be read, and a calibration that no stage can use.
+    """Refuse what a stage could not read or import.
 
     Raises:
-        RecipeError: naming the field.
+        RecipeError: a text, or a calibration that no stage can use; names the field.
+        OutputError: the package of an optimizer is not installed.
     """
     recipe = job.recipe
     slims = any(isinstance(stage, Slim) for stage in recipe.stages)
@@ -98,6 +101,7 @@ def require_usable(job: CompressionJob) -> None:
     for index, stage in enumerate(recipe.stages):
         if isinstance(stage, Training):
             describe_sources(list(stage.text), f"stages.{index}.text")
+            require_optimizer(stage.settings)
 
 
 def _require_trainable(job: CompressionJob, layers: Iterable[LayerPlan]) -> None:
@@ -116,11 +120,12 @@ def _require_trainable(job: CompressionJob, layers: Iterable[LayerPlan]) -> None
         choose = BLOCK_STAGES[stage.method].choose_format
         if choose is not None:
             found = choose(stage, widths, dtype)
-            if not isinstance(found, WeightFormat):
+            if isinstance(found, WeightFormat):
+                require_trained(found.scheme([]), f"stages.{index}")
+            elif not isinstance(found, LowRankFormat) or found.base is not None:
                 raise RecipeError(
                     f"stages.{index}: {found.name} layers cannot be trained; leave the training out"
                 )
-            require_trained(found.scheme([]), f"stages.{index}")
 
 
 def _without_blocks(job: CompressionJob) -> CompressionPlan:

@@ -24,6 +24,7 @@ class LayerPlan:
         name: full name.
         shape: [N, K].
         fate: the stages that act on it, joined by ``+``, or why none does.
+        treated: whether any stage acts on it.
         scheme: what it is stored in, None where it stays dense.
         group_size: weights per scale, None where scales are of no group.
         bytes_before: of its weight in the model.
@@ -34,6 +35,7 @@ class LayerPlan:
     name: str
     shape: tuple[int, int]
     fate: str
+    treated: bool
     scheme: str | None
     group_size: int | None
     bytes_before: int
@@ -164,6 +166,7 @@ def layer_plan(one: Treatment, recipe: Recipe, element: int) -> LayerPlan:
         one.name,
         one.shape,
         _fate(one, recipe),
+        bool(one.stages),
         None if layer_format is None else layer_format.name,
         None if layer_format is None else layer_format.group_size,
         before,

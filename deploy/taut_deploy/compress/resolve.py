@@ -88,8 +88,8 @@ def _require_matches(recipe: Recipe, names: list[str]) -> None:
     known = ["lm_head", *names]
     places = [("ignore", recipe.ignore)]
     for index, stage in enumerate(recipe.stages):
-        places.append((f"stages.{index}.layers", stage.layers))
-        places.append((f"stages.{index}.ignore", stage.ignore))
+        places.append((f"{recipe.place(index)}.layers", stage.layers))
+        places.append((f"{recipe.place(index)}.ignore", stage.ignore))
     for place, patterns in places:
         for pattern in patterns:
             if not any(matches(name, pattern) for name in known):
@@ -103,8 +103,8 @@ def _nothing_to_do(stage: StageModel, index: int, recipe: Recipe) -> str:
     if stage.layers == ("*",) and not stage.ignore:
         return "ignore: matches every linear layer, so there is nothing to compress"
     return (
-        f"stages.{index}: {stage.layers} without {stage.ignore + recipe.ignore} leaves no linear "
-        "layer of a decoder block"
+        f"{recipe.place(index)}: {stage.layers} without {stage.ignore + recipe.ignore} leaves no "
+        "linear layer of a decoder block"
     )
 
 
@@ -115,8 +115,8 @@ def _require_once(recipe: Recipe, before: list[int], stage: StageModel, name: st
         if both_store or type(other) is type(stage):
             what = "stored" if both_store else "treated"
             raise RecipeError(
-                f"stages: {name} is {what} twice, by stages {earlier} and "
-                f"{recipe.stages.index(stage)}; part them with 'layers' and 'ignore'"
+                f"stages: {name} is {what} twice, by {recipe.place(earlier)} and "
+                f"{recipe.place(recipe.stages.index(stage))}; part them with 'layers' and 'ignore'"
             )
 
 

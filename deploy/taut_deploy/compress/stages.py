@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from taut_deploy.compress.equalize.awq_stage import awq, require_foldable
+from taut_deploy.compress.equalize.awq_stage import awq
 from taut_deploy.compress.equalize.smooth_stage import smooth
 from taut_deploy.compress.formats.codebook import codebook_format
 from taut_deploy.compress.formats.low_rank import low_rank_format
@@ -37,13 +37,11 @@ class BlockStage:
         run: acts on a block's state.
         choose_format: for a storing stage, the format of its layers, known before anything runs.
         why_not: what shapes the method cannot work on, known before anything runs.
-        rehearse: refuses what ``run`` would, of a block that saw a few tokens.
     """
 
     run: Run
     choose_format: ChooseFormat | None = None
     why_not: WhyNot | None = None
-    rehearse: Run | None = None
 
 
 def _decided_before(_state: BlockState, _index: int, _stage: Any) -> None:
@@ -52,7 +50,7 @@ def _decided_before(_state: BlockState, _index: int, _stage: Any) -> None:
 
 BLOCK_STAGES: dict[str, BlockStage] = {
     "smooth": BlockStage(smooth),
-    "awq": BlockStage(awq, rehearse=require_foldable),
+    "awq": BlockStage(awq),
     "prune": BlockStage(prune, why_not=why_not_pruned),
     "quantize": BlockStage(quantize, quantized_format),
     "mixed": BlockStage(_decided_before),

@@ -77,14 +77,14 @@ def _devices() -> dict[str, str]:
 
 def fused_ops() -> str:
     """Say whether a worker here can run our norms and activations, and what they wait for."""
-    from taut_kernels.for_deploy import requested_mode, used_unasked, why_not_fused_ops
+    from taut_kernels.for_deploy import requested_mode, used_by_default, why_not_fused_ops
 
     gpu = host.gpu_name()
     reason = why_not_fused_ops(gpu, requested_mode())
     if reason is not None:
         return f"not used: {reason}"
     by_default = "for Llama, Mistral and Qwen in W4A16 and 8 bits; for others "
-    whose = by_default if used_unasked(gpu) else ""
+    whose = by_default if used_by_default(gpu) else ""
     return f"activations: used; norms and quantisation: {whose}with taut worker --fused-ops"
 
 

@@ -55,10 +55,10 @@ def engine_here(*, half: bool, suited: bool) -> Engine:
         half: whether the model's own type is fp16: on a CPU a worker takes bf16 all the same.
         suited: whether fused ops suit the model, so that cards with measured engines use them.
     """
-    from taut_kernels.for_deploy import requested_mode, used_unasked
+    from taut_kernels.for_deploy import requested_mode, used_by_default
 
     gpu = host.gpu_name()
-    fused = suited and used_unasked(gpu)
+    fused = suited and used_by_default(gpu)
     return Engine(gpu, requested_mode(), half and gpu is not None, fused)
 
 
@@ -70,14 +70,14 @@ def engine_of(served_by: str, *, half: bool, suited: bool) -> Engine:
         half: whether the model's own type is fp16.
         suited: whether fused ops suit the model.
     """
-    from taut_kernels.for_deploy import requested_mode, used_unasked
+    from taut_kernels.for_deploy import requested_mode, used_by_default
 
     if served_by == "here":
         return engine_here(half=half, suited=suited)
     if served_by == "cpu":
         return Engine(None, requested_mode())
     gpu = CARDS[served_by]
-    fused = suited and used_unasked(gpu)
+    fused = suited and used_by_default(gpu)
     return Engine(gpu, requested_mode(), half, fused, _EIGHT_BIT_CAPABILITY)
 
 

@@ -4,7 +4,7 @@ import difflib
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
@@ -74,6 +74,7 @@ class Recipe(Strict):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     ignore: tuple[Pattern, ...] = ("lm_head",)
     kv_cache: KvCache | None = None
+    _stages_before: int = PrivateAttr(default=0)
 
     @model_validator(mode="after")
     def _in_order(self) -> "Recipe":
@@ -94,6 +95,8 @@ class Recipe(Strict):
         kinds = {type(stage) for stage in self.stages}
         if Qat in kinds and Quantize not in kinds:
             raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
+        if self.kv_cache is not None and not orders - {Order.BEFORE, Order.AFTER}:
+            raise ValueError("'kv_cache': is calibrated block by block; add 'quantize' or 'prune'")
         self._require_like_shapes()
         mixed = [stage for stage in self.stages if isinstance(stage, Mixed)]
         if len(mixed) > 1 or (mixed and Order.BEFORE in orders):
@@ -151,7 +154,15 @@ class Recipe(Strict):
     def of_blocks(self) -> "Recipe | None":
         """The part that is done block by block, None where there is none."""
         stages = self.of_orders(Order.TRANSFORM, Order.PRUNE, Order.STORE)
-        return self.model_copy(update={"stages": tuple(stages)}) if stages else None
+        if not stages:
+            return None
+        part = self.model_copy(update={"stages": tuple(stages)})
+        part._stages_before = len(self.of_orders(Order.BEFORE))
+        return part
+
+    def place(self, index: int) -> str:
+        """What an error calls a stage: its place in the recipe as the user wrote it."""
+        return f"stages.{self._stages_before + index}"
 
     @property
     def needs_hessian(self) -> bool:

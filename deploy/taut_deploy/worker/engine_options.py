@@ -15,7 +15,7 @@ def fused_engine_options(asked: bool | None, mode: str, *, suited: bool) -> dict
     Args:
         asked: whether ``--fused-ops`` was given, False for ``--no-fused-ops``, None for neither.
         mode: value of ``TAUT_KERNELS``.
-        suited: whether to use them unasked on a card whose engines were measured.
+        suited: whether to use them by default on a card whose engines were measured.
 
     Returns:
         Flags and their JSON values; empty where they are not used.
@@ -28,7 +28,7 @@ def fused_engine_options(asked: bool | None, mode: str, *, suited: bool) -> dict
     from taut_kernels.for_deploy import fused_ops
 
     gpu = host.gpu_name()
-    if not asked and not fused_ops.used_unasked(gpu):
+    if not asked and not fused_ops.used_by_default(gpu):
         return {}
     reason = fused_ops.why_not_fused_ops(gpu, mode)
     if reason is not None and asked:
@@ -43,7 +43,7 @@ def attention_engine_options(asked: bool | None, mode: str, *, suited: bool) -> 
         asked: whether ``--decode-attention`` was given, False for ``--no-decode-attention``, None
             for neither.
         mode: value of ``TAUT_KERNELS``.
-        suited: whether to use it unasked where it can run.
+        suited: whether to use it by default where it can run.
 
     Returns:
         Flags and their values; empty where it is not used.

@@ -19,6 +19,8 @@ Source    SwiGLU: arXiv:2002.05202, §2. gpt-oss: vLLM `swigluoai_and_mul`. The 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from taut_kernels.activation import silu_mul_launch
@@ -126,32 +128,16 @@ def _launch_silu_mul_static_quant(
     return q
 
 
-def _fake_silu_mul(
-    x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
-) -> torch.Tensor:
+def _fake_silu_mul(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
 
-def _fake_silu_mul_quant(
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q = x.new_empty((x.shape[0], x.shape[1] // 2), dtype=dtype)
+def _fake_silu_mul_quant(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q = x.new_empty((x.shape[0], x.shape[1] // 2), dtype=rest[-1])
     return q, x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-def _fake_silu_mul_static_quant(
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-    scale: torch.Tensor,
-) -> torch.Tensor:
+def _fake_silu_mul_static_quant(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2), dtype=row_quant.FP8)
 
 

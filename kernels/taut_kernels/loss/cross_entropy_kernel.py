@@ -149,17 +149,7 @@ def cross_entropy_kernel(
                 z = _block(logits_row, start, offs, step, V).to(tl.float32)
             z = capped(z, softcap, HAS_SOFTCAP)
             g = gradient(
-                z,
-                # The scalar side takes the block's start: compared as they are, both would be
-                # widened to the target's 64 bits.
-                offs == target - start,
-                lse,
-                scale,
-                label_smoothing,
-                z_loss,
-                softcap,
-                V,
-                HAS_SMOOTHING,
-                HAS_SOFTCAP,
-            )
+                z, offs == target - start, lse, scale, label_smoothing, z_loss, softcap, V,
+                HAS_SMOOTHING, HAS_SOFTCAP,
+            )  # fmt: skip
             tl.store(grad_row + offs_v, g.to(grad_ptr.dtype.element_ty), mask=mask)

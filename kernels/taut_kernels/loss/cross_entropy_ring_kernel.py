@@ -258,14 +258,9 @@ def cross_entropy_ring_kernel(
         else:
             lse2 = _shift_of(old_maximum) + gl.log2(old_sum)
             exponent, keep, sign, at_target, column = _finish_row(
-                (lse2, old_z, old_scale, old_target),
-                (old, lives),
-                (cut[0], cut[0] + COLUMNS),
-                (loss_ptr, lse_ptr),
-                ignore_index,
-                z_loss,
-                V,
-            )
+                (lse2, old_z, old_scale, old_target), (old, lives), (cut[0], cut[0] + COLUMNS),
+                (loss_ptr, lse_ptr), ignore_index, z_loss, V,
+            )  # fmt: skip
             gradient = (exponent, keep, sign)
         to = (part_words(grads, old, cut[0]), gl.where(lives, limit, 0))
         pairs = gl.where(i <= rows, (CHUNKS - LAG) // 2, 0)

@@ -273,39 +273,13 @@ def walk(
         # barrier between.
         at, old = chunk + 2 * pair, old_chunk + 2 * pair
         state, loads = _step(
-            even,
-            odd,
-            slot,
-            old_slot,
-            before,
-            state,
-            loads,
-            at,
-            old,
-            gradient,
-            inputs,
-            cut,
-            AHEAD,
-            CHUNKS,
-            L,
-        )
+            even, odd, slot, old_slot, before, state, loads, at, old, gradient, inputs, cut, AHEAD,
+            CHUNKS, L,
+        )  # fmt: skip
         state, loads = _step(
-            odd,
-            even,
-            slot,
-            old_slot,
-            old_slot,
-            state,
-            loads,
-            at + 1,
-            old + 1,
-            gradient,
-            inputs,
-            cut,
-            AHEAD,
-            CHUNKS,
-            L,
-        )
+            odd, even, slot, old_slot, old_slot, state, loads, at + 1, old + 1, gradient, inputs,
+            cut, AHEAD, CHUNKS, L,
+        )  # fmt: skip
         before = old_slot
         slot = gl.where(slot + 1 == HALF, 0, slot + 1)
         old_slot = gl.where(old_slot + 1 == HALF, 0, old_slot + 1)

@@ -87,17 +87,9 @@ def block_gradient_kernel(
     z = tl.load(logits_ptr + row.to(tl.int64) * stride_m + offs, mask=mask, other=0.0)
     z = capped(z.to(tl.float32), softcap, HAS_SOFTCAP)
     g = gradient(
-        z,
-        offs == (target - start).to(tl.int32),
-        lse,
-        scale,
-        label_smoothing,
-        z_loss,
-        softcap,
-        V,
-        HAS_SMOOTHING,
-        HAS_SOFTCAP,
-    )
+        z, offs == (target - start).to(tl.int32), lse, scale, label_smoothing, z_loss, softcap, V,
+        HAS_SMOOTHING, HAS_SOFTCAP,
+    )  # fmt: skip
     # Not only times a scale of 0: an ignored row may hold infinities.
     g = tl.where(target == ignore_index, 0.0, g)
     grad_row = grad_ptr + row.to(tl.int64) * stride_gm

@@ -21,6 +21,7 @@ Source    RMSNorm: arXiv:1910.07467, eq. 4. Rounding and scales: vLLM `rms_norm`
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -118,30 +119,16 @@ def _launch_rms_norm_static_quant(
     return q
 
 
-def _fake_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
+def _fake_rms_norm(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_rms_norm_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epsilon: float,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_rms_norm_quant(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), scales
+    return x.new_empty(x.shape, dtype=rest[-1]), scales
 
 
-def _fake_rms_norm_static_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epsilon: float,
-    scale: torch.Tensor,
-) -> torch.Tensor:
+def _fake_rms_norm_static_quant(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty(x.shape, dtype=row_quant.FP8)
 
 

@@ -134,46 +134,16 @@ def gather_kernel(
         for i in range(R * S * steps):
             tap, offs_c = i // steps, i % steps * BLOCK_K + offs_k
             a, b = _gather_tap(
-                x_ptrs,
-                w_ptrs,
-                tap,
-                offs_c,
-                h,
-                w,
-                mask_m,
-                mask_n,
-                H,
-                W,
-                C,
-                stride_xh,
-                stride_xw,
-                stride_xc,
-                S,
-                DILATION_H,
-                DILATION_W,
-            )
+                x_ptrs, w_ptrs, tap, offs_c, h, w, mask_m, mask_n, H, W, C, stride_xh, stride_xw,
+                stride_xc, S, DILATION_H, DILATION_W,
+            )  # fmt: skip
             acc = tl.dot(a, b, acc)
     else:
         for k in range(0, R * S * C, BLOCK_K):
             a, b = _gather(
-                x_ptrs,
-                w_ptrs,
-                k + offs_k,
-                h,
-                w,
-                mask_m,
-                mask_n,
-                H,
-                W,
-                C,
-                stride_xh,
-                stride_xw,
-                stride_xc,
-                S,
-                R * S,
-                DILATION_H,
-                DILATION_W,
-            )
+                x_ptrs, w_ptrs, k + offs_k, h, w, mask_m, mask_n, H, W, C, stride_xh, stride_xw,
+                stride_xc, S, R * S, DILATION_H, DILATION_W,
+            )  # fmt: skip
             acc = tl.dot(a, b, acc)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]

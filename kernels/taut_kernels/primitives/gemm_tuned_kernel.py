@@ -125,54 +125,16 @@ def gemm_tuned_kernel(
         units = tiles_m * tiles_n * SPLIT_K
         for unit in tl.range(first, units, tl.num_programs(0), flatten=FLATTEN):
             _unit(
-                unit,
-                a_desc,
-                b_desc,
-                c_desc,
-                c_ptr,
-                bias_ptr,
-                M,
-                N,
-                K,
-                tiles_m,
-                tiles_n,
-                A_TRANSPOSED,
-                B_TRANSPOSED,
-                STORE_TMA,
-                HAS_BIAS,
-                ACTIVATION,
-                SPLIT_K,
-                PARTS,
-                GROUP_M,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-            )
+                unit, a_desc, b_desc, c_desc, c_ptr, bias_ptr, M, N, K, tiles_m, tiles_n,
+                A_TRANSPOSED, B_TRANSPOSED, STORE_TMA, HAS_BIAS, ACTIVATION, SPLIT_K, PARTS,
+                GROUP_M, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
     else:
         _unit(
-            first,
-            a_desc,
-            b_desc,
-            c_desc,
-            c_ptr,
-            bias_ptr,
-            M,
-            N,
-            K,
-            tiles_m,
-            tiles_n,
-            A_TRANSPOSED,
-            B_TRANSPOSED,
-            STORE_TMA,
-            HAS_BIAS,
-            ACTIVATION,
-            SPLIT_K,
-            PARTS,
-            GROUP_M,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+            first, a_desc, b_desc, c_desc, c_ptr, bias_ptr, M, N, K, tiles_m, tiles_n, A_TRANSPOSED,
+            B_TRANSPOSED, STORE_TMA, HAS_BIAS, ACTIVATION, SPLIT_K, PARTS, GROUP_M, BLOCK_M,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -98,39 +98,11 @@ def reduce_kernel(
     if PERSISTENT:
         for item in tl.range(tl.program_id(0), items, tl.num_programs(0)):
             _item(
-                item,
-                x_ptr,
-                y_ptr,
-                R,
-                inner,
-                share,
-                splits,
-                results,
-                stride_xo,
-                stride_xr,
-                stride_xi,
-                factor,
-                MAXIMUM,
-                STAGES,
-                BLOCK_R,
-                BLOCK_I,
-            )
+                item, x_ptr, y_ptr, R, inner, share, splits, results, stride_xo, stride_xr,
+                stride_xi, factor, MAXIMUM, STAGES, BLOCK_R, BLOCK_I,
+            )  # fmt: skip
     else:
         _item(
-            tl.program_id(0),
-            x_ptr,
-            y_ptr,
-            R,
-            inner,
-            share,
-            splits,
-            results,
-            stride_xo,
-            stride_xr,
-            stride_xi,
-            factor,
-            MAXIMUM,
-            STAGES,
-            BLOCK_R,
-            BLOCK_I,
-        )
+            tl.program_id(0), x_ptr, y_ptr, R, inner, share, splits, results, stride_xo, stride_xr,
+            stride_xi, factor, MAXIMUM, STAGES, BLOCK_R, BLOCK_I,
+        )  # fmt: skip

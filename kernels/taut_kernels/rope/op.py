@@ -18,6 +18,8 @@ Source    RoPE: arXiv:2104.09864, §3.2.2. Cache layout: vLLM `rotary_embedding`
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from taut_kernels.launch import early_start, launcher
@@ -117,22 +119,12 @@ def _launch_rope_apart(
     return new_q, new_k
 
 
-def _fake_rope(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
-) -> None:
+def _fake_rope(positions: torch.Tensor, *_: Any) -> None:
     return None
 
 
 def _fake_rope_apart(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, *_: Any
 ) -> Pair:
     return q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)
 

@@ -135,12 +135,7 @@ def _adjacent(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_rope_train(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
-    inverse: bool,
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, *_: Any
 ) -> Pair:
     return q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)
 

@@ -80,7 +80,7 @@ class W4A16Case:
     def rounded_reference(self) -> torch.Tensor:
         """Return the product [M, N] with each dequantised weight rounded to the dtype of ``x``.
 
-        What Marlin, Machete and our regimes beyond 16 tokens compute; fp32 accumulation.
+        What Marlin, Machete and our kernels beyond 16 tokens compute; fp32 accumulation.
         """
         return self._product(lambda weight: weight.to(self.x.dtype).float())
 

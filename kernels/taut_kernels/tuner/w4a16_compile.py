@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -25,10 +25,12 @@ from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 from taut_kernels.instruments.refusal import first_line
 from taut_kernels.tuner.w4a16_candidates import Product, Tried
-from taut_kernels.tuner.w4a16_layer import empty_weight
+from taut_kernels.tuner.w4a16_layer import blank_layer, empty_weight
+from taut_kernels.tuner.w4a16_stock import compile_humming
 
 REFUSED = (triton.TritonError, RuntimeError, ValueError)
 """A tile that the compiler, the card or a plan does not take: in small groups stages are larger."""
+HUMMING = "Humming"
 PROCESSES = max(1, min(14, len(os.sched_getaffinity(0)) - 1))
 
 
@@ -154,3 +156,34 @@ def compilers(processes: int = PROCESSES) -> Iterator[Compilers]:
         yield Compilers(pool)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def humming_compilers(
+    products: Sequence[Product], tokens: Sequence[int], say: Callable[[str], object]
+) -> Iterator[dict[Product, concurrent.futures.Future[None]]]:
+    """Have Humming compile in the background, for products whose rival it is.
+
+    Args:
+        products: of which it is; none may be.
+        tokens: numbers of tokens.
+        say: takes a line where it cannot compile, which is then told of each product.
+    """
+
+    def compile_one(product: Product) -> None:
+        N, K, weights = product.N, product.K, product.weights
+        blank = blank_layer(N, K, weights.group_size, zero_points=weights.zero_points)
+        compile_humming(blank, tokens)
+
+    # Its compiler runs in processes of its own.
+    pool = concurrent.futures.ThreadPoolExecutor(PROCESSES)
+    try:
+        if products:
+            # Alone: what brings weights to its layout is compiled once for all.
+            error = pool.submit(compile_one, products[0]).exception()
+            if error is not None:
+                say(f"{HUMMING} does not compile: {first_line(error)}")
+                products = []
+        yield {product: pool.submit(compile_one, product) for product in products}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

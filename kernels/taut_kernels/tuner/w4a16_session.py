@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +21,18 @@ import torch
 from taut_kernels.gemm.w4a16 import decode_tile, lookup, verdict, weight_format
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 from taut_kernels.instruments.refusal import REFUSED, first_line
-from taut_kernels.launch import measured_here
+from taut_kernels.launch import launcher, measured_here
 from taut_kernels.launch.measured_here import Document, Machine
 from taut_kernels.tuner import w4a16_measure, w4a16_stock
-from taut_kernels.tuner.w4a16_candidates import Product, candidates
-from taut_kernels.tuner.w4a16_compile import Compilers, compilers, jobs_of
+from taut_kernels.tuner.w4a16_candidates import Product, Tried, candidates
+from taut_kernels.tuner.w4a16_compile import (
+    HUMMING,
+    Compilers,
+    Job,
+    compilers,
+    humming_compilers,
+    jobs_of,
+)
 from taut_kernels.tuner.w4a16_layer import make_layer
 from taut_kernels.tuner.w4a16_measure import TOKENS, Clock, Figures, graph_clock
 
@@ -47,6 +55,16 @@ class Wish:
     def weight(self) -> int:
         """What orders wishes: weights that a decode step reads."""
         return self.product.N * self.product.K * self.layers
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What to time of a product: our candidates, their compilations, and vLLM's kernels."""
+
+    product: Product
+    tried: Mapping[int, Sequence[Tried]]
+    jobs: Sequence[Job]
+    stock: Mapping[str, w4a16_stock.Prepare]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +111,36 @@ class Session:
         if not todo or time.monotonic() > self.deadline:
             return document
         todo.sort(key=lambda wish: -wish.weight)
-        device = torch.device(self.device)
         with self.start_compilers() as asked:
-            plans = []
-            for wish in todo:
-                tried = {M: candidates(wish.product, M, self.tiles, device) for M in TOKENS}
-                jobs = [
-                    job for M, own in tried.items() for job in jobs_of(wish.product, M, own, device)
-                ]
-                asked.ask(jobs)
-                plans.append((wish.product, tried, jobs))
-            for product, tried, jobs in plans:
-                there = asked.wait(jobs, self.deadline - time.monotonic())
-                if not there or time.monotonic() > self.deadline:
-                    break
-                figures = self._measure(product, tried)
-                document = _with(document, figures)
-                measured_here.write(self.path, document)
-                self.say(_line(figures))
+            plans = [self._plan(wish.product, asked) for wish in todo]
+            others = [plan.product for plan in plans if HUMMING in plan.stock]
+            with humming_compilers(others, TOKENS, self.say) as compiled:
+                for plan in plans:
+                    if not self._is_ready(plan, asked, compiled.get(plan.product)):
+                        break
+                    figures = self._measure(plan)
+                    document = _with(document, figures)
+                    measured_here.write(self.path, document)
+                    self.say(_line(figures))
         return document
+
+    def _plan(self, product: Product, asked: Compilers) -> _Plan:
+        """Say what to time of a product, and have its tiles compiled."""
+        device = torch.device(self.device)
+        tried = {M: candidates(product, M, self.tiles, device) for M in TOKENS}
+        jobs = [job for M, own in tried.items() for job in jobs_of(product, M, own, device)]
+        asked.ask(jobs)
+        hopper = launcher.is_hopper(device)
+        stock = w4a16_stock.stock_of(product.N, product.weights.group_size, hopper=hopper)
+        return _Plan(product, tried, jobs, stock)
+
+    def _is_ready(self, plan: _Plan, asked: Compilers, other: Future[None] | None) -> bool:
+        """Wait for what a product runs, until the time is over."""
+        if not asked.wait(plan.jobs, self.deadline - time.monotonic()):
+            return False
+        left = max(0.0, self.deadline - time.monotonic())
+        late = other is not None and wait([other], left).not_done
+        return not late and time.monotonic() <= self.deadline
 
     def _begin(self) -> Document:
         if not self.path.exists():
@@ -121,8 +150,8 @@ class Session:
             raise ValueError(f"{self.path}: {why}; delete it and measure again with 'taut tune'")
         return replace(document, source=self.source)
 
-    def _measure(self, product: Product, tried: Any) -> Figures:
-        N, K, weights = product.N, product.K, product.weights
+    def _measure(self, plan: _Plan) -> Figures:
+        N, K, weights = plan.product.N, plan.product.K, plan.product.weights
         try:
             layer = make_layer(
                 N,
@@ -133,9 +162,9 @@ class Session:
                 zero_points=weights.zero_points,
                 device=self.device,
             )
-            return w4a16_measure.measure(layer, product, tried, w4a16_stock.STOCK, self.clock)
+            return w4a16_measure.measure(layer, plan.product, plan.tried, plan.stock, self.clock)
         except REFUSED as error:
-            return Figures(product, notes=[f"not measured: {first_line(error)}"])
+            return Figures(plan.product, notes=[f"not measured: {first_line(error)}"])
 
 
 def _key(row: dict[str, Any]) -> tuple[int, int, WeightFormat]:

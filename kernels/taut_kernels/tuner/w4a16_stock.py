@@ -9,8 +9,10 @@ reason.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -226,8 +228,13 @@ def compile_humming(layer: Layer, tokens: Sequence[int]) -> None:
     *_, kernel = _humming_modules()
     made = _humming_layer(layer)
     given, config = _humming_config_of(made), made.humming_config.to_str()
-    for chosen in dict.fromkeys(given(M) for M in tokens):
+    wanted = list(dict.fromkeys(given(M) for M in tokens))
+
+    def compile_one(chosen: str) -> None:
         kernel.HummingKernel.prepare_kernels(config, None, chosen, layer.x.device)
+
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        list(pool.map(compile_one, wanted))
 
 
 def _humming_modules() -> list[Any]:
@@ -281,4 +288,33 @@ def _data(parameter: Any) -> torch.Tensor | None:
 
 
 STOCK: dict[str, Prepare] = {"Machete": machete, "Humming": humming, "Marlin": marlin}
-"""vLLM's order on Hopper; where Humming is missing it goes on to Marlin."""
+"""vLLM's order on Hopper; before 0.32 Humming comes last, behind kernels that take every layer."""
+_HUMMING_SINCE = (0, 32)
+_MACHETE_GROUPS = (64, 128)
+_MACHETE_FEATURES = 128
+"""Output features of a Machete block, which have to divide a layer's."""
+
+
+def stock_of(N: int, group_size: int, *, hopper: bool) -> dict[str, Prepare]:
+    """Return what vLLM may run a layer on, as far as its installed version has it.
+
+    Machete where it takes the layer, else Humming where it is next; Marlin beside either.
+
+    Args:
+        N: output features.
+        group_size: G; 128 stands for one group a channel, too.
+        hopper: the card is of sm_90, the only one for Machete.
+    """
+    first = ["Humming"] if _vllm_version() >= _HUMMING_SINCE else []
+    if hopper and group_size in _MACHETE_GROUPS and N % _MACHETE_FEATURES == 0:
+        first = ["Machete"]
+    return {name: STOCK[name] for name in (*first, "Marlin")}
+
+
+def _vllm_version() -> tuple[int, ...]:
+    """Return major and minor; zeros where vLLM is not installed."""
+    try:
+        text = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return 0, 0
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())

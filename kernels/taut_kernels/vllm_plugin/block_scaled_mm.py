@@ -94,7 +94,7 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Prepare the layer as vLLM's kernel does, decide on its regimes, and compile them."""
+        """Prepare the layer as vLLM's kernel does; compile ours where it serves."""
         self.fallback.process_weights_after_loading(layer)
         weight, weight_scale = self._weights(layer)
         gpu, mode = current_platform.get_device_name(), requested_mode()
@@ -141,7 +141,7 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
         rows, x_scale = self.quant_fp8(
             x.view(-1, x.shape[-1]), None, None, use_triton=self.fallback.use_triton
         )
-        y: torch.Tensor = torch.ops.taut.fp8_block_by_regime.default(
+        y: torch.Tensor = torch.ops.taut.fp8_block_by_tokens.default(
             rows,
             weight,
             x_scale,

@@ -6,6 +6,8 @@ op. Which of vLLM's kernels stands behind it (``rest``) is the layer's own choic
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
@@ -14,7 +16,7 @@ from taut_kernels.gemm.scaled_mm.dispatch import launch_block
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
 
-OP = "fp8_block_by_regime"
+OP = "fp8_block_by_tokens"
 DEEP_GEMM, DEEP_GEMM_UE8M0, CUTLASS = RESTS = ("DeepGEMM", "DeepGEMM ue8m0", "CUTLASS")
 """vLLM's kernels that ours was measured against; the second with scales that are powers of two."""
 
@@ -74,8 +76,7 @@ def _fake(
     weight_scale: torch.Tensor,
     arrivals: torch.Tensor,
     out_dtype: torch.dtype,
-    always: bool,
-    rest: str,
+    *_: Any,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
 
@@ -116,7 +117,7 @@ def why_not_at_all(gpu: str | None, N: int, K: int, mode: str) -> str | None:
         mode: value of ``TAUT_KERNELS``.
 
     Returns:
-        A reason, or None where ours runs in some regime.
+        A reason, or None where ours runs at some numbers of tokens.
     """
     reason = fp8.why_not_supported(K)
     if reason is None and N % 16:

@@ -2,7 +2,7 @@
 
 vLLM takes an attention backend by name. Ours is registered under :data:`BACKEND` in every worker
 process (:func:`install`) and does nothing until vLLM is told to use it: the launcher passes
-:func:`engine_options` (``taut worker``: for plain models unasked, for others on
+:func:`engine_options` (``taut worker``: for plain models by default, for others on
 ``--decode-attention``). Then each layer is asked once
 (:func:`why_not_layer`) and each batch (:func:`is_plain_decode`); all others are computed by
 vLLM's FlashAttention, over the same cache. ``TAUT_KERNELS=prefer`` takes what was measured on that

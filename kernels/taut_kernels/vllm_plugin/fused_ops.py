@@ -24,7 +24,7 @@ _ENGINES_MEASURED = frozenset({"NVIDIA H200", "NVIDIA H100 80GB HBM3"})
 shape (kernels/README.md)."""
 
 
-def used_unasked(gpu: str | None) -> bool:
+def used_by_default(gpu: str | None) -> bool:
     """Say whether a worker whose model suits them uses fused ops without being told to.
 
     Args:

@@ -81,7 +81,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
             elif hasattr(layer, self.w_zp_name):
                 setattr(layer, self.w_zp_name, None)
         if not current_platform.is_cpu():
-            self._compile_every_regime(layer)
+            self._compile_every_tile(layer)
         self._check(layer, *stored)
 
     def apply_weights(
@@ -104,8 +104,8 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
             y = torch.ops.taut.w4a16_gemm.default(rows, weight, scale, zero, bias, arrivals, group)
         return y.view(*x.shape[:-1], N)
 
-    def _compile_every_regime(self, layer: torch.nn.Module) -> None:
-        """Run each regime and tile once, so that no request waits for the compiler."""
+    def _compile_every_tile(self, layer: torch.nn.Module) -> None:
+        """Run each kernel and tile once, so that no request waits for the compiler."""
         K, N = self.config.partition_weight_shape
         device = getattr(layer, self.w_q_name).device
         # Only rank 0 of a row-parallel layer adds the bias, so a layer with one is called in both

@@ -52,7 +52,7 @@ def why_not_here(compute_capability: int | None) -> str | None:
     return None
 
 
-class _Regimes:
+class _Choice:
     """What one layer decided at loading.
 
     Attributes:
@@ -132,7 +132,7 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
     The class name is unique on purpose: ``VLLM_DISABLED_KERNELS`` matches it.
     """
 
-    regimes: _Regimes
+    choice: _Choice
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -141,11 +141,11 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Prepare the layer as for CUTLASS, decide on its regimes, and compile them."""
+        """Prepare the layer as for CUTLASS; compile ours where it serves."""
         super().process_weights_after_loading(layer)
         weight_t = self._get_layer_params(layer)[0]
-        self.regimes = _Regimes(layer, weight_t)
-        if self.regimes.fall_through is None:
+        self.choice = _Choice(layer, weight_t)
+        if self.choice.fall_through is None:
             dtype = getattr(layer, "params_dtype", None) or torch.get_default_dtype()
             _compile_every_bucket(self, layer, weight_t, dtype)
             _, weight_scale, input_scale, _, azp_adj = self._get_layer_params(layer)
@@ -160,7 +160,7 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Quantise the activations and compute the layer; x is [..., K], the result [..., N]."""
-        if self.regimes.fall_through is not None:
+        if self.choice.fall_through is not None:
             y: torch.Tensor = super().apply_weights(layer, x, bias)
             return y
         weight_t, weight_scale, input_scale, input_zero, azp_adj = self._get_layer_params(layer)
@@ -170,7 +170,7 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
         )
         if input_zero is not None:
             azp = None  # static: in azp_adj already
-        y = torch.ops.taut.scaled_mm_by_regime.default(
+        y = torch.ops.taut.scaled_mm_by_tokens.default(
             x_q,
             weight_t,
             x_scale,
@@ -180,13 +180,13 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
             bias,
             getattr(layer, ARRIVALS),
             x.dtype,
-            self.regimes.always,
+            self.choice.always,
         )
         return y.view(*x.shape[:-1], weight_t.shape[1])
 
     def taut_record(self) -> tuple[str, str | None]:
         """Return what :func:`.selection.audit` records."""
-        return self.regimes.record(type(self).__name__, CutlassInt8ScaledMMLinearKernel.__name__)
+        return self.choice.record(type(self).__name__, CutlassInt8ScaledMMLinearKernel.__name__)
 
 
 class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
@@ -195,7 +195,7 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
     The class name is unique on purpose: ``VLLM_DISABLED_KERNELS`` matches it.
     """
 
-    regimes: _Regimes
+    choice: _Choice
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -214,13 +214,13 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Prepare the layer as for CUTLASS, decide on its regimes, and compile them."""
+        """Prepare the layer as for CUTLASS; compile ours where it serves."""
         super().process_weights_after_loading(layer)
         weight_t = self._get_layer_params(layer)[0]
-        self.regimes = _Regimes(layer, weight_t)
-        if self.regimes.fall_through is None and weight_t.shape[1] != self.logical_output_size:
-            self.regimes.fall_through = "its weights had to be padded"
-        if self.regimes.fall_through is None:
+        self.choice = _Choice(layer, weight_t)
+        if self.choice.fall_through is None and weight_t.shape[1] != self.logical_output_size:
+            self.choice.fall_through = "its weights had to be padded"
+        if self.choice.fall_through is None:
             dtype = self.config.input_dtype
             _compile_every_bucket(self, layer, weight_t, dtype)
             _, weight_scale, input_scale, _ = self._get_layer_params(layer)
@@ -232,7 +232,7 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
         self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Quantise the activations unless they come quantised, and compute the layer."""
-        if self.regimes.fall_through is not None:
+        if self.choice.fall_through is not None:
             y: torch.Tensor = super().apply_weights(layer, x, bias)
             return y
         weight_t, weight_scale, x_scale, upper_bound = self._get_layer_params(layer)
@@ -243,7 +243,7 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
         else:
             shape, dtype, x_scale = quantised.orig_shape, quantised.orig_dtype, quantised.scale
             rows = quantised.data.reshape(-1, quantised.data.shape[-1])
-        y = torch.ops.taut.scaled_mm_by_regime.default(
+        y = torch.ops.taut.scaled_mm_by_tokens.default(
             rows,
             weight_t,
             x_scale,
@@ -253,13 +253,13 @@ class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: igno
             bias,
             getattr(layer, ARRIVALS),
             self.config.out_dtype or dtype,
-            self.regimes.always,
+            self.choice.always,
         )
         return y.view(*shape[:-1], weight_t.shape[1])
 
     def taut_record(self) -> tuple[str, str | None]:
         """Return what :func:`.selection.audit` records."""
-        return self.regimes.record(type(self).__name__, CutlassFP8ScaledMMLinearKernel.__name__)
+        return self.choice.record(type(self).__name__, CutlassFP8ScaledMMLinearKernel.__name__)
 
 
 def why_not_chosen(kernel: Any) -> str | None:

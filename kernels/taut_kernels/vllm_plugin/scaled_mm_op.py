@@ -8,6 +8,7 @@ not silent: :func:`why_partly` says it at loading, for the log, the record and `
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from taut_kernels.gemm.scaled_mm.dispatch import launch
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
 
-OP = "scaled_mm_by_regime"
+OP = "scaled_mm_by_tokens"
 
 
 @dataclass(slots=True)
@@ -41,24 +42,12 @@ def table_op(dtype: torch.dtype) -> str:
     return w8a8.OP if dtype is torch.int8 else fp8.OP
 
 
-def _reference(
-    x: torch.Tensor,
-    weight_t: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    out_dtype: torch.dtype,
-    always: bool,
-) -> torch.Tensor:
-    weight = weight_t.t()
+def _reference(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tensor:
+    x_scale, weight_scale, azp_adj, azp, *others = rest[:-1]
+    scales = (x_scale, weight_scale)
     if x.dtype is torch.int8:
-        return w8a8.w8a8_gemm_ref(
-            x, weight, x_scale, weight_scale, azp_adj, azp, bias, arrivals, out_dtype
-        )
-    return fp8.fp8_gemm_ref(x, weight, x_scale, weight_scale, bias, arrivals, out_dtype)
+        return w8a8.w8a8_gemm_ref(x, weight_t.t(), *scales, azp_adj, azp, *others)
+    return fp8.fp8_gemm_ref(x, weight_t.t(), *scales, *others)
 
 
 def _cutlass(
@@ -97,18 +86,8 @@ def _dispatch(
     gpu = launcher.gpu_name(x.device)
     bucket = tiles_scaled_mm.lookup(table_op(x.dtype), gpu, N, K, M, in_layer=SURROUNDINGS.in_layer)
     if always or bucket.wins:
-        return launch(
-            bucket.tile,
-            x,
-            weight_t.t(),
-            x_scale,
-            weight_scale,
-            azp_adj,
-            azp,
-            bias,
-            arrivals,
-            out_dtype,
-        )
+        scales, zeros = (x_scale, weight_scale), (azp_adj, azp)
+        return launch(bucket.tile, x, weight_t.t(), *scales, *zeros, bias, arrivals, out_dtype)
     return _cutlass(x, weight_t, x_scale, weight_scale, azp_adj, azp, bias, out_dtype)
 
 
@@ -160,7 +139,7 @@ def why_not_at_all(dtype: torch.dtype, gpu: str | None, N: int, K: int, mode: st
         mode: value of ``TAUT_KERNELS``.
 
     Returns:
-        A reason, or None where ours runs in some regime.
+        A reason, or None where ours runs at some numbers of tokens.
     """
     reason = w8a8.why_not_supported(K) if dtype is torch.int8 else fp8.why_not_supported(K)
     if reason is None and N % 16:

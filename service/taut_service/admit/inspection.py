@@ -113,9 +113,9 @@ def inspect(call: Call, body: bytes, generation: Generation, *, give_way: bool =
     asked = model_of(document, generation.names, generation.only)
     model = generation.names[asked]
     call.model = model.name
-    if call.key is not None:
-        call.key.check_model(model.name)
-        call.key.check_worker_priority(as_int(document.get("priority")))
+    if call.admitted.key is not None:
+        call.admitted.key.check_model(model.name)
+        call.admitted.key.check_worker_priority(as_int(document.get("priority")))
     route = call.route
     require(document, *route.required)
     for name in route.also_required:

@@ -148,16 +148,16 @@ class Front:
             with watch:
                 await self._answer(call, scope, headers, receive, send, watch)
         except ClientDisconnectedError:
-            call.status = CLIENT_CLOSED
+            call.answer.status = CLIENT_CLOSED
         except GatewayError as error:
             await self._answer_error(call, error, headers, send)
         except CutShortError:
             # Returning without the end of the body makes the server close the client's connection.
-            call.status = 502
+            call.answer.status = 502
         finally:
             self.drain.leave(watch)
-            if call.holds_key_place and call.key is not None:
-                self._key_places.give_back(call.key.name)
+            if call.admitted.holds_key_place and call.admitted.key is not None:
+                self._key_places.give_back(call.admitted.key.name)
             self._account(call)
 
     async def _answer(
@@ -172,7 +172,7 @@ class Front:
         timeout_s = self._enter(call, scope["method"], headers)
         if timeout_s is not None:
             watch.shorten(timeout_s)
-        caller = call.key
+        caller = call.admitted.key
         exchange = call.exchange
         body = None if exchange is None else exchange.take_body()
         if body is None or len(body) > FREE_BYTES:
@@ -195,8 +195,10 @@ class Front:
         path = call.route.path.encode() + (b"?" + query if query else b"")
         claim = claim_of(call, caller, headers, timeout_s, sum(facts.cost))
         if caller is not None and caller.limit is not None:
-            call.reservation = await self._limiter.reserve(caller.name, caller.limit, facts.cost)
-            call.extra_headers = call.reservation.headers()
+            call.admitted.reservation = await self._limiter.reserve(
+                caller.name, caller.limit, facts.cost
+            )
+            call.extra_headers = call.admitted.reservation.headers()
         request = Outgoing(path, headers, facts)
         model = facts.model
         # The request may be a copy with another model by the time it waits.
@@ -218,10 +220,10 @@ class Front:
         if arrived is not None:
             if len(arrived) > max_bytes:
                 raise BodyTooLargeError(max_bytes)
-            call.held = self._bytes.hold()
-            call.held.add(len(arrived), limit)
+            call.admitted.held = self._bytes.hold()
+            call.admitted.held.add(len(arrived), limit)
             return arrived
-        call.held = held = self._bytes.hold()
+        call.admitted.held = held = self._bytes.hold()
         if headers.content_length is not None and headers.content_length <= max_bytes:
             held.check_room(headers.content_length, limit)
 
@@ -254,28 +256,28 @@ class Front:
         headers.check_framing()
         caller = self._keys.caller_of(headers.authorization)
         if caller is not None:
-            call.key, call.caller = caller, caller.name
+            call.admitted.key, call.admitted.caller = caller, caller.name
             headers.hide_authorization()
-            call.holds_key_place = self._key_places.take(caller)
+            call.admitted.holds_key_place = self._key_places.take(caller)
         return timeout_of(headers)
 
     async def _answer_error(
         self, call: Call, error: GatewayError, headers: RequestHeaders, send: Send
     ) -> None:
-        if not call.worker:
+        if not call.routed.worker:
             self.metrics.rejected[_REASON_OF_CODE.get(error.code, "invalid")].inc()
-        if call.status and not call.streaming:
+        if call.answer.status and not call.streaming:
             return  # part of a document is out: the server closes the connection
         # A client that does not read must not hold the request open: without its end, the server
         # closes it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORD_S):
                 if call.streaming:
-                    call.status = error.status
-                    event = call.route.dialect.event(error, headers.request_id, call.events)
+                    call.answer.status = error.status
+                    event = call.route.dialect.event(error, headers.request_id, call.answer.events)
                     await send({"type": "http.response.body", "body": event})
                 else:
-                    call.status = error.status
+                    call.answer.status = error.status
                     close = headers.expects_continue or self.drain.draining
                     body = call.route.dialect.body(error, headers.request_id)
                     await send_error(
@@ -289,23 +291,23 @@ class Front:
 
     def _account(self, call: Call) -> None:
         seconds = time.perf_counter() - call.started
-        if call.held is not None:
-            call.held.release()
-        if call.reservation is not None:
-            settle(call, call.reservation)
-        if call.status in (0, CLIENT_CLOSED):
+        if call.admitted.held is not None:
+            call.admitted.held.release()
+        if call.admitted.reservation is not None:
+            settle(call, call.admitted.reservation)
+        if call.answer.status in (0, CLIENT_CLOSED):
             call.metrics.abandoned()
         else:
-            call.metrics.finished(call.status, seconds, call.usage)
-        if call.worker:
-            variant = self.metrics.variant(call.model, call.variant)
-            left = call.status in (0, CLIENT_CLOSED)
-            variant.finished(0 if left else call.status, seconds, call.usage)
-            cost = variant.cost_of(call.usage)
-            self._usage.count(call.caller, call.model, call.usage, cost)
-            events = call.events - call.route.preamble
+            call.metrics.finished(call.answer.status, seconds, call.answer.usage)
+        if call.routed.worker:
+            variant = self.metrics.variant(call.model, call.routed.variant)
+            left = call.answer.status in (0, CLIENT_CLOSED)
+            variant.finished(0 if left else call.answer.status, seconds, call.answer.usage)
+            cost = variant.cost_of(call.answer.usage)
+            self._usage.count(call.admitted.caller, call.model, call.answer.usage, cost)
+            events = call.answer.events - call.route.preamble
             if events > 0:
-                variant.streamed(call.first_token_s, call.rest_s, events)
+                variant.streamed(call.answer.first_token_s, call.answer.rest_s, events)
         trace_id = ""
         if self._tracing is not None and call.span is not None:
             trace_id = trace_id_of(call.span)

@@ -119,14 +119,14 @@ async def _relay_document(call: Call, connection: Connection, headers: Headers, 
         body = call.route.dialect.worker_error(body, connection.status, call.request_id)
     elif call.rewrite is not None:
         body = call.rewrite.document(body)
-    call.usage = read_usage(body)
+    call.answer.usage = read_usage(body)
     headers = [item for item in headers if item[0] != b"content-length"]
     headers.append((b"content-length", b"%d" % len(body)))
     if call.exchange is not None and call.exchange.respond(connection.status, headers, body):
-        call.status = connection.status
+        call.answer.status = connection.status
         return
     await send({"type": "http.response.start", "status": connection.status, "headers": headers})
-    call.status = connection.status
+    call.answer.status = connection.status
     await send({"type": "http.response.body", "body": body})
 
 
@@ -140,7 +140,7 @@ async def _pass_on(
         data = call.rewrite.document(data)
         headers = _longer(headers, len(data) - size)
     await send({"type": "http.response.start", "status": connection.status, "headers": headers})
-    call.status = connection.status
+    call.answer.status = connection.status
     tail = b""
     try:
         while data:
@@ -150,7 +150,7 @@ async def _pass_on(
             data = await connection.read()
     except UpstreamError as error:
         raise CutShortError from error
-    call.usage = read_usage(tail)
+    call.answer.usage = read_usage(tail)
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -163,7 +163,7 @@ def _longer(headers: Headers, by: int) -> Headers:
 
 
 async def _relay_stream(call: Call, connection: Connection, headers: Headers, send: Send) -> None:
-    reframer = SseReframer(count_text=call.reservation is not None, rewrite=call.rewrite)
+    reframer = SseReframer(count_text=call.admitted.reservation is not None, rewrite=call.rewrite)
     preamble = call.route.preamble
     first = last = 0.0
     connection.await_first_event()
@@ -192,12 +192,12 @@ async def _relay_stream(call: Call, connection: Connection, headers: Headers, se
     except UpstreamError as error:
         raise failure_of(error) if call.streaming else _broken_before(error) from error
     finally:
-        call.usage = reframer.usage
-        call.events = reframer.events
-        call.text_bytes = reframer.text_bytes
+        call.answer.usage = reframer.usage
+        call.answer.events = reframer.events
+        call.answer.text_bytes = reframer.text_bytes
         if last:
-            call.first_token_s = first - call.started
-            call.rest_s = last - first
+            call.answer.first_token_s = first - call.started
+            call.answer.rest_s = last - first
     if not call.streaming:
         await _begin_stream(call, connection.status, headers, send)
     await send({"type": "http.response.body", "body": rest})
@@ -206,5 +206,5 @@ async def _relay_stream(call: Call, connection: Connection, headers: Headers, se
 async def _begin_stream(call: Call, status: int, headers: Headers, send: Send) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     # From here on an error can only be an event. Not before: ``send`` may be interrupted.
-    call.status = status
+    call.answer.status = status
     call.streaming = True

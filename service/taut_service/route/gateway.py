@@ -118,7 +118,7 @@ class Gateway:
                         cause = ""
                 if not cause and attempt.connection is not None:
                     worker, variant = attempt.worker, route.variant
-                    call.worker = worker.name
+                    call.routed.worker = worker.name
                     await relay(call, attempt.connection, worker.header, variant.header, send)
                     if attempt.connection.status != _TOO_MANY:
                         attempt.succeeded()

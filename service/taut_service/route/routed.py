@@ -45,14 +45,14 @@ class RoutedRequest:
             self.variant = model.choose(self._sticky)
         else:
             self.variant = _pinned_variant(model, pinned, may_pin=may_pin)
-        call.variant = self.variant.name
+        call.routed.variant = self.variant.name
 
     def _sticky_key(self) -> bytes | None:
         sticky = self.model.settings.sticky
         if sticky == "none":
             return None
         by_key = sticky == "key"
-        name = self.call.caller if by_key else self.request.session(self._session_header)
+        name = self.call.admitted.caller if by_key else self.request.session(self._session_header)
         return name.encode("utf-8", "surrogatepass") if name else None
 
     @property
@@ -70,14 +70,14 @@ class RoutedRequest:
     def move_to(self, variant: Variant) -> None:
         """Let it belong to another variant; nothing of an answer has been seen."""
         self.variant = variant
-        self.call.variant = variant.name
+        self.call.routed.variant = variant.name
 
     def brown_out(self) -> None:
         """Let it belong to the model's smaller variant, if it and its caller allow that.
 
         Not a request that chose its variant, and not into a variant that has no worker.
         """
-        rule, key = self.model.settings.brown_out, self.call.key
+        rule, key = self.model.settings.brown_out, self.call.admitted.key
         if rule is None or self.pinned or self.variant.name != rule.source:
             return
         smaller = self.model.variants[rule.to]
@@ -90,7 +90,7 @@ class RoutedRequest:
         affinity = self.model.settings.affinity
         if affinity.by == "none":
             return iter(())
-        return self.request.affinity_keys(affinity, self._session_header, self.call.caller)
+        return self.request.affinity_keys(affinity, self._session_header, self.call.admitted.caller)
 
     def wire(self) -> tuple[bytes, bytes]:
         """Return head and body for its variant."""
@@ -99,8 +99,8 @@ class RoutedRequest:
     def begin(self, worker: Worker) -> Attempt:
         """Give it to a worker."""
         self.tried.append(worker)
-        self.call.tries = len(self.tried)
-        self.call.worker = worker.name
+        self.call.routed.tries = len(self.tried)
+        self.call.routed.worker = worker.name
         return Attempt(worker, self.request.tokens)
 
 

@@ -74,12 +74,12 @@ class AccessLog:
             seconds: from arrival to its end.
             trace_id: of its trace, ``""`` where it has none.
         """
-        status = call.status or CLIENT_CLOSED
+        status = call.answer.status or CLIENT_CLOSED
         if status < _FIRST_ERROR and not self._is_sampled(call.request_id):
             return
         if not self._lines:
             asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
-        usage = call.usage
+        usage = call.answer.usage
         self._lines.append(
             _LINE
             % (
@@ -87,13 +87,13 @@ class AccessLog:
                 _escape(call.request_id.decode("latin-1")),
                 call.route.name,
                 _name(call.model),
-                _name(call.variant),
-                _name(call.worker),
+                _name(call.routed.variant),
+                _name(call.routed.worker),
                 status,
                 seconds,
                 "true" if call.streaming else "false",
-                call.tries,
-                _name(call.caller),
+                call.routed.tries,
+                _name(call.admitted.caller),
                 usage.prompt_tokens if usage else "null",
                 usage.completion_tokens if usage else "null",
                 f',"trace_id":"{trace_id}"' if trace_id else "",

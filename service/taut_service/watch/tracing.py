@@ -98,7 +98,7 @@ class Tracing:
     def end(self, span: Span, call: Call) -> None:
         """Close it with what is known of the request."""
         if span.is_recording():
-            status = call.status or CLIENT_CLOSED
+            status = call.answer.status or CLIENT_CLOSED
             span.set_attributes(_attributes(call, status))
             if status >= 500:
                 span.set_status(self._failed)
@@ -122,15 +122,15 @@ def _attributes(call: Call, status: int) -> dict[str, Any]:
         "http.response.status_code": status,
         "gen_ai.request.model": call.model,
         "taut.request_id": call.request_id.decode("latin-1"),
-        "taut.variant": call.variant,
-        "taut.worker": call.worker,
-        "taut.tries": call.tries,
+        "taut.variant": call.routed.variant,
+        "taut.worker": call.routed.worker,
+        "taut.tries": call.routed.tries,
         "taut.stream": call.streaming,
-        "taut.caller": call.caller,
+        "taut.caller": call.admitted.caller,
     }
-    if call.usage is not None:
-        found["gen_ai.usage.input_tokens"] = call.usage.prompt_tokens
-        found["gen_ai.usage.output_tokens"] = call.usage.completion_tokens
+    if call.answer.usage is not None:
+        found["gen_ai.usage.input_tokens"] = call.answer.usage.prompt_tokens
+        found["gen_ai.usage.output_tokens"] = call.answer.usage.completion_tokens
     return {name: value for name, value in found.items() if value not in ("", None)}
 
 

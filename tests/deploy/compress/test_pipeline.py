@@ -22,6 +22,7 @@ from taut_deploy.compress.train.distil import DistilJob, distil
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.errors import ModelError, OutputError, RecipeError
 from taut_deploy.models.store import describe_directory
+from taut_deploy.recipe import parse_recipe
 
 SLIM = {"method": "slim", "depth": 0.5, "ffn": 0.75}
 TRAINING = {
@@ -216,6 +217,20 @@ def test_a_slimmed_width_that_groups_do_not_divide_is_refused_in_the_plan(room):
         plan(job_for(room / "model", data, room / "planned"))
 
 
+def test_a_format_that_cannot_be_trained_is_refused_in_the_plan(room):
+    data = data_of(room, slim=False)
+    data["stages"][0] = {"method": "palettize", "entries": 16, "group_size": 32}
+    with pytest.raises(RecipeError, match=r"stages\.0: CODEBOOK16 layers cannot be trained"):
+        plan(job_for(room / "model", data, room / "planned"))
+
+
+def test_a_block_stage_is_called_by_its_place_in_the_whole_recipe(room):
+    data = data_of(room)
+    data["stages"][1]["layers"] = ["*.q_prj"]
+    with pytest.raises(RecipeError, match=r"stages\.1\.layers: '\*\.q_prj' matches no linear"):
+        plan(job_for(room / "model", data, room / "planned"))
+
+
 def test_a_share_that_cuts_nothing_is_refused_in_the_plan(room):
     data = data_of(room)
     data["stages"][0] = {"method": "slim", "depth": 0.95}
@@ -263,10 +278,25 @@ def test_a_recipe_that_only_slims_gives_what_the_command_gives(room, tmp_path):
     ],
 )
 def test_stages_that_do_not_go_together_are_refused(stages, reason):
-    from taut_deploy.recipe import parse_recipe
-
     with pytest.raises(RecipeError, match=reason):
         parse_recipe(f"name: a\nstages: {stages}", "test")
+
+
+def test_cache_scales_need_blocks_to_be_calibrated_on():
+    with pytest.raises(RecipeError, match="'kv_cache': is calibrated block by block"):
+        make_recipe({"name": "a", "kv_cache": {}, "stages": [SLIM]})
+
+
+def test_cache_scales_of_the_blocks_stay_through_training(room, tmp_path):
+    data = {**data_of(room, slim=False, tokens=4 * 16), "kv_cache": {}}
+    trained = job_for(room / "model", data, tmp_path / "out")
+    pipeline.compress(trained)
+    blocks = {**data, "stages": data["stages"][:1]}
+    driver.compress(job_for(room / "model", blocks, tmp_path / "blocks"))
+    before, after = weights(tmp_path / "blocks"), weights(trained.output)
+    scales = [name for name in before if name.endswith(("k_scale", "v_scale"))]
+    assert len(scales) == 2 * 4
+    assert all(torch.equal(before[name], after[name]) for name in scales)
 
 
 def test_the_command_prints_the_whole_plan(room, tmp_path, monkeypatch):

@@ -11,9 +11,11 @@ from tiny_models import (
     recipe_data,
     write_calibration_text,
     write_llama,
+    write_recipe,
 )
 from transformers import AutoModelForCausalLM
 
+from taut_deploy import cli
 from taut_deploy.checkpoint import read_manifest
 from taut_deploy.compress import driver
 from taut_deploy.compress.calibrate.calibration import make_calibration_set
@@ -123,3 +125,15 @@ def test_the_plan_refuses_a_width_that_runs_do_not_divide(pattern, intermediate,
     data["stages"][0]["ignore"] = ["*.down_proj"]
     plan = driver.plan(job_for(model, data, tmp_path / "out"))
     assert plan.bytes_after == plan.bytes_before, "zeros are written out"
+
+
+def test_the_command_tells_pruned_layers_from_those_left_alone(room, tmp_path, capsys, monkeypatch):
+    data = pruned_data(room / "text.txt", pattern="2:4", ignore=["*.down_proj"])
+    recipe = write_recipe(tmp_path / "recipe.yaml", data)
+    arguments = ["compress", str(room / "model"), "--recipe", str(recipe), "--plan"]
+    monkeypatch.setattr("sys.argv", ["taut", *arguments])
+    assert cli.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "dense, its zeros written out: 12 layers by prune" in lines
+    kept = [line.split()[1] for line in lines if line.startswith("kept: ")]
+    assert kept == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]

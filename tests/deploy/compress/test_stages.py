@@ -196,7 +196,7 @@ REFUSED = {
     ),
     "two schemes for one layer": (
         [quantize(layers=["*mlp*"]), quantize("W8A8")],
-        r"stages: .*mlp\.gate_proj is stored twice, by stages 0 and 1",
+        r"stages: .*mlp\.gate_proj is stored twice, by stages\.0 and stages\.1",
     ),
     "the same transform twice": (
         [{"method": "smooth"}, {"method": "smooth", "alpha": 0.5}, quantize("W8A8")],

@@ -1,4 +1,4 @@
-"""FP8 layers with blocks of weights in vLLM: the choice by regime, its record, vLLM's kernel."""
+"""FP8 layers with blocks of weights in vLLM: the choice by tokens, its record, vLLM's kernel."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def case_of(M: int, N: int = 64, K: int = 256) -> ScaledMmCase:
 def test_op_on_a_cpu_is_the_specification() -> None:
     case = case_of(3)
     operands = _operands(case, always=False)
-    assert torch.equal(torch.ops.taut.fp8_block_by_regime(*operands), case.reference())
+    assert torch.equal(torch.ops.taut.fp8_block_by_tokens(*operands), case.reference())
     # opcheck's schema test multiplies its inputs, which torch does not do in e4m3.
     checks = ["test_faketensor", "test_aot_dispatch_dynamic"]
-    torch.library.opcheck(torch.ops.taut.fp8_block_by_regime.default, operands, test_utils=checks)
+    torch.library.opcheck(torch.ops.taut.fp8_block_by_tokens.default, operands, test_utils=checks)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_vllm_s_kernel_gets_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> N
     assert cutlass[5].shape == case.weight_scale.t().shape
 
 
-def test_reasons_name_the_regimes() -> None:
+def test_reasons_name_the_numbers_of_tokens() -> None:
     assert op.why_not_at_all(GPU, 64, 256, "prefer") is None
     partly = "not measured to be as fast as vLLM's at 17– tokens"
     assert op.why_partly(GPU, 64, 256, "prefer") == partly
@@ -210,7 +210,7 @@ assert kernel.taut_record() == (
     "not measured to be as fast as vLLM's at 65– tokens; vLLM Rest there",
 ), kernel.taut_record()
 asked = []
-torch.ops.taut.fp8_block_by_regime = types.SimpleNamespace(
+torch.ops.taut.fp8_block_by_tokens = types.SimpleNamespace(
     default=lambda rows, *a: asked.append(a[-2:]) or torch.zeros(rows.shape[0], 4096))
 kernel.apply_weights(measured, torch.zeros(3, 4096, dtype=torch.bfloat16))
 assert asked == [(False, "CUTLASS")], asked

@@ -25,7 +25,7 @@ def test_who_asks_what_a_card_would_use_loads_no_compiler(run_python: Any) -> No
     """`taut doctor` does, on machines without a GPU, too."""
     code = (
         "import sys; from taut_kernels.vllm_plugin import fused_ops; "
-        "assert fused_ops.used_unasked('NVIDIA H200'); "
+        "assert fused_ops.used_by_default('NVIDIA H200'); "
         "assert not {'torch', 'triton'} & set(sys.modules)"
     )
     done = run_python("-c", code)

@@ -303,13 +303,15 @@ def test_why_not_ours_depends_on_the_device() -> None:
     assert "got 16" in str(ask(576, 1536, 16, dtype=bf16, device="cuda"))
 
 
-def test_prefer_takes_only_shapes_of_cards_where_ours_was_measured() -> None:
+def test_prefer_takes_only_shapes_of_cards_where_ours_was_measured_or_bounded() -> None:
     def ask(gpu: str | None, mode: str, N: int = 6144) -> str | None:
         return selection.why_not_preferred(gpu, mode, N, 4096)
 
     assert ask("NVIDIA H200", "prefer") is None
-    assert ask("NVIDIA H200", "prefer", 6160) == (
-        "6160×4096 not measured against vLLM's kernels on NVIDIA H200; TAUT_KERNELS=require runs it"
+    # Nobody measured it, but 6144 × 4096 and its other neighbours tell of it.
+    assert ask("NVIDIA H200", "prefer", 6160) is None
+    assert ask("NVIDIA H200", "prefer", 80) == (
+        "80×4096 not measured against vLLM's kernels on NVIDIA H200; TAUT_KERNELS=require runs it"
     )
     assert "not measured against vLLM's kernels on card 9" in str(ask("card 9", "prefer"))
     assert ask("card 9", "require") is None
@@ -432,7 +434,7 @@ if device == "cpu":
     # Lay out as for a card, and let the op's specification compute.
     linear.current_platform = types.SimpleNamespace(
         is_cpu=lambda: False, is_cuda=lambda: True, get_device_name=lambda: "NVIDIA H200")
-    linear.TautW4A16LinearKernel._compile_every_regime = lambda *_: None
+    linear.TautW4A16LinearKernel._compile_every_tile = lambda *_: None
     linear.TautW4A16LinearKernel._check = lambda *_: None
 tokens = (1, 3) if device == "cpu" else (1, 5, 16, 40, 129, 300, 2049)
 # vLLM 0.26 asks for it, 0.32 has no such field.
@@ -567,7 +569,7 @@ if device == "cpu":
     # From here on: laid out as for a card, and the op's specification computes.
     linear.current_platform = types.SimpleNamespace(
         is_cpu=lambda: False, is_cuda=lambda: True, get_device_name=lambda: "NVIDIA H200")
-    linear.TautW4A16LinearKernel._compile_every_regime = lambda *_: None
+    linear.TautW4A16LinearKernel._compile_every_tile = lambda *_: None
     linear.TautW4A16LinearKernel._check = lambda *_: None
 tokens = (1, 3) if device == "cpu" else (1, 5, 16, 17, 40, 129, 300, 2049)
 for dtype in dtypes:

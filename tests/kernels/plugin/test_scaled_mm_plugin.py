@@ -1,4 +1,4 @@
-"""W8A8 layers in vLLM: the choice by regime, the record of it, and the kernels vLLM holds."""
+"""W8A8 layers in vLLM: the choice by tokens, the record of it, and the kernels vLLM holds."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _operands(case: ScaledMmCase, always: bool) -> tuple[Any, ...]:
 def test_op_on_a_cpu_is_the_specification(op: str) -> None:
     case = make_scaled_mm_case(op, 3, 64, 128, with_bias=True)
     operands = _operands(case, always=False)
-    assert torch.equal(torch.ops.taut.scaled_mm_by_regime(*operands), case.reference())
+    assert torch.equal(torch.ops.taut.scaled_mm_by_tokens(*operands), case.reference())
     # opcheck's schema test multiplies its inputs, which torch does not do in e4m3.
     checks = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"][op == "fp8_gemm" :]
-    torch.library.opcheck(torch.ops.taut.scaled_mm_by_regime.default, operands, test_utils=checks)
+    torch.library.opcheck(torch.ops.taut.scaled_mm_by_tokens.default, operands, test_utils=checks)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_cutlass_gets_zero_points_where_there_are_some(monkeypatch: pytest.Monke
     assert calls == [("plain", 6), ("azp", 8), ("azp", 8)]
 
 
-def test_reasons_name_the_regimes_and_the_way_out() -> None:
+def test_reasons_name_the_numbers_of_tokens_and_the_way_out() -> None:
     int8, fp8 = torch.int8, torch.float8_e4m3fn
     at_all, partly = scaled_mm_op.why_not_at_all, scaled_mm_op.why_partly
     assert at_all(int8, GPU, 64, 128, "prefer") is None

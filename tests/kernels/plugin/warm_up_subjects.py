@@ -81,7 +81,7 @@ def cuda_ops() -> dict[str, Any]:
 
     return {
         "w4a16_gemm": op(w4a16._launch_w4a16_gemm),
-        "scaled_mm_by_regime": op(scaled_mm_op._dispatch),
+        "scaled_mm_by_tokens": op(scaled_mm_op._dispatch),
         "silu_mul": op(silu_mul._launch_silu_mul),
         "silu_mul_quant": op(silu_mul._launch_silu_mul_quant),
         "silu_mul_static_quant": op(silu_mul._launch_silu_mul_static_quant),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from taut_kernels.launch.measured_here import Machine
 from taut_kernels.tuner import w4a16_compile, w4a16_stock
 from taut_kernels.tuner.w4a16_candidates import Product
 from taut_kernels.tuner.w4a16_compile import Compilers
+from taut_kernels.tuner.w4a16_layer import Layer, blank_layer
 from taut_kernels.tuner.w4a16_session import Session, Wish, judged
 
 MACHINE = Machine("a card", "1.0", {"torch": "2"})
@@ -59,7 +62,7 @@ def _clock(subjects: Sequence[timing.Subject], M: int) -> list[float]:
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Session, list[str]]:
     monkeypatch.setattr(dispatch, "launch", lambda tile, x, *given: w4a16_gemm_ref(x, *given))
-    monkeypatch.setattr(w4a16_stock, "STOCK", {"Machete": w4a16_stock.taut})
+    monkeypatch.setattr(w4a16_stock, "STOCK", dict.fromkeys(w4a16_stock.STOCK, w4a16_stock.taut))
     lines: list[str] = []
     return Session(
         tmp_path / "verdicts.json",
@@ -121,10 +124,10 @@ def test_a_product_that_vllm_cannot_run_has_no_verdict(
     def absent(layer: Any) -> w4a16_stock.Prepared:
         raise w4a16_stock.UnavailableError("vLLM: not here")
 
-    monkeypatch.setattr(w4a16_stock, "STOCK", {"Machete": absent})
+    monkeypatch.setattr(w4a16_stock, "STOCK", dict.fromkeys(w4a16_stock.STOCK, absent))
     document = run.run([SMALL])
     assert judged(document, [SMALL])[0]["ours"] is None
-    assert lines == ["64×256 g128: stays with vLLM, no figures: Machete: vLLM: not here"]
+    assert lines == ["64×256 g128: stays with vLLM, no figures: Marlin: vLLM: not here"]
 
 
 def test_another_machines_or_a_damaged_file_is_refused(
@@ -138,6 +141,76 @@ def test_another_machines_or_a_damaged_file_is_refused(
     run.path.write_text("no JSON")
     with pytest.raises(ValueError, match=r"verdicts\.json: not JSON"):
         run.run([SMALL])
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    """An environment with such a vLLM."""
+
+    def installed(name: str) -> str:
+        if version is None or name != "vllm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(w4a16_stock.importlib.metadata, "version", installed)
+
+
+@pytest.mark.parametrize(
+    ("version", "hopper", "N", "group", "names"),
+    [
+        ("0.26.0", True, 4096, 128, ["Machete", "Marlin"]),
+        ("0.33.0", True, 4096, 128, ["Machete", "Marlin"]),
+        ("0.26.0", True, 4096, 32, ["Marlin"]),
+        ("0.33.0", True, 4096, 32, ["Humming", "Marlin"]),
+        ("0.32.1rc1", True, 2752, 128, ["Humming", "Marlin"]),
+        ("0.33.0", False, 4096, 128, ["Humming", "Marlin"]),
+        (None, True, 2752, 64, ["Marlin"]),
+    ],
+)
+def test_rivals_are_those_that_vllm_would_run(
+    monkeypatch: pytest.MonkeyPatch,
+    version: str | None,
+    hopper: bool,
+    N: int,
+    group: int,
+    names: list[str],
+) -> None:
+    """Machete takes groups of 64 and 128 and whole blocks of 128 features, on Hopper alone."""
+    _without(monkeypatch, version)
+    assert list(w4a16_stock.stock_of(N, group, hopper=hopper)) == names
+
+
+def test_humming_compiles_beside_the_tiles_and_is_waited_for(
+    session: tuple[Session, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, lines = session
+    _without(monkeypatch, "0.33.0")
+    compiled: list[int] = []
+
+    def compile_it(layer: Layer, tokens: Sequence[int]) -> None:
+        compiled.append(layer.N)
+
+    monkeypatch.setattr(w4a16_compile, "compile_humming", compile_it)
+    monkeypatch.setattr(w4a16_compile, "blank_layer", partial(blank_layer, device="cpu"))
+    run.run([SMALL, LARGE])
+    # The first alone, to bring what all share; again with the others, out of the cache.
+    assert sorted(set(compiled)) == [64, 96]
+    assert len(lines) == 2
+
+
+def test_humming_that_does_not_compile_is_said_and_the_rest_measured(
+    session: tuple[Session, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, lines = session
+    _without(monkeypatch, "0.33.0")
+
+    def fails(layer: Layer, tokens: Sequence[int]) -> None:
+        raise w4a16_stock.UnavailableError("Humming: no compiler")
+
+    monkeypatch.setattr(w4a16_compile, "compile_humming", fails)
+    monkeypatch.setattr(w4a16_compile, "blank_layer", partial(blank_layer, device="cpu"))
+    document = run.run([LARGE])
+    assert lines[0] == "Humming does not compile: Humming: no compiler"
+    assert judged(document, [LARGE])[0]["ours"] is True
 
 
 def test_a_form_is_compiled_once_and_refusals_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

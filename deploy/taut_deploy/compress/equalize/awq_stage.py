@@ -34,15 +34,6 @@ def awq(state: BlockState, index: int, stage: Awq) -> None:
             layer.methods.append(stage.method)
 
 
-def require_foldable(state: BlockState, index: int, stage: Awq) -> None:
-    """Refuse a block that :func:`awq` would.
-
-    Raises:
-        RecipeError: no input of the block can be scaled.
-    """
-    _folds(state, index, stage)
-
-
 def _folds(state: BlockState, index: int, stage: Awq) -> list[tuple[InputGroup, Fold]]:
     """The inputs that can be scaled, each with the place that takes its factors."""
     found = [

@@ -16,6 +16,9 @@ from torch.func import functional_call
 
 from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
 
+LEARNED_AT_A_TIME = 4
+"""Sequences in a step."""
+
 _SCALE_RANGE = 0.1
 # Of a code's step. A scale moves a whole group: at the codes' pace the best scales are jumped over.
 _SCALE_PACE = 0.1
@@ -112,7 +115,7 @@ def learn_rounding(
     call: Callable[[nn.Module, torch.Tensor], torch.Tensor],
     *,
     steps: int = 200,
-    batch: int = 4,
+    batch: int = LEARNED_AT_A_TIME,
     rate: float | None = None,
     seed: int = 0,
 ) -> dict[str, QuantizedWeight]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from taut_deploy.compress.free_memory import return_freed_memory
 from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.compress.source.calls import (
     BlockArguments,
@@ -106,12 +107,15 @@ class StreamedModel:
                 self._fill(module, name, place)
 
     def release(self, module: nn.Module) -> None:
-        """Drop a module's weights again; tables it computes by itself stay."""
+        """Drop a module's weights and what was made of them; tables it computes itself stay."""
         for owner in module.modules():
+            if isinstance(owner, nn.Linear):
+                owner._forward_pre_hooks.clear()  # they hold a compressed layer's codes
             for leaf, parameter in owner._parameters.items():
                 if parameter is not None:
                     empty = torch.empty_like(parameter, device="meta")
                     owner._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+        return_freed_memory()
 
     def load_outer(self) -> None:
         """Fill everything outside the blocks; ties are restored by the model itself."""

@@ -15,6 +15,7 @@ from taut_deploy.compress.train.curve import CSV, PNG, write_curve
 from taut_deploy.compress.train.export import write_checkpoint
 from taut_deploy.compress.train.loop import Progress, Trainer, judge
 from taut_deploy.compress.train.losses import Objective
+from taut_deploy.compress.train.optimizer import require_optimizer
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.compress.train.student import Student, open_student
 from taut_deploy.compress.train.text import TrainingText, read_text, require_in_vocabulary
@@ -66,6 +67,7 @@ def distil(job: DistilJob, progress: Progress = lambda done, total, what: None) 
             "--teacher: give the model that the student was made from; without one only "
             "cross_entropy can be trained for"
         )
+    require_optimizer(job.settings)
     with sole_writer(job.output, "taut distil"):
         return _Run(job, progress).execute()
 

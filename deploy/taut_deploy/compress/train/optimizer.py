@@ -1,5 +1,6 @@
 """AdamW over master weights: torch's, or bitsandbytes' with 8-bit moments."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,16 @@ def make_optimizer(masters: dict[str, nn.Parameter], settings: TrainSettings) ->
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=_BETAS, fused=fused)
 
 
+def require_optimizer(settings: TrainSettings) -> None:
+    """Check that the optimizer's package is there, before a model is loaded.
+
+    Raises:
+        OutputError: it is not.
+    """
+    if settings.optimizer == "adamw8bit":
+        _bitsandbytes()
+
+
 def set_rate(optimizer: Any, rate: float) -> None:
     """Set the learning rate of every group."""
     for group in optimizer.param_groups:
@@ -39,10 +50,15 @@ def set_rate(optimizer: Any, rate: float) -> None:
 def moments(optimizer: Any) -> dict[str, torch.Tensor]:
     """The optimizer's state as plain tensors, numbers included."""
     found = {}
+    places: set[int] = set()
     for index, state in optimizer.state_dict()["state"].items():
-        for key, value in state.items():
+        for path, value in _leaves(state, ()):
             kind = "tensor" if isinstance(value, torch.Tensor) else "int"
-            found[f"{index}|{key}|{kind}"] = torch.as_tensor(value)
+            tensor = torch.as_tensor(value)
+            # bitsandbytes shares its code books among weights, which safetensors refuses.
+            shared = tensor.data_ptr() in places
+            places.add(tensor.data_ptr())
+            found["|".join((str(index), *path, kind))] = tensor.clone() if shared else tensor
     return found
 
 
@@ -51,10 +67,22 @@ def restore_moments(optimizer: Any, found: dict[str, torch.Tensor]) -> None:
     document = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}
     for name, value in found.items():
-        index, key, kind = name.split("|")
-        state.setdefault(int(index), {})[key] = value if kind == "tensor" else int(value)
+        index, *path, key, kind = name.split("|")
+        place = state.setdefault(int(index), {})
+        for part in path:
+            place = place.setdefault(part, {})
+        place[key] = value if kind == "tensor" else int(value)
     document["state"] = state
     optimizer.load_state_dict(document)
+
+
+def _leaves(state: dict[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value with the keys that lead to it; bitsandbytes keeps its own a level deeper."""
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 def _bitsandbytes() -> Any:

@@ -8,6 +8,19 @@ import torch
 
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 
+Operands = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor | None,
+    torch.Tensor | None,
+    torch.Tensor | None,
+]
+"""Of a product with scales per tensor, token or channel, M ≥ 1: x [M, K] int8 or e4m3, weight
+[N, K] as x, N % 8 == 0, rows of both 16-byte aligned; x_scale [M] or one element and weight_scale
+[N] or one, fp32; azp_adj [N] and azp [M] int32, bias [N], or None."""
+
 
 def form_key(
     tile: ScaledMmTile, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *absent: bool

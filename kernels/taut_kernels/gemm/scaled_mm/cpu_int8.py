@@ -18,6 +18,7 @@ Source    oneDNN developer guide, "Int8 Inference: nuances of int8 computations"
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -80,16 +81,8 @@ def int8_gemm_cpu_ref(
     return (y if bias is None else y.add_(bias)).to(out_dtype)
 
 
-def _fake(
-    x_q: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x_q.new_empty((x_q.shape[0], weight.shape[0]), dtype=out_dtype)
+def _fake(x_q: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return x_q.new_empty((x_q.shape[0], weight.shape[0]), dtype=rest[-1])
 
 
 torch.library.define(

@@ -9,7 +9,7 @@ import torch
 from taut_kernels.gemm.scaled_mm.blocks_hopper import launch_blocks
 from taut_kernels.gemm.scaled_mm.blocks_pairs import launch_block_pairs
 from taut_kernels.gemm.scaled_mm.blocks_portable_kernel import fp8_block_kernel
-from taut_kernels.gemm.scaled_mm.call import block_arguments, form_key
+from taut_kernels.gemm.scaled_mm.call import Operands, block_arguments, form_key
 from taut_kernels.gemm.scaled_mm.few import launch_few
 from taut_kernels.gemm.scaled_mm.hopper import ROWS, launch_hopper
 from taut_kernels.gemm.scaled_mm.pairs import launch_pairs
@@ -109,16 +109,11 @@ def _prepared_ring(
 
 def _launch_ring(
     tile: ScaledMmTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    operands: Operands,
     arrivals: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
+    x, weight, x_scale, weight_scale, azp_adj, azp, bias = operands
     (M, K), N = x.shape, weight.shape[0]
     x_row, weight_row = x.stride()[0], weight.stride()[0]
     given = azp_adj is not None, azp is not None, bias is not None
@@ -175,14 +170,14 @@ def launch(
     x = _prepared(x, weight)
     operands = (x, weight, x_scale, weight_scale, azp_adj, azp, bias)
     if tile.kernel == "ring":
-        _launch_ring(tile, *operands, arrivals, y)
+        _launch_ring(tile, operands, arrivals, y)
     elif tile.kernel in ("few", PAIRS):
         programs = -(-M // tile.block_m) * -(-N // tile.block_n)
         partial = _workspace(tile, programs, tile.block_m * tile.block_n, x, arrivals)
         run = launch_few if tile.kernel == "few" else launch_pairs
-        run(tile, *operands, partial, arrivals, y)
+        run(tile, operands, partial, arrivals, y)
     else:
-        launch_hopper(tile, *operands, y)
+        launch_hopper(tile, operands, y)
     return y
 
 

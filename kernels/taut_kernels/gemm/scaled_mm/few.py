@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from taut_kernels.gemm.scaled_mm.call import Operands
 from taut_kernels.gemm.scaled_mm.few_kernel import scaled_mm_few_kernel
 from taut_kernels.gemm.scaled_mm.hopper import STEP, operand
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
@@ -42,13 +43,7 @@ def launch_options(tile: ScaledMmTile) -> launcher.Constants:
 
 def launch_few(
     tile: ScaledMmTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    operands: Operands,
     partial: torch.Tensor | None,
     arrivals: torch.Tensor | None,
     y: torch.Tensor,
@@ -57,17 +52,12 @@ def launch_few(
 
     Args:
         tile: ``kernel`` few.
-        x: [M, K] int8 or e4m3, M ≥ 1; rows 16-byte aligned.
-        weight: [N, K] as ``x``, N % 8 == 0; rows 16-byte aligned.
-        x_scale: [M] or one element, fp32.
-        weight_scale: [N] or one element, fp32.
-        azp_adj: [N] int32 or None.
-        azp: [M] int32 or None.
-        bias: [N] or None.
+        operands: as :data:`.call.Operands` says.
         partial: the parts of sums, as many as ``tile.split_k`` a tile, or None for 1.
         arrivals: a zero for every tile; not read for a ``split_k`` of 1.
         y: [M, N], contiguous; written.
     """
+    x, weight, x_scale, weight_scale, azp_adj, azp, bias = operands
     (M, K), N = x.shape, weight.shape[0]
     _few(
         (tile, x.dtype, y.dtype, N % 16, azp_adj is None, azp is None, bias is None),

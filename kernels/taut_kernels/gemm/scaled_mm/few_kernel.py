@@ -170,15 +170,9 @@ def _multiply(
     if SPLIT_K > 1:
         tile = gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
         acc, finished = add_parts(
-            acc,
-            pointers[6],
-            pointers[7],
-            tile,
-            gl.program_id(1),
-            (M - first_token + 31) // 32 * 32,
-            SPLIT_K,
-            SUMS,
-        )
+            acc, pointers[6], pointers[7], tile, gl.program_id(1),
+            (M - first_token + 31) // 32 * 32, SPLIT_K, SUMS,
+        )  # fmt: skip
     if finished:
         values = scaled(acc, pointers, found, SUMS)
         store_tokens(pointers[5], values, M, N, first_row, first_token, 32)

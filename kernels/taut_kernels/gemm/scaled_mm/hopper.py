@@ -9,6 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from taut_kernels.gemm.scaled_mm.call import Operands
 from taut_kernels.gemm.scaled_mm.hopper_kernel import scaled_mm_hopper_kernel
 from taut_kernels.gemm.scaled_mm.tile import BLOCKS, ScaledMmTile
 from taut_kernels.gemm.scaled_mm.turns_kernel import scaled_mm_turns_kernel
@@ -90,28 +91,17 @@ def operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
 
 def launch_hopper(
     tile: ScaledMmTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    operands: Operands,
     y: torch.Tensor,
 ) -> None:
     """Run the tile's kernel.
 
     Args:
         tile: ``kernel`` hopper or turns.
-        x: [M, K] int8 or e4m3, M ≥ 1; rows 16-byte aligned.
-        weight: [N, K] as ``x``, N % 8 == 0; rows 16-byte aligned.
-        x_scale: [M] or one element, fp32.
-        weight_scale: [N] or one element, fp32.
-        azp_adj: [N] int32 or None.
-        azp: [M] int32 or None.
-        bias: [N] or None.
+        operands: as :data:`.call.Operands` says.
         y: [M, N], contiguous; written.
     """
+    x, weight, x_scale, weight_scale, azp_adj, azp, bias = operands
     (M, K), N = x.shape, weight.shape[0]
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // tile.block_n)
     rows, (columns, further) = rows_of_block(tile), columns_of_blocks(tile)

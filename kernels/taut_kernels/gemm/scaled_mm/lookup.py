@@ -312,7 +312,7 @@ def _by_limit(
 def why_not_preferred(
     op: str, gpu: str | None, N: int, K: int, *, in_layer: bool = False
 ) -> str | None:
-    """Say in which regimes the plugin leaves a layer to vLLM.
+    """Say at which numbers of tokens the plugin leaves a layer to vLLM.
 
     Args:
         op: one of :data:`.tile.OPS`.

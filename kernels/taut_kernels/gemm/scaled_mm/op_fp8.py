@@ -23,6 +23,7 @@ Source    e4m3: arXiv:2209.05433; 128×128 blocks with 1×128 groups: DeepSeek-V
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -117,16 +118,8 @@ def _launch_fp8_gemm(
     return launch(tile, x, weight, x_scale, weight_scale, None, None, bias, arrivals, out_dtype)
 
 
-def _fake_fp8_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+def _fake_fp8_gemm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
 
 
 torch.library.define(

@@ -21,6 +21,8 @@ Source    azp and azp_adj are those of vLLM's ``cutlass_scaled_mm_azp``; the int
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
@@ -75,34 +77,14 @@ def w8a8_gemm_ref(
     return y.to(out_dtype)
 
 
-def _launch_w8a8_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def _launch_w8a8_gemm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     (M, K), N = x.shape, weight.shape[0]
     tile = tiles_scaled_mm.lookup(OP, launcher.gpu_name(x.device), N, K, M).tile
-    return launch(tile, x, weight, x_scale, weight_scale, azp_adj, azp, bias, arrivals, out_dtype)
+    return launch(tile, x, weight, *rest)
 
 
-def _fake_w8a8_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+def _fake_w8a8_gemm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
 
 
 torch.library.define(

@@ -174,22 +174,9 @@ def scaled_mm_kernel(
         )
     if finished:
         y = scaled(
-            acc,
-            x_scale_ptr,
-            w_scale_ptr,
-            azp_adj_ptr,
-            azp_ptr,
-            bias_ptr,
-            offs_m,
-            offs_n,
-            M,
-            N,
-            stride_xs,
-            stride_ws,
-            HAS_AZP_ADJ,
-            HAS_AZP,
-            HAS_BIAS,
-        )
+            acc, x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr, offs_m, offs_n, M, N,
+            stride_xs, stride_ws, HAS_AZP_ADJ, HAS_AZP, HAS_BIAS,
+        )  # fmt: skip
         y_ptrs = y_ptr + offs_m.to(tl.int64)[None, :] * N + offs_n[:, None]
         mask = (offs_m < M)[None, :] & (offs_n < N)[:, None]
         tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -20,6 +20,8 @@ Limits    bf16 (in fp16 and fp32 ATen runs scalar code, 40 times slower); N % 16
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from taut_kernels.gemm.w4a16 import disk as formats
@@ -41,11 +43,7 @@ def _aten_w4a16_gemm(
 
 
 def _fake_w4a16_gemm_cpu(
-    x: torch.Tensor,
-    qweight_cpu: torch.Tensor,
-    scales_and_zeros: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_size: int,
+    x: torch.Tensor, qweight_cpu: torch.Tensor, scales_and_zeros: torch.Tensor, *_: Any
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], scales_and_zeros.shape[1]))
 

@@ -1,4 +1,4 @@
-"""The regime of `taut::w4a16_gemm` for at most 16 tokens: bound by weight bytes.
+"""The kernel of `taut::w4a16_gemm` for at most 16 tokens: bound by weight bytes.
 
 Maths     as :mod:`.op`
 Numerics  q - z is an integer and exact in either type; products accumulate in fp32 within a group,

@@ -1,4 +1,4 @@
-"""The regime of `taut::w4a16_gemm` for some 16 to 64 tokens: a ring of shared memory.
+"""The kernel of `taut::w4a16_gemm` for some 16 to 64 tokens: a ring of shared memory.
 
 Maths     as :mod:`.op`
 Numerics  as :mod:`.decode`: q - z is exact, products accumulate in fp32

@@ -158,33 +158,15 @@ def _step(
     ahead = step + AHEAD
     if ahead < STEPS:
         copy_stage(
-            next_slots,
-            ahead,
-            weights,
-            CHUNKS,
-            CHUNKS_PER_STEP,
-            GROUP_SIZE,
-            QUADS,
-            HAS_ZEROS,
+            next_slots, ahead, weights, CHUNKS, CHUNKS_PER_STEP, GROUP_SIZE, QUADS, HAS_ZEROS,
             MASKED,
-        )
+        )  # fmt: skip
         copy_activations(next_slots[3], ahead, activations, CHUNKS, CHUNKS_PER_STEP, MASKED)
     async_copy.commit_group()
     return multiply_chunks(
-        sums,
-        totals,
-        slots,
-        place,
-        channel_zeros,
-        CHUNKS_PER_STEP,
-        ROW_TILES,
-        TOKEN_TILES,
-        GROUP_SIZE,
-        QUADS,
-        HAS_ZEROS,
-        ELEMENT,
-        L,
-    )
+        sums, totals, slots, place, channel_zeros, CHUNKS_PER_STEP, ROW_TILES, TOKEN_TILES,
+        GROUP_SIZE, QUADS, HAS_ZEROS, ELEMENT, L,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M"])

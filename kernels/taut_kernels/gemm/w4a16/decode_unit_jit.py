@@ -158,16 +158,10 @@ def _multiply_half(
     new_sums, new_totals = (), ()
     for r in tl.static_range(ROW_TILES):
         row = _multiply(
-            words[r],
-            values,
-            zeros[r * QUADS + GROUP // 4] if HAS_ZEROS else words[r],
-            sums[r * TOKEN_TILES : (r + 1) * TOKEN_TILES],
-            HALF,
-            TOKEN_TILES,
-            GROUP % 4,
-            HAS_ZEROS,
+            words[r], values, zeros[r * QUADS + GROUP // 4] if HAS_ZEROS else words[r],
+            sums[r * TOKEN_TILES : (r + 1) * TOKEN_TILES], HALF, TOKEN_TILES, GROUP % 4, HAS_ZEROS,
             ELEMENT,
-        )
+        )  # fmt: skip
         total = totals[r * TOKEN_TILES : (r + 1) * TOKEN_TILES]
         if CLOSES:
             total = add_scaled(scales[r * QUADS + GROUP // 4], row, total, GROUP % 4, ELEMENT)
@@ -219,20 +213,9 @@ def multiply_unit(
         word_queue, value_queue = word_queue[1:], value_queue[1:]
         for half in tl.static_range(2):
             sums, totals = _multiply_half(
-                words,
-                values,
-                scales,
-                zeros,
-                sums,
-                totals,
-                half,
-                64 * c + 32 * half,
-                ROW_TILES,
-                TOKEN_TILES,
-                GROUP_SIZE,
-                HAS_ZEROS,
-                ELEMENT,
-            )
+                words, values, scales, zeros, sums, totals, half, 64 * c + 32 * half, ROW_TILES,
+                TOKEN_TILES, GROUP_SIZE, HAS_ZEROS, ELEMENT,
+            )  # fmt: skip
         if (c + 1) % BATCH == 0:
             for b in tl.static_range(BATCH):
                 if not LAST or c + 1 - BATCH + b + DEPTH < 8:

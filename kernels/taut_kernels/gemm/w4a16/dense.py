@@ -1,4 +1,4 @@
-"""The regime of `taut::w4a16_gemm` for thousands of tokens: dequantise, then multiply densely.
+"""The kernel of `taut::w4a16_gemm` for thousands of tokens: dequantise, then multiply densely.
 
 Maths     as :mod:`.op`; the product is cuBLAS'
 Numerics  (q - z) · s is rounded once to the dtype of ``x``; fp32 accumulation

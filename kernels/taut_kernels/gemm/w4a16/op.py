@@ -16,7 +16,7 @@ Regimes   M ≤ 8, and to 16 where it was measured faster, :mod:`.decode`,
           :mod:`.pair` or :mod:`.dense`. One
           layout serves them all.
 Numerics  q - z is an integer and exact in either type; products accumulate in fp32, bias is applied
-          in fp32, one rounding at the store. Scales: see the regime. The reference multiplies in
+          in fp32, one rounding at the store. Scales: see the kernel. The reference multiplies in
           the order of the formula, in fp32. The same bits from run to run for one M; not across M.
 CPU       `taut::w4a16_gemm` on CPU tensors runs :func:`w4a16_gemm_ref`, the specification; a CPU
           worker uses :mod:`.cpu` instead.
@@ -30,6 +30,7 @@ Source    Integers with a scale (and zero point) a group: GPTQ, arXiv:2210.17323
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -124,15 +125,7 @@ def _launch_w4a16_gemm(
     return plan.run(x, Weight(qweight, scales, zeros, bias, arrivals))
 
 
-def _fake_w4a16_gemm(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-) -> torch.Tensor:
+def _fake_w4a16_gemm(x: torch.Tensor, qweight: torch.Tensor, *_: Any) -> torch.Tensor:
     return x.new_empty((x.shape[0], 16 * qweight.shape[0]))
 
 

@@ -1,4 +1,4 @@
-"""The regime of `taut::w4a16_gemm` where one tile would leave much of a last wave empty: two tiles.
+"""The kernel of `taut::w4a16_gemm` where one tile would leave much of a last wave empty: two tiles.
 
 Maths     as :mod:`.op`
 Numerics  as :mod:`.portable`; which tile computes an output feature follows

@@ -1,4 +1,4 @@
-"""What the regimes of `taut::w4a16_gemm` share: a layer's weight, and calls prepared once.
+"""What the kernels of `taut::w4a16_gemm` share: a layer's weight, and calls prepared once.
 
 Shapes, types and tile determine nearly all the host does for a call. It is done once, kept as a
 plan, and a call only brings its tensors: what a look-up and a cut cost the host is README,

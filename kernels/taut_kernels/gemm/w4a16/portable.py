@@ -1,7 +1,7 @@
-"""The regime of `taut::w4a16_gemm` for many tokens: weights in registers, operand A of `wgmma`.
+"""The kernel of `taut::w4a16_gemm` for many tokens: weights in registers, operand A of `wgmma`.
 
 Maths     as :mod:`.op`
-Numerics  (q - z) · s is rounded once to the dtype of ``x`` before the product (the decode regime
+Numerics  (q - z) · s is rounded once to the dtype of ``x`` before the product (the decode kernel
           does not); products accumulate in fp32 over all of K. For one tile, the same bits from run
           to run: splits are added in a fixed order.
 Limits    as :mod:`.op`; (q - z) · s must be finite in the dtype of ``x``

@@ -1,4 +1,4 @@
-"""The regime of `taut::w4a16_gemm` for some 17 to 128 tokens: `wgmma` behind a ring of stages.
+"""The kernel of `taut::w4a16_gemm` for some 17 to 128 tokens: `wgmma` behind a ring of stages.
 
 Maths     as :mod:`.op`
 Numerics  as :mod:`.portable`: (q - z) · s is rounded once to the dtype of ``x``

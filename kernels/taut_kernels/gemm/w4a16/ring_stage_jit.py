@@ -273,15 +273,8 @@ def multiply_chunks(
             )
         for h in gl.static_range(2):
             sums = _multiply_chunk(
-                weights,
-                slots[3],
-                sums,
-                (2 * c + h) * TOKEN_TILES,
-                h,
-                TOKEN_TILES,
-                ELEMENT,
-                L,
-            )
+                weights, slots[3], sums, (2 * c + h) * TOKEN_TILES, h, TOKEN_TILES, ELEMENT, L,
+            )  # fmt: skip
             if _closes(64 * c + 32 * h + 32, GROUP_SIZE):
                 new_sums, new_totals = (), ()
                 for i in gl.static_range(len(sums)):

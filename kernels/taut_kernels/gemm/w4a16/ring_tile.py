@@ -1,6 +1,6 @@
 """How the `wgmma` ring kernel is cut up: a tile and the shared memory it takes.
 
-Its measured tiles stand in the tables of :mod:`.lookup`, which choose a regime
+Its measured tiles stand in the tables of :mod:`.lookup`, which choose a kernel
 for more than 8 tokens; :mod:`.rule` chooses for a shape nobody measured.
 """
 

@@ -113,18 +113,9 @@ def load_operands(
         for part in gl.static_range(0 if HAS_ZEROS else 1, 2):
             for h in gl.static_range(2):
                 word = _operand(
-                    stage,
-                    place,
-                    channels,
-                    part,
-                    64 * (i // ROW_TILES) + 32 * h,
-                    i % ROW_TILES,
-                    ROW_TILES,
-                    GROUP_SIZE,
-                    QUADS,
-                    ELEMENT,
-                    L,
-                )
+                    stage, place, channels, part, 64 * (i // ROW_TILES) + 32 * h, i % ROW_TILES,
+                    ROW_TILES, GROUP_SIZE, QUADS, ELEMENT, L,
+                )  # fmt: skip
                 operands = operands + (word,)
         every = every + (operands,)
     return every
@@ -273,22 +264,9 @@ def reduce_and_store(
     if SPLIT_K == 1:
         for r in gl.static_range(ROW_TILES):
             _store_tile(
-                y_ptr,
-                bias_ptr,
-                sums[r],
-                r,
-                M,
-                N,
-                HAS_BIAS,
-                BLOCK_M,
-                ROW_TILES,
-                WARPS,
-                ACC,
-                first_tile,
-                first_token,
-                BEGIN,
-                PIECE,
-            )
+                y_ptr, bias_ptr, sums[r], r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, ACC,
+                first_tile, first_token, BEGIN, PIECE,
+            )  # fmt: skip
     else:
         SIZE: gl.constexpr = 16 * WARPS * BLOCK_M
         tile_of_y = gl.program_id(2) * gl.num_programs(0) + pid
@@ -313,22 +291,9 @@ def reduce_and_store(
                     value += gl.load(cells + (s * ROW_TILES + r) * SIZE, cache_modifier=".cg")
                 value = _by_row(value, WARPS, BLOCK_M, ACC)
                 _store_tile(
-                    y_ptr,
-                    bias_ptr,
-                    value,
-                    r,
-                    M,
-                    N,
-                    HAS_BIAS,
-                    BLOCK_M,
-                    ROW_TILES,
-                    WARPS,
-                    ACC,
-                    first_tile,
-                    first_token,
-                    BEGIN,
-                    PIECE,
-                )
+                    y_ptr, bias_ptr, value, r, M, N, HAS_BIAS, BLOCK_M, ROW_TILES, WARPS, ACC,
+                    first_tile, first_token, BEGIN, PIECE,
+                )  # fmt: skip
             gl.store(arrivals_ptr + tile_of_y, 0)
 
 

@@ -187,17 +187,9 @@ def _multiply_all(
                 x = tokens[p].index(slot * CHUNKS + i // PARTS // ROW_TILES).permute((1, 0))
                 xs = xs + (x.slice(i % PARTS * (64 // PARTS), 64 // PARTS, 0),)
             operands = operands_of(
-                every[i // PARTS],
-                zeros_now,
-                now,
-                place,
-                i // PARTS // ROW_TILES,
-                i // PARTS % ROW_TILES,
-                GROUP_SIZE,
-                HAS_ZEROS,
-                ELEMENT,
-                ROW_TILES,
-            )
+                every[i // PARTS], zeros_now, now, place, i // PARTS // ROW_TILES,
+                i // PARTS % ROW_TILES, GROUP_SIZE, HAS_ZEROS, ELEMENT, ROW_TILES,
+            )  # fmt: skip
             a = convert(operands, i % PARTS, PARTS, HAS_ZEROS, ELEMENT, WARPS, OPERAND)
             sums = multiply(sums, a, xs, i // PARTS % ROW_TILES, RUNNING, WARPS)
             if i == RUNNING - 1:
@@ -252,20 +244,9 @@ def _product(
         if HAS_ZEROS:
             prefetch(zeros_ptr, first_tile, first_chunk, 1, CHUNKS, K, GROUP_SIZE, TILES, WARPS)
     sums = _multiply_all(
-        rings,
-        scale_ptrs,
-        zero_ptrs,
-        first_chunk,
-        K,
-        GROUP_SIZE,
-        HAS_ZEROS,
-        ROW_TILES,
-        WARPS,
-        STEPS,
-        PARTS,
-        RUNNING,
-        L,
-    )
+        rings, scale_ptrs, zero_ptrs, first_chunk, K, GROUP_SIZE, HAS_ZEROS, ROW_TILES, WARPS,
+        STEPS, PARTS, RUNNING, L,
+    )  # fmt: skip
     # The kernel in front has ended (its results were multiplied), but what these threads write is
     # theirs to order: arrivals, partial sums and y may be what it used.
     early_start(True)
@@ -276,24 +257,10 @@ def _product(
         for r in gl.static_range(ROW_TILES):
             of_part = of_part + (sums[r * OF_BLOCK + p],)
         reduce_and_store(
-            of_part,
-            y_ptr,
-            bias_ptr,
-            partial_ptr,
-            arrivals_ptr,
-            M,
-            N,
-            HAS_BIAS,
-            rings[1][p].shape[1],
-            ROW_TILES,
-            WARPS,
-            SPLIT_K,
-            sums_of(rings[1][p].shape[1], WARPS),
-            first_tile,
-            first_token,
-            (PIECES - 1) * PIECE if p else 0,
-            PIECE,
-        )
+            of_part, y_ptr, bias_ptr, partial_ptr, arrivals_ptr, M, N, HAS_BIAS,
+            rings[1][p].shape[1], ROW_TILES, WARPS, SPLIT_K, sums_of(rings[1][p].shape[1], WARPS),
+            first_tile, first_token, (PIECES - 1) * PIECE if p else 0, PIECE,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M"])

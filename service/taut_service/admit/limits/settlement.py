@@ -23,18 +23,18 @@ def settle(call: Call, reservation: Reservation) -> None:
         call: ended; its ``status`` is what the client was told.
         reservation: what it took.
     """
-    usage = call.usage
-    if not call.worker:
+    usage = call.answer.usage
+    if not call.routed.worker:
         reservation.cancel()
     elif call.streaming:
         reservation.settle(_streamed(call, usage, reservation.prompt))
     elif usage is not None:
         reservation.settle(usage.prompt_tokens + usage.completion_tokens)
-    elif call.status in (0, CLIENT_CLOSED):
+    elif call.answer.status in (0, CLIENT_CLOSED):
         reservation.settle(reservation.tokens)
-    elif call.status >= 500:
+    elif call.answer.status >= 500:
         reservation.cancel()
-    elif call.status >= 400:
+    elif call.answer.status >= 400:
         reservation.settle(0)
     else:
         reservation.settle(reservation.tokens)
@@ -42,9 +42,9 @@ def settle(call: Call, reservation: Reservation) -> None:
 
 def _streamed(call: Call, usage: Usage | None, prompt: int) -> int:
     """Return the tokens of a stream."""
-    counted = max(call.events, call.text_bytes // BYTES_PER_TOKEN)
+    counted = max(call.answer.events, call.answer.text_bytes // BYTES_PER_TOKEN)
     if usage is None:
         return prompt + counted
-    ended_whole = 200 <= call.status < 300
+    ended_whole = 200 <= call.answer.status < 300
     completion = usage.completion_tokens
     return usage.prompt_tokens + (completion if ended_whole else max(completion, counted))

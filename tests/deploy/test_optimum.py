@@ -1,0 +1,170 @@
+"""taut through optimum: its command line, its quantizer, its configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from optimum.configuration_utils import BaseConfig
+from optimum.quantization_base import OptimumQuantizer
+from tiny_models import (
+    edit_json,
+    job_for,
+    make_recipe,
+    recipe_data,
+    write_calibration_text,
+    write_llama,
+    write_recipe,
+)
+from transformers import AutoModelForCausalLM, StableLmConfig, StableLmForCausalLM
+from validate_setup import VOCABULARY, write_text, write_tokenizer
+
+from taut_deploy.checkpoint import verify
+from taut_deploy.compress import driver
+from taut_deploy.errors import CheckpointError, OutputError, RecipeError
+from taut_deploy.models.store import describe_directory
+from taut_deploy.optimum import TautConfig, TautQuantizer
+
+OPTIMUM_CLI = str(Path(sys.executable).with_name("optimum-cli"))
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """``model``, ``recipe.yaml``, and ``direct``, made by taut itself."""
+    path = tmp_path_factory.mktemp("optimum")
+    write_llama(path / "model")
+    data = recipe_data(write_calibration_text(path / "text.txt"))
+    write_recipe(path / "recipe.yaml", data)
+    driver.compress(job_for(path / "model", data, path / "direct"))
+    return path
+
+
+@pytest.fixture
+def home(room, monkeypatch):
+    monkeypatch.setenv("TAUT_HOME", str(room / "home"))
+
+
+def optimum_cli(room: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TAUT_HOME": str(room / "home"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [OPTIMUM_CLI, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def test_optimum_cli_compresses_as_taut_does(room):
+    # Options in front of the argument and behind it reach taut unchanged.
+    answer = optimum_cli(
+        *(room, "taut", "compress", "--recipe", str(room / "recipe.yaml"), str(room / "model")),
+        *("--output", str(room / "by-cli"), "--json"),
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout)["scheme"] == "W4A16"
+    assert verify(room / "by-cli").digest == verify(room / "direct").digest
+
+
+def test_optimum_cli_validates_and_exits_with_the_verdict(room):
+    write_text(room / "judged.txt", 400, seed=9)
+    policy = room / "policy.yaml"
+    policy.write_text("name: strict\nrequire: {mean_kl: {max: 0.000001}}\n")
+    answer = optimum_cli(
+        *(room, "taut", "validate", "--baseline", str(room / "model")),
+        *("--candidate", str(room / "direct"), "--policy", str(policy), "--no-served"),
+        *("--text", str(room / "judged.txt"), "--output", str(room / "report")),
+        *("--sequences", "8", "--sequence-length", "32", "--noise-sequences", "0", "--json"),
+    )
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    assert json.loads(answer.stdout)["verdict"] == "FAIL"
+
+
+def test_a_mistake_is_one_line_of_taut(room):
+    answer = optimum_cli(room, "taut", "compress", str(room / "model"), "--recipe", "w4a17")
+    assert answer.returncode == 2
+    line = answer.stderr.strip().splitlines()[-1]
+    assert line.startswith("taut: ")
+    assert "w4a17" in line
+    assert "Traceback" not in answer.stderr
+
+
+def test_help_is_that_of_taut(room):
+    answer = optimum_cli(room, "taut", "compress", "--help")
+    assert answer.returncode == 0
+    assert "--recipe" in answer.stdout
+
+
+def test_the_quantizer_is_optimums_and_gives_the_same_checkpoint(room, home):
+    quantizer = TautQuantizer.from_pretrained(room / "model")
+    assert isinstance(quantizer, OptimumQuantizer)
+    config = TautConfig.from_recipe(str(room / "recipe.yaml"))
+    manifest = quantizer.quantize(room / "by-quantizer", config=config)
+    assert manifest.digest == verify(room / "direct").digest
+
+
+def test_a_model_type_that_optimum_does_not_list_is_quantized_too(room, home, tmp_path):
+    torch.manual_seed(0)
+    config = StableLmConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+    )
+    StableLmForCausalLM(config).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    recipe = TautConfig.from_recipe(str(room / "recipe.yaml"))
+    made = TautQuantizer.from_pretrained(tmp_path / "model").quantize(
+        tmp_path / "out", config=recipe
+    )
+    assert made.scheme == "W4A16"
+
+
+def test_settings_of_other_quantizers_are_refused(room, home):
+    with pytest.raises(OutputError, match="file_name: taut has no such setting"):
+        TautQuantizer.from_pretrained(room / "model", "model.onnx")
+    quantizer = TautQuantizer(describe_directory(room / "model"))
+    config = TautConfig.from_recipe(str(room / "recipe.yaml"))
+    for name in ("file_prefix", "use_external_data_format"):
+        with pytest.raises(OutputError, match=f"{name}: taut has no such setting"):
+            quantizer.quantize(room / "never", config=config, **{name: "x"})
+    assert not (room / "never").exists()
+
+
+def test_a_checkpoint_loads_verified_and_as_transformers_loads_it(room, tmp_path):
+    ids = torch.arange(2, 30)[None]
+    ours = TautQuantizer.load(room / "direct").eval()(ids).logits
+    theirs = AutoModelForCausalLM.from_pretrained(room / "direct").eval()(ids).logits
+    assert torch.equal(ours, theirs)
+    for file in (room / "direct").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit_json(tmp_path / "config.json", bos_token_id=3)
+    with pytest.raises(CheckpointError, match=r"config\.json: its sha256 differs"):
+        TautQuantizer.load(tmp_path)
+
+
+def test_a_recipe_goes_through_a_configuration_file_unchanged(room, tmp_path):
+    config = TautConfig.from_recipe(str(room / "recipe.yaml"))
+    assert isinstance(config, BaseConfig)
+    config.save_pretrained(tmp_path)
+    assert (tmp_path / "taut_recipe.json").is_file()
+    assert not (tmp_path / "config.json").exists()
+    read = TautConfig.from_pretrained(tmp_path)
+    assert read.to_recipe() == config.to_recipe()
+    assert read.to_recipe().hash == make_recipe(recipe_data(room / "text.txt")).hash
+
+
+def test_a_wrong_recipe_in_a_configuration_is_named(room, tmp_path):
+    TautConfig.from_recipe("w8a8").save_pretrained(tmp_path)
+    document = json.loads((tmp_path / "taut_recipe.json").read_text())
+    document["recipe"]["stages"][-1]["scheme"] = "W8A9"
+    (tmp_path / "taut_recipe.json").write_text(json.dumps(document))
+    with pytest.raises(RecipeError, match=r"taut_recipe\.json: stages\.1\.quantize\.scheme"):
+        TautConfig.from_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match=r"taut_recipe\.json"):
+        TautConfig().to_recipe()
