@@ -1,11 +1,13 @@
 """``taut compress``."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from taut_deploy.commands.device import require_device
+from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import (
     DeviceOption,
     JsonFlag,
@@ -23,26 +25,35 @@ from taut_deploy.progress import progress_reporter
 from taut_deploy.recipe import load_recipe, with_target
 
 if TYPE_CHECKING:
+    from taut_deploy.checkpoint import Manifest
     from taut_deploy.compress.plan import CompressionPlan
 
 
+@dataclass(frozen=True)
+class TargetOptions:
+    """What a mixture of schemes is to reach."""
+
+    target_bits: Annotated[
+        float | None, typer.Option(help="Of recipe mixed: bits a weight, scales included.")
+    ] = None
+    target_bytes: Annotated[
+        str | None, typer.Option(help="Of recipe mixed: size of all weights, such as 5GiB.")
+    ] = None
+    max_kl: Annotated[
+        float | None, typer.Option(help="Of recipe mixed: predicted divergence, in nats.")
+    ] = None
+
+
+@with_groups
 def compress(
     model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
+    target: TargetOptions,
     recipe: Annotated[str, typer.Option(help="Built-in recipe or YAML file.")] = "w8a8",
     output: Annotated[Path | None, typer.Option(help="Checkpoint directory to make.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what would be done, and stop.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run.")
     ] = True,
-    target_bits: Annotated[
-        float | None, typer.Option(help="Of recipe mixed: bits a weight, scales included.")
-    ] = None,
-    target_bytes: Annotated[
-        str | None, typer.Option(help="Of recipe mixed: size of all weights, such as 5GiB.")
-    ] = None,
-    max_kl: Annotated[
-        float | None, typer.Option(help="Of recipe mixed: predicted divergence, in nats.")
-    ] = None,
     served_by: Annotated[
         str, typer.Option(help="Whose kernels --plan names: here, cpu, h100 or h200.")
     ] = "here",
@@ -61,26 +72,32 @@ def compress(
     require_device(device)
     if served_by not in (known := ("here", "cpu", *CARDS)):
         raise RecipeError(f"--served-by: {served_by!r} is none of {', '.join(known)}")
-    chosen = with_target(load_recipe(recipe), target_bits, target_bytes, max_kl)
+    chosen = with_target(
+        load_recipe(recipe), target.target_bits, target.target_bytes, target.max_kl
+    )
     home = TautHome.from_environment()
     if output is None and not plan:
         raise OutputError("--output: give the checkpoint directory to make")
-    target = home.checkpoints / "plan" if output is None else checked_output(output)
+    place = home.checkpoints / "plan" if output is None else checked_output(output)
     record = ModelStore(home.models).fetch(model)
     announce_code(Path(record.path), trust_remote_code)
     job = CompressionJob(
-        record, chosen, target, home.root, device, resume, trust_remote_code, requantize
+        record, chosen, place, home.root, device, resume, trust_remote_code, requantize
     )
     if plan:
         _print_plan(make_plan(job, served_by), as_json)
         return
     with progress_reporter(quiet=as_json) as report:
         manifest = pipeline.compress(job, report)
+    _print_summary(job.output, record.bytes, manifest, as_json)
+
+
+def _print_summary(output: Path, base_bytes: int, manifest: "Manifest", as_json: bool) -> None:
     summary = {
-        "path": str(job.output.resolve()),
+        "path": str(output.resolve()),
         "digest": manifest.digest,
         "bytes": manifest.bytes,
-        "base_bytes": record.bytes,
+        "base_bytes": base_bytes,
         "scheme": manifest.scheme,
         "recipe_hash": manifest.recipe_hash,
         "layers": len(manifest.layers),
@@ -88,10 +105,10 @@ def compress(
     if as_json:
         print_json(summary)
         return
-    ratio = manifest.bytes / record.bytes
+    ratio = manifest.bytes / base_bytes
     typer.echo(
-        f"{job.output}: {manifest.scheme}, {len(manifest.layers)} layers, "
-        f"{megabytes(record.bytes)} -> {megabytes(manifest.bytes)} ({ratio:.2f}x)\n"
+        f"{output}: {manifest.scheme}, {len(manifest.layers)} layers, "
+        f"{megabytes(base_bytes)} -> {megabytes(manifest.bytes)} ({ratio:.2f}x)\n"
         f"{manifest.digest}"
     )
 
