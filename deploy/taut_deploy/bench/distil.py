@@ -121,7 +121,7 @@ def measure(plan: Plan, say: Say) -> list[Row]:
             found = _distilled(plan, student, directory, sources, judge)
             row = Row(name, student.what, text.name, plan.hash, one_shot, made, **found)
             write_row(plan.output, row)
-            say(json.dumps(asdict(row)))
+            say(json.dumps(asdict(row), allow_nan=False))
     return read_rows(plan.output, plan.hash)
 
 

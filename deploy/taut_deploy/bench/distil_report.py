@@ -57,7 +57,7 @@ def write_row(output: Path, row: Row) -> None:
         OutputError: the disk is full or refuses.
     """
     with disk_errors_named(output / _LINES), (output / _LINES).open("a", encoding="utf-8") as sink:
-        sink.write(json.dumps(asdict(row), sort_keys=True) + "\n")
+        sink.write(json.dumps(asdict(row), sort_keys=True, allow_nan=False) + "\n")
 
 
 def read_rows(output: Path, plan: str) -> list[Row]:

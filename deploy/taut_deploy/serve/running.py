@@ -93,8 +93,8 @@ def running(run: Path) -> list[tuple[Path, RunningServe]]:
     found = []
     for file in sorted(run.glob(f"*/{RECORD}")):
         try:
-            record = _READ.validate_json(json.dumps(read_json(file, WorkerError)))
-        except (ValidationError, TautError):
+            record = _READ.validate_json(json.dumps(read_json(file, WorkerError), allow_nan=False))
+        except (ValidationError, TautError, ValueError):
             continue  # half a file of a killed process is no process
         if record.alive:
             found.append((file.parent, record))

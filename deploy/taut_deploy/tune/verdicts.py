@@ -86,7 +86,9 @@ class Verdicts:
         """
         argv = [sys.executable, "-m", "taut_kernels.tuner", "--output", str(self.path)]
         argv += ["--budget-s", str(budget_s), "--tiles", str(tiles)]
-        wanted = json.dumps([[one.n, one.k, one.weights, one.layers] for one in products])
+        wanted = json.dumps(
+            [[one.n, one.k, one.weights, one.layers] for one in products], allow_nan=False
+        )
         environment = {name: text for name, text in os.environ.items() if name != _variable()}
         environment["PYTHONSAFEPATH"] = "1"
         try:

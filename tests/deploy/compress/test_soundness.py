@@ -120,7 +120,7 @@ def test_a_head_that_is_tied_and_stored_must_be_the_embedding(equal, text, tmp_p
 
 
 def test_an_index_that_contradicts_its_shards_is_refused(text, tmp_path):
-    model = write_llama(tmp_path / "m", shard_bytes=60_000)
+    model = write_llama(tmp_path / "m", shard_bytes=90_000)
     index = model / "model.safetensors.index.json"
     names = json.loads(index.read_text())["weight_map"]
     shards = sorted(set(names.values()))
