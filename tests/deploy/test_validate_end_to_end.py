@@ -103,7 +103,8 @@ def test_a_second_run_gives_the_same_numbers_in_place_of_the_first(models, tmp_p
     other = run_validation(job_for(models, output=tmp_path / "s", seed=1))
     assert first.metrics == again.metrics
     assert first.metrics["mean_kl"].estimate == other.metrics["mean_kl"].estimate
-    assert first.metrics["mean_kl"].low != other.metrics["mean_kl"].low
+    # Few sequences: one end may be Student's, which no seed moves.
+    assert first.metrics["mean_kl"] != other.metrics["mean_kl"]
 
 
 def test_a_sequence_start_token_is_counted_in_the_length(tmp_path):

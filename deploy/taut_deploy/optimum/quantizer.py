@@ -95,7 +95,7 @@ class TautQuantizer(OptimumQuantizer):  # type: ignore[misc]  # optimum has no t
         directory = Path(checkpoint)
         verify(directory)
         loader = TasksManager.get_model_class_for_task(_TASK, framework="pt")
-        return loader.from_pretrained(directory, local_files_only=True)
+        return loader.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def _require_none(name: str, value: Any) -> None:

@@ -86,12 +86,6 @@ def test_the_plan_counts_the_second_stream(room, tmp_path):
     stream = 6 * 32 * 64 * 4
     more = plans["round"].disk_bytes - plans["gptq"].disk_bytes
     assert more == 3 * stream
-    # Of a block: 36,864 weights in layers of 64, 32 and 128 channels; four sequences a step.
-    weights = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128
-    widths = 2 * (64 + 64) + 2 * (32 + 64) + 3 * (64 + 128)
-    learning = 24 * weights + 4 * 32 * widths * 4
-    more = plans["round"].peak_memory_bytes - plans["gptq"].peak_memory_bytes
-    assert more == 2 * stream + learning - 6 * 4 * 128 * 128
 
 
 @pytest.mark.parametrize(
