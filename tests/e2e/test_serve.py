@@ -208,6 +208,7 @@ def test_anthropic_s_tools_are_taken(served):
                     "name": WEATHER["name"],
                     "description": WEATHER["description"],
                     "input_schema": WEATHER["parameters"],
+                    "strict": True,
                 }
             ],
             "tool_choice": {"type": "tool", "name": "get_weather"},
