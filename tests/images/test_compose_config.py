@@ -187,7 +187,7 @@ def test_promtool_accepts_the_folder_that_prometheus_gets():
     checked = ["promtool", "check", "config", f"{mount['source']}/prometheus.yml"]
     done = subprocess.run(checked, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "2 rule files found" in done.stdout
+    assert "3 rule files found" in done.stdout
 
 
 IMAGES = {

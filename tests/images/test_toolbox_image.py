@@ -36,7 +36,9 @@ def test_toolbox_fetches_a_model_into_a_new_volume(volume: str):
     assert fetched.returncode == 0, fetched.stderr
     assert json.loads(fetched.stdout)["path"] == f"/models/models/{MODEL}"
     output = f"--output=/models/checkpoints/{MODEL}"
-    planned = taut(volume, "compress", MODEL, "--recipe", "w8a8", output, "--plan")
+    # A plan compresses one block: it fetches the calibration's text as the run would.
+    recipe = ("--recipe", "w8a8", output, "--plan")
+    planned = taut(volume, "compress", MODEL, *recipe, options=tuple(pip_options()))
     assert planned.returncode == 0, planned.stderr
 
 
