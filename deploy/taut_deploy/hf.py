@@ -24,7 +24,6 @@ from taut_deploy.compress.source.names import renamed
 from taut_kernels.for_deploy import codebook, low_rank_linear
 from taut_kernels.for_deploy import layer_description as told
 
-_FACTORS = ("weight_u", "weight_v")
 _DENSE = "weight"
 
 
@@ -179,7 +178,7 @@ class _LowRank(_Stored):
             spec = GridSpec(4, self._base.group_size, self._base.symmetric, self._dtype)
             codes = PackedIntegerFormat("W4A16", spec, Activations()).unpack(stored)
             weight = codes.dequantize().to(self.weight_scale.dtype)
-            for name in stored.keys() - {*_FACTORS, "bias"}:
+            for name in stored.keys() - {*told.FACTORS, "bias"}:
                 delattr(self, name)
             self.weight = nn.Parameter(weight, requires_grad=False)
         return self

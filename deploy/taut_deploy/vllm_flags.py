@@ -1,6 +1,6 @@
 """How vLLM reads its flags: several spellings of one, and which of them ask for what."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 GRAPH_FLAGS = ("--compilation-config", "-cc", "--ir-op-priority", "--kernel-config")
 """What fused ops are told by; vLLM takes the last of two."""
@@ -31,3 +31,22 @@ def is_written_as(flag: str, guarded: str) -> bool:
 def names_one_of(arguments: Sequence[str], flags: Iterable[str]) -> bool:
     """Whether vLLM may read one of the arguments as one of the flags."""
     return any(is_written_as(flag_of(word), flag) for word in arguments for flag in flags)
+
+
+def given_values(
+    arguments: Sequence[str], is_meant: Callable[[str], bool]
+) -> Iterator[tuple[str, str]]:
+    """Every value of a flag, in order; vLLM takes the last. ``""`` where one is missing.
+
+    Args:
+        arguments: for vLLM.
+        is_meant: whether a flag, as :func:`flag_of` gives it, is the one asked for.
+
+    Returns:
+        How the flag was written, and its value.
+    """
+    words = iter(arguments)
+    for word in words:
+        written, separator, value = word.partition("=")
+        if is_meant(flag_of(word)):
+            yield written, value if separator else next(words, "")

@@ -107,7 +107,12 @@ def test_a_template_that_is_given_to_vllm_is_the_one_that_counts(tmp_path):
     given.write_text(HERMES)
     (tmp_path / "m").mkdir()
     model(tmp_path / "m", chat_template="")
-    for extra in (("--chat-template", str(given)), (f"--chat-template={given}",)):
+    for extra in (
+        ("--chat-template", str(given)),
+        (f"--chat-template={given}",),
+        # vLLM reads both spellings, and takes the last of two.
+        ("--chat-template", "other.jinja", "--chat_template", str(given)),
+    ):
         assert parser_options(tmp_path / "m", extra) == TOOLS
     given.write_bytes(b"\xff\xfe")
     with pytest.raises(ModelError, match=r"mine\.jinja: no chat template"):

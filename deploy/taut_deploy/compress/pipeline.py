@@ -107,20 +107,16 @@ class _Run:
 
     def _steps(self) -> list[_Step]:
         recipe = self._job.recipe
-        steps = [
-            _Step(
-                one.method,
-                one.method,
-                self._slim(one) if isinstance(one, Slim) else self._rotate(one),
-            )
+        steps: list[tuple[str, _Make]] = [
+            (one.method, self._slim(one) if isinstance(one, Slim) else self._rotate(one))
             for one in recipe.stages
             if isinstance(one, Slim | Rotate)
         ]
         if recipe.of_blocks() is not None:
-            steps.append(_Step("blocks", "blocks", self._blocks))
+            steps.append(("blocks", self._blocks))
         trainings = [one for one in recipe.stages if isinstance(one, Training)]
-        steps += [_Step(one.method, one.method, self._training(one)) for one in trainings]
-        return [replace(step, name=f"{i}-{step.name}") for i, step in enumerate(steps)]
+        steps += [(one.method, self._training(one)) for one in trainings]
+        return [_Step(f"{i}-{method}", method, run) for i, (method, run) in enumerate(steps)]
 
     def _run(self, steps: list[_Step]) -> None:
         """Make every directory; then the manifest, after which only renames are left."""

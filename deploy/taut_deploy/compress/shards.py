@@ -22,7 +22,13 @@ def shard_index(directory: Path) -> dict[str, Any]:
     total = 0
     for shard in sorted(directory.glob("model-*.safetensors")):
         with safe_open(shard, framework="pt") as handle:
-            names = list(handle.keys())
-            total += sum(handle.get_tensor(name).nbytes for name in names)
-        weight_map.update(dict.fromkeys(names, shard.name))
+            weight_map.update(dict.fromkeys(handle.keys(), shard.name))
+        total += _tensor_bytes(shard)
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def _tensor_bytes(shard: Path) -> int:
+    """What follows the header, whose length is the file's first eight bytes: all tensors."""
+    with shard.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return shard.stat().st_size - 8 - header

@@ -8,12 +8,12 @@ from typing import Any
 from taut_deploy.diagnose.default_kernels import PLAIN_ATTENTION
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import weight_files
+from taut_kernels.for_deploy import layer_description
 
 # Two-dimensional weights of modules that look rows up instead of multiplying.
 _EMBEDDINGS = frozenset({"wte", "wpe", "shared"})
 _PACKED = frozenset({"qweight", "weight_packed"})
 _SHAPE = "weight_shape"
-_FACTORS = ("weight_u", "weight_v")
 _SCALES = frozenset({"weight_scale", "weight_scale_inv"})
 _BITS_OF_WORD = {"I32": 32, "U8": 8}
 
@@ -60,6 +60,7 @@ def stored_layers(directory: Path, method: str | None, bits: int) -> dict[str, S
     for shard in weight_files(directory):
         tensors |= _header_of(shard)
     scaled = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in _SCALES}
+    up, down = layer_description.FACTORS
     layers: dict[str, StoredLayer] = {}
     for name, (shape, dtype) in tensors.items():
         layer, _, leaf = name.rpartition(".")
@@ -69,8 +70,8 @@ def stored_layers(directory: Path, method: str | None, bits: int) -> dict[str, S
             layers[layer] = StoredLayer(shape[0], shape[1], quantised=layer in scaled)
         elif leaf == _SHAPE:
             layers[layer] = StoredLayer(shape[0], shape[1], quantised=True)
-        elif leaf == _FACTORS[0] and f"{layer}.{_FACTORS[1]}" in tensors:
-            k = tensors[f"{layer}.{_FACTORS[1]}"][0][-1]
+        elif leaf == up and f"{layer}.{down}" in tensors:
+            k = tensors[f"{layer}.{down}"][0][-1]
             layers.setdefault(layer, StoredLayer(shape[0], k, quantised=True))
         elif leaf in _PACKED and f"{layer}.{_SHAPE}" not in tensors:
             n, k = _unpacked(shape, dtype, method, bits)

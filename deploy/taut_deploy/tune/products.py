@@ -10,7 +10,7 @@ from taut_deploy.diagnose.default_kernels import config_of
 from taut_deploy.diagnose.layer_schemes import LayerScheme
 from taut_deploy.diagnose.layers import layers_as_built
 from taut_deploy.errors import WorkerError
-from taut_deploy.vllm_flags import flag_of, is_written_as
+from taut_deploy.vllm_flags import given_values, is_written_as
 
 _RANKS_FLAGS = ("--tensor-parallel-size", "-tp")
 # Cut along their inputs, because what is in front of them was cut along its outputs.
@@ -47,17 +47,16 @@ def ranks_of(arguments: Sequence[str]) -> int:
         WorkerError: it is no whole number above 0.
     """
     ranks = 1
-    given = iter(arguments)
-    for argument in given:
-        written, separator, value = argument.partition("=")
-        flag = flag_of(argument)
-        # "--tensor" may also begin other flags of vLLM's.
-        if flag == "-tp" or (len(flag) > 10 and is_written_as(flag, _RANKS_FLAGS[0])):
-            text = value if separator else next(given, "")
-            if not text.isdecimal() or int(text) < 1:
-                raise WorkerError(f"{written} {text}: give the number of GPUs, 1 or more")
-            ranks = int(text)
+    for written, text in given_values(arguments, _asks_for_ranks):
+        if not text.isdecimal() or int(text) < 1:
+            raise WorkerError(f"{written} {text}: give the number of GPUs, 1 or more")
+        ranks = int(text)
     return ranks
+
+
+def _asks_for_ranks(flag: str) -> bool:
+    # "--tensor" may also begin other flags of vLLM's.
+    return flag == "-tp" or (len(flag) > 10 and is_written_as(flag, _RANKS_FLAGS[0]))
 
 
 def shard_products(directory: Path, ranks: int) -> list[ShardProduct]:

@@ -12,7 +12,7 @@ from typing import Any
 from taut_deploy.diagnose.default_kernels import config_of
 from taut_deploy.documents import read_json_object
 from taut_deploy.errors import ModelError
-from taut_deploy.vllm_flags import names_one_of
+from taut_deploy.vllm_flags import given_values, names_one_of
 
 TOOL_FLAGS = ("--enable-auto-tool-choice", "--no-enable-auto-tool-choice", "--tool-call-parser")
 REASONING_FLAGS = ("--reasoning-parser", "--reasoning-parser-plugin")
@@ -112,8 +112,8 @@ def _first_fitting(rules: Sequence[_Rule], family: str, template: str) -> str | 
 
 
 def _template_of(directory: Path, extra: Sequence[str]) -> str:
-    given = _value_of(_TEMPLATE_FLAG, extra)
-    for file in (Path(given) if given else None, directory / "chat_template.jinja"):
+    given = [text for _, text in given_values(extra, lambda flag: flag == _TEMPLATE_FLAG)]
+    for file in (Path(given[-1]) if given else None, directory / "chat_template.jinja"):
         if file is not None and file.is_file():
             return _read_template(file)
     tokenizer = directory / "tokenizer_config.json"
@@ -134,11 +134,3 @@ def _text_of(entry: Any) -> str:
     if isinstance(entry, list):
         return "\n".join(str(one.get("template", "")) for one in entry if isinstance(one, dict))
     return entry if isinstance(entry, str) else ""
-
-
-def _value_of(flag: str, extra: Sequence[str]) -> str | None:
-    for index, word in enumerate(extra):
-        name, separator, value = word.partition("=")
-        if name == flag:
-            return value if separator else next(iter(extra[index + 1 :]), None)
-    return None

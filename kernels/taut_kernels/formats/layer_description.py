@@ -23,6 +23,8 @@ from typing import Any
 METHOD = "taut"
 FORMAT_VERSION = 1
 ENTRIES = (4, 8, 16)
+FACTORS = ("weight_u", "weight_v")
+"""Tensors of a low-rank layer."""
 _BASE_BITS = 4
 
 

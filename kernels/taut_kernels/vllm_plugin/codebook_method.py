@@ -18,7 +18,7 @@ from taut_kernels.vllm_plugin.stored_parts import (
     PartedTensor,
     Served,
     StoredPart,
-    require_whole,
+    whole_rows,
 )
 
 _TOKENS = (1, 16, 64)
@@ -48,9 +48,8 @@ class TautCodebookLinearMethod(LinearMethodBase):  # type: ignore[misc]
         **extra_weight_attrs: Any,
     ) -> None:
         """Make the parameters that the checkpoint's tensors are loaded into."""
-        here = (sum(output_partition_sizes), input_size_per_partition)
-        require_whole(self._names[0], (output_size, input_size), here)
-        rows = output_partition_sizes if len(self._parts) > 1 else [output_size]
+        here = (output_partition_sizes, input_size_per_partition)
+        rows = whole_rows(self._names, (output_size, input_size), here)
         sized = [(n, part.layer) for n, part in zip(rows, self._parts, strict=True)]
         k = input_size
 

@@ -24,7 +24,7 @@ from taut_kernels.vllm_plugin.stored_parts import (
     PartedTensor,
     Served,
     StoredPart,
-    require_whole,
+    whole_rows,
 )
 
 _TOKENS = (1, 16, 64)
@@ -67,9 +67,8 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
         **extra_weight_attrs: Any,
     ) -> None:
         """Make the parameters that the checkpoint's tensors are loaded into."""
-        here = (sum(output_partition_sizes), input_size_per_partition)
-        require_whole(self._names[0], (output_size, input_size), here)
-        rows = output_partition_sizes if len(self._parts) > 1 else [output_size]
+        here = (output_partition_sizes, input_size_per_partition)
+        rows = whole_rows(self._names, (output_size, input_size), here)
         ranks = [part.layer.rank for part in self._parts]
         ups = [(n, rank) for n, rank in zip(rows, ranks, strict=True)]
         downs = [(rank, input_size) for rank in ranks]

@@ -102,22 +102,23 @@ class PartedTensor:
         self._loaded.add(index)
 
 
-def require_whole(name: str, full: tuple[int, int], here: tuple[int, int]) -> None:
-    """Refuse a layer that tensor parallelism cuts.
+def whole_rows(names: list[str], full: tuple[int, int], here: tuple[list[int], int]) -> list[int]:
+    """Return the output features of each part, and refuse a layer that tensor parallelism cuts.
 
     Args:
-        name: of the layer.
-        full: output and input features.
-        here: those of this process.
+        names: of the parts.
+        full: output and input features of the layer.
+        here: output features of each part and input features, as this process has them.
 
     Raises:
         ValueError: they differ.
     """
-    if full != here:
+    if full != (sum(here[0]), here[1]):
         raise ValueError(
-            f"{name}: quant_method taut is served on one device; start with "
+            f"{names[0]}: quant_method taut is served on one device; start with "
             "--tensor-parallel-size 1"
         )
+    return here[0] if len(names) > 1 else [full[0]]
 
 
 class Served:

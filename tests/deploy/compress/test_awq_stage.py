@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
+from tiny_models import job_for, recipe_data
 from transformers import LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
 from validate_setup import VOCABULARY, write_tokenizer
 
 from taut_deploy.compress import driver
 from taut_deploy.errors import RecipeError
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    """``model/`` (fp32, K 64 and 128) and ``text.txt``."""
-    path = tmp_path_factory.mktemp("room")
-    write_llama(path / "model")
-    write_calibration_text(path / "text.txt")
-    return path
 
 
 def with_awq(text, algorithm="rtn", **awq):

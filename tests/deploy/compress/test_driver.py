@@ -32,15 +32,6 @@ LINEARS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    """``model/`` (fp32, K 64 and 128) and ``text.txt``."""
-    path = tmp_path_factory.mktemp("room")
-    write_llama(path / "model")
-    write_calibration_text(path / "text.txt")
-    return path
-
-
 def job(room: Path, output: Path, **quantize):
     return job_for(room / "model", recipe_data(room / "text.txt", **quantize), output)
 

@@ -24,15 +24,6 @@ from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.files import VOLATILE_FILES
 
 
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    """``model/`` (fp32, K 64 and 128) and ``text.txt``."""
-    path = tmp_path_factory.mktemp("room")
-    write_llama(path / "model")
-    write_calibration_text(path / "text.txt")
-    return path
-
-
 def job(room: Path, output: Path, **quantize):
     return job_for(room / "model", recipe_data(room / "text.txt", **quantize), output)
 

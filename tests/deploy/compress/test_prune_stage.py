@@ -9,7 +9,6 @@ from tiny_models import (
     job_for,
     pruned_data,
     recipe_data,
-    write_calibration_text,
     write_llama,
     write_recipe,
 )
@@ -21,15 +20,6 @@ from taut_deploy.compress import driver
 from taut_deploy.compress.calibrate.calibration import make_calibration_set
 from taut_deploy.compress.prune.patterns import parse_pattern
 from taut_deploy.errors import RecipeError
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    """``model/`` (fp32, K 64 and 128) and ``text.txt``."""
-    path = tmp_path_factory.mktemp("room")
-    write_llama(path / "model")
-    write_calibration_text(path / "text.txt")
-    return path
 
 
 def run(room, output, *later, **prune):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from stood_for import dequantised_model, logits_of, round_as_compressed_tensors
 from tiny_blocks import make_block
-from tiny_models import job_for, recipe_data, w8a8_data, write_calibration_text, write_llama
+from tiny_models import job_for, recipe_data, w8a8_data
 from transformers import AutoModelForCausalLM
 
 from taut_deploy.checkpoint import read_manifest
@@ -32,15 +32,6 @@ HASHES = {
 }
 ROUNDED_SHARD = "65e0c79f8db74cd8c282f33d0d31f972604633b6d42a57e2d663274ac9879bd0"
 ROUNDED_CONFIG = "fbaa731ae73d32202334fa15c2bf7495a840dd82fe486d689c33fef8ceae482f"
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    """``model/`` (fp32, K 64 and 128) and ``text.txt``."""
-    path = tmp_path_factory.mktemp("room")
-    write_llama(path / "model")
-    write_calibration_text(path / "text.txt")
-    return path
 
 
 def with_stages(room, *stages, **others):

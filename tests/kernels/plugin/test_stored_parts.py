@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.vllm_plugin.stored_parts import PartedTensor, require_whole
+from taut_kernels.vllm_plugin.stored_parts import PartedTensor, whole_rows
 
 SHAPES: list[tuple[int, ...]] = [(4, 3), (2, 1), (2, 2)]
 NAMES = ["a.q_proj", "a.k_proj", "a.v_proj"]
@@ -68,6 +68,9 @@ def test_a_part_that_never_came_is_named() -> None:
 
 
 def test_a_layer_that_is_cut_among_devices_is_refused() -> None:
-    require_whole("a", (8, 4), (8, 4))
+    assert whole_rows(["a"], (8, 4), ([8], 4)) == [8]
+    assert whole_rows(["a", "b"], (8, 4), ([6, 2], 4)) == [6, 2]
+    # Joined on disk already: one part, whatever vLLM makes of it.
+    assert whole_rows(["a"], (8, 4), ([6, 2], 4)) == [8]
     with pytest.raises(ValueError, match="a: quant_method taut is served on one device"):
-        require_whole("a", (8, 4), (4, 4))
+        whole_rows(["a"], (8, 4), ([4], 4))

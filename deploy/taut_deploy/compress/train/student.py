@@ -26,10 +26,10 @@ from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import read_config
 from taut_deploy.models.pretrained import load_config
+from taut_kernels.for_deploy import layer_description as told
 
 # Fewer exact zeros than this are chance, more are a pruning to keep.
 _PRUNED = 0.05
-_FACTORS = ("weight_u", "weight_v")
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Student:
     def effective(self, name: str) -> torch.Tensor | None:
         """What the model computes with for a stored name, fp32 on the CPU; None if it has none."""
         owner, _, leaf = name.rpartition(".")
-        if owner in self.low_rank and leaf in _FACTORS:
+        if owner in self.low_rank and leaf in told.FACTORS:
             factors = self.model.get_submodule(owner).parametrizations.weight
-            factor: torch.Tensor = getattr(factors, f"original{_FACTORS.index(leaf)}")
+            factor: torch.Tensor = getattr(factors, f"original{told.FACTORS.index(leaf)}")
             return factor.detach().float().cpu()
         try:
             value = getattr(self.model.get_submodule(owner), leaf)
@@ -151,8 +151,6 @@ def _factors(
     Raises:
         ModelError: the checkpoint is of a method, or has a layer, that cannot be trained.
     """
-    from taut_kernels.for_deploy import layer_description as told
-
     method = entry.get("quant_method") if isinstance(entry, dict) else None
     described = own_layers({"quantization_config": entry})
     if entry is not None and described is None and method != "compressed-tensors":
@@ -167,7 +165,7 @@ def _factors(
                 f"{directory / 'config.json'}: {name} is {layer.scheme}, which cannot be trained; "
                 "distil a compressed-tensors or low-rank checkpoint or a dense model"
             )
-        left, right = (reader.read(f"{name}.{leaf}").float() for leaf in _FACTORS)
+        left, right = (reader.read(f"{name}.{leaf}").float() for leaf in told.FACTORS)
         found[name] = (left, right)
     return found
 
