@@ -22,12 +22,14 @@ from taut_service.admit.limits.store import build_store, read_store
 from taut_service.call import ROUTES
 from taut_service.config.reload import Reloader
 from taut_service.config.settings import Settings
+from taut_service.guard.guard import Guard
 from taut_service.http.api import Lifespan, create_api
 from taut_service.http.front import Front
 from taut_service.route.fleet import Fleet
 from taut_service.route.gateway import Gateway
 from taut_service.watch.access_log import AccessLog
 from taut_service.watch.drain import Drain
+from taut_service.watch.guard_metrics import GuardMetrics, read_guard
 from taut_service.watch.key_usage import KeyUsage
 from taut_service.watch.metrics import Metrics
 from taut_service.watch.readings import read_admission, read_discovery, read_drain, read_workers
@@ -51,6 +53,7 @@ class _Parts:
     discovery: Supervisor
     access_log: AccessLog
     tracing: Tracing | None
+    guard: Guard | None
 
 
 def create_app(
@@ -91,6 +94,7 @@ def create_app(
         parts.usage,
         parts.access_log,
         parts.tracing,
+        parts.guard,
     )
     if settings.admin is not None:
         front.admin = _admin_of(parts, settings.admin.host)
@@ -125,7 +129,18 @@ def _build_parts(
             log_stream if log.enabled else None, log.ratio, metrics.log_lines_dropped.inc
         ),
         tracing=Tracing(settings.tracing) if settings.tracing is not None else None,
+        guard=_guard_of(settings, reloader, admission, metrics),
     )
+
+
+def _guard_of(
+    settings: Settings, reloader: Reloader, admission: Admission, metrics: Metrics
+) -> Guard | None:
+    if settings.guard is None:
+        return None
+    guard = Guard(settings.guard, reloader, admission, GuardMetrics(metrics.families))
+    metrics.add_source(read_guard(guard))
+    return guard
 
 
 def _connect(parts: _Parts, settings: Settings) -> None:
@@ -158,12 +173,16 @@ def _lifespan_of(parts: _Parts, first_look_s: float) -> Lifespan:
         parts.discovery.follow(parts.reloader.current.settings)
         await parts.limiter.store.open()
         watching = key_watch.start()
+        if parts.guard is not None:
+            parts.guard.start()
         await look_at_workers(parts.reloader, parts.discovery, first_look_s)
         try:
             yield
         finally:
             watching.cancel()
             await asyncio.wait([watching])
+            if parts.guard is not None:
+                await parts.guard.close()
             await parts.discovery.close()
             await parts.fleet.close()
             await parts.limiter.store.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from taut_service.guard.behaviour import Answer
@@ -19,9 +19,16 @@ def read_answer(data: bytes) -> Answer | None:
         None if it cannot be read, is an error, or has several choices.
     """
     try:
-        documents = list(_documents(data))
+        return answer_of(list(_documents(data)))
+    except (ValueError, RecursionError):
+        return None
+
+
+def answer_of(documents: Sequence[Any]) -> Answer | None:
+    """Return the one choice of parsed documents, as :func:`read_answer` does."""
+    try:
         return _joined(documents)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (KeyError, TypeError, AttributeError):
         return None
 
 
@@ -35,7 +42,7 @@ def _documents(data: bytes) -> Iterator[dict[str, Any]]:
             yield json.loads(payload)
 
 
-def _joined(documents: list[dict[str, Any]]) -> Answer | None:
+def _joined(documents: Sequence[Any]) -> Answer | None:
     text: list[str] = []
     reason = ""
     calls: dict[int, list[str]] = {}

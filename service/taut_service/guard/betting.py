@@ -23,6 +23,9 @@ from taut_service.guard.tally import RESOLUTION, Tally
 
 SHARES = tuple(0.98 * 2.0**-k for k in range(8))
 """Bets as shares of the largest that cannot ruin."""
+_HARMONIC = sum(1.0 / (k + 1) for k in range(len(SHARES)))
+WEIGHTS = tuple(1.0 / (k + 1) / _HARMONIC for k in range(len(SHARES)))
+"""Of the capital, at the start. Larger bets get more: they decide what can be decided soon."""
 _BISECTIONS = 14
 """Halvings of [-1, 1]: the ends of an interval are exact to about a step of the grid."""
 _FARTHEST = 1.0 - 1.0 / RESOLUTION
@@ -50,23 +53,23 @@ def _log_capital(tally: Tally, bound: float, side: int) -> float:
     largest = 1.0 / (1.0 + side * bound)
     seen = [(side * (step / RESOLUTION - bound), n) for step, n in tally.counts.items()]
     return log_mean(
-        [sum(n * math.log1p(share * largest * gain) for gain, n in seen) for share in SHARES]
+        [sum(n * math.log1p(share * largest * gain) for gain, n in seen) for share in SHARES],
+        WEIGHTS,
     )
 
 
-def log_mean(logs: Sequence[float], weights: Iterable[float] | None = None) -> float:
+def log_mean(logs: Sequence[float], weights: Iterable[float]) -> float:
     """Return the log of the mean of e-values, itself an e-value however they depend.
 
     Source: Vovk and Wang, E-values: calibration, combination and applications, 2021, §3.
 
     Args:
         logs: of each; at least one.
-        weights: shares that sum up to 1; equal ones if None.
+        weights: shares that sum up to 1.
     """
-    shares = [1.0 / len(logs)] * len(logs) if weights is None else list(weights)
     top = max(logs)
     return top + math.log(
-        sum(share * math.exp(log - top) for share, log in zip(shares, logs, strict=True))
+        sum(share * math.exp(log - top) for share, log in zip(weights, logs, strict=True))
     )
 
 

@@ -47,6 +47,11 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "discovered_workers": ("Workers that discovery knows now", _VARIANT),
     "limit_store_up": ("1 while the shared store of rate limits answers", ()),
     "api_keys": ("API keys in force", ()),
+    "guard_queued_answers": ("Answers that wait to be compared with the baseline's", ()),
+    "guard_paused": ("1 while a variant cannot be compared: a side has no ready worker", _VARIANT),
+    "guard_harm_log_evidence": ("Log of the evidence that a variant does harm", _VARIANT),
+    "guard_excess": ("Mean of a measure beyond the baseline's noise", (*_VARIANT, "measure")),
+    "guard_compared_tokens": ("Tokens that the evidence rests on", _VARIANT),
     "configuration_generation": ("Counts the configurations in use since the start", ()),
 }
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {

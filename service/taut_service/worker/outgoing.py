@@ -70,6 +70,11 @@ class Outgoing:
         return None if value is None else value.decode("latin-1")
 
     @property
+    def body(self) -> bytes:
+        """What is sent, as it is now."""
+        return self._body
+
+    @property
     def streamed(self) -> bool:
         """Whether the client wants a stream."""
         return self._facts.streamed

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from taut_service.guard.betting import SHARES, interval, log_above, log_below, log_mean
+from taut_service.guard.betting import SHARES, WEIGHTS, interval, log_above, log_below, log_mean
 from taut_service.guard.tally import RESOLUTION, Tally, step_of
 
 Draw = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]
@@ -44,7 +44,7 @@ def greatest_logs(draw: Draw, side: int, runs: int, length: int) -> npt.NDArray[
         gain = side * (on_the_grid(rng, draw(rng, runs)) - BOUND)
         logs += np.log1p(gain[:, None] * bets)
         top = logs.max(axis=1)
-        best = np.maximum(best, top + np.log(np.exp(logs - top[:, None]).mean(axis=1)))
+        best = np.maximum(best, top + np.log(np.exp(logs - top[:, None]) @ np.array(WEIGHTS)))
     return best
 
 
@@ -100,7 +100,9 @@ def test_capital_is_the_mean_over_bets_of_the_product_of_their_gains() -> None:
             math.prod(1 + s / (1 + side * 0.1) * side * (value - 0.1) for value in values)
             for s in SHARES
         ]
-        assert log(tally, 0.1) == pytest.approx(math.log(sum(capitals) / len(SHARES)))
+        mean = sum(w * c for w, c in zip(WEIGHTS, capitals, strict=True))
+        assert log(tally, 0.1) == pytest.approx(math.log(mean))
+    assert sum(WEIGHTS) == pytest.approx(1)
 
 
 def test_intervals_always_hold_the_mean_and_shrink() -> None:
@@ -148,5 +150,5 @@ def test_values_outside_the_bounds_are_clipped_and_nan_is_refused() -> None:
 
 
 def test_the_mean_of_e_values() -> None:
-    assert log_mean([math.log(3), math.log(1)]) == pytest.approx(math.log(2))
+    assert log_mean([math.log(3), math.log(1)], [0.5, 0.5]) == pytest.approx(math.log(2))
     assert log_mean([math.log(8), -800.0], [0.25, 0.75]) == pytest.approx(math.log(2))

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from taut_service.config.settings.admission import AdmissionLimit
 from taut_service.config.settings.cors import Cors
 from taut_service.config.settings.fields import Section, refuse_duplicates
+from taut_service.config.settings.guard import GuardSettings
 from taut_service.config.settings.keys import ApiKey, refuse_equal_keys
 from taut_service.config.settings.limits import Limits, RateLimits
 from taut_service.config.settings.listen import AdminListen, Listen
@@ -40,6 +41,7 @@ class Settings(Section):
     access_log: AccessLogSettings = AccessLogSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings | None = None
+    guard: GuardSettings | None = None
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Settings:
@@ -58,4 +60,10 @@ class Settings(Section):
                 f"admin.host: {self.admin.host!r} is not a loopback address, and no API keys are "
                 "configured"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _guard_has_a_baseline(self) -> Settings:
+        if self.guard is not None and not any(model.baseline for model in self.models):
+            raise ValueError("guard: no model names the 'baseline' its variants are compared with")
         return self
