@@ -6,6 +6,7 @@
  ├─ ``CheckpointError``  a checkpoint is missing, truncated, altered or not ours
  ├─ ``OutputError``      the output directory or the disk cannot take the result
  ├─ ``MeasureError``     an instrument cannot look at what it was given
+ ├─ ``PromoteError``     a gateway's admin API cannot be reached, or refuses
  └─ ``WorkerError``      a worker or the gateway cannot be started as asked
 
 Each message is one line that names the file, field or flag and the way out. The command line prints
@@ -35,6 +36,10 @@ class OutputError(TautError):
 
 class MeasureError(TautError):
     """An instrument cannot look at what it was given, or not on this machine."""
+
+
+class PromoteError(TautError):
+    """A gateway's admin API cannot be reached, or refuses what it was asked."""
 
 
 class WorkerError(TautError):

@@ -25,6 +25,8 @@ from taut_service.config.settings import Settings
 from taut_service.guard.guard import Guard
 from taut_service.http.api import Lifespan, create_api
 from taut_service.http.front import Front
+from taut_service.rollout.controller import Rollouts
+from taut_service.rollout.journal import build_journal
 from taut_service.route.fleet import Fleet
 from taut_service.route.gateway import Gateway
 from taut_service.watch.access_log import AccessLog
@@ -33,6 +35,7 @@ from taut_service.watch.guard_metrics import GuardMetrics, read_guard
 from taut_service.watch.key_usage import KeyUsage
 from taut_service.watch.metrics import Metrics
 from taut_service.watch.readings import read_admission, read_discovery, read_drain, read_workers
+from taut_service.watch.rollout_metrics import read_rollouts
 from taut_service.watch.tracing import Tracing
 from taut_service.worker.discovery.supervisor import Supervisor
 from taut_service.worker.prober import ProbeTimes
@@ -54,6 +57,7 @@ class _Parts:
     access_log: AccessLog
     tracing: Tracing | None
     guard: Guard | None
+    rollouts: Rollouts | None
 
 
 def create_app(
@@ -112,6 +116,7 @@ def _build_parts(
     reloader = Reloader(
         settings, path, fleet, keys, admission, partial(metrics.reloaded, "configuration")
     )
+    guard = _guard_of(settings, reloader, admission, metrics)
     log = settings.access_log
     return _Parts(
         metrics=metrics,
@@ -129,7 +134,8 @@ def _build_parts(
             log_stream if log.enabled else None, log.ratio, metrics.log_lines_dropped.inc
         ),
         tracing=Tracing(settings.tracing) if settings.tracing is not None else None,
-        guard=_guard_of(settings, reloader, admission, metrics),
+        guard=guard,
+        rollouts=_rollouts_of(settings, guard, reloader, metrics),
     )
 
 
@@ -141,6 +147,17 @@ def _guard_of(
     guard = Guard(settings.guard, reloader, admission, GuardMetrics(metrics.families))
     metrics.add_source(read_guard(guard))
     return guard
+
+
+def _rollouts_of(
+    settings: Settings, guard: Guard | None, reloader: Reloader, metrics: Metrics
+) -> Rollouts | None:
+    if settings.rollout is None or guard is None:
+        return None
+    journal = build_journal(settings.rollout)
+    rollouts = Rollouts(settings.rollout, journal, guard, reloader, metrics)
+    metrics.add_source(read_rollouts(rollouts))
+    return rollouts
 
 
 def _connect(parts: _Parts, settings: Settings) -> None:
@@ -175,12 +192,16 @@ def _lifespan_of(parts: _Parts, first_look_s: float) -> Lifespan:
         watching = key_watch.start()
         if parts.guard is not None:
             parts.guard.start()
+        if parts.rollouts is not None:
+            await parts.rollouts.start_watching()
         await look_at_workers(parts.reloader, parts.discovery, first_look_s)
         try:
             yield
         finally:
             watching.cancel()
             await asyncio.wait([watching])
+            if parts.rollouts is not None:
+                await parts.rollouts.close()
             if parts.guard is not None:
                 await parts.guard.close()
             await parts.discovery.close()
@@ -195,8 +216,15 @@ def _lifespan_of(parts: _Parts, first_look_s: float) -> Lifespan:
 
 def _admin_of(parts: _Parts, host: str) -> FastAPI:
     # Imported late: its models cost a start without an admin port 50 ms.
+    from taut_service.rollout.commands import RolloutCommands
     from taut_service.watch.admin import Controls, create_admin
+    from taut_service.watch.admin_rollout import RolloutControls
 
+    rollouts, reloader = parts.rollouts, parts.reloader
+    rollout = None
+    if parts.guard is not None:
+        commands = None if rollouts is None else RolloutCommands(rollouts, reloader)
+        rollout = RolloutControls(parts.guard, reloader, rollouts, commands)
     return create_admin(
         Controls(
             reloader=parts.reloader,
@@ -206,5 +234,6 @@ def _admin_of(parts: _Parts, host: str) -> FastAPI:
             keys=parts.keys,
             usage=parts.usage,
             host=host,
+            rollout=rollout,
         )
     )

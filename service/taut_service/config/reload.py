@@ -22,7 +22,7 @@ from taut_service.route.fleet import Fleet
 logger = logging.getLogger(__name__)
 _FIXED = (
     *("listen", "admin", "rate_limits", "tracing", "access_log", "drain_timeout_s"),
-    "guard",
+    *("guard", "rollout"),
 )
 """Sections that are read once, when the process starts."""
 

@@ -39,23 +39,32 @@ def log_above(tally: Tally, bound: float) -> float:
         tally: what was seen.
         bound: within (-1, 1).
     """
-    return _log_capital(tally, bound, +1)
+    return mixture(bet_logs(tally, bound, +1))
 
 
 def log_below(tally: Tally, bound: float) -> float:
     """Return the log of the capital won against "the mean is at least ``bound``"."""
-    return _log_capital(tally, bound, -1)
+    return mixture(bet_logs(tally, bound, -1))
 
 
-def _log_capital(tally: Tally, bound: float, side: int) -> float:
+def bet_logs(tally: Tally, bound: float, side: int = +1) -> list[float]:
+    """Return the log of what each bet of :data:`SHARES` has made of 1; those of parts add up.
+
+    Args:
+        tally: what was seen.
+        bound: within (-1, 1).
+        side: +1 bets that the mean is above it, -1 below.
+    """
     # The worst observation for a bet above is -1, for one below +1; both lose 1 + side * bound.
     # With bets that grow like its inverse, capital falls as the bound moves towards the data.
     largest = 1.0 / (1.0 + side * bound)
     seen = [(side * (step / RESOLUTION - bound), n) for step, n in tally.counts.items()]
-    return log_mean(
-        [sum(n * math.log1p(share * largest * gain) for gain, n in seen) for share in SHARES],
-        WEIGHTS,
-    )
+    return [sum(n * math.log1p(share * largest * gain) for gain, n in seen) for share in SHARES]
+
+
+def mixture(logs: Sequence[float]) -> float:
+    """Return the log of the capital that all bets together have made of 1."""
+    return log_mean(logs, WEIGHTS)
 
 
 def log_mean(logs: Sequence[float], weights: Iterable[float]) -> float:

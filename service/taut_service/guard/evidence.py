@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from taut_service.config.settings import GuardSettings
 from taut_service.guard.behaviour import KINDS
-from taut_service.guard.betting import interval, log_above, log_below, log_mean
+from taut_service.guard.betting import interval, log_below, log_mean
+from taut_service.guard.change import BLOCK, BLOCKS, log_risen
 from taut_service.guard.tally import Tally, step_of
 
 KL, DISAGREEMENT = "kl", "disagreement"
@@ -72,7 +73,8 @@ class Evidence:
 
     Args:
         bounds: measure → bound, see :func:`bounds_of`.
-        counts: ``kind|measure|step`` → times, ``answers`` and ``tokens``.
+        counts: ``answers``, ``tokens``, ``kind|measure|step`` → times, and the same by block as
+            ``@block|kind|measure|step``.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Evidence:
         self.bounds = dict(bounds)
         self.counts: Counter[str] = Counter()
         self._tallies: dict[tuple[str, str], Tally] = {}
+        self._blocks: dict[tuple[str, str], dict[int, Tally]] = {}
         self._logs: dict[tuple[str, str], tuple[int, float, float]] = {}
         self.add_counts(counts or {})
 
@@ -94,6 +97,11 @@ class Evidence:
         """Compared tokens."""
         return self.counts[TOKENS]
 
+    @property
+    def block(self) -> int:
+        """Number of the block that observations fall into now."""
+        return self.answers // BLOCK
+
     def observe(self, kind: str, values: Mapping[str, float], tokens: int) -> dict[str, int]:
         """Take down one compared answer.
 
@@ -105,26 +113,50 @@ class Evidence:
         Returns:
             What was counted, for other holders of the same evidence.
         """
-        counted = {f"{kind}|{name}|{step_of(value)}": 1 for name, value in values.items()}
+        counted = self.in_block(
+            {f"{kind}|{name}|{step_of(value)}": 1 for name, value in values.items()}
+        )
         counted |= {ANSWERS: 1, TOKENS: tokens}
         self.add_counts(counted)
         return counted
+
+    def in_block(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Return counts of ``kind|measure|step`` with the same in the block of now."""
+        return {**counts, **{f"@{self.block}|{field}": n for field, n in counts.items()}}
 
     def add_counts(self, counts: Mapping[str, int]) -> None:
         """Add what another holder has counted."""
         for field, times in counts.items():
             self.counts[field] += times
             if field not in (ANSWERS, TOKENS):
-                kind, measure, step = field.split("|")
+                *block, kind, measure, step = field.split("|")
                 for key in ((kind, measure), (ALL_KINDS, measure)):
-                    self._tallies.setdefault(key, Tally()).merge({int(step): times})
+                    tally = self._tally_of(key, int(block[0][1:]) if block else None)
+                    tally.merge({int(step): times})
+
+    def _tally_of(self, key: tuple[str, str], block: int | None) -> Tally:
+        if block is None:
+            return self._tallies.setdefault(key, Tally())
+        return self._blocks.setdefault(key, {}).setdefault(block, Tally())
 
     def replace(self, counts: Mapping[str, int]) -> None:
         """Forget everything and take these counts."""
         self.counts.clear()
         self._tallies.clear()
+        self._blocks.clear()
         self._logs.clear()
         self.add_counts(counts)
+
+    def forget_old(self) -> list[str]:
+        """Drop the blocks that say nothing any more; return their fields."""
+        oldest = self.block - BLOCKS
+        old = [f for f in self.counts if f[0] == "@" and int(f[1 : f.index("|")]) < oldest]
+        for field in old:
+            del self.counts[field]
+        for blocks in self._blocks.values():
+            for number in [number for number in blocks if number < oldest]:
+                del blocks[number]
+        return old
 
     def tally(self, measure: str, kind: str = ALL_KINDS) -> Tally:
         """Return the tally of a measure."""
@@ -172,6 +204,8 @@ class Evidence:
             return 0.0, 0.0
         kept = self._logs.get((kind, measure))
         if kept is None or kept[0] != tally.size:
-            kept = tally.size, log_above(tally, bound), log_below(tally, bound)
+            blocks = self._blocks.get((kind, measure), {})
+            risen = log_risen(tally, blocks, self.block, bound)
+            kept = tally.size, risen, log_below(tally, bound)
             self._logs[kind, measure] = kept
         return kept[1], kept[2]

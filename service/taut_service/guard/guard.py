@@ -18,6 +18,7 @@ from starlette.types import Send
 
 from taut_service.admit.admission import Admission
 from taut_service.config.settings import GuardSettings, VariantSettings
+from taut_service.guard.change import BLOCK
 from taut_service.guard.compare import COMPARED, Comparison, compare
 from taut_service.guard.evidence import Evidence, bounds_of
 from taut_service.guard.examples import ExampleFiles
@@ -63,6 +64,7 @@ class Guard:
         self._reloader = reloader
         self._admission = admission
         self._metrics = metrics
+        self.bounds = bounds_of(settings)
         self._drawn_below = int(settings.sample * 2**64)
         self._salt = secrets.token_bytes(16)
         self._queue: asyncio.Queue[Heard] = asyncio.Queue(settings.max_queued)
@@ -87,6 +89,8 @@ class Guard:
         self._tasks = [
             loop.create_task(self._compare_all()) for _ in range(self.settings.concurrency)
         ]
+        for task in self._tasks:
+            task.add_done_callback(_tell_end)
 
     async def close(self) -> None:
         """Stop; what waits is forgotten."""
@@ -167,7 +171,10 @@ class Guard:
         return others[self._turn % len(others)]
 
     def _take_down(self, pair: Pair, identity: str, found: Comparison) -> None:
-        counted = self._known(pair, identity).observe(found.kind, found.values, found.tokens)
+        evidence = self._known(pair, identity)
+        counted = evidence.observe(found.kind, found.values, found.tokens)
+        if evidence.answers % BLOCK == 0:
+            evidence.forget_old()
         self._metrics.observed(*pair, found)
         self.on_counted(*pair, counted)
 
@@ -176,7 +183,7 @@ class Guard:
         if known is None or known[0] != identity:
             if known is not None:
                 logger.info("guard: %s of %s was replaced: its evidence begins anew", *pair[::-1])
-            known = identity, Evidence(bounds_of(self.settings))
+            known = identity, Evidence(self.bounds)
             self._evidence[pair] = known
         return known[1]
 
@@ -195,6 +202,8 @@ class Guard:
 
     def paused(self, model: str, variant: str) -> str:
         """Say why a variant cannot be compared now, ``""`` if it can."""
+        if all(task.done() for task in self._tasks):
+            return "the guard has stopped: see the log"
         return why_paused(*self._variants((model, variant)))
 
     @property
@@ -205,6 +214,11 @@ class Guard:
     def pairs(self) -> Iterator[Pair]:
         """Yield every guarded variant."""
         yield from _pairs(self._reloader.current)
+
+
+def _tell_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        logger.critical("guard: a comparison failed by itself", exc_info=task.exception())
 
 
 def why_paused(candidate: Variant, baseline: Variant) -> str:

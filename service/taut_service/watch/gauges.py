@@ -52,9 +52,14 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "guard_harm_log_evidence": ("Log of the evidence that a variant does harm", _VARIANT),
     "guard_excess": ("Mean of a measure beyond the baseline's noise", (*_VARIANT, "measure")),
     "guard_compared_tokens": ("Tokens that the evidence rests on", _VARIANT),
+    "rollout_percent": ("Share of the traffic that a candidate has, in percent", _VARIANT),
+    "rollout_phase": ("1 for the phase of a model's rollout", ("model", "phase")),
+    "rollout_journal_up": ("1 while rollouts can be decided and written down", ()),
     "configuration_generation": ("Counts the configurations in use since the start", ()),
 }
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "rollout_rollbacks": ("Rollbacks in the audit log", _MODEL),
+    "rollout_webhook_failures": ("Changes that the webhook did not take", ()),
     "limit_store_losses": ("Times the shared store of rate limits was lost", ()),
     "worker_breaker_opened": ("Times the circuit breaker of a worker opened", _WORKER),
     "discovery_failures": ("Look-ups that failed; the last known workers stay", _VARIANT),

@@ -2,8 +2,8 @@
 
 :func:`load_settings` turns a file into :class:`Settings` or raises :class:`SettingsError` whose
 text has one line a mistake, each naming the file and the place in it. One module a concern:
-``listen``, ``models``, ``discovery``, ``admission``, ``routing``, ``limits``, ``keys``, ``guard``;
-``root``
+``listen``, ``models``, ``discovery``, ``admission``, ``routing``, ``limits``, ``keys``, ``guard``,
+``rollout``; ``root``
 puts them together and ``load`` reads the file.
 """
 
@@ -22,6 +22,7 @@ from taut_service.config.settings.models import (
     VariantSettings,
     WorkerSettings,
 )
+from taut_service.config.settings.rollout import RolloutRedis, RolloutSettings
 from taut_service.config.settings.root import Settings
 from taut_service.config.settings.routing import (
     Affinity,
@@ -64,6 +65,8 @@ __all__ = [
     "RedisServer",
     "RedisStore",
     "Retries",
+    "RolloutRedis",
+    "RolloutSettings",
     "Routing",
     "Settings",
     "SettingsError",

@@ -15,6 +15,7 @@ from taut_service.config.settings.keys import ApiKey, refuse_equal_keys
 from taut_service.config.settings.limits import Limits, RateLimits
 from taut_service.config.settings.listen import AdminListen, Listen
 from taut_service.config.settings.models import ModelSettings
+from taut_service.config.settings.rollout import RolloutSettings
 from taut_service.config.settings.routing import Routing, Timeouts
 from taut_service.config.settings.telemetry import (
     AccessLogSettings,
@@ -42,6 +43,7 @@ class Settings(Section):
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings | None = None
     guard: GuardSettings | None = None
+    rollout: RolloutSettings | None = None
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Settings:
@@ -66,4 +68,6 @@ class Settings(Section):
     def _guard_has_a_baseline(self) -> Settings:
         if self.guard is not None and not any(model.baseline for model in self.models):
             raise ValueError("guard: no model names the 'baseline' its variants are compared with")
+        if self.rollout is not None and (self.guard is None or self.admin is None):
+            raise ValueError("rollout: needs the sections 'guard' and 'admin'")
         return self
