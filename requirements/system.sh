@@ -7,6 +7,7 @@ need=()
 for tool in make g++ curl; do command -v "$tool" >/dev/null || need+=("$tool"); done
 command -v redis-server >/dev/null || need+=(redis-server) # rate limits that gateways share
 command -v pgrep >/dev/null || need+=(procps) # the end-to-end tests look at processes
+command -v chromium >/dev/null || need+=(chromium) # pages are opened in it
 command -v promtool >/dev/null || need+=(prometheus) # promtool tests the alert rules; one test lets the server scrape a gateway
 for tool in podman buildah runc debootstrap iptables; do command -v "$tool" >/dev/null || need+=("$tool"); done # images are built and run
 command -v catatonit >/dev/null || need+=(catatonit) # holds podman's pods, in which the chart is played
