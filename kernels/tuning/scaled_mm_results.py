@@ -15,7 +15,7 @@ from taut_bench import report
 from taut_bench.scaled_mm_layer import ALL_KINDS
 from taut_bench.shapes import PRODUCTS
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.instruments.timing import Timing
+from taut_kernels.tuner.timing import Timing
 
 _CLEARLY = 0.99
 """Ratio of times from which on a tile of its own is worth a bucket of its own."""

@@ -24,8 +24,8 @@ import torch
 import triton
 
 from taut_bench import report
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from tuning.tune_primitives_jobs import PARTS, Job, jobs_of, kept_rows, row_of
 
 _KEPT = 4

@@ -10,7 +10,7 @@ element (16 but for decode), ``load`` one of :data:`LOADS` (``large`` but for de
 the fields of :class:`.tile.AttentionTile`, of :class:`.tile.HopperTile` where the kernel is
 ``forward_hopper``, or of :class:`.tile.DecodeTile` where it is ``decode``. What no row names takes
 the rule.
-``python -m tuning.tune_attention`` writes a table, and `python -m taut_kernels.instruments.aot`
+``python -m tuning.tune_attention`` writes a table, and `python -m taut_bench.instruments.aot`
 proves that no tile spills on sm_80 and sm_90.
 """
 

@@ -15,8 +15,8 @@ import torch
 
 from taut_kernels.gemm.w4a16 import dispatch, lookup, weight_format
 from taut_kernels.gemm.w4a16.plan import Call, Weight
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from taut_kernels.tuner.w4a16_candidates import Product, Tried
 from taut_kernels.tuner.w4a16_layer import Layer
 from taut_kernels.tuner.w4a16_stock import Prepare, Prepared, UnavailableError

@@ -20,10 +20,10 @@ import torch
 
 from taut_kernels.gemm.w4a16 import decode_tile, lookup, verdict, weight_format
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.launch import launcher, measured_here
 from taut_kernels.launch.measured_here import Document, Machine
 from taut_kernels.tuner import w4a16_measure, w4a16_stock
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from taut_kernels.tuner.w4a16_candidates import Product, Tried, candidates
 from taut_kernels.tuner.w4a16_compile import (
     HUMMING,

@@ -14,7 +14,7 @@ from taut_bench import attention, attention_cases, attention_rivals, plots, repo
 from taut_bench.attention_cases import DecodeGate, PromptGate, Shape, make_cached
 from taut_bench.fused_rivals import UnavailableError
 from taut_kernels.attention import tiles as attention_tiles
-from taut_kernels.instruments import timing
+from taut_kernels.tuner import timing
 from tuning import attention_candidates, tune_attention
 
 no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

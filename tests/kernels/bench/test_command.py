@@ -17,7 +17,7 @@ from taut_bench import engine, engine_checkpoint, engine_modes, report, w4a16
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
-from taut_kernels.instruments import timing
+from taut_kernels.tuner import timing
 from taut_kernels.tuner.w4a16_layer import Layer, rows_to_check
 from tuning import tune_w4a16_decode, tune_w4a16_wgmma
 

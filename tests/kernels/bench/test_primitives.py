@@ -12,8 +12,8 @@ import torch
 
 from taut_bench import primitives, primitives_cases, report
 from taut_bench.primitives_cases import PARTS, Case, Subjects
-from taut_kernels.instruments import timing
 from taut_kernels.primitives import conv2d_tiles, gemm_tiles
+from taut_kernels.tuner import timing
 from tuning import tune_primitives
 from tuning.tune_primitives_jobs import BUCKETS, jobs_of, row_of
 

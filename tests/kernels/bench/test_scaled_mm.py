@@ -14,11 +14,11 @@ import torch
 from taut_bench import report, scaled_mm_rivals
 from taut_bench.scaled_mm_layer import KINDS, Layer, make_layer
 from taut_bench.shapes import PRODUCTS
+from taut_bench.testing.scaled_mm import make_scaled_mm_case
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import rule as tiles_scaled_mm_rule
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.instruments import timing
-from taut_kernels.testing.scaled_mm import make_scaled_mm_case
+from taut_kernels.tuner import timing
 from tuning import tune_scaled_mm
 from tuning.scaled_mm_candidates import BUCKETS
 from tuning.scaled_mm_results import Final, parts_of_bucket

@@ -23,12 +23,12 @@ from taut_bench import (
 from taut_bench import scaled_mm_block_rivals as block_rivals
 from taut_bench.scaled_mm_layer import KINDS, OUT_DTYPE, Layer, make_layer
 from taut_bench.shapes import PRODUCTS
+from taut_bench.testing.scaled_mm import ScaledMmCase
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import rule as tiles_scaled_mm_rule
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.instruments import timing
-from taut_kernels.testing.scaled_mm import ScaledMmCase
+from taut_kernels.tuner import timing
 from tuning import tune_scaled_mm
 
 N, K, M = 272, 400, 9

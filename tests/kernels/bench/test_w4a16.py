@@ -23,8 +23,7 @@ from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.decode_ring_tile import token_tiles
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
-from taut_kernels.instruments import timing
-from taut_kernels.tuner import w4a16_stock
+from taut_kernels.tuner import timing, w4a16_stock
 from taut_kernels.tuner.w4a16_layer import Layer, blank_layer, empty_weight, make_layer
 from tuning import measured_table, tune_w4a16_decode, tune_w4a16_wgmma, w4a16_known_tiles
 

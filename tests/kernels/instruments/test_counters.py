@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.instruments import counters, memory
-from taut_kernels.instruments.attention_cases import CASES as ATTENTION_CASES
-from taut_kernels.instruments.attention_work import ATTENTION_WORK
-from taut_kernels.instruments.counters import count, touched_bytes
-from taut_kernels.instruments.loss_work import LOSS_WORK
-from taut_kernels.instruments.op_cases import OP_CASES, from_op
-from taut_kernels.instruments.op_work import OP_WORK
-from taut_kernels.instruments.subject import Subject
-from taut_kernels.instruments.training_cases import CASES as TRAINING_CASES
-from taut_kernels.instruments.training_work import TRAINING_WORK
-from taut_kernels.instruments.work import Work
+from taut_bench.instruments import counters, memory
+from taut_bench.instruments.attention_cases import CASES as ATTENTION_CASES
+from taut_bench.instruments.attention_work import ATTENTION_WORK
+from taut_bench.instruments.counters import count, touched_bytes
+from taut_bench.instruments.loss_work import LOSS_WORK
+from taut_bench.instruments.op_cases import OP_CASES, from_op
+from taut_bench.instruments.op_work import OP_WORK
+from taut_bench.instruments.subject import Subject
+from taut_bench.instruments.training_cases import CASES as TRAINING_CASES
+from taut_bench.instruments.training_work import TRAINING_WORK
+from taut_bench.instruments.work import Work
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ import triton
 from emulator import rows as emulator_rows
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import testing
-from taut_kernels.instruments import aot
-from taut_kernels.instruments.forms import loss as loss_forms
+from taut_bench import testing
+from taut_bench.instruments import aot
+from taut_bench.instruments.forms import loss as loss_forms
 from taut_kernels.launch import launcher
 from taut_kernels.loss import cross_entropy_ring, row_softmax
 from taut_kernels.loss import tiles as tiles_loss

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taut_kernels.instruments.forms import loss as loss_forms
+from taut_bench.instruments.forms import loss as loss_forms
 from taut_kernels.loss import tiles as tiles_loss
 from taut_kernels.loss.tiles import LossTile, RingTile
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.primitives import conv2d, conv2d_tiles, convolution
 from taut_kernels.primitives.conv2d_launch import Window, why_not_blocks
 from taut_kernels.primitives.conv2d_tiles import ConvTile

@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.primitives import gemm, gemm_tiles, matmul
 from taut_kernels.primitives.gemm_tiles import GemmTile
 

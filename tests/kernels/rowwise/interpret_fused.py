@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.activation import silu_mul, silu_mul_launch
 from taut_kernels.launch import launcher
 from taut_kernels.norm import rms_norm, rms_norm_launch
@@ -60,7 +60,7 @@ ROTATIONS = [
 
 
 def empty(shape, *, dtype, device):
-    """The poison of taut_kernels.testing, with fp32 in the place of fp8."""
+    """The poison of taut_bench.testing, with fp32 in the place of fp8."""
     wide = torch.float32 if dtype is row_quant.FP8 else dtype
     return testing._empty_nan(shape, dtype=wide, device=device)
 

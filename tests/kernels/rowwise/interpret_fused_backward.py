@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.activation import silu_mul, silu_mul_launch, swiglu_launch
 from taut_kernels.launch import launcher
 from taut_kernels.norm import layer_norm, rms_norm_launch, rms_norm_train

@@ -11,8 +11,7 @@ import torch
 import triton
 from torch.utils.checkpoint import checkpoint
 
-from taut_bench import fused_backward, fused_backward_cases
-from taut_kernels import testing
+from taut_bench import fused_backward, fused_backward_cases, testing
 from taut_kernels.activation import silu_mul
 from taut_kernels.activation.swiglu import silu, swiglu, swiglu_packed
 from taut_kernels.modules import LayerNorm, RMSNorm, SwiGLU
@@ -331,7 +330,7 @@ def test_rejects_bad_inputs(call: Call, message: str) -> None:
 
 
 def test_variants_cover_every_op() -> None:
-    from taut_kernels.instruments.forms import training
+    from taut_bench.instruments.forms import training
 
     found = list(training.kernel_variants())
     assert len(found) == len({(v.label, v.tile, v.target) for v in found})

@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.norm.rms_norm import rms_norm, rms_norm_quant
 from taut_kernels.quantize import op as quantize

@@ -13,9 +13,8 @@ import torch
 from taut_kernels.gemm.w4a16 import decode_tile, dispatch, lookup, rule, verdict
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.instruments import timing
 from taut_kernels.launch import launcher
-from taut_kernels.tuner import w4a16_stock
+from taut_kernels.tuner import timing, w4a16_stock
 from taut_kernels.tuner.w4a16_candidates import Product, Tried, candidates
 from taut_kernels.tuner.w4a16_compile import jobs_of
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.gemm.w4a16 import decode
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
@@ -27,7 +28,6 @@ from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 
 DTYPES = (torch.float16, torch.bfloat16)

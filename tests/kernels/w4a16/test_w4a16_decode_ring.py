@@ -12,8 +12,9 @@ import pytest
 import torch
 from emulator import gluon
 
+from taut_bench import testing
+from taut_bench.instruments.forms import w4a16 as w4a16_forms
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import decode_ring as ring
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
@@ -29,7 +30,6 @@ from taut_kernels.gemm.w4a16.decode_ring_tile import (
 )
 from taut_kernels.gemm.w4a16.lookup import BUCKETS
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
-from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from emulator import gluon, wgmma
 
+from taut_bench import testing
+from taut_bench.instruments.forms import w4a16 as w4a16_forms
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import ring
@@ -22,7 +23,6 @@ from taut_kernels.gemm.w4a16.lookup import BUCKETS
 from taut_kernels.gemm.w4a16.ring_kernel import w4a16_wgmma_ring_kernel
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
-from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 from tuning.wgmma_ring_candidates import wgmma_ring_candidates

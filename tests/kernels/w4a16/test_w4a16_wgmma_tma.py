@@ -14,8 +14,8 @@ import pytest
 import torch
 from emulator import gluon, hopper, wgmma
 
+from taut_bench import testing
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma

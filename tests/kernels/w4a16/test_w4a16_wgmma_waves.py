@@ -11,8 +11,9 @@ import torch
 from emulator import gluon
 from emulator import wgmma as emulator_wgmma
 
+from taut_bench import testing
+from taut_bench.instruments.forms import w4a16 as w4a16_forms
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import op as w4a16
@@ -25,7 +26,6 @@ from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
-from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 from tuning.wgmma_waves_candidates import (

@@ -16,15 +16,15 @@ from collections.abc import Callable
 
 import torch
 
-from taut_kernels.instruments.attention_work import (
+from taut_bench.instruments.attention_work import (
     ATTENTION_WORK,
     cache_write_tables,
     paged_decode_tables,
 )
-from taut_kernels.instruments.loss_work import LOSS_WORK
-from taut_kernels.instruments.primitive_work import PRIMITIVE_WORK
-from taut_kernels.instruments.training_work import TRAINING_WORK, rope_train_table
-from taut_kernels.instruments.work import Arguments, Work, nbytes
+from taut_bench.instruments.loss_work import LOSS_WORK
+from taut_bench.instruments.primitive_work import PRIMITIVE_WORK
+from taut_bench.instruments.training_work import TRAINING_WORK, rope_train_table
+from taut_bench.instruments.work import Arguments, Work, nbytes
 
 _DYNAMIC_QUANT_FLOPS = 3
 _STATIC_QUANT_FLOPS = 1

@@ -10,11 +10,11 @@ from typing import Any
 from torch import profiler as torch_profiler
 from torch.profiler import ProfilerActivity
 
-from taut_kernels.instruments import findings
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.findings import Finding
-from taut_kernels.instruments.subject import Subject
-from taut_kernels.instruments.trace import Span, Trace, read_trace, self_times
+from taut_bench.instruments import findings
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.findings import Finding
+from taut_bench.instruments.subject import Subject
+from taut_bench.instruments.trace import Span, Trace, read_trace, self_times
 
 
 @dataclass(frozen=True, slots=True)

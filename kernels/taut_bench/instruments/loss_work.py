@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from taut_kernels.instruments.work import Arguments, Work, nbytes
+from taut_bench.instruments.work import Arguments, Work, nbytes
 
 _STATISTICS, _GRADIENT, _DIVERGENCE = 4, 3, 11
 _SOFTCAP, _SMOOTHING = 3, 1

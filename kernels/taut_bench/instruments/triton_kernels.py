@@ -6,9 +6,9 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from taut_kernels.instruments import aot
-from taut_kernels.instruments.aot import AotResult
-from taut_kernels.instruments.errors import InstrumentError
+from taut_bench.instruments import aot
+from taut_bench.instruments.aot import AotResult
+from taut_bench.instruments.errors import InstrumentError
 from taut_kernels.launch.recorder import KernelVariant
 
 KERNELS = {

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from taut_kernels.instruments.trace import Span, Trace, idle, operations, top_level
+from taut_bench.instruments.trace import Span, Trace, idle, operations, top_level
 
 
 @dataclass(frozen=True, slots=True)

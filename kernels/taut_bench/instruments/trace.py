@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from taut_kernels.instruments.errors import InstrumentError
+from taut_bench.instruments.errors import InstrumentError
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _RUNTIME = {"cuda_runtime", "cuda_driver"}

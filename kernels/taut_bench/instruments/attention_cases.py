@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from taut_bench.instruments.errors import InstrumentError
 from taut_kernels.attention.cache_arguments import check
 from taut_kernels.attention.cache_write import op as cache_write
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.prefill import op as prefill
-from taut_kernels.instruments.errors import InstrumentError
 
 Sizes = Mapping[str, int]
 _HEADS = {"Hq": 32, "Hk": 8, "D": 128}

@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 
 UNKNOWN = "outside an operation"
-_OURS = "/taut_kernels/instruments/"
+_OURS = "/taut_bench/instruments/"
 _LIBRARIES = ("/torch/", _OURS, "/contextlib.py", "<frozen ")
 
 

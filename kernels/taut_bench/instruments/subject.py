@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from taut_kernels.instruments.errors import InstrumentError
+from taut_bench.instruments.errors import InstrumentError
 
 DEFAULT_INPUTS = "example_inputs"
 """Name of the factory that is looked for beside a callable when none is given."""

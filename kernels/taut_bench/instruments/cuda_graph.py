@@ -24,9 +24,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from taut_kernels.instruments import caller
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.subject import Subject, tensors_in
+from taut_bench.instruments import caller
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.subject import Subject, tensors_in
 
 WARM_UP_CALLS = 3
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block, make_arrivals

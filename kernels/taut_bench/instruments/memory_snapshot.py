@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.subject import Subject
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.subject import Subject
 
 _MAX_ENTRIES = 1_000_000
-_LIBRARIES = ("/torch/", "/taut_kernels/instruments/")
+_LIBRARIES = ("/torch/", "/taut_bench/instruments/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule
 
-from taut_kernels.instruments import cuda_graph, graph_breaks
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.graph_breaks import GraphBreak
-from taut_kernels.instruments.subject import Subject
+from taut_bench.instruments import cuda_graph, graph_breaks
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.graph_breaks import GraphBreak
+from taut_bench.instruments.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)

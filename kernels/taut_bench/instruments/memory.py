@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
-from taut_kernels.instruments import caller
-from taut_kernels.instruments.subject import Subject, dense_parts, tensors_in
-from taut_kernels.instruments.trace import MemoryEvent, Span, Trace, read_trace
+from taut_bench.instruments import caller
+from taut_bench.instruments.subject import Subject, dense_parts, tensors_in
+from taut_bench.instruments.trace import MemoryEvent, Span, Trace, read_trace
 
 _MARK = "taut.memory"
 _SEPARATOR = "|"

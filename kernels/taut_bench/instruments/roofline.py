@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from taut_kernels.instruments.ceilings import Ceilings, dtype_name
-from taut_kernels.instruments.counters import Count, count
-from taut_kernels.instruments.stopwatch import Timing, time_step
-from taut_kernels.instruments.subject import Subject
-from taut_kernels.instruments.work import Work
+from taut_bench.instruments.ceilings import Ceilings, dtype_name
+from taut_bench.instruments.counters import Count, count
+from taut_bench.instruments.stopwatch import Timing, time_step
+from taut_bench.instruments.subject import Subject
+from taut_bench.instruments.work import Work
 
 _PROFILED_STEPS = 3
 MATRIX_DTYPES = {

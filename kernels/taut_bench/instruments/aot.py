@@ -1,6 +1,6 @@
 """Compile every kernel × tile ahead of time, without a GPU, and refuse what would run badly.
 
-``python -m taut_kernels.instruments.aot --target sm_80 --target sm_90 [--json]`` exits 1 when a
+``python -m taut_bench.instruments.aot --target sm_80 --target sm_90 [--json]`` exits 1 when a
 variant does not compile, spills registers to local memory, or wants more shared memory than the
 target has. It compiles in as many processes as there are cores (``--jobs``); ``--every N`` takes a
 sample: the first tile of every form, and every Nth variant. Registers and spills are read from the
@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from taut_kernels.instruments.forms import (
+from taut_bench.instruments.forms import (
     attention,
     loss,
     primitives,
@@ -196,7 +196,7 @@ def _line(result: AotResult) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m taut_kernels.instruments.aot", description=__doc__
+        prog="python -m taut_bench.instruments.aot", description=__doc__
     )
     parser.add_argument("--target", action="append", choices=sorted(SHARED_MEMORY_BYTES))
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from taut_kernels.instruments.ceilings import Ceilings, dtype_name
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.roofline import Roofline, Row
+from taut_bench.instruments.ceilings import Ceilings, dtype_name
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.roofline import Roofline, Row
 
 _OPS_SHOWN = 8
 

@@ -26,10 +26,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from taut_kernels.instruments import aten_traits as traits
-from taut_kernels.instruments.op_work import OP_TABLES, OP_WORK
-from taut_kernels.instruments.subject import Subject, dense_parts, tensors_in
-from taut_kernels.instruments.work import Work, arguments_of
+from taut_bench.instruments import aten_traits as traits
+from taut_bench.instruments.op_work import OP_TABLES, OP_WORK
+from taut_bench.instruments.subject import Subject, dense_parts, tensors_in
+from taut_bench.instruments.work import Work, arguments_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from taut_kernels.instruments.work import Arguments, Work, nbytes
+from taut_bench.instruments.work import Arguments, Work, nbytes
 
 _FORWARD, _BACKWARD = 4, 5
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from taut_kernels.instruments.errors import InstrumentError
+from taut_bench.instruments.errors import InstrumentError
 from taut_kernels.primitives import (
     conv2d_tiles,
     convolution,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from taut_kernels.instruments.work import Arguments, Work, nbytes
+from taut_bench.instruments.work import Arguments, Work, nbytes
 
 
 def _matmul(call: Arguments) -> Work:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 
-from taut_kernels.instruments.work import Arguments, Work, nbytes
+from taut_bench.instruments.work import Arguments, Work, nbytes
 
 
 def _softmax(call: Arguments) -> Work:

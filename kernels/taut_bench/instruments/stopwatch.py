@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.utils import benchmark
 
-from taut_kernels.instruments import cuda_graph
-from taut_kernels.instruments.subject import Subject, tensors_in
+from taut_bench.instruments import cuda_graph
+from taut_bench.instruments.subject import Subject, tensors_in
 
 _MIN_SECONDS = 0.3
 _MOST_CALLS, _GRAPH_SECONDS, _REPLAYS = 64, 5e-3, 20
@@ -62,7 +62,7 @@ def time_step(subject: Subject, min_seconds: float = _MIN_SECONDS) -> Timing:
 
 
 def _in_graph(subject: Subject) -> Timing:
-    from taut_kernels.instruments import timing
+    from taut_kernels.tuner import timing
 
     copies = _rotated(subject, timing.ROTATED_BYTES)
     calls = max(len(copies), _calls_to_fill(subject))

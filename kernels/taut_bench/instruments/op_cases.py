@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.instruments import attention_cases, loss_cases, primitive_cases, training_cases
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.subject import Subject
+from taut_bench.testing import scaled_mm as testing_scaled_mm
 from taut_kernels.activation import silu_mul
 from taut_kernels.gemm.scaled_mm import cpu_int8
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
@@ -20,14 +24,10 @@ from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.w4a16 import cpu as w4a16_cpu
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import op as w4a16
-from taut_kernels.instruments import attention_cases, loss_cases, primitive_cases, training_cases
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.subject import Subject
 from taut_kernels.norm import rms_norm
 from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import op as rope
 from taut_kernels.rowwise import row_quant
-from taut_kernels.testing import scaled_mm as testing_scaled_mm
 
 # Importing an op's module registers it.
 _REGISTERING = (fp8, quantize, rms_norm, rope, silu_mul, w4a16, w4a16_cpu, w8a8)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from taut_kernels.instruments.errors import InstrumentError
+from taut_bench.instruments.errors import InstrumentError
 
 # Our own threads have not run yet when the load is read: an idle machine shows nearly 0.
 _BUSY_LOAD = 0.3
@@ -178,7 +178,7 @@ def _write_cache(cache: Path | None, kept: dict[str, Ceilings]) -> None:
 
 def _copy_rate(device: torch.device) -> float:
     if device.type == "cuda":
-        from taut_kernels.instruments import timing
+        from taut_kernels.tuner import timing
 
         return timing.copy_ceiling()
     source = torch.ones(_COPY_BYTES // 4)
@@ -202,7 +202,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     call = _product(size, device, dtype)
     call()  # raises where the device has no such product
     if device.type == "cuda":
-        from taut_kernels.instruments import timing
+        from taut_kernels.tuner import timing
 
         subject = timing.Subject("product", lambda _: call(), 1)
         seconds = timing.measure([subject], replays=20, min_calls=10)[0].median * 1e-6
