@@ -25,9 +25,8 @@ from taut_kernels.gemm.w4a16 import cpu as w4a16_cpu
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.norm import rms_norm
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import op as rope
-from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import quantize, row_quant
 
 # Importing an op's module registers it.
 _REGISTERING = (fp8, quantize, rms_norm, rope, silu_mul, w4a16, w4a16_cpu, w8a8)

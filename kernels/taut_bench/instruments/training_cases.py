@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from taut_kernels.activation.swiglu import silu, swiglu, swiglu_packed
+from taut_kernels.loss.softmax import softmax
 from taut_kernels.norm.layer_norm import layer_norm
 from taut_kernels.norm.rms_norm_train import add_rms_norm_train, rms_norm_train
 from taut_kernels.rope.train import rope_train
-from taut_kernels.softmax.op import softmax
 
 Sizes = Mapping[str, int]
 _EPSILON = 1e-5

@@ -22,8 +22,8 @@ from taut_kernels.loss import cross_entropy_ring, row_softmax
 from taut_kernels.loss import tiles as tiles_loss
 from taut_kernels.loss.cross_entropy_ring_kernel import cross_entropy_ring_kernel
 from taut_kernels.loss.row_softmax import Objective
+from taut_kernels.loss.softmax import softmax
 from taut_kernels.loss.tiles import RingTile
-from taut_kernels.softmax.op import softmax
 
 ALONE = RingTile(1, 1, 8, 12, 0, 1)
 WITH_LAG = RingTile(1, 1, 8, 14, 2, 1)

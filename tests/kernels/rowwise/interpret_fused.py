@@ -14,10 +14,9 @@ from taut_bench import testing
 from taut_kernels.activation import silu_mul, silu_mul_launch
 from taut_kernels.launch import launcher
 from taut_kernels.norm import rms_norm, rms_norm_launch
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import op as rope
 from taut_kernels.rope import rope_launch
-from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import quantize, row_quant
 from taut_kernels.rowwise.tiles import FusedTile
 
 DTYPES = (torch.float16, torch.float32)

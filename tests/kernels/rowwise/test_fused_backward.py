@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from taut_bench import fused_backward, fused_backward_cases, testing
 from taut_kernels.activation import silu_mul
 from taut_kernels.activation.swiglu import silu, swiglu, swiglu_packed
+from taut_kernels.loss.softmax import softmax
 from taut_kernels.modules import LayerNorm, RMSNorm, SwiGLU
 from taut_kernels.norm import rms_norm
 from taut_kernels.norm.layer_norm import layer_norm
@@ -21,7 +22,6 @@ from taut_kernels.norm.rms_norm_train import add_rms_norm_train, rms_norm_train
 from taut_kernels.rope import op as rope
 from taut_kernels.rope.train import rope_train
 from taut_kernels.rowwise.training_tiles import NormRingTile
-from taut_kernels.softmax.op import softmax
 from tuning import tune_fused_backward
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")

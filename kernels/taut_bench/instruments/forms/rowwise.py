@@ -21,11 +21,11 @@ from taut_kernels.activation.silu_mul_kernel import (
 from taut_kernels.launch.recorder import BOTH, HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.norm.rms_norm_kernel import rms_norm_kernel, rms_norm_long_kernel
-from taut_kernels.quantize import op as quantize
-from taut_kernels.quantize.kernel import row_quant_kernel, row_quant_long_kernel
 from taut_kernels.rope import rope_launch
 from taut_kernels.rope.rope_kernel import rope_kernel
+from taut_kernels.rowwise import quantize
 from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.rowwise.quantize_kernel import row_quant_kernel, row_quant_long_kernel
 from taut_kernels.rowwise.tiles import FusedTile
 
 WIDTHS = (128, 1000, 4096, 5120, 14336, 32768, 131072)

@@ -16,6 +16,13 @@ import torch
 from taut_kernels.activation import swiglu_launch
 from taut_kernels.activation.swiglu_kernel import swiglu_backward_kernel, swiglu_kernel
 from taut_kernels.launch.recorder import HOPPER, KernelCall, KernelVariant, each_once
+from taut_kernels.loss import softmax as softmax_op
+from taut_kernels.loss.softmax_kernel import (
+    softmax_backward_kernel,
+    softmax_backward_long_kernel,
+    softmax_kernel,
+    softmax_long_kernel,
+)
 from taut_kernels.norm import train_launch
 from taut_kernels.norm.backward_kernel import column_sums_kernel, norm_backward_kernel
 from taut_kernels.norm.backward_long_kernel import norm_columns_kernel, norm_dx_long_kernel
@@ -27,13 +34,6 @@ from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise import training_tiles
 from taut_kernels.rowwise.tiles import FusedTile
 from taut_kernels.rowwise.training_tiles import RESIDENT_LIMIT, NormRingTile, TrainingTile
-from taut_kernels.softmax import op as softmax_op
-from taut_kernels.softmax.kernel import (
-    softmax_backward_kernel,
-    softmax_backward_long_kernel,
-    softmax_kernel,
-    softmax_long_kernel,
-)
 
 WIDTHS = (1000, 4096, 8192, 16384, 32768)
 ADDED_WIDTHS = (4096, 16384, 32768)

@@ -24,9 +24,9 @@ import torch
 
 from taut_kernels.launch import early_start
 from taut_kernels.launch import launcher as launching
-from taut_kernels.quantize.kernel import row_quant_kernel, row_quant_long_kernel
 from taut_kernels.rowwise import row_quant as definition
 from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.rowwise.quantize_kernel import row_quant_kernel, row_quant_long_kernel
 from taut_kernels.rowwise.rows import as_rows
 from taut_kernels.rowwise.tile_options import next_power_of_2, prepare, tile_of
 from taut_kernels.rowwise.tiles import FusedTile

@@ -23,16 +23,16 @@ import torch
 
 from taut_kernels.launch import launcher as launching
 from taut_kernels.loss import cross_entropy_ring
-from taut_kernels.rowwise import training_tiles
-from taut_kernels.rowwise.tile_options import last_arguments, next_power_of_2
-from taut_kernels.rowwise.training_arguments import refuse_second_derivative, rows_of
-from taut_kernels.rowwise.training_tiles import TrainingTile
-from taut_kernels.softmax.kernel import (
+from taut_kernels.loss.softmax_kernel import (
     softmax_backward_kernel,
     softmax_backward_long_kernel,
     softmax_kernel,
     softmax_long_kernel,
 )
+from taut_kernels.rowwise import training_tiles
+from taut_kernels.rowwise.tile_options import last_arguments, next_power_of_2
+from taut_kernels.rowwise.training_arguments import refuse_second_derivative, rows_of
+from taut_kernels.rowwise.training_tiles import TrainingTile
 
 _resident = launching.Launcher(softmax_kernel)
 _long = launching.Launcher(softmax_long_kernel)
