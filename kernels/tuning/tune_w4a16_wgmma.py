@@ -332,7 +332,7 @@ def table_rows(results: list[Result], given: Format = DEFAULT) -> list[dict[str,
     for (N, K, M), r in fastest.items():
         max_m = M if M in BUCKETS else None
         named = {"N": N, "K": K, "max_m": max_m} | weight_format.as_field(given.weights)
-        rows.append(named | {"tile": _as_json(r.tile), "us": round(r.us, 3)})
+        rows.append(named | tiles_wgmma.as_fields(r.tile) | {"us": round(r.us, 3)})
     return rows
 
 

@@ -168,7 +168,7 @@ class Session:
 
 
 def _key(row: dict[str, Any]) -> tuple[int, int, WeightFormat]:
-    return row["N"], row["K"], weight_format.of_row(row, "a row")
+    return row["N"], row["K"], weight_format.of_row(row)
 
 
 def _is_there(document: Document, product: Product) -> bool:
@@ -211,7 +211,7 @@ def judged(document: Document, wishes: Sequence[Wish]) -> list[dict[str, Any]]:
     """
     rows = {_key(row): row for row in document.tables.get(verdict.TABLE, ())}
     text = json.dumps({"gpu": document.machine.gpu, "source": "", "rows": list(rows.values())})
-    shapes = verdict.parse(text, "the measurements").shapes
+    shapes = verdict.parse(text, "the measurements").choices
     found = []
     for wish in wishes:
         key = (wish.product.N, wish.product.K, wish.product.weights)

@@ -123,8 +123,9 @@ def test_tuning_writes_a_table_the_look_up_reads(
     tried = [(max_m, Ms) for max_m, Ms in BUCKETS if known or Ms[-1] in (64, 512, 4096)]
     table = tiles_scaled_mm.parse((tmp_path / "table.json").read_text(), "table.json")
     assert table.gpu == "card 9"
-    assert set(table.buckets) == {(op, *PRODUCTS[shape]) for op in KINDS.values()}
-    for (op, _, _), buckets in table.buckets.items():
+    assert set(table.choices) == {(op, *PRODUCTS[shape]) for op in KINDS.values()}
+    for (op, _, _), rows in table.choices.items():
+        buckets = [alone for _, (alone, _) in rows]
         assert [bucket.max_m for bucket in buckets] == [max_m for max_m, _ in tried]
         # Without a rival nothing is won: the plugin keeps vLLM's kernel.
         has_rival = [op == "w8a8_gemm" and min(Ms) > 16 for _, Ms in tried]

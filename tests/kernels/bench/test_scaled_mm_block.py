@@ -510,7 +510,7 @@ def test_tuning_writes_rows_that_a_block_wise_call_reads(
         tiles_scaled_mm.lookup("fp8_block", "card 9", *PRODUCTS["o"], m).tile for m in (9, 17, 129)
     ]
     tiles_scaled_mm.buckets.cache_clear()
-    assert found == [ScaledMmTile(**row["tile"]) for row in rows.values()]
+    assert found == [ScaledMmTile(kernel=row["kernel"], **row["tile"]) for row in rows.values()]
     # Neither what was wrong nor what raised gets into the table.
     assert not any(tile.num_stages in (WRONG, RAISES) for tile in found)
     out = capsys.readouterr().out

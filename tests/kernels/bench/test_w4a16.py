@@ -456,7 +456,7 @@ def test_a_tuner_takes_one_format_and_its_rows_say_so() -> None:
             assert {k: v for k, v in rows[0].items() if k == "format"} == field
     text = {"gpu": "card", "source": "s"}
     rows = tune_w4a16_decode._table_rows([one], given)
-    assert tiles_decode.parse(json.dumps(text | {"rows": rows}), "t.json").tiles
+    assert tiles_decode.parse(json.dumps(text | {"rows": rows}), "t.json").choices
     rows = tune_w4a16_wgmma.table_rows([other], given)
     assert tiles_wgmma.parse(json.dumps(text | {"rows": rows}), "t.json").choices
 

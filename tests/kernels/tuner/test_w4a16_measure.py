@@ -108,7 +108,7 @@ def test_another_tile_is_taken_where_it_is_faster_than_two_runs_differ(
     rows = found.tile_rows(8)
     assert len(rows) == len(found.tiles)
     text = json.dumps({"gpu": "card", "source": "s", "rows": rows})
-    parsed = decode_tile.parse(text, "t.json").tiles
+    parsed = decode_tile.parse(text, "t.json").choices
     assert parsed == ({} if taken is None else {(64, 256, 1, WeightFormat.G128): TILES[taken]})
 
 
@@ -154,7 +154,7 @@ def test_a_row_has_the_faster_of_vllms_and_is_judged_by_the_verdicts_rule(layer:
         "vllm_us": [10.0, 8.0, 90.0],
     }
     text = json.dumps({"gpu": "card", "source": "s", "rows": [row]})
-    measured = verdict.parse(text, "t.json").shapes[64, 256, WeightFormat.G128]
+    measured = verdict.parse(text, "t.json").choices[64, 256, WeightFormat.G128]
     # decode √(2 · 1), prefill 0.9: overall √(1.414 · 0.9) = 1.128
     assert measured.overall == pytest.approx(1.128, abs=1e-3)
     assert Figures(PRODUCT, {"taut": {1: 5.0}, "Marlin": {16: 5.0}}).row() is None

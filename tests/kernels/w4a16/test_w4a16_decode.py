@@ -212,7 +212,7 @@ def test_gpu_graph_replays_on_new_activations(tile: str) -> None:
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
     variants = list(w4a16_forms.decode_variants())
     assert len(variants) == len({(v.label, v.tile, v.target) for v in variants})
-    measured = {t for table in tiles_decode.tables().values() for t in table.tiles.values()}
+    measured = {t for table in tiles_decode.tables().values() for t in table.choices.values()}
     assert measured <= {v.tile for v in variants}
     labels = " ".join(v.label for v in variants)
     for word in ("bf16", "fp16", " asym", " sym", "group=32", "group=64", "group=128", "channel"):

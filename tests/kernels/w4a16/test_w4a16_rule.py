@@ -19,6 +19,7 @@ from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
 from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.rule import LEAST_K, cut, rule
+from taut_kernels.launch import tile_tables
 
 DRAW = random.Random(0)
 ODD = [(16 * DRAW.randint(1, 4000), 64 * DRAW.randint(8, 480)) for _ in range(60)]
@@ -118,13 +119,9 @@ def test_estimates_are_what_the_table_measured() -> None:
 
 
 def measured_rows() -> list[tuple[int, int, int, tiles_wgmma_rule.Fused, float]]:
-    import json
-    from importlib import resources
-
-    path = resources.files("taut_kernels") / "tiles" / "w4a16_wgmma-nvidia-h200.json"
     found = []
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        tile = tiles_wgmma._choice(row["tile"], row["max_m"], "table")
+    for row in tile_tables.shipped_rows("w4a16_wgmma", "NVIDIA H200"):
+        tile = tiles_wgmma._choice(row["kernel"], row["tile"])
         if "format" in row:
             continue  # the model is of symmetric groups of 128
         if isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile) and row["max_m"]:

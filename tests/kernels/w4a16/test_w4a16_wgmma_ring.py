@@ -102,15 +102,16 @@ def test_every_measured_tile_fits_every_format() -> None:
                     assert tile.stages_that_fit(group, has_zeros=True) >= 3
 
 
-def test_table_tells_the_tiles_of_the_rings_and_of_wgmma_apart() -> None:
+def test_table_has_tiles_of_the_ring_for_up_to_1024_tokens() -> None:
     def table(**change: Any) -> str:
-        row = {"N": 64, "K": 128, "max_m": 128, "tile": fields(), "us": 1.5} | change
+        named = tiles_wgmma.as_fields(WgmmaRingTile(**fields()))
+        row = {"N": 64, "K": 128, "max_m": 128, "us": 1.5} | named | change
         return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
 
     for max_m in (128, 1024):
         parsed = tiles_wgmma.parse(table(max_m=max_m), "t.json")
         assert parsed.choices[64, 128, BUCKETS.index(max_m), DEFAULT] == WgmmaRingTile(**fields())
-    with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
+    with pytest.raises(ValueError, match=r"t.json: .*: ring takes up to 1024 tokens"):
         tiles_wgmma.parse(table(max_m=None), "t.json")
 
 

@@ -51,9 +51,9 @@ def _targets(rows: int = _M) -> torch.Tensor:
 
 def _tiles(op: str, V: int) -> dict[LossTile, None]:
     """Return the distinct tiles of one op and vocabulary, of the rule and of every card's table."""
-    tables = tiles_loss.tables().values()
-    measured = [table.tiles[op, V] for table in tables if (op, V) in table.tiles]
-    return dict.fromkeys((tiles_loss.rule(op, V), *measured))
+    measured = [table.choices.get((op, V)) for table in tiles_loss.tables().values()]
+    found = (tiles_loss.rule(op, V), *measured)
+    return dict.fromkeys(tile for tile in found if isinstance(tile, LossTile))
 
 
 def _cross_entropy(
@@ -101,8 +101,9 @@ def _row_calls() -> Iterator[KernelCall]:
 
 def _rings(V: int) -> dict[RingTile, None]:
     """Return the distinct rings of one vocabulary, of the rule and of every card's table."""
-    found = [table.rings.get(V) for table in tiles_loss.tables().values()]
-    return dict.fromkeys(tile for tile in (tiles_loss.ring_rule(V), *found) if tile)
+    measured = [table.choices.get((tiles_loss.RING, V)) for table in tiles_loss.tables().values()]
+    found = (tiles_loss.ring_rule(V), *measured)
+    return dict.fromkeys(tile for tile in found if isinstance(tile, RingTile))
 
 
 def _ring(V: int, tile: RingTile, *, batched: bool = False) -> KernelCall:
@@ -121,7 +122,12 @@ def _softmax_ring(V: int, tile: RingTile, dtype: torch.dtype) -> KernelCall:
 
 
 def _ring_calls() -> Iterator[KernelCall]:
-    measured = (V for table in tiles_loss.tables().values() for V in table.rings)
+    measured = (
+        V
+        for table in tiles_loss.tables().values()
+        for op, V in table.choices
+        if op == tiles_loss.RING
+    )
     for V in dict.fromkeys((*VOCABULARIES, *measured)):
         if V >= cross_entropy_ring.MIN_COLUMNS and V % 16 == 0:
             yield from (_ring(V, tile) for tile in _rings(V))

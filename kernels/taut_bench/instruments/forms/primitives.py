@@ -83,7 +83,7 @@ def _products() -> Iterator[KernelCall]:
     yield tma_call(gemm_tiles.PIPELINED, b_transposed=True)
     found = {gemm_tiles.rule(*shape): None for shape in _RULE_SHAPES}
     for table in gemm_tiles.tables().values():
-        found |= dict.fromkeys(tile for rows in table.buckets.values() for _, tile in rows)
+        found |= dict.fromkeys(tile for rows in table.choices.values() for _, tile in rows)
     # A form of the kernel is one for any number of splits above 1.
     for tile in dict.fromkeys(replace(tile, split_k=min(tile.split_k, 2)) for tile in found):
         yield tuned_call(tile, b_transposed=True)
@@ -142,7 +142,7 @@ def _convolutions() -> Iterator[KernelCall]:
     yield gather_call(conv2d_tiles.GATHER_FEW, tapwise=False)
     found = {(conv2d_tiles.rule(_IMAGES, layer), layer): _IMAGES for layer in RESNET_LAYERS}
     for table in conv2d_tiles.tables().values():
-        for layer, buckets in table.buckets.items():
+        for layer, buckets in table.choices.items():
             found |= {(tile, layer): limit or 4 * _IMAGES for limit, tile in buckets}
     for (tile, layer), N in found.items():
         yield blocks_call(tile, N, layer)

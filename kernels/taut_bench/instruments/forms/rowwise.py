@@ -59,7 +59,7 @@ def _tiles(op: str, N: int) -> dict[FusedTile, None]:
     """Return the distinct tiles of one op and width, of the rule and of every card's table."""
     found = [tiles_fused.rule(op, N, M) for M in _TOKENS]
     for table in tiles_fused.tables().values():
-        found += [tile for _, tile in table.tiles.get((op, N), ())]
+        found += [tile for _, tile in table.choices.get((op, N), ())]
     for gpu in (None, *tiles_fused.tables()):
         early = tiles_fused.every_tile(gpu, op, N, hopper=True)
         found += [tile for tile in early if tile.pdl]
@@ -68,7 +68,7 @@ def _tiles(op: str, N: int) -> dict[FusedTile, None]:
 
 def _widths(op: str) -> tuple[int, ...]:
     measured = [
-        N for table in tiles_fused.tables().values() for name, N in table.tiles if name == op
+        N for table in tiles_fused.tables().values() for name, N in table.choices if name == op
     ]
     return tuple(dict.fromkeys((*WIDTHS, *measured)))
 

@@ -134,10 +134,10 @@ def _every_tile(op: str) -> Iterator[tuple[ScaledMmTile, int, tuple[str, ...]]]:
         if tiles.why_not_for(tile, op, 4096) is None:
             yield tile, 4096, HOPPER
     for table in lookup.tables().values():
-        for some in (table.buckets, table.in_layer):
-            for (row_op, _, K), buckets in some.items():
-                for bucket in buckets if row_op == op else ():
-                    yield bucket.tile, K, HOPPER
+        for in_layer in (False, True):
+            for (row_op, _, K), rows in table.choices.items():
+                for _, pair in rows if row_op == op else ():
+                    yield pair[in_layer].tile, K, HOPPER
     tile = rule.rule(op, 4096, 4096, 1)
     yield replace(tile, early=True, prefetch=PREFETCH), 4096, HOPPER
 

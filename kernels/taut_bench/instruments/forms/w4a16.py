@@ -105,7 +105,7 @@ def decode_call(
 def _decode_calls() -> Iterator[KernelCall]:
     # Only cards of compute capability 9.0 were measured.
     for table in decode_tile.tables().values():
-        for (_, K, token_tiles, own), tile in table.tiles.items():
+        for (_, K, token_tiles, own), tile in table.choices.items():
             yield decode_call(tile, K, token_tiles, _of(own))
     for target, token_tiles in ((t, tokens) for t in BOTH for tokens in (1, 2)):
         tile = decode_tile.plain_rule(4096, 4096, token_tiles)
