@@ -184,7 +184,7 @@ async def _relay_stream(call: Call, connection: Connection, headers: Headers, se
                     call.metrics.first_token(now - call.started)
                 last = now
             if not call.streaming:
-                await _begin_stream(call, connection.status, headers, send)
+                await _begin_stream(call, connection.status, headers, reframer, send)
             await send({"type": "http.response.body", "body": events, "more_body": True})
         rest = reframer.flush()
         if rest is None:
@@ -199,12 +199,16 @@ async def _relay_stream(call: Call, connection: Connection, headers: Headers, se
             call.answer.first_token_s = first - call.started
             call.answer.rest_s = last - first
     if not call.streaming:
-        await _begin_stream(call, connection.status, headers, send)
+        await _begin_stream(call, connection.status, headers, reframer, send)
     await send({"type": "http.response.body", "body": rest})
 
 
-async def _begin_stream(call: Call, status: int, headers: Headers, send: Send) -> None:
+async def _begin_stream(
+    call: Call, status: int, headers: Headers, events: SseReframer, send: Send
+) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     # From here on an error can only be an event. Not before: ``send`` may be interrupted.
     call.answer.status = status
     call.streaming = True
+    if call.exchange is not None:
+        call.exchange.carry_events(events)

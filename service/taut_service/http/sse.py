@@ -73,6 +73,9 @@ class SseReframer:
         rewrite: what is changed in the events; None changes nothing.
     """
 
+    whole = True
+    """Whether only whole events were given out so far."""
+
     def __init__(self, *, count_text: bool = False, rewrite: Rewrite | None = None) -> None:
         self._count_text = count_text
         self._rewriter = None if rewrite is None else StreamRewriter(rewrite)
@@ -98,6 +101,7 @@ class SseReframer:
             data, self._rest = data[:end], data[end:]
             if len(self._rest) > MAX_EVENT_BYTES:
                 data, self._rest = data + self._rest, b""
+                self.whole = False
         return self._account(data) if data else data
 
     def flush(self) -> bytes | None:
