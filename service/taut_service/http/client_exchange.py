@@ -76,6 +76,30 @@ class ClientExchange:
         """Take note that the answer has begun and is a stream of events, a write a whole number."""
         self._events = events
 
+    @property
+    def takes_events(self) -> bool:
+        """Whether :meth:`write_events` may be used: a stream has begun, and its client keeps up."""
+        cycle = self.cycle
+        framed = self._until_close or cycle.chunked_encoding is True
+        return framed and not cycle.disconnected and not cycle.flow.write_paused
+
+    def write_events(self, events: bytes) -> bool:
+        """Write a part of a stream that has begun, as ``send`` would.
+
+        Args:
+            events: not empty.
+
+        Returns:
+            Whether the client keeps up; if it does not, ``send`` knows how to wait.
+        """
+        cycle = self.cycle
+        if cycle.disconnected:
+            return False
+        cycle.transport.write(
+            events if self._until_close else b"%x\r\n%b\r\n" % (len(events), events)
+        )
+        return not cycle.flow.write_paused
+
     def ask_whether_there(self) -> bool:
         """Send what a client ignores, and the system of a client that has left answers by a reset.
 

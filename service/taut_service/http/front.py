@@ -30,13 +30,13 @@ from taut_service.errors import (
     MethodNotAllowedError,
     UnauthorizedError,
 )
+from taut_service.http.answer_failures import CutShortError
 from taut_service.http.body import Bodies
 from taut_service.http.client_exchange import SCOPE_KEY
 from taut_service.http.cors import answer_page
 from taut_service.http.error_answer import send_error
 from taut_service.http.headers import REQUEST_ID, RequestHeaders, RequestIds
 from taut_service.http.json_bounds import is_light
-from taut_service.http.relay import CutShortError
 from taut_service.http.request_watch import ClientDisconnectedError, RequestWatch
 from taut_service.http.rewrite import rewrite_for
 from taut_service.route.gateway import Gateway
