@@ -60,10 +60,10 @@ async def relay(
 
 
 def _is_event_stream(headers: Headers) -> bool:
-    return any(
-        name == b"content-type" and value[:17].lower() == b"text/event-stream"
-        for name, value in headers
-    )
+    for name, value in headers:
+        if name == b"content-type" and value[:17].lower() == b"text/event-stream":
+            return True
+    return False
 
 
 async def _relay_document(call: Call, connection: Connection, headers: Headers, send: Send) -> None:
