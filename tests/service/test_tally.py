@@ -48,7 +48,7 @@ def test_observations_are_kept_within_a_bound() -> None:
 async def test_both_ways_to_read_metrics_bring_in() -> None:
     metrics = Metrics()
     route = metrics.route("m", "chat")
-    wanted = b'_count{model="m",route="chat"} %d.0'
+    wanted = b'taut_inter_token_latency_seconds_count{model="m",route="chat"} %d.0'
     route.next_tokens(0.01, 1)
     assert wanted % 1 in metrics.exposition()
     route.next_tokens(0.01, 1)
