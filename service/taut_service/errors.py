@@ -181,20 +181,22 @@ class ContentCodingError(RequestError):
 
     Args:
         coding: value of ``Content-Encoding``.
+        offered: codings that are.
     """
 
     status = 415
 
-    def __init__(self, coding: str) -> None:
+    def __init__(self, coding: str, offered: tuple[str, ...] = ("gzip", "deflate", "zstd")) -> None:
+        ways = f"one of {', '.join(offered)}, or no compression" if offered else "no compression"
         super().__init__(
-            f"Content-Encoding {coding[:100]!r} is not offered: send gzip, deflate or zstd, one of "
-            "them, or no compression",
+            f"Content-Encoding {coding[:100]!r} is not offered: use {ways}",
             code="unsupported_encoding",
         )
+        self.offered = offered
 
     def headers(self) -> Headers:
         """Return what is offered (RFC 9110 §15.5.16)."""
-        return [(b"accept-encoding", b"gzip, deflate, zstd")]
+        return [(b"accept-encoding", ", ".join(self.offered or ("identity",)).encode())]
 
 
 class OverloadedError(GatewayError):
