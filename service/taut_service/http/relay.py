@@ -17,6 +17,7 @@ from taut_service.http.answer_failures import CutShortError, broken_before
 from taut_service.http.headers import response_headers
 from taut_service.http.sse import read_usage
 from taut_service.http.stream_relay import relay_stream
+from taut_service.http.worker_refusals import refusal_of
 from taut_service.worker.connection import Connection
 from taut_service.worker.upstream_errors import UpstreamError
 
@@ -80,6 +81,9 @@ async def _relay_document(call: Call, connection: Connection, headers: Headers, 
         raise broken_before(error) from error
     body = b"".join(pieces)
     if connection.status >= 400:
+        refusal = refusal_of(call.model, body)
+        if refusal is not None:
+            raise refusal
         body = call.route.dialect.worker_error(body, connection.status, call.request_id)
     elif call.rewrite is not None:
         body = call.rewrite.document(body)
