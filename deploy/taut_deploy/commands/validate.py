@@ -9,7 +9,14 @@ import typer
 
 from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import JsonFlag, TrustRemoteCodeFlag, announce_code, print_json
-from taut_deploy.commands.validate_options import Access, Latency, Question, Sampling, Servers
+from taut_deploy.commands.validate_options import (
+    Access,
+    Latency,
+    Question,
+    Sampling,
+    Servers,
+    Tasks,
+)
 from taut_deploy.progress import progress_reporter
 from taut_deploy.validate import ValidationJob, ValidationResult, run_validation
 
@@ -19,6 +26,7 @@ def validate(
     *,
     question: Question,
     sampling: Sampling,
+    tasks: Tasks,
     device: Annotated[str, typer.Option(help="cpu or cuda, for directories.")] = "cpu",
     servers: Servers,
     accept_lower_bound: Annotated[
@@ -50,6 +58,7 @@ def validate(
             policy=question.policy,
             output=question.output,
             **asdict(sampling),
+            **tasks.for_job(),
             device=device,
             **asdict(servers),
             api_key=read_api_key(access.api_key_file, os.environ),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -33,6 +33,33 @@ class Sampling:
     noise_sequences: Annotated[
         int, typer.Option(help="Sequences of the baseline-against-itself run; 0 leaves it out.")
     ] = 8
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What both models are asked beside the text."""
+
+    task: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSON lines of items, beside the policy's; repeatable."),
+    ] = None
+    lm_eval: Annotated[
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness, comma between (taut[eval]).")
+    ] = None
+    lm_eval_path: Annotated[
+        Path | None, typer.Option(help="Directory with your own tasks for it.")
+    ] = None
+    max_items: Annotated[int | None, typer.Option(help="At most as many items of a task.")] = None
+
+    def for_job(self) -> dict[str, Any]:
+        """The fields of a job."""
+        names = (name.strip() for name in (self.lm_eval or "").split(","))
+        return {
+            "tasks": tuple(self.task or ()),
+            "harness": tuple(name for name in names if name),
+            "harness_path": self.lm_eval_path,
+            "max_items": self.max_items,
+        }
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from taut_deploy.validate import markdown_latency
+from taut_deploy.validate import markdown_items, markdown_latency
 from taut_deploy.validate.tables import cell, table
 
 _LABELS = {
@@ -30,12 +30,13 @@ def render(report: Mapping[str, Any]) -> str:
         _rules,
         _metrics,
         _serving,
+        markdown_items.tasks,
         markdown_latency.latency,
         _worst,
         _models,
         _conditions,
     )
-    return "\n\n".join(section(report) for section in sections) + "\n"
+    return "\n\n".join(filter(None, (section(report) for section in sections))) + "\n"
 
 
 def _head(report: Mapping[str, Any]) -> str:
@@ -57,10 +58,11 @@ def _head(report: Mapping[str, Any]) -> str:
 
 
 def _parts(report: Mapping[str, Any]) -> str:
-    """The verdict of accuracy and that of latency."""
+    """The verdict of each part; of tasks and slices where a policy bounds them."""
     shown = (
         f"{part.capitalize()}: {verdict or 'not judged'}."
         for part, verdict in report["verdicts"].items()
+        if verdict is not None or part in ("accuracy", "latency")
     )
     return " ".join(shown)
 
@@ -68,7 +70,7 @@ def _parts(report: Mapping[str, Any]) -> str:
 def _rules(report: Mapping[str, Any]) -> str:
     rows = [
         (
-            _rule_label(rule),
+            rule_label(rule),
             f"{rule['side']} {rule['limit']:g}",
             f"**{rule['verdict']}**",
             "–" if rule["margin"] is None else f"{rule['margin']:+.4g}",
@@ -79,8 +81,10 @@ def _rules(report: Mapping[str, Any]) -> str:
     return "## Limits\n\n" + table(("metric", "limit", "verdict", "margin", "why"), rows)
 
 
-def _rule_label(rule: Mapping[str, Any]) -> str:
-    """The metric; for a ratio of latency also at which concurrency."""
+def rule_label(rule: Mapping[str, Any]) -> str:
+    """The metric, of which task or slice; for a ratio of latency also at which concurrency."""
+    if rule["subject"] is not None:
+        return f"{rule['subject']}: {markdown_items.label(rule['metric'])}"
     if rule["part"] == "accuracy":
         return _LABELS[rule["metric"]]
     label = markdown_latency.LABELS[rule["metric"]]

@@ -17,19 +17,20 @@ from taut_deploy.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from taut_deploy.validate import metrics
+from taut_deploy.validate import metrics, partial
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
-from taut_deploy.validate.gate import LATENCY, combine
-from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob
+from taut_deploy.validate.gate import combine
+from taut_deploy.validate.job import PARTS, Metric, RuleOutcome, ValidationJob
 from taut_deploy.validate.junit import render_junit
 from taut_deploy.validate.markdown import render
 from taut_deploy.validate.policy import Policy
 from taut_deploy.validate.text import TokenizedText, Tokenizer
 
 SCHEMA = "taut-validation-report"
-# 2: latency, verdicts of both parts, a rule's part and concurrency. 3: serving.
-SCHEMA_VERSION = 3
+# 2: latency, verdicts of both parts, a rule's part and concurrency. 3: serving. 4: tasks, slices, a
+# rule's subject, the histogram of the KL, cumulative latencies.
+SCHEMA_VERSION = 4
 JSON_NAME, MARKDOWN_NAME, JUNIT_NAME = "report.json", "report.md", "junit.xml"
 _WORST = 10
 _CONTEXT_TOKENS = 24
@@ -49,19 +50,20 @@ def check_output(output: Path) -> None:
         return
     if not output.is_dir():
         raise CouldNotValidateError(f"--output {output}: exists and is not a directory")
-    if any(output.iterdir()) and not _is_ours(output / JSON_NAME):
+    ours = ((JSON_NAME, SCHEMA), (partial.PARTIAL_NAME, partial.SCHEMA))
+    if any(output.iterdir()) and not any(_is_ours(output / name, what) for name, what in ours):
         raise CouldNotValidateError(
             f"--output {output}: not empty and holds no earlier validation report; choose another "
             "directory"
         )
 
 
-def _is_ours(file: Path) -> bool:
+def _is_ours(file: Path, schema: str) -> bool:
     try:
         content = read_json(file, CouldNotValidateError)
     except (OSError, CouldNotValidateError):
         return False
-    return isinstance(content, dict) and content.get("schema") == SCHEMA
+    return isinstance(content, dict) and content.get("schema") == schema
 
 
 def discard_earlier(output: Path) -> None:
@@ -70,6 +72,7 @@ def discard_earlier(output: Path) -> None:
         # The JSON last: it is what marks the directory as ours.
         (output / MARKDOWN_NAME).unlink(missing_ok=True)
         (output / JUNIT_NAME).unlink(missing_ok=True)
+        (output / partial.PARTIAL_NAME).unlink(missing_ok=True)
         (output / JSON_NAME).unlink()
 
 
@@ -106,6 +109,7 @@ class Findings:
         rules: the outcome of every rule of the policy.
         latency: the latency part as plain data; says why where there is none.
         serving: what the served candidate answered, likewise.
+        tasks: what both models answered to the items of tasks, likewise.
     """
 
     comparison: Comparison
@@ -114,6 +118,7 @@ class Findings:
     rules: Sequence[RuleOutcome]
     latency: Mapping[str, Any]
     serving: Mapping[str, Any]
+    tasks: Mapping[str, Any]
 
 
 def build(
@@ -151,6 +156,7 @@ def build(
         "noise_floor": found.noise_kind,
         "latency": dict(found.latency),
         "serving": dict(found.serving),
+        "tasks": dict(found.tasks),
         "worst_positions": worst_positions(comparison, text, tokenizer),
         "models": {role: dict(described) for role, described in models.items()},
         "text": _text_section(job, text, comparison),
@@ -169,7 +175,7 @@ def build(
 def _verdicts(rules: Sequence[RuleOutcome]) -> dict[str, str | None]:
     """The verdict of each part; None where nothing was judged."""
     parts: dict[str, str | None] = {}
-    for part in ("accuracy", LATENCY):
+    for part in PARTS:
         found = [rule.verdict for rule in rules if rule.part == part]
         parts[part] = combine(found).value if found else None
     return parts

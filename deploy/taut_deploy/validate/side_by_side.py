@@ -1,5 +1,6 @@
 """Two sources asked for the same sequences, one after the other, and compared."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ def compare_sources(
     sequences: list[tuple[int, ...]],
     stage: str,
     progress: Progress | None,
+    keep: Callable[[Comparison], None] | None = None,
 ) -> Comparison:
     """Score sequences with both sources and compare position by position.
 
@@ -38,6 +40,7 @@ def compare_sources(
         sequences: token ids, equally long.
         stage: told to ``progress``.
         progress: called after each sequence.
+        keep: called with the comparison of each sequence.
 
     Returns:
         Arrays [sequences, positions].
@@ -50,6 +53,8 @@ def compare_sources(
         left, right = first.score(ids), second.score(ids)
         _check_vocabulary(left, right)
         comparisons.append(compare(left, right, torch.tensor(ids[1:])))
+        if keep is not None:
+            keep(comparisons[-1])
         if progress is not None:
             progress(stage, done, len(sequences))
     return metrics.stack(comparisons)
