@@ -50,6 +50,13 @@ class Tasks:
         Path | None, typer.Option(help="Directory with your own tasks for it.")
     ] = None
     max_items: Annotated[int | None, typer.Option(help="At most as many items of a task.")] = None
+    slice: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="structured, tools, long_context, code, languages or chat, beside the policy's;"
+            " NAME=FILE for own prompts; repeatable."
+        ),
+    ] = None
 
     def for_job(self) -> dict[str, Any]:
         """The fields of a job."""
@@ -59,6 +66,7 @@ class Tasks:
             "harness": tuple(name for name in names if name),
             "harness_path": self.lm_eval_path,
             "max_items": self.max_items,
+            "slices": tuple(self.slice or ()),
         }
 
 

@@ -269,10 +269,12 @@ class CheckpointSource:
             generation: length and stop texts.
 
         Raises:
-            CouldNotValidateError: no chat template, or it refuses the messages.
-            NotOfferedError: there are tools and the template knows of none.
+            CouldNotValidateError: the chat template refuses the messages.
+            NotOfferedError: no chat template, or there are tools and it knows of none.
         """
-        if tools and "tools" not in (self.tokenizer.chat_template or ""):
+        if self.tokenizer.chat_template is None:
+            raise NotOfferedError(f"{self.role} {self.path}: it has no chat template")
+        if tools and "tools" not in self.tokenizer.chat_template:
             raise NotOfferedError(f"{self.role} {self.path}: its chat template teaches no tools")
         return self.write(self.tokenizer.conversation(messages, tools), generation)
 

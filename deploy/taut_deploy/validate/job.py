@@ -65,7 +65,7 @@ class ValidationJob:
         tasks: files of items that both models answer, beside those of the policy.
         harness: names of tasks of lm-evaluation-harness.
         harness_path: directory with the user's own task definitions for it.
-        slices: names of slices to measure beside those of the policy.
+        slices: ``NAME`` or ``NAME=FILE`` of slices to measure beside those of the policy.
         max_items: at most as many of each task; None leaves it to the policy.
         progress: called after each sequence and each pair of latency blocks.
 

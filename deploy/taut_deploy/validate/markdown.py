@@ -31,6 +31,7 @@ def render(report: Mapping[str, Any]) -> str:
         _metrics,
         _serving,
         markdown_items.tasks,
+        markdown_items.slices,
         markdown_latency.latency,
         _worst,
         _models,

@@ -1,4 +1,4 @@
-"""Tasks in the Markdown report, made from the JSON report alone."""
+"""Tasks and slices in the Markdown report, made from the JSON report alone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +38,33 @@ def tasks(report: Mapping[str, Any]) -> str:
     macro = report["tasks"]["macro_recovery"]
     shown = "" if macro is None else f"Mean recovery {macro:.2%}. "
     return "\n".join([*lines, f"{shown}Intervals: {report['tasks']['interval']}."])
+
+
+def slices(report: Mapping[str, Any]) -> str:
+    """Render the slices; nothing where none was measured.
+
+    Args:
+        report: the content of ``report.json``.
+    """
+    if not report["slices"]:
+        return ""
+    rows, missing = [], []
+    for name, one in report["slices"].items():
+        if not one["measured"]:
+            missing.append(f"- {name}: not measured: {cell(one['why_not'])}")
+        missing += [
+            f"- {name}, {label(metric)}: not measured: {why}"
+            for metric, why in one["not_measured"].items()
+        ]
+        rows += [_metric(name, one["items"], *metric) for metric in one["metrics"].items()]
+    head = ("slice", "prompts", "metric", "estimate", "95 % interval")
+    return "\n".join(["## Slices", "", table(head, rows), "", *missing]).rstrip()
+
+
+def _metric(name: str, items: int, metric: str, value: Mapping[str, Any]) -> tuple[str, ...]:
+    bound = " ≥" if value["is_lower_bound"] else ""
+    interval = f"[{value['low']:.4g}, {value['high']:.4g}]"
+    return name, str(items), label(metric) + bound, f"{value['estimate']:.4g}", interval
 
 
 def _task(name: str, task: Mapping[str, Any]) -> tuple[str, ...]:

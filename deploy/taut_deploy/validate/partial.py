@@ -31,7 +31,7 @@ class Partial:
         self._output = output
         self._sequences: list[Comparison] = []
         self._tasks: list[TaskAnswers] = []
-        self._slices: dict[str, list[Any]] = {}
+        self._slices: dict[str, int] = {}
 
     def sequence(self, comparison: Comparison) -> None:
         """Keep one sequence of the text."""
@@ -42,9 +42,9 @@ class Partial:
         self._tasks.append(answers)
         return answers
 
-    def slice_item(self, name: str, values: Any) -> None:
-        """Keep the values of one item of a slice, plain data."""
-        self._slices.setdefault(name, []).append(values)
+    def prompts(self, name: str, done: int) -> None:
+        """Note how many prompts of a slice were answered."""
+        self._slices[name] = done
 
     def write(self, error: BaseException) -> Path | None:
         """Write what there is.

@@ -148,6 +148,17 @@ def load_policy(reference: str | Path) -> Policy:
     return parse_policy(text, str(reference))
 
 
+def beside_policy(reference: str | Path, file: str) -> Path:
+    """A file that a policy names: it lies beside the policy's own.
+
+    Args:
+        reference: of the policy, as :func:`load_policy` takes it.
+        file: as the policy names it.
+    """
+    policy = Path(reference)
+    return policy.parent / file if policy.is_file() else Path(file)
+
+
 def parse_policy(text: str, origin: str) -> Policy:
     """Parse policy YAML; ``origin`` is named in errors.
 

@@ -110,6 +110,7 @@ class Findings:
         latency: the latency part as plain data; says why where there is none.
         serving: what the served candidate answered, likewise.
         tasks: what both models answered to the items of tasks, likewise.
+        slices: what they answered to the prompts of slices, likewise.
     """
 
     comparison: Comparison
@@ -119,6 +120,7 @@ class Findings:
     latency: Mapping[str, Any]
     serving: Mapping[str, Any]
     tasks: Mapping[str, Any]
+    slices: Mapping[str, Any]
 
 
 def build(
@@ -157,6 +159,7 @@ def build(
         "latency": dict(found.latency),
         "serving": dict(found.serving),
         "tasks": dict(found.tasks),
+        "slices": dict(found.slices),
         "worst_positions": worst_positions(comparison, text, tokenizer),
         "models": {role: dict(described) for role, described in models.items()},
         "text": _text_section(job, text, comparison),

@@ -4,6 +4,7 @@ import datetime
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from taut_deploy.errors import TautError
 from taut_deploy.validate import identity, metrics, report
@@ -24,6 +25,7 @@ from taut_deploy.validate.server_source import is_url
 from taut_deploy.validate.serving import compare_served
 from taut_deploy.validate.side_by_side import compare_sources
 from taut_deploy.validate.sides import Side, check_tokenizers, find_side
+from taut_deploy.validate.slices.run import SlicePlan, Speakers, compare_slices, plan_slices
 from taut_deploy.validate.tasks.plan import TaskPlan, plan_tasks
 from taut_deploy.validate.tasks.run import Models, compare_tasks
 from taut_deploy.validate.text import TokenizedText, read_text, tokenize_file
@@ -35,6 +37,17 @@ class _Plan:
 
     policy: Policy
     tasks: TaskPlan
+    slices: tuple[SlicePlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What both models answered while they were open."""
+
+    comparison: Comparison
+    tasks: dict[str, Any]
+    slices: dict[str, Any]
+    rules: tuple[RuleOutcome, ...]
 
 
 def run(job: ValidationJob) -> ValidationResult:
@@ -42,7 +55,7 @@ def run(job: ValidationJob) -> ValidationResult:
     # Cheap checks first: a mistyped flag must not cost the loading of two models.
     report.check_output(job.output)
     policy = load_policy(job.policy)
-    plan = _Plan(policy, plan_tasks(job, policy))
+    plan = _Plan(policy, plan_tasks(job, policy), plan_slices(job, policy))
     usable_device(job.device)
     read_text(job.text)
     for role in ("baseline", "candidate"):
@@ -92,9 +105,9 @@ def _measure(
     partial: Partial,
 ) -> report.Findings:
     baseline, candidate = sides
-    comparison, tasks, later_rules = _ask_both(job, plan, text, sides, partial)
+    asked = _ask_both(job, plan, text, sides, partial)
     noise, noise_kind = _score_noise(job, text, baseline)
-    measured = metrics.measure(comparison, noise, resamples=job.bootstrap, seed=job.seed)
+    measured = metrics.measure(asked.comparison, noise, resamples=job.bootstrap, seed=job.seed)
     _, rules = judge(
         plan.policy,
         measured,
@@ -108,13 +121,14 @@ def _measure(
         job, plan.policy, text, baseline.server, candidate.server
     )
     return report.Findings(
-        comparison=comparison,
+        comparison=asked.comparison,
         noise_kind=noise_kind,
         measured=measured,
-        rules=(*rules, *serving_rules, *later_rules, *latency_rules),
+        rules=(*rules, *serving_rules, *asked.rules, *latency_rules),
         latency=latency,
         serving=serving.as_json(),
-        tasks=tasks,
+        tasks=asked.tasks,
+        slices=asked.slices,
     )
 
 
@@ -124,8 +138,8 @@ def _ask_both(
     text: TokenizedText,
     sides: tuple[Side, Side],
     partial: Partial,
-) -> tuple[Comparison, dict[str, object], tuple[RuleOutcome, ...]]:
-    """Score the text and run the tasks; neither model outlives the call."""
+) -> _Asked:
+    """Score the text and run tasks and slices; neither model outlives the call."""
     first, second = (side.open(job.device) for side in sides)
     for source in (first, second):
         if source.max_positions is not None and job.sequence_length > source.max_positions:
@@ -138,8 +152,16 @@ def _ask_both(
         first, second, sequences, "compare", job.progress, partial.sequence
     )
     models = Models(first, second, sides[0].tokenizer, text.bos_token_id)
-    tasks, rules = compare_tasks(job, plan.tasks, models, partial)
-    return comparison, tasks, rules
+    tasks, task_rules = compare_tasks(job, plan.tasks, models, partial)
+    speakers = Speakers(
+        first,
+        second,
+        sides[0].tokenizer,
+        text.bos_token_id,
+        tuple(token for ids in sequences for token in ids if token != text.bos_token_id),
+    )
+    slices, slice_rules = compare_slices(job, plan.slices, speakers, partial)
+    return _Asked(comparison, tasks, slices, (*task_rules, *slice_rules))
 
 
 def _score_noise(

@@ -51,7 +51,7 @@ def compare_sources(
     comparisons = []
     for done, ids in enumerate(sequences, start=1):
         left, right = first.score(ids), second.score(ids)
-        _check_vocabulary(left, right)
+        check_vocabulary(left, right)
         comparisons.append(compare(left, right, torch.tensor(ids[1:])))
         if keep is not None:
             keep(comparisons[-1])
@@ -60,7 +60,12 @@ def compare_sources(
     return metrics.stack(comparisons)
 
 
-def _check_vocabulary(left: Distribution, right: Distribution) -> None:
+def check_vocabulary(left: Distribution, right: Distribution) -> None:
+    """Refuse distributions over vocabularies of different sizes.
+
+    Raises:
+        CouldNotValidateError: they differ.
+    """
     if isinstance(left, FullDistribution) and isinstance(right, FullDistribution):
         sizes = left.logits.shape[-1], right.logits.shape[-1]
         if sizes[0] != sizes[1]:

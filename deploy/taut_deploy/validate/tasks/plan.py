@@ -1,12 +1,11 @@
 """Which tasks a validation runs: those of the policy and those of the command line."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from taut_deploy.validate.bounds import ANY, TaskBounds
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.job import ValidationJob
-from taut_deploy.validate.policy import Policy
+from taut_deploy.validate.policy import Policy, beside_policy
 from taut_deploy.validate.tasks.harness import check_harness_path, require_harness
 from taut_deploy.validate.tasks.items import TaskFile, read_task
 
@@ -44,7 +43,12 @@ def plan_tasks(job: ValidationJob, policy: Policy) -> TaskPlan:
             "name the task to give it a file"
         )
     files = [
-        (read_task(_beside(job, bounds.file), f"{job.policy}: tasks.{name}.file", name), bounds)
+        (
+            read_task(
+                beside_policy(job.policy, bounds.file), f"{job.policy}: tasks.{name}.file", name
+            ),
+            bounds,
+        )
         for name, bounds in sections.items()
         if bounds.file is not None
     ]
@@ -58,9 +62,3 @@ def plan_tasks(job: ValidationJob, policy: Policy) -> TaskPlan:
         raise CouldNotValidateError(f"--task: two tasks are named {twice[0]}; rename a file")
     missing = [(name, bounds) for name, bounds in sections.items() if name not in names]
     return TaskPlan(tuple(files), tuple(harness), tuple(missing))
-
-
-def _beside(job: ValidationJob, file: str) -> Path:
-    """A file of the policy, which lies beside it."""
-    policy = Path(job.policy)
-    return policy.parent / file if policy.is_file() else Path(file)
