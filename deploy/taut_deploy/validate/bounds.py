@@ -62,6 +62,19 @@ class TaskBounds(Bounds):
     flips: Limit | None = None
     max_items: Annotated[int, Field(ge=2, strict=True)] = 5000
 
+    def margin(self, accuracy: float) -> float | None:
+        """How much accuracy may be lost at most; None where no limit says so.
+
+        Args:
+            accuracy: of the baseline.
+        """
+        margins = []
+        if self.recovery is not None and self.recovery.min is not None:
+            margins.append(accuracy * (1 - self.recovery.min))
+        if self.difference is not None and self.difference.min is not None:
+            margins.append(-self.difference.min)
+        return min(margins, default=None)
+
 
 class SliceBounds(Bounds):
     """Limits on one slice; ``file`` has prompts in place of the shipped ones."""

@@ -67,6 +67,8 @@ class ValidationJob:
         harness_path: directory with the user's own task definitions for it.
         slices: ``NAME`` or ``NAME=FILE`` of slices to measure beside those of the policy.
         max_items: at most as many of each task; None leaves it to the policy.
+        max_sequences: more sequences are drawn, up to so many, while a limit on accuracy is
+            undecided; None draws ``sequences`` and no more.
         progress: called after each sequence and each pair of latency blocks.
 
     Raises:
@@ -101,6 +103,7 @@ class ValidationJob:
     harness_path: Path | None = None
     slices: tuple[str, ...] = ()
     max_items: int | None = None
+    max_sequences: int | None = None
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -112,6 +115,7 @@ class ValidationJob:
             "noise_sequences": 0,
             "top_k": 1,
             "max_items": 2,
+            "max_sequences": self.sequences,
         }
         for name, least in floors.items():
             value = getattr(self, name)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from taut_deploy.validate.bootstrap import (
+    ALPHA,
     Interval,
     mean_interval,
     quantile_intervals,
@@ -37,8 +38,25 @@ def stack(comparisons: Sequence[Comparison]) -> Comparison:
     )
 
 
+def joined(parts: Sequence[Comparison]) -> Comparison:
+    """Join stacks of comparisons over further sequences, arrays [sequences, positions]."""
+    return Comparison(
+        baseline_nll=np.concatenate([c.baseline_nll for c in parts]),
+        candidate_nll=np.concatenate([c.candidate_nll for c in parts]),
+        kl=np.concatenate([c.kl for c in parts]),
+        baseline_top1=np.concatenate([c.baseline_top1 for c in parts]),
+        candidate_top1=np.concatenate([c.candidate_top1 for c in parts]),
+        kl_is_lower_bound=any(c.kl_is_lower_bound for c in parts),
+    )
+
+
 def measure(
-    comparison: Comparison, noise: Comparison | None, *, resamples: int, seed: int
+    comparison: Comparison,
+    noise: Comparison | None,
+    *,
+    resamples: int,
+    seed: int,
+    alpha: float = ALPHA,
 ) -> dict[str, Metric]:
     """Compute every metric.
 
@@ -47,14 +65,18 @@ def measure(
         noise: the baseline against itself, for the noise floor.
         resamples: bootstrap resamples.
         seed: of the bootstrap.
+        alpha: one minus the confidence of the intervals; less than 0.05 where data are looked at
+            more than once.
 
     Returns:
         Metrics by name; :class:`taut_deploy.validate.policy.Requirements` has the same names.
     """
     floor = {} if noise is None else point_estimates(noise)
     indices = resample_indices(len(comparison.kl), resamples, seed)
-    intervals = _intervals(comparison, lambda rows: mean_interval(rows.mean(axis=1), indices))
-    quantiles = quantile_intervals(comparison.kl, list(QUANTILES.values()), indices)
+    intervals = _intervals(
+        comparison, lambda rows: mean_interval(rows.mean(axis=1), indices, alpha)
+    )
+    quantiles = quantile_intervals(comparison.kl, list(QUANTILES.values()), indices, alpha)
     intervals |= dict(zip(QUANTILES, quantiles, strict=True))
     return {
         name: Metric(

@@ -104,6 +104,7 @@ class Findings:
 
     Args:
         comparison: both models over the same tokens.
+        looks: numbers of sequences at which the limits on accuracy were judged.
         noise_kind: what the noise floor was measured with.
         measured: the metrics with their intervals, by name.
         rules: the outcome of every rule of the policy.
@@ -114,6 +115,7 @@ class Findings:
     """
 
     comparison: Comparison
+    looks: Sequence[int]
     noise_kind: str
     measured: Mapping[str, Metric]
     rules: Sequence[RuleOutcome]
@@ -164,8 +166,9 @@ def build(
         "models": {role: dict(described) for role, described in models.items()},
         "text": _text_section(job, text, comparison),
         "statistics": {
-            "interval": "two-sided 95 %, bootstrap over sequences; studentised for means, "
-            "percentile for quantiles",
+            "interval": "two-sided 95 % over all looks, bootstrap over sequences; studentised for "
+            "means, percentile for quantiles",
+            "looks": list(found.looks),
             "resamples": job.bootstrap,
             "seed": job.seed,
         },
@@ -193,7 +196,7 @@ def _text_section(
         "bytes": text.text_bytes,
         "tokens_sha256": text.tokens_sha256,
         "bos_token_id": text.bos_token_id,
-        "sequences": job.sequences,
+        "sequences": len(comparison.kl),
         "sequence_length": job.sequence_length,
         "predictions": int(comparison.kl.size),
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from taut_deploy.errors import TautError
-from taut_deploy.validate import identity, metrics, report
+from taut_deploy.validate import identity, report
 from taut_deploy.validate.checkpoint_source import (
     CheckpointSource,
     read_config,
@@ -16,7 +16,6 @@ from taut_deploy.validate.checkpoint_source import (
 )
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
-from taut_deploy.validate.gate import judge
 from taut_deploy.validate.job import RuleOutcome, ValidationJob, ValidationResult, Verdict
 from taut_deploy.validate.latency_part import check_latency, check_lengths, compare_latency
 from taut_deploy.validate.partial import Partial
@@ -29,6 +28,7 @@ from taut_deploy.validate.slices.run import SlicePlan, Speakers, compare_slices,
 from taut_deploy.validate.tasks.plan import TaskPlan, plan_tasks
 from taut_deploy.validate.tasks.run import Models, compare_tasks
 from taut_deploy.validate.text import TokenizedText, read_text, tokenize_file
+from taut_deploy.validate.text_part import TextCompared, compare_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _Plan:
 class _Asked:
     """What both models answered while they were open."""
 
-    comparison: Comparison
+    text: TextCompared
     tasks: dict[str, Any]
     slices: dict[str, Any]
     rules: tuple[RuleOutcome, ...]
@@ -75,7 +75,9 @@ def run(job: ValidationJob) -> ValidationResult:
 def _compare(job: ValidationJob, plan: _Plan, partial: Partial) -> ValidationResult:
     clock, started_at = time.monotonic(), datetime.datetime.now(datetime.UTC)
     baseline, candidate = find_side(job, "baseline"), find_side(job, "candidate")
-    text = tokenize_file(job.text, baseline.tokenizer, job.sequences, job.sequence_length)
+    text = tokenize_file(
+        job.text, baseline.tokenizer, job.max_sequences or job.sequences, job.sequence_length
+    )
     check_tokenizers(job, baseline, candidate)
     check_lengths(job, [baseline.server, candidate.server])
     report.discard_earlier(job.output)
@@ -107,13 +109,7 @@ def _measure(
     baseline, candidate = sides
     asked = _ask_both(job, plan, text, sides, partial)
     noise, noise_kind = _score_noise(job, text, baseline)
-    measured = metrics.measure(asked.comparison, noise, resamples=job.bootstrap, seed=job.seed)
-    _, rules = judge(
-        plan.policy,
-        measured,
-        accept_lower_bound=job.accept_lower_bound,
-        sequences=len(text.sequences),
-    )
+    measured, _, rules = asked.text.judged(job, plan.policy, noise)
     serving, serving_rules = compare_served(
         job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.device)
     )
@@ -121,7 +117,8 @@ def _measure(
         job, plan.policy, text, baseline.server, candidate.server
     )
     return report.Findings(
-        comparison=asked.comparison,
+        comparison=asked.text.comparison,
+        looks=asked.text.looks,
         noise_kind=noise_kind,
         measured=measured,
         rules=(*rules, *serving_rules, *asked.rules, *latency_rules),
@@ -148,9 +145,7 @@ def _ask_both(
                 f"positions of the {source.role}"
             )
     sequences = list(text.sequences)
-    comparison = compare_sources(
-        first, second, sequences, "compare", job.progress, partial.sequence
-    )
+    compared = compare_text(job, plan.policy, text, (first, second), partial)
     models = Models(first, second, sides[0].tokenizer, text.bos_token_id)
     tasks, task_rules = compare_tasks(job, plan.tasks, models, partial)
     speakers = Speakers(
@@ -161,7 +156,7 @@ def _ask_both(
         tuple(token for ids in sequences for token in ids if token != text.bos_token_id),
     )
     slices, slice_rules = compare_slices(job, plan.slices, speakers, partial)
-    return _Asked(comparison, tasks, slices, (*task_rules, *slice_rules))
+    return _Asked(compared, tasks, slices, (*task_rules, *slice_rules))
 
 
 def _score_noise(

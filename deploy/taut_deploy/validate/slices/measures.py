@@ -178,7 +178,7 @@ def languages(setting: Setting, items: Sequence[Language], _: SliceBounds) -> Me
     comparisons = setting.each(scored, lambda row: setting.compared(row[1]))
     metrics = likelihood_metrics(comparisons, resamples=setting.resamples, seed=setting.seed)
     by_language: dict[str, list[Comparison]] = {}
-    for (item, _), comparison in zip(scored, comparisons, strict=True):
+    for (item, _ids), comparison in zip(scored, comparisons, strict=True):
         by_language.setdefault(item.language, []).append(comparison)
     parts = {
         name: sum(float(c.kl.sum()) for c in found) / sum(c.kl.size for c in found)
@@ -212,8 +212,8 @@ def long_context(setting: Setting, items: Sequence[Needle], bounds: LongContextB
         return first, second
 
     rows = setting.each(range(len(items)), ask)
-    found = [[row[side] for row in rows] for side in (0, 1)]
-    needle, shares = share_difference(found[0], found[1], setting.seed)
+    sides = [[row[side] for row in rows] for side in (0, 1)]
+    needle, shares = share_difference(sides[0], sides[1], setting.seed)
     metrics, values = {"needle_difference": needle}, {"needles": shares}
     windows = len(setting.text_ids) // window
     if windows < 2:

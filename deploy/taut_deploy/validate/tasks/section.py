@@ -79,14 +79,10 @@ def power(counts: PairedCounts, bounds: TaskBounds) -> dict[str, Any]:
         bounds: limits; the narrowest that bounds a loss counts.
     """
     accuracy = counts.baseline_right / counts.items
-    margins = []
-    if bounds.recovery is not None and bounds.recovery.min is not None:
-        margins.append(accuracy * (1 - bounds.recovery.min))
-    if bounds.difference is not None and bounds.difference.min is not None:
-        margins.append(-bounds.difference.min)
+    margin = bounds.margin(accuracy)
     flips = counts.flips / counts.items
-    needed = items_needed(flips, min(margins)) if margins else None
-    return {"margin": min(margins) if margins else None, "flips": flips, "items_for_80": needed}
+    needed = None if margin is None else items_needed(flips, margin)
+    return {"margin": margin, "flips": flips, "items_for_80": needed}
 
 
 def _flipped(answers: TaskAnswers, by: str) -> list[dict[str, Any]]:
