@@ -121,6 +121,7 @@ def _summary(result: ValidationResult) -> dict[str, Any]:
         "verdicts": result.report["verdicts"],
         "report": str(result.report_json),
         "junit": str(result.report_junit),
+        "page": str(result.report_page),
     }
 
 

@@ -185,6 +185,7 @@ class ValidationResult:
     report_json: Path
     report_markdown: Path
     report_junit: Path
+    report_page: Path
 
     @property
     def exit_code(self) -> int:

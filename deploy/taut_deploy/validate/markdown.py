@@ -6,7 +6,7 @@ from typing import Any
 from taut_deploy.validate import markdown_items, markdown_latency
 from taut_deploy.validate.tables import cell, table
 
-_LABELS = {
+LABELS = {
     "perplexity_ratio": "perplexity ratio",
     "delta_nll": "ΔNLL (nats/token)",
     "mean_kl": "mean KL (nats)",
@@ -17,6 +17,7 @@ _LABELS = {
     "rms_delta_p": "RMS Δp of the true token",
     "served_kl": "mean KL of what is served from the files (nats)",
 }
+"""Metrics of accuracy in words."""
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -87,7 +88,7 @@ def rule_label(rule: Mapping[str, Any]) -> str:
     if rule["subject"] is not None:
         return f"{rule['subject']}: {markdown_items.label(rule['metric'])}"
     if rule["part"] == "accuracy":
-        return _LABELS[rule["metric"]]
+        return LABELS[rule["metric"]]
     label = markdown_latency.LABELS[rule["metric"]]
     label += " ratio" if rule["metric"].endswith("_ratio") else ""
     return label if rule["concurrency"] is None else f"{label}, concurrency {rule['concurrency']}"
@@ -96,7 +97,7 @@ def rule_label(rule: Mapping[str, Any]) -> str:
 def _metrics(report: Mapping[str, Any]) -> str:
     rows = []
     for name, metric in report["metrics"].items():
-        label = _LABELS[name] + (" ≥" if metric["is_lower_bound"] else "")
+        label = LABELS[name] + (" ≥" if metric["is_lower_bound"] else "")
         noise = "–" if metric["noise"] is None else f"{metric['noise']:#.5g}"
         interval = f"[{metric['low']:#.5g}, {metric['high']:#.5g}]"
         rows.append((label, f"{metric['estimate']:#.5g}", interval, noise))

@@ -9,6 +9,7 @@ mean square of the difference of p. The set is that of llama.cpp's ``--kl-diverg
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from taut_deploy.validate.bootstrap import (
 from taut_deploy.validate.divergence import Comparison, Floats
 from taut_deploy.validate.job import Metric
 
+_BINS, _LEAST_SHOWN = 40, 1e-6  # of the histogram; less is rounding
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p99": 0.99}
 _KL_METRICS = ("mean_kl", *QUANTILES)
 
@@ -105,6 +107,21 @@ def kl_tail(comparison: Comparison) -> dict[str, float]:
         "p99.9": float(np.quantile(comparison.kl, 0.999)),
         "max": float(comparison.kl.max()),
     }
+
+
+def kl_histogram(kl: Floats) -> dict[str, Any]:
+    """Positions by their KL, in bins of equal width on a logarithmic axis.
+
+    Args:
+        kl: of any shape, nats.
+
+    Returns:
+        ``edges`` of the bins in nats, ``counts``, and how many positions are ``below`` the first.
+    """
+    edges = np.geomspace(_LEAST_SHOWN, max(float(kl.max()) * 1.001, 10 * _LEAST_SHOWN), _BINS + 1)
+    counts, _ = np.histogram(kl, edges)
+    below = int((kl < _LEAST_SHOWN).sum())
+    return {"edges": edges.tolist(), "counts": counts.tolist(), "below": below}
 
 
 def perplexities(comparison: Comparison) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The report: JSON for programs, Markdown for people, JUnit for CI; all whole or not there."""
+"""The report: JSON for programs, Markdown and a page for people, JUnit for CI; all or none."""
 
 import contextlib
 import dataclasses
@@ -24,6 +24,7 @@ from taut_deploy.validate.gate import combine
 from taut_deploy.validate.job import PARTS, Metric, RuleOutcome, ValidationJob
 from taut_deploy.validate.junit import render_junit
 from taut_deploy.validate.markdown import render
+from taut_deploy.validate.page.render import render_page
 from taut_deploy.validate.policy import Policy
 from taut_deploy.validate.text import TokenizedText, Tokenizer
 
@@ -32,6 +33,7 @@ SCHEMA = "taut-validation-report"
 # rule's subject, the histogram of the KL, cumulative latencies.
 SCHEMA_VERSION = 4
 JSON_NAME, MARKDOWN_NAME, JUNIT_NAME = "report.json", "report.md", "junit.xml"
+PAGE_NAME = "report.html"
 _WORST = 10
 _CONTEXT_TOKENS = 24
 
@@ -72,15 +74,16 @@ def discard_earlier(output: Path) -> None:
         # The JSON last: it is what marks the directory as ours.
         (output / MARKDOWN_NAME).unlink(missing_ok=True)
         (output / JUNIT_NAME).unlink(missing_ok=True)
+        (output / PAGE_NAME).unlink(missing_ok=True)
         (output / partial.PARTIAL_NAME).unlink(missing_ok=True)
         (output / JSON_NAME).unlink()
 
 
-def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path, Path]:
+def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path, Path, Path]:
     """Write the files, the JSON last.
 
     Returns:
-        Paths of the JSON, the Markdown and the JUnit file.
+        Paths of the JSON, the Markdown, the JUnit file and the page.
 
     Raises:
         OutputError: the directory cannot be made or written.
@@ -89,13 +92,14 @@ def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path, Path]:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"--output {output}: {error.strerror}") from error
-    json_file, markdown_file, junit_file = (
-        output / name for name in (JSON_NAME, MARKDOWN_NAME, JUNIT_NAME)
+    json_file, markdown_file, junit_file, page = (
+        output / name for name in (JSON_NAME, MARKDOWN_NAME, JUNIT_NAME, PAGE_NAME)
     )
     write_text_atomically(markdown_file, render(content))
     write_text_atomically(junit_file, render_junit(content))
+    write_text_atomically(page, render_page(content))
     write_json_atomically(json_file, content)
-    return json_file, markdown_file, junit_file
+    return json_file, markdown_file, junit_file, page
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +158,7 @@ def build(
             "is_lower_bound": comparison.kl_is_lower_bound,
             "top_k": job.top_k if comparison.kl_is_lower_bound else None,
             **metrics.kl_tail(comparison),
+            "histogram": metrics.kl_histogram(comparison.kl),
         },
         "perplexity": metrics.perplexities(comparison),
         "mean_delta_p": metrics.mean_delta_p(comparison),
@@ -219,6 +224,7 @@ def worst_positions(
                 "kl": float(comparison.kl[at]),
                 "context": tokenizer.decode(list(ids[start : at[1] + 1])),
                 "token": tokenizer.decode([ids[at[1] + 1]]),
+                "after": _after(tokenizer, ids[at[1] + 2 :]),
                 "baseline_probability": float(np.exp(-comparison.baseline_nll[at])),
                 "candidate_probability": float(np.exp(-comparison.candidate_nll[at])),
                 "baseline_top1": tokenizer.decode([int(comparison.baseline_top1[at])]),
@@ -226,3 +232,7 @@ def worst_positions(
             }
         )
     return rows
+
+
+def _after(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(ids[: _CONTEXT_TOKENS // 2])) if ids else ""
