@@ -55,6 +55,7 @@ def validate(
     Accuracy always, latency where both models are URLs. Servers get TAUT_API_KEY as bearer token.
     """
     from taut_deploy.validate.headers import parse_headers, read_api_key
+    from taut_deploy.validate.record import record, signer_for
 
     if not question.explain:
         question.require_all()
@@ -84,12 +85,13 @@ def validate(
         for side in (job.baseline, job.candidate):
             if os.path.isdir(side):  # noqa: PTH112 - never raises
                 announce_code(Path(side), trust_remote_code)
+        signer = signer_for(job, question.sign)
         result = run_validation(job)
-    _answer(job, result, as_json=as_json)
+        record(job, result, signer)
+    _answer(result, as_json=as_json)
 
 
-def _answer(job: ValidationJob, result: ValidationResult, *, as_json: bool) -> NoReturn:
-    _record(job, result)
+def _answer(result: ValidationResult, *, as_json: bool) -> NoReturn:
     if as_json:
         print_json(_summary(result))
     else:
@@ -123,24 +125,6 @@ def _summary(result: ValidationResult) -> dict[str, Any]:
         "junit": str(result.report_junit),
         "page": str(result.report_page),
     }
-
-
-def _record(job: ValidationJob, result: ValidationResult) -> None:
-    """Write the verdict into the manifest of a candidate that is a checkpoint of taut's."""
-    from taut_deploy.checkpoint import is_checkpoint, record_validation
-
-    if not is_checkpoint(Path(job.candidate)):
-        return
-    verdict = {
-        "verdict": result.verdict.value,
-        "policy": str(job.policy),
-        "text": job.text.name,
-        "metrics": {
-            name: {"estimate": metric.estimate, "low": metric.low, "high": metric.high}
-            for name, metric in result.metrics.items()
-        },
-    }
-    record_validation(Path(job.candidate), verdict)
 
 
 def _locate(reference: str) -> str:

@@ -31,6 +31,9 @@ class Question:
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 text to judge on; not the calibration text.")
     ] = None
+    sign: Annotated[
+        Path | None, typer.Option(help="Private key in PEM: sign the verdict in the checkpoint.")
+    ] = None
     explain: Annotated[
         bool, typer.Option("--explain", help="Say what the policy would need, and run nothing.")
     ] = False

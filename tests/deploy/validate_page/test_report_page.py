@@ -85,6 +85,7 @@ def test_the_page_has_no_script_and_no_address(reports):
         ours = {str(model.get("url")) for model in result.report["models"].values()}
         assert {a for a in addresses if not a.startswith("http://www.w3.org/")} <= ours
     assert "a$b$c" in reports["local"].report_page.read_text()
+    assert "math" not in reports["local"].report_page.read_text(), "formulas are not drawn"
 
 
 def test_text_of_models_is_shown_and_not_run(reports):

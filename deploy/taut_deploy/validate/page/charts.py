@@ -49,6 +49,8 @@ def kl_histogram(kl: Mapping[str, Any]) -> str:
     def draw(axes: "Axes") -> None:
         axes.bar(edges[:-1], counts, widths, align="edge", color=_CANDIDATE)
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
         axes.set_xlabel("KL at a position, nats")
         axes.set_ylabel("positions")
 
