@@ -49,7 +49,7 @@ def test_blocks_come_closer_to_the_original_than_by_gptq(room, tmp_path):
         data["calibration"]["sequences"] = 48
         request, manifest = run(room, tmp_path / algorithm, data)
         judges = make_calibration_set(
-            request.recipe.calibration, room / "model", tmp_path / "cache"
+            request.recipe.calibration, request.model, tmp_path / "cache"
         ).tokens[: 48 // 16]
         pairs = zip(
             hidden_states(dequantised_model(request), judges),
