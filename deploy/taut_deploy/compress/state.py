@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from taut_deploy.compress.calibrate.observe import InputGroup
 from taut_deploy.compress.formats.protocol import LayerFormat, StoredLayer
@@ -85,9 +87,22 @@ class LayerState:
         self.stored = stored
         self.methods.append(method)
         self.module.weight.data = stored.dequantize()
-        self.module.register_forward_pre_hook(
-            lambda _module, args: (stored.round_input(args[0]), *args[1:])
-        )
+        self.round_inputs(stored.round_input)
+
+    def round_inputs(self, rounded: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
+        """Let the layer see its inputs rounded from here on; gradients pass straight through.
+
+        Args:
+            rounded: an input [..., K] as the engine rounds it.
+        """
+
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = args[0]
+            if torch.is_grad_enabled():
+                return (x + (rounded(x.detach()) - x.detach()), *args[1:])
+            return (rounded(x), *args[1:])
+
+        return self.module.register_forward_pre_hook(hook)
 
 
 @dataclass(frozen=True)

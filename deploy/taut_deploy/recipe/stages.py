@@ -101,7 +101,8 @@ class Quantize(StageModel):
     every layer of the stage is used. ``rtn`` and ``hqq`` need no data. ``act_order`` orders GPTQ's
     columns by importance while groups stay in place, so the file needs no index. ``round`` begins
     at GPTQ's codes and moves those of a whole block together, for ``steps`` steps (100), until
-    the block's output is closest to the original model's (AutoRound, arXiv:2309.05516, §3).
+    the block's output is closest to the original model's (AutoRound, arXiv:2309.05516, §3), inputs
+    rounded as the scheme says; it learns integers and FP8 by channel.
     """
 
     order: ClassVar[Order] = Order.STORE

@@ -2,9 +2,10 @@
 
 Source: AutoRound, "Optimize weight rounding via signed gradient descent", arXiv:2309.05516, §3:
 an offset in [-0.5, 0.5] is added to every weight before it is rounded, gradients pass straight
-through the rounding, and only their signs are used, with a step that falls linearly to 0. Two
-choices of ours: the start may be any codes (GPTQ's, so that a few steps are enough), and one factor
-per scale is learned in place of two clipping factors.
+through the rounding, and only their signs are used, with a step that falls linearly to 0. Three
+choices of ours: the start may be any codes (GPTQ's, so that a few steps are enough), one factor per
+scale is learned in place of two clipping factors, and of a float's grid an offset counts in the
+distance between its numbers where the weight lies.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +15,19 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from taut_deploy.compress.quantize.float8 import Float8Spec, Float8Weight, to_fp8
 from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
+
+LearnedSpec = GridSpec | Float8Spec
+LearnedWeight = QuantizedWeight | Float8Weight
 
 LEARNED_AT_A_TIME = 4
 """Sequences in a step."""
 
 _SCALE_RANGE = 0.1
-# Of a code's step. A scale moves a whole group: at the codes' pace the best scales are jumped over.
-_SCALE_PACE = 0.1
+# How far a scale moves the largest code of its group, of a code's own step. It moves a whole group:
+# at the codes' pace the best scales are jumped over.
+_SCALE_PACE = 0.7
 # How far from its code a latent begins, in grid steps. GPTQ's codes are often not the nearest ones:
 # beginning at the border, a first step would undo all of its corrections at once.
 _START = 0.2
@@ -32,7 +38,8 @@ class Start:
     """Where a layer's search begins.
 
     Args:
-        latent: [N, K] fp32, in steps of the grid and before rounding: ``w / scale + zero``.
+        latent: [N, K] fp32, in the units of codes and before rounding: ``w / scale + zero``.
+        step: how far apart codes are there, [N, K] or what broadcasts to it.
         scale: [N, G] in the stored dtype.
         zero: [N, G] int8, or None when symmetric.
         spec: the grid.
@@ -40,16 +47,17 @@ class Start:
     """
 
     latent: torch.Tensor
+    step: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
-    spec: GridSpec
+    spec: LearnedSpec
     mask: torch.Tensor | None = None
 
 
 def start_from(
     weight: torch.Tensor,
-    quantized: QuantizedWeight,
-    spec: GridSpec,
+    quantized: LearnedWeight,
+    spec: LearnedSpec,
     mask: torch.Tensor | None = None,
 ) -> Start:
     """Begin close to given codes, on the side where the weight lies.
@@ -62,10 +70,12 @@ def start_from(
     """
     repeats = weight.shape[1] // quantized.scale.shape[1]
     scale = quantized.scale.float().repeat_interleave(repeats, 1)
-    zero = 0.0 if quantized.zero is None else quantized.zero.float().repeat_interleave(repeats, 1)
+    zero = quantized.zero if isinstance(quantized, QuantizedWeight) else None
+    shift = 0.0 if zero is None else zero.float().repeat_interleave(repeats, 1)
     codes = quantized.codes.float()
-    latent = torch.clamp(weight / scale + zero, codes - _START, codes + _START)
-    return Start(latent, quantized.scale, quantized.zero, spec, mask)
+    step = spec.step_at(codes)
+    latent = torch.clamp(weight / scale + shift, codes - _START * step, codes + _START * step)
+    return Start(latent, step, quantized.scale, zero, spec, mask)
 
 
 class _Rounded(nn.Module):
@@ -82,7 +92,7 @@ class _Rounded(nn.Module):
         n, k = start.latent.shape
         shape = (n, start.scale.shape[1], -1)
         wanted = self.wanted()
-        codes = wanted + (wanted.round().clamp(start.spec.low, start.spec.high) - wanted).detach()
+        codes = wanted + (start.spec.nearest(wanted) - wanted).detach()
         codes = codes.view(shape)
         if start.zero is not None:
             codes = codes - start.zero.float()[..., None]
@@ -91,7 +101,8 @@ class _Rounded(nn.Module):
     def wanted(self) -> torch.Tensor:
         """[N, K] fp32, what will be rounded: a pruned weight does not move."""
         mask = self.start.mask
-        return self.start.latent + (self.offset if mask is None else self.offset * mask)
+        offset = self.offset * self.start.step
+        return self.start.latent + (offset if mask is None else offset * mask)
 
     def scale(self) -> torch.Tensor:
         """[N, G] fp32, holding values of the stored dtype; the gradient ignores that rounding."""
@@ -99,12 +110,12 @@ class _Rounded(nn.Module):
         stored = learned.to(self.start.spec.scale_dtype).float()
         return learned + (stored - learned).detach()
 
-    def result(self) -> QuantizedWeight:
-        start = self.start
-        codes = self.wanted().round().clamp(start.spec.low, start.spec.high)
-        return QuantizedWeight(
-            codes.to(torch.int8), self.scale().to(start.spec.scale_dtype), start.zero
-        )
+    def result(self) -> LearnedWeight:
+        spec = self.start.spec
+        codes, scale = spec.nearest(self.wanted()), self.scale().to(spec.scale_dtype)
+        if isinstance(spec, Float8Spec):
+            return Float8Weight(to_fp8(codes), scale)
+        return QuantizedWeight(codes.to(torch.int8), scale, self.start.zero)
 
 
 def learn_rounding(
@@ -118,7 +129,7 @@ def learn_rounding(
     batch: int = LEARNED_AT_A_TIME,
     rate: float | None = None,
     seed: int = 0,
-) -> dict[str, QuantizedWeight]:
+) -> dict[str, LearnedWeight]:
     """Tune the rounding of a block's layers together.
 
     Args:
@@ -198,7 +209,8 @@ class _Forward:
                 layers, gradients[::2], gradients[1::2], strict=True
             ):
                 layer.offset.sub_(of_offset.sign(), alpha=step)
-                layer.factor.sub_(of_factor.sign(), alpha=_SCALE_PACE * step)
+                pace = _SCALE_PACE / layer.start.spec.steps_at_end
+                layer.factor.sub_(of_factor.sign(), alpha=pace * step)
                 layer.offset.clamp_(-0.5, 0.5)
                 layer.factor.clamp_(-_SCALE_RANGE, _SCALE_RANGE)
 
@@ -216,5 +228,5 @@ class _Call(nn.Module):
 
 
 @torch.no_grad()
-def _results(rounded: Mapping[str, _Rounded]) -> dict[str, QuantizedWeight]:
+def _results(rounded: Mapping[str, _Rounded]) -> dict[str, LearnedWeight]:
     return {name: layer.result() for name, layer in rounded.items()}
