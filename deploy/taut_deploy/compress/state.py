@@ -140,7 +140,11 @@ class BlockState:
 
     def of_stage(self, index: int) -> list[LayerState]:
         """The layers that the recipe's stage at this position acts on."""
-        return [layer for layer in self.layers.values() if index in layer.stages]
+        return [*self.named_of_stage(index).values()]
+
+    def named_of_stage(self, index: int) -> dict[str, LayerState]:
+        """The same by their names inside the block."""
+        return {name: layer for name, layer in self.layers.items() if index in layer.stages}
 
     def groups_of_stage(self, index: int) -> list[InputGroup]:
         """The inputs read by any layer the stage at this position acts on."""

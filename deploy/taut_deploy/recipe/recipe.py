@@ -131,7 +131,9 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _enough_to_judge(self) -> "Recipe":
         if self.needs_target and self.calibration.sequences < 2:
-            raise ValueError("'calibration.sequences': learned rounding needs at least 2")
+            raise ValueError(
+                "'calibration.sequences': learning by a block's output needs at least 2"
+            )
         return self
 
     def _require_trainable(self) -> None:

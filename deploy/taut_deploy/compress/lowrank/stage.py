@@ -1,5 +1,7 @@
 """The ``factorize`` stage: a weight becomes two thin ones, or codes and two thin ones."""
 
+from dataclasses import replace
+
 import torch
 
 from taut_deploy.compress.formats.low_rank import LowRankFormat, StoredFactors
@@ -7,6 +9,7 @@ from taut_deploy.compress.lowrank.residual import quantize_with_residual
 from taut_deploy.compress.lowrank.whitened_svd import Factors, whiten
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.grid import QuantizedWeight
+from taut_deploy.compress.reconstruct import Product, reconstruct
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.recipe.stages import Factorize
@@ -18,10 +21,26 @@ def factorize(state: BlockState, index: int, stage: Factorize) -> None:
     Raises:
         ModelError: a weight or an input is not finite; names the layer.
     """
-    for layer in state.of_stage(index):
-        stored = _factorised(layer, stage)
-        layer.rank = stored.factors.rank
-        layer.store(stored, stage.method if stage.residual is None else "gptq+factorize")
+    method: str = stage.method if stage.residual is None else "gptq+factorize"
+    stored = {name: _factorised(one, stage) for name, one in state.named_of_stage(index).items()}
+    if stage.steps is not None:
+        method += "+reconstruct"
+        fitted = {
+            name: Product(
+                one.factors.up.float(),
+                one.factors.down.float(),
+                None if one.codes is None else one.codes.dequantize(),
+            )
+            for name, one in stored.items()
+        }
+        reconstruct(state, fitted, stage.steps)
+        for name, product in fitted.items():
+            factors = Factors(product.up.detach(), product.down.detach())
+            kept = stored[name].format
+            stored[name] = replace(stored[name], factors=_stored(factors, kept.dtype))
+    for name, one in stored.items():
+        state.layers[name].rank = one.factors.rank
+        state.layers[name].store(one, method)
 
 
 def _factorised(layer: LayerState, stage: Factorize) -> StoredFactors:

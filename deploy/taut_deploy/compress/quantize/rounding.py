@@ -8,13 +8,13 @@ scale is learned in place of two clipping factors, and of a float's grid an offs
 distance between its numbers where the weight lies.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
+from taut_deploy.compress.block_error import BlockError, Call, judging_sequences
 from taut_deploy.compress.quantize.float8 import Float8Spec, Float8Weight, to_fp8
 from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
 
@@ -123,7 +123,7 @@ def learn_rounding(
     starts: Mapping[str, Start],
     hidden: torch.Tensor,
     target: torch.Tensor,
-    call: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    call: Call,
     *,
     steps: int = 200,
     batch: int = LEARNED_AT_A_TIME,
@@ -150,81 +150,44 @@ def learn_rounding(
     Raises:
         ValueError: there are fewer than two sequences, or the loss is not finite.
     """
-    if hidden.shape[0] < 2:
-        raise ValueError("learned rounding needs at least 2 calibration sequences")
-    judges = max(1, hidden.shape[0] // 16)
+    judges = judging_sequences(len(hidden))
     rounded = {name: _Rounded(start) for name, start in starts.items()}
-    forward = _Forward(block, rounded, call)
+    error = BlockError(block, rounded, call)
     generator = torch.Generator().manual_seed(seed)
-    best_loss, best = forward.loss(hidden[:judges], target[:judges]), _results(rounded)
+    best_error, best = error.judge(hidden[:judges], target[:judges]), _results(rounded)
     rate = 1 / max(1, steps) if rate is None else rate
     judge_every = max(1, steps // 20)
     for step in range(steps):
         picked = judges + torch.randperm(hidden.shape[0] - judges, generator=generator)[:batch]
-        forward.descend(hidden[picked], target[picked], rate * (1 - step / steps))
+        _descend(rounded, error, hidden[picked], target[picked], rate * (1 - step / steps))
         if (step + 1) % judge_every == 0:
-            loss = forward.loss(hidden[:judges], target[:judges])
-            if loss < best_loss:
-                best_loss, best = loss, _results(rounded)
+            found = error.judge(hidden[:judges], target[:judges])
+            if found < best_error:
+                best_error, best = found, _results(rounded)
     return best
 
 
-class _Forward:
-    """The block with rounded weights in place of its own."""
-
-    def __init__(
-        self,
-        block: nn.Module,
-        rounded: Mapping[str, _Rounded],
-        call: Callable[[nn.Module, torch.Tensor], torch.Tensor],
-    ) -> None:
-        self._rounded = rounded
-        self._call = _Call(block, call)
-        self._dtypes = {name: block.get_submodule(name).weight.dtype for name in rounded}
-
-    def _difference(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        weights = {
-            f"block.{name}.weight": layer().to(self._dtypes[name])
-            for name, layer in self._rounded.items()
-        }
-        got: torch.Tensor = functional_call(self._call, weights, (hidden,))
-        return (got.float() - target.float()).square().mean()
-
-    @torch.no_grad()
-    def loss(self, hidden: torch.Tensor, target: torch.Tensor) -> float:
-        """Mean squared error of the block's output."""
-        value = float(self._difference(hidden, target))
-        if value != value or value == float("inf"):
-            raise ValueError("the block's output is not finite while its rounding is learned")
-        return value
-
-    def descend(self, hidden: torch.Tensor, target: torch.Tensor, step: float) -> None:
-        """One signed-gradient step on every offset and factor."""
-        with torch.enable_grad():
-            layers = list(self._rounded.values())
-            parameters = [p for layer in layers for p in (layer.offset, layer.factor)]
-            gradients = torch.autograd.grad(self._difference(hidden, target), parameters)
-        with torch.no_grad():
-            for layer, of_offset, of_factor in zip(
-                layers, gradients[::2], gradients[1::2], strict=True
-            ):
-                layer.offset.sub_(of_offset.sign(), alpha=step)
-                pace = _SCALE_PACE / layer.start.spec.steps_at_end
-                layer.factor.sub_(of_factor.sign(), alpha=pace * step)
-                layer.offset.clamp_(-0.5, 0.5)
-                layer.factor.clamp_(-_SCALE_RANGE, _SCALE_RANGE)
-
-
-class _Call(nn.Module):
-    def __init__(
-        self, block: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]
-    ) -> None:
-        super().__init__()
-        self.block = block
-        self._function = call
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._function(self.block, hidden)
+def _descend(
+    rounded: Mapping[str, _Rounded],
+    error: BlockError,
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    step: float,
+) -> None:
+    """One signed-gradient step on every offset and factor."""
+    layers = list(rounded.values())
+    with torch.enable_grad():
+        parameters = [p for layer in layers for p in (layer.offset, layer.factor)]
+        gradients = torch.autograd.grad(error.of(hidden, target), parameters)
+    with torch.no_grad():
+        for layer, of_offset, of_factor in zip(
+            layers, gradients[::2], gradients[1::2], strict=True
+        ):
+            layer.offset.sub_(of_offset.sign(), alpha=step)
+            pace = _SCALE_PACE / layer.start.spec.steps_at_end
+            layer.factor.sub_(of_factor.sign(), alpha=pace * step)
+            layer.offset.clamp_(-0.5, 0.5)
+            layer.factor.clamp_(-_SCALE_RANGE, _SCALE_RANGE)
 
 
 @torch.no_grad()

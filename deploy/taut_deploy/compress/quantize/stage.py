@@ -82,7 +82,7 @@ def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
     """Begin at GPTQ's codes, then tune all layers of the stage by the block's output."""
     if state.example is None:
         raise TypeError(f"{state.name}: the recipe said that it needs no target")
-    layers = {name: layer for name, layer in state.layers.items() if index in layer.stages}
+    layers = state.named_of_stage(index)
     starts = {}
     for name, layer in layers.items():
         kept = _format_of(layer)
