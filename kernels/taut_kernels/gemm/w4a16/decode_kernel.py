@@ -147,9 +147,9 @@ def _scale_channels(scales, sums, totals, ROW_TILES: tl.constexpr, TOKEN_TILES: 
     """Return the totals plus the sums times their channel's scale."""
     scaled = ()
     for r in tl.static_range(ROW_TILES):
-        first: tl.constexpr = r * TOKEN_TILES
-        last: tl.constexpr = first + TOKEN_TILES
-        scaled = scaled + add_scaled(scales[r], sums[first:last], totals[first:last], 0, ELEMENT)
+        tile_sums = sums[r * TOKEN_TILES : (r + 1) * TOKEN_TILES]
+        tile_totals = totals[r * TOKEN_TILES : (r + 1) * TOKEN_TILES]
+        scaled = scaled + add_scaled(scales[r], tile_sums, tile_totals, 0, ELEMENT)
     return scaled
 
 
