@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from taut_deploy.compress.block_error import BlockError, judging_sequences
+from taut_deploy.compress.lowrank.whitened_svd import product_of
 from taut_deploy.compress.state import BlockState
 from taut_deploy.errors import ModelError
 
@@ -46,21 +47,26 @@ class Product(nn.Module):
     """A weight of two factors, both fitted, alone or added to what they correct.
 
     Args:
-        up: [N, r] fp32.
+        up: [N, r] fp32, or [N - r, r] with an order.
         down: [r, K] fp32.
+        order: [N] int32 of the interpolative form, which stays.
         base: [N, K] fp32, which stays; None where there is none.
     """
 
     def __init__(
-        self, up: torch.Tensor, down: torch.Tensor, base: torch.Tensor | None = None
+        self,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        order: torch.Tensor | None = None,
+        base: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.base = base
+        self.order, self.base = order, base
         self.up, self.down = nn.Parameter(up.clone()), nn.Parameter(down.clone())
 
     def forward(self) -> torch.Tensor:
         """The weight, [N, K]."""
-        product = self.up @ self.down
+        product = product_of(self.up, self.down, self.order)
         return product if self.base is None else self.base + product
 
 

@@ -84,7 +84,11 @@ def test_each_kind_of_weight_is_what_its_parts_say():
     weight, mask = weight_of(2, 8, 16), weight_of(3, 8, 16) > 0
     assert torch.equal(Kept(weight, mask)(), torch.where(mask, weight, 0.0))
     up, down = weight_of(4, 8, 3), weight_of(5, 3, 16)
-    assert torch.equal(Product(up, down, weight)(), weight + up @ down)
+    assert torch.equal(Product(up, down, base=weight)(), weight + up @ down)
+    order = torch.tensor([3, 0, 10, 1, 4, 2, 5, 6, 7, 9, 8], dtype=torch.int32)
+    rows = [*down, *(up @ down)]
+    by_row = torch.stack([rows[place] for place in order.tolist()])
+    assert torch.equal(Product(up, down, order)(), by_row)
     codes = torch.randint(0, 4, (8, 16), generator=torch.Generator().manual_seed(6))
     book, scale = weight_of(7, 2, 4), weight_of(8, 8, 2)
     by_hand = [

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from taut_deploy.compress.formats.low_rank import LowRankFormat, StoredFactors
+from taut_deploy.compress.lowrank.interpolative import interpolate
 from taut_deploy.compress.lowrank.residual import quantize_with_residual
 from taut_deploy.compress.lowrank.whitened_svd import Factors, whiten
 from taut_deploy.compress.quantize import gptq
@@ -29,13 +30,14 @@ def factorize(state: BlockState, index: int, stage: Factorize) -> None:
             name: Product(
                 one.factors.up.float(),
                 one.factors.down.float(),
+                one.factors.order,
                 None if one.codes is None else one.codes.dequantize(),
             )
             for name, one in stored.items()
         }
         reconstruct(state, fitted, stage.steps)
         for name, product in fitted.items():
-            factors = Factors(product.up.detach(), product.down.detach())
+            factors = Factors(product.up.detach(), product.down.detach(), product.order)
             kept = stored[name].format
             stored[name] = replace(stored[name], factors=_stored(factors, kept.dtype))
     for name, one in stored.items():
@@ -51,7 +53,7 @@ def _factorised(layer: LayerState, stage: Factorize) -> StoredFactors:
     rank = kept.rank_of(*layer.module.weight.shape)
     if kept.base is None or stage.residual is None:
         factors = whiten(weight, hessian, dampening_frac=stage.dampening_frac).truncate(rank)
-        return StoredFactors(kept, _stored(factors, kept.dtype), None)
+        return StoredFactors(kept, _stored(interpolate(factors), kept.dtype), None)
     spec = kept.base.spec
 
     def rounded(left: torch.Tensor) -> QuantizedWeight:
@@ -66,4 +68,4 @@ def _factorised(layer: LayerState, stage: Factorize) -> StoredFactors:
 
 
 def _stored(factors: Factors, dtype: torch.dtype) -> Factors:
-    return Factors(factors.up.to(dtype), factors.down.to(dtype))
+    return Factors(factors.up.to(dtype), factors.down.to(dtype), factors.order)
