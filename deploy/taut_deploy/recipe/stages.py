@@ -264,8 +264,8 @@ class Palettize(StageModel):
     Sources: SqueezeLLM, arXiv:2306.07629, §4.1; GPTVQ, arXiv:2402.15319, §3. ``entries`` values
     make a book, which all rows of a layer share, or every ``rows`` of them. ``group_size`` is
     an upper bound, as for ``quantize``; values are relative to a group's largest. ``refits`` is how
-    often books are fitted to the indices and these chosen anew. ``steps`` steps then fit books and
-    scales to the block's output.
+    often books are fitted to the indices and these chosen anew. ``steps`` steps then learn
+    indices and scales, and as many books and scales, by the block's output.
     """
 
     order: ClassVar[Order] = Order.STORE

@@ -129,6 +129,13 @@ class Float8Spec:
         positive = scale.float() > torch.finfo(torch.float32).tiny
         return Float8Grid(torch.where(positive, scale, torch.ones_like(scale)))
 
+    def coded(
+        self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+    ) -> Float8Weight:
+        """The weight of codes [N, K] fp32 and scales; floats have no zero points."""
+        del zero
+        return Float8Weight(to_fp8(codes), scale)
+
     @property
     def steps_at_end(self) -> int:
         """The largest code over how far it is from the next one."""

@@ -45,6 +45,12 @@ class GridSpec:
         """How far apart codes are: 1 everywhere."""
         return codes.new_ones(())
 
+    def coded(
+        self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+    ) -> "QuantizedWeight":
+        """The weight of codes [N, K] fp32, scales and zero points [N, G]."""
+        return QuantizedWeight(codes.to(torch.int8), scale, zero)
+
     @property
     def steps_at_end(self) -> int:
         """The largest code over how far it is from the next one."""

@@ -10,16 +10,15 @@ distance between its numbers where the weight lies.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from taut_deploy.compress.block_error import BlockError, Call, judging_sequences
-from taut_deploy.compress.quantize.float8 import Float8Spec, Float8Weight, to_fp8
-from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
-
-LearnedSpec = GridSpec | Float8Spec
-LearnedWeight = QuantizedWeight | Float8Weight
+from taut_deploy.compress.quantize.float8 import Float8Weight
+from taut_deploy.compress.quantize.grid import QuantizedWeight
+from taut_deploy.compress.quantize.protocol import Codes
 
 LEARNED_AT_A_TIME = 4
 """Sequences in a step."""
@@ -31,6 +30,27 @@ _SCALE_PACE = 0.7
 # How far from its code a latent begins, in grid steps. GPTQ's codes are often not the nearest ones:
 # beginning at the border, a first step would undo all of its corrections at once.
 _START = 0.2
+
+
+class LearnedSpec(Protocol):
+    """Codes that can be learned: what is rounded to, before the scale."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype the scales are stored in."""
+
+    @property
+    def steps_at_end(self) -> int:
+        """The largest code over how far it is from the next one."""
+
+    def nearest(self, places: torch.Tensor) -> torch.Tensor:
+        """The nearest codes of values [N, K] in their units, fp32."""
+
+    def step_at(self, codes: torch.Tensor) -> torch.Tensor:
+        """How far apart codes are at codes [N, K], of that shape or what broadcasts to it."""
+
+    def coded(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Codes:
+        """The weight of codes [N, K], scales and zero points [N, G]."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +76,7 @@ class Start:
 
 def start_from(
     weight: torch.Tensor,
-    quantized: LearnedWeight,
+    quantized: QuantizedWeight | Float8Weight,
     spec: LearnedSpec,
     mask: torch.Tensor | None = None,
 ) -> Start:
@@ -68,14 +88,26 @@ def start_from(
         spec: the grid.
         mask: [N, K] bool, False where a weight was pruned.
     """
-    repeats = weight.shape[1] // quantized.scale.shape[1]
-    scale = quantized.scale.float().repeat_interleave(repeats, 1)
     zero = quantized.zero if isinstance(quantized, QuantizedWeight) else None
+    return start_at(weight, quantized.codes.float(), quantized.scale, spec, zero=zero, mask=mask)
+
+
+def start_at(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    spec: LearnedSpec,
+    *,
+    zero: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> Start:
+    """The same from codes [N, K] fp32, scales and zero points [N, G]."""
+    repeats = weight.shape[1] // scale.shape[1]
     shift = 0.0 if zero is None else zero.float().repeat_interleave(repeats, 1)
-    codes = quantized.codes.float()
     step = spec.step_at(codes)
-    latent = torch.clamp(weight / scale + shift, codes - _START * step, codes + _START * step)
-    return Start(latent, step, quantized.scale, zero, spec, mask)
+    places = weight / scale.float().repeat_interleave(repeats, 1) + shift
+    latent = torch.clamp(places, codes - _START * step, codes + _START * step)
+    return Start(latent, step, scale, zero, spec, mask)
 
 
 class _Rounded(nn.Module):
@@ -110,12 +142,10 @@ class _Rounded(nn.Module):
         stored = learned.to(self.start.spec.scale_dtype).float()
         return learned + (stored - learned).detach()
 
-    def result(self) -> LearnedWeight:
+    def result(self) -> Codes:
         spec = self.start.spec
-        codes, scale = spec.nearest(self.wanted()), self.scale().to(spec.scale_dtype)
-        if isinstance(spec, Float8Spec):
-            return Float8Weight(to_fp8(codes), scale)
-        return QuantizedWeight(codes.to(torch.int8), scale, self.start.zero)
+        scale = self.scale().to(spec.scale_dtype)
+        return spec.coded(spec.nearest(self.wanted()), scale, self.start.zero)
 
 
 def learn_rounding(
@@ -129,7 +159,7 @@ def learn_rounding(
     batch: int = LEARNED_AT_A_TIME,
     rate: float | None = None,
     seed: int = 0,
-) -> dict[str, LearnedWeight]:
+) -> dict[str, Codes]:
     """Tune the rounding of a block's layers together.
 
     Args:
@@ -191,5 +221,5 @@ def _descend(
 
 
 @torch.no_grad()
-def _results(rounded: Mapping[str, _Rounded]) -> dict[str, LearnedWeight]:
+def _results(rounded: Mapping[str, _Rounded]) -> dict[str, Codes]:
     return {name: layer.result() for name, layer in rounded.items()}

@@ -13,11 +13,12 @@ from taut_deploy.compress.quantize import gptq, hqq, rtn
 from taut_deploy.compress.quantize.float8 import Float8Spec
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.compress.quantize.joined import joined_specs
+from taut_deploy.compress.quantize.learned import learn_in_block
 from taut_deploy.compress.quantize.protocol import Codes
-from taut_deploy.compress.quantize.rounding import learn_rounding, start_from
+from taut_deploy.compress.quantize.rounding import start_from
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
-from taut_deploy.errors import ModelError, RecipeError
+from taut_deploy.errors import RecipeError
 from taut_deploy.recipe.stages import Quantize
 
 _ROUNDING_STEPS = 100
@@ -80,8 +81,6 @@ def _format_of(layer: LayerState) -> WeightFormat:
 
 def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
     """Begin at GPTQ's codes, then tune all layers of the stage by the block's output."""
-    if state.example is None:
-        raise TypeError(f"{state.name}: the recipe said that it needs no target")
     layers = state.named_of_stage(index)
     starts = {}
     for name, layer in layers.items():
@@ -91,20 +90,8 @@ def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
         spec: Any = kept.spec
         starts[name] = start_from(layer.sound_weight(), codes, spec, layer.mask)
         layer.methods.append("gptq")
-    # Earlier stages may have left some weights in fp32; the block is called from here on.
-    state.module.to(state.example.inputs.dtype)
-    try:
-        with _inputs_rounded(layers.values()):
-            learned = learn_rounding(
-                state.module,
-                starts,
-                state.example.inputs,
-                state.example.targets,
-                state.example.call,
-                steps=stage.steps or _ROUNDING_STEPS,
-            )
-    except ValueError as error:
-        raise ModelError(f"{state.name}: {error}") from error
+    with _inputs_rounded(layers.values()):
+        learned = learn_in_block(state, starts, stage.steps or _ROUNDING_STEPS)
     for name, layer in layers.items():
         stored = _format_of(layer).store(learned[name], layer.group.absmax)
         layer.store(stored, stage.algorithm)

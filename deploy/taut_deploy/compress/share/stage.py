@@ -3,6 +3,7 @@
 from taut_deploy.compress.formats.codebook import CodebookFormat, StoredCodebook
 from taut_deploy.compress.reconstruct import Indexed, reconstruct
 from taut_deploy.compress.share.codebook import CodebookWeight, in_rising_order, quantize_weight
+from taut_deploy.compress.share.learned import learn_indices
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.recipe.stages import Palettize
@@ -26,8 +27,8 @@ def palettize(state: BlockState, index: int, stage: Palettize) -> None:
             )
     method: str = stage.method
     if stage.steps is not None:
-        coded = _reconstructed(state, coded, stage.steps)
-        method += "+reconstruct"
+        coded = _reconstructed(state, learn_indices(state, coded, stage.steps), stage.steps)
+        method += "+round+reconstruct"
     for name, weight in coded.items():
         layer = state.layers[name]
         layer.store(StoredCodebook(_format_of(layer), weight), method)
