@@ -69,6 +69,7 @@ def worker(
             shutdown_timeout_s=process.shutdown_timeout,
             cache=process.cache,
             tune_budget_s=process.tune_budget_s,
+            verification=process.verify,
             extra=tuple(extra),
         )
     )

@@ -29,7 +29,7 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
             are damaged.
     """
     platform = installed_platform()
-    manifest = verify_model(spec.checkpoint)
+    manifest = verify_model(spec.checkpoint, spec.verification, _say)
     mode = kernel_mode(spec, manifest, platform)
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)
