@@ -22,6 +22,7 @@ from taut_deploy.commands import (
     roofline,
     running,
     serve,
+    shrink,
     slim,
     tune,
     validate,
@@ -42,6 +43,7 @@ app.add_typer(cache.app, name="cache")
 app.command()(compress.compress)
 app.command()(distil.distil)
 app.command()(slim.slim)
+app.command()(shrink.shrink)
 app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(serve.serve)

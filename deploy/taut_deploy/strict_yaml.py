@@ -1,5 +1,6 @@
 """YAML a user writes: shipped by name or read from a file, parsed strictly, errors in one line."""
 
+import difflib
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +43,10 @@ def read_shipped_or_file(
         return read_yaml_text(Path(reference), error_type)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError) as error:
         # ValueError: a NUL in the name.
-        message = f"{reference!r}: no such {what}; give a YAML file or one of {', '.join(known)}"
+        close = difflib.get_close_matches(reference, known, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        choice = f"give a YAML file or one of {', '.join(known)}"
+        message = f"{reference!r}: no such {what}; {choice}{meant}"
         raise error_type(message) from error
     except OSError as error:
         raise error_type(f"{reference[:80]}: {error.strerror}") from error
