@@ -22,16 +22,30 @@ from taut_deploy.diagnose.kernel_choice import CARDS
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
-from taut_deploy.models import ModelRecord, ModelStore
+from taut_deploy.models import ModelStore
 from taut_deploy.models.names import checked_name
 from taut_deploy.progress import progress_reporter
 from taut_deploy.validate import ValidationJob
 
 if TYPE_CHECKING:
+    from taut_deploy.frontier.request import ShrinkRequest
     from taut_deploy.frontier.walk import Frontier
+    from taut_deploy.recipe import Recipe
 
 EXIT_NONE_PASSES, EXIT_BUDGET_SPENT = 1, 3
 _MOST_BITS = 16.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which model, judged by what on which text, and where the results go."""
+
+    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")]
+    policy: Annotated[str, typer.Option(help="Built-in policy or YAML file.")]
+    text: Annotated[Path, typer.Option(help="UTF-8 text to judge on; not the calibration text.")]
+    output: Annotated[
+        Path | None, typer.Option(help="Directory of ledger, checkpoints and results.")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -81,24 +95,26 @@ class Serving:
     ] = True
 
 
+@dataclass(frozen=True)
+class Access:
+    """What computes, and what may be taken and run."""
+
+    device: DeviceOption = "cpu"
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="Take a model that is quantised already.")
+    ] = False
+    trust_remote_code: TrustRemoteCodeFlag = False
+
+
 @with_groups
 def shrink(
     *,
-    model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")],
-    policy: Annotated[str, typer.Option(help="Built-in policy or YAML file.")],
-    text: Annotated[Path, typer.Option(help="UTF-8 text to judge on; not the calibration text.")],
+    question: Question,
     size: Size,
     search: Search,
     sampling: Sampling,
     serving: Serving,
-    output: Annotated[
-        Path | None, typer.Option(help="Directory of ledger, checkpoints and results.")
-    ] = None,
-    device: DeviceOption = "cpu",
-    requantize: Annotated[
-        bool, typer.Option("--requantize", help="Take a model that is quantised already.")
-    ] = False,
-    trust_remote_code: TrustRemoteCodeFlag = False,
+    access: Access,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the smallest checkpoint that passes: 0 found, 1 none passes, 3 out of time.
@@ -106,62 +122,71 @@ def shrink(
     Recipes are compressed and validated from the smallest on. Every try is kept in a ledger: the
     same command again goes on, and another policy judges the figures that are there.
     """
+    from taut_deploy.bench.serve_report import describe_host
     from taut_deploy.frontier import report as results
     from taut_deploy.frontier.candidates import chosen_recipes
-    from taut_deploy.frontier.limits import read_limit
-    from taut_deploy.frontier.request import ShrinkRequest
     from taut_deploy.frontier.walk import search as find
-    from taut_deploy.validate.policy import load_policy
 
-    # All that the user wrote is read before the model is: that may take minutes.
-    require_device(device)
-    _require_machine(serving.served_by)
+    require_device(access.device)
     recipes, left_out = chosen_recipes(tuple(search.recipe or ()))
-    limit, bits = read_limit(size.memory, size.target_bytes), _read_bits(search.target_bits)
-    rules = load_policy(policy)
-    place = None if output is None else checked_output(output)
-    home = TautHome.from_environment()
-    record = ModelStore(home.models).fetch(model)
-    announce_code(Path(record.path), trust_remote_code)
-    place = place or _default_output(home, record)
-    comparison = ValidationJob(
-        baseline=record.path,
-        candidate="",
-        text=text,
-        policy=policy,
-        output=place,
-        **asdict(sampling),
-        device=device,
-        served=_compares_served(serving),
-        trust_remote_code=trust_remote_code,
-    )
-    budget = None if search.budget_minutes is None else 60.0 * search.budget_minutes
-    request = ShrinkRequest(
-        record,
-        recipes,
-        bits,
-        limit,
-        rules,
-        comparison,
-        serving.served_by,
-        place,
-        home.root,
-        budget,
-        search.keep_all,
-        requantize,
-    )
+    request = _request(question, size, search, sampling, serving, access, recipes)
     with progress_reporter(quiet=as_json) as progress:
         found = find(request, left_out, progress, (lambda _: None) if as_json else say)
-    from taut_deploy.bench.serve_report import describe_host
-
-    content = results.write(
-        request, found, {"command": f"taut {' '.join(sys.argv[1:])}", **describe_host()}
-    )
+    facts = {"command": f"taut {' '.join(sys.argv[1:])}", **describe_host()}
+    content = results.write(request, found, facts)
     if as_json:
         print_json(content)
     else:
-        typer.echo((place / results.MARKDOWN_NAME).read_text(encoding="utf-8"))
-    _end(found, policy)
+        typer.echo((request.output / results.MARKDOWN_NAME).read_text(encoding="utf-8"))
+    _end(found, question.policy)
+
+
+def _request(
+    question: Question,
+    size: Size,
+    search: Search,
+    sampling: Sampling,
+    serving: Serving,
+    access: Access,
+    recipes: "tuple[Recipe, ...]",
+) -> "ShrinkRequest":
+    """What is asked for; all that the user wrote is read before the model is fetched."""
+    from taut_deploy.frontier.limits import read_limit
+    from taut_deploy.frontier.request import ShrinkRequest
+    from taut_deploy.validate.policy import load_policy
+
+    _require_machine(serving.served_by)
+    limit, bits = read_limit(size.memory, size.target_bytes), _read_bits(search.target_bits)
+    policy = load_policy(question.policy)
+    output = None if question.output is None else checked_output(question.output)
+    home = TautHome.from_environment()
+    model = ModelStore(home.models).fetch(question.model)
+    announce_code(Path(model.path), access.trust_remote_code)
+    output = output or home.root / "shrink" / checked_name(model.name, model.path)
+    return ShrinkRequest(
+        model=model,
+        recipes=recipes,
+        target_bits=bits,
+        limit=limit,
+        policy=policy,
+        validation=ValidationJob(
+            baseline=model.path,
+            candidate="",
+            text=question.text,
+            policy=question.policy,
+            output=output,
+            **asdict(sampling),
+            device=access.device,
+            served=_compares_served(serving),
+            trust_remote_code=access.trust_remote_code,
+        ),
+        served_by=serving.served_by,
+        output=output,
+        cache=home.root,
+        budget_s=None if search.budget_minutes is None else 60.0 * search.budget_minutes,
+        keep_all=search.keep_all,
+        requantize=access.requantize,
+    )
 
 
 def _end(found: "Frontier", policy: str) -> None:
@@ -218,7 +243,3 @@ def _read_bits(text: str | None) -> tuple[float, ...]:
             )
         found.append(bits)
     return tuple(dict.fromkeys(found))
-
-
-def _default_output(home: TautHome, record: ModelRecord) -> Path:
-    return home.root / "shrink" / checked_name(record.name, record.path)

@@ -10,13 +10,7 @@ import numpy as np
 import torch
 
 from taut_deploy.bench.distil_texts import require_apart
-from taut_deploy.checkpoint import (
-    MANIFEST,
-    Manifest,
-    is_checkpoint,
-    read_manifest,
-    record_validation,
-)
+from taut_deploy.checkpoint import Manifest, is_checkpoint
 from taut_deploy.compress import pipeline
 from taut_deploy.compress.workspace import sole_writer
 from taut_deploy.documents import read_json_object
@@ -24,12 +18,12 @@ from taut_deploy.errors import CheckpointError, ModelError, RecipeError
 from taut_deploy.files import disk_errors_named, require_free_space
 from taut_deploy.frontier import judging
 from taut_deploy.frontier.candidates import Candidate, Ladder, Skipped, lay_out
+from taut_deploy.frontier.checkpoints import Checkpoints
 from taut_deploy.frontier.ledger import LEDGER, Key, Ledger, Try
 from taut_deploy.frontier.request import ShrinkRequest
 from taut_deploy.frontier.shared import Shared
 from taut_deploy.models.directory import weight_files
 from taut_deploy.progress import Report
-from taut_deploy.removal import is_own_child, remove_child
 from taut_deploy.validate import CouldNotValidateError, run_validation
 
 Status = Literal["found", "none", "budget"]
@@ -112,6 +106,7 @@ class _Walk:
         self._request, self._ledger, self._judged = request, ledger, judged
         self._progress, self._say = progress, say
         self._shared = Shared(request.output / "shared")
+        self._checkpoints = Checkpoints(request.tries)
         self._deadline: float | None = None
 
     def run(self, ladder: Ladder, left_out: tuple[Skipped, ...], started: float) -> Frontier:
@@ -135,7 +130,7 @@ class _Walk:
                 status, checkpoint = "found", self._request.tries / candidate.place
                 break
             if not self._request.keep_all:
-                self._remove(candidate)
+                self._checkpoints.remove(candidate.place)
         return Frontier(
             status,
             tuple(tries),
@@ -152,12 +147,12 @@ class _Walk:
             found = self._rejudged(measured, key)
         if found is None:
             return self._made(candidate, key)
-        if found.outcome == "PASS" and not self._is_there(candidate, found):
+        if found.outcome == "PASS" and not self._checkpoints.holds(candidate.place, found):
             manifest, seconds = self._compressed(candidate)
             if manifest.digest != found.checkpoint_digest:
                 return self._compared(candidate, key, manifest, seconds)
         if found.outcome == "PASS":
-            self._record(candidate, found)
+            self._checkpoints.record(candidate.place, found, self._request.validation)
         return found
 
     def _rejudged(self, measured: Try, key: Key) -> Try | None:
@@ -246,7 +241,7 @@ class _Walk:
             **made,
         )
         self._ledger.append(entry)
-        self._record(candidate, entry)
+        self._checkpoints.record(candidate.place, entry, request.validation)
         return entry
 
     def _entry(self, candidate: Candidate, key: Key, **found: object) -> Try:
@@ -265,40 +260,6 @@ class _Walk:
                 **found,
             }
         )
-
-    def _is_there(self, candidate: Candidate, entry: Try) -> bool:
-        """Whether the checkpoint that a try was about is on the disk."""
-        place = self._request.tries / candidate.place
-        return is_checkpoint(place) and read_manifest(place).digest == entry.checkpoint_digest
-
-    def _record(self, candidate: Candidate, entry: Try) -> None:
-        """Write the verdict into the checkpoint's manifest."""
-        ends = ("estimate", "low", "high")
-        record_validation(
-            self._request.tries / candidate.place,
-            {
-                "verdict": entry.outcome,
-                "policy": str(self._request.validation.policy),
-                "text": self._request.validation.text.name,
-                "metrics": {
-                    name: {end: metric[end] for end in ends}
-                    for name, metric in entry.metrics.items()
-                },
-            },
-        )
-
-    def _remove(self, candidate: Candidate) -> None:
-        """Remove the checkpoint of a try, and what a refused one left half made."""
-        tries = self._request.tries
-        left = {
-            candidate.place: (MANIFEST,),
-            f".{candidate.place}.partial": (".state",),
-            f".{candidate.place}.stages": ("taut-stages.json",),
-        }
-        for name, markers in left.items():
-            if (tries / name).exists() and is_own_child(tries / name, markers):
-                remove_child(tries, name, markers)
-        (tries / f".{candidate.place}.lock").unlink(missing_ok=True)
 
     def _require_time(self) -> None:
         if self._deadline is not None and time.monotonic() > self._deadline:
