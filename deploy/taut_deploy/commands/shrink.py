@@ -154,10 +154,12 @@ def _request(
     from taut_deploy.frontier.limits import read_limit
     from taut_deploy.frontier.request import ShrinkRequest
     from taut_deploy.validate.policy import load_policy
+    from taut_deploy.validate.text import read_text
 
     _require_machine(serving.served_by)
     limit, bits = read_limit(size.memory, size.target_bytes), _read_bits(search.target_bits)
     policy = load_policy(question.policy)
+    read_text(question.text)
     output = None if question.output is None else checked_output(question.output)
     home = TautHome.from_environment()
     model = ModelStore(home.models).fetch(question.model)

@@ -11,6 +11,9 @@ import yaml
 from tiny_models import recipe_data, write_calibration_text, write_llama, write_recipe
 from validate_setup import write_text
 
+from taut_deploy.frontier.ledger import Key, Try
+from taut_deploy.models.store import ModelRecord
+
 SAMPLING = (
     *("--sequences", "6", "--sequence-length", "24"),
     *("--bootstrap", "300", "--noise-sequences", "2"),
@@ -21,6 +24,7 @@ STAGES = {
     "w4": {"scheme": "W4A16", "algorithm": "rtn"},
     "w8": {"scheme": "W8A16", "group_size": 64, "algorithm": "rtn"},
 }
+MODEL = ModelRecord("m", "/m", "sha256:" + "a" * 64, 1, "local directory")
 POLICIES = {"loose": 1000.0, "middling": 0.01, "tight": 1e-7}
 
 
@@ -84,3 +88,23 @@ def write_policy(path: Path, name: str, *, latency: Any = None, **require: Any) 
     """Write a policy of limits on accuracy."""
     data = {"name": name, "require": require} | ({"latency": latency} if latency else {})
     path.write_text(yaml.safe_dump(data))
+
+
+def make_try(recipe: str = "r", policy_digest: str = "p", **changes: Any) -> Try:
+    """A line of the ledger of :data:`MODEL`."""
+    key = Key(model=MODEL.digest, recipe=recipe, data="d", versions="v", policy=policy_digest)
+    plain = {
+        "key": key,
+        "name": recipe,
+        "recipe": {},
+        "outcome": "FAIL",
+        "predicted_bytes": 1,
+        "metrics": {"mean_kl": {"estimate": 0.5}},
+        "sequences": 2,
+        "policy": {},
+        "versions": {},
+        "compress_seconds": 1.0,
+        "validate_seconds": 2.0,
+        "finished_at": "2026-01-01T00:00:00Z",
+    }
+    return Try.model_validate({**plain, **changes})
