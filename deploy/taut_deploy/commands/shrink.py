@@ -72,7 +72,7 @@ class Search:
         str | None, typer.Option(help="Bits a weight of the mixtures, with commas.")
     ] = None
     budget_minutes: Annotated[
-        float | None, typer.Option(min=0.0, help="Stop then; the next run goes on.")
+        float | None, typer.Option(help="Stop then; the next run goes on.")
     ] = None
     keep_all: Annotated[
         bool, typer.Option("--keep-all", help="Keep checkpoints that did not pass.")
@@ -157,6 +157,9 @@ def _request(
     from taut_deploy.validate.text import read_text
 
     _require_machine(serving.served_by)
+    budget = search.budget_minutes
+    if budget is not None and not budget >= 0.0:
+        raise RecipeError(f"--budget-minutes: {budget} is no number of minutes")
     limit, bits = read_limit(size.memory, size.target_bytes), _read_bits(search.target_bits)
     policy = load_policy(question.policy)
     read_text(question.text)
@@ -185,7 +188,7 @@ def _request(
         served_by=serving.served_by,
         output=output,
         cache=home.root,
-        budget_s=None if search.budget_minutes is None else 60.0 * search.budget_minutes,
+        budget_s=None if budget is None else 60.0 * budget,
         keep_all=search.keep_all,
         requantize=access.requantize,
     )

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 from taut_deploy.checkpoint import MANIFEST, is_checkpoint, read_manifest, record_validation
+from taut_deploy.documents import read_json_object
+from taut_deploy.errors import CheckpointError
 from taut_deploy.frontier.ledger import Try
 from taut_deploy.removal import is_own_child, remove_child
 from taut_deploy.validate import ValidationJob
 
+_LOG = "compression_log.json"
 _ENDS = ("estimate", "low", "high")
 
 
@@ -30,6 +33,19 @@ class Checkpoints:
         return is_checkpoint(directory) and read_manifest(directory).digest == (
             entry.checkpoint_digest
         )
+
+    def seconds(self, place: str) -> float:
+        """How long making a checkpoint took, as its log says; 0 for recipes that write none.
+
+        Raises:
+            CheckpointError: the log cannot be read.
+        """
+        try:
+            log = read_json_object(self._folder / place / _LOG, CheckpointError)
+        except FileNotFoundError:
+            return 0.0
+        seconds = log.get("seconds")
+        return float(seconds) if isinstance(seconds, int | float) else 0.0
 
     def record(self, place: str, entry: Try, judged: ValidationJob) -> None:
         """Write a try's verdict into the manifest of its checkpoint.

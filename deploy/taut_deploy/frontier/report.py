@@ -147,13 +147,13 @@ def _plot(request: ShrinkRequest, frontier: Frontier) -> bytes:
                     color=colour,
                     label=outcome,
                 )
-        for entry in judged:
+        for index, entry in enumerate(judged):
             place = ((entry.bytes or 0) / 1e6, entry.metrics[_KL]["estimate"])
             # A name is text, also where it holds a dollar sign.
             axes.annotate(
                 entry.name,
                 place,
-                xytext=(5, 5),
+                xytext=(5, -11 if index % 2 else 5),
                 textcoords="offset points",
                 fontsize=8,
                 parse_math=False,
@@ -162,6 +162,9 @@ def _plot(request: ShrinkRequest, frontier: Frontier) -> bytes:
         if bound is not None and bound.max is not None:
             label = f"{request.policy.name}: at most {bound.max:g}"
             axes.axhline(bound.max, linestyle="--", color="grey", linewidth=1, label=label)
+        if judged and all(entry.metrics[_KL]["low"] > 0 for entry in judged):
+            axes.set_yscale("log")
+        axes.margins(x=0.1)
         axes.set_xlabel("weights, MB")
         axes.set_ylabel("mean KL to the model, nats")
         if judged:

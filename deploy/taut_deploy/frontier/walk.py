@@ -13,7 +13,6 @@ from taut_deploy.bench.distil_texts import require_apart
 from taut_deploy.checkpoint import Manifest, is_checkpoint
 from taut_deploy.compress import pipeline
 from taut_deploy.compress.workspace import sole_writer
-from taut_deploy.documents import read_json_object
 from taut_deploy.errors import CheckpointError, ModelError, RecipeError
 from taut_deploy.files import disk_errors_named, require_free_space
 from taut_deploy.frontier import judging
@@ -190,8 +189,7 @@ class _Walk:
         request = self._request
         job = request.job(candidate.recipe, candidate.place)
         if is_checkpoint(job.output):  # of a run that was killed before it was judged
-            log = read_json_object(job.output / "compression_log.json", CheckpointError)
-            return pipeline.compress(job), float(log["seconds"])
+            return pipeline.compress(job), self._checkpoints.seconds(candidate.place)
         require_free_space(request.tries, candidate.disk_bytes)
         started = time.monotonic()
         told = self._within_budget(candidate)

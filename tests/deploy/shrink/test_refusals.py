@@ -72,6 +72,10 @@ MISTAKES = {
         (*BASE, *POLICY, *W4, *TEXT, "--target-bits", "nan"),
         "--target-bits: 'nan' is no number of bits",
     ),
+    "minutes": (
+        (*BASE, *POLICY, *W4, *TEXT, "--budget-minutes", "nan"),
+        "--budget-minutes: nan is no number of minutes",
+    ),
     "unknown model": (
         ("shrink", "nope", *POLICY, *W4, *TEXT, "--no-served"),
         "'nope': no such model",

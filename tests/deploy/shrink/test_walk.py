@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from shrink_room import write_policy
+from tiny_models import recipe_data, write_recipe
 
 from taut_deploy.checkpoint import read_manifest, verify
 from taut_deploy.compress import driver
@@ -209,6 +210,30 @@ def test_the_time_that_is_given_is_kept_and_the_next_run_goes_on(room, run, monk
     assert outcomes(room, "budget") == [("w2", "FAIL"), ("w4", "FAIL"), ("w8", "PASS")]
     # The checkpoint of w4 was finished: it is found, and its time read from its log.
     assert [job.recipe.name for job in made] == ["w4", "w8"]
+
+
+def test_a_recipe_of_the_whole_model_is_tried_and_found_again_where_its_comparison_was_cut_off(
+    room, run, monkeypatch
+):
+    calibration = recipe_data(room.path / "calibration.txt")["calibration"]
+    stages = [{"method": "slim", "ffn": 0.5}]
+    write_recipe(
+        room.path / "slim.yaml", {"name": "slim", "calibration": calibration, "stages": stages}
+    )
+    compare = walk.run_validation
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(walk, "run_validation", interrupted)
+    assert run(*room.command("tight", "slim", recipes=("slim",)))[0] == 130
+    monkeypatch.setattr(walk, "run_validation", compare)
+    code, _, err = run(*room.command("tight", "slim", "--keep-all", recipes=("slim",)))
+    assert code == 1
+    assert outcomes(room, "slim") == [("slim", "FAIL")]
+    assert "cutting" not in err and "slim: step" not in err
+    (left,) = [name for name in room.tries("slim") if not name.startswith(".")]
+    assert verify(room.path / "slim" / "tries" / left).recipe["name"] == "slim"
 
 
 def test_the_json_has_what_the_table_has(room, run):
