@@ -23,6 +23,7 @@ from taut_deploy.commands import (
     roofline,
     running,
     serve,
+    shrink,
     slim,
     tune,
     validate,
@@ -44,6 +45,7 @@ app.add_typer(promote.app, name="promote")
 app.command()(compress.compress)
 app.command()(distil.distil)
 app.command()(slim.slim)
+app.command()(shrink.shrink)
 app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(serve.serve)

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from taut_service.admit.auth import CALLER, ApiKeys
-from taut_service.admit.byte_budget import FREE_BYTES, ByteBudget
+from taut_service.admit.byte_budget import FREE_BYTES
 from taut_service.admit.claims import claim_of, timeout_of
 from taut_service.admit.inspection import Facts, Inspector, inspect
 from taut_service.admit.key_places import KeyPlaces
@@ -31,13 +31,13 @@ from taut_service.errors import (
     MethodNotAllowedError,
     UnauthorizedError,
 )
-from taut_service.http.body import read_body
+from taut_service.http.answer_failures import CutShortError
+from taut_service.http.body import Bodies
 from taut_service.http.client_exchange import SCOPE_KEY
 from taut_service.http.cors import answer_page
 from taut_service.http.error_answer import send_error
 from taut_service.http.headers import REQUEST_ID, RequestHeaders, RequestIds
 from taut_service.http.json_bounds import is_light
-from taut_service.http.relay import CutShortError
 from taut_service.http.request_watch import ClientDisconnectedError, RequestWatch
 from taut_service.http.rewrite import rewrite_for
 from taut_service.route.gateway import Gateway
@@ -121,7 +121,7 @@ class Front:
         self.guard = guard
         self._ids = RequestIds()
         self._inspector = Inspector()
-        self._bytes = ByteBudget()
+        self._bodies = Bodies()
         self.admin: FastAPI | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,10 +182,11 @@ class Front:
         caller = call.admitted.key
         exchange = call.exchange
         body = None if exchange is None else exchange.take_body()
-        if body is None or len(body) > FREE_BYTES:
-            body = await self._body(call, headers, receive, watch, body)
-        elif len(body) > self.reloader.current.settings.limits.max_body_bytes:
-            raise BodyTooLargeError(self.reloader.current.settings.limits.max_body_bytes)
+        settings = self.reloader.current.settings
+        if body is None or len(body) > FREE_BYTES or headers.content_coding is not None:
+            body = await self._bodies.read(call, headers, receive, watch, settings, body)
+        elif len(body) > settings.limits.max_body_bytes:
+            raise BodyTooLargeError(settings.limits.max_body_bytes)
         watch.listen(exchange)
         if is_light(body):
             try:
@@ -214,35 +215,6 @@ class Front:
             send = self.guard.tapped(call, model, request.body, send)
         may_pin = caller is None or caller.may_pin
         await self._gateway.answer(call, model, request, send, claim, may_pin=may_pin)
-
-    async def _body(
-        self,
-        call: Call,
-        headers: RequestHeaders,
-        receive: Receive,
-        watch: RequestWatch,
-        arrived: bytes | None,
-    ) -> bytes:
-        """Return a body that has not arrived yet or is large, counted as held from now on."""
-        settings = self.reloader.current.settings
-        max_bytes, limit = settings.limits.max_body_bytes, settings.limits.max_inflight_bytes
-        if arrived is not None:
-            if len(arrived) > max_bytes:
-                raise BodyTooLargeError(max_bytes)
-            call.admitted.held = self._bytes.hold()
-            call.admitted.held.add(len(arrived), limit)
-            return arrived
-        call.admitted.held = held = self._bytes.hold()
-        if headers.content_length is not None and headers.content_length <= max_bytes:
-            held.check_room(headers.content_length, limit)
-
-        async def counted() -> Message:
-            message = await receive()
-            held.add(len(message.get("body", b"")), limit)
-            return message
-
-        silence = watch.limit(settings.timeouts.idle_s)
-        return await read_body(counted, headers.content_length, max_bytes, silence)
 
     async def _facts(self, call: Call, body: bytes) -> Facts:
         # Looked up when the body is there: a reload may have come in between.

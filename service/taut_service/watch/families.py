@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from taut_service.http.client_rules import CLOSE_REASONS
+from taut_service.watch.tally import Tallies
 
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "disconnect")
 RETRY_CAUSES = ("connect", "reset", "protocol", "timeout", "stale", "429", "502", "503")
@@ -45,6 +46,7 @@ class Families:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self.tallies = Tallies()
         self._declare_by_route()
         self._declare_by_model()
         self._declare_by_variant()
