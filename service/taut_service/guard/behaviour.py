@@ -88,13 +88,16 @@ def _is_invalid(request: Mapping[str, Any], answer: Answer) -> bool | None:
 
 
 def _lacks_required(wished: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    schema = (wished.get("json_schema") or {}).get("schema") or {}
+    named = wished.get("json_schema")
+    schema = named.get("schema") if isinstance(named, Mapping) else None
     required = schema.get("required") if isinstance(schema, Mapping) else None
-    return any(name not in value for name in required or ())
+    names = required if isinstance(required, list) else []
+    return any(isinstance(name, str) and name not in value for name in names)
 
 
 def _offered(tools: Any) -> set[str]:
-    functions = (tool.get("function") for tool in tools if isinstance(tool, Mapping))
+    listed = tools if isinstance(tools, list) else []
+    functions = (tool.get("function") for tool in listed if isinstance(tool, Mapping))
     return {str(f.get("name")) for f in functions if isinstance(f, Mapping)}
 
 

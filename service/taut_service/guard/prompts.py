@@ -40,7 +40,8 @@ def shown_of(prompt: dict[str, Any] | list[int]) -> str:
     if isinstance(prompt, list):
         return ""
     messages = prompt.get("messages")
-    text = prompt.get("prompt") if not messages else messages[-1].get("content")
+    last = messages[-1] if messages else {}
+    text = last.get("content") if isinstance(last, dict) and messages else prompt.get("prompt")
     return text if isinstance(text, str) else ""
 
 

@@ -11,6 +11,8 @@ from taut_service.guard.answers import read_answer
 from taut_service.guard.behaviour import Answer, faults, is_loop, kind_of
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+GOOD = Answer('{"city": 1}', "stop")
+BROKEN_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"required": [["city"], 3]}}}
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"required": ["city"]}}}
 
 
@@ -87,6 +89,9 @@ def test_loops(text: str, expected: bool) -> None:
         ({"response_format": SCHEMA}, Answer('{"city": 1', "length"), "json", True),
         ({"response_format": {"type": "json_object"}}, Answer("[1]", "stop"), "json", True),
         ({"response_format": {"type": "text"}}, Answer("[1]", "stop"), "text", None),
+        ({"response_format": {"type": "json_schema", "json_schema": "x"}}, GOOD, "json", False),
+        ({"response_format": BROKEN_SCHEMA}, GOOD, "json", False),
+        ({"tools": 5}, GOOD, "tools", False),
         ({"tools": TOOLS}, Answer("no need", "stop"), "tools", False),
         ({"tools": TOOLS}, Answer("", "", (("weather", "{}"),)), "tools", False),
         ({"tools": TOOLS}, Answer("", "", (("wether", "{}"),)), "tools", True),
