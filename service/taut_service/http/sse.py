@@ -152,8 +152,11 @@ def _count_data(events: bytes) -> int:
     """Count the events that carry data; a comment or a retry hint does not."""
     if b"\r" in events:
         return sum(_DATA_LINE.search(event) is not None for event in BLANK_LINE.split(events))
-    if events[:5] == b"data:" and events.find(b"\n\n") == len(events) - 2:
-        return 1
+    if events[:5] == b"data:" and events[-2:] == b"\n\n":
+        # As most do, each may begin with its data.
+        count = events.count(b"\n\n")
+        if count == 1 or events.count(b"\n\ndata:") == count - 1:
+            return count
     return sum(event.startswith(b"data:") or b"\ndata:" in event for event in events.split(b"\n\n"))
 
 
