@@ -76,8 +76,16 @@ class SseReframer:
         rewrite: what is changed in the events; None changes nothing.
     """
 
-    whole = True
-    """Whether only whole events were given out so far."""
+    __slots__ = (
+        "_count_text",
+        "_rest",
+        "_rewriter",
+        "_text_by_size",
+        "events",
+        "text_bytes",
+        "usage",
+        "whole",
+    )
 
     def __init__(self, *, count_text: bool = False, rewrite: Rewrite | None = None) -> None:
         self._count_text = count_text
@@ -87,6 +95,8 @@ class SseReframer:
         self.text_bytes = 0
         self.events = 0
         self.usage: Usage | None = None
+        self.whole = True
+        """Whether only whole events were given out so far."""
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes.
