@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,6 +47,9 @@ from taut_service.watch.key_usage import KeyUsage
 from taut_service.watch.metrics import UNKNOWN_MODEL, Metrics
 from taut_service.watch.tracing import Tracing, trace_id_of
 from taut_service.worker.outgoing import Outgoing
+
+if TYPE_CHECKING:
+    from taut_service.guard.guard import Guard
 
 LAST_WORD_S = 1.0
 """Time to write an error to a client that may not be reading."""
@@ -84,6 +88,7 @@ class Front:
         usage: what each key has used.
         access_log: where they are written down.
         tracing: makes a span of each; None makes none.
+        guard: compares a share of the answers; None compares none.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Front:
         usage: KeyUsage,
         access_log: AccessLog,
         tracing: Tracing | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._api = api
         self._routes = routes
@@ -112,6 +118,7 @@ class Front:
         self._usage = usage
         self._log = access_log
         self._tracing = tracing
+        self.guard = guard
         self._ids = RequestIds()
         self._inspector = Inspector()
         self._bodies = Bodies()
@@ -204,6 +211,8 @@ class Front:
         model = facts.model
         # The request may be a copy with another model by the time it waits.
         del body, facts
+        if self.guard is not None:
+            send = self.guard.tapped(call, model, request.body, send)
         may_pin = caller is None or caller.may_pin
         await self._gateway.answer(call, model, request, send, claim, may_pin=may_pin)
 
@@ -280,6 +289,8 @@ class Front:
             events = call.answer.events - call.route.preamble
             if events > 0:
                 variant.streamed(call.answer.first_token_s, call.answer.rest_s, events)
+        if call.tap is not None:
+            call.tap.finish(call)
         trace_id = ""
         if self._tracing is not None and call.span is not None:
             trace_id = trace_id_of(call.span)

@@ -8,6 +8,7 @@ configuration and drops those of the old one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
@@ -94,6 +95,16 @@ class RouteMetrics:
         self._inter_token.observe(seconds / events)
 
 
+class Served(Protocol):
+    """Told of a variant's requests as they are counted."""
+
+    def finished(self, status: int) -> None:
+        """Take note of an answered request and its HTTP status."""
+
+    def streamed(self, first_token_s: float, per_token_s: float) -> None:
+        """Take note of the pace of a stream."""
+
+
 class VariantMetrics:
     """The children of one variant of a model: what comparing two variants needs.
 
@@ -116,6 +127,7 @@ class VariantMetrics:
         self._generated_tokens = counter(families.variant_generated_tokens.labels(model, variant))
         self._cost = counter(families.variant_cost.labels(model, variant))
         self.fallbacks = families.variant_fallbacks.labels(model, variant)
+        self.listener: Served | None = None
         self.price(Price())
 
     def price(self, price: Price) -> None:
@@ -134,6 +146,8 @@ class VariantMetrics:
         if status:
             self._requests[STATUS_CLASSES[status // 100 - 2]].inc()
             self._duration.observe(seconds)
+            if self.listener is not None:
+                self.listener.finished(status)
         else:
             self._requests["disconnect"].inc()
         if usage is not None:
@@ -159,6 +173,8 @@ class VariantMetrics:
         self._first_token.observe(first_token_s)
         if events > 1:
             self._per_token.observe(rest_s / (events - 1))
+            if self.listener is not None:
+                self.listener.streamed(first_token_s, rest_s / (events - 1))
 
 
 class Metrics:

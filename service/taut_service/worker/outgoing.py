@@ -73,6 +73,11 @@ class Outgoing:
         value = self._headers.variant
         return None if value is None else value.decode("latin-1")
 
+    @property
+    def body(self) -> bytes:
+        """What is sent, as it is now."""
+        return self._body
+
     def session(self, header: bytes) -> str | None:
         """Name the session it belongs to.
 
