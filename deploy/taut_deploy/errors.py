@@ -6,6 +6,7 @@
  ├─ ``CheckpointError``  a checkpoint is missing, truncated, altered or not ours
  ├─ ``OutputError``      the output directory or the disk cannot take the result
  ├─ ``MeasureError``     an instrument cannot look at what it was given
+ ├─ ``PromoteError``     a gateway's admin API cannot be reached, or refuses
  ├─ ``WorkerError``      a worker or the gateway cannot be started as asked
  └─ ``AttestationError`` a verdict cannot be signed or is not to be trusted
 
@@ -36,6 +37,10 @@ class OutputError(TautError):
 
 class MeasureError(TautError):
     """An instrument cannot look at what it was given, or not on this machine."""
+
+
+class PromoteError(TautError):
+    """A gateway's admin API cannot be reached, or refuses what it was asked."""
 
 
 class WorkerError(TautError):

@@ -43,7 +43,10 @@ def read_shipped_or_file(
         return read_yaml_text(Path(reference), error_type)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError) as error:
         # ValueError: a NUL in the name.
-        message = f"{reference!r}: no such {what}; give a YAML file or one of {', '.join(known)}"
+        close = difflib.get_close_matches(reference, known, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        choice = f"give a YAML file or one of {', '.join(known)}"
+        message = f"{reference!r}: no such {what}; {choice}{meant}"
         raise error_type(message) from error
     except OSError as error:
         raise error_type(f"{reference[:80]}: {error.strerror}") from error

@@ -81,11 +81,15 @@ def validate(
         )
         if question.explain:
             _explain(job, question, as_json=as_json)
-        for side in (job.baseline, job.candidate):
-            if os.path.isdir(side):  # noqa: PTH112 - never raises
-                announce_code(Path(side), trust_remote_code)
+        _announce_code_of(job)
         result = _recorded(job, question.sign)
     _answer(result, as_json=as_json)
+
+
+def _announce_code_of(job: ValidationJob) -> None:
+    for side in (job.baseline, job.candidate):
+        if os.path.isdir(side):  # noqa: PTH112 - never raises
+            announce_code(Path(side), job.trust_remote_code)
 
 
 def _recorded(job: ValidationJob, key: Path | None) -> ValidationResult:
