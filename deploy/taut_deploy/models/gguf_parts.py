@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from taut_deploy.errors import ModelError
-from taut_deploy.files import require_free_space
+from taut_deploy.files import digest_of_hashes, require_free_space, sha256_file
 from taut_deploy.models.gguf_header import GgufHeader, read_header
 
 _NAMED = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
@@ -60,6 +60,16 @@ def parts_of(path: Path) -> list[Path]:
                 f"{part}: says it is part {numbers[0] + 1} of {numbers[1]} (split.no, split.count)"
             )
     return parts
+
+
+def digest_of_parts(path: Path) -> str:
+    """``sha256:`` of a file, or of all parts of the model that it belongs to.
+
+    Raises:
+        ModelError: see :func:`parts_of`.
+    """
+    hashes = {part.name: sha256_file(part) for part in parts_of(path)}
+    return f"sha256:{hashes[path.name]}" if len(hashes) == 1 else digest_of_hashes(hashes)
 
 
 def join_parts(parts: Sequence[Path], target: Path) -> None:

@@ -36,7 +36,7 @@ from taut_deploy.models.download import (
     resolve_hub_revision,
 )
 from taut_deploy.models.gguf import convert_gguf
-from taut_deploy.models.gguf_parts import parts_of, stem_of
+from taut_deploy.models.gguf_parts import digest_of_parts, stem_of
 from taut_deploy.models.names import (
     belongs_to_catalogue,
     checked_name,
@@ -136,11 +136,7 @@ class ModelStore:
             if not os.path.isfile(path):  # noqa: PTH113 - likewise
                 raise ModelError(f"{path}: no such GGUF file")
             name = name_of_gguf(stem_of(path), str(path))
-            parts = parts_of(path)
-            hashes = {part.name: sha256_file(part) for part in parts}
-            alone = len(parts) == 1
-            digest = f"sha256:{hashes[path.name]}" if alone else digest_of_hashes(hashes)
-            origin = f"gguf {digest}"
+            origin = f"gguf {digest_of_parts(path)}"
             return self._materialise(name, origin, path.absolute(), force=force)
         if is_hub_id(reference):
             return self._fetch_from_hub(reference, force=force)
