@@ -19,9 +19,11 @@ from taut_deploy.commands import (
     model,
     plan,
     profile,
+    promote,
     roofline,
     running,
     serve,
+    shrink,
     slim,
     tune,
     validate,
@@ -39,9 +41,11 @@ app = typer.Typer(
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
+app.add_typer(promote.app, name="promote")
 app.command()(compress.compress)
 app.command()(distil.distil)
 app.command()(slim.slim)
+app.command()(shrink.shrink)
 app.command()(plan.plan)
 app.command()(worker.worker)
 app.command()(serve.serve)

@@ -28,7 +28,7 @@ from taut_deploy.recipe.stages import (
     Stage,
     Training,
 )
-from taut_deploy.recipe.target import with_target
+from taut_deploy.recipe.target import parse_size, with_target
 
 __all__ = [
     "Awq",
@@ -52,5 +52,6 @@ __all__ = [
     "load_recipe",
     "matches",
     "parse_recipe",
+    "parse_size",
     "with_target",
 ]

@@ -45,7 +45,7 @@ def with_target(
         raise RecipeError(
             f"{flag}: recipe {recipe.name!r} has no 'mixed' stage; take --recipe mixed"
         )
-    size = None if target_bytes is None else _bytes(target_bytes)
+    size = None if target_bytes is None else parse_size(target_bytes, "--target-bytes")
     wanted = {"target_bits": target_bits, "target_bytes": size, "max_kl": max_kl}
     try:
         stages = tuple(
@@ -59,15 +59,17 @@ def with_target(
     return recipe.model_copy(update={"stages": stages})
 
 
-def _bytes(text: str) -> int:
-    """A size in words as a number.
+def parse_size(text: str, flag: str) -> int:
+    """A size in words as a number of bytes.
+
+    Args:
+        text: such as ``5GiB``, ``800MB`` or ``1000000``.
+        flag: named in the error.
 
     Raises:
-        RecipeError: it is none.
+        RecipeError: it is no size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise RecipeError(
-            f"--target-bytes: {text[:40]!r} is no size; write it as 5GiB, 800MB or a number"
-        )
+        raise RecipeError(f"{flag}: {text[:40]!r} is no size; write it as 5GiB, 800MB or a number")
     return int(float(found[1]) * _UNITS[found[2] or ""])

@@ -1,0 +1,99 @@
+"""``kill -9`` in the middle of ``taut shrink``: the next run goes on and repeats nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from taut_deploy.checkpoint import verify
+from taut_deploy.files import VOLATILE_FILES
+
+# The times of a run, which no two runs share.
+VOLATILE = ("compress_seconds", "validate_seconds", "finished_at")
+
+
+def start(room, output: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TAUT_HOME": str(room.path / "home")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "taut_deploy", *room.command("middling", output)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=room.path,
+        env=environment,
+    )
+
+
+def kill_at(process: subprocess.Popen[str], line: str) -> None:
+    """Kill the run as soon as it has said ``line``."""
+    assert process.stderr is not None
+    said = []
+    for told in process.stderr:
+        said.append(told)
+        if told.startswith(line):
+            process.kill()
+            process.communicate()
+            return
+    raise AssertionError(f"never said {line!r}: {''.join(said)}")
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in VOLATILE_FILES
+    }
+
+
+def without_times(room, output: str) -> list[dict]:
+    return [
+        {key: value for key, value in entry.items() if key not in VOLATILE}
+        for entry in room.ledger(output)
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(room):
+    process = start(room, "undisturbed")
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    return "undisturbed"
+
+
+# After w2's line in the ledger, in the middle of a compression, and of a comparison.
+@pytest.mark.parametrize(
+    "line", ["taut: w2: FAIL", "[1/2] w4: compressing model.layers.1", "[2/6] w8: compare"]
+)
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(room, undisturbed, line):
+    output = f"killed-{line[1]}-{line.split()[1].rstrip(':')}"
+    kill_at(start(room, output), line)
+    done = [entry["name"] for entry in room.ledger(output)]
+    before = (room.path / output / "ledger.jsonl").read_bytes()
+    again = start(room, output)
+    _, err = again.communicate()
+    assert again.returncode == 0, err
+    assert (room.path / output / "ledger.jsonl").read_bytes().startswith(before)
+    assert without_times(room, output) == without_times(room, undisturbed)
+    for name in done:
+        assert f"{name}: compressing" not in err
+        assert f"{name}: compare" not in err
+    if line.endswith("layers.1"):
+        assert "w4: compressing model.layers.0" not in err, "block 0 was committed"
+    if line.endswith("compare"):
+        assert "w8: compressing" not in err, "the checkpoint was finished"
+    assert room.tries(output) == room.tries(undisturbed)
+    (found,) = [name for name in room.tries(output) if not name.startswith(".")]
+    tries = [room.path / where / "tries" / found for where in (output, undisturbed)]
+    verify(tries[0])
+    assert content(tries[0]) == content(tries[1])
+    frontiers = [
+        json.loads((room.path / where / "frontier.json").read_text())
+        for where in (output, undisturbed)
+    ]
+    assert [one["status"] for one in frontiers] == ["found", "found"]
