@@ -51,7 +51,7 @@ contracts: setup ## which room may import which
 	@$(BIN)/lint-imports
 
 aot: setup ## compile every kernel × tile for sm_80 and sm_90; the tests compile a part of them
-	@$(BIN)/python -m taut_kernels.instruments.aot $(ARGS)
+	@$(BIN)/python -m taut_bench.instruments.aot $(ARGS)
 
 test-gpu: setup ## tests that need a CUDA device
 	@$(BIN)/pytest -m gpu $(ARGS)

@@ -19,6 +19,7 @@ from taut_deploy.commands import (
     model,
     plan,
     profile,
+    promote,
     roofline,
     running,
     serve,
@@ -40,6 +41,7 @@ app = typer.Typer(
 app.add_typer(model.app, name="model")
 app.add_typer(bench.app, name="bench")
 app.add_typer(cache.app, name="cache")
+app.add_typer(promote.app, name="promote")
 app.command()(compress.compress)
 app.command()(distil.distil)
 app.command()(slim.slim)

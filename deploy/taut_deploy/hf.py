@@ -159,8 +159,10 @@ class _LowRank(_Stored):
     def __init__(self, dense: nn.Module, layer: told.LowRank) -> None:
         super().__init__(dense)
         n, k = self.out_features, self.in_features
-        self._expect("weight_u", n, layer.rank)
+        self._expect("weight_u", n - layer.rank if layer.interpolative else n, layer.rank)
         self._expect("weight_v", layer.rank, k)
+        if layer.interpolative:
+            self._expect(told.ORDER, n, dtype=torch.int32)
         self._base = layer.base
         if layer.base is not None:
             groups = k // (layer.base.group_size or k)
@@ -178,14 +180,15 @@ class _LowRank(_Stored):
             spec = GridSpec(4, self._base.group_size, self._base.symmetric, self._dtype)
             codes = PackedIntegerFormat("W4A16", spec, Activations()).unpack(stored)
             weight = codes.dequantize().to(self.weight_scale.dtype)
-            for name in stored.keys() - {*told.FACTORS, "bias"}:
+            for name in stored.keys() - {*told.FACTORS, told.ORDER, "bias"}:
                 delattr(self, name)
             self.weight = nn.Parameter(weight, requires_grad=False)
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product; x is [..., K], the result [..., N]."""
-        y = low_rank_linear(x, self.weight_v, [self.weight_u])
+        order: torch.Tensor | None = getattr(self, told.ORDER, None)
+        y = low_rank_linear(x, self.weight_v, [self.weight_u], [order])
         if self._base is not None:
             y = y + nn.functional.linear(x, self.weight)
         return y if self.bias is None else y + self.bias

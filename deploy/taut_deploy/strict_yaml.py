@@ -3,7 +3,7 @@
 import difflib
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -89,4 +89,32 @@ def validate_mapping(
             raise error_type(f"{origin}: {odd[0]!r}: expected a key that is text")
         return model.model_validate(data)
     except ValidationError as error:
-        raise error_type(f"{origin}: {first_problem(error, model.__name__.lower())}") from error
+        problem = first_problem(error, model.__name__.lower())
+        raise error_type(f"{origin}: {problem}{_meant(model, error)}") from error
+
+
+def _meant(model: type[BaseModel], error: ValidationError) -> str:
+    """What an unknown key may have been meant to be, ready to follow the message."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] != "extra_forbidden":
+        return ""
+    *path, key = first["loc"]
+    holder: Any = model
+    for part in path:
+        field = getattr(holder, "model_fields", {}).get(part)
+        # A mapping's keys are names of the user's; what they name is the last type it takes.
+        holder = _model_in(holder if field is None else field.annotation)
+    known = list(getattr(holder, "model_fields", {}))
+    close = difflib.get_close_matches(str(key), known, n=1)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; known are {', '.join(known)}" if known else ""
+
+
+def _model_in(annotation: Any) -> Any:
+    """The model among a type's arguments, or the type itself where it has none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inside = [_model_in(part) for part in get_args(annotation)]
+    models = [part for part in inside if hasattr(part, "model_fields")]
+    return models[-1] if len(models) == 1 else annotation

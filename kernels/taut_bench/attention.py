@@ -34,8 +34,8 @@ from taut_bench.attention_cases import (
 )
 from taut_bench.attention_rivals import DECODE, FORWARD, STEP
 from taut_bench.loss import product_rate
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 
 REPLAYS = 15
 _REPLAY_US = 6000.0

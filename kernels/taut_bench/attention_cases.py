@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from taut_bench.instruments.attention_work import seen_pairs
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode.reference import paged_decode_ref
 from taut_kernels.attention.prefill import op as prefill
 from taut_kernels.attention.reference import attention_backward_ref, attention_ref
-from taut_kernels.instruments.attention_work import seen_pairs
 
 HEADS, HEADS_K, DIM = 32, 8, 128
 """Llama-3-8B."""

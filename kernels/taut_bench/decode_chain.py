@@ -24,10 +24,10 @@ import torch
 from taut_bench import other_tiles, report
 from taut_bench.decoder_layer import FORMS, HIDDEN, PRODUCTS, SCHEMES, Layer, Step
 from taut_bench.shapes import token_counts
-from taut_kernels.instruments import timing
 from taut_kernels.launch import early_start
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.tiles import FusedTile
+from taut_kernels.tuner import timing
 
 DEFAULT_TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 DEFAULT_CONTEXTS = (192,)

@@ -25,8 +25,8 @@ from taut_kernels.gemm.w4a16 import layout as formats_mma
 from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.launch import launcher
 from taut_kernels.norm import rms_norm
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import op as rope
+from taut_kernels.rowwise import quantize
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 4096, 32, 8, 128, 14336
 PRODUCTS = {

@@ -18,8 +18,8 @@ import torch
 from taut_bench import fused_report, plots, shapes
 from taut_bench.fused_cases import FORMS, Form, Operands, bytes_moved, make_operands, why_wrong
 from taut_bench.fused_rivals import PREPARE
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 
 MODELS = {"8b": shapes.MODELS["llama3-8b"], "70b": shapes.MODELS["llama3-70b"]} | shapes.MODELS
 DEFAULT_MODELS = ("8b", "70b")

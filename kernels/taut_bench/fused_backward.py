@@ -32,8 +32,8 @@ from taut_bench.fused_backward_cases import (
     results,
     why_wrong,
 )
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 
 ROWS = 8192
 LONG_ROWS = 4096

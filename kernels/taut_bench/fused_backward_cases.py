@@ -16,10 +16,10 @@ import torch
 
 from taut_bench.fused_rivals import UnavailableError
 from taut_kernels.activation.swiglu import swiglu
+from taut_kernels.loss.softmax import softmax
 from taut_kernels.norm.layer_norm import layer_norm
 from taut_kernels.norm.rms_norm_train import add_rms_norm_train, rms_norm_train
 from taut_kernels.rope.train import rope_train
-from taut_kernels.softmax.op import softmax
 
 EPSILON = 1e-5
 HEAD_DIM = 128

@@ -11,9 +11,8 @@ from taut_bench.model_sizes import Model
 from taut_bench.shapes import MODELS
 from taut_kernels.activation import silu_mul
 from taut_kernels.norm import rms_norm
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import op as rope
-from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import quantize, row_quant
 
 _REGISTERING = (quantize,)  # importing an op's module registers it
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taut_bench import report
-from taut_kernels.instruments.timing import Timing
+from taut_kernels.tuner.timing import Timing
 
 _COLUMNS = ("form", "N", "M", "kernel", "us", "p20_us", "p80_us", "GB_per_s", "share_of_copy")
 

@@ -36,11 +36,10 @@ from taut_kernels.activation import silu_mul
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.w4a16 import op as w4a16
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.norm import rms_norm
 from taut_kernels.rope import op as rope
-from taut_kernels.tuner import w4a16_layer, w4a16_stock
+from taut_kernels.tuner import timing, w4a16_layer, w4a16_stock
+from taut_kernels.tuner.refusal import REFUSED, first_line
 
 FOUR_BITS = ("cuBLAS", "Marlin", "Machete")
 FORMS = ("rms_norm", "add_rms_norm", "rms_norm_fp8", "silu_mul", "rope")

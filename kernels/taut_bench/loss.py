@@ -34,8 +34,8 @@ from taut_bench.loss_cases import (
     make_operands,
     why_wrong,
 )
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 
 ROUNDS = 15
 _SIDE = 8192

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from taut_kernels.activation import silu_mul_launch
 from taut_kernels.norm import rms_norm_launch
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import quantize
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.tiles import OPS, FusedTile
 

@@ -20,8 +20,8 @@ import torch
 
 from taut_bench import report
 from taut_bench.primitives_cases import PARTS, Call, Case, Subjects, cases
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 
 REPLAYS = 12
 COPY = "copy"

@@ -9,9 +9,8 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from taut_bench import testing
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS
-from taut_kernels import testing
-from taut_kernels.instruments import timing
 from taut_kernels.primitives import (
     conv2d_tiles,
     convolution,
@@ -25,6 +24,7 @@ from taut_kernels.primitives import (
 )
 from taut_kernels.primitives.conv2d_launch import Window
 from taut_kernels.primitives.conv2d_tiles import RESNET_LAYERS
+from taut_kernels.tuner import timing
 
 PARTS = ("gemm", "transpose", "conv2d", "pool", "reduction")
 Call = Callable[[int], torch.Tensor]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from taut_kernels.instruments.timing import Timing
+from taut_kernels.tuner.timing import Timing
 
 _PACKAGES = ("torch", "triton", "vllm", "humming-kernels", "gemlite", "taut")
 _COLUMNS = (

@@ -24,7 +24,7 @@ from taut_bench import (
     shapes,
 )
 from taut_bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, KINDS, SHAPES, Layer, make_layer
-from taut_kernels.instruments import timing
+from taut_kernels.tuner import timing
 
 DEFAULT_TOKENS = (1, 4, 16, 32, 64, 128, 256, 1024, 4096)
 PREPARE = dict.fromkeys(KINDS, scaled_mm_rivals.PREPARE) | {

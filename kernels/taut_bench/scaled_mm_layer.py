@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from taut_bench import testing
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS
-from taut_kernels import testing
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP

@@ -15,8 +15,8 @@ import torch
 
 from taut_bench.scaled_mm_layer import OUT_DTYPE, Layer
 from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
-from taut_kernels.instruments.refusal import REFUSED, first_line
-from taut_kernels.instruments.timing import Subject
+from taut_kernels.tuner.refusal import REFUSED, first_line
+from taut_kernels.tuner.timing import Subject
 
 Call = Callable[[int], torch.Tensor]
 """Run the product on the layer's first M tokens."""

@@ -34,8 +34,8 @@ from taut_bench import (
 from taut_bench.scaled_mm import PREPARE
 from taut_bench.scaled_mm_layer import ALL_KINDS, BLOCK_KIND, SHAPES, make_layer
 from taut_bench.w4a16_format import GROUP_SIZE
-from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.tuner import w4a16_layer
+from taut_kernels.tuner.refusal import REFUSED, first_line
 
 DEFAULT_TOKENS = (1, 16, 64)
 PRODUCTS = ("taut", "CUTLASS", "_scaled_mm rows")

@@ -17,8 +17,8 @@ import torch
 
 from taut_bench import plots, report, shapes, w4a16_format, w4a16_rivals
 from taut_bench.w4a16_format import DTYPES, Format
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer
 from taut_kernels.tuner.w4a16_stock import OtherFormatError, Prepared
 

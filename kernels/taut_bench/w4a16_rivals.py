@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from taut_kernels.gemm.w4a16 import disk as formats
-from taut_kernels.instruments.timing import Subject
 from taut_kernels.tuner import w4a16_stock
+from taut_kernels.tuner.timing import Subject
 from taut_kernels.tuner.w4a16_layer import Layer
 from taut_kernels.tuner.w4a16_stock import Operands, Prepare, Prepared, UnavailableError
 

@@ -9,9 +9,9 @@ Importing the package does nothing. The rooms inside:
 - :mod:`taut_kernels.loss`: cross entropy and distillation losses, with or without the projection
 - :mod:`taut_kernels.primitives`: GEMM, transposition, convolution, pooling, reduction
 - ``tiles``: tables of measured tiles, a file an op and card
-- :mod:`taut_kernels.instruments`: roofline, profile, memory, explain, CUDA-graph capture, and
+- :mod:`taut_bench.instruments`: roofline, profile, memory, explain, CUDA-graph capture, and
   ``aot``, which compiles every kernel without a GPU
-- :mod:`taut_kernels.testing`: inputs, error budget, NaN poison
+- :mod:`taut_bench.testing`: inputs, error budget, NaN poison
 - :mod:`taut_kernels.vllm_plugin`: what vLLM loads
 """
 

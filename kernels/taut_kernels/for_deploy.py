@@ -16,13 +16,10 @@ is_measured, WeightFormat
 measured_here                 the file of what was measured on this machine's card
 scaled_mm_op,                 likewise for layers of 8 bits
 block_scaled_mm_op
-OP_CASES, from_op, Subject,   what an instrument looks at: an op of ours, a function or a model
-from_reference, …
 linear_kl,                    losses of training whose logits never exist as a whole
 linear_cross_entropy
 codebook, layer_description,  how checkpoints of ``quant_method: "taut"`` are described and read
 low_rank_linear
-ceilings, roofline, …         the instruments
 ============================  =====================================================================
 """
 
@@ -39,23 +36,6 @@ if TYPE_CHECKING:
     from taut_kernels.gemm.w4a16.verdict import remark as remark
     from taut_kernels.gemm.w4a16.weight_format import WeightFormat as WeightFormat
     from taut_kernels.gemm.w4a16.weight_format import of_layer as of_layer
-    from taut_kernels.instruments import ceilings as ceilings
-    from taut_kernels.instruments import explain as explain
-    from taut_kernels.instruments import memory as memory
-    from taut_kernels.instruments import memory_snapshot as memory_snapshot
-    from taut_kernels.instruments import profile as profile
-    from taut_kernels.instruments import roofline as roofline
-    from taut_kernels.instruments import roofline_plot as roofline_plot
-    from taut_kernels.instruments import triton_kernels as triton_kernels
-    from taut_kernels.instruments.errors import InstrumentError as InstrumentError
-    from taut_kernels.instruments.op_cases import OP_CASES as OP_CASES
-    from taut_kernels.instruments.op_cases import from_op as from_op
-    from taut_kernels.instruments.subject import Subject as Subject
-    from taut_kernels.instruments.subject import (
-        described_if_of_a_step as described_if_of_a_step,
-    )
-    from taut_kernels.instruments.subject import from_reference as from_reference
-    from taut_kernels.instruments.subject import resolve_device as resolve_device
     from taut_kernels.launch import measured_here as measured_here
     from taut_kernels.loss.linear_cross_entropy import (
         linear_cross_entropy as linear_cross_entropy,
@@ -80,14 +60,6 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "formats.low_rank": ("low_rank_linear",),
     "gemm.w4a16.verdict": ("is_measured", "remark"),
     "gemm.w4a16.weight_format": ("WeightFormat", "of_layer"),
-    "instruments.errors": ("InstrumentError",),
-    "instruments.op_cases": ("OP_CASES", "from_op"),
-    "instruments.subject": (
-        "Subject",
-        "described_if_of_a_step",
-        "from_reference",
-        "resolve_device",
-    ),
     "loss.linear_cross_entropy": ("linear_cross_entropy",),
     "loss.linear_kl": ("linear_kl",),
     "vllm_plugin": ("MODE_VARIABLE", "cache_key", "requested_mode"),
@@ -98,16 +70,6 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 _MODULES: dict[str, tuple[str, ...]] = {
     "formats": ("codebook", "layer_description"),
-    "instruments": (
-        "ceilings",
-        "explain",
-        "memory",
-        "memory_snapshot",
-        "profile",
-        "roofline",
-        "roofline_plot",
-        "triton_kernels",
-    ),
     "launch": ("measured_here",),
     "vllm_plugin": ("block_scaled_mm_op", "decode_attention", "fused_ops", "scaled_mm_op"),
 }

@@ -22,8 +22,8 @@ import torch
 
 from taut_bench import model_sizes, report
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.tuner import w4a16_stock
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from taut_kernels.tuner.w4a16_candidates import Product, Tried, candidates
 from taut_kernels.tuner.w4a16_compile import (
     HUMMING,

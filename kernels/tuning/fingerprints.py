@@ -62,7 +62,7 @@ class _Stop(Exception):  # noqa: N818 (no error: the compiler has what is wanted
 
 def _ptx(variant: Any, target: str) -> str:
     """Return the PTX of a variant; assembling it would take most of the time and add nothing."""
-    from taut_kernels.instruments import aot
+    from taut_bench.instruments import aot
 
     found: list[str] = []
 
@@ -96,7 +96,7 @@ def _digest(data: str | bytes) -> str:
 
 @cache
 def _variants() -> list[Any]:
-    from taut_kernels.instruments import aot
+    from taut_bench.instruments import aot
 
     return list(aot.every_variant())
 
@@ -118,7 +118,7 @@ def _form(job: tuple[str, int]) -> dict[str, str]:
 
 
 def _forms(targets: Sequence[str], every: int, only: str, jobs: int) -> Iterator[dict[str, str]]:
-    from taut_kernels.instruments import aot
+    from taut_bench.instruments import aot
 
     places = [(target, place) for target in targets for place in aot.chosen(target, every)]
     work = [job for job in places if only in _variants()[job[1]].label]
@@ -144,7 +144,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 def _ops() -> dict[str, str]:
     """Return the digest of what every op with a CPU implementation returns and writes."""
-    from taut_kernels.instruments.op_cases import OP_CASES
+    from taut_bench.instruments.op_cases import OP_CASES
 
     torch.use_deterministic_algorithms(True, warn_only=True)  # `torch.empty` holds NaN
     torch.manual_seed(0)

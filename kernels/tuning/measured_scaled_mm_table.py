@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    for (op, N, K), ratios in table.ratios.items():
+    for (op, N, K), (ratios, _) in table.choices.items():
         figures = ", ".join(f"{M}: {ratio:.2f}" for M, ratio in ratios.items())
         sys.stdout.write(f"{op} {N}×{K}: vLLM's time ÷ ours at {figures}\n")
     return 0

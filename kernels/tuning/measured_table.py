@@ -3,9 +3,10 @@
 Reads the CSV files of `taut_bench.w4a16` and the JSON lines (``.jsonl``) of
 `tuning.cover_products` (of one card; where two have a cell, the later
 file counts; ``FILE@512``: of 512 and more tokens alone, as where a run left Marlin out, which is
-behind Machete there) and writes ``tiles/w4a16_measured-<card>.json``,
-:mod:`taut_kernels.gemm.w4a16.verdict`. Files of another format in bf16 make rows of that format;
-fp16 and groups of a channel are no rows' own. Needs no GPU.
+behind Machete there) and writes the table ``w4a16_measured`` of
+:mod:`taut_kernels.gemm.w4a16.verdict`; `tuning.merge_tiles` brings it into a card's file. Files
+of another format in bf16 make rows of that format; fp16 and groups of a channel are no rows'
+own. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 from taut_kernels.launch import tile_tables
 from taut_kernels.tuner.w4a16_measure import OURS
 from tuning import cover_products
+from tuning.merge_tiles import alone
 
 VLLM = ("Marlin", "Machete", "Humming")
 """The kernels a layer may fall to where it is not ours, by their names in the benchmark."""
@@ -124,7 +126,7 @@ def table(cells: Cells, gpu: str, source: str, kept: Sequence[dict[str, Any]] = 
         ValueError: a shape lacks figures the rule needs.
     """
     rows = [json.dumps(row) for row in kept]
-    there = {(row["N"], row["K"], weight_format.of_row(row, "a kept row")) for row in kept}
+    there = {(row["N"], row["K"], weight_format.of_row(row)) for row in kept}
     for (N, K, weights), by_tokens in cells.items():
         if (N, K, weights) in there:
             continue
@@ -146,6 +148,8 @@ def _kept(path: Path | None, gpu: str) -> tuple[list[dict[str, Any]], str]:
     if path is None:
         return [], ""
     text = path.read_text(encoding="utf-8")
+    if "tables" in json.loads(text):
+        text = alone(text, measured_w4a16.TABLE, str(path))
     measured_w4a16.parse(text, str(path))
     named, rows = tile_tables.rows_of(text, str(path))
     if named != gpu:
@@ -165,7 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--source", required=True, help="command, date, versions")
     parser.add_argument("--output", type=Path, required=True, help="the JSON file")
     parser.add_argument(
-        "--keep", type=Path, help="a table whose rows stay, its source in front of --source"
+        "--keep",
+        type=Path,
+        help="such a table, or tiles/<card>.json: its rows stay, its source is first",
     )
     arguments = parser.parse_args(argv)
     try:
@@ -175,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    for (N, K, weights), found in measured_w4a16.parse(text, "the table").shapes.items():
+    for (N, K, weights), found in measured_w4a16.parse(text, "the table").choices.items():
         verdict = "ours" if found.wins else "vLLM's"
         figures = f"decode {found.decode:.2f}, overall {found.overall:.2f}"
         form = "".join(f" {name}" for name in weight_format.as_field(weights).values())

@@ -1,6 +1,6 @@
 """Bring whole layers' figures into a table of tiles: ``python -m tuning.merge_layers``.
 
-Takes a shipped ``scaled_mm-<card>.json`` and the CSV of `bench.decode_chain --forms` on that card,
+Takes a shipped ``tiles/<card>.json`` and the CSV of `bench.decode_chain --forms` on that card,
 with that table. A product's bucket gets the form that was fastest over its numbers of tokens, late
 or clearly faster early, its layer's µs, and those with vLLM's kernel in its place; buckets of which
 not every number of tokens was timed stay as they are. Needs no GPU.
@@ -9,16 +9,15 @@ not every number of tokens was timed stay as they are. Needs no GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm.tile import PREFETCH
+from taut_kernels.launch.tile_tables import card_file
 from tuning.measured_scaled_mm_table import VLLM, forms_of_layers
-from tuning.merge_tiles import FAMILIES, write_over
+from tuning.merge_tiles import card_text, write_over
 
 STARTS: dict[str, int | None] = {"late": None, "early": 0, "early+prefetch": PREFETCH}
 """Form of ours, by its name in `decode_chain` → ``prefetch`` of a row's ``layer``."""
@@ -47,7 +46,7 @@ def layer_of(by_tokens: Mapping[int, Mapping[str, float]], Ms: Sequence[int]) ->
 
 
 def merged(shipped: str, path: Path) -> str:
-    """Return a shipped table's text with layers' figures.
+    """Return a card's file with layers' figures.
 
     Args:
         shipped: its text.
@@ -56,22 +55,19 @@ def merged(shipped: str, path: Path) -> str:
     Raises:
         ValueError: one of them is not what it is to be.
     """
-    tiles_scaled_mm.parse(shipped, "the shipped table")
-    table: dict[str, Any] = json.loads(shipped)
+    gpu, tables = card_file(shipped, "the shipped file")
     timed = forms_of_layers(path)
-    for row in table["rows"]:
+    for row in tables["scaled_mm"]["rows"]:
         by_tokens = timed.get((row["op"], row["N"], row["K"]), {})
         if row["max_m"] is not None and all(M in by_tokens for M in row["M"]):
             row["layer"] = layer_of(by_tokens, row["M"])
-    text = FAMILIES["scaled_mm"].write(table)
-    tiles_scaled_mm.parse(text, "the merged table")
-    return text
+    return card_text(gpu, tables)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tuning.merge_layers", description=__doc__)
-    parser.add_argument("shipped", type=Path, help="scaled_mm-<card>.json; written over")
+    parser.add_argument("shipped", type=Path, help="tiles/<card>.json; written over")
     parser.add_argument("layers", type=Path, help="decode_chain.csv of --forms")
     arguments = parser.parse_args(argv)
     return write_over(arguments.shipped, lambda shipped: merged(shipped, arguments.layers))

@@ -1,10 +1,11 @@
 """Bring tuned tiles into a shipped table: ``python -m tuning.merge_tiles``.
 
-Takes the shipped file and those that `tune_w4a16_decode`, `tune_w4a16_wgmma` or `tune_scaled_mm`
-wrote for the same card, or for one that takes this card's tiles. A W4A16 row takes the place of the
-shipped one of its N, K, max_m and format; one that has no place yet goes to the end. An 8-bit
+Takes a card's file, the name of one of its tables, and what the scripts of this package wrote for
+the same card, or for one that takes this card's tiles. A row of W4A16's tiles takes the place of
+the shipped one of its N, K, max_m and format; one that has no place yet goes to the end. An 8-bit
 product's rows are buckets of tokens that follow each other: the tuned ones take the place of all of
-its shipped ones from the first that is not below them on. Needs no GPU.
+its shipped ones from the first that is not below them on. Any other table is replaced whole. Needs
+no GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from taut_kernels.attention import tiles as tiles_attention
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import verdict as measured_scaled_mm
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
+from taut_kernels.gemm.w4a16 import verdict as measured_w4a16
 from taut_kernels.gemm.w4a16 import weight_format
-from taut_kernels.launch.tile_tables import TWINS
+from taut_kernels.launch.tile_tables import TWINS, card_file
+from taut_kernels.loss import tiles as tiles_loss
+from taut_kernels.primitives import conv2d_tiles, gemm_tiles
+from taut_kernels.rowwise import tiles as tiles_fused
 
 Rows = list[dict[str, Any]]
 
@@ -56,72 +63,108 @@ def _from_a_bucket_on(shipped: Rows, tuned: Rows) -> Rows:
     return rows + [row for some in new.values() for row in some]
 
 
-def _a_line_each(table: dict[str, Any]) -> str:
-    """Write a table with a line a row."""
-    head = "".join(f" {json.dumps(key)}: {json.dumps(table[key])},\n" for key in ("gpu", "source"))
-    rows = ",\n".join(f"  {json.dumps(row)}" for row in table["rows"])
-    return f'{{\n{head} "rows": [\n{rows}\n ]\n}}\n'
-
-
-def _indented(table: dict[str, Any]) -> str:
-    return json.dumps(table, indent=1) + "\n"
+def _whole(_: Rows, tuned: Rows) -> Rows:
+    return tuned
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one kind of table is read, merged and written.
+    """How one table is read and merged.
 
     Attributes:
-        parse: reads such a table, or refuses it with a ValueError; takes text and a name.
+        parse: reads one alone, or refuses it with a ValueError; takes text and a name.
         merge: brings tuned rows into shipped ones.
-        write: makes its text.
     """
 
     parse: Callable[[str, str], object]
-    merge: Callable[[Rows, Rows], Rows] = _in_place
-    write: Callable[[dict[str, Any]], str] = _indented
+    merge: Callable[[Rows, Rows], Rows] = _whole
 
 
 FAMILIES = {
-    "w4a16_decode": Family(tiles_decode.parse),
-    "w4a16_wgmma": Family(tiles_wgmma.parse),
-    "scaled_mm": Family(tiles_scaled_mm.parse, _from_a_bucket_on, _a_line_each),
+    "attention": Family(tiles_attention.parse),
+    "conv2d": Family(conv2d_tiles.parse),
+    "fused": Family(tiles_fused.parse),
+    "gemm": Family(gemm_tiles.parse),
+    "loss": Family(tiles_loss.parse),
+    "scaled_mm": Family(tiles_scaled_mm.parse, _from_a_bucket_on),
+    "scaled_mm_measured": Family(measured_scaled_mm.parse),
+    "w4a16_decode": Family(tiles_decode.parse, _in_place),
+    "w4a16_measured": Family(measured_w4a16.parse),
+    "w4a16_wgmma": Family(tiles_wgmma.parse, _in_place),
 }
-"""By what a shipped file's name begins with."""
+"""By the table's name."""
 
 
-def merged(shipped: str, tuned: Sequence[str], family: Family) -> str:
-    """Return a shipped table's text with the rows of others.
+def alone(card: str, name: str, where: str) -> str:
+    """Return one table of a card's file as a tuner writes it.
+
+    Args:
+        card: the file's text.
+        name: of the table.
+        where: the file's name, for errors.
+    """
+    gpu, tables = card_file(card, where)
+    return _alone(gpu, tables[name])
+
+
+def _alone(gpu: str, table: dict[str, Any]) -> str:
+    return json.dumps({"gpu": gpu, "source": "; ".join(table["sources"]), "rows": table["rows"]})
+
+
+def card_text(gpu: str, tables: dict[str, Any]) -> str:
+    """Write a card's file, with a line a row; tables that do not read are refused.
+
+    Raises:
+        ValueError: a table is damaged; names it.
+    """
+    parts = []
+    for name in sorted(tables):
+        FAMILIES[name].parse(_alone(gpu, tables[name]), name)
+        lists = (
+            f"  {json.dumps(key)}: [\n"
+            + ",\n".join(f"   {json.dumps(one)}" for one in tables[name][key])
+            + "\n  ]"
+            for key in ("sources", "rows")
+        )
+        parts.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lists) + "}")
+    return f'{{\n "gpu": {json.dumps(gpu)},\n "tables": {{\n' + ",\n".join(parts) + "\n }\n}\n"
+
+
+def merged(shipped: str, name: str, tuned: Sequence[str]) -> str:
+    """Return a card's file with tuned rows in one of its tables.
 
     Args:
         shipped: its text.
-        tuned: the others', the later ones count.
-        family: which kind of table they are.
+        name: of the table.
+        tuned: texts of such a table alone; the later ones count.
 
     Raises:
         ValueError: one of them is no such table, or of a card with other tiles.
     """
-    family.parse(shipped, "the shipped table")
-    table: dict[str, Any] = json.loads(shipped)
+    if name not in FAMILIES:
+        raise ValueError(f"no table {name!r}: {', '.join(FAMILIES)}")
+    gpu, tables = card_file(shipped, "the shipped file")
+    family = FAMILIES[name]
+    table = tables.setdefault(name, {"sources": [], "rows": []})
     for text in tuned:
         family.parse(text, "a tuned table")
         new: dict[str, Any] = json.loads(text)
-        if table["gpu"] not in (new["gpu"], TWINS.get(new["gpu"])):
-            raise ValueError(f"tiles of {new['gpu']} are none of {table['gpu']}")
+        if gpu not in (new["gpu"], TWINS.get(new["gpu"])):
+            raise ValueError(f"tiles of {new['gpu']} are none of {gpu}")
         table["rows"] = family.merge(table["rows"], new["rows"])
-        if new["source"] not in table["source"]:
-            table["source"] += f"; {new['source']}"
-    text = family.write(table)
-    family.parse(text, "the merged table")
-    return text
+        if family.merge is _whole:
+            table["sources"] = new["source"].split("; ")
+        elif new["source"] not in "; ".join(table["sources"]):
+            table["sources"].append(new["source"])
+    return card_text(gpu, tables)
 
 
 def write_over(path: Path, make: Callable[[str], str]) -> int:
-    """Replace a table's text by what is made of it; return a command's exit status.
+    """Replace a file's text by what is made of it; return a command's exit status.
 
     Args:
-        path: the table.
-        make: takes its text; what it refuses with an OSError or ValueError is said, and the table
+        path: the file.
+        make: takes its text; what it refuses with an OSError or ValueError is said, and the file
             stays as it is.
     """
     try:
@@ -136,15 +179,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tuning.merge_tiles", description=__doc__)
     parser.add_argument("shipped", type=Path, help="a file of taut_kernels/tiles; written over")
+    parser.add_argument("table", help=f"one of {', '.join(FAMILIES)}")
     parser.add_argument("tuned", type=Path, nargs="+", help="what a tuner wrote; the later count")
     arguments = parser.parse_args(argv)
-    family = arguments.shipped.name.partition("-")[0]
 
     def make(shipped: str) -> str:
-        if family not in FAMILIES:
-            raise ValueError(f"{arguments.shipped}: no table of {' or '.join(FAMILIES)}")
         texts = [path.read_text(encoding="utf-8") for path in arguments.tuned]
-        return merged(shipped, texts, FAMILIES[family])
+        return merged(shipped, arguments.table, texts)
 
     return write_over(arguments.shipped, make)
 

@@ -35,10 +35,10 @@ def known_tiles(op: str, N: int, K: int, M: int) -> list[ScaledMmTile]:
     """
     won: dict[ScaledMmTile, None] = {}
     for table in tiles_scaled_mm.tables().values():
-        for (row_op, _, _), buckets in table.buckets.items():
+        for (row_op, _, _), rows in table.choices.items():
             # Where bytes count, what did best for one kind does for the other.
             if row_op == op or (M <= _SPLIT_TOKENS and row_op in ("fp8_gemm", "w8a8_gemm")):
-                won |= dict.fromkeys(_near(buckets, M))
+                won |= dict.fromkeys(_near(tuple(alone for _, (alone, _) in rows), M))
     if M > _SPLIT_TOKENS:
         won = dict.fromkeys(_promising(N, K, M, [*won, *tiles_scaled_mm_tile.tiles_of_parts()]))
     elif is_of_few(M):

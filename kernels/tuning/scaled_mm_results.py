@@ -14,8 +14,9 @@ import torch
 from taut_bench import report
 from taut_bench.scaled_mm_layer import ALL_KINDS
 from taut_bench.shapes import PRODUCTS
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.instruments.timing import Timing
+from taut_kernels.tuner.timing import Timing
 
 _CLEARLY = 0.99
 """Ratio of times from which on a tile of its own is worth a bucket of its own."""
@@ -146,7 +147,7 @@ class Results:
             "N": N,
             "K": K,
             "max_m": part.max_m,
-            "tile": dataclasses.asdict(part.tile),
+            **tiles_scaled_mm.as_fields(part.tile),
             "M": [final.M for final in part.finals],
             "us": [round(final.ours[part.tile].median, 3) for final in part.finals],
             "vllm_us": [round(found.get(self.vllm, 0.0), 3) for found in rivals],

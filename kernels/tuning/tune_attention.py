@@ -41,9 +41,9 @@ from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.prefill import hopper as prefill_hopper
 from taut_kernels.attention.prefill import op as prefill
 from taut_kernels.attention.tile import AttentionTile, DecodeTile, HopperTile, Tile
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.launch import launcher
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from tuning.attention_candidates import (
     backward_candidates,
     decode_candidates,

@@ -36,12 +36,12 @@ from taut_bench.fused_cases import (
     why_wrong,
 )
 from taut_kernels.activation import silu_mul_launch
-from taut_kernels.instruments import timing
 from taut_kernels.norm import rms_norm_launch
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import quantize
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.tiles import FusedTile
+from taut_kernels.tuner import timing
 
 TIE = 1.02
 """Times this near each other are not told apart."""

@@ -21,13 +21,13 @@ import torch
 
 from taut_bench.fused_backward import LONG_WIDTHS, WIDTHS
 from taut_kernels.activation import swiglu_launch
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.loss import softmax
 from taut_kernels.norm import train_launch as norm_launch
 from taut_kernels.rowwise import training_tiles
 from taut_kernels.rowwise.tiles import FusedTile
 from taut_kernels.rowwise.training_tiles import NormRingTile, TrainingTile
-from taut_kernels.softmax import op as softmax
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 
 _ELEMENTS = 2**25
 """Of an operand: 64 MiB in bf16."""

@@ -21,10 +21,10 @@ import torch
 import triton
 
 from taut_bench import report
-from taut_kernels.instruments import timing
 from taut_kernels.loss import divergence as loss_divergence
 from taut_kernels.loss import row_softmax
 from taut_kernels.loss.tiles import OPS, RING, LossTile, RingTile, ring_rule, rule
+from taut_kernels.tuner import timing
 
 VOCABULARIES = (32000, 50304, 128256, 151936, 256000)
 """Llama-2, GPT-2 padded, Llama-3, Qwen-2.5, Gemma-2."""

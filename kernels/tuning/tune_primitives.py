@@ -2,7 +2,7 @@
 
 Every candidate is compiled first, in parallel, then held to the error budget, then timed in turn
 with the others of its shape; the best ones are timed again in turn with cuBLAS or cuDNN, and the
-winners make tables for ``taut_kernels/tiles``: ``gemm-<card>.json`` and ``conv2d-<card>.json``. The
+winners make tables for ``taut_kernels/tiles``: ``gemm`` and ``conv2d``. The
 transpose's tiles are printed only: they are constants of its rungs. Rows of the shipped tables that
 a run does not measure again are kept.
 """
@@ -24,8 +24,8 @@ import torch
 import triton
 
 from taut_bench import report
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from tuning.tune_primitives_jobs import PARTS, Job, jobs_of, kept_rows, row_of
 
 _KEPT = 4

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
+from taut_bench import testing
 from taut_bench.primitives_cases import draw
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS
-from taut_kernels import testing
-from taut_kernels.instruments import timing
 from taut_kernels.launch import tile_tables
 from taut_kernels.primitives import convolution, gemm, transposition
 from taut_kernels.primitives.conv2d_launch import Window
 from taut_kernels.primitives.conv2d_tiles import RESNET_LAYERS, ConvTile, Layer, pixel_block
 from taut_kernels.primitives.gemm_tiles import GemmTile
 from taut_kernels.primitives.transpose_tiles import TransposeTile
+from taut_kernels.tuner import timing
 
 PARTS = ("gemm", "conv2d", "transpose")
 UNIT = Window((1, 1), (1, 1), (1, 1))

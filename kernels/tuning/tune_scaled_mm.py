@@ -44,9 +44,9 @@ from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block, make_arrivals
 from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP, ScaledMmTile
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.launch.launcher import gpu_name
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from tuning.scaled_mm_candidates import BUCKETS, block_candidates, candidates
 from tuning.scaled_mm_known_tiles import known_tiles
 from tuning.scaled_mm_results import Final, Results

@@ -29,8 +29,8 @@ from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.plan import Weight
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import first_line
 from taut_kernels.tuner.w4a16_compile import REFUSED, Job, compile_tile
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer
 from tuning import tune_best, w4a16_known_tiles

@@ -39,10 +39,10 @@ from taut_kernels.gemm.w4a16.lookup import BUCKETS, DECODE_TOKENS, Choice, Wgmma
 from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.plan import Call, Weight
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import first_line
 from taut_kernels.launch import tile_tables
 from taut_kernels.launch.launcher import gpu_name, is_hopper
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import first_line
 from taut_kernels.tuner.w4a16_candidates import Product
 from taut_kernels.tuner.w4a16_compile import REFUSED, compile_tile, jobs_of
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer
@@ -332,7 +332,7 @@ def table_rows(results: list[Result], given: Format = DEFAULT) -> list[dict[str,
     for (N, K, M), r in fastest.items():
         max_m = M if M in BUCKETS else None
         named = {"N": N, "K": K, "max_m": max_m} | weight_format.as_field(given.weights)
-        rows.append(named | {"tile": _as_json(r.tile), "us": round(r.us, 3)})
+        rows.append(named | tiles_wgmma.as_fields(r.tile) | {"us": round(r.us, 3)})
     return rows
 
 

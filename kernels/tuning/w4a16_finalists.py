@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from taut_kernels.gemm.w4a16.lookup import Choice
-from taut_kernels.instruments import timing
+from taut_kernels.tuner import timing
 
 SubjectOf = Callable[[Choice, int], timing.Subject]
 """Makes the subject of a choice at a number of tokens."""

@@ -52,7 +52,7 @@ def decode_tiles(N: int, K: int, token_tiles: int) -> list[DecodeTile]:
             key[:2]: dataclasses.replace(tile, split_k=1)
             if token_tiles > 1
             else dataclasses.replace(tile, split_k=1, registers=0)
-            for key, tile in table.tiles.items()
+            for key, tile in table.choices.items()
             if key[2:] == (token_tiles, DEFAULT)
         }
         for tile, count in Counter(won.values()).items():
@@ -169,7 +169,7 @@ def lean_decode_tiles(N: int, K: int) -> list[DecodeTile]:
     won = [
         tile
         for table in tiles_decode.tables().values()
-        for key, tile in table.tiles.items()
+        for key, tile in table.choices.items()
         if key[:3] == (N, K, 1)
     ]
     found = [

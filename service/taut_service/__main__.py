@@ -31,8 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 after a drain or a successful ``--check``, 2 for a wrong configuration, 1 if the address
         cannot be bound.
     """
-    if (sys.argv[1:] if arguments is None else list(arguments)) == ["hash-key"]:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given == ["hash-key"]:
         return hash_key()
+    if given[:1] == ["verify-audit"]:
+        from taut_service.rollout.verify import verify_audit
+
+        return verify_audit(given[1:])
     options = _parser().parse_args(arguments)
     try:
         settings = load_settings(options.config)
@@ -67,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="taut-gateway",
         description="OpenAI-compatible gateway in front of vLLM workers",
-        epilog="taut-gateway hash-key: read an API key from standard input, print its SHA-256",
+        epilog="taut-gateway hash-key: read an API key from standard input, print its SHA-256; "
+        "taut-gateway verify-audit FILE: check the log of a rollout",
     )
     parser.add_argument(
         "--config", type=Path, required=True, help="YAML file; see docs/gateway-settings.md"

@@ -22,15 +22,20 @@ from taut_service.admit.limits.store import build_store, read_store
 from taut_service.call import ROUTES
 from taut_service.config.reload import Reloader
 from taut_service.config.settings import Settings
+from taut_service.guard.guard import Guard
 from taut_service.http.api import Lifespan, create_api
 from taut_service.http.front import Front
+from taut_service.rollout.controller import Rollouts
+from taut_service.rollout.journal import build_journal
 from taut_service.route.fleet import Fleet
 from taut_service.route.gateway import Gateway
 from taut_service.watch.access_log import AccessLog
 from taut_service.watch.drain import Drain
+from taut_service.watch.guard_metrics import GuardMetrics, read_guard
 from taut_service.watch.key_usage import KeyUsage
 from taut_service.watch.metrics import Metrics
 from taut_service.watch.readings import read_admission, read_discovery, read_drain, read_workers
+from taut_service.watch.rollout_metrics import read_rollouts
 from taut_service.watch.tracing import Tracing
 from taut_service.worker.discovery.supervisor import Supervisor
 from taut_service.worker.prober import ProbeTimes
@@ -51,6 +56,8 @@ class _Parts:
     discovery: Supervisor
     access_log: AccessLog
     tracing: Tracing | None
+    guard: Guard | None
+    rollouts: Rollouts | None
 
 
 def create_app(
@@ -91,6 +98,7 @@ def create_app(
         parts.usage,
         parts.access_log,
         parts.tracing,
+        parts.guard,
     )
     if settings.admin is not None:
         front.admin = _admin_of(parts, settings.admin.host)
@@ -108,6 +116,7 @@ def _build_parts(
     reloader = Reloader(
         settings, path, fleet, keys, admission, partial(metrics.reloaded, "configuration")
     )
+    guard = _guard_of(settings, reloader, admission, metrics)
     log = settings.access_log
     return _Parts(
         metrics=metrics,
@@ -125,7 +134,30 @@ def _build_parts(
             log_stream if log.enabled else None, log.ratio, metrics.log_lines_dropped.inc
         ),
         tracing=Tracing(settings.tracing) if settings.tracing is not None else None,
+        guard=guard,
+        rollouts=_rollouts_of(settings, guard, reloader, metrics),
     )
+
+
+def _guard_of(
+    settings: Settings, reloader: Reloader, admission: Admission, metrics: Metrics
+) -> Guard | None:
+    if settings.guard is None:
+        return None
+    guard = Guard(settings.guard, reloader, admission, GuardMetrics(metrics.families))
+    metrics.add_source(read_guard(guard))
+    return guard
+
+
+def _rollouts_of(
+    settings: Settings, guard: Guard | None, reloader: Reloader, metrics: Metrics
+) -> Rollouts | None:
+    if settings.rollout is None or guard is None:
+        return None
+    journal = build_journal(settings.rollout)
+    rollouts = Rollouts(settings.rollout, journal, guard, reloader, metrics)
+    metrics.add_source(read_rollouts(rollouts))
+    return rollouts
 
 
 def _connect(parts: _Parts, settings: Settings) -> None:
@@ -158,12 +190,20 @@ def _lifespan_of(parts: _Parts, first_look_s: float) -> Lifespan:
         parts.discovery.follow(parts.reloader.current.settings)
         await parts.limiter.store.open()
         watching = key_watch.start()
+        if parts.guard is not None:
+            parts.guard.start()
+        if parts.rollouts is not None:
+            await parts.rollouts.start_watching()
         await look_at_workers(parts.reloader, parts.discovery, first_look_s)
         try:
             yield
         finally:
             watching.cancel()
             await asyncio.wait([watching])
+            if parts.rollouts is not None:
+                await parts.rollouts.close()
+            if parts.guard is not None:
+                await parts.guard.close()
             await parts.discovery.close()
             await parts.fleet.close()
             await parts.limiter.store.close()
@@ -176,8 +216,15 @@ def _lifespan_of(parts: _Parts, first_look_s: float) -> Lifespan:
 
 def _admin_of(parts: _Parts, host: str) -> FastAPI:
     # Imported late: its models cost a start without an admin port 50 ms.
+    from taut_service.rollout.commands import RolloutCommands
     from taut_service.watch.admin import Controls, create_admin
+    from taut_service.watch.admin_rollout import RolloutControls
 
+    rollouts, reloader = parts.rollouts, parts.reloader
+    rollout = None
+    if parts.guard is not None:
+        commands = None if rollouts is None else RolloutCommands(rollouts, reloader)
+        rollout = RolloutControls(parts.guard, reloader, rollouts, commands)
     return create_admin(
         Controls(
             reloader=parts.reloader,
@@ -187,5 +234,6 @@ def _admin_of(parts: _Parts, host: str) -> FastAPI:
             keys=parts.keys,
             usage=parts.usage,
             host=host,
+            rollout=rollout,
         )
     )

@@ -30,6 +30,8 @@ from taut_service.watch.metrics import RouteMetrics
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
+    from taut_service.guard.tap import Tap
+
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client left; never sent."""
 
@@ -191,6 +193,7 @@ class Call:
         "span",
         "started",
         "streaming",
+        "tap",
     )
 
     def __init__(self, route: Route, request_id: bytes, metrics: RouteMetrics) -> None:
@@ -204,6 +207,7 @@ class Call:
         self.exchange: ClientExchange | None = None
         self.rewrite: Rewrite | None = None
         self.span: Span | None = None
+        self.tap: Tap | None = None
         self.admitted = Admitted()
         self.routed = Routed()
         self.answer = Answer()

@@ -11,7 +11,9 @@ OpenAI ``type``::
     │   ├── MethodNotAllowedError        405
     │   ├── ConflictError                409
     │   ├── RequestTimeoutError          408   the client was too slow to send its body
-    │   └── BodyTooLargeError            413
+    │   ├── BodyTooLargeError            413
+    │   ├── BodyExpandsError             413   a compressed body out of proportion
+    │   └── ContentCodingError           415   code unsupported_encoding
     ├── OverloadedError                  429 rate_limit_error, with Retry-After
     │   └── RateLimitedError             429   code rate_limit_exceeded, with x-ratelimit-*
     ├── UnavailableError                 503 service_unavailable_error, with Retry-After
@@ -154,6 +156,47 @@ class BodyTooLargeError(RequestError):
         super().__init__(
             f"the request body is larger than {max_body_bytes} bytes", code="request_too_large"
         )
+
+
+class BodyExpandsError(RequestError):
+    """The body is compressed beyond what an honest one is.
+
+    Args:
+        coding: of the body.
+        ratio: most decoded bytes for each byte received.
+    """
+
+    status = 413
+
+    def __init__(self, coding: str, ratio: int) -> None:
+        super().__init__(
+            f"the request body decodes to more than {ratio} times its size (Content-Encoding: "
+            f"{coding}); send it without compression",
+            code="request_too_large",
+        )
+
+
+class ContentCodingError(RequestError):
+    """The body is compressed in a way that is not offered.
+
+    Args:
+        coding: value of ``Content-Encoding``.
+        offered: codings that are.
+    """
+
+    status = 415
+
+    def __init__(self, coding: str, offered: tuple[str, ...] = ("gzip", "deflate", "zstd")) -> None:
+        ways = f"one of {', '.join(offered)}, or no compression" if offered else "no compression"
+        super().__init__(
+            f"Content-Encoding {coding[:100]!r} is not offered: use {ways}",
+            code="unsupported_encoding",
+        )
+        self.offered = offered
+
+    def headers(self) -> Headers:
+        """Return what is offered (RFC 9110 §15.5.16)."""
+        return [(b"accept-encoding", ", ".join(self.offered or ("identity",)).encode())]
 
 
 class OverloadedError(GatewayError):

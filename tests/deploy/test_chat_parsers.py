@@ -12,6 +12,7 @@ import pytest
 from taut_deploy.errors import ModelError
 from taut_deploy.worker import chat_parsers
 from taut_deploy.worker.chat_parsers import parser_options, reasoning_parser, tool_parser
+from taut_service.http.worker_refusals import refusal_of
 
 # The marks are those that each family's own template writes.
 LLAMA3 = "{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>' }}{{ tools }}{% endif %}"
@@ -82,6 +83,26 @@ def test_every_parser_named_is_one_of_the_installed_vllm():
         known = set(re.findall(r'^    "([\w-]+)": \(', source, re.MULTILINE))
         assert len(known) > 20
         assert {rule.parser for rule in rules} <= known
+
+
+def test_gateway_knows_how_the_installed_vllm_says_that_it_has_no_tool_parser():
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed: its words are not compared with its source")
+    folder = Path(spec.origin).parent
+    files = [
+        file for part in ("renderers", "entrypoints") for file in (folder / part).rglob("*.py")
+    ]
+    source = "\n".join(file.read_text() for file in files)
+    # A message in pieces, each a literal; f-strings are filled in.
+    said = re.findall(r"create_error_response\(\s*((?:f?[\"'].*[\"']\s*)+)\)", source)
+    messages = ["".join(re.findall(r"[\"'](.*)[\"']", text)) for text in said]
+    found = [message for message in messages if "--tool-call-parser" in message]
+    assert len(found) >= 2
+    for message in found:
+        refusal = refusal_of("m", json.dumps({"error": {"message": message}}).encode())
+        assert refusal is not None, message
+        assert "the model 'm' takes no tools" in refusal.message
 
 
 def model(directory: Path, family: str = "qwen2", **tokenizer: object) -> Path:

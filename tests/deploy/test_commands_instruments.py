@@ -15,8 +15,8 @@ import torch
 import typer
 from tiny_models import write_llama
 
+from taut_bench.instruments import ceilings, explain, memory, profile
 from taut_deploy import cli
-from taut_kernels.instruments import ceilings, explain, memory, profile
 
 SUBJECTS = """
 import torch

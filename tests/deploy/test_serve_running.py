@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from taut_deploy.errors import WorkerError
@@ -90,6 +93,45 @@ def test_stop_says_so_when_it_still_runs():
         end(record, 0.3)
     child.kill()
     child.wait()
+
+
+DETACH = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from taut_deploy.serve import detach
+
+folder = Path(sys.argv[1])
+detach.sys = SimpleNamespace(executable=str(folder / "serve"))
+settings = SimpleNamespace(model_dump=lambda mode: {}, host="127.0.0.1", port=1)
+detach.serve_detached(settings, folder / "run", lambda line: print(line, flush=True))
+"""
+
+
+def test_detach_that_is_told_to_end_while_it_waits_leaves_no_child(tmp_path):
+    number = signal.SIGTERM
+    program = tmp_path / "serve"
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/number; exec sleep 60\n")
+    program.chmod(0o755)
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", DETACH, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    child = 0
+    try:
+        for _ in range(600):
+            if (tmp_path / "number").is_file() and (tmp_path / "number").read_text().endswith("\n"):
+                break
+            time.sleep(0.05)
+        child = int((tmp_path / "number").read_text())
+        waiting.send_signal(number)
+        said, _ = waiting.communicate(timeout=20)
+        assert waiting.returncode == 128 + number
+        assert said == f"told to end by {number.name}; ending what was started\n"
+        assert not psutil.pid_exists(child)
+    finally:
+        waiting.kill()
+        if child and psutil.pid_exists(child):
+            os.kill(child, signal.SIGKILL)
 
 
 LINES = [

@@ -54,7 +54,7 @@ def test_a_damaged_candidate_fails_and_the_report_says_why(models, tmp_path):
     assert (result.verdict, result.exit_code) == (Verdict.FAIL, 1)
     report = json.loads(result.report_json.read_text())
     assert report == json.loads(json.dumps(result.report))
-    assert (report["schema"], report["schema_version"]) == ("taut-validation-report", 3)
+    assert (report["schema"], report["schema_version"]) == ("taut-validation-report", 4)
     assert {rule["verdict"] for rule in report["rules"]} == {"FAIL"}
     assert all(rule["margin"] < 0 for rule in report["rules"])
     assert report["text"]["predictions"] == 6 * 23

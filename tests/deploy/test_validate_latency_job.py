@@ -56,6 +56,11 @@ def validate(folder, tmp_path):
     return validate
 
 
+def judged(report) -> dict[str, str]:
+    """The parts that were judged, and how."""
+    return {part: verdict for part, verdict in report["verdicts"].items() if verdict is not None}
+
+
 def cases(result) -> dict[str, str | None]:
     """Test case → the element that says it did not pass."""
     root = ElementTree.fromstring(result.report_junit.read_text())
@@ -75,7 +80,7 @@ def test_a_slow_candidate_fails_though_it_is_accurate(servers, validate):
     )
     assert (result.verdict, result.exit_code) == (Verdict.FAIL, 1)
     report = json.loads(result.report_json.read_text())
-    assert report["verdicts"] == {"accuracy": "PASS", "latency": "FAIL"}
+    assert judged(report) == {"accuracy": "PASS", "latency": "FAIL"}
     (level,) = report["latency"]["levels"]
     assert (level["concurrency"], level["blocks"], level["candidate"]["requests"]) == (4, 8, 32)
     assert level["ratios"]["itl_p50_ratio"]["low"] > 1.4
@@ -118,7 +123,7 @@ def test_without_bounds_latency_is_reported_and_not_judged(servers, validate):
     candidate.itl_s = 0.02
     result = validate("", baseline=baseline_url, candidate=candidate_url)
     assert result.verdict is Verdict.PASS
-    assert result.report["verdicts"] == {"accuracy": "PASS", "latency": None}
+    assert judged(result.report) == {"accuracy": "PASS"}
     assert result.report["latency"]["measured"] is True
     assert "nothing of this was judged" in result.report_markdown.read_text()
 
@@ -188,13 +193,17 @@ def answer_is_stream(body) -> bool:
     return not isinstance(body, (dict, int))
 
 
-def test_a_server_that_cannot_stream_is_one_line_and_leaves_nothing(servers, validate, tmp_path):
+def test_a_server_that_cannot_stream_is_one_line_and_leaves_no_report(servers, validate, tmp_path):
     _, candidate, baseline_url, candidate_url = servers
     candidate.alter = replaced_stream(400)
     with pytest.raises(CouldNotValidateError, match=r"400.*--no-latency") as caught:
         validate("", baseline=baseline_url, candidate=candidate_url)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "report").exists()
+    # No report; the text had been scored, and that is kept and marked.
+    (kept,) = (tmp_path / "report").iterdir()
+    partial = json.loads(kept.read_text())
+    assert (kept.name, partial["complete"]) == ("partial.json", False)
+    assert partial["error"] in str(caught.value)
 
 
 def test_a_candidate_that_fails_every_stream_fails(servers, validate):
@@ -286,7 +295,7 @@ def test_the_command_line_carries_everything_to_the_servers(servers, folder, tmp
     printed = json.loads(result.stdout)
     assert printed == {
         "verdict": "PASS",
-        "verdicts": {"accuracy": "PASS", "latency": "PASS"},
+        "verdicts": {"accuracy": "PASS", "tasks": None, "slices": None, "latency": "PASS"},
         "report": str(tmp_path / "r" / "report.json"),
         "junit": str(tmp_path / "r" / "junit.xml"),
     }

@@ -152,6 +152,8 @@ class FakeServer:
             return {"prompt": self.tokenizer.decode(body["tokens"])}
         if path == "/v1/completions" and body.get("stream"):
             return self.stream(body)
+        if path == "/v1/completions" and "prompt_logprobs" not in body:
+            return self.written(body)
         if path == "/v1/completions":
             if body["prompt_logprobs"] > self.max_logprobs:
                 return 400
@@ -166,6 +168,16 @@ class FakeServer:
             event = {"choices": [{"index": 0, "text": "w"}], "usage": usage}
             yield b"data: " + json.dumps(event).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
+
+    def written(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A greedy continuation, one full forward pass a token."""
+        ids = list(body["prompt"])
+        for _ in range(body["max_tokens"]):
+            with torch.inference_mode():
+                ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        text = self.tokenizer.decode(ids[len(body["prompt"]) :], skip_special_tokens=True)
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
+        return {"choices": [{"text": text, "finish_reason": "length"}], "usage": usage}
 
     def prompt_logprobs(self, body: dict[str, Any]) -> list[Any]:
         """Null, then one dictionary per token: the K most likely and the true one, keyed by id as

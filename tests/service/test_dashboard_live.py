@@ -14,11 +14,15 @@ import httpx
 import pytest
 import yaml
 from gateway_harness import COMPLETION, Harness, eventually, gateway
-from mock_engine import Faults, MockEngine
+from mock_engine import Faults
+from mock_reader import ReadingEngine
 from observability_queries import HOME, OF_WORKERS
 
 from taut_deploy.ports import free_port
 from taut_service.config.settings import Settings
+from taut_service.rollout.audit import write_line
+from taut_service.rollout.file_journal import FileJournal
+from taut_service.rollout.state import Rollout
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
@@ -103,14 +107,25 @@ def queries() -> list[tuple[str, str]]:
 
 
 async def test_every_rule_evaluates_and_every_panel_shows_something(tmp_path: Path) -> None:
-    async with MockEngine(Faults(interval_s=0.005)) as one, MockEngine() as two:
+    journal = FileJournal(tmp_path / "rollout")
+    state = Rollout("m", "b", "a", "id1", "held", 50.0, 0.0, "")
+    await journal.append(write_line(None, "held", "me", state, {}))
+    await journal.close()
+    slow = Faults(interval_s=0.005, tokens=4)
+    async with ReadingEngine(faults=slow) as one, ReadingEngine(faults=Faults()) as two:
         price = {"prompt_per_million": 1.0, "completion_per_million": 2.0}
         variants = [
             {"name": name, "price": price, "workers": [{"name": f"w-{name}", "url": url}]}
             for name, url in (("a", one.url), ("b", two.url))
         ]
-        model = {"name": "m", "max_model_len": 64, "variants": variants}
-        async with gateway(Settings.model_validate({"models": [model]})) as harness:
+        model = {"name": "m", "max_model_len": 64, "variants": variants, "baseline": "a"}
+        document = {
+            "models": [model],
+            "admin": {"port": 0},
+            "guard": {"sample": 1.0, "max_slowdown": 100},
+            "rollout": {"directory": str(tmp_path / "rollout")},
+        }
+        async with gateway(Settings.model_validate(document)) as harness:
             using = asyncio.create_task(traffic(harness))
             async with prometheus(harness, tmp_path) as server:
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from taut_deploy.compress.calibrate.self_text import PROMPT_TOKENS, sample
 from taut_deploy.compress.dense import load_dense
 from taut_deploy.compress.train.text import read_text
 from taut_deploy.errors import RecipeError
@@ -15,7 +16,6 @@ from taut_deploy.models.store import ModelRecord
 SELF = "self"
 # A passage of so many tokens, some forty words, is not in two texts by chance.
 PASSAGE = 64
-_PROMPT = 8
 _SAMPLED_AT_ONCE = 512
 _BASE = np.uint64(6364136223846793005)
 
@@ -108,7 +108,6 @@ def source_ids(source: str, model: Path, cache: Path, length: int) -> NDArray[np
     return text.trained.flatten().numpy()
 
 
-@torch.inference_mode()
 def sample_self(
     base: ModelRecord, prompts: NDArray[np.int64], count: int, length: int, device: str, to: Path
 ) -> str:
@@ -125,24 +124,17 @@ def sample_self(
     Raises:
         RecipeError: the text is shorter than a prompt.
     """
-    if len(prompts) <= _PROMPT or length <= _PROMPT:
-        raise RecipeError(f"--train: {SELF!r} needs texts and sequences of more than {_PROMPT}")
+    if len(prompts) <= PROMPT_TOKENS or length <= PROMPT_TOKENS:
+        raise RecipeError(
+            f"--train: {SELF!r} needs texts and sequences of more than {PROMPT_TOKENS}"
+        )
     model = load_dense(Path(base.path), device, trust_remote_code=False)
     torch.manual_seed(0)
-    places = torch.randint(0, len(prompts) - _PROMPT, (count,)).numpy()
-    starts = torch.from_numpy(np.stack([prompts[place : place + _PROMPT] for place in places]))
-    written = []
-    for part in torch.split(starts.to(device), _SAMPLED_AT_ONCE):
-        # Every sequence is of full length, so the token that pads is never used.
-        ids = model.generate(
-            part,
-            attention_mask=torch.ones_like(part),
-            min_length=length,
-            max_length=length,
-            do_sample=True,
-            top_k=0,
-            pad_token_id=0,
-        )
-        written.append(ids.cpu())
+    places = torch.randint(0, len(prompts) - PROMPT_TOKENS, (count,)).numpy()
+    starts = torch.from_numpy(
+        np.stack([prompts[place : place + PROMPT_TOKENS] for place in places])
+    )
+    parts = torch.split(starts.to(device), _SAMPLED_AT_ONCE)
+    written = [sample(model, part, length) for part in parts]
     np.save(to, torch.cat(written).numpy().astype(np.uint32))
     return str(to)

@@ -25,7 +25,7 @@ def explain(
 ) -> None:
     """What torch.compile makes of it: graphs, breaks and why, guards, generated kernels."""
     with instrument(as_json):
-        from taut_kernels.for_deploy import explain, triton_kernels
+        from taut_bench.instruments import explain, triton_kernels
 
         # First: a target that is wrong is found before minutes of compiling.
         compiled = triton_kernels.compile_kernels(choice.subject, target, forms) if target else None

@@ -34,7 +34,7 @@ def memory(
     """What holds the memory at a step's peak: by line, module and operation."""
     files: list[Path] = []
     with instrument(as_json):
-        from taut_kernels.for_deploy import memory, memory_snapshot
+        from taut_bench.instruments import memory, memory_snapshot
 
         first = one_subject(choice)
         make_folder(output)

@@ -24,7 +24,7 @@ def profile(
 ) -> None:
     """Where the time goes: a chrome trace, the longest kernels, and findings in words."""
     with instrument(as_json):
-        from taut_kernels.for_deploy import profile
+        from taut_bench.instruments import profile
 
         trace = output / "trace.json.gz"
         schedule = profile.Schedule(wait, warmup, active)

@@ -37,7 +37,7 @@ def roofline(
 ) -> None:
     """How near an op, a callable or a model comes to the machine's copy and matrix rates."""
     with instrument(as_json):
-        from taut_kernels.for_deploy import ceilings, roofline, roofline_plot
+        from taut_bench.instruments import ceilings, roofline, roofline_plot
 
         found = list(subjects(choice))
         make_folder(output)

@@ -18,7 +18,7 @@ from taut_deploy.files import write_json_atomically, write_text_atomically
 if TYPE_CHECKING:
     import torch
 
-    from taut_kernels.for_deploy import Subject
+    from taut_bench.instruments.subject import Subject
 
 _MAX_POINTS = 64
 
@@ -70,7 +70,8 @@ def instrument(as_json: bool) -> Iterator[None]:
     """
     # Before the profiler's first use: it would announce each of its starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    from taut_kernels.for_deploy import InstrumentError, described_if_of_a_step
+    from taut_bench.instruments.errors import InstrumentError
+    from taut_bench.instruments.subject import described_if_of_a_step
 
     # A user's module beside the current directory is found as with 'python -m'.
     if str(Path.cwd()) not in sys.path:
@@ -105,7 +106,7 @@ def subjects(choice: Choice) -> Iterator["Subject"]:
         MeasureError: the reference is nothing known, or an option does not fit it.
         InstrumentError: what the instruments refuse.
     """
-    from taut_kernels.for_deploy import resolve_device
+    from taut_bench.instruments.subject import resolve_device
 
     device = resolve_device(choice.device)
     if choice.device == "auto" and device.type == "cpu":
@@ -116,7 +117,8 @@ def subjects(choice: Choice) -> Iterator["Subject"]:
 
 
 def _built(choice: Choice, device: "torch.device") -> Iterator["Subject"]:
-    from taut_kernels.for_deploy import OP_CASES, from_op, from_reference
+    from taut_bench.instruments.op_cases import OP_CASES, from_op
+    from taut_bench.instruments.subject import from_reference
 
     if choice.subject in OP_CASES:
         _refuse(choice, "an op", "inputs", "batch", "tokens")
@@ -176,9 +178,9 @@ def _dtype(name: str | None) -> "torch.dtype | None":
 def _model(choice: Choice, device: "torch.device", ops: list[str]) -> "Subject":
     import torch
 
+    from taut_bench.instruments.subject import Subject
     from taut_deploy.home import TautHome
     from taut_deploy.models import ModelStore
-    from taut_kernels.for_deploy import Subject
 
     try:
         record = ModelStore(TautHome.from_environment().models).find(choice.subject)

@@ -3,13 +3,26 @@
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from taut_deploy.commands.option_groups import with_groups
-from taut_deploy.commands.output import JsonFlag, TrustRemoteCodeFlag, announce_code, print_json
-from taut_deploy.commands.validate_options import Access, Latency, Question, Sampling, Servers
+from taut_deploy.commands.output import (
+    JsonFlag,
+    TrustRemoteCodeFlag,
+    announce_code,
+    print_facts,
+    print_json,
+)
+from taut_deploy.commands.validate_options import (
+    Access,
+    Latency,
+    Question,
+    Sampling,
+    Servers,
+    Tasks,
+)
 from taut_deploy.progress import progress_reporter
 from taut_deploy.validate import ValidationJob, ValidationResult, run_validation
 
@@ -19,6 +32,7 @@ def validate(
     *,
     question: Question,
     sampling: Sampling,
+    tasks: Tasks,
     device: Annotated[str, typer.Option(help="cpu or cuda, for directories.")] = "cpu",
     servers: Servers,
     accept_lower_bound: Annotated[
@@ -41,37 +55,66 @@ def validate(
     Accuracy always, latency where both models are URLs. Servers get TAUT_API_KEY as bearer token.
     """
     from taut_deploy.validate.headers import parse_headers, read_api_key
+    from taut_deploy.validate.record import record, signer_for
 
-    with progress_reporter(quiet=as_json) as report:
+    if not question.explain:
+        question.require_all()
+    with progress_reporter(quiet=as_json or question.explain) as report:
         job = ValidationJob(
-            baseline=_locate(question.baseline),
-            candidate=_locate(question.candidate),
-            text=question.text,
+            baseline=_locate(question.baseline or "."),
+            candidate=_locate(question.candidate or "."),
+            text=question.text or Path(),
             policy=question.policy,
-            output=question.output,
-            **asdict(sampling),
+            output=question.output or Path(),
+            **sampling.for_job(),
+            **tasks.for_job(quick=sampling.quick),
             device=device,
             **asdict(servers),
             api_key=read_api_key(access.api_key_file, os.environ),
             baseline_headers=parse_headers(access.baseline_header or (), "--baseline-header"),
             candidate_headers=parse_headers(access.candidate_header or (), "--candidate-header"),
-            latency=latency.latency,
+            latency=False if sampling.quick and latency.latency is None else latency.latency,
             latency_plan=latency.plan(),
             accept_lower_bound=accept_lower_bound,
-            served=served,
+            served=served and not sampling.quick,
             trust_remote_code=trust_remote_code,
             progress=lambda stage, done, total: report(done, total, stage),
         )
+        if question.explain:
+            _explain(job, question, as_json=as_json)
         for side in (job.baseline, job.candidate):
             if os.path.isdir(side):  # noqa: PTH112 - never raises
                 announce_code(Path(side), trust_remote_code)
+        signer = signer_for(job, question.sign)
         result = run_validation(job)
-    _record(job, result)
+        record(job, result, signer)
+    _answer(result, as_json=as_json)
+
+
+def _answer(result: ValidationResult, *, as_json: bool) -> NoReturn:
     if as_json:
         print_json(_summary(result))
     else:
         typer.echo(result.report_markdown.read_text(encoding="utf-8"))
     raise typer.Exit(result.exit_code)
+
+
+def _explain(job: ValidationJob, question: Question, *, as_json: bool) -> NoReturn:
+    from taut_deploy.validate.explain import explain, tokens_per_second
+
+    facts = explain(job)
+    if question.baseline is not None:
+        from taut_deploy.validate.sides import find_side
+
+        speed = tokens_per_second(find_side(job, "baseline").open(job.device))
+        # Both models; the compressed one is taken to be as fast.
+        seconds = 2 * facts["tokens_per_model"] / speed
+        facts |= {"tokens_per_second": round(speed, 1), "seconds": round(seconds)}
+    if as_json:
+        print_json(facts)
+    else:
+        print_facts(facts)
+    raise typer.Exit(0)
 
 
 def _summary(result: ValidationResult) -> dict[str, Any]:
@@ -80,25 +123,8 @@ def _summary(result: ValidationResult) -> dict[str, Any]:
         "verdicts": result.report["verdicts"],
         "report": str(result.report_json),
         "junit": str(result.report_junit),
+        "page": str(result.report_page),
     }
-
-
-def _record(job: ValidationJob, result: ValidationResult) -> None:
-    """Write the verdict into the manifest of a candidate that is a checkpoint of taut's."""
-    from taut_deploy.checkpoint import is_checkpoint, record_validation
-
-    if not is_checkpoint(Path(job.candidate)):
-        return
-    verdict = {
-        "verdict": result.verdict.value,
-        "policy": str(job.policy),
-        "text": job.text.name,
-        "metrics": {
-            name: {"estimate": metric.estimate, "low": metric.low, "high": metric.high}
-            for name, metric in result.metrics.items()
-        },
-    }
-    record_validation(Path(job.candidate), verdict)
 
 
 def _locate(reference: str) -> str:

@@ -1,25 +1,52 @@
 """The options of ``taut validate``, in the groups in which they are used."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from taut_deploy.validate.latency.plan import LatencyPlan, parse_concurrency
 
 _PLAN = LatencyPlan()
+# Under three minutes for a model of 135M parameters on two cores.
+_QUICK = {"sequences": 16, "sequence_length": 256, "noise_sequences": 2}
+QUICK_ITEMS = 200
 
 
 @dataclass(frozen=True)
 class Question:
     """What is compared, on which text, judged by what, and where the answer goes."""
 
-    baseline: Annotated[str, typer.Option(help="Uncompressed model: name, directory or URL.")]
-    candidate: Annotated[str, typer.Option(help="Compressed model: name, directory or URL.")]
     policy: Annotated[str, typer.Option(help="Built-in policy or YAML file.")]
-    output: Annotated[Path, typer.Option(help="Directory for report.json, report.md, junit.xml.")]
-    text: Annotated[Path, typer.Option(help="UTF-8 text to judge on; not the calibration text.")]
+    baseline: Annotated[
+        str | None, typer.Option(help="Uncompressed model: name, directory or URL.")
+    ] = None
+    candidate: Annotated[
+        str | None, typer.Option(help="Compressed model: name, directory or URL.")
+    ] = None
+    output: Annotated[
+        Path | None, typer.Option(help="Directory for report.html, .json, .md and junit.xml.")
+    ] = None
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to judge on; not the calibration text.")
+    ] = None
+    sign: Annotated[
+        Path | None, typer.Option(help="Private key in PEM: sign the verdict in the checkpoint.")
+    ] = None
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what the policy would need, and run nothing.")
+    ] = False
+
+    def require_all(self) -> None:
+        """Refuse a run without its models, its text or its place.
+
+        Raises:
+            BadParameter: naming the option.
+        """
+        for name in ("baseline", "candidate", "output", "text"):
+            if getattr(self, name) is None:
+                raise typer.BadParameter(f"give --{name}; only --explain goes without it")
 
 
 @dataclass(frozen=True)
@@ -27,12 +54,71 @@ class Sampling:
     """How much of the text is compared, and how often it is resampled."""
 
     sequences: Annotated[int, typer.Option(help="Sequences to compare.")] = 32
+    max_sequences: Annotated[
+        int | None, typer.Option(help="Draw more, up to so many, while a limit is undecided.")
+    ] = None
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 512
     seed: Annotated[int, typer.Option(help="Seed of bootstrap and latency load.")] = 0
     bootstrap: Annotated[int, typer.Option(help="Bootstrap resamples.")] = 2000
     noise_sequences: Annotated[
         int, typer.Option(help="Sequences of the baseline-against-itself run; 0 leaves it out.")
     ] = 8
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="At most 16 sequences of 256 tokens, 2 of noise, 200 items a task; none served.",
+        ),
+    ] = False
+
+    def for_job(self) -> dict[str, Any]:
+        """The fields of a job; ``--quick`` lowers what is more."""
+        fields = asdict(self)
+        if not fields.pop("quick"):
+            return fields
+        lowered = {name: min(fields[name], most) for name, most in _QUICK.items()}
+        return fields | lowered | {"max_sequences": None}
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """What both models are asked beside the text."""
+
+    task: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSON lines of items, beside the policy's; repeatable."),
+    ] = None
+    lm_eval: Annotated[
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness, comma between (taut[eval]).")
+    ] = None
+    lm_eval_path: Annotated[
+        Path | None, typer.Option(help="Directory with your own tasks for it.")
+    ] = None
+    max_items: Annotated[int | None, typer.Option(help="At most as many items of a task.")] = None
+    slice: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="structured, tools, long_context, code, languages or chat, beside the policy's;"
+            " NAME=FILE for own prompts; repeatable."
+        ),
+    ] = None
+
+    def for_job(self, *, quick: bool) -> dict[str, Any]:
+        """The fields of a job.
+
+        Args:
+            quick: ask fewer items.
+        """
+        names = (name.strip() for name in (self.lm_eval or "").split(","))
+        return {
+            "tasks": tuple(self.task or ()),
+            "harness": tuple(name for name in names if name),
+            "harness_path": self.lm_eval_path,
+            "max_items": min(self.max_items or QUICK_ITEMS, QUICK_ITEMS)
+            if quick
+            else self.max_items,
+            "slices": tuple(self.slice or ()),
+        }
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from taut_deploy.commands.worker_options import (
     KernelOptions,
     KvCacheGib,
     ProcessOptions,
+    VerdictOptions,
 )
 from taut_deploy.errors import WorkerError
 from taut_deploy.models.directory import read_shape
@@ -37,6 +38,7 @@ def worker(
     kv_cache_gib: KvCacheGib = 1,
     kernels: KernelOptions,
     process: ProcessOptions,
+    verdict: VerdictOptions,
     trust_remote_code: TrustRemoteCodeFlag = False,
 ) -> None:
     """Verify a checkpoint and become a vLLM server for it, on loopback unless told."""
@@ -69,6 +71,8 @@ def worker(
             shutdown_timeout_s=process.shutdown_timeout,
             cache=process.cache,
             tune_budget_s=process.tune_budget_s,
+            require_verdict=verdict.require_verdict,
+            trust=verdict.trust,
             extra=tuple(extra),
         )
     )

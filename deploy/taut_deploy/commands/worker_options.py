@@ -52,6 +52,18 @@ class ProcessOptions:
 
 
 @dataclass(frozen=True)
+class VerdictOptions:
+    """What a checkpoint must have been shown to be."""
+
+    require_verdict: Annotated[
+        str | None, typer.Option(help="PASS: refuse a checkpoint without that verdict.")
+    ] = None
+    trust: Annotated[
+        Path | None, typer.Option(help="Public key in PEM that must have signed the verdict.")
+    ] = None
+
+
+@dataclass(frozen=True)
 class ContextOptions:
     """How much context a worker holds, and as what."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from taut_deploy.checkpoint import Manifest, is_checkpoint, read_manifest, require_public_name
-from taut_deploy.compress.calibrate.calibration import describe_text
+from taut_deploy.compress.calibrate.texts import describe_text
 from taut_deploy.compress.source.packed import why_not_read
 from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.compress.workspace import remove_leftovers
@@ -69,7 +69,7 @@ def finished_checkpoint(job: CompressionJob) -> Manifest | None:
     if (
         manifest.recipe_hash == job.recipe.hash
         and manifest.base_model.get("digest") == job.model.digest
-        and text in {None, manifest.calibration.get("description")}
+        and (text is None or text in str(manifest.calibration.get("description")))
     ):
         remove_leftovers(job.output)
         return manifest

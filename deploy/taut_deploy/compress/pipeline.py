@@ -156,7 +156,7 @@ class _Run:
                     model,
                     output,
                     stage.shares,
-                    (settings.path or "corpus",),
+                    settings.texts,
                     job.cache,
                     settings.sequences,
                     settings.sequence_length,

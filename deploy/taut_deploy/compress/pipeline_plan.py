@@ -94,7 +94,7 @@ def require_usable(job: CompressionJob) -> None:
     """
     recipe = job.recipe
     slims = any(isinstance(stage, Slim) for stage in recipe.stages)
-    if slims and recipe.calibration.source == "self":
+    if slims and "self" in recipe.calibration.weights:
         raise RecipeError(
             "calibration.source: 'slim' measures on text; use 'corpus', or 'file' with 'path'"
         )

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from taut_deploy.compress.calibrate.observe import InputGroup
 from taut_deploy.compress.formats.protocol import LayerFormat, StoredLayer
@@ -85,9 +87,22 @@ class LayerState:
         self.stored = stored
         self.methods.append(method)
         self.module.weight.data = stored.dequantize()
-        self.module.register_forward_pre_hook(
-            lambda _module, args: (stored.round_input(args[0]), *args[1:])
-        )
+        self.round_inputs(stored.round_input)
+
+    def round_inputs(self, rounded: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
+        """Let the layer see its inputs rounded from here on; gradients pass straight through.
+
+        Args:
+            rounded: an input [..., K] as the engine rounds it.
+        """
+
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = args[0]
+            if torch.is_grad_enabled():
+                return (x + (rounded(x.detach()) - x.detach()), *args[1:])
+            return (rounded(x), *args[1:])
+
+        return self.module.register_forward_pre_hook(hook)
 
 
 @dataclass(frozen=True)
@@ -125,7 +140,11 @@ class BlockState:
 
     def of_stage(self, index: int) -> list[LayerState]:
         """The layers that the recipe's stage at this position acts on."""
-        return [layer for layer in self.layers.values() if index in layer.stages]
+        return [*self.named_of_stage(index).values()]
+
+    def named_of_stage(self, index: int) -> dict[str, LayerState]:
+        """The same by their names inside the block."""
+        return {name: layer for name, layer in self.layers.items() if index in layer.stages}
 
     def groups_of_stage(self, index: int) -> list[InputGroup]:
         """The inputs read by any layer the stage at this position acts on."""

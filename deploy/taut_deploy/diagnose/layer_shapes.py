@@ -72,7 +72,9 @@ def stored_layers(directory: Path, method: str | None, bits: int) -> dict[str, S
             layers[layer] = StoredLayer(shape[0], shape[1], quantised=True)
         elif leaf == up and f"{layer}.{down}" in tensors:
             k = tensors[f"{layer}.{down}"][0][-1]
-            layers.setdefault(layer, StoredLayer(shape[0], k, quantised=True))
+            # In the interpolative form only the order has an entry for every output.
+            n = tensors.get(f"{layer}.{layer_description.ORDER}", (shape, dtype))[0][0]
+            layers.setdefault(layer, StoredLayer(n, k, quantised=True))
         elif leaf in _PACKED and f"{layer}.{_SHAPE}" not in tensors:
             n, k = _unpacked(shape, dtype, method, bits)
             layers[layer] = StoredLayer(n, k, quantised=True)

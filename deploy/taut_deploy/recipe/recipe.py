@@ -31,15 +31,24 @@ from taut_deploy.strict_yaml import (
     validate_mapping,
 )
 
+CalibrationSource = Literal["corpus", "articles", "self", "file"]
+
 
 class Calibration(Strict):
     """Where calibration tokens come from; never the text a result is judged on.
 
-    ``source`` is ``corpus`` (public-domain prose from a pinned package), ``self`` (sampled from the
-    model) or ``file`` with ``path``.
+    ``source`` is ``corpus`` (public-domain prose) or ``articles`` (of an encyclopaedia), both from
+    pinned packages, ``self`` (sampled from the model), ``file`` with ``path``, or several of them
+    with weights: ``{corpus: 1, articles: 2}``. Beside texts, ``self`` goes on from pieces of them.
     """
 
-    source: Literal["corpus", "self", "file"] = "corpus"
+    source: (
+        CalibrationSource
+        | Annotated[
+            dict[CalibrationSource, Annotated[float, Field(gt=0.0, allow_inf_nan=False)]],
+            Field(min_length=1),
+        ]
+    ) = "corpus"
     path: str | None = None
     sequences: Annotated[int, Field(ge=1, le=4096)] = 32
     sequence_length: Annotated[int, Field(ge=16, le=32768)] = 512
@@ -47,9 +56,23 @@ class Calibration(Strict):
 
     @model_validator(mode="after")
     def _path_goes_with_file(self) -> "Calibration":
-        if (self.source == "file") != (self.path is not None):
+        if ("file" in self.weights) != (self.path is not None):
             raise ValueError("'path' is given exactly when 'source' is 'file'")
         return self
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of every source, by its name."""
+        if isinstance(self.source, str):
+            return {self.source: 1.0}
+        return {str(name): weight for name, weight in self.source.items()}
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Sources that are written already: names of built-in texts, and the file's path."""
+        return tuple(
+            str(self.path) if name == "file" else name for name in self.weights if name != "self"
+        )
 
 
 class KvCache(Strict):
@@ -108,7 +131,9 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _enough_to_judge(self) -> "Recipe":
         if self.needs_target and self.calibration.sequences < 2:
-            raise ValueError("'calibration.sequences': learned rounding needs at least 2")
+            raise ValueError(
+                "'calibration.sequences': learning by a block's output needs at least 2"
+            )
         return self
 
     def _require_trainable(self) -> None:

@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 
+ReconstructionSteps = Annotated[int, Field(ge=1, le=5000)] | None
+"""Steps that fit what a stage left to the output of the original model's block; None for none."""
+
+
 class Smooth(StageModel):
     """Move activation outliers into the weights (SmoothQuant, arXiv:2211.10438, §4).
 
@@ -70,10 +74,11 @@ class Prune(StageModel):
     ``sparsity`` is the share to remove, ``pattern`` how many of every run of input channels stay;
     exactly one of them is given. Magnitude compares the weights of a layer, Wanda those of a row,
     SparseGPT those of 128 columns. ``refit`` then gives the weights that stay the values which
-    reproduce the layer's output best.
+    reproduce the layer's output best, and ``steps`` steps those that reproduce the block's.
     """
 
     order: ClassVar[Order] = Order.PRUNE
+    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps"}
 
     method: Literal["prune"] = "prune"
     algorithm: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
@@ -81,6 +86,7 @@ class Prune(StageModel):
     pattern: Literal["2:4", "4:8"] | None = None
     refit: bool = True
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+    steps: ReconstructionSteps = None
 
     @model_validator(mode="after")
     def _one_target(self) -> "Prune":
@@ -93,6 +99,11 @@ class Prune(StageModel):
         """Whether it needs ``x xᵀ`` of its inputs."""
         return self.refit or self.algorithm != "magnitude"
 
+    @property
+    def needs_target(self) -> bool:
+        """Whether it needs what the original model's block gives at full precision."""
+        return self.steps is not None
+
 
 class Quantize(StageModel):
     """Round weights, and inputs where the scheme says so.
@@ -101,7 +112,8 @@ class Quantize(StageModel):
     every layer of the stage is used. ``rtn`` and ``hqq`` need no data. ``act_order`` orders GPTQ's
     columns by importance while groups stay in place, so the file needs no index. ``round`` begins
     at GPTQ's codes and moves those of a whole block together, for ``steps`` steps (100), until
-    the block's output is closest to the original model's (AutoRound, arXiv:2309.05516, §3).
+    the block's output is closest to the original model's (AutoRound, arXiv:2309.05516, §3), inputs
+    rounded as the scheme says; it learns integers and FP8 by channel.
     """
 
     order: ClassVar[Order] = Order.STORE
@@ -210,10 +222,12 @@ class Factorize(StageModel):
     """Make a weight of two thin ones (SVD-LLM, arXiv:2403.07378, §3.1), or correct a rounded one.
 
     Exactly one of three: ``rank_budget``, the share of its parameters that a layer keeps; ``rank``,
-    the same for every layer; ``residual``, which keeps 4-bit weights beside the factors.
+    the same for every layer; ``residual``, which keeps 4-bit weights beside the factors. ``steps``
+    steps then fit the factors to the block's output.
     """
 
     order: ClassVar[Order] = Order.STORE
+    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps"}
     keeps_zeros: ClassVar[bool] = False
 
     method: Literal["factorize"] = "factorize"
@@ -221,6 +235,7 @@ class Factorize(StageModel):
     rank: Annotated[int, Field(ge=1)] | None = None
     residual: Residual | None = None
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.001
+    steps: ReconstructionSteps = None
 
     @model_validator(mode="after")
     def _one_size(self) -> "Factorize":
@@ -237,6 +252,11 @@ class Factorize(StageModel):
         """Whether it needs ``x xᵀ`` of its inputs."""
         return True
 
+    @property
+    def needs_target(self) -> bool:
+        """Whether it needs what the original model's block gives at full precision."""
+        return self.steps is not None
+
 
 class Palettize(StageModel):
     """Make every weight one of a few values: an index into a book, times the scale of its group.
@@ -244,10 +264,12 @@ class Palettize(StageModel):
     Sources: SqueezeLLM, arXiv:2306.07629, §4.1; GPTVQ, arXiv:2402.15319, §3. ``entries`` values
     make a book, which all rows of a layer share, or every ``rows`` of them. ``group_size`` is
     an upper bound, as for ``quantize``; values are relative to a group's largest. ``refits`` is how
-    often books are fitted to the indices and these chosen anew.
+    often books are fitted to the indices and these chosen anew. ``steps`` steps then learn
+    indices and scales, and as many books and scales, by the block's output.
     """
 
     order: ClassVar[Order] = Order.STORE
+    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps"}
     keeps_zeros: ClassVar[bool] = False
 
     method: Literal["palettize"] = "palettize"
@@ -256,11 +278,17 @@ class Palettize(StageModel):
     rows: Annotated[int, Field(ge=1)] | None = None
     refits: Annotated[int, Field(ge=0, le=16)] = 2
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
+    steps: ReconstructionSteps = None
 
     @property
     def needs_hessian(self) -> bool:
         """Whether it needs ``x xᵀ`` of its inputs."""
         return True
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether it needs what the original model's block gives at full precision."""
+        return self.steps is not None
 
 
 Stage = Annotated[

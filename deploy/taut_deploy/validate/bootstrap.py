@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 Floats = NDArray[np.float64]
+ALPHA = 0.05
+"""One minus the confidence of an interval that is looked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,16 @@ def resample_indices(blocks: int, resamples: int, seed: int) -> NDArray[np.int64
     return np.random.default_rng(seed).integers(0, blocks, size=(resamples, blocks))
 
 
-def mean_interval(block_means: Floats, indices: NDArray[np.int64]) -> Interval:
+def mean_interval(
+    block_means: Floats, indices: NDArray[np.int64], alpha: float = ALPHA
+) -> Interval:
     """Interval of the mean of equally long blocks: studentised bootstrap, and Student's if wider.
 
     Args:
         block_means: [blocks] fp64, at least two.
         indices: [resamples, blocks] from :func:`resample_indices`.
+        alpha: one minus the confidence of the two-sided interval; each one-sided bound errs as
+            often as both of its sides.
 
     Returns:
         The interval; it has no width when all blocks are equal, as for identical checkpoints.
@@ -61,9 +67,10 @@ def mean_interval(block_means: Floats, indices: NDArray[np.int64]) -> Interval:
     # A resample that drew equal blocks only has no spread to divide by: use the sample's own.
     errors = np.where(np.ptp(drawn, axis=1) == 0.0, error, errors)
     pivots = (means - estimate) / errors
-    pivot = np.quantile(pivots, [0.025, 0.05, 0.95, 0.975])
+    levels = [alpha / 2, alpha, 1 - alpha, 1 - alpha / 2]
+    pivot = np.quantile(pivots, levels)
     # Few blocks leave few resamples to tell their tails by: never narrower than Student's interval.
-    student = stats.t.ppf([0.025, 0.05, 0.95, 0.975], blocks - 1)
+    student = stats.t.ppf(levels, blocks - 1)
     t_low, t_05 = np.minimum(pivot, student)[:2]
     t_95, t_high = np.maximum(pivot, student)[2:]
     return Interval(
@@ -76,7 +83,10 @@ def mean_interval(block_means: Floats, indices: NDArray[np.int64]) -> Interval:
 
 
 def quantile_intervals(
-    values: Floats, probabilities: Sequence[float], indices: NDArray[np.int64]
+    values: Floats,
+    probabilities: Sequence[float],
+    indices: NDArray[np.int64],
+    alpha: float = ALPHA,
 ) -> list[Interval]:
     """Expanded percentile bootstrap intervals of pooled quantiles; see :func:`expanded_levels`.
 
@@ -84,6 +94,7 @@ def quantile_intervals(
         values: [blocks, positions] fp64.
         probabilities: quantiles wanted, each in [0, 1].
         indices: [resamples, blocks] from :func:`resample_indices`.
+        alpha: one minus the confidence of the two-sided interval.
 
     Returns:
         One interval per probability.
@@ -92,14 +103,14 @@ def quantile_intervals(
     drawn = np.empty((len(indices), len(probabilities)))
     for row, choice in enumerate(indices):
         drawn[row] = np.quantile(values[choice], probabilities)
-    ends = np.quantile(drawn, expanded_levels(len(values)), axis=0)
+    ends = np.quantile(drawn, expanded_levels(len(values), alpha), axis=0)
     return [
         Interval(float(estimate), *(float(end) for end in column))
         for estimate, column in zip(estimates, ends.T, strict=True)
     ]
 
 
-def expanded_levels(blocks: int) -> NDArray[np.float64]:
+def expanded_levels(blocks: int, alpha: float = ALPHA) -> NDArray[np.float64]:
     """Quantiles of the resamples at which a percentile interval of few blocks ends.
 
     The plain percentile interval behaves like a normal interval with the variance divided by ``n``
@@ -110,11 +121,12 @@ def expanded_levels(blocks: int) -> NDArray[np.float64]:
 
     Args:
         blocks: n, at least two.
+        alpha: one minus the confidence of the two-sided interval.
 
     Returns:
-        Levels for the two-sided 95 % interval's ends and the two one-sided 95 % bounds:
+        Levels for the two-sided interval's ends and the two one-sided bounds:
         [low, high, one-sided low, one-sided high].
     """
-    student = stats.t.ppf([0.025, 0.05], blocks - 1)
+    student = stats.t.ppf([alpha / 2, alpha], blocks - 1)
     low, one_sided = stats.norm.cdf(np.sqrt(blocks / (blocks - 1)) * student)
     return np.array([low, 1.0 - low, one_sided, 1.0 - one_sided])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -30,8 +31,10 @@ from taut_deploy.models.directory import require_contained
 from taut_deploy.models.pretrained import load_tokenizer
 from taut_deploy.models.remote_code import why_code_is_needed
 from taut_deploy.models.values import is_finite
+from taut_deploy.validate.checkpoint_writer import write_answer
 from taut_deploy.validate.divergence import FullDistribution
-from taut_deploy.validate.errors import CouldNotValidateError, one_line
+from taut_deploy.validate.errors import CouldNotValidateError, NotOfferedError, one_line
+from taut_deploy.validate.generation import Answer, Generation, Message
 
 _LOAD_ERRORS = (
     OSError,
@@ -52,6 +55,7 @@ class CheckpointTokenizer:
     """
 
     def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
+        self._path = path
         try:
             self._tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
         except ModelError as error:
@@ -67,6 +71,39 @@ class CheckpointTokenizer:
     def decode(self, ids: list[int]) -> str:
         """The text of ``ids``, special tokens shown."""
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def written(self, ids: list[int]) -> str:
+        """The text of ``ids``, special tokens left out."""
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of conversations, if there is one."""
+        template = self._tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation that the model is to continue.
+
+        Raises:
+            CouldNotValidateError: no chat template, or it refuses the messages.
+        """
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        except (ValueError, TypeError, TemplateError) as error:
+            raise CouldNotValidateError(
+                f"{self._path}: its chat template refuses a prompt: {one_line(error, 160)}"
+            ) from error
+        return list(ids)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -105,6 +142,7 @@ class CheckpointSource:
         self._device = usable_device(device)
         self._model = self._load(dtype)
         self._unpacked = False
+        self._tokenizer: CheckpointTokenizer | None = None
 
     def _load(self, dtype: torch.dtype | None) -> Any:
         try:
@@ -193,6 +231,52 @@ class CheckpointSource:
                 "sequence; the weights are broken"
             )
         return FullDistribution(logits)
+
+    @property
+    def tokenizer(self) -> CheckpointTokenizer:
+        """The directory's tokenizer, loaded when it is first asked for."""
+        if self._tokenizer is None:
+            self._tokenizer = CheckpointTokenizer(
+                self.path, trust_remote_code=self._trust_remote_code
+            )
+        return self._tokenizer
+
+    def write(self, ids: Sequence[int], generation: Generation) -> Answer:
+        """Continue a prompt greedily.
+
+        Args:
+            ids: token ids.
+            generation: length and stop texts.
+
+        Raises:
+            CouldNotValidateError: the tokenizer does not load.
+        """
+        with _silenced_bars(), _silenced_report(), WideProducts():
+            answer = write_answer(
+                self._model, self.tokenizer.written, ids, generation, self._device
+            )
+        self._unpacked = True
+        return answer
+
+    def converse(
+        self, messages: Sequence[Message], tools: Sequence[Message], generation: Generation
+    ) -> Answer:
+        """Answer a conversation.
+
+        Args:
+            messages: ``role`` and ``content`` each.
+            tools: offered functions, as in the OpenAI API.
+            generation: length and stop texts.
+
+        Raises:
+            CouldNotValidateError: the chat template refuses the messages.
+            NotOfferedError: no chat template, or there are tools and it knows of none.
+        """
+        if self.tokenizer.chat_template is None:
+            raise NotOfferedError(f"{self.role} {self.path}: it has no chat template")
+        if tools and "tools" not in self.tokenizer.chat_template:
+            raise NotOfferedError(f"{self.role} {self.path}: its chat template teaches no tools")
+        return self.write(self.tokenizer.conversation(messages, tools), generation)
 
 
 def read_config(path: Path, role: str) -> dict[str, Any]:

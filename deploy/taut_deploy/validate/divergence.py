@@ -86,6 +86,37 @@ def compare(baseline: Distribution, candidate: Distribution, targets: torch.Tens
     return _compare_top_k(baseline, candidate, targets)
 
 
+def token_logprobs(distribution: Distribution, targets: torch.Tensor) -> Floats:
+    """Natural log-probability of the token that came at each position.
+
+    Args:
+        distribution: over ``len(targets)`` positions.
+        targets: [positions] int64, the true next tokens.
+
+    Returns:
+        [positions] fp64.
+    """
+    if isinstance(distribution, TopKDistribution):
+        rows = zip(distribution.positions, targets.tolist(), strict=True)
+        return np.array([known[token] for known, token in rows])
+    pieces = []
+    for start in range(0, len(targets), _ROWS):
+        rows_at = slice(start, start + _ROWS)
+        logprobs = _log_softmax(distribution.logits[rows_at])
+        index = targets[rows_at, None].to(logprobs.device)
+        pieces.append(logprobs.gather(1, index)[:, 0].cpu().double())
+    found: Floats = torch.cat(pieces).numpy()
+    return found
+
+
+def top1(distribution: Distribution) -> Ints:
+    """The most likely token at each position, the lowest id on a tie; [positions]."""
+    if isinstance(distribution, TopKDistribution):
+        return np.array([_most_likely(known) for known in distribution.positions])
+    found: Ints = distribution.logits.argmax(-1).cpu().numpy()
+    return found
+
+
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
     wide = logits.double() if logits.dtype == torch.float64 else logits.float()
     return torch.log_softmax(wide, dim=-1)

@@ -12,6 +12,10 @@ class CouldNotValidateError(TautError):
     exit_code = 3
 
 
+class NotOfferedError(CouldNotValidateError):
+    """A model has no such ability (tools, conversations): what needs it is not judged."""
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """An exception's message on a single line of at most ``limit`` characters."""
     text = " ".join(str(error).split()) or type(error).__name__

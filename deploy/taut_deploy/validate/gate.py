@@ -5,12 +5,13 @@ broken (FAIL) when the whole interval is outside, and otherwise undecided. One b
 the candidate; without one, a single undecided limit leaves the verdict INCONCLUSIVE. Point
 estimates decide nothing. The two-sided interval makes each PASS a one-sided test at 2.5 %, stricter
 than the customary 5 %. PASS takes every limit, so that many limits make it no likelier by chance.
-Accuracy and latency are judged alike; the verdict is the worse of the two.
+Accuracy, tasks, slices and latency are judged alike; the verdict is the worst of all.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from taut_deploy.validate.bounds import Bounds
 from taut_deploy.validate.job import Metric, RuleOutcome, Verdict
 from taut_deploy.validate.metrics import QUANTILES
 from taut_deploy.validate.policy import ERROR_RATE, LatencyBounds, Policy
@@ -40,14 +41,64 @@ def judge(
     """
     outcomes = []
     for name, limit in policy.require.limits.items():
-        for side, value in (("max", limit.max), ("min", limit.min)):
-            if value is not None:
-                outcome = _judge_limit(name, side, value, metrics[name], accept_lower_bound)
-                if name in QUANTILES and sequences < _QUANTILES_NEED:
-                    few = f"{sequences} sequences bound no quantile; use {_QUANTILES_NEED} or more"
-                    outcome = replace(outcome, verdict=Verdict.INCONCLUSIVE, reason=few)
-                outcomes.append(outcome)
+        for side, value in limit.sides:
+            outcome = judge_limit(name, side, value, metrics[name], accept_lower_bound)
+            if name in QUANTILES and sequences < _QUANTILES_NEED:
+                few = f"{sequences} sequences bound no quantile; use {_QUANTILES_NEED} or more"
+                outcome = replace(outcome, verdict=Verdict.INCONCLUSIVE, reason=few)
+            outcomes.append(outcome)
     return combine(outcome.verdict for outcome in outcomes), tuple(outcomes)
+
+
+def judge_bounds(
+    part: str,
+    subject: str,
+    bounds: Bounds,
+    metrics: Mapping[str, Metric],
+    *,
+    more: str,
+    accept_lower_bound: bool = False,
+) -> tuple[RuleOutcome, ...]:
+    """Judge the limits on a task or slice.
+
+    Args:
+        part: ``tasks`` or ``slices``.
+        subject: name of the task or slice.
+        bounds: its section of the policy.
+        metrics: what was measured; what could not be is absent and leaves its limit undecided.
+        more: what to do where an interval decides nothing.
+        accept_lower_bound: whether a metric known only as a lower bound may pass a ``max`` limit.
+    """
+    outcomes = []
+    for name, limit in bounds.limits.items():
+        for side, value in limit.sides:
+            if name in metrics:
+                outcome = judge_limit(name, side, value, metrics[name], accept_lower_bound, more)
+            else:
+                why = "not measured: the baseline gives nothing to compare with"
+                outcome = RuleOutcome(name, side, value, Verdict.INCONCLUSIVE, None, why)
+            outcomes.append(replace(outcome, part=part, subject=subject))
+    return tuple(outcomes)
+
+
+def unmeasured_bounds(part: str, subject: str, bounds: Bounds, why: str) -> tuple[RuleOutcome, ...]:
+    """Every limit on a required task or slice that was not measured, as undecided."""
+    if not bounds.required:
+        return ()
+    return tuple(
+        RuleOutcome(
+            name,
+            side,
+            value,
+            Verdict.INCONCLUSIVE,
+            None,
+            f"not measured: {why}",
+            part=part,
+            subject=subject,
+        )
+        for name, limit in bounds.limits.items()
+        for side, value in limit.sides
+    )
 
 
 def combine(verdicts: Iterable[Verdict]) -> Verdict:
@@ -79,7 +130,7 @@ def judge_latency(
     outcomes = []
     for name, side, limit in bounds.limits:
         if name == ERROR_RATE:
-            outcome = _judge_limit(name, side, limit, error_rate, False, _MORE_REQUESTS)
+            outcome = judge_limit(name, side, limit, error_rate, False, _MORE_REQUESTS)
             outcomes.append(replace(outcome, part=LATENCY))
             continue
         for concurrency, metrics in ratios.items():
@@ -103,7 +154,7 @@ def _judge_ratio(
     if name not in metrics:
         why = "not measured: too few blocks in which both models answered"
         return RuleOutcome(name, side, limit, Verdict.INCONCLUSIVE, None, why)
-    outcome = _judge_limit(name, side, limit, metrics[name], False, _MORE_REQUESTS)
+    outcome = judge_limit(name, side, limit, metrics[name], False, _MORE_REQUESTS)
     if outcome.verdict is Verdict.PASS and busy > CLIENT_BUSY_LIMIT:
         why = (
             f"the measuring client computed {busy:.0%} of the time: its own delays hide "
@@ -113,7 +164,7 @@ def _judge_ratio(
     return outcome
 
 
-def _judge_limit(
+def judge_limit(
     name: str,
     side: str,
     limit: float,
@@ -121,6 +172,16 @@ def _judge_limit(
     accept_lower_bound: bool,
     more: str = "use more sequences",
 ) -> RuleOutcome:
+    """Judge one limit.
+
+    Args:
+        name: of the metric.
+        side: ``max`` or ``min``.
+        limit: the value.
+        metric: what was measured.
+        accept_lower_bound: whether a metric known only as a lower bound may pass a ``max`` limit.
+        more: what to do where the interval decides nothing.
+    """
     # Distance to the limit, positive inside, of the interval's worst and best end.
     if side == "max":
         worst, best, bound = limit - metric.high, limit - metric.low, metric.high

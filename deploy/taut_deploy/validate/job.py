@@ -11,7 +11,11 @@ from taut_deploy.validate.latency.plan import LatencyPlan
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): ``compare``, ``noise`` and ``serve`` count sequences,
-``latency`` counts pairs of blocks."""
+``task NAME`` and ``slice NAME`` items, ``latency`` pairs of blocks."""
+
+
+PARTS = ("accuracy", "tasks", "slices", "latency")
+"""What a verdict is combined of."""
 
 
 class Verdict(enum.Enum):
@@ -58,6 +62,13 @@ class ValidationJob:
         served: also have a worker of a candidate directory score a few sequences, so that what
             serves is compared with what was scored.
         trust_remote_code: let Python code in the directories run.
+        tasks: files of items that both models answer, beside those of the policy.
+        harness: names of tasks of lm-evaluation-harness.
+        harness_path: directory with the user's own task definitions for it.
+        slices: ``NAME`` or ``NAME=FILE`` of slices to measure beside those of the policy.
+        max_items: at most as many of each task; None leaves it to the policy.
+        max_sequences: more sequences are drawn, up to so many, while a limit on accuracy is
+            undecided; None draws ``sequences`` and no more.
         progress: called after each sequence and each pair of latency blocks.
 
     Raises:
@@ -87,6 +98,12 @@ class ValidationJob:
     accept_lower_bound: bool = False
     served: bool = False
     trust_remote_code: bool = False
+    tasks: tuple[Path, ...] = ()
+    harness: tuple[str, ...] = ()
+    harness_path: Path | None = None
+    slices: tuple[str, ...] = ()
+    max_items: int | None = None
+    max_sequences: int | None = None
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -97,11 +114,14 @@ class ValidationJob:
             "bootstrap": 200,
             "noise_sequences": 0,
             "top_k": 1,
+            "max_items": 2,
+            "max_sequences": self.sequences,
         }
         for name, least in floors.items():
-            if getattr(self, name) < least:
+            value = getattr(self, name)
+            if value is not None and value < least:
                 flag = "--" + name.replace("_", "-")
-                raise CouldNotValidateError(f"{flag}: {getattr(self, name)} is below {least}")
+                raise CouldNotValidateError(f"{flag}: {value} is below {least}")
         if not self.timeout_s > 0:
             raise CouldNotValidateError(
                 f"--timeout-s: {self.timeout_s} is not a positive number of seconds"
@@ -136,8 +156,8 @@ class RuleOutcome:
     """One limit of the policy, judged.
 
     ``margin`` is how far the deciding end of the interval lies inside (positive) or outside, None
-    if the metric was not measured; ``part`` is ``accuracy`` or ``latency``, ``concurrency`` belongs
-    to ratios of latency.
+    if the metric was not measured; ``part`` is one of :data:`PARTS`, ``concurrency`` belongs to
+    ratios of latency, ``subject`` is the name of a task or slice.
     """
 
     metric: str
@@ -148,6 +168,7 @@ class RuleOutcome:
     reason: str
     concurrency: int | None = None
     part: str = "accuracy"
+    subject: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +185,7 @@ class ValidationResult:
     report_json: Path
     report_markdown: Path
     report_junit: Path
+    report_page: Path
 
     @property
     def exit_code(self) -> int:

@@ -55,7 +55,8 @@ def render_junit(report: Mapping[str, Any]) -> str:
 
 def _case(suite: ElementTree.Element, rule: Mapping[str, Any]) -> ElementTree.Element:
     at = "" if rule["concurrency"] is None else f" at concurrency {rule['concurrency']}"
-    name = f"{rule['metric']} {rule['side']} {rule['limit']:g}{at}"
+    of = "" if rule.get("subject") is None else f"{rule['subject']} "
+    name = f"{of}{rule['metric']} {rule['side']} {rule['limit']:g}{at}"
     attributes = {"classname": f"taut.validate.{rule['part']}", "name": name}
     return ElementTree.SubElement(suite, "testcase", attributes)
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from taut_deploy.validate import markdown_latency
+from taut_deploy.validate import markdown_items, markdown_latency
 from taut_deploy.validate.tables import cell, table
 
-_LABELS = {
+LABELS = {
     "perplexity_ratio": "perplexity ratio",
     "delta_nll": "ΔNLL (nats/token)",
     "mean_kl": "mean KL (nats)",
@@ -17,6 +17,7 @@ _LABELS = {
     "rms_delta_p": "RMS Δp of the true token",
     "served_kl": "mean KL of what is served from the files (nats)",
 }
+"""Metrics of accuracy in words."""
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -30,12 +31,14 @@ def render(report: Mapping[str, Any]) -> str:
         _rules,
         _metrics,
         _serving,
+        markdown_items.tasks,
+        markdown_items.slices,
         markdown_latency.latency,
         _worst,
         _models,
         _conditions,
     )
-    return "\n\n".join(section(report) for section in sections) + "\n"
+    return "\n\n".join(filter(None, (section(report) for section in sections))) + "\n"
 
 
 def _head(report: Mapping[str, Any]) -> str:
@@ -57,10 +60,11 @@ def _head(report: Mapping[str, Any]) -> str:
 
 
 def _parts(report: Mapping[str, Any]) -> str:
-    """The verdict of accuracy and that of latency."""
+    """The verdict of each part; of tasks and slices where a policy bounds them."""
     shown = (
         f"{part.capitalize()}: {verdict or 'not judged'}."
         for part, verdict in report["verdicts"].items()
+        if verdict is not None or part in ("accuracy", "latency")
     )
     return " ".join(shown)
 
@@ -68,7 +72,7 @@ def _parts(report: Mapping[str, Any]) -> str:
 def _rules(report: Mapping[str, Any]) -> str:
     rows = [
         (
-            _rule_label(rule),
+            rule_label(rule),
             f"{rule['side']} {rule['limit']:g}",
             f"**{rule['verdict']}**",
             "–" if rule["margin"] is None else f"{rule['margin']:+.4g}",
@@ -79,10 +83,12 @@ def _rules(report: Mapping[str, Any]) -> str:
     return "## Limits\n\n" + table(("metric", "limit", "verdict", "margin", "why"), rows)
 
 
-def _rule_label(rule: Mapping[str, Any]) -> str:
-    """The metric; for a ratio of latency also at which concurrency."""
+def rule_label(rule: Mapping[str, Any]) -> str:
+    """The metric, of which task or slice; for a ratio of latency also at which concurrency."""
+    if rule["subject"] is not None:
+        return f"{rule['subject']}: {markdown_items.label(rule['metric'])}"
     if rule["part"] == "accuracy":
-        return _LABELS[rule["metric"]]
+        return LABELS[rule["metric"]]
     label = markdown_latency.LABELS[rule["metric"]]
     label += " ratio" if rule["metric"].endswith("_ratio") else ""
     return label if rule["concurrency"] is None else f"{label}, concurrency {rule['concurrency']}"
@@ -91,7 +97,7 @@ def _rule_label(rule: Mapping[str, Any]) -> str:
 def _metrics(report: Mapping[str, Any]) -> str:
     rows = []
     for name, metric in report["metrics"].items():
-        label = _LABELS[name] + (" ≥" if metric["is_lower_bound"] else "")
+        label = LABELS[name] + (" ≥" if metric["is_lower_bound"] else "")
         noise = "–" if metric["noise"] is None else f"{metric['noise']:#.5g}"
         interval = f"[{metric['low']:#.5g}, {metric['high']:#.5g}]"
         rows.append((label, f"{metric['estimate']:#.5g}", interval, noise))

@@ -9,10 +9,12 @@ mean square of the difference of p. The set is that of llama.cpp's ``--kl-diverg
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from taut_deploy.validate.bootstrap import (
+    ALPHA,
     Interval,
     mean_interval,
     quantile_intervals,
@@ -21,6 +23,7 @@ from taut_deploy.validate.bootstrap import (
 from taut_deploy.validate.divergence import Comparison, Floats
 from taut_deploy.validate.job import Metric
 
+_BINS, _LEAST_SHOWN = 40, 1e-6  # of the histogram; less is rounding
 QUANTILES = {"kl_p50": 0.5, "kl_p90": 0.9, "kl_p99": 0.99}
 _KL_METRICS = ("mean_kl", *QUANTILES)
 
@@ -37,8 +40,25 @@ def stack(comparisons: Sequence[Comparison]) -> Comparison:
     )
 
 
+def joined(parts: Sequence[Comparison]) -> Comparison:
+    """Join stacks of comparisons over further sequences, arrays [sequences, positions]."""
+    return Comparison(
+        baseline_nll=np.concatenate([c.baseline_nll for c in parts]),
+        candidate_nll=np.concatenate([c.candidate_nll for c in parts]),
+        kl=np.concatenate([c.kl for c in parts]),
+        baseline_top1=np.concatenate([c.baseline_top1 for c in parts]),
+        candidate_top1=np.concatenate([c.candidate_top1 for c in parts]),
+        kl_is_lower_bound=any(c.kl_is_lower_bound for c in parts),
+    )
+
+
 def measure(
-    comparison: Comparison, noise: Comparison | None, *, resamples: int, seed: int
+    comparison: Comparison,
+    noise: Comparison | None,
+    *,
+    resamples: int,
+    seed: int,
+    alpha: float = ALPHA,
 ) -> dict[str, Metric]:
     """Compute every metric.
 
@@ -47,14 +67,18 @@ def measure(
         noise: the baseline against itself, for the noise floor.
         resamples: bootstrap resamples.
         seed: of the bootstrap.
+        alpha: one minus the confidence of the intervals; less than 0.05 where data are looked at
+            more than once.
 
     Returns:
         Metrics by name; :class:`taut_deploy.validate.policy.Requirements` has the same names.
     """
     floor = {} if noise is None else point_estimates(noise)
     indices = resample_indices(len(comparison.kl), resamples, seed)
-    intervals = _intervals(comparison, lambda rows: mean_interval(rows.mean(axis=1), indices))
-    quantiles = quantile_intervals(comparison.kl, list(QUANTILES.values()), indices)
+    intervals = _intervals(
+        comparison, lambda rows: mean_interval(rows.mean(axis=1), indices, alpha)
+    )
+    quantiles = quantile_intervals(comparison.kl, list(QUANTILES.values()), indices, alpha)
     intervals |= dict(zip(QUANTILES, quantiles, strict=True))
     return {
         name: Metric(
@@ -83,6 +107,21 @@ def kl_tail(comparison: Comparison) -> dict[str, float]:
         "p99.9": float(np.quantile(comparison.kl, 0.999)),
         "max": float(comparison.kl.max()),
     }
+
+
+def kl_histogram(kl: Floats) -> dict[str, Any]:
+    """Positions by their KL, in bins of equal width on a logarithmic axis.
+
+    Args:
+        kl: of any shape, nats.
+
+    Returns:
+        ``edges`` of the bins in nats, ``counts``, and how many positions are ``below`` the first.
+    """
+    edges = np.geomspace(_LEAST_SHOWN, max(float(kl.max()) * 1.001, 10 * _LEAST_SHOWN), _BINS + 1)
+    counts, _ = np.histogram(kl, edges)
+    below = int((kl < _LEAST_SHOWN).sum())
+    return {"edges": edges.tolist(), "counts": counts.tolist(), "below": below}
 
 
 def perplexities(comparison: Comparison) -> dict[str, float]:

@@ -11,13 +11,15 @@ A policy is YAML::
       throughput_ratio_at_least: 0.95
       error_rate_at_most: 0.05         # failed share of the candidate's requests; 0.05 if not given
       required: true                   # false: files, which have no latency, may pass without
+
+``tasks`` and ``slices`` are described in :mod:`taut_deploy.validate.bounds`.
 """
 
 import math
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from taut_deploy.strict_yaml import (
     parse_mapping,
@@ -25,29 +27,9 @@ from taut_deploy.strict_yaml import (
     shipped_names,
     validate_mapping,
 )
+from taut_deploy.validate.bounds import Slices, TaskBounds
 from taut_deploy.validate.errors import CouldNotValidateError
-
-Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Limit(_Strict):
-    """An upper limit, a lower limit, or both."""
-
-    max: Number | None = None
-    min: Number | None = None
-
-    @model_validator(mode="after")
-    def _has_a_side(self) -> "Limit":
-        if self.max is None and self.min is None:
-            raise ValueError("give 'max', 'min' or both")
-        if self.max is not None and self.min is not None and self.min > self.max:
-            raise ValueError(f"'min' {self.min} is above 'max' {self.max}")
-        return self
-
+from taut_deploy.validate.limits import Limit, Number, Strict, check_ranges
 
 # What a metric can be at all.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -62,7 +44,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-class Requirements(_Strict):
+class Requirements(Strict):
     """The metrics a policy may limit; each is compared by the bounds of its 95 % interval."""
 
     perplexity_ratio: Limit | None = None
@@ -82,17 +64,7 @@ class Requirements(_Strict):
 
     @model_validator(mode="after")
     def _within_ranges(self) -> "Requirements":
-        for name, limit in self.limits.items():
-            low, high = _RANGES[name]
-            for side, value in (("min", limit.min), ("max", limit.max)):
-                if value is not None and not low <= value <= high:
-                    hint = (
-                        f"; {value:g} % is {value / 100:g}"
-                        if 1 < value <= 100 == 100 * high
-                        else ""
-                    )
-                    ends = f"from {low:g} to {high:g}" if high < math.inf else f"at least {low:g}"
-                    raise ValueError(f"{name}.{side}: {value:g}, and the metric is {ends}{hint}")
+        check_ranges(self.limits, _RANGES)
         return self
 
     @property
@@ -107,7 +79,7 @@ ERROR_RATE = "error_rate"
 _SIDES = {"_at_most": "max", "_at_least": "min"}
 
 
-class LatencyBounds(_Strict):
+class LatencyBounds(Strict):
     """Bounds on ratios candidate ÷ baseline, and on the share of the candidate's failed requests.
 
     Args:
@@ -145,13 +117,18 @@ class LatencyBounds(_Strict):
         return found
 
 
-class Policy(_Strict):
+_TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
+class Policy(Strict):
     """A named set of limits; all must hold."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,62}$")]
     description: str = ""
     require: Requirements
     latency: LatencyBounds | None = None
+    tasks: dict[_TaskName, TaskBounds] = Field(default_factory=dict)
+    slices: Slices = Field(default_factory=Slices)
 
 
 def builtin_policies() -> list[str]:
@@ -169,6 +146,17 @@ def load_policy(reference: str | Path) -> Policy:
         str(reference), "taut_deploy.validate", "policies", "policy", CouldNotValidateError
     )
     return parse_policy(text, str(reference))
+
+
+def beside_policy(reference: str | Path, file: str) -> Path:
+    """A file that a policy names: it lies beside the policy's own.
+
+    Args:
+        reference: of the policy, as :func:`load_policy` takes it.
+        file: as the policy names it.
+    """
+    policy = Path(reference)
+    return policy.parent / file if policy.is_file() else Path(file)
 
 
 def parse_policy(text: str, origin: str) -> Policy:

@@ -1,4 +1,4 @@
-"""The report: JSON for programs, Markdown for people, JUnit for CI; all whole or not there."""
+"""The report: JSON for programs, Markdown and a page for people, JUnit for CI; all or none."""
 
 import contextlib
 import dataclasses
@@ -17,20 +17,23 @@ from taut_deploy.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from taut_deploy.validate import metrics
+from taut_deploy.validate import metrics, partial
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
-from taut_deploy.validate.gate import LATENCY, combine
-from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob
+from taut_deploy.validate.gate import combine
+from taut_deploy.validate.job import PARTS, Metric, RuleOutcome, ValidationJob
 from taut_deploy.validate.junit import render_junit
 from taut_deploy.validate.markdown import render
+from taut_deploy.validate.page.render import render_page
 from taut_deploy.validate.policy import Policy
 from taut_deploy.validate.text import TokenizedText, Tokenizer
 
 SCHEMA = "taut-validation-report"
-# 2: latency, verdicts of both parts, a rule's part and concurrency. 3: serving.
-SCHEMA_VERSION = 3
+# 2: latency, verdicts of both parts, a rule's part and concurrency. 3: serving. 4: tasks, slices, a
+# rule's subject, the histogram of the KL, cumulative latencies.
+SCHEMA_VERSION = 4
 JSON_NAME, MARKDOWN_NAME, JUNIT_NAME = "report.json", "report.md", "junit.xml"
+PAGE_NAME = "report.html"
 _WORST = 10
 _CONTEXT_TOKENS = 24
 
@@ -49,19 +52,20 @@ def check_output(output: Path) -> None:
         return
     if not output.is_dir():
         raise CouldNotValidateError(f"--output {output}: exists and is not a directory")
-    if any(output.iterdir()) and not _is_ours(output / JSON_NAME):
+    ours = ((JSON_NAME, SCHEMA), (partial.PARTIAL_NAME, partial.SCHEMA))
+    if any(output.iterdir()) and not any(_is_ours(output / name, what) for name, what in ours):
         raise CouldNotValidateError(
             f"--output {output}: not empty and holds no earlier validation report; choose another "
             "directory"
         )
 
 
-def _is_ours(file: Path) -> bool:
+def _is_ours(file: Path, schema: str) -> bool:
     try:
         content = read_json(file, CouldNotValidateError)
     except (OSError, CouldNotValidateError):
         return False
-    return isinstance(content, dict) and content.get("schema") == SCHEMA
+    return isinstance(content, dict) and content.get("schema") == schema
 
 
 def discard_earlier(output: Path) -> None:
@@ -70,14 +74,16 @@ def discard_earlier(output: Path) -> None:
         # The JSON last: it is what marks the directory as ours.
         (output / MARKDOWN_NAME).unlink(missing_ok=True)
         (output / JUNIT_NAME).unlink(missing_ok=True)
+        (output / PAGE_NAME).unlink(missing_ok=True)
+        (output / partial.PARTIAL_NAME).unlink(missing_ok=True)
         (output / JSON_NAME).unlink()
 
 
-def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path, Path]:
+def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path, Path, Path]:
     """Write the files, the JSON last.
 
     Returns:
-        Paths of the JSON, the Markdown and the JUnit file.
+        Paths of the JSON, the Markdown, the JUnit file and the page.
 
     Raises:
         OutputError: the directory cannot be made or written.
@@ -86,13 +92,14 @@ def write(output: Path, content: Mapping[str, Any]) -> tuple[Path, Path, Path]:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"--output {output}: {error.strerror}") from error
-    json_file, markdown_file, junit_file = (
-        output / name for name in (JSON_NAME, MARKDOWN_NAME, JUNIT_NAME)
+    json_file, markdown_file, junit_file, page = (
+        output / name for name in (JSON_NAME, MARKDOWN_NAME, JUNIT_NAME, PAGE_NAME)
     )
     write_text_atomically(markdown_file, render(content))
     write_text_atomically(junit_file, render_junit(content))
+    write_text_atomically(page, render_page(content))
     write_json_atomically(json_file, content)
-    return json_file, markdown_file, junit_file
+    return json_file, markdown_file, junit_file, page
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,19 +108,25 @@ class Findings:
 
     Args:
         comparison: both models over the same tokens.
+        looks: numbers of sequences at which the limits on accuracy were judged.
         noise_kind: what the noise floor was measured with.
         measured: the metrics with their intervals, by name.
         rules: the outcome of every rule of the policy.
         latency: the latency part as plain data; says why where there is none.
         serving: what the served candidate answered, likewise.
+        tasks: what both models answered to the items of tasks, likewise.
+        slices: what they answered to the prompts of slices, likewise.
     """
 
     comparison: Comparison
+    looks: Sequence[int]
     noise_kind: str
     measured: Mapping[str, Metric]
     rules: Sequence[RuleOutcome]
     latency: Mapping[str, Any]
     serving: Mapping[str, Any]
+    tasks: Mapping[str, Any]
+    slices: Mapping[str, Any]
 
 
 def build(
@@ -145,18 +158,22 @@ def build(
             "is_lower_bound": comparison.kl_is_lower_bound,
             "top_k": job.top_k if comparison.kl_is_lower_bound else None,
             **metrics.kl_tail(comparison),
+            "histogram": metrics.kl_histogram(comparison.kl),
         },
         "perplexity": metrics.perplexities(comparison),
         "mean_delta_p": metrics.mean_delta_p(comparison),
         "noise_floor": found.noise_kind,
         "latency": dict(found.latency),
         "serving": dict(found.serving),
+        "tasks": dict(found.tasks),
+        "slices": dict(found.slices),
         "worst_positions": worst_positions(comparison, text, tokenizer),
         "models": {role: dict(described) for role, described in models.items()},
         "text": _text_section(job, text, comparison),
         "statistics": {
-            "interval": "two-sided 95 %, bootstrap over sequences; studentised for means, "
-            "percentile for quantiles",
+            "interval": "two-sided 95 % over all looks, bootstrap over sequences; studentised for "
+            "means, percentile for quantiles",
+            "looks": list(found.looks),
             "resamples": job.bootstrap,
             "seed": job.seed,
         },
@@ -169,7 +186,7 @@ def build(
 def _verdicts(rules: Sequence[RuleOutcome]) -> dict[str, str | None]:
     """The verdict of each part; None where nothing was judged."""
     parts: dict[str, str | None] = {}
-    for part in ("accuracy", LATENCY):
+    for part in PARTS:
         found = [rule.verdict for rule in rules if rule.part == part]
         parts[part] = combine(found).value if found else None
     return parts
@@ -184,7 +201,7 @@ def _text_section(
         "bytes": text.text_bytes,
         "tokens_sha256": text.tokens_sha256,
         "bos_token_id": text.bos_token_id,
-        "sequences": job.sequences,
+        "sequences": len(comparison.kl),
         "sequence_length": job.sequence_length,
         "predictions": int(comparison.kl.size),
     }
@@ -207,6 +224,7 @@ def worst_positions(
                 "kl": float(comparison.kl[at]),
                 "context": tokenizer.decode(list(ids[start : at[1] + 1])),
                 "token": tokenizer.decode([ids[at[1] + 1]]),
+                "after": _after(tokenizer, ids[at[1] + 2 :]),
                 "baseline_probability": float(np.exp(-comparison.baseline_nll[at])),
                 "candidate_probability": float(np.exp(-comparison.candidate_nll[at])),
                 "baseline_top1": tokenizer.decode([int(comparison.baseline_top1[at])]),
@@ -214,3 +232,7 @@ def worst_positions(
             }
         )
     return rows
+
+
+def _after(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(ids[: _CONTEXT_TOKENS // 2])) if ids else ""

@@ -1,107 +1,91 @@
-"""A validation from job to report: open both models, score them side by side, judge, write."""
+"""A validation from job to report: open both models, compare them, judge, write."""
 
 import datetime
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from taut_deploy.validate import identity, metrics, report
-from taut_deploy.validate.behaviour import require_same_behaviour
+from taut_deploy.errors import TautError
+from taut_deploy.validate import identity, report
 from taut_deploy.validate.checkpoint_source import (
     CheckpointSource,
-    CheckpointTokenizer,
     read_config,
     usable_device,
     wider_dtype,
 )
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
-from taut_deploy.validate.gate import judge
-from taut_deploy.validate.headers import described as described_headers
-from taut_deploy.validate.headers import request_headers
-from taut_deploy.validate.job import ValidationJob, ValidationResult, Verdict
+from taut_deploy.validate.job import RuleOutcome, ValidationJob, ValidationResult, Verdict
 from taut_deploy.validate.latency_part import check_latency, check_lengths, compare_latency
-from taut_deploy.validate.policy import load_policy
-from taut_deploy.validate.server_source import ServerConnection, ServerSource, is_url
+from taut_deploy.validate.partial import Partial
+from taut_deploy.validate.policy import Policy, load_policy
+from taut_deploy.validate.server_source import is_url
 from taut_deploy.validate.serving import compare_served
-from taut_deploy.validate.side_by_side import Source, compare_sources
-from taut_deploy.validate.text import TokenizedText, Tokenizer, read_text, tokenize_file
-
-_PROBE_CHARACTERS = 4000
+from taut_deploy.validate.side_by_side import compare_sources
+from taut_deploy.validate.sides import Side, check_tokenizers, find_side
+from taut_deploy.validate.slices.run import SlicePlan, Speakers, compare_slices, plan_slices
+from taut_deploy.validate.tasks.plan import TaskPlan, plan_tasks
+from taut_deploy.validate.tasks.run import Models, compare_tasks
+from taut_deploy.validate.text import TokenizedText, read_text, tokenize_file
+from taut_deploy.validate.text_part import TextCompared, compare_text
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
-    """One of the two models before it is loaded: a server found, or a directory checked."""
+class _Plan:
+    """What a job asks for, read before anything is loaded."""
 
-    role: str
-    tokenizer: Tokenizer
-    identity: Mapping[str, Any]
-    server: ServerSource | None
-    directory: Path | None
-    trust_remote_code: bool = False
+    policy: Policy
+    tasks: TaskPlan
+    slices: tuple[SlicePlan, ...]
 
-    def open(self, device: str, dtype: torch.dtype | None = None) -> Source:
-        if self.server is not None:
-            return self.server
-        assert self.directory is not None  # noqa: S101 - narrows the type
-        return CheckpointSource(
-            self.directory,
-            self.role,
-            device,
-            dtype,
-            trust_remote_code=self.trust_remote_code,
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What both models answered while they were open."""
+
+    text: TextCompared
+    tasks: dict[str, Any]
+    slices: dict[str, Any]
+    rules: tuple[RuleOutcome, ...]
 
 
 def run(job: ValidationJob) -> ValidationResult:
     """Carry out ``job``; see :func:`taut_deploy.validate.run_validation`."""
-    clock, started_at = time.monotonic(), datetime.datetime.now(datetime.UTC)
     # Cheap checks first: a mistyped flag must not cost the loading of two models.
     report.check_output(job.output)
     policy = load_policy(job.policy)
+    plan = _Plan(policy, plan_tasks(job, policy), plan_slices(job, policy))
     usable_device(job.device)
     read_text(job.text)
     for role in ("baseline", "candidate"):
         if not is_url(getattr(job, role)):
             read_config(Path(getattr(job, role)), role)
     check_latency(job)
-    baseline, candidate = _find_side(job, "baseline"), _find_side(job, "candidate")
-    text = tokenize_file(job.text, baseline.tokenizer, job.sequences, job.sequence_length)
-    _check_tokenizers(job, baseline, candidate)
+    partial = Partial(job.output)
+    try:
+        return _compare(job, plan, partial)
+    except (TautError, KeyboardInterrupt) as error:
+        kept = partial.write(error)
+        if kept is not None and isinstance(error, CouldNotValidateError):
+            raise CouldNotValidateError(f"{error}; what was measured is in {kept}") from error
+        raise
+
+
+def _compare(job: ValidationJob, plan: _Plan, partial: Partial) -> ValidationResult:
+    clock, started_at = time.monotonic(), datetime.datetime.now(datetime.UTC)
+    baseline, candidate = find_side(job, "baseline"), find_side(job, "candidate")
+    text = tokenize_file(
+        job.text, baseline.tokenizer, job.max_sequences or job.sequences, job.sequence_length
+    )
+    check_tokenizers(job, baseline, candidate)
     check_lengths(job, [baseline.server, candidate.server])
     report.discard_earlier(job.output)
-
-    comparison = _score_both(job, text, baseline, candidate)
-    noise, noise_kind = _score_noise(job, text, baseline)
-    measured = metrics.measure(comparison, noise, resamples=job.bootstrap, seed=job.seed)
-    _, rules = judge(
-        policy,
-        measured,
-        accept_lower_bound=job.accept_lower_bound,
-        sequences=len(text.sequences),
-    )
-    serving, serving_rules = compare_served(
-        job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.device)
-    )
-    rules += serving_rules
-    latency, latency_rules = compare_latency(job, policy, text, baseline.server, candidate.server)
-    rules += latency_rules
+    found = _measure(job, plan, text, (baseline, candidate), partial)
     content = report.build(
         job=job,
-        policy=policy,
-        found=report.Findings(
-            comparison=comparison,
-            noise_kind=noise_kind,
-            measured=measured,
-            rules=rules,
-            latency=latency,
-            serving=serving.as_json(),
-        ),
+        policy=plan.policy,
+        found=found,
         text=text,
         tokenizer=baseline.tokenizer,
         models={"baseline": baseline.identity, "candidate": candidate.identity},
@@ -110,62 +94,73 @@ def run(job: ValidationJob) -> ValidationResult:
         wall_time_s=time.monotonic() - clock,
     )
     files = report.write(job.output, content)
-    return ValidationResult(Verdict(content["verdict"]), measured, rules, content, *files)
+    return ValidationResult(
+        Verdict(content["verdict"]), found.measured, tuple(found.rules), content, *files
+    )
 
 
-def _find_side(job: ValidationJob, role: str) -> _Side:
-    reference: str = getattr(job, role)
-    if is_url(reference):
-        extra = getattr(job, f"{role}_headers")
-        headers = request_headers(job.api_key, extra)
-        connection = ServerConnection(reference, role, headers, job.timeout_s)
-        server = ServerSource(connection, getattr(job, f"{role}_model"), job.top_k)
-        described = identity.server_identity(connection.root, server.card, described_headers(extra))
-        return _Side(role, server.tokenizer, described, server, None)
-    path = Path(reference)
-    trusted = job.trust_remote_code
-    tokenizer = CheckpointTokenizer(path, trust_remote_code=trusted)
-    described = identity.directory_identity(path, role)
-    return _Side(role, tokenizer, described, None, path, trusted)
+def _measure(
+    job: ValidationJob,
+    plan: _Plan,
+    text: TokenizedText,
+    sides: tuple[Side, Side],
+    partial: Partial,
+) -> report.Findings:
+    baseline, candidate = sides
+    asked = _ask_both(job, plan, text, sides, partial)
+    noise, noise_kind = _score_noise(job, text, baseline)
+    measured, _, rules = asked.text.judged(job, plan.policy, noise)
+    serving, serving_rules = compare_served(
+        job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.device)
+    )
+    latency, latency_rules = compare_latency(
+        job, plan.policy, text, baseline.server, candidate.server
+    )
+    return report.Findings(
+        comparison=asked.text.comparison,
+        looks=asked.text.looks,
+        noise_kind=noise_kind,
+        measured=measured,
+        rules=(*rules, *serving_rules, *asked.rules, *latency_rules),
+        latency=latency,
+        serving=serving.as_json(),
+        tasks=asked.tasks,
+        slices=asked.slices,
+    )
 
 
-def _check_tokenizers(job: ValidationJob, baseline: _Side, candidate: _Side) -> None:
-    """Refuse models that would read the same ids as different text, or answer by other rules."""
-    ours, theirs = baseline.tokenizer, candidate.tokenizer
-    if isinstance(ours, CheckpointTokenizer) and isinstance(theirs, CheckpointTokenizer):
-        same = ours.vocabulary == theirs.vocabulary
-    else:
-        probe = read_text(job.text)[0][:_PROBE_CHARACTERS]
-        same = ours.encode(probe, special=False) == theirs.encode(probe, special=False)
-    if not same:
-        raise CouldNotValidateError(
-            f"--candidate {job.candidate}: its tokenizer differs from that of {job.baseline}; only "
-            "models over the same vocabulary can be compared"
-        )
-    if baseline.directory is not None and candidate.directory is not None:
-        require_same_behaviour(
-            baseline.directory,
-            candidate.directory,
-            trust_remote_code=job.trust_remote_code,
-        )
-
-
-def _score_both(
-    job: ValidationJob, text: TokenizedText, baseline: _Side, candidate: _Side
-) -> Comparison:
-    """Score both models sequence by sequence; neither model outlives the call."""
-    first, second = baseline.open(job.device), candidate.open(job.device)
+def _ask_both(
+    job: ValidationJob,
+    plan: _Plan,
+    text: TokenizedText,
+    sides: tuple[Side, Side],
+    partial: Partial,
+) -> _Asked:
+    """Score the text and run tasks and slices; neither model outlives the call."""
+    first, second = (side.open(job.device) for side in sides)
     for source in (first, second):
         if source.max_positions is not None and job.sequence_length > source.max_positions:
             raise CouldNotValidateError(
                 f"--sequence-length: {job.sequence_length} is more than the {source.max_positions} "
                 f"positions of the {source.role}"
             )
-    return compare_sources(first, second, list(text.sequences), "compare", job.progress)
+    sequences = list(text.sequences)
+    compared = compare_text(job, plan.policy, text, (first, second), partial)
+    models = Models(first, second, sides[0].tokenizer, text.bos_token_id)
+    tasks, task_rules = compare_tasks(job, plan.tasks, models, partial)
+    speakers = Speakers(
+        first,
+        second,
+        sides[0].tokenizer,
+        text.bos_token_id,
+        tuple(token for ids in sequences for token in ids if token != text.bos_token_id),
+    )
+    slices, slice_rules = compare_slices(job, plan.slices, speakers, partial)
+    return _Asked(compared, tasks, slices, (*task_rules, *slice_rules))
 
 
 def _score_noise(
-    job: ValidationJob, text: TokenizedText, baseline: _Side
+    job: ValidationJob, text: TokenizedText, baseline: Side
 ) -> tuple[Comparison | None, str]:
     """Compare the baseline with itself: how small a difference can still be told from rounding.
 

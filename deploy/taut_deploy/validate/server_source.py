@@ -15,7 +15,11 @@ from urllib.parse import urlsplit
 import requests
 
 from taut_deploy.validate.divergence import TopKDistribution
-from taut_deploy.validate.errors import CouldNotValidateError, one_line
+from taut_deploy.validate.errors import CouldNotValidateError, NotOfferedError, one_line
+from taut_deploy.validate.generation import Answer, FinishReason, Generation, Message
+
+# The request is understood and not served: by a model without that ability, or with other limits.
+_REFUSED = frozenset({400, 404, 422})
 
 
 def is_url(reference: str) -> bool:
@@ -66,6 +70,9 @@ class ServerConnection:
             kind = type(error).__name__
             raise self.fail(f"{path} gave no answer ({kind}); is the server up?") from error
         if not answer.ok:
+            if answer.status_code in _REFUSED:
+                message = f"{self.role} {self.root}: {path} answered {answer.status_code}: "
+                raise NotOfferedError(message + _server_message(answer))
             raise self.fail(f"{path} answered {answer.status_code}: {_server_message(answer)}")
         try:
             value = answer.json()
@@ -196,3 +203,81 @@ class ServerSource:
                 "NaN or infinite log-probabilities; the served weights are broken"
             )
         return logprobs
+
+    def write(self, ids: Sequence[int], generation: Generation) -> Answer:
+        """Continue a prompt greedily.
+
+        Args:
+            ids: token ids.
+            generation: length and stop texts.
+
+        Raises:
+            CouldNotValidateError: a refused request, or an answer without text.
+        """
+        body = {"prompt": list(ids), **self._asked(generation)}
+        answer = self._connection.call("/v1/completions", body)
+        choice = self._first_choice(answer, "/v1/completions")
+        return self._answer(answer, choice, choice.get("text"), None)
+
+    def converse(
+        self, messages: Sequence[Message], tools: Sequence[Message], generation: Generation
+    ) -> Answer:
+        """Answer a conversation.
+
+        Args:
+            messages: ``role`` and ``content`` each.
+            tools: offered functions, as in the OpenAI API.
+            generation: length and stop texts.
+
+        Raises:
+            NotOfferedError: the server refuses it, as one without a parser refuses tools.
+            CouldNotValidateError: no answer, or one without a message.
+        """
+        body: dict[str, Any] = {"messages": list(messages), **self._asked(generation)}
+        if tools:
+            body["tools"] = list(tools)
+        answer = self._connection.call("/v1/chat/completions", body)
+        choice = self._first_choice(answer, "/v1/chat/completions")
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            raise self._connection.fail("/v1/chat/completions answered without a 'message'")
+        return self._answer(answer, choice, message.get("content") or "", _calls(message))
+
+    def _asked(self, generation: Generation) -> dict[str, Any]:
+        asked = {
+            "model": self.model_name,
+            "max_tokens": generation.max_tokens,
+            "temperature": 0.0,
+        }
+        return asked | ({"stop": list(generation.stop)} if generation.stop else {})
+
+    def _first_choice(self, answer: Mapping[str, Any], path: str) -> dict[str, Any]:
+        choices = answer.get("choices")
+        first = choices[0] if isinstance(choices, list) and choices else None
+        if not isinstance(first, dict):
+            raise self._connection.fail(f"{path} answered without 'choices'")
+        return first
+
+    def _answer(
+        self,
+        answer: Mapping[str, Any],
+        choice: Mapping[str, Any],
+        text: Any,
+        calls: tuple[tuple[str, str], ...] | None,
+    ) -> Answer:
+        usage = answer.get("usage")
+        tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if not isinstance(text, str) or not isinstance(tokens, int):
+            raise self._connection.fail("an answer lacks its text or 'usage.completion_tokens'")
+        reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
+        return Answer(text, tokens, reason, calls)
+
+
+def _calls(message: Mapping[str, Any]) -> tuple[tuple[str, str], ...] | None:
+    """Name and arguments of the calls that the server parsed."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not calls:
+        return None
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    named = [function if isinstance(function, dict) else {} for function in functions]
+    return tuple((str(one.get("name")), str(one.get("arguments") or "")) for one in named)

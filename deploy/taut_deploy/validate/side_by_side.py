@@ -1,5 +1,6 @@
 """Two sources asked for the same sequences, one after the other, and compared."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ def compare_sources(
     sequences: list[tuple[int, ...]],
     stage: str,
     progress: Progress | None,
+    keep: Callable[[Comparison], None] | None = None,
 ) -> Comparison:
     """Score sequences with both sources and compare position by position.
 
@@ -38,6 +40,7 @@ def compare_sources(
         sequences: token ids, equally long.
         stage: told to ``progress``.
         progress: called after each sequence.
+        keep: called with the comparison of each sequence.
 
     Returns:
         Arrays [sequences, positions].
@@ -48,14 +51,21 @@ def compare_sources(
     comparisons = []
     for done, ids in enumerate(sequences, start=1):
         left, right = first.score(ids), second.score(ids)
-        _check_vocabulary(left, right)
+        check_vocabulary(left, right)
         comparisons.append(compare(left, right, torch.tensor(ids[1:])))
+        if keep is not None:
+            keep(comparisons[-1])
         if progress is not None:
             progress(stage, done, len(sequences))
     return metrics.stack(comparisons)
 
 
-def _check_vocabulary(left: Distribution, right: Distribution) -> None:
+def check_vocabulary(left: Distribution, right: Distribution) -> None:
+    """Refuse distributions over vocabularies of different sizes.
+
+    Raises:
+        CouldNotValidateError: they differ.
+    """
     if isinstance(left, FullDistribution) and isinstance(right, FullDistribution):
         sizes = left.logits.shape[-1], right.logits.shape[-1]
         if sizes[0] != sizes[1]:

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from taut_deploy.cache import cache_key_of, open_cache
 from taut_deploy.tune import measure_for_worker
+from taut_deploy.verdict_record import check_wanted, require_verdict
 from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
@@ -25,11 +26,14 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
 
     Raises:
         CheckpointError: the files do not match the manifest.
-        WorkerError: vLLM, a KV-cache dtype or our kernels are missing, or the verdicts of this card
-            are damaged.
+        WorkerError: vLLM, a KV-cache dtype, our kernels or a required verdict are missing, or the
+            verdicts of this card are damaged.
     """
+    check_wanted(spec.require_verdict, spec.trust)
     platform = installed_platform()
     manifest = verify_model(spec.checkpoint)
+    if said := require_verdict(spec.checkpoint, manifest, spec.require_verdict, spec.trust):
+        _say(said)
     mode = kernel_mode(spec, manifest, platform)
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)

@@ -37,6 +37,8 @@ class WorkerSpec:
             where vLLM puts them.
         tune_budget_s: CUDA only, seconds in which 4-bit products that nobody measured on this card
             are measured before vLLM starts; 0 leaves them to vLLM.
+        require_verdict: verdict that the checkpoint's manifest must hold; None asks for none.
+        trust: public key that must have signed it; None believes the manifest.
         extra: further vLLM arguments, passed on as they are.
     """
 
@@ -53,6 +55,8 @@ class WorkerSpec:
     shutdown_timeout_s: int = 30
     cache: Path | None = None
     tune_budget_s: float = 20.0
+    require_verdict: str | None = None
+    trust: Path | None = None
     extra: tuple[str, ...] = ()
 
 

@@ -1,28 +1,26 @@
 """How the attention kernels are cut up: measured tables and the rules behind them.
 
-A table is ``tiles/attention-<card>.json``::
-
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"kernel": "decode", "D": 128, "bits": 8, "load": "small", "tile": {…}, "us": …}, …]}
+A row of the table ``attention`` (:mod:`taut_kernels.launch.tile_tables`) has ``kernel``, ``D``,
+``bits``, ``load``, ``tile`` and ``us``.
 
 ``kernel`` is one of :data:`KERNELS`, ``D`` the padded head dimension, ``bits`` those of a cached
 element (16 but for decode), ``load`` one of :data:`LOADS` (``large`` but for decode), ``tile`` has
 the fields of :class:`.tile.AttentionTile`, of :class:`.tile.HopperTile` where the kernel is
 ``forward_hopper``, or of :class:`.tile.DecodeTile` where it is ``decode``. What no row names takes
 the rule.
-``python -m tuning.tune_attention`` writes a table, and `python -m taut_kernels.instruments.aot`
+``python -m tuning.tune_attention`` writes a table, and `python -m taut_bench.instruments.aot`
 proves that no tile spills on sm_80 and sm_90.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
 from taut_kernels.attention.tile import AttentionTile, DecodeTile, HopperTile, Tile
-from taut_kernels.launch import tile_tables
+from taut_kernels.launch.tile_tables import Reader, Row, measured
 
 KERNELS = ("forward", "forward_hopper", "key_gradients", "query_gradients", "decode")
 ROW_DELTA_BLOCK = 64
@@ -32,7 +30,6 @@ of so many sequences and heads that they are hardly divided."""
 SMALL_LOAD = 1024
 MANY_PAIRS = 2
 """Sequences × key heads a multiprocessor up to which a load is "large" and not "many"."""
-_ROW_FIELDS = {"kernel", "D", "bits", "load", "tile", "us"}
 _FEW_KEYS = 1024
 """Keys of a program where there are more programs than fit at once."""
 _MOST_SPLITS = 512
@@ -90,55 +87,25 @@ _DECODE = {
 _KINDS = {"forward_hopper": HopperTile, "decode": DecodeTile}
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTable:
-    """A card's measured tiles.
-
-    Attributes:
-        gpu: its name.
-        tiles: by kernel, padded head dimension, bytes of a cached element, and load.
-    """
-
-    gpu: str
-    tiles: dict[tuple[str, int, int, str], Tile]
+def _entry(row: Row) -> tuple[tuple[str, int, int, str], Tile]:
+    """Key a row by kernel, padded head dimension, bytes of a cached element, and load."""
+    if row["kernel"] not in KERNELS or row["load"] not in LOADS:
+        raise ValueError(f"no such kernel or load: {row['kernel']}, {row['load']}")
+    kind: Any = _KINDS.get(row["kernel"], AttentionTile)
+    return (row["kernel"], row["D"], row["bits"] // 8, row["load"]), kind(**row["tile"])
 
 
-def parse_table(text: str, where: str) -> AttentionTable:
-    """Read a table.
-
-    Args:
-        text: JSON.
-        where: file name, for errors.
-
-    Raises:
-        ValueError: an unknown or missing field, or one out of its range; names ``where``.
-    """
-    gpu, rows = tile_tables.rows_of(text, where)
-    tiles: dict[tuple[str, int, int, str], Tile] = {}
-    for row in rows:
-        if set(row) != _ROW_FIELDS:
-            raise ValueError(f"{where}: a row needs {sorted(_ROW_FIELDS)}, got {sorted(row)}")
-        if row["kernel"] not in KERNELS or row["load"] not in LOADS:
-            raise ValueError(f"{where}: no such kernel or load: {row['kernel']}, {row['load']}")
-        kind: Any = _KINDS.get(row["kernel"], AttentionTile)
-        try:
-            tile = kind(**row["tile"])
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {row['kernel']}: {error}") from error
-        tiles[row["kernel"], row["D"], row["bits"] // 8, row["load"]] = tile
-    return AttentionTable(gpu, tiles)
-
-
-@cache
-def tables() -> dict[str, AttentionTable]:
-    """Return the tables that ship, by card."""
-    return tile_tables.load_all("attention", parse_table)
+_READER = Reader(
+    name="attention",
+    fields=frozenset({"kernel", "D", "bits", "load", "tile", "us"}),
+    entry=_entry,
+)
+parse, tables = _READER.parse, cache(_READER.tables)
 
 
 def _measured(gpu: str | None, kernel: str, dim: int, size: int = 2, load: str = "large") -> Any:
     """Return a card's measured tile, or None."""
-    table = tile_tables.of_card(tables(), gpu)
-    return table.tiles.get((kernel, dim, size, load)) if table else None
+    return measured(tables(), gpu, (kernel, dim, size, load))
 
 
 def forward(padded_dim: int, windowed: bool, hopper: bool, gpu: str | None = None) -> AttentionTile:

@@ -6,9 +6,11 @@ not named there is dense. Parsed once, here, for every reader. Imports no tensor
 =============  =====================================================================================
 kind           tensors of the layer
 =============  =====================================================================================
-``low_rank``   ``weight_u`` [N, r] and ``weight_v`` [r, K]; with ``base`` also ``weight_packed``,
-               ``weight_scale``, ``weight_shape`` and ``weight_zero_point`` as compressed-tensors'
-               ``pack-quantized`` stores 4-bit weights, to which ``weight_u @ weight_v`` is added
+``low_rank``   ``weight_u`` [N, r] and ``weight_v`` [r, K]; where ``interpolative`` ``weight_u`` is
+               [N - r, r], with ``weight_order`` [N] int32 (:mod:`.low_rank`); with ``base`` also
+               ``weight_packed``, ``weight_scale``, ``weight_shape`` and ``weight_zero_point`` as
+               compressed-tensors' ``pack-quantized`` stores 4-bit weights, to which
+               ``weight_u @ weight_v`` is added
 ``codebook``   ``weight_packed`` [N, K·bits/8] uint8 (:mod:`.codebook`), ``weight_scale`` [N, G],
                ``weight_codebook`` [B, entries] and ``weight_shape`` [2] int64
 =============  =====================================================================================
@@ -25,6 +27,8 @@ FORMAT_VERSION = 1
 ENTRIES = (4, 8, 16)
 FACTORS = ("weight_u", "weight_v")
 """Tensors of a low-rank layer."""
+ORDER = "weight_order"
+"""Of a low-rank layer in the interpolative form."""
 _BASE_BITS = 4
 
 
@@ -60,10 +64,12 @@ class LowRank:
     Attributes:
         rank: inner width r.
         base: what the product of the factors is added to, None where they stand alone.
+        interpolative: whether the first factor holds an identity that is not stored.
     """
 
     rank: int
     base: PackedBase | None = None
+    interpolative: bool = False
 
     @property
     def scheme(self) -> str:
@@ -73,7 +79,8 @@ class LowRank:
     def as_json(self) -> dict[str, Any]:
         """The entry of a layer in ``layers``."""
         base = {} if self.base is None else {"base": self.base.as_json()}
-        return {"kind": "low_rank", "rank": self.rank, **base}
+        form = {"interpolative": True} if self.interpolative else {}
+        return {"kind": "low_rank", "rank": self.rank, **form, **base}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +174,13 @@ def _layer(place: str, described: Any) -> Layer:
         raise LayerDescriptionError(f"{place}: expected an object")
     kind = described.get("kind")
     if kind == "low_rank":
-        _require_keys(place, described, {"kind", "rank"}, {"base"})
+        _require_keys(place, described, {"kind", "rank"}, {"base", "interpolative"})
         base = described.get("base")
         read_base = None if base is None else _base(f"{place}.base", base)
-        return LowRank(_count(place, described, "rank"), read_base)
+        interpolative = described.get("interpolative", False)
+        if not isinstance(interpolative, bool):
+            raise LayerDescriptionError(f"{place}.interpolative: expected true or false")
+        return LowRank(_count(place, described, "rank"), read_base, interpolative)
     if kind == "codebook":
         _require_keys(place, described, {"kind", "entries", "group_size", "rows"})
         if described["entries"] not in ENTRIES:

@@ -1,7 +1,7 @@
 """What every launcher shares: output memory, which GPU it runs on, and a launch that costs little.
 
 Launchers allocate through :func:`empty` so that a test can replace it by an allocator that fills
-with NaN (:func:`taut_kernels.testing.nan_poison`): an element a kernel forgets to write then shows.
+with NaN (:func:`taut_bench.testing.nan_poison`): an element a kernel forgets to write then shows.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The file is JSON::
 
-    {"format": 1, "gpu": "<torch.cuda.get_device_name>", "driver": "…",
+    {"format": 2, "gpu": "<torch.cuda.get_device_name>", "driver": "…",
      "versions": {"torch": "…", …}, "source": "<command, date>",
-     "tables": {"<name of a table>": [rows as in tiles/<name>-<card>.json], …}}
+     "tables": {"<name of a table>": [rows as in tiles/<card>.json], …}}
 
 Its rows come before those that are shipped. It is written whole before a worker starts, and every
 process of the worker reads it: the ranks of a tensor-parallel worker decide alike. `taut tune`
@@ -19,17 +19,16 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 VARIABLE = "TAUT_VERDICTS"
-FORMAT = 1
+FORMAT = 2
 _KEYS = {"format", "gpu", "driver", "versions", "source", "tables"}
 _PACKAGES = ("taut", "torch", "triton", "vllm", "humming-kernels")
-_AGAIN = "measure again with 'taut tune'"
+AGAIN = "measure again with 'taut tune'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,20 +111,20 @@ def read(path: Path) -> Document:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}; {_AGAIN}") from error
+        raise ValueError(f"{path}: {error.strerror or error}; {AGAIN}") from error
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); delete it and {_AGAIN}") from error
+        raise ValueError(f"{path}: not JSON ({error}); delete it and {AGAIN}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or set(data) != _KEYS:
-        raise ValueError(f"{path}: no verdicts of format {FORMAT}; delete it and {_AGAIN}")
+        raise ValueError(f"{path}: no verdicts of format {FORMAT}; delete it and {AGAIN}")
     tables, versions = data["tables"], data["versions"]
     kinds = (isinstance(data[key], str) for key in ("gpu", "driver", "source"))
     if not (all(kinds) and isinstance(versions, dict) and isinstance(tables, dict)):
-        raise ValueError(f"{path}: a field is of the wrong type; delete it and {_AGAIN}")
+        raise ValueError(f"{path}: a field is of the wrong type; delete it and {AGAIN}")
     if not all(isinstance(table, list) for table in tables.values()):
-        raise ValueError(f"{path}: a table is no list; delete it and {_AGAIN}")
+        raise ValueError(f"{path}: a table is no list; delete it and {AGAIN}")
     rows = [row for table in tables.values() for row in table]
     if not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path}: a row is no object; delete it and {_AGAIN}")
+        raise ValueError(f"{path}: a row is no object; delete it and {AGAIN}")
     return Document(Machine(data["gpu"], data["driver"], versions), data["source"], tables)
 
 
@@ -182,28 +181,21 @@ def _document(path: Path) -> Document:
     return read(path)
 
 
-def frame(table: str, parse: Callable[[str, str], Any]) -> Any | None:
-    """Return a table of the named file as the shipped ones are read.
+def rows(table: str) -> tuple[str, list[dict[str, Any]], str] | None:
+    """Return a table of the named file.
 
     Args:
         table: its name.
-        parse: reads one, from its text and the file's name.
 
     Returns:
-        What ``parse`` made; None without such a file or table.
+        The card's name, the rows, and the file's name for errors; None where there is none.
 
     Raises:
-        ValueError: the file or a row of it is damaged; names the file.
+        ValueError: the file is damaged; names it.
     """
     path = named()
     if path is None:
         return None
     document = _document(path)
-    rows = document.tables.get(table)
-    if rows is None:
-        return None
-    text = json.dumps({"gpu": document.machine.gpu, "source": document.source, "rows": rows})
-    try:
-        return parse(text, str(path))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {table}: a row lacks or has {error}; {_AGAIN}") from error
+    found = document.tables.get(table)
+    return None if found is None else (document.machine.gpu, found, str(path))

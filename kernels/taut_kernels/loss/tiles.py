@@ -1,10 +1,6 @@
 """How the loss kernels are cut up: measured tables and the rule behind them.
 
-A table is ``tiles/loss-<card>.json``::
-
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"op": "cross_entropy", "V": 128256, "tile": {…}, "us": …}, …]}
-
+A row of the table ``loss`` (:mod:`taut_kernels.launch.tile_tables`) is of one op and vocabulary.
 ``op`` is one of :data:`OPS` or :data:`RING`, ``V`` the vocabulary, ``tile`` has the fields of
 :class:`LossTile`, with :data:`RING` those of :class:`RingTile`. A vocabulary no table has takes
 :func:`rule`, or :func:`ring_rule`. ``python -m tuning.tune_loss`` makes tables.
@@ -16,12 +12,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from taut_kernels.launch import tile_tables
+from taut_kernels.launch.tile_tables import Reader, Row, measured
 
 OPS = ("cross_entropy", "divergence")
 RING = "cross_entropy_ring"
 """The op of a table's rows that hold a :class:`RingTile`."""
-_ROW_FIELDS = {"op", "V", "tile", "us"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,49 +128,15 @@ def launch_options(num_warps: int) -> dict[str, Any]:
     return {"num_warps": num_warps, "enable_fp_fusion": True}
 
 
-@dataclass(frozen=True, slots=True)
-class LossTable:
-    """The measured tiles of one card: by op and vocabulary, rings by vocabulary."""
-
-    gpu: str
-    tiles: dict[tuple[str, int], LossTile]
-    rings: dict[int, RingTile]
+def _entry(row: Row) -> tuple[tuple[str, int], LossTile | RingTile]:
+    if row["op"] not in (*OPS, RING):
+        raise ValueError(f"op must be one of {(*OPS, RING)}")
+    kind: type[LossTile | RingTile] = RingTile if row["op"] == RING else LossTile
+    return (row["op"], row["V"]), kind(**row["tile"])
 
 
-def parse(text: str, where: str) -> LossTable:
-    """Read a table.
-
-    Args:
-        text: JSON in the form of the module's docstring.
-        where: file name, for errors.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: an unknown key or op, a missing field, or a shape named twice; names ``where``.
-    """
-    gpu, listed = tile_tables.rows_of(text, where)
-    tiles: dict[tuple[str, int], LossTile] = {}
-    rings: dict[int, RingTile] = {}
-    for row in listed:
-        if set(row) != _ROW_FIELDS or row["op"] not in (*OPS, RING):
-            ops = (*OPS, RING)
-            raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op in {ops}")
-        op, V = row["op"], row["V"]
-        if (op, V) in tiles or (op == RING and V in rings):
-            raise ValueError(f"{where}: {op} V={V} is there twice")
-        if op == RING:
-            rings[V] = RingTile(**row["tile"])
-        else:
-            tiles[op, V] = LossTile(**row["tile"])
-    return LossTable(gpu, tiles, rings)
-
-
-@cache
-def tables() -> dict[str, LossTable]:
-    """Load every card's table, once a process."""
-    return tile_tables.load_all("loss", parse)
+_READER = Reader(name="loss", fields=frozenset({"op", "V", "tile", "us"}), entry=_entry)
+parse, tables = _READER.parse, cache(_READER.tables)
 
 
 def rule(op: str, V: int) -> LossTile:
@@ -214,9 +175,8 @@ def lookup(gpu: str | None, op: str, V: int) -> LossTile:
     Returns:
         The measured tile, or that of :func:`rule`.
     """
-    table = tile_tables.of_card(tables(), gpu)
-    found = table.tiles.get((op, V)) if table else None
-    return found or rule(op, V)
+    found = measured(tables(), gpu, (op, V))
+    return found if isinstance(found, LossTile) else rule(op, V)
 
 
 _AHEAD_BYTES = 40 * 1024
@@ -254,5 +214,5 @@ def ring(gpu: str | None, V: int) -> RingTile | None:
     Returns:
         The measured tile, or that of :func:`ring_rule`.
     """
-    table = tile_tables.of_card(tables(), gpu)
-    return (table.rings.get(V) if table else None) or ring_rule(V)
+    found = measured(tables(), gpu, (RING, V))
+    return found if isinstance(found, RingTile) else ring_rule(V)

@@ -1,13 +1,7 @@
 """How the convolution is cut up: a rule, and measured tables.
 
-A table is ``tiles/conv2d-<card>.json``::
-
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"C": …, "K": …, "R": …, "S": …, "P": …, "Q": …, "N": [images measured, …],
-               "max_n": … | null, "tile": {…}, "us": [µs per call, …],
-               "cudnn_us": [µs of cuDNN beside it, …]}, …]}
-
-Rows of one layer are buckets of N: ``max_n`` is inclusive and rises, null in the last one. ``tile``
+Rows of the table ``conv2d`` (:mod:`taut_kernels.launch.tile_tables`) are buckets of N of one layer;
+``N`` are the numbers of images measured, ``us`` and ``cudnn_us`` the times at each. ``tile``
 holds fields of :class:`ConvTile`. What no table of the card names takes :func:`rule`.
 """
 
@@ -15,13 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-from taut_kernels.launch import tile_tables
+from taut_kernels.launch.tile_tables import BucketReader, Row, measured, within
 
 VERSIONS = ("v1", "v2")
 _LAYER = ("C", "K", "R", "S", "P", "Q")
-_ROW_FIELDS = {*_LAYER, "N", "max_n", "tile", "us", "cudnn_us"}
 _MULTIPROCESSORS = 132
 _MOST_PIXELS_A_SIDE = 256
 """Of a block the copy engine fetches."""
@@ -123,53 +115,18 @@ def rule(N: int, layer: Layer) -> ConvTile:
     return ConvTile(64, 128 if K >= 128 else 64, block_k, 4, 5)
 
 
-@dataclass(frozen=True, slots=True)
-class ConvTable:
-    """The measured buckets of one card: layer → (``max_n`` or None, tile)."""
-
-    gpu: str
-    buckets: dict[Layer, tuple[tuple[int | None, ConvTile], ...]]
-
-
-def parse(text: str, where: str) -> ConvTable:
-    """Read a table.
-
-    Args:
-        text: JSON in the form of the module's docstring.
-        where: file name, for errors.
-
-    Raises:
-        ValueError: an unknown key, a tile out of range, or buckets out of order; names ``where``.
-    """
-    gpu, listed = tile_tables.rows_of(text, where)
-    found: dict[Layer, list[tuple[int | None, ConvTile]]] = {}
-    for row in listed:
-        layer, bucket = _parse_row(row, where)
-        found.setdefault(layer, []).append(bucket)
-    for layer, buckets in found.items():
-        limits = [limit for limit, _ in buckets]
-        bounded = [limit for limit in limits[:-1] if limit is not None]
-        ordered = len(bounded) == len(limits) - 1 and sorted(set(bounded)) == bounded
-        if limits[-1] is not None or not ordered:
-            raise ValueError(f"{where}: {layer}: max_n must rise, and be null in the last bucket")
-    return ConvTable(gpu, {layer: tuple(buckets) for layer, buckets in found.items()})
-
-
-def _parse_row(row: dict[str, Any], where: str) -> tuple[Layer, tuple[int | None, ConvTile]]:
-    if set(row) != _ROW_FIELDS:
-        raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}")
-    try:
-        tile = ConvTile(**row["tile"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: C={row['C']} K={row['K']}: {error}") from error
+def _entry(row: Row) -> tuple[Layer, ConvTile]:
     C, K, R, S, P, Q = (int(row[name]) for name in _LAYER)
-    return (C, K, R, S, P, Q), (row["max_n"], tile)
+    return (C, K, R, S, P, Q), ConvTile(**row["tile"])
 
 
-@cache
-def tables() -> dict[str, ConvTable]:
-    """Load every card's table, once a process."""
-    return tile_tables.load_all("conv2d", parse)
+_READER = BucketReader(
+    name="conv2d",
+    fields=frozenset({*_LAYER, "N", "max_n", "tile", "us", "cudnn_us"}),
+    entry=_entry,
+    limit="max_n",
+)
+parse, tables = _READER.parse, cache(_READER.tables)
 
 
 @cache
@@ -181,8 +138,5 @@ def lookup(gpu: str | None, N: int, layer: Layer) -> ConvTile:
         N: images, ≥ 1.
         layer: C, K, R, S, P, Q.
     """
-    table = tile_tables.of_card(tables(), gpu)
-    for limit, tile in table.buckets.get(layer, ()) if table else ():
-        if limit is None or limit >= N:
-            return tile
-    return rule(N, layer)
+    found: ConvTile | None = within(measured(tables(), gpu, layer) or (), N)
+    return found or rule(N, layer)

@@ -1,12 +1,7 @@
 """How the product's rungs are cut up: one tile each for V1 to V3, measured tables for V4.
 
-A table is ``tiles/gemm-<card>.json``::
-
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"N": …, "K": …, "max_m": … | null, "tile": {…}, "M": [rows measured, …],
-               "us": [µs per call, …], "cublas_us": [µs of torch.matmul beside it, …]}, …]}
-
-Rows of one (N, K) are buckets of M: ``max_m`` is inclusive and rises, null in the last one.
+Rows of the table ``gemm`` (:mod:`taut_kernels.launch.tile_tables`) are buckets of M of one (N, K);
+``M`` are the numbers of rows measured, ``us`` and ``cublas_us`` the times at each.
 ``tile`` holds fields of :class:`GemmTile`. What no table of the card names takes :func:`rule`.
 """
 
@@ -14,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
-from taut_kernels.launch import tile_tables
+from taut_kernels.launch.tile_tables import BucketReader, measured, within
 
 VERSIONS = ("v1", "v2", "v3", "v4")
-_ROW_FIELDS = {"N", "K", "max_m", "tile", "M", "us", "cublas_us"}
 _MULTIPROCESSORS = 132
 """Of an H100 or H200 SXM; what the rule fills."""
 _MOST_SPLITS = 16
@@ -96,58 +89,12 @@ TILED = GemmTile(128, 128, 64, 8, 1)
 PIPELINED = GemmTile(128, 256, 64, 8, 3, parts=2, persistent=True, flatten=True)
 
 
-@dataclass(frozen=True, slots=True)
-class GemmTable:
-    """The measured buckets of one card: (N, K) → (``max_m`` or None, tile)."""
-
-    gpu: str
-    buckets: dict[tuple[int, int], tuple[tuple[int | None, GemmTile], ...]]
-
-
-def parse(text: str, where: str) -> GemmTable:
-    """Read a table.
-
-    Args:
-        text: JSON in the form of the module's docstring.
-        where: file name, for errors.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: an unknown key, a tile out of range, or buckets out of order; names ``where``.
-    """
-    gpu, listed = tile_tables.rows_of(text, where)
-    found: dict[tuple[int, int], list[tuple[int | None, GemmTile]]] = {}
-    for row in listed:
-        key, bucket = _parse_row(row, where)
-        found.setdefault(key, []).append(bucket)
-    for (N, K), buckets in found.items():
-        limits = [limit for limit, _ in buckets]
-        bounded = [limit for limit in limits[:-1] if limit is not None]
-        if limits[-1] is not None or len(bounded) != len(limits) - 1:
-            raise ValueError(f"{where}: N={N} K={K}: only the last bucket has max_m null")
-        if sorted(set(bounded)) != bounded:
-            raise ValueError(f"{where}: N={N} K={K}: max_m must rise from bucket to bucket")
-    return GemmTable(gpu, {key: tuple(buckets) for key, buckets in found.items()})
-
-
-def _parse_row(
-    row: dict[str, Any], where: str
-) -> tuple[tuple[int, int], tuple[int | None, GemmTile]]:
-    if set(row) != _ROW_FIELDS:
-        raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}")
-    try:
-        tile = GemmTile(**row["tile"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: N={row['N']} K={row['K']}: {error}") from error
-    return (row["N"], row["K"]), (row["max_m"], tile)
-
-
-@cache
-def tables() -> dict[str, GemmTable]:
-    """Load every card's table, once a process."""
-    return tile_tables.load_all("gemm", parse)
+_READER = BucketReader(
+    name="gemm",
+    fields=frozenset({"N", "K", "max_m", "tile", "M", "us", "cublas_us"}),
+    entry=lambda row: ((row["N"], row["K"]), GemmTile(**row["tile"])),
+)
+parse, tables = _READER.parse, cache(_READER.tables)
 
 
 def rule(M: int, N: int, K: int) -> GemmTile:
@@ -181,8 +128,5 @@ def lookup(gpu: str | None, M: int, N: int, K: int) -> GemmTile:
         N: columns of c.
         K: indices summed over.
     """
-    table = tile_tables.of_card(tables(), gpu)
-    for limit, tile in table.buckets.get((N, K), ()) if table else ():
-        if limit is None or limit >= M:
-            return tile
-    return rule(M, N, K)
+    found: GemmTile | None = within(measured(tables(), gpu, (N, K)) or (), M)
+    return found or rule(M, N, K)

@@ -1,6 +1,6 @@
 """GEMM V4, tuned: V3 with a tile for each shape, K split for small outputs, an epilogue.
 
-Four ideas over V3. Tile, warps, stages and the walk are looked up (``tiles/gemm-<card>.json``): a
+Four ideas over V3. Tile, warps, stages and the walk are looked up (table ``gemm``): a
 128×256 tile is right for 8192³ and leaves most of the card idle at 64×4096. Where even small tiles
 are fewer than multiprocessors, SPLIT_K programs share a tile; each writes its fp32 sums, and
 :func:`add_splits_kernel` adds them in a fixed order, so that the bits never change. Bias and

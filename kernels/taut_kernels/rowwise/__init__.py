@@ -1,1 +1,1 @@
-"""What ops along rows share: their tiles, checks of arguments, chunks, quantised stores."""
+"""What ops along rows share: tiles, checks, chunks, quantised stores; and quantising rows alone."""

@@ -1,10 +1,6 @@
 """How the memory-bound kernels are cut up: measured tables and the rule behind them.
 
-A table is ``tiles/fused-<card>.json``::
-
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"op": "rms_norm_quant", "N": 4096, "max_m": 64 | null, "tile": {…}, "us": …}, …]}
-
+Rows of the table ``fused`` (:mod:`taut_kernels.launch.tile_tables`) are buckets of M of op and N.
 ``op`` is a key of :data:`OPS`, ``N`` what that op's launcher looks up (columns of the output; for
 ``rope`` heads of q and k together), ``max_m`` the most tokens the row is for (null: any number),
 ``tile`` has the fields of :class:`FusedTile`, of which the last two may be left out. A shape that
@@ -17,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
-from taut_kernels.launch import early_start, tile_tables
+from taut_kernels.launch import early_start
+from taut_kernels.launch.tile_tables import BucketReader, Row, measured, within
 
-_ROW_FIELDS = {"op", "N", "max_m", "tile", "us"}
 OPS = (
     "rms_norm",
     "add_rms_norm",
@@ -74,44 +70,19 @@ class FusedTile:
             raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
 
 
-@dataclass(frozen=True, slots=True)
-class FusedTable:
-    """The measured tiles of one card: for (op, N) a list of (max_m or None, tile), rising."""
-
-    gpu: str
-    tiles: dict[tuple[str, int], tuple[tuple[int | None, FusedTile], ...]]
+def _entry(row: Row) -> tuple[tuple[str, int], FusedTile]:
+    if row["op"] not in OPS:
+        raise ValueError(f"op must be one of {OPS}")
+    return (row["op"], row["N"]), FusedTile(**row["tile"])
 
 
-def parse(text: str, where: str) -> FusedTable:
-    """Read a table.
-
-    Args:
-        text: JSON in the form of the module's docstring.
-        where: file name, for errors.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: an unknown key or op, a missing field, or limits out of order; names ``where``.
-    """
-    gpu, listed = tile_tables.rows_of(text, where)
-    found: dict[tuple[str, int], list[tuple[int | None, FusedTile]]] = {}
-    for row in listed:
-        if set(row) != _ROW_FIELDS or row["op"] not in OPS:
-            raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op in {OPS}")
-        rows = found.setdefault((row["op"], row["N"]), [])
-        limit = row["max_m"]
-        if rows and (rows[-1][0] is None or (limit is not None and limit <= rows[-1][0])):
-            raise ValueError(f"{where}: {row['op']} N={row['N']}: max_m must rise, null last")
-        rows.append((limit, FusedTile(**row["tile"])))
-    return FusedTable(gpu, {key: tuple(rows) for key, rows in found.items()})
-
-
-@cache
-def tables() -> dict[str, FusedTable]:
-    """Load every card's table, once a process."""
-    return tile_tables.load_all("fused", parse)
+_READER = BucketReader(
+    name="fused",
+    fields=frozenset({"op", "N", "max_m", "tile", "us"}),
+    entry=_entry,
+    whole=False,
+)
+parse, tables = _READER.parse, cache(_READER.tables)
 
 
 def rule(op: str, N: int, M: int) -> FusedTile:
@@ -175,11 +146,8 @@ def lookup(gpu: str | None, op: str, N: int, M: int, hopper: bool = False) -> Fu
 
 
 def _cut(gpu: str | None, op: str, N: int, M: int) -> FusedTile:
-    table = tile_tables.of_card(tables(), gpu)
-    for limit, tile in table.tiles.get((op, N), ()) if table else ():
-        if limit is None or limit >= M:
-            return tile
-    return rule(op, N, M)
+    found: FusedTile | None = within(measured(tables(), gpu, (op, N)) or (), M)
+    return found or rule(op, N, M)
 
 
 def every_tile(gpu: str | None, op: str, N: int, hopper: bool = False) -> tuple[FusedTile, ...]:
@@ -191,8 +159,7 @@ def every_tile(gpu: str | None, op: str, N: int, hopper: bool = False) -> tuple[
         N: likewise.
         hopper: likewise.
     """
-    table = tile_tables.of_card(tables(), gpu)
-    limits = [limit for limit, _ in (table.tiles.get((op, N), ()) if table else ())]
+    limits = [limit for limit, _ in measured(tables(), gpu, (op, N)) or ()]
     tokens = {1, *(2**i for i in range(17)), *(2**i + 1 for i in range(17))}
     tokens |= {limit for limit in limits if limit is not None}
     # Where early starts end, tiles have two forms: the last M with one and the first without.

@@ -23,7 +23,7 @@ from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.plan import Call
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.instruments.refusal import first_line
+from taut_kernels.tuner.refusal import first_line
 from taut_kernels.tuner.w4a16_candidates import Product, Tried
 from taut_kernels.tuner.w4a16_layer import blank_layer, empty_weight
 from taut_kernels.tuner.w4a16_stock import compile_humming

@@ -211,7 +211,7 @@ def _judged(layer: Layer) -> Layer:
     """Fill in what the layer's product should be and how far from it a result may lie."""
     x, dtype = layer.x[layer.checked], layer.x.dtype
     gold = x.double() @ layer._dense(torch.float64).t()
-    # The budget of taut_kernels.testing: twice the reference's error and one rounding. The rivals
+    # The budget of taut_bench.testing: twice the reference's error and one rounding. The rivals
     # round the dequantised weight as well, which this reference does too.
     reference = x.float() @ layer.dense().float().t()
     error = (reference.to(dtype).double() - gold).abs().max().item()

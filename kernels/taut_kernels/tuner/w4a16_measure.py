@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from taut_kernels.gemm.w4a16 import dispatch, lookup, weight_format
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.plan import Call, Weight
-from taut_kernels.instruments import timing
-from taut_kernels.instruments.refusal import REFUSED, first_line
+from taut_kernels.tuner import timing
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from taut_kernels.tuner.w4a16_candidates import Product, Tried
 from taut_kernels.tuner.w4a16_layer import Layer
 from taut_kernels.tuner.w4a16_stock import Prepare, Prepared, UnavailableError
@@ -99,11 +100,12 @@ class Figures:
                 continue
             bucket = M if M in lookup.BUCKETS else None
             named = {"N": self.product.N, "K": self.product.K, "max_m": most or bucket}
-            cut = tile if isinstance(tile, str) else dataclasses.asdict(tile)
+            if isinstance(tile, DecodeTile):
+                cut: dict[str, Any] = {"tile": dataclasses.asdict(tile)}
+            else:
+                cut = lookup.as_fields(tile)
             spent: Any = [round(us, 3)] if most else round(us, 3)
-            rows.append(
-                named | weight_format.as_field(self.product.weights) | {"tile": cut, "us": spent}
-            )
+            rows.append(named | weight_format.as_field(self.product.weights) | cut | {"us": spent})
         return rows
 
 

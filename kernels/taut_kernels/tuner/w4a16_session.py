@@ -20,10 +20,10 @@ import torch
 
 from taut_kernels.gemm.w4a16 import decode_tile, lookup, verdict, weight_format
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.instruments.refusal import REFUSED, first_line
 from taut_kernels.launch import launcher, measured_here
 from taut_kernels.launch.measured_here import Document, Machine
 from taut_kernels.tuner import w4a16_measure, w4a16_stock
+from taut_kernels.tuner.refusal import REFUSED, first_line
 from taut_kernels.tuner.w4a16_candidates import Product, Tried, candidates
 from taut_kernels.tuner.w4a16_compile import (
     HUMMING,
@@ -168,7 +168,7 @@ class Session:
 
 
 def _key(row: dict[str, Any]) -> tuple[int, int, WeightFormat]:
-    return row["N"], row["K"], weight_format.of_row(row, "a row")
+    return row["N"], row["K"], weight_format.of_row(row)
 
 
 def _is_there(document: Document, product: Product) -> bool:
@@ -211,7 +211,7 @@ def judged(document: Document, wishes: Sequence[Wish]) -> list[dict[str, Any]]:
     """
     rows = {_key(row): row for row in document.tables.get(verdict.TABLE, ())}
     text = json.dumps({"gpu": document.machine.gpu, "source": "", "rows": list(rows.values())})
-    shapes = verdict.parse(text, "the measurements").shapes
+    shapes = verdict.parse(text, "the measurements").choices
     found = []
     for wish in wishes:
         key = (wish.product.N, wish.product.K, wish.product.weights)

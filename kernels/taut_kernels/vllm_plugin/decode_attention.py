@@ -70,7 +70,7 @@ def _measured(gpu: str, head_dim: int | None = None, element_bytes: int | None =
     table = tile_tables.of_card(attention_tiles.tables(), gpu)
     return table is not None and any(
         kernel == "decode" and head_dim in (None, dim) and element_bytes in (None, size)
-        for kernel, dim, size, _ in table.tiles
+        for kernel, dim, size, _ in table.choices
     )
 
 

@@ -22,8 +22,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from taut_kernels.activation import silu_mul
 from taut_kernels.norm import rms_norm
-from taut_kernels.quantize import op as quantize
-from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import quantize, row_quant
 
 _logger = logging.getLogger(__name__)
 _FUSED = {"norms": 0, "activations": 0, "quantisations": 0}

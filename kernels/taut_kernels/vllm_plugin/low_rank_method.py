@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsWNA16,
 )
 
-from taut_kernels.formats.layer_description import LowRank
+from taut_kernels.formats.layer_description import ORDER, LowRank
 from taut_kernels.formats.low_rank import dense_rows, low_rank_linear
 from taut_kernels.vllm_plugin import known_answer
 from taut_kernels.vllm_plugin.stored_parts import (
@@ -45,6 +45,9 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
         base = parts[0].layer.base
         if any(part.layer.base != base for part in parts):
             raise ValueError(f"{', '.join(self._names)}: their codes are not stored alike")
+        self._interpolative = parts[0].layer.interpolative
+        if any(part.layer.interpolative != self._interpolative for part in parts):
+            raise ValueError(f"{', '.join(self._names)}: their factors are not stored alike")
         self._codes: Any = None
         if base is not None:
             self._codes = CompressedTensorsWNA16(
@@ -70,10 +73,17 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
         here = (output_partition_sizes, input_size_per_partition)
         rows = whole_rows(self._names, (output_size, input_size), here)
         ranks = [part.layer.rank for part in self._parts]
-        ups = [(n, rank) for n, rank in zip(rows, ranks, strict=True)]
+        self._rows = rows
+        ups = [
+            (n - rank if self._interpolative else n, rank)
+            for n, rank in zip(rows, ranks, strict=True)
+        ]
         downs = [(rank, input_size) for rank in ranks]
         self._up = PartedTensor(layer, "weight_u", self._names, [*ups], params_dtype)
         self._down = PartedTensor(layer, _DOWN, self._names, [*downs], params_dtype)
+        if self._interpolative:
+            orders = [(n,) for n in rows]
+            self._order = PartedTensor(layer, ORDER, self._names, [*orders], torch.int32)
         if self._codes is not None:
             self._codes.create_weights(
                 layer,
@@ -89,9 +99,12 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Keep the factors as plain parameters, and check the product."""
         ups, downs = self._up.of_parts(layer), self._down.of_parts(layer)
+        orders = self._orders_of(layer)
         delattr(layer, "weight_u")
-        for index, up in enumerate(ups):
+        for index, (up, order) in enumerate(zip(ups, orders, strict=True)):
             layer.register_parameter(_up(index), _plain(up))
+            if order is not None:
+                layer.register_buffer(_order(index), order.clone(), persistent=False)
         setattr(layer, _DOWN, _plain(torch.cat(downs)))
         if self._codes is not None:
             self._codes.process_weights_after_loading(layer)
@@ -100,10 +113,10 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
         known_answer.check(
             type(self).__name__,
             f"low rank {ranks}",
-            (sum(up.shape[0] for up in ups), down.shape[1]),
+            (sum(self._rows), down.shape[1]),
             _TOKENS,
             lambda x: self._corrections(layer, x),
-            lambda rows: dense_rows(downs, ups, rows),
+            lambda rows: dense_rows(downs, ups, rows, orders),
             known_answer.plain_block(down.shape[1]),
             down.dtype,
             down.device,
@@ -119,12 +132,26 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
         return y if bias is None else y + bias
 
     def _corrections(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        ups = [getattr(layer, _up(index)) for index in range(len(self._parts))]
-        return low_rank_linear(x, getattr(layer, _DOWN), ups)
+        each = range(len(self._parts))
+        ups = [getattr(layer, _up(index)) for index in each]
+        orders = [getattr(layer, _order(index), None) for index in each]
+        return low_rank_linear(x, getattr(layer, _DOWN), ups, orders)
+
+    def _orders_of(self, layer: torch.nn.Module) -> list[torch.Tensor | None]:
+        """The order of each part's outputs; taken off the layer."""
+        if not self._interpolative:
+            return [None] * len(self._parts)
+        orders = self._order.of_parts(layer)
+        delattr(layer, ORDER)
+        return [*orders]
 
 
 def _up(index: int) -> str:
     return f"weight_u_{index}"
+
+
+def _order(index: int) -> str:
+    return f"{ORDER}_{index}"
 
 
 def _plain(tensor: torch.Tensor) -> torch.nn.Parameter:

@@ -16,9 +16,8 @@ import torch
 from taut_kernels.activation import silu_mul_launch
 from taut_kernels.launch import launcher
 from taut_kernels.norm import rms_norm_launch
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import rope_launch
-from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import quantize, row_quant
 from taut_kernels.rowwise import tiles as tiles_fused
 
 EPSILON = 1e-6

@@ -20,7 +20,10 @@ from taut_service.config.worker_keys import read_worker_keys
 from taut_service.route.fleet import Fleet
 
 logger = logging.getLogger(__name__)
-_FIXED = ("listen", "admin", "rate_limits", "tracing", "access_log", "drain_timeout_s")
+_FIXED = (
+    *("listen", "admin", "rate_limits", "tracing", "access_log", "drain_timeout_s"),
+    *("guard", "rollout"),
+)
 """Sections that are read once, when the process starts."""
 
 

@@ -19,6 +19,7 @@ from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from taut_service.errors import Headers
+from taut_service.http.sse import SseReframer
 
 SCOPE_KEY = "taut.client_exchange"
 LARGE_BODY = 64 * 1024
@@ -32,12 +33,13 @@ class ClientExchange:
         cycle: uvicorn's.
     """
 
-    __slots__ = ("_on_disconnect", "_until_close", "cycle")
+    __slots__ = ("_events", "_on_disconnect", "_until_close", "cycle")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self.cycle = cycle
         self._on_disconnect: Callable[[], None] | None = None
         self._until_close = False
+        self._events: SseReframer | None = None
 
     @property
     def answered(self) -> bool:
@@ -69,6 +71,55 @@ class ClientExchange:
         """Tell that the connection was lost; called by the protocol."""
         if self._on_disconnect is not None:
             self._on_disconnect()
+
+    def carry_events(self, events: SseReframer) -> None:
+        """Take note that the answer has begun and is a stream of events, a write a whole number."""
+        self._events = events
+
+    @property
+    def takes_events(self) -> bool:
+        """Whether :meth:`write_events` may be used: a stream has begun, and its client keeps up."""
+        cycle = self.cycle
+        framed = self._until_close or cycle.chunked_encoding is True
+        return framed and not cycle.disconnected and not cycle.flow.write_paused
+
+    def write_events(self, events: bytes) -> bool:
+        """Write a part of a stream that has begun, as ``send`` would.
+
+        Args:
+            events: not empty.
+
+        Returns:
+            Whether the client keeps up; if it does not, ``send`` knows how to wait.
+        """
+        cycle = self.cycle
+        if cycle.disconnected:
+            return False
+        cycle.transport.write(
+            events if self._until_close else b"%x\r\n%b\r\n" % (len(events), events)
+        )
+        return not cycle.flow.write_paused
+
+    def ask_whether_there(self) -> bool:
+        """Send what a client ignores, and the system of a client that has left answers by a reset.
+
+        Before an answer that is an interim one (RFC 9110 §15.2), which HTTP/1.0 does not know, in
+        a stream a comment. Within a document there is nothing, but its pieces do the same.
+
+        Returns:
+            False if the client can only be taken for one that has left.
+        """
+        cycle, events = self.cycle, self._events
+        if self.answered:
+            return False
+        if not cycle.response_started:
+            if cycle.scope["http_version"] != "1.1":
+                return False
+            cycle.waiting_for_100_continue = False
+            cycle.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif events is not None and events.whole and not cycle.flow.write_paused:
+            cycle.transport.write(b":\n\n" if self._until_close else b"3\r\n:\n\n\r\n")
+        return True
 
     async def send_until_close(self, message: Message) -> None:
         """Send an answer of unknown length to a client of HTTP/1.0, which knows no chunks.

@@ -7,6 +7,10 @@ part is counted, too: it asks for more only when a third of megabytes has gone.
 A connection that is not read does not notice that its client has left: the event loop asks the
 kernel for readable sockets, and the end waits behind what has not been read. So while reading is
 paused the socket itself is asked now and then.
+
+A client that closes its sending side only (``shutdown``, ``nc -N``) still wants its answer; to TCP
+it looks like one that has left. Only the latter's system resets the connection when something is
+sent to it (RFC 9293 §3.10.7). So something is sent that a client ignores, and the socket is asked.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import select
 import socket
 import struct
 import termios
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -26,8 +30,13 @@ from taut_service.http.client_rules import SLOW_READER, ClientRules
 
 LOOK_S = 0.25
 """Between two questions whether the client of a connection that is not read is still there."""
+FIRST_LOOK_S = 0.002
+"""After something was sent to a client that sends no more; doubled for each look up to LOOK_S."""
+ASK_AGAIN_S = 5.0
+"""A client that sends no more can leave without another word."""
 # Not in every system's module; a hang-up is reported unasked.
-_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+_SENDS_NO_MORE = getattr(select, "POLLRDHUP", 0)
+_GONE = select.POLLHUP | select.POLLERR
 
 
 class ClientFlow(FlowControl):
@@ -38,6 +47,8 @@ class ClientFlow(FlowControl):
         loop: that runs it.
         ahead: requests that wait for their turn; while there are any, nothing more is read.
         rules: of the listener.
+        ask: sends a client that sends no more what it ignores if it is there; False if it can only
+            have left.
     """
 
     def __init__(
@@ -46,9 +57,14 @@ class ClientFlow(FlowControl):
         loop: asyncio.AbstractEventLoop,
         ahead: Sized,
         rules: ClientRules,
+        ask: Callable[[], bool],
     ) -> None:
         super().__init__(transport)
         self._loop = loop
+        self._ask = ask
+        self._ask_at: float | None = None
+        self._look_s = LOOK_S
+        self._all_read = False
         self._ahead = ahead
         self._given_up = False
         self._rules = rules
@@ -58,9 +74,11 @@ class ClientFlow(FlowControl):
 
     def pause_reading(self) -> None:
         """Read no more, but look whether the client leaves."""
+        if self._all_read:
+            return
         super().pause_reading()
         if self._look is None:
-            self._look = self._loop.call_later(LOOK_S, self._look_for_end)
+            self._look_later()
 
     def resume_reading(self) -> None:
         """Read on, unless requests wait or nothing more is wanted."""
@@ -68,6 +86,16 @@ class ClientFlow(FlowControl):
             return
         self._stop_looking()
         super().resume_reading()
+
+    def end_reading(self) -> bool:
+        """Take note that the client sends no more, all of it having been read.
+
+        Returns:
+            Whether the client may still be there.
+        """
+        self._all_read = True
+        self._stop_looking()
+        return self._ask_client()
 
     def give_up_reading(self) -> None:
         """Read no more for good: what came cannot be understood."""
@@ -116,12 +144,33 @@ class ClientFlow(FlowControl):
         self._stop_measuring()
         self._given_up = True
 
+    def _look_later(self) -> None:
+        self._look = self._loop.call_later(self._look_s, self._look_for_end)
+
     def _look_for_end(self) -> None:
         self._look = None
-        if _has_ended(self._transport):
+        if self._transport.is_closing():
+            return
+        found = _looked_at(self._transport)
+        if found & _GONE:
             self._transport.abort()
-        elif self.read_paused:
-            self._look = self._loop.call_later(LOOK_S, self._look_for_end)
+            return
+        if self._all_read or found & _SENDS_NO_MORE:
+            asked = self._ask_at is not None and self._loop.time() < self._ask_at
+            if not asked and not self._ask_client():
+                self._transport.abort()
+                return
+            self._look_s = min(2 * self._look_s, LOOK_S)
+        if self._look is None and (self._all_read or self.read_paused):
+            self._look_later()
+
+    def _ask_client(self) -> bool:
+        if not self._ask():
+            return False
+        self._ask_at = self._loop.time() + ASK_AGAIN_S
+        self._look_s = FIRST_LOOK_S
+        self._look_later()
+        return True
 
     def _stop_looking(self) -> None:
         if self._look is not None:
@@ -152,11 +201,12 @@ def _reset(transport: asyncio.Transport) -> None:
     transport.abort()
 
 
-def _has_ended(transport: asyncio.Transport) -> bool:
-    """Whether the other side has closed or reset, whatever of it is still to be read."""
+def _looked_at(transport: asyncio.Transport) -> int:
+    """Return what the socket says of the other side, whatever of it is still to be read."""
     descriptor = transport.get_extra_info("socket").fileno()
     if descriptor < 0:
-        return False  # closing already
+        return 0  # closing already
     poll = select.poll()
-    poll.register(descriptor, _ENDED)
-    return bool(poll.poll(0))
+    poll.register(descriptor, _SENDS_NO_MORE | _GONE)
+    found = poll.poll(0)
+    return found[0][1] if found else 0

@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from taut_service.admit.auth import CALLER, ApiKeys
-from taut_service.admit.byte_budget import FREE_BYTES, ByteBudget
+from taut_service.admit.byte_budget import FREE_BYTES
 from taut_service.admit.claims import claim_of, timeout_of
 from taut_service.admit.inspection import Facts, Inspector, inspect
 from taut_service.admit.key_places import KeyPlaces
@@ -30,13 +31,13 @@ from taut_service.errors import (
     MethodNotAllowedError,
     UnauthorizedError,
 )
-from taut_service.http.body import read_body
+from taut_service.http.answer_failures import CutShortError
+from taut_service.http.body import Bodies
 from taut_service.http.client_exchange import SCOPE_KEY
 from taut_service.http.cors import answer_page
 from taut_service.http.error_answer import send_error
 from taut_service.http.headers import REQUEST_ID, RequestHeaders, RequestIds
 from taut_service.http.json_bounds import is_light
-from taut_service.http.relay import CutShortError
 from taut_service.http.request_watch import ClientDisconnectedError, RequestWatch
 from taut_service.http.rewrite import rewrite_for
 from taut_service.route.gateway import Gateway
@@ -46,6 +47,9 @@ from taut_service.watch.key_usage import KeyUsage
 from taut_service.watch.metrics import UNKNOWN_MODEL, Metrics
 from taut_service.watch.tracing import Tracing, trace_id_of
 from taut_service.worker.outgoing import Outgoing
+
+if TYPE_CHECKING:
+    from taut_service.guard.guard import Guard
 
 LAST_WORD_S = 1.0
 """Time to write an error to a client that may not be reading."""
@@ -84,6 +88,7 @@ class Front:
         usage: what each key has used.
         access_log: where they are written down.
         tracing: makes a span of each; None makes none.
+        guard: compares a share of the answers; None compares none.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Front:
         usage: KeyUsage,
         access_log: AccessLog,
         tracing: Tracing | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._api = api
         self._routes = routes
@@ -112,9 +118,10 @@ class Front:
         self._usage = usage
         self._log = access_log
         self._tracing = tracing
+        self.guard = guard
         self._ids = RequestIds()
         self._inspector = Inspector()
-        self._bytes = ByteBudget()
+        self._bodies = Bodies()
         self.admin: FastAPI | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -175,10 +182,11 @@ class Front:
         caller = call.admitted.key
         exchange = call.exchange
         body = None if exchange is None else exchange.take_body()
-        if body is None or len(body) > FREE_BYTES:
-            body = await self._body(call, headers, receive, watch, body)
-        elif len(body) > self.reloader.current.settings.limits.max_body_bytes:
-            raise BodyTooLargeError(self.reloader.current.settings.limits.max_body_bytes)
+        settings = self.reloader.current.settings
+        if body is None or len(body) > FREE_BYTES or headers.content_coding is not None:
+            body = await self._bodies.read(call, headers, receive, watch, settings, body)
+        elif len(body) > settings.limits.max_body_bytes:
+            raise BodyTooLargeError(settings.limits.max_body_bytes)
         watch.listen(exchange)
         if is_light(body):
             try:
@@ -203,37 +211,10 @@ class Front:
         model = facts.model
         # The request may be a copy with another model by the time it waits.
         del body, facts
+        if self.guard is not None:
+            send = self.guard.tapped(call, model, request.body, send)
         may_pin = caller is None or caller.may_pin
         await self._gateway.answer(call, model, request, send, claim, may_pin=may_pin)
-
-    async def _body(
-        self,
-        call: Call,
-        headers: RequestHeaders,
-        receive: Receive,
-        watch: RequestWatch,
-        arrived: bytes | None,
-    ) -> bytes:
-        """Return a body that has not arrived yet or is large, counted as held from now on."""
-        settings = self.reloader.current.settings
-        max_bytes, limit = settings.limits.max_body_bytes, settings.limits.max_inflight_bytes
-        if arrived is not None:
-            if len(arrived) > max_bytes:
-                raise BodyTooLargeError(max_bytes)
-            call.admitted.held = self._bytes.hold()
-            call.admitted.held.add(len(arrived), limit)
-            return arrived
-        call.admitted.held = held = self._bytes.hold()
-        if headers.content_length is not None and headers.content_length <= max_bytes:
-            held.check_room(headers.content_length, limit)
-
-        async def counted() -> Message:
-            message = await receive()
-            held.add(len(message.get("body", b"")), limit)
-            return message
-
-        silence = watch.limit(settings.timeouts.idle_s)
-        return await read_body(counted, headers.content_length, max_bytes, silence)
 
     async def _facts(self, call: Call, body: bytes) -> Facts:
         # Looked up when the body is there: a reload may have come in between.
@@ -308,6 +289,8 @@ class Front:
             events = call.answer.events - call.route.preamble
             if events > 0:
                 variant.streamed(call.answer.first_token_s, call.answer.rest_s, events)
+        if call.tap is not None:
+            call.tap.finish(call)
         trace_id = ""
         if self._tracing is not None and call.span is not None:
             trace_id = trace_id_of(call.span)

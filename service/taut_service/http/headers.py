@@ -31,12 +31,13 @@ _HOP_BY_HOP = frozenset(
         b"upgrade",
     }
 )
-# Replaced by ours. Without accept-encoding the worker answers uncompressed, so that events and
-# usage can be read in passing. vLLM answers 415 to any content type but JSON, and the body has
-# been parsed as JSON when it leaves here.
+# Replaced by ours; what is compressed has been decoded when it leaves here. Without
+# accept-encoding the worker answers uncompressed, so that events and usage can be read in passing.
+# vLLM answers 415 to any content type but JSON, and the body has been parsed as JSON.
 _REPLACED_IN_REQUEST = frozenset(
     {
         b"host",
+        b"content-encoding",
         b"content-length",
         b"content-type",
         b"expect",
@@ -116,6 +117,7 @@ class RequestHeaders:
         "_api_keys",
         "_lengths",
         "authorization",
+        "content_coding",
         "content_length",
         "expects_continue",
         "passed_on",
@@ -128,6 +130,7 @@ class RequestHeaders:
     def __init__(self, headers: Iterable[tuple[bytes, bytes]], ids: RequestIds) -> None:
         self.authorization: list[bytes] = []
         self.content_length: int | None = None
+        self.content_coding: bytes | None = None
         self.expects_continue = False
         self.request_id = b""
         self.variant: bytes | None = None
@@ -167,8 +170,16 @@ class RequestHeaders:
             self.expects_continue = True
         elif name == b"x-api-key":
             self._api_keys.append(value)
+        elif name == b"content-encoding":
+            self._add_coding(value)
         elif name == b"connection":
             listed.update(token.strip().lower() for token in value.split(b","))
+
+    def _add_coding(self, value: bytes) -> None:
+        coding = value.strip().lower()
+        if coding not in (b"", b"identity"):
+            before = self.content_coding
+            self.content_coding = coding if before is None else before + b", " + coding
 
     def _merge_keys(self) -> None:
         # Anthropic's clients send the key alone, under a name of its own; some send it both ways.

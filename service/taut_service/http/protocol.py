@@ -77,7 +77,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
         super().connection_made(transport)
-        self.flow = ClientFlow(transport, self.loop, self.pipeline, self._rules)
+        self.flow = ClientFlow(
+            transport, self.loop, self.pipeline, self._rules, self._ask_whether_there
+        )
         self._framing = Framing()
         self._trailers = Trailers()
         self._wait_for_framing()
@@ -206,6 +208,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 self._wait_for_framing()
         else:
             self._stop_timer()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on for a client that sends no more but may still read its answers; then close."""
+        running = self._running()
+        if running is None or self._framing.open or not self.flow.end_reading():
+            return False
+        last = self.pipeline[0][0] if self.pipeline else running
+        last.keep_alive = False
+        last.on_response = self._on_last_response
+        return True
+
+    def _ask_whether_there(self) -> bool:
+        # TLS has no closed half: its transport ends with the first one.
+        exchange = self._exchange
+        return self.scheme == "http" and exchange is not None and exchange.ask_whether_there()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""

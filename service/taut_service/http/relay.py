@@ -1,48 +1,28 @@
 """Carries a worker's answer to the client: whole documents in one go, streams event by event.
 
-A document is held until it is whole (up to ``HOLD_BYTES``), the head of a stream until its first
-event: a worker that dies before that costs nothing, another one can be asked. After that a stream
-cannot be taken back, and the failure becomes a last event ``data: {"error": …}``. One ``send`` per
-read; ``send`` waits while the client is slow, nothing is read meanwhile, and the connection then
-stops the worker (see :mod:`taut_service.worker.connection`).
+A document is held until it is whole (up to ``HOLD_BYTES``), the head of a stream
+(:mod:`taut_service.http.stream_relay`) until its first event: a worker that dies before that costs
+nothing, another one can be asked. After that a stream cannot be taken back, and the failure becomes
+a last event ``data: {"error": …}``. While the client is slow nothing is read, and the connection
+then stops the worker (see :mod:`taut_service.worker.connection`).
 """
 
 from __future__ import annotations
 
-import time
-
 from starlette.types import Send
 
 from taut_service.call import Call
-from taut_service.errors import (
-    Headers,
-    NotFoundError,
-    UpstreamDeadlineError,
-    UpstreamFailureError,
-)
+from taut_service.errors import Headers, NotFoundError, UpstreamFailureError
+from taut_service.http.answer_failures import CutShortError, broken_before
 from taut_service.http.headers import response_headers
-from taut_service.http.sse import SseReframer, read_usage
+from taut_service.http.sse import read_usage
+from taut_service.http.stream_relay import relay_stream
+from taut_service.http.worker_refusals import refusal_of
 from taut_service.worker.connection import Connection
-from taut_service.worker.upstream_errors import ConnectionLostError, StallError, UpstreamError
+from taut_service.worker.upstream_errors import UpstreamError
 
 HOLD_BYTES = 1024 * 1024
 """Documents up to this size are answered whole or not at all; longer ones as they come."""
-
-
-class CutShortError(Exception):
-    """A long document broke off after its beginning was sent: close the client's connection."""
-
-
-class NothingSentError(Exception):
-    """An answer broke off before any of it was passed on: another worker may be asked.
-
-    Args:
-        cause: a metric label.
-    """
-
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
-        self.cause = cause
 
 
 async def relay(
@@ -75,31 +55,16 @@ async def relay(
     headers = response_headers(connection.headers, call.request_id, worker, variant)
     headers += call.extra_headers
     if _is_event_stream(headers):
-        await _relay_stream(call, connection, headers, send)
+        await relay_stream(call, connection, headers, send)
     else:
         await _relay_document(call, connection, headers, send)
 
 
 def _is_event_stream(headers: Headers) -> bool:
-    return any(
-        name == b"content-type" and value[:17].lower() == b"text/event-stream"
-        for name, value in headers
-    )
-
-
-def _broken_before(error: UpstreamError) -> Exception:
-    """Return what a failure means while nothing has been sent."""
-    # After a time limit the work was probably done: it is not asked for again.
-    return failure_of(error) if isinstance(error, StallError) else NothingSentError(error.cause)
-
-
-def failure_of(error: UpstreamError) -> UpstreamFailureError:
-    """Return what a client is told about a broken or silent worker."""
-    if isinstance(error, StallError):
-        return UpstreamDeadlineError("the worker did not answer in time", code="worker_timeout")
-    return UpstreamFailureError(
-        "the worker's answer broke off; send the request again", code="worker_lost"
-    )
+    for name, value in headers:
+        if name == b"content-type" and value[:17].lower() == b"text/event-stream":
+            return True
+    return False
 
 
 async def _relay_document(call: Call, connection: Connection, headers: Headers, send: Send) -> None:
@@ -113,9 +78,12 @@ async def _relay_document(call: Call, connection: Connection, headers: Headers, 
                 await _pass_on(call, connection, headers, pieces, send)
                 return
     except UpstreamError as error:
-        raise _broken_before(error) from error
+        raise broken_before(error) from error
     body = b"".join(pieces)
     if connection.status >= 400:
+        refusal = refusal_of(call.model, body)
+        if refusal is not None:
+            raise refusal
         body = call.route.dialect.worker_error(body, connection.status, call.request_id)
     elif call.rewrite is not None:
         body = call.rewrite.document(body)
@@ -160,51 +128,3 @@ def _longer(headers: Headers, by: int) -> Headers:
         (name, b"%d" % (int(value) + by)) if name == b"content-length" else (name, value)
         for name, value in headers
     ]
-
-
-async def _relay_stream(call: Call, connection: Connection, headers: Headers, send: Send) -> None:
-    reframer = SseReframer(count_text=call.admitted.reservation is not None, rewrite=call.rewrite)
-    preamble = call.route.preamble
-    first = last = 0.0
-    connection.await_first_event()
-    try:
-        while data := await connection.read():
-            before = reframer.events
-            events = reframer.feed(data)
-            if not events:
-                continue
-            new = reframer.events - before
-            if new and reframer.events > preamble:
-                connection.await_next_event()
-                now = time.perf_counter()
-                if last:
-                    call.metrics.next_tokens(now - last, new)
-                else:
-                    first = now
-                    call.metrics.first_token(now - call.started)
-                last = now
-            if not call.streaming:
-                await _begin_stream(call, connection.status, headers, send)
-            await send({"type": "http.response.body", "body": events, "more_body": True})
-        rest = reframer.flush()
-        if rest is None:
-            raise ConnectionLostError("the stream ended within an event")
-    except UpstreamError as error:
-        raise failure_of(error) if call.streaming else _broken_before(error) from error
-    finally:
-        call.answer.usage = reframer.usage
-        call.answer.events = reframer.events
-        call.answer.text_bytes = reframer.text_bytes
-        if last:
-            call.answer.first_token_s = first - call.started
-            call.answer.rest_s = last - first
-    if not call.streaming:
-        await _begin_stream(call, connection.status, headers, send)
-    await send({"type": "http.response.body", "body": rest})
-
-
-async def _begin_stream(call: Call, status: int, headers: Headers, send: Send) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    # From here on an error can only be an event. Not before: ``send`` may be interrupted.
-    call.answer.status = status
-    call.streaming = True

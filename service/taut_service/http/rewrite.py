@@ -72,10 +72,15 @@ class StreamRewriter:
         self._old: bytes | None = None
         self._new = b""
 
-    def __call__(self, events: bytes) -> bytes:
-        """Return whole events as the client gets them, perhaps none."""
+    def __call__(self, events: bytes, *, tells_usage: bool) -> bytes:
+        """Return whole events as the client gets them, perhaps none.
+
+        Args:
+            events: of the worker.
+            tells_usage: whether the word ``"usage"`` is in them.
+        """
         rewrite = self._rewrite
-        if rewrite.hide_usage and b'"usage"' in events and USAGE.search(events) is not None:
+        if tells_usage and rewrite.hide_usage and USAGE.search(events) is not None:
             events = b"".join(event for event in _split(events) if not _is_usage(event))
         if rewrite.within:
             return self._nested(events) if KEY in events else events

@@ -26,6 +26,7 @@ from taut_service.http.client_rules import ClientRules
 from taut_service.http.descriptors import DescriptorReserve, current_limit
 from taut_service.http.front import Front
 from taut_service.http.protocol import BoundedHttpProtocol
+from taut_service.http.small_bodies import SmallBodies
 from taut_service.http.tls import ServerTls
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -174,7 +175,7 @@ class AdminServer(uvicorn.Server):
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                SmallBodies(app),
                 http=_with(ClientRules()),
                 ws="none",
                 lifespan="off",

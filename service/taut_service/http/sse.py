@@ -18,6 +18,9 @@ from taut_service.http.rewrite import BLANK_LINE, USAGE, Rewrite, StreamRewriter
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 """An event longer than this is passed on in pieces, so that memory stays bounded."""
 
+MAX_KNOWN_SIZE = 1024
+"""Bytes of events up to which as many are taken to hold as much text as the last time."""
+
 _DATA_LINE = re.compile(rb"(?:(?<=\n)|(?<=\r)|\A)data:")
 # OpenAI's completions say prompt_tokens and completion_tokens; its responses and Anthropic's
 # messages say input_tokens and output_tokens.
@@ -73,10 +76,14 @@ class SseReframer:
         rewrite: what is changed in the events; None changes nothing.
     """
 
+    whole = True
+    """Whether only whole events were given out so far."""
+
     def __init__(self, *, count_text: bool = False, rewrite: Rewrite | None = None) -> None:
         self._count_text = count_text
         self._rewriter = None if rewrite is None else StreamRewriter(rewrite)
         self._rest = b""
+        self._text_by_size: dict[int, int] = {}
         self.text_bytes = 0
         self.events = 0
         self.usage: Usage | None = None
@@ -93,11 +100,12 @@ class SseReframer:
         if self._rest:
             data = self._rest + data
             self._rest = b""
-        end = _end_of_events(data)
+        end = len(data) if data[-2:] == b"\n\n" else _end_of_events(data)
         if end < len(data):
             data, self._rest = data[:end], data[end:]
             if len(self._rest) > MAX_EVENT_BYTES:
                 data, self._rest = data + self._rest, b""
+                self.whole = False
         return self._account(data) if data else data
 
     def flush(self) -> bytes | None:
@@ -118,21 +126,33 @@ class SseReframer:
         return self._account(data + b"\n")
 
     def _account(self, events: bytes) -> bytes:
-        if b'"usage"' in events:
+        tells_usage = b'"usage"' in events
+        if tells_usage:
             self.usage = read_usage(events) or self.usage
         if self._rewriter is not None:
-            events = self._rewriter(events)
+            events = self._rewriter(events, tells_usage=tells_usage)
         self.events += _count_data(events)
         if self._count_text:
-            self.text_bytes += sum(map(len, _TEXT.findall(events)))
+            self.text_bytes += self._text_of(events)
         return events
+
+    def _text_of(self, events: bytes) -> int:
+        """Return the bytes of text in events, those of a length that was seen before unread."""
+        # Events of one stream differ in their text only, and most of it is a few bytes long.
+        size = len(events)
+        found = self._text_by_size.get(size)
+        if found is None:
+            found = sum(map(len, _TEXT.findall(events)))
+            if size <= MAX_KNOWN_SIZE:
+                self._text_by_size[size] = found
+        return found
 
 
 def _count_data(events: bytes) -> int:
     """Count the events that carry data; a comment or a retry hint does not."""
     if b"\r" in events:
         return sum(_DATA_LINE.search(event) is not None for event in BLANK_LINE.split(events))
-    if events.startswith(b"data:") and events.find(b"\n\n") == len(events) - 2:
+    if events[:5] == b"data:" and events.find(b"\n\n") == len(events) - 2:
         return 1
     return sum(event.startswith(b"data:") or b"\ndata:" in event for event in events.split(b"\n\n"))
 

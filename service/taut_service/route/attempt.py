@@ -6,7 +6,7 @@ Invariant: what the constructor counts in, :meth:`Attempt.end` counts out, once;
 
 from __future__ import annotations
 
-from taut_service.http.relay import failure_of
+from taut_service.http.answer_failures import failure_of
 from taut_service.worker.connection import Connection
 from taut_service.worker.upstream_errors import (
     ConnectError,

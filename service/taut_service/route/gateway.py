@@ -21,7 +21,8 @@ from taut_service.errors import (
     UnavailableError,
     UpstreamFailureError,
 )
-from taut_service.http.relay import CutShortError, NothingSentError, relay
+from taut_service.http.answer_failures import CutShortError, NothingSentError
+from taut_service.http.relay import relay
 from taut_service.route.attempt import Attempt
 from taut_service.route.hedge import Opening, open_hedged
 from taut_service.route.routed import RoutedRequest

@@ -112,15 +112,19 @@ class Model:
             UnknownVariantError: a name is not a variant of this model.
             ValueError: a weight is negative or not finite, or none would be positive.
         """
+        self.check_weights(weights)
+        for name, weight in weights.items():
+            self.variants[name].weight = float(weight)
+        self._total = sum(variant.weight for variant in self.variants.values())
+
+    def check_weights(self, weights: Mapping[str, float]) -> None:
+        """Raise what :meth:`set_weights` would."""
         for name, weight in weights.items():
             self.variant(name)
             if not (math.isfinite(weight) and weight >= 0):
                 raise ValueError(f"the weight of {name!r} must be a finite number, 0 or more")
         if not any({**self.weights, **weights}.values()):
             raise ValueError(f"the weights of {self.name!r} would all be 0")
-        for name, weight in weights.items():
-            self.variants[name].weight = float(weight)
-        self._total = sum(variant.weight for variant in self.variants.values())
 
     def variant(self, name: str) -> Variant:
         """Return a variant.

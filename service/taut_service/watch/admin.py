@@ -29,6 +29,7 @@ from taut_service.http.api_errors import install_error_handlers
 from taut_service.http.docs_page import add_docs
 from taut_service.http.openapi import ERROR, own_document
 from taut_service.route.variants import Model, UnknownVariantError
+from taut_service.watch.admin_rollout import RolloutControls, add_rollout, operator_of
 from taut_service.watch.admin_state import GatewayState, WorkerReport, describe, worker_report
 from taut_service.watch.drain import Drain
 from taut_service.watch.families import taut_version
@@ -51,6 +52,7 @@ class Controls:
         keys: who may use this API.
         usage: what each key has used.
         host: the configured host of this API.
+        rollout: the guard and the rollouts; None without a guard.
     """
 
     reloader: Reloader
@@ -60,6 +62,7 @@ class Controls:
     keys: ApiKeys
     usage: KeyUsage
     host: str
+    rollout: RolloutControls | None = None
 
 
 class _Body(BaseModel):
@@ -128,6 +131,8 @@ def create_admin(controls: Controls) -> FastAPI:
     _add_workers(admin, controls)
     _add_configuration(admin, controls)
     _add_drain(admin, controls)
+    if controls.rollout is not None:
+        add_rollout(admin, controls.rollout)
     document = own_document(admin)
     # FastAPI's documented way to replace the document.
     admin.openapi = lambda: document  # type: ignore[method-assign]
@@ -136,7 +141,7 @@ def create_admin(controls: Controls) -> FastAPI:
 
 def _record(request: Request, text: str, *values: object) -> None:
     """Write down who changed what."""
-    logger.info(f"admin %s: {text}", request.state.operator or "(no keys)", *values)  # noqa: G004
+    logger.info(f"admin %s: {text}", operator_of(request), *values)  # noqa: G004
 
 
 def _values(request: Request, wanted: bytes) -> list[bytes]:
@@ -225,11 +230,14 @@ def _add_configuration(admin: FastAPI, controls: Controls) -> None:
     async def set_weights(request: Request, name: str, body: Weights) -> Weights:
         model = model_named(name)
         try:
-            model.set_weights(body.weights)
+            model.check_weights(body.weights)
         except UnknownVariantError as error:
             raise NotFoundError(str(error), param="weights", code="variant_not_found") from error
         except ValueError as error:
             raise RequestError(str(error), param="weights", code="invalid_value") from error
+        if controls.rollout is not None and controls.rollout.commands is not None:
+            await controls.rollout.commands.overridden(model.name, operator_of(request))
+        model.set_weights(body.weights)
         _record(request, "weights of %s are %s", model.name, model.weights)
         return Weights(weights=model.weights)
 

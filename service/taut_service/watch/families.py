@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from taut_service.http.client_rules import CLOSE_REASONS
+from taut_service.watch.tally import Tallies
 
 STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx", "disconnect")
 RETRY_CAUSES = ("connect", "reset", "protocol", "timeout", "stale", "429", "502", "503")
@@ -45,10 +46,12 @@ class Families:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
+        self.tallies = Tallies()
         self._declare_by_route()
         self._declare_by_model()
         self._declare_by_variant()
         self._declare_by_key()
+        self._declare_guard()
         self._declare_fixed()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -144,6 +147,26 @@ class Families:
             "key_generated_tokens", "Tokens out, as workers report", *labels
         )
         self.key_cost = counter("key_cost", "Cost of these tokens at the variants' prices", *labels)
+
+    def _declare_guard(self) -> None:
+        self.guard_answers = self._counter(
+            "guard_answers",
+            "Answers drawn for comparison, by what came of them",
+            *_BY_VARIANT,
+            "result",
+        )
+        self.guard_first_divergence = self._histogram(
+            "guard_first_divergence_token",
+            "First place of a compared answer where the most probable tokens differ",
+            (0, 1, 2, 4, 8, 16, 32, 64, 128, 256),
+            *_BY_VARIANT,
+        )
+        self.guard_length_ratio = self._histogram(
+            "guard_length_ratio",
+            "Length of the variant's answer over the baseline's",
+            (0.1, 0.25, 0.5, 0.8, 0.95, 1.05, 1.25, 2, 4, 10),
+            *_BY_VARIANT,
+        )
 
     def _declare_fixed(self) -> None:
         counter = self._counter

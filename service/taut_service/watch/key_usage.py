@@ -60,15 +60,37 @@ class UsageReport(BaseModel):
         return text.getvalue()
 
 
+class _Counted:
+    """What a row will say; a pydantic model checks every assignment."""
+
+    __slots__ = ("completion_tokens", "cost", "prompt_tokens", "requests", "without_usage")
+
+    def __init__(self) -> None:
+        self.requests = self.without_usage = self.prompt_tokens = self.completion_tokens = 0
+        self.cost = 0.0
+
+    def row(self, key: str | None, model: str) -> UsageRow:
+        return UsageRow(
+            key=key,
+            model=model,
+            requests=self.requests,
+            requests_without_usage=self.without_usage,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cost=self.cost,
+        )
+
+
 class _Series:
     """The metric children of one key at one model."""
 
     def __init__(self, families: Families, labels: tuple[str, str]) -> None:
         self.labels = labels
-        self.requests = families.key_requests.labels(*labels)
-        self.prompt_tokens = families.key_prompt_tokens.labels(*labels)
-        self.generated_tokens = families.key_generated_tokens.labels(*labels)
-        self.cost = families.key_cost.labels(*labels)
+        counter = families.tallies.counter
+        self.requests = counter(families.key_requests.labels(*labels))
+        self.prompt_tokens = counter(families.key_prompt_tokens.labels(*labels))
+        self.generated_tokens = counter(families.key_generated_tokens.labels(*labels))
+        self.cost = counter(families.key_cost.labels(*labels))
 
 
 class KeyUsage:
@@ -85,7 +107,7 @@ class KeyUsage:
         self._since = datetime.now(UTC)
         self._named: set[str] = set()
         self._dropped: set[tuple[str, str]] = set()
-        self._rows: dict[tuple[str | None, str], tuple[UsageRow, _Series]] = {}
+        self._rows: dict[tuple[str | None, str], tuple[_Counted, _Series]] = {}
 
     def count(self, key: str | None, model: str, usage: Usage | None, cost: float) -> None:
         """Count one request that a worker took.
@@ -98,14 +120,13 @@ class KeyUsage:
         """
         found = self._rows.get((key, model))
         if found is None:
-            row = UsageRow(key=key, model=model)
-            found = row, _Series(self._families, (self._label(key), model))
+            found = _Counted(), _Series(self._families, (self._label(key), model))
             self._rows[key, model] = found
         row, series = found
         row.requests += 1
         series.requests.inc()
         if usage is None:
-            row.requests_without_usage += 1
+            row.without_usage += 1
             return
         row.prompt_tokens += usage.prompt_tokens
         row.completion_tokens += usage.completion_tokens
@@ -116,7 +137,7 @@ class KeyUsage:
 
     def report(self) -> UsageReport:
         """Return what was counted, by key and model."""
-        rows = (row.model_copy() for row, _ in self._rows.values())
+        rows = (row.row(*place) for place, (row, _) in self._rows.items())
         ordered = sorted(rows, key=lambda row: (row.key or "", row.model))
         return UsageReport(since=self._since, usage=ordered)
 

@@ -8,6 +8,7 @@ configuration and drops those of the old one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
@@ -31,9 +32,10 @@ class ModelMetrics:
     """
 
     def __init__(self, families: Families, model: str) -> None:
-        self.queue_wait = families.queue_wait.labels(model)
-        self.prompt_tokens = families.prompt_tokens.labels(model)
-        self.generated_tokens = families.generated_tokens.labels(model)
+        counter, histogram = families.tallies.counter, families.tallies.histogram
+        self.queue_wait = histogram(families.queue_wait.labels(model))
+        self.prompt_tokens = counter(families.prompt_tokens.labels(model))
+        self.generated_tokens = counter(families.generated_tokens.labels(model))
         self.retries_refused = families.retries_refused.labels(model)
         self.hedges = families.hedges.labels(model)
         self.hedges_won = families.hedges_won.labels(model)
@@ -50,14 +52,16 @@ class RouteMetrics:
     """
 
     def __init__(self, families: Families, of_model: ModelMetrics, model: str, route: str) -> None:
+        counter, histogram = families.tallies.counter, families.tallies.histogram
         self._model = of_model
         self._requests = {
-            status: families.requests.labels(model, route, status) for status in STATUS_CLASSES
+            status: counter(families.requests.labels(model, route, status))
+            for status in STATUS_CLASSES
         }
-        self._duration = families.duration.labels(model, route)
-        self._first_token = families.first_token.labels(model, route)
-        self._inter_token = families.inter_token.labels(model, route)
-        self._disconnects = families.disconnects.labels(model, route)
+        self._duration = histogram(families.duration.labels(model, route))
+        self._first_token = histogram(families.first_token.labels(model, route))
+        self._inter_token = histogram(families.inter_token.labels(model, route))
+        self._disconnects = counter(families.disconnects.labels(model, route))
 
     def finished(self, status: int, seconds: float, usage: Usage | None) -> None:
         """Count one answered request.
@@ -91,6 +95,16 @@ class RouteMetrics:
         self._inter_token.observe(seconds / events)
 
 
+class Served(Protocol):
+    """Told of a variant's requests as they are counted."""
+
+    def finished(self, status: int) -> None:
+        """Take note of an answered request and its HTTP status."""
+
+    def streamed(self, first_token_s: float, per_token_s: float) -> None:
+        """Take note of the pace of a stream."""
+
+
 class VariantMetrics:
     """The children of one variant of a model: what comparing two variants needs.
 
@@ -101,17 +115,19 @@ class VariantMetrics:
     """
 
     def __init__(self, families: Families, model: str, variant: str) -> None:
+        counter, histogram = families.tallies.counter, families.tallies.histogram
         self._requests = {
-            status: families.variant_requests.labels(model, variant, status)
+            status: counter(families.variant_requests.labels(model, variant, status))
             for status in STATUS_CLASSES
         }
-        self._duration = families.variant_duration.labels(model, variant)
-        self._first_token = families.variant_first_token.labels(model, variant)
-        self._per_token = families.variant_per_token.labels(model, variant)
-        self._prompt_tokens = families.variant_prompt_tokens.labels(model, variant)
-        self._generated_tokens = families.variant_generated_tokens.labels(model, variant)
-        self._cost = families.variant_cost.labels(model, variant)
+        self._duration = histogram(families.variant_duration.labels(model, variant))
+        self._first_token = histogram(families.variant_first_token.labels(model, variant))
+        self._per_token = histogram(families.variant_per_token.labels(model, variant))
+        self._prompt_tokens = counter(families.variant_prompt_tokens.labels(model, variant))
+        self._generated_tokens = counter(families.variant_generated_tokens.labels(model, variant))
+        self._cost = counter(families.variant_cost.labels(model, variant))
         self.fallbacks = families.variant_fallbacks.labels(model, variant)
+        self.listener: Served | None = None
         self.price(Price())
 
     def price(self, price: Price) -> None:
@@ -130,6 +146,8 @@ class VariantMetrics:
         if status:
             self._requests[STATUS_CLASSES[status // 100 - 2]].inc()
             self._duration.observe(seconds)
+            if self.listener is not None:
+                self.listener.finished(status)
         else:
             self._requests["disconnect"].inc()
         if usage is not None:
@@ -155,6 +173,8 @@ class VariantMetrics:
         self._first_token.observe(first_token_s)
         if events > 1:
             self._per_token.observe(rest_s / (events - 1))
+            if self.listener is not None:
+                self.listener.streamed(first_token_s, rest_s / (events - 1))
 
 
 class Metrics:
@@ -285,11 +305,13 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Return the text format now, on the caller's thread; for tests and tools."""
+        self.families.tallies.bring_in()
         self._gauges.read()
         return generate_latest(self.registry)
 
     async def text(self) -> bytes:
         """Return the text format, version 0.0.4, written off the event loop."""
+        self.families.tallies.bring_in()
         return await self._scrape.text()
 
 

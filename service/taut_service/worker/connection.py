@@ -60,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._timer: asyncio.TimerHandle | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[bytes], bool] | None = None
         self._busy = False
         self._keep_alive = False
         self._paused = False
@@ -130,6 +131,24 @@ class Connection(asyncio.Protocol):
             self._event_deadline = max(self._event_deadline, now + self._gap_s)
             self._transport.resume_reading()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def flow_into(self, take: Callable[[bytes], bool]) -> None:
+        """Hand what arrives to a function as it arrives; return when that is over.
+
+        So it is when the body ends, when it will not come whole, when ``take`` returns False, and
+        at once while something waits to be read: :meth:`read` then goes on.
+
+        Args:
+            take: gets the body of each read.
+        """
+        if self._pieces or self._paused:
+            return
+        self._take = take
+        try:
+            while self._take is not None and not self._complete and self._error is None:
+                await self._wait()
+        finally:
+            self._take = None
 
     def await_first_event(self) -> None:
         """Count from the request on how long the first event of a stream takes."""
@@ -236,12 +255,22 @@ class Connection(asyncio.Protocol):
             self._deadline = self._loop.time() + self._idle_s
         elif not self._within_bounds(body, len(self._pieces) - pieces):
             return
-        if not self._head_done and self.received > MAX_HEAD_BYTES:
+        if self._take is not None:
+            self._hand_over(self._take)
+        elif not self._head_done and self.received > MAX_HEAD_BYTES:
             self._fail(ProtocolError("the response head is too long"))
         elif self._buffered > HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        if self._take is None or self._complete:
+            self._wake()
+
+    def _hand_over(self, take: Callable[[bytes], bool]) -> None:
+        pieces = self._pieces
+        if pieces:
+            self._pieces, self._buffered = [], 0
+            if not take(pieces[0] if len(pieces) == 1 else b"".join(pieces)):
+                self._take = None
 
     def _within_bounds(self, body: int, pieces: int) -> bool:
         """Judge a read with little or no body in it; fail and return False where it is too much."""

@@ -22,13 +22,15 @@ class Outgoing:
 
     __slots__ = (
         "_asked",
+        "_beginning",
         "_body",
-        "_facts",
         "_head",
         "_headers",
         "_path",
         "_places",
         "_served_name",
+        "_session",
+        "streamed",
         "tokens",
     )
 
@@ -37,8 +39,10 @@ class Outgoing:
         self._path = path
         self._headers = headers
         self._body = facts.body
-        # The body becomes another where a worker knows the model by another name.
-        self._facts = facts._replace(body=b"")
+        # Not the facts: their body becomes another where a worker knows the model by another name.
+        self._session = facts.session
+        self._beginning = facts.beginning
+        self.streamed = facts.streamed
         self._asked = facts.asked
         self._places = facts.places
         self._served_name = ""
@@ -70,9 +74,9 @@ class Outgoing:
         return None if value is None else value.decode("latin-1")
 
     @property
-    def streamed(self) -> bool:
-        """Whether the client wants a stream."""
-        return self._facts.streamed
+    def body(self) -> bytes:
+        """What is sent, as it is now."""
+        return self._body
 
     def session(self, header: bytes) -> str | None:
         """Name the session it belongs to.
@@ -86,11 +90,11 @@ class Outgoing:
         for name, value in self._headers.passed_on:
             if name == header and value:
                 return value.decode("latin-1")
-        return self._facts.session
+        return self._session
 
     def affinity_keys(
         self, affinity: Affinity, session_header: bytes, caller: str | None
     ) -> Iterator[int]:
         """Yield what ties it to other requests, by :func:`.affinity.affinity_keys`."""
         session = self.session(session_header) if affinity.by == "session" else None
-        return affinity_keys(affinity, self._facts.beginning, session, caller)
+        return affinity_keys(affinity, self._beginning, session, caller)

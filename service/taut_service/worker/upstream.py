@@ -21,7 +21,7 @@ from taut_service.worker.upstream_errors import ConnectError, ConnectionLostErro
 MAX_IDLE = 256
 """Idle connections kept per worker; more than this were opened by a burst."""
 MAX_ANSWER_BYTES = 1024 * 1024
-"""Of a probe or a scrape."""
+"""Of a probe or a scrape, unless it says otherwise."""
 
 
 class UpstreamClient:
@@ -103,7 +103,14 @@ class UpstreamClient:
                 break
         return await self._exchange(await self._connect(), head, body)
 
-    async def ask(self, method: str, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        timeout_s: float,
+        max_bytes: int = MAX_ANSWER_BYTES,
+    ) -> tuple[int, bytes]:
         """Do one small exchange from beginning to end, beside the requests.
 
         Args:
@@ -111,9 +118,10 @@ class UpstreamClient:
             path: absolute.
             body: JSON, or nothing.
             timeout_s: patience with all of it.
+            max_bytes: of the answer's body that are read.
 
         Returns:
-            Status and body, of the latter at most ``MAX_ANSWER_BYTES`` and one read more.
+            Status and body, of the latter at most ``max_bytes`` and one read more.
 
         Raises:
             UpstreamError: connecting failed, or the answer broke off.
@@ -128,7 +136,7 @@ class UpstreamClient:
         async with asyncio.timeout(timeout_s):
             connection = await self.send(self.whole_head(head.encode()), body)
             try:
-                while size <= MAX_ANSWER_BYTES and (data := await connection.read()):
+                while size <= max_bytes and (data := await connection.read()):
                     pieces.append(data)
                     size += len(data)
             finally:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import bz2
 import hashlib
 import io
 import tarfile
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_models import write_calibration_text, write_llama
 from validate_setup import VOCABULARY
 
-from taut_deploy.compress.calibrate import calibration
-from taut_deploy.compress.calibrate.calibration import make_calibration_set
+from taut_deploy.compress.calibrate import self_text, texts
+from taut_deploy.compress.calibrate.articles import paragraphs_of, prose_of_dump
+from taut_deploy.compress.calibrate.calibration import make_calibration_set, shared_out
 from taut_deploy.errors import ModelError, RecipeError
+from taut_deploy.models.store import describe_directory
 from taut_deploy.recipe import Calibration
 
 
@@ -29,7 +33,11 @@ def room(tmp_path_factory):
 def from_file(room, **changes):
     settings = {"source": "file", "path": str(room / "text.txt"), "sequences": 5}
     settings |= {"sequence_length": 32, **changes}
-    return make_calibration_set(Calibration(**settings), room / "model", room / "cache")
+    return made(room, Calibration(**settings), room / "cache")
+
+
+def made(room, settings, cache):
+    return make_calibration_set(settings, describe_directory(room / "model"), cache)
 
 
 def test_sequences_are_distinct_pieces_of_the_text_chosen_by_the_seed(room):
@@ -45,10 +53,10 @@ def test_sequences_are_distinct_pieces_of_the_text_chosen_by_the_seed(room):
 
 
 def test_the_hash_is_that_of_the_tokens_and_the_path_is_not_told(room):
-    made = from_file(room)
-    assert made.hash == "sha256:" + hashlib.sha256(made.tokens.numpy().tobytes()).hexdigest()
+    found = from_file(room)
+    assert found.hash == "sha256:" + hashlib.sha256(found.tokens.numpy().tobytes()).hexdigest()
     content = (room / "text.txt").read_bytes()
-    assert made.description == f"file sha256:{hashlib.sha256(content).hexdigest()}"
+    assert found.description == f"file sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def test_too_little_text_says_how_much_there_is(room):
@@ -64,15 +72,91 @@ def test_a_file_that_cannot_be_read_is_named(name, room):
         from_file(room, path=str(room / name))
 
 
-def test_samples_from_the_model_repeat_with_the_seed(room):
+def test_samples_from_the_model_repeat_with_the_seed(room, tmp_path):
     settings = Calibration(source="self", sequences=18, sequence_length=16, seed=3)
-    first, again = (make_calibration_set(settings, room / "model", room) for _ in range(2))
-    other = make_calibration_set(settings.model_copy(update={"seed": 4}), room / "model", room)
+    first, again = (made(room, settings, tmp_path / name) for name in ("one", "two"))
+    other = made(room, settings.model_copy(update={"seed": 4}), tmp_path)
     assert first.tokens.shape == (18, 16)
     assert torch.equal(first.tokens, again.tokens)
     assert not torch.equal(first.tokens, other.tokens)
     assert len({tuple(row) for row in first.tokens.tolist()}) == 18
     assert int(first.tokens[:, 0].unique()) == VOCABULARY["<s>"]
+
+
+def test_what_the_model_wrote_is_kept_and_a_run_goes_on_after_a_batch(room, tmp_path, monkeypatch):
+    monkeypatch.setattr(self_text, "_BATCH", 4)
+    settings = Calibration(source="self", sequences=8, sequence_length=16)
+    whole = made(room, settings, tmp_path / "whole").tokens
+    sample, calls = self_text.sample, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return sample(*arguments)
+
+    monkeypatch.setattr(self_text, "sample", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made(room, settings, tmp_path / "cut")
+    assert torch.equal(made(room, settings, tmp_path / "cut").tokens, whole)
+    assert len(calls) == 3, "the first batch was kept"
+    monkeypatch.setattr(self_text, "load_dense", None)  # the second recipe needs no model
+    assert torch.equal(made(room, settings, tmp_path / "cut").tokens, whole)
+
+
+def test_a_mixture_holds_each_source_by_its_weight(room, tmp_path):
+    alone = Calibration(source="file", path=str(room / "text.txt"), sequences=6, sequence_length=32)
+    mixed = alone.model_copy(update={"source": {"file": 3, "self": 1}, "sequences": 8})
+    found = made(room, mixed, tmp_path)
+    of_file = {tuple(row) for row in made(room, alone, tmp_path).tokens.tolist()}
+    rows = [tuple(row) for row in found.tokens.tolist()]
+    written = [row for row in rows if row not in of_file]
+    assert (len(rows), len(written)) == (8, 2)
+    assert {row[i : i + 8] for row in of_file for i in range(25)} >= {row[:8] for row in written}
+    assert rows[:6] != [tuple(row) for row in made(room, alone, tmp_path).tokens.tolist()]
+    assert found.description.startswith("6 x file sha256:")
+    assert found.description.endswith("; 2 x sampled from the model itself")
+
+
+def test_shares_are_whole_and_add_up():
+    assert shared_out(10, {"corpus": 1.0, "articles": 1.0, "self": 1.0}) == {
+        "corpus": 4,
+        "articles": 3,
+        "self": 3,
+    }
+    assert shared_out(8, {"corpus": 1.0, "self": 3.0}) == {"corpus": 2, "self": 6}
+    assert shared_out(1, {"corpus": 1.0, "self": 3.0}) == {"self": 1}
+
+
+@pytest.mark.parametrize(
+    ("markup", "paragraphs"),
+    [
+        ("'''Alpha''' is a [[letter (a)|letter]] " + "of words " * 9 + "long.", 1),
+        ("Too short to be prose.", 0),
+        ("== A heading of many words " + "and more " * 9 + "==", 0),
+        ("* A list of many words " + "and more " * 9 + ".", 0),
+        ("{{Box|a={{b}}|" + "word word " * 9 + ".}}", 0),
+        ("{| class=x\n| A cell with " + "word word " * 9 + ".\n|}", 0),
+        ("A sentence<ref>with " + "words " * 20 + ".</ref> that goes on for " + "x " * 9 + ".", 1),
+    ],
+)
+def test_articles_keep_paragraphs_alone(markup, paragraphs):
+    found = paragraphs_of(markup)
+    assert len(found) == paragraphs
+    for line in found:
+        assert not set("[]{}|'<>=") & set(line)
+
+
+def test_a_dump_gives_its_long_articles():
+    sentence = "It is a sentence of the article that has [[link|twelve]] words in it. "
+    pages = [("Long", sentence * 20), ("Redirect", "#REDIRECT [[Long]]"), ("Short", sentence)]
+    body = "".join(
+        f"<page><title>{title}</title><revision><text>{text}</text></revision></page>"
+        for title, text in pages
+    )
+    dump = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">{body}</mediawiki>'
+    found = prose_of_dump(bz2.compress(dump.encode()))
+    assert found == (sentence.replace("[[link|twelve]]", "twelve") * 20).strip() + "\n"
 
 
 def fake_pip(archive_text: str | None):
@@ -82,7 +166,7 @@ def fake_pip(archive_text: str | None):
         if archive_text is not None:
             folder = command[command.index("--dest") + 1]
             with tarfile.open(f"{folder}/brotli-1.2.1.tar.gz", "w:gz") as archive:
-                for member in calibration._CORPUS_MEMBERS:
+                for member in texts.BUILT_IN_TEXTS["corpus"].members:
                     info = tarfile.TarInfo(f"brotli-1.2.1/{member}")
                     info.size = len(archive_text)
                     archive.addfile(info, io.BytesIO(archive_text.encode()))
@@ -93,31 +177,32 @@ def fake_pip(archive_text: str | None):
 
 def corpus(room, cache, **changes):
     settings = Calibration(**{"sequences": 2, "sequence_length": 16, **changes})
-    return make_calibration_set(settings, room / "model", cache)
+    return made(room, settings, cache)
 
 
 def test_the_corpus_is_downloaded_once_and_verified(room, tmp_path, monkeypatch):
     text = "w1 w2 w3 w4 " * 20
     digest = hashlib.sha256(f"{text}\n{text}".encode()).hexdigest()
-    monkeypatch.setattr(calibration, "_CORPUS_SHA256", digest)
-    monkeypatch.setattr(calibration.subprocess, "run", fake_pip(text))
-    made = corpus(room, tmp_path)
-    assert made.tokens.shape == (2, 16)
-    monkeypatch.setattr(calibration.subprocess, "run", fake_pip(None))
-    assert torch.equal(corpus(room, tmp_path).tokens, made.tokens), "from the cache"
+    known = replace(texts.BUILT_IN_TEXTS["corpus"], sha256=digest)
+    monkeypatch.setitem(texts.BUILT_IN_TEXTS, "corpus", known)
+    monkeypatch.setattr(texts.subprocess, "run", fake_pip(text))
+    found = corpus(room, tmp_path)
+    assert found.tokens.shape == (2, 16)
+    monkeypatch.setattr(texts.subprocess, "run", fake_pip(None))
+    assert torch.equal(corpus(room, tmp_path).tokens, found.tokens), "from the cache"
     (tmp_path / "calibration-corpus.txt").write_text("cut short")
     with pytest.raises(ModelError, match="cannot download brotli"):
         corpus(room, tmp_path)
 
 
 def test_a_corpus_with_other_bytes_is_not_kept(room, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration.subprocess, "run", fake_pip("w1 " * 100))
+    monkeypatch.setattr(texts.subprocess, "run", fake_pip("w1 " * 100))
     with pytest.raises(ModelError, match=r"calibration text has sha256 .* expected 915d60e0"):
         corpus(room, tmp_path)
     assert not (tmp_path / "calibration-corpus.txt").exists()
 
 
 def test_offline_names_the_way_out(room, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration.subprocess, "run", fake_pip(None))
+    monkeypatch.setattr(texts.subprocess, "run", fake_pip(None))
     with pytest.raises(ModelError, match=r"cannot download brotli==1\.2\.1 .*calibration\.source"):
         corpus(room, tmp_path)

@@ -11,6 +11,7 @@ from tiny_inputs import correlated
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.compress.share.codebook import CodebookSpec, _lloyd, _refit_book, quantize_weight
+from taut_deploy.compress.share.learned import BookSpec
 
 
 def problem(n: int = 16, k: int = 64, tokens: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,3 +105,22 @@ def test_a_weight_that_is_on_a_book_comes_back_exactly():
 def test_a_shape_that_does_not_fit_is_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         quantize_weight(*problem(), spec)
+
+
+def test_learned_indices_name_the_nearest_entry_of_the_rows_own_book():
+    book = torch.tensor([[-1.0, 0.0, 0.5, 2.0], [-0.25, 0.25, 1.0, 1.5]])
+    spec, places = BookSpec(book), torch.randn(6, 8, generator=torch.Generator().manual_seed(11))
+    by_hand = [
+        [min(range(4), key=lambda e: abs(float(book[n // 3, e] - places[n, k]))) for k in range(8)]
+        for n in range(6)
+    ]
+    assert spec.indices(places).tolist() == by_hand
+    nearest = spec.nearest(places)
+    assert torch.equal(spec.values_of(spec.indices(places)), nearest)
+    scale = torch.ones(6, 2)
+    weight = spec.coded(nearest, scale, None)
+    assert (weight.codes.tolist(), weight.book.tolist()) == (by_hand, book.tolist())
+    # Ends have one neighbour, the others the mean of two distances.
+    distances = [[1.0, 0.75, 1.0, 1.5], [0.5, 0.625, 0.625, 0.5]]
+    expected = [[distances[n // 3][by_hand[n][k]] for k in range(8)] for n in range(6)]
+    assert spec.step_at(nearest).tolist() == expected

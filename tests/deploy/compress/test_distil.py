@@ -193,7 +193,7 @@ def with_stage(room, stage, name):
 def test_a_low_rank_stays_and_its_factors_are_trained(room, tmp_path):
     low = with_stage(room, {"method": "factorize", "rank_budget": 0.7}, "lowrank")
     manifest = distil(job(room, low, tmp_path / "out"))
-    assert (manifest.scheme, manifest.layers[0]["rank"]) == ("LOWRANK", 16)
+    assert (manifest.scheme, manifest.layers[0]["rank"]) == ("LOWRANK", 24)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "taut"
     for shard in sorted(path.name for path in low.glob("*.safetensors")):

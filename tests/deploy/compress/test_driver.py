@@ -39,7 +39,7 @@ def job(room: Path, output: Path, **quantize):
 def calibration_tokens(request: driver.CompressionJob) -> torch.Tensor:
     """The tokens a job is calibrated on."""
     settings = request.recipe.calibration
-    return make_calibration_set(settings, Path(request.model.path), request.cache).tokens
+    return make_calibration_set(settings, request.model, request.cache).tokens
 
 
 CASES = {

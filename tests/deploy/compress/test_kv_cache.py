@@ -61,7 +61,7 @@ def largest_by_head(request) -> dict[tuple[int, str], torch.Tensor]:
     assert config["kv_cache_scheme"]["num_bits"] == 8
     for block in model.model.layers:  # the cache is not rounded while scales are taken
         block.self_attn.quantization_enabled = False
-    tokens = make_calibration_set(request.recipe.calibration, request.output, request.cache).tokens
+    tokens = make_calibration_set(request.recipe.calibration, request.model, request.cache).tokens
     found: dict[tuple[int, str], torch.Tensor] = {}
     rotate = modeling_llama.apply_rotary_pos_emb
 

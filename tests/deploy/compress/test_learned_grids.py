@@ -8,6 +8,7 @@ from tiny_blocks import make_block
 from tiny_inputs import correlated
 
 from taut_deploy.compress.quantize import hqq, rounding, rtn
+from taut_deploy.compress.quantize.float8 import Float8Spec, round_fp8
 from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
 
 SPEC = GridSpec(4, 32, False, torch.float32)
@@ -143,3 +144,14 @@ def test_inputs_that_are_not_finite_are_refused():
     hidden[0, 0, 0] = torch.inf
     with pytest.raises(ValueError, match="not finite"):
         learn(block, hidden, weight, rtn.quantize_weight(weight, SPEC), 1)
+
+
+def test_a_float_start_stands_for_its_codes_and_steps_are_its_numbers_distances():
+    numbers = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    spec = Float8Spec(torch.float32)
+    distances = spec.step_at(numbers[:-1])
+    assert torch.equal(distances, numbers[1:] - numbers[:-1])
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(2))
+    quantized = rtn.quantize_weight(weight, spec)
+    start = rounding.start_from(weight, quantized, spec)
+    assert torch.equal(round_fp8(start.latent), quantized.codes.float())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_inputs import correlated
 
+from taut_deploy.compress.lowrank.interpolative import interpolate, interpolative_rank
 from taut_deploy.compress.lowrank.residual import compensate, quantize_with_residual
 from taut_deploy.compress.lowrank.whitened_svd import whiten
 from taut_deploy.compress.quantize import gptq
@@ -75,3 +76,25 @@ def test_a_hessian_with_nan_is_refused():
     hessian[0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN or infinity"):
         whiten(weight, hessian)
+
+
+@pytest.mark.parametrize(("n", "k", "rank"), [(12, 16, 5), (24, 10, 9), (16, 16, 1), (10, 24, 9)])
+def test_the_interpolative_form_is_the_same_product_in_fewer_numbers(n, k, rank):
+    factors = whiten(*problem(n, k)).truncate(rank)
+    found = interpolate(factors)
+    assert (found.up.shape, found.down.shape) == ((n - rank, rank), (rank, k))
+    assert sorted(found.order.tolist()) == list(range(n))
+    dense = factors.up.double() @ factors.down.double()
+    torch.testing.assert_close(found.product().double(), dense, rtol=1e-4, atol=1e-4)
+    # The rows that are kept are rows of the product itself.
+    for row, place in enumerate(found.order.tolist()):
+        if place < rank:
+            torch.testing.assert_close(found.down[place].double(), dense[row], rtol=1e-4, atol=1e-4)
+    assert float(found.up.abs().max()) < 10
+
+
+@pytest.mark.parametrize(("n", "k", "numbers"), [(576, 576, 265420), (192, 576, 88473), (5, 9, 31)])
+def test_the_rank_is_the_largest_that_fits(n, k, numbers):
+    sizes = [r * n + r * k - r * r for r in range(min(n, k) + 1)]
+    best = max(r for r, size in enumerate(sizes) if size <= numbers)
+    assert interpolative_rank(n, k, numbers) == best

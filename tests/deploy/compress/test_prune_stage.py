@@ -85,7 +85,7 @@ def test_wanda_without_refitting_leaves_what_stays_as_it_was(room, tmp_path):
     request, _ = run(room, tmp_path / "out", algorithm="wanda", sparsity=0.5, refit=False)
     base = AutoModelForCausalLM.from_pretrained(request.model.path)
     tokens = make_calibration_set(
-        request.recipe.calibration, room / "model", tmp_path / "cache"
+        request.recipe.calibration, request.model, tmp_path / "cache"
     ).tokens
     inputs = []
     layer = base.model.layers[0].self_attn.k_proj

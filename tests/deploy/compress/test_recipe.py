@@ -65,7 +65,7 @@ WRONG = {
             "calibration": {"sequences": 1},
             "stages": [{**W4A16, "algorithm": "round"}],
         },
-        "'calibration.sequences': learned rounding needs at least 2",
+        "'calibration.sequences': learning by a block's output needs at least 2",
     ),
     "rotating alone": (
         {**GOOD, "stages": [{"method": "rotate"}]},

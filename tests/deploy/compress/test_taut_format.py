@@ -72,15 +72,17 @@ def written(directory, layer):
 def test_factors_keep_the_share_of_parameters_asked_for(made):
     plan, manifest, directory = made("low rank")
     parts, told, config = written(directory, Q)
-    # 0.8 · 64 · 64 / (64 + 64) = 25.6, down to a multiple of 8; of [32, 64] 17.07.
+    # r · (64 + 64) - r² is 0.8 · 64 · 64 at 35.4, down to a multiple of 8; of [32, 64] at 22.2.
     assert {name: tuple(value.shape) for name, value in parts.items()} == {
-        "weight_u": (64, 24),
-        "weight_v": (24, 64),
+        "weight_order": (64,),
+        "weight_u": (32, 32),
+        "weight_v": (32, 64),
     }
-    assert written(directory, K)[1] == {"kind": "low_rank", "rank": 16}
-    assert (config["quant_method"], told) == ("taut", {"kind": "low_rank", "rank": 24})
+    assert written(directory, K)[1] == {"kind": "low_rank", "rank": 16, "interpolative": True}
+    assert config["quant_method"] == "taut"
+    assert told == {"kind": "low_rank", "rank": 32, "interpolative": True}
     assert (manifest.scheme, plan.scheme) == ("LOWRANK", "LOWRANK")
-    assert {layer["rank"] for layer in manifest.layers} == {24, 16, 32}
+    assert {layer["rank"] for layer in manifest.layers} == {32, 16, 40}
     sizes = {layer.name: layer.bytes for layer in plan.layers}
     assert sizes[Q] == sum(value.nbytes for value in parts.values())
 
@@ -142,6 +144,9 @@ def by_hand(parts):
     weight = 0.0
     if "weight_u" in parts:
         weight = parts["weight_u"].double() @ parts["weight_v"].double()
+        if "weight_order" in parts:
+            both = [*parts["weight_v"].double(), *weight]
+            weight = torch.stack([both[place] for place in parts["weight_order"].tolist()])
     if "weight_packed" not in parts:
         return weight.float()
     n, k = parts["weight_shape"].tolist()
@@ -268,7 +273,7 @@ REFUSED = {
     ),
     "a rank that saves nothing": (
         [{"method": "factorize", "rank": 32}],
-        r"q_proj \[64, 64\] cannot be LOWRANK: rank 32 saves nothing",
+        r"k_proj \[32, 64\] cannot be LOWRANK: rank 32 saves nothing",
     ),
     "a budget of nothing": (
         [{"method": "factorize", "rank_budget": 0.01}],

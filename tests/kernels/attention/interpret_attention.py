@@ -9,12 +9,12 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.testing import assert_within_budget
 from taut_kernels.attention import reference as attention_reference
 from taut_kernels.attention.prefill import op as prefill
 from taut_kernels.attention.tile import AttentionTile
 from taut_kernels.launch import launcher
-from taut_kernels.testing import assert_within_budget
 
 TILES = (AttentionTile(16, 16, 4, 1), AttentionTile(32, 16, 4, 1), AttentionTile(16, 32, 4, 1))
 # Tq, Tk: one query; a whole block; rests in both; more keys; more queries than keys.

@@ -10,7 +10,7 @@ import sys
 import torch
 from emulator.paged import make_case
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.attention.decode import merge_jit as decode_merge_jit
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode import shares_jit as decode_shares_jit

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.attention import reference as attention_reference
 from taut_kernels.attention.prefill import op as prefill
 from taut_kernels.attention.prefill.op import attention
@@ -292,7 +292,7 @@ def test_empty_batches_and_sequences(shape: tuple[int, ...]) -> None:
 
 
 def test_variants_cover_every_form() -> None:
-    from taut_kernels.instruments.forms import attention as attention_forms
+    from taut_bench.instruments.forms import attention as attention_forms
 
     found = list(attention_forms.prefill_variants())
     assert len(found) == len({(v.label, v.tile, v.target) for v in found})

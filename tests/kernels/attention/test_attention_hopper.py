@@ -10,7 +10,7 @@ import pytest
 import torch
 from emulator import hopper
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.attention import reference as attention_reference
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import padded_dim

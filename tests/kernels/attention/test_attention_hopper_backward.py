@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulator import hopper
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.attention import reference
 from taut_kernels.attention.prefill import hopper_backward as backward_hopper
 from taut_kernels.attention.prefill.call import Settings

@@ -10,10 +10,10 @@ import pytest
 import torch
 import triton
 
+from taut_bench.instruments.forms import attention as attention_forms
 from taut_kernels.attention.cache_write import op as cw
 from taut_kernels.attention.cache_write.op import cache_write
 from taut_kernels.attention.decode import op as decode
-from taut_kernels.instruments.forms import attention as attention_forms
 from taut_kernels.launch import early_start
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.rowwise.tiles import FusedTile

@@ -10,8 +10,8 @@ import triton
 from emulator import ptx_paths
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels.instruments import aot
-from taut_kernels.instruments.forms import attention, scaled_mm, w4a16
+from taut_bench.instruments import aot
+from taut_bench.instruments.forms import attention, scaled_mm, w4a16
 from taut_kernels.launch.recorder import KernelVariant
 
 WEIGHTS = {"qweight_ptr", "scales_ptr", "zeros_ptr", "w_desc"}

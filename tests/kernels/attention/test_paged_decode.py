@@ -11,13 +11,13 @@ import torch
 import triton
 from emulator.paged import PagedCase, make_case
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.instruments.forms import attention as attention_forms
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode import reference as decode_reference
 from taut_kernels.attention.decode.op import make_arrivals, paged_decode
 from taut_kernels.attention.reference import attention_ref
-from taut_kernels.instruments.forms import attention as attention_forms
 from taut_kernels.launch import launcher
 
 INTERPRET = Path(__file__).with_name("interpret_decode.py")

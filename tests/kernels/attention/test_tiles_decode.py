@@ -10,6 +10,7 @@ import pytest
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
+from taut_kernels.launch.tile_tables import Table
 
 TILE = {
     "row_tiles": 1,
@@ -32,17 +33,17 @@ def table(**row: Any) -> str:
 def test_parse_reads_a_tile() -> None:
     parsed = tiles_decode.parse(table(), "t.json")
     assert parsed.gpu == "card"
-    assert parsed.tiles == {(64, 128, 1, DEFAULT): DecodeTile(1, 2, 2, 1, 4, 2, 2, False)}
-    assert parsed.tiles[64, 128, 1, DEFAULT].num_warps == 4
+    assert parsed.choices == {(64, 128, 1, DEFAULT): DecodeTile(1, 2, 2, 1, 4, 2, 2, False)}
+    assert parsed.choices[64, 128, 1, DEFAULT].num_warps == 4
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (json.dumps({"gpu": "card", "rows": []}), "t.json: expected exactly gpu, source and rows"),
-        (table(max_m=4), "max_m 8 or 16"),
+        (table(max_m=4), "max_m must be 8 or 16"),
         (table(note="?"), "needs exactly"),
-        (table(format="g16"), "N=64 K=128 max_m=8: format must be one of .* got 'g16'"),
+        (table(format="g16"), "format=g16 N=64 K=128 max_m=8: format must be one of .* got 'g16'"),
         (table(format="g128"), "or left out, got 'g128'"),
         (table(tile=TILE | {"batch": 3}), "batch must divide"),
         (table(tile=TILE | {"k_warps": 3}), "k_warps must be a power of two"),
@@ -67,9 +68,9 @@ def test_a_row_of_each_format_may_stand_beside_the_others() -> None:
     document = json.loads(table())
     document["rows"] += [document["rows"][0] | {"format": "g32-zp"}]
     parsed = tiles_decode.parse(json.dumps(document), "t.json")
-    assert list(parsed.tiles) == [(64, 128, 1, DEFAULT), (64, 128, 1, WeightFormat.G32_ZP)]
+    assert list(parsed.choices) == [(64, 128, 1, DEFAULT), (64, 128, 1, WeightFormat.G32_ZP)]
     document["rows"] += [document["rows"][1]]
-    with pytest.raises(ValueError, match="N=64 K=128 max_m=8 is there twice in g32-zp"):
+    with pytest.raises(ValueError, match="format=g32-zp N=64 K=128 max_m=8 is there twice"):
         tiles_decode.parse(json.dumps(document), "t.json")
 
 
@@ -77,12 +78,13 @@ def test_lookup_takes_the_nearest_format(monkeypatch: pytest.MonkeyPatch) -> Non
     ask = tiles_decode.lookup.__wrapped__
     tiles = {kind: DecodeTile(1, 2, 2, n, 4, 2, 2, False) for n, kind in enumerate(WeightFormat, 1)}
     rows = {(64, 128, 1, kind): tiles[kind] for kind in ("g128", "g32-zp", "g64")}
-    card = tiles_decode.DecodeTable("card", {})
+    choices: dict[tuple[int, int, int, WeightFormat], DecodeTile] = {}
+    card = Table("card", choices)
     monkeypatch.setattr(tiles_decode, "tables", lambda: {"card": card})
     assert ask("card", 64, 128, 1, WeightFormat.G32, hopper=False) == tiles_decode.rule(
         64, 128, 1, hopper=False
     )
-    card.tiles.update({(*key[:3], WeightFormat(key[3])): tile for key, tile in rows.items()})
+    choices.update({(*key[:3], WeightFormat(key[3])): tile for key, tile in rows.items()})
     found = {kind: ask("card", 64, 128, 1, kind, hopper=False).split_k for kind in WeightFormat}
     own = {kind.value: tile.split_k for kind, tile in tiles.items()}
     assert {kind.value: split for kind, split in found.items()} == {
@@ -97,7 +99,7 @@ def test_lookup_takes_the_nearest_format(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_lookup_prefers_the_measured_tile() -> None:
     card = tiles_decode.tables()["NVIDIA H200"]
-    (N, K, token_tiles, own), measured = next(iter(card.tiles.items()))
+    (N, K, token_tiles, own), measured = next(iter(card.choices.items()))
     assert tiles_decode.lookup("NVIDIA H200", N, K, token_tiles, own, hopper=True) == measured
     for hopper in (False, True):
         unknown = tiles_decode.lookup("another card", N, K, token_tiles, hopper=hopper)

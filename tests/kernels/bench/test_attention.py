@@ -14,7 +14,7 @@ from taut_bench import attention, attention_cases, attention_rivals, plots, repo
 from taut_bench.attention_cases import DecodeGate, PromptGate, Shape, make_cached
 from taut_bench.fused_rivals import UnavailableError
 from taut_kernels.attention import tiles as attention_tiles
-from taut_kernels.instruments import timing
+from taut_kernels.tuner import timing
 from tuning import attention_candidates, tune_attention
 
 no_device = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -148,7 +148,7 @@ def test_table_rows_hold_the_fastest_and_can_be_read() -> None:
     import json
 
     document = {"gpu": "card", "source": "", "rows": tune_attention.table_rows(results)}
-    tiles = attention_tiles.parse_table(json.dumps(document), "table.json").tiles
+    tiles = attention_tiles.parse(json.dumps(document), "table.json").choices
     assert tiles == {
         ("forward", 128, 2, "large"): fast,
         ("decode", 128, 1, "small"): cached,
@@ -249,6 +249,6 @@ def test_tuning_runs_from_candidates_to_a_table(
     one = {size: list(attention_candidates.decode_candidates(size))[:1] for size in (1, 2)}
     monkeypatch.setattr(tune_attention, "decode_candidates", one.__getitem__)
     assert tune_attention.main(["--output", str(tmp_path), "--kernel", "decode"]) == 0
-    table = attention_tiles.parse_table((tmp_path / "table.json").read_text(), "table.json")
-    assert len(table.tiles) == 4
+    table = attention_tiles.parse((tmp_path / "table.json").read_text(), "table.json")
+    assert len(table.choices) == 4
     assert "WRONG" not in capsys.readouterr().out

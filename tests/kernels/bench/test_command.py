@@ -17,7 +17,7 @@ from taut_bench import engine, engine_checkpoint, engine_modes, report, w4a16
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
-from taut_kernels.instruments import timing
+from taut_kernels.tuner import timing
 from taut_kernels.tuner.w4a16_layer import Layer, rows_to_check
 from tuning import tune_w4a16_decode, tune_w4a16_wgmma
 
@@ -126,7 +126,7 @@ def test_wgmma_table_takes_the_fastest_choice_and_candidates_fit() -> None:
         )
     ]
     rows = tune_w4a16_wgmma.table_rows(results)
-    assert [(row["max_m"], row["tile"] == "dense", row["us"]) for row in rows] == [
+    assert [(row["max_m"], row["kernel"] == "dense", row["us"]) for row in rows] == [
         (64, False, 9.0),
         (None, True, 8.0),
     ]
@@ -143,7 +143,7 @@ def test_wgmma_table_has_the_fastest_of_each_number_of_tokens() -> None:
     ]
     results = [tune_w4a16_wgmma.Result("o", 4096, 4096, M, us, tile) for M, tile, us in timed]
     rows = tune_w4a16_wgmma.table_rows(results)
-    assert [(row["max_m"], row["tile"] == "dense", row["us"]) for row in rows] == [
+    assert [(row["max_m"], row["kernel"] == "dense", row["us"]) for row in rows] == [
         (384, False, 20.0),
         (512, True, 36.0),
         (None, True, 5.0),

@@ -16,10 +16,10 @@ import torch
 from taut_bench import decode_chain, other_tiles, report
 from taut_bench.decoder_layer import FORMS, PRODUCTS, Step, _in_form
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.instruments.timing import Timing
 from taut_kernels.launch import early_start
 from taut_kernels.norm import rms_norm, rms_norm_launch
 from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.tuner.timing import Timing
 
 STEP = Step("fp8", 16, 192, 1024)
 

@@ -13,9 +13,9 @@ import torch
 
 from taut_bench import fused, fused_cases, fused_report, fused_rivals, report
 from taut_bench.fused_cases import FORMS, Call, Form, Operands, bytes_moved
-from taut_kernels.instruments import timing
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.tiles import FusedTile
+from taut_kernels.tuner import timing
 from tuning import tune_fused
 
 

@@ -20,9 +20,8 @@ from taut_kernels.activation import silu_mul
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.w4a16 import op as w4a16
-from taut_kernels.instruments import timing
 from taut_kernels.launch import launcher, triton_abi
-from taut_kernels.tuner import w4a16_layer, w4a16_stock
+from taut_kernels.tuner import timing, w4a16_layer, w4a16_stock
 
 STREAM = 55
 NUMBERS = itertools.count()

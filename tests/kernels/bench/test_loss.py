@@ -11,7 +11,7 @@ import torch
 from taut_bench import loss, report
 from taut_bench.fused_rivals import UnavailableError
 from taut_bench.loss_cases import KERNELS, OPS, SHAPES, Operands, Shape, kernels_of
-from taut_kernels.instruments import timing
+from taut_kernels.tuner import timing
 
 BAR = Shape("linear_cross_entropy", 8192, 2304, 256000)
 

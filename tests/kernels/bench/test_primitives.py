@@ -12,8 +12,8 @@ import torch
 
 from taut_bench import primitives, primitives_cases, report
 from taut_bench.primitives_cases import PARTS, Case, Subjects
-from taut_kernels.instruments import timing
 from taut_kernels.primitives import conv2d_tiles, gemm_tiles
+from taut_kernels.tuner import timing
 from tuning import tune_primitives
 from tuning.tune_primitives_jobs import BUCKETS, jobs_of, row_of
 
@@ -109,9 +109,9 @@ def test_winners_make_tables_that_are_read_back(
     text = (tmp_path / "gemm-h100-80gb-hbm3.json").read_text()
     products = gemm_tiles.parse(text, "gemm")
     assert json.loads(text)["gpu"] == products.gpu == "NVIDIA H100 80GB HBM3"
-    assert [limit for limit, _ in products.buckets[4096, 4096]] == list(BUCKETS.values())
+    assert [limit for limit, _ in products.choices[4096, 4096]] == list(BUCKETS.values())
     layers = conv2d_tiles.parse((tmp_path / "conv2d-h100-80gb-hbm3.json").read_text(), "conv2d")
-    assert [limit for limit, _ in layers.buckets[64, 64, 3, 3, 56, 56]] == [64, None]
+    assert [limit for limit, _ in layers.choices[64, 64, 3, 3, 56, 56]] == [64, None]
 
 
 @pytest.mark.parametrize("part", ["gemm", "conv2d", "transpose"])

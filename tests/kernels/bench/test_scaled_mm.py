@@ -14,11 +14,11 @@ import torch
 from taut_bench import report, scaled_mm_rivals
 from taut_bench.scaled_mm_layer import KINDS, Layer, make_layer
 from taut_bench.shapes import PRODUCTS
+from taut_bench.testing.scaled_mm import make_scaled_mm_case
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import rule as tiles_scaled_mm_rule
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.instruments import timing
-from taut_kernels.testing.scaled_mm import make_scaled_mm_case
+from taut_kernels.tuner import timing
 from tuning import tune_scaled_mm
 from tuning.scaled_mm_candidates import BUCKETS
 from tuning.scaled_mm_results import Final, parts_of_bucket
@@ -123,8 +123,9 @@ def test_tuning_writes_a_table_the_look_up_reads(
     tried = [(max_m, Ms) for max_m, Ms in BUCKETS if known or Ms[-1] in (64, 512, 4096)]
     table = tiles_scaled_mm.parse((tmp_path / "table.json").read_text(), "table.json")
     assert table.gpu == "card 9"
-    assert set(table.buckets) == {(op, *PRODUCTS[shape]) for op in KINDS.values()}
-    for (op, _, _), buckets in table.buckets.items():
+    assert set(table.choices) == {(op, *PRODUCTS[shape]) for op in KINDS.values()}
+    for (op, _, _), rows in table.choices.items():
+        buckets = [alone for _, (alone, _) in rows]
         assert [bucket.max_m for bucket in buckets] == [max_m for max_m, _ in tried]
         # Without a rival nothing is won: the plugin keeps vLLM's kernel.
         has_rival = [op == "w8a8_gemm" and min(Ms) > 16 for _, Ms in tried]

@@ -23,12 +23,12 @@ from taut_bench import (
 from taut_bench import scaled_mm_block_rivals as block_rivals
 from taut_bench.scaled_mm_layer import KINDS, OUT_DTYPE, Layer, make_layer
 from taut_bench.shapes import PRODUCTS
+from taut_bench.testing.scaled_mm import ScaledMmCase
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm import rule as tiles_scaled_mm_rule
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.instruments import timing
-from taut_kernels.testing.scaled_mm import ScaledMmCase
+from taut_kernels.tuner import timing
 from tuning import tune_scaled_mm
 
 N, K, M = 272, 400, 9
@@ -510,7 +510,7 @@ def test_tuning_writes_rows_that_a_block_wise_call_reads(
         tiles_scaled_mm.lookup("fp8_block", "card 9", *PRODUCTS["o"], m).tile for m in (9, 17, 129)
     ]
     tiles_scaled_mm.buckets.cache_clear()
-    assert found == [ScaledMmTile(**row["tile"]) for row in rows.values()]
+    assert found == [ScaledMmTile(kernel=row["kernel"], **row["tile"]) for row in rows.values()]
     # Neither what was wrong nor what raised gets into the table.
     assert not any(tile.num_stages in (WRONG, RAISES) for tile in found)
     out = capsys.readouterr().out

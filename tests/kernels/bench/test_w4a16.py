@@ -23,8 +23,7 @@ from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.decode_ring_tile import token_tiles
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
-from taut_kernels.instruments import timing
-from taut_kernels.tuner import w4a16_stock
+from taut_kernels.tuner import timing, w4a16_stock
 from taut_kernels.tuner.w4a16_layer import Layer, blank_layer, empty_weight, make_layer
 from tuning import measured_table, tune_w4a16_decode, tune_w4a16_wgmma, w4a16_known_tiles
 
@@ -457,7 +456,7 @@ def test_a_tuner_takes_one_format_and_its_rows_say_so() -> None:
             assert {k: v for k, v in rows[0].items() if k == "format"} == field
     text = {"gpu": "card", "source": "s"}
     rows = tune_w4a16_decode._table_rows([one], given)
-    assert tiles_decode.parse(json.dumps(text | {"rows": rows}), "t.json").tiles
+    assert tiles_decode.parse(json.dumps(text | {"rows": rows}), "t.json").choices
     rows = tune_w4a16_wgmma.table_rows([other], given)
     assert tiles_wgmma.parse(json.dumps(text | {"rows": rows}), "t.json").choices
 

@@ -12,6 +12,7 @@ LAYERS: dict[str, told.Layer] = {
     "a": told.LowRank(12),
     "b": told.LowRank(4, told.PackedBase(64, symmetric=False)),
     "c": told.Codebook(8, 32, None),
+    "d": told.LowRank(3, interpolative=True),
 }
 
 
@@ -33,6 +34,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a key too many": (
         {"layers": {"a": {"kind": "low_rank", "rank": 1, "alpha": 2}}},
         "layers.a.alpha: is not known",
+    ),
+    "a form that is a word": (
+        {"layers": {"a": {"kind": "low_rank", "rank": 1, "interpolative": "yes"}}},
+        "layers.a.interpolative: expected true or false",
     ),
     "odd entries": (
         {"layers": {"a": {"kind": "codebook", "entries": 6, "group_size": None, "rows": None}}},

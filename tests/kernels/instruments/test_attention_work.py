@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from taut_bench.instruments.attention_work import ATTENTION_WORK, seen_pairs
+from taut_bench.instruments.counters import count
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.op_cases import from_op
+from taut_bench.instruments.work import Work, arguments_of
 from taut_kernels.attention.reference import seen_keys
-from taut_kernels.instruments.attention_work import ATTENTION_WORK, seen_pairs
-from taut_kernels.instruments.counters import count
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.op_cases import from_op
-from taut_kernels.instruments.work import Work, arguments_of
 
 CPU = torch.device("cpu")
 HEADS = {"Hq": 2, "Hk": 1, "D": 64}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.instruments import cuda_graph
-from taut_kernels.instruments.cuda_graph import (
+from taut_bench.instruments import cuda_graph
+from taut_bench.instruments.cuda_graph import (
     CaptureError,
     addresses_of,
     capture,
@@ -17,8 +17,8 @@ from taut_kernels.instruments.cuda_graph import (
     check_replay,
     why_not_capturable,
 )
-from taut_kernels.instruments.op_cases import from_op
-from taut_kernels.instruments.subject import Subject
+from taut_bench.instruments.op_cases import from_op
+from taut_bench.instruments.subject import Subject
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

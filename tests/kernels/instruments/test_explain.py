@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from taut_kernels.instruments import explain, graph_breaks, triton_kernels
-from taut_kernels.instruments.graph_breaks import GraphBreak
-from taut_kernels.instruments.op_cases import OP_CASES, from_op
-from taut_kernels.instruments.subject import Subject
+from taut_bench.instruments import explain, graph_breaks, triton_kernels
+from taut_bench.instruments.graph_breaks import GraphBreak
+from taut_bench.instruments.op_cases import OP_CASES, from_op
+from taut_bench.instruments.subject import Subject
 
 CPU = torch.device("cpu")
 

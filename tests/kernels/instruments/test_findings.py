@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from taut_kernels.instruments import findings
-from taut_kernels.instruments.trace import (
+from taut_bench.instruments import findings
+from taut_bench.instruments.trace import (
     Trace,
     idle,
     operations,

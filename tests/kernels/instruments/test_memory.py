@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels.instruments import memory, memory_snapshot
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.subject import Subject
-from taut_kernels.instruments.trace import parse
+from taut_bench.instruments import memory, memory_snapshot
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.subject import Subject
+from taut_bench.instruments.trace import parse
 
 CPU = torch.device("cpu")
 N = 1000

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from taut_kernels.instruments import profile
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.profile import Schedule
-from taut_kernels.instruments.subject import Subject
-from taut_kernels.instruments.trace import read_trace
+from taut_bench.instruments import profile
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.profile import Schedule
+from taut_bench.instruments.subject import Subject
+from taut_bench.instruments.trace import read_trace
 
 CPU = torch.device("cpu")
 

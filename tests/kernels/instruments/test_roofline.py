@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from taut_kernels.instruments import ceilings, roofline, roofline_plot, stopwatch
-from taut_kernels.instruments.ceilings import Ceilings
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.op_cases import from_op
-from taut_kernels.instruments.subject import Subject
-from taut_kernels.instruments.work import Work
+from taut_bench.instruments import ceilings, roofline, roofline_plot, stopwatch
+from taut_bench.instruments.ceilings import Ceilings
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.op_cases import from_op
+from taut_bench.instruments.subject import Subject
+from taut_bench.instruments.work import Work
 
 CPU = torch.device("cpu")
 FP32 = torch.float32

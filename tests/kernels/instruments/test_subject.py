@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from taut_kernels.instruments.errors import InstrumentError
-from taut_kernels.instruments.op_cases import OP_CASES, from_op
-from taut_kernels.instruments.subject import (
+from taut_bench.instruments.errors import InstrumentError
+from taut_bench.instruments.op_cases import OP_CASES, from_op
+from taut_bench.instruments.subject import (
     Subject,
     described_if_of_a_step,
     from_reference,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from taut_kernels.instruments import counters
-from taut_kernels.instruments.counters import count
-from taut_kernels.instruments.op_cases import from_op
-from taut_kernels.instruments.training_cases import CASES
-from taut_kernels.instruments.training_work import TRAINING_WORK
-from taut_kernels.instruments.work import Work
+from taut_bench.instruments import counters
+from taut_bench.instruments.counters import count
+from taut_bench.instruments.op_cases import from_op
+from taut_bench.instruments.training_cases import CASES
+from taut_bench.instruments.training_work import TRAINING_WORK
+from taut_bench.instruments.work import Work
 
 CPU = torch.device("cpu")
 SMALL = {"M": 3, "N": 64, "Hq": 2, "Hk": 1, "D": 8}

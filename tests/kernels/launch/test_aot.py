@@ -11,9 +11,9 @@ import os
 
 import pytest
 
+from taut_bench.instruments import aot
+from taut_bench.instruments.forms import w4a16
 from taut_kernels.gemm.w4a16.lookup import WgmmaTile
-from taut_kernels.instruments import aot
-from taut_kernels.instruments.forms import w4a16
 from taut_kernels.launch.recorder import KernelVariant, variants_of
 
 EVERY = int(os.environ.get("TAUT_AOT_EVERY", "0"))

@@ -12,16 +12,16 @@ import pytest
 from emulator import gluon, hopper
 from triton import knobs
 
+from taut_bench.instruments import aot
+from taut_bench.instruments.forms import scaled_mm as scaled_mm_forms
+from taut_bench.testing.scaled_mm import make_scaled_mm_case
 from taut_kernels.gemm.scaled_mm import blocks_hopper as fp8_block_hopper
 from taut_kernels.gemm.scaled_mm import tile as tiles_scaled_mm_tile
 from taut_kernels.gemm.scaled_mm.blocks_tall_kernel import fp8_block_tall_kernel
 from taut_kernels.gemm.scaled_mm.dispatch import launch_block
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.instruments import aot
-from taut_kernels.instruments.forms import scaled_mm as scaled_mm_forms
 from taut_kernels.launch import assembler as launch_assembler
 from taut_kernels.launch import launcher
-from taut_kernels.testing.scaled_mm import make_scaled_mm_case
 
 Brought = Callable[[str, str], tuple[str, str]]
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.attention.decode.op import paged_decode
 from taut_kernels.attention.prefill.op import attention
 from taut_kernels.gemm.scaled_mm.op_fp8 import fp8_gemm

@@ -9,7 +9,7 @@ import torch
 import triton
 from triton.runtime import _async_compile
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.launch import assembler as launch_assembler

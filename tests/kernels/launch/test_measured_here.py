@@ -53,8 +53,8 @@ def test_this_machines_verdicts_come_before_what_is_shipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lost = WON | {"vllm_us": [0.5, 0.5]}
-    shipped = len(verdict.tables()[H100].shapes)
-    assert (8192, 8192, WeightFormat.G128) in verdict.tables()[H200].shapes
+    shipped = len(verdict.tables()[H100].choices)
+    assert (8192, 8192, WeightFormat.G128) in verdict.tables()[H200].choices
     assert verdict.why_not_preferred(H100, 80, 320) is not None
     verdict.tables.cache_clear()
     _given(monkeypatch, tmp_path / "v.json", w4a16_measured=[lost, OTHER])
@@ -62,7 +62,7 @@ def test_this_machines_verdicts_come_before_what_is_shipped(
     reason = verdict.why_not_preferred(H100, 8192, 8192)
     assert reason is not None
     assert reason.startswith("slower than vLLM's kernels: 0.50 of their speed")
-    assert len(verdict.tables()[H100].shapes) >= shipped
+    assert len(verdict.tables()[H100].choices) >= shipped
     # The H200's are its own.
     assert verdict.why_not_preferred(H200, 8192, 8192) is None
 
@@ -74,7 +74,7 @@ def test_this_machines_tiles_are_added_to_those_of_its_twin(
     tile = decode_tile.ranked(3072, 3072)[1]
     fields = {name: getattr(tile, name) for name in tile.__slots__}
     row = {"N": 3072, "K": 3072, "max_m": 8, "tile": fields, "us": [3.0]}
-    dense = {"N": 3072, "K": 3072, "max_m": 64, "tile": "dense", "us": 9.0}
+    dense = {"N": 3072, "K": 3072, "max_m": 64, "kernel": "dense", "tile": None, "us": 9.0}
     for cached in (decode_tile.tables, decode_tile.lookup, lookup.tables, lookup.lookup):
         cached.cache_clear()
     _given(monkeypatch, tmp_path / "v.json", w4a16_decode=[row], w4a16_wgmma=[dense])
@@ -98,7 +98,7 @@ def test_verdicts_are_part_of_what_compiled_graphs_are_known_by(tmp_path: Path) 
 
 
 GOOD = {
-    "format": 1,
+    "format": 2,
     "gpu": H100,
     "driver": "580.1",
     "versions": {},
@@ -111,9 +111,9 @@ GOOD = {
     ("text", "said"),
     [
         ("{", "not JSON"),
-        ("[]", "no verdicts of format 1"),
-        (json.dumps(GOOD | {"format": 2}), "no verdicts of format 1"),
-        (json.dumps(GOOD | {"more": 1}), "no verdicts of format 1"),
+        ("[]", "no verdicts of format 2"),
+        (json.dumps(GOOD | {"format": 1}), "no verdicts of format 2"),
+        (json.dumps(GOOD | {"more": 1}), "no verdicts of format 2"),
         (json.dumps(GOOD | {"gpu": 3}), "a field is of the wrong type"),
         (json.dumps(GOOD | {"tables": []}), "a field is of the wrong type"),
         (json.dumps(GOOD | {"tables": {"w4a16_measured": 3}}), "a table is no list"),
@@ -135,8 +135,8 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, text: str, said: 
     ("row", "said"),
     [
         ({"N": 8192}, "a row needs exactly"),
-        (WON | {"us": [0.0, 1.0]}, "division by zero"),
-        (WON | {"format": "g7"}, "format must be one of"),
+        (WON | {"us": [0.0, 1.0]}, "N=8192 K=8192: .*division by zero"),
+        (WON | {"format": "g7"}, "format=g7 N=8192 K=8192: format must be one of"),
     ],
 )
 def test_a_damaged_row_is_refused_by_file_and_product(
@@ -145,7 +145,8 @@ def test_a_damaged_row_is_refused_by_file_and_product(
     path = _given(monkeypatch, tmp_path / "v.json", w4a16_measured=[row])
     with pytest.raises(ValueError, match=said) as caught:
         verdict.tables()
-    assert str(caught.value).startswith(f"{path}: N=8192")
+    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).endswith("; measure again with 'taut tune'")
 
 
 def test_a_tile_with_an_unknown_field_is_refused_by_file(
@@ -153,7 +154,7 @@ def test_a_tile_with_an_unknown_field_is_refused_by_file(
 ) -> None:
     row = {"N": 64, "K": 512, "max_m": 8, "tile": {"rows": 1}, "us": [3.0]}
     path = _given(monkeypatch, tmp_path / "v.json", w4a16_decode=[row])
-    with pytest.raises(ValueError, match="w4a16_decode: a row lacks or has") as caught:
+    with pytest.raises(ValueError, match=r"N=64 K=512 max_m=8: .* 'taut tune'") as caught:
         decode_tile.tables()
     assert str(caught.value).startswith(f"{path}: ")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from taut_bench.instruments import aot
+from taut_bench.instruments.forms import rowwise, training
 from taut_kernels.activation.swiglu_kernel import swiglu_kernel
-from taut_kernels.instruments import aot
-from taut_kernels.instruments.forms import rowwise, training
 from taut_kernels.launch import launcher, recorder
 from taut_kernels.launch.recorder import KernelCall, variants_of
 from taut_kernels.norm import rms_norm_launch
@@ -76,7 +76,7 @@ def test_forms_have_the_options_their_launches_have() -> None:
 
 def test_recording_every_form_wants_no_card_and_no_vllm() -> None:
     check = (
-        "import sys, torch\nfrom taut_kernels.instruments import aot\n"
+        "import sys, torch\nfrom taut_bench.instruments import aot\n"
         "assert len(list(aot.every_variant())) > 1000\n"
         "assert 'vllm' not in sys.modules and not torch.cuda.is_initialized()\n"
     )

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.launch import launcher
 from taut_kernels.loss import (
     block_softmax,

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch.nn import functional
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.loss import row_softmax
 from taut_kernels.loss.cross_entropy import cross_entropy
 from taut_kernels.loss.modules import CrossEntropyLoss

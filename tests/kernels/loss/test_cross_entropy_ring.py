@@ -14,16 +14,16 @@ import triton
 from emulator import rows as emulator_rows
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import testing
-from taut_kernels.instruments import aot
-from taut_kernels.instruments.forms import loss as loss_forms
+from taut_bench import testing
+from taut_bench.instruments import aot
+from taut_bench.instruments.forms import loss as loss_forms
 from taut_kernels.launch import launcher
 from taut_kernels.loss import cross_entropy_ring, row_softmax
 from taut_kernels.loss import tiles as tiles_loss
 from taut_kernels.loss.cross_entropy_ring_kernel import cross_entropy_ring_kernel
 from taut_kernels.loss.row_softmax import Objective
+from taut_kernels.loss.softmax import softmax
 from taut_kernels.loss.tiles import RingTile
-from taut_kernels.softmax.op import softmax
 
 ALONE = RingTile(1, 1, 8, 12, 0, 1)
 WITH_LAG = RingTile(1, 1, 8, 14, 2, 1)

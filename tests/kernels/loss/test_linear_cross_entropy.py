@@ -12,7 +12,7 @@ import triton
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.launch import launcher
 from taut_kernels.loss import linear_cross_entropy as lce
 from taut_kernels.loss import logit_cut, row_chunks, vocabulary_chunks

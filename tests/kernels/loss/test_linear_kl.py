@@ -10,7 +10,7 @@ import torch
 import triton
 from torch.nn import functional
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.loss.linear_jsd import linear_jsd
 from taut_kernels.loss.linear_kl import linear_kl
 from taut_kernels.loss.modules import LinearJSDLoss, LinearKLLoss

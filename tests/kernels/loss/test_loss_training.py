@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils import checkpoint
 
-from taut_kernels.instruments import memory
-from taut_kernels.instruments.subject import Subject
+from taut_bench.instruments import memory
+from taut_bench.instruments.subject import Subject
 from taut_kernels.loss.cross_entropy import cross_entropy
 from taut_kernels.loss.linear_cross_entropy import linear_cross_entropy
 from taut_kernels.loss.linear_jsd import linear_jsd

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from taut_kernels.instruments.forms import loss as loss_forms
+from taut_bench.instruments.forms import loss as loss_forms
 from taut_kernels.loss import tiles as tiles_loss
 from taut_kernels.loss.tiles import LossTile, RingTile
 
@@ -78,9 +78,9 @@ def test_ring_rule_holds_every_row_it_takes() -> None:
     ("rows", "message"),
     [
         ([ROW | {"M": 1}], "a row needs exactly"),
-        ([ROW | {"op": "softmax"}], "a row needs exactly"),
-        ([ROW, ROW], "cross_entropy V=32000 is there twice"),
-        ([RING_ROW, RING_ROW], "cross_entropy_ring V=32000 is there twice"),
+        ([ROW | {"op": "softmax"}], "op must be one of"),
+        ([ROW, ROW], "op=cross_entropy V=32000 is there twice"),
+        ([RING_ROW, RING_ROW], "op=cross_entropy_ring V=32000 is there twice"),
         ([RING_ROW | {"tile": RING_ROW["tile"] | {"parts": 3}}], "parts must be one of"),  # type: ignore[operator]
         ([ROW | {"tile": {"block": 3, "num_warps": 8, "stages": 2}}], "block must be a power"),
         ([ROW | {"tile": {"block": 4, "num_warps": 3, "stages": 2}}], "num_warps must be"),

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from taut_bench.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import verdict as measured_scaled_mm
 from taut_kernels.gemm.scaled_mm.lookup import Bucket, ScaledMmTable
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 from taut_kernels.gemm.scaled_mm.verdict import MeasuredTable
-from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.vllm_plugin import block_scaled_mm_op as op
 
 needs_vllm = pytest.mark.skipif(

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from taut_bench.testing import assert_within_budget
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.decode import cut
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode import reference as decode_reference
-from taut_kernels.testing import assert_within_budget
 from taut_kernels.vllm_plugin import compat, decode_attention
 from taut_kernels.vllm_plugin.decode_attention import LayerFacts
 

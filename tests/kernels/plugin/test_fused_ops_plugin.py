@@ -13,8 +13,8 @@ import torch
 
 from taut_kernels.activation import silu_mul_launch
 from taut_kernels.norm import rms_norm_launch
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import quantize
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.vllm_plugin import fused_ops, warm_up
 

@@ -30,7 +30,7 @@ def test_importing_the_package_touches_no_device_and_no_vllm(run_python: Any) ->
         "import sys, taut_kernels, taut_kernels.vllm_plugin\n"
         "assert not {'vllm', 'torch', 'triton'} & set(sys.modules)\n"
         "import taut_kernels.gemm.w4a16.op, taut_kernels.gemm.w4a16.cpu, torch\n"
-        "import taut_kernels.testing, taut_kernels.instruments.aot\n"
+        "import taut_bench.testing, taut_bench.instruments.aot\n"
         "import taut_kernels.vllm_plugin.selfcheck\n"
         "assert 'vllm' not in sys.modules\n"
         "assert not torch.cuda.is_initialized()\n"
@@ -424,7 +424,7 @@ from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.model_executor import parameter
 from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
 from vllm.scalar_type import scalar_types
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.vllm_plugin import linear
 
 device = sys.argv[1]
@@ -495,7 +495,7 @@ import dataclasses, sys, types
 import torch
 from vllm.model_executor import parameter
 from vllm.model_executor.layers.quantization import auto_awq, auto_gptq
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.vllm_plugin import linear, register
 register()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from taut_bench.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm.lookup import Bucket, ScaledMmTable
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.vllm_plugin import compat, scaled_mm_op, selection
 
 needs_vllm = pytest.mark.skipif(
@@ -187,10 +187,10 @@ import torch
 from vllm.model_executor.kernels import linear as L
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     GroupShape, kFp8DynamicTokenSym, kFp8StaticChannelSym, kFp8Dynamic128Sym)
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.vllm_plugin import scaled_mm
-from taut_kernels.testing.scaled_mm import make_scaled_mm_case
+from taut_bench.testing.scaled_mm import make_scaled_mm_case
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"

@@ -254,7 +254,7 @@ def fused_mutations() -> Iterator[tuple[str, Prepare]]:
         yield f"fused, {rotation}", lambda less=less: warm_up.compile_all(less, META, H200)
     every_tile = tiles_fused.every_tile
     hidden, intermediate, heads, kv_heads = BLOCKS[LLAMA]
-    for op, N in sorted({*tiles_fused.tables()[H200].tiles, ("row_quant", 4096)}):
+    for op, N in sorted({*tiles_fused.tables()[H200].choices, ("row_quant", 4096)}):
         if N not in (hidden, intermediate, heads + kv_heads):
             continue  # another model's
         for tile in every_tile(H200, op, N, True):

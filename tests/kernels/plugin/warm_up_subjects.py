@@ -37,9 +37,9 @@ from taut_kernels.gemm.w4a16 import layout as formats_mma
 from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.launch import launcher
 from taut_kernels.norm import rms_norm, rms_norm_launch
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import op as rope
 from taut_kernels.rope import rope_launch
+from taut_kernels.rowwise import quantize
 from taut_kernels.vllm_plugin import compat, ir_ops, linear, scaled_mm, scaled_mm_op, warm_up_decode
 
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn

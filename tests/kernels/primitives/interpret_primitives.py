@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.primitives import convolution, gemm, pooling, reduction, transposition
 from taut_kernels.primitives.conv2d_launch import Window, why_not_blocks
 from taut_kernels.primitives.conv2d_tiles import ConvTile

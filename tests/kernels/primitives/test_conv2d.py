@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.primitives import conv2d, conv2d_tiles, convolution
 from taut_kernels.primitives.conv2d_launch import Window, why_not_blocks
 from taut_kernels.primitives.conv2d_tiles import ConvTile
@@ -142,8 +142,8 @@ def test_table_is_looked_up_by_layer_and_bucket(monkeypatch: pytest.MonkeyPatch)
     )
     for change, message in (
         ({"extra": 1}, "conv2d-card.json: a row needs exactly"),
-        ({"max_n": 40}, "max_n must rise"),
-        ({"tile": {"pixels": 3}}, "conv2d-card.json: C=64 K=64"),
+        ({"max_n": 40}, "max_n must be null in the last row"),
+        ({"tile": {"pixels": 3}}, "conv2d-card.json: C=64 .*K=64"),
     ):
         with pytest.raises(ValueError, match=message):
             conv2d_tiles.parse(table(**change), "conv2d-card.json")

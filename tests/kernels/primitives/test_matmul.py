@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.primitives import gemm, gemm_tiles, matmul
 from taut_kernels.primitives.gemm_tiles import GemmTile
 
@@ -133,7 +133,7 @@ def test_table_is_looked_up_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch)
     ("change", "message"),
     [
         ({"extra": 1}, "gemm-card.json: a row needs exactly"),
-        ({"max_m": 128}, "only the last bucket has max_m null"),
+        ({"max_m": 128}, "max_m must be null in the last row"),
         ({"tile": {"block_m": 100}}, "gemm-card.json: N=64 K=32"),
     ],
 )
@@ -235,7 +235,7 @@ def test_gpu_epilogues(activation: str) -> None:
 @pytest.mark.gpu
 def test_gpu_every_tile_of_the_table_is_right_and_repeats_its_bits() -> None:
     tables = gemm_tiles.tables().values()
-    found = {tile for table in tables for rows in table.buckets.values() for _, tile in rows}
+    found = {tile for table in tables for rows in table.choices.values() for _, tile in rows}
     a = draw(700, 4096, dtype=torch.bfloat16, device="cuda")
     b = draw(1024, 4096, dtype=torch.bfloat16, device="cuda").t()
     gold, reference = gemm.matmul_ref(a.double(), b.double()), gemm.matmul_ref(a, b)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.primitives import avg_pool2d, max_pool2d, pooling, reduce, reduction
 from taut_kernels.primitives.reduce_tiles import VERSIONS, tile_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.primitives import transpose, transposition
 from taut_kernels.primitives.transpose_tiles import VERSIONS
 

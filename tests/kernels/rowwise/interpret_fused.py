@@ -10,14 +10,13 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.activation import silu_mul, silu_mul_launch
 from taut_kernels.launch import launcher
 from taut_kernels.norm import rms_norm, rms_norm_launch
-from taut_kernels.quantize import op as quantize
 from taut_kernels.rope import op as rope
 from taut_kernels.rope import rope_launch
-from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import quantize, row_quant
 from taut_kernels.rowwise.tiles import FusedTile
 
 DTYPES = (torch.float16, torch.float32)
@@ -60,7 +59,7 @@ ROTATIONS = [
 
 
 def empty(shape, *, dtype, device):
-    """The poison of taut_kernels.testing, with fp32 in the place of fp8."""
+    """The poison of taut_bench.testing, with fp32 in the place of fp8."""
     wide = torch.float32 if dtype is row_quant.FP8 else dtype
     return testing._empty_nan(shape, dtype=wide, device=device)
 

@@ -9,9 +9,10 @@ from unittest import mock
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.activation import silu_mul, silu_mul_launch, swiglu_launch
 from taut_kernels.launch import launcher
+from taut_kernels.loss import softmax
 from taut_kernels.norm import layer_norm, rms_norm_launch, rms_norm_train
 from taut_kernels.norm import train_launch as norm_launch
 from taut_kernels.rope import rope_launch
@@ -19,7 +20,6 @@ from taut_kernels.rope import train as rope_train
 from taut_kernels.rowwise import training_tiles
 from taut_kernels.rowwise.tiles import FusedTile
 from taut_kernels.rowwise.training_tiles import TrainingTile
-from taut_kernels.softmax import op as softmax
 
 DTYPES = (torch.float16, torch.float32)
 EPSILON = 1e-5

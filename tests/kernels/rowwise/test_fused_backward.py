@@ -11,10 +11,10 @@ import torch
 import triton
 from torch.utils.checkpoint import checkpoint
 
-from taut_bench import fused_backward, fused_backward_cases
-from taut_kernels import testing
+from taut_bench import fused_backward, fused_backward_cases, testing
 from taut_kernels.activation import silu_mul
 from taut_kernels.activation.swiglu import silu, swiglu, swiglu_packed
+from taut_kernels.loss.softmax import softmax
 from taut_kernels.modules import LayerNorm, RMSNorm, SwiGLU
 from taut_kernels.norm import rms_norm
 from taut_kernels.norm.layer_norm import layer_norm
@@ -22,7 +22,6 @@ from taut_kernels.norm.rms_norm_train import add_rms_norm_train, rms_norm_train
 from taut_kernels.rope import op as rope
 from taut_kernels.rope.train import rope_train
 from taut_kernels.rowwise.training_tiles import NormRingTile
-from taut_kernels.softmax.op import softmax
 from tuning import tune_fused_backward
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")
@@ -331,7 +330,7 @@ def test_rejects_bad_inputs(call: Call, message: str) -> None:
 
 
 def test_variants_cover_every_op() -> None:
-    from taut_kernels.instruments.forms import training
+    from taut_bench.instruments.forms import training
 
     found = list(training.kernel_variants())
     assert len(found) == len({(v.label, v.tile, v.target) for v in found})

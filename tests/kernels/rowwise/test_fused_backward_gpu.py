@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.activation import silu_mul, swiglu_launch
 from taut_kernels.activation.swiglu import silu, swiglu
 from taut_kernels.norm import rms_norm

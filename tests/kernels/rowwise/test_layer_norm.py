@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.modules import LayerNorm
 from taut_kernels.norm import layer_norm as ln
 from taut_kernels.norm.layer_norm import layer_norm

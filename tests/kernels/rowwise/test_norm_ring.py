@@ -11,7 +11,7 @@ import pytest
 import torch
 from emulator import rows as emulator_rows
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.launch import launcher
 from taut_kernels.norm import ring as norm_ring
 from taut_kernels.norm import train_launch as norm_launch

@@ -11,11 +11,10 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.norm.rms_norm import rms_norm, rms_norm_quant
-from taut_kernels.quantize import op as quantize
-from taut_kernels.rowwise import row_quant
+from taut_kernels.rowwise import quantize, row_quant
 from taut_kernels.rowwise import tiles as tiles_fused
 
 INTERPRET = Path(__file__).with_name("interpret_fused.py")

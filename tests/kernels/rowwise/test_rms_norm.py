@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.launch import tile_tables
 from taut_kernels.norm import rms_norm as rn
 from taut_kernels.norm import rms_norm_launch
@@ -227,7 +227,7 @@ def test_plain_norm_refuses_the_same_epsilons() -> None:
 
 
 def test_variants_cover_every_form() -> None:
-    from taut_kernels.instruments.forms import rowwise
+    from taut_bench.instruments.forms import rowwise
 
     found = list(rowwise.kernel_variants())
     assert len(found) == len({(v.label, v.tile, v.target) for v in found})

@@ -11,7 +11,7 @@ import triton
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.rope import op as rp
 from taut_kernels.rope import rope_launch
 from taut_kernels.rope.op import rope, rope_apart

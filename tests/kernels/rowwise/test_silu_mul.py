@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.activation import silu_mul as sm
 from taut_kernels.activation.silu_mul import silu_mul, silu_mul_quant
 from taut_kernels.rowwise import row_quant

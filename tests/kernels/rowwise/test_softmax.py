@@ -9,13 +9,13 @@ import pytest
 import torch
 import triton
 
-from taut_kernels import testing
-from taut_kernels.instruments import aot
-from taut_kernels.instruments.forms import training
+from taut_bench import testing
+from taut_bench.instruments import aot
+from taut_bench.instruments.forms import training
 from taut_kernels.launch.recorder import variants_of
+from taut_kernels.loss import softmax as sm
+from taut_kernels.loss.softmax import softmax
 from taut_kernels.rowwise import training_tiles
-from taut_kernels.softmax import op as sm
-from taut_kernels.softmax.op import softmax
 
 INTERPRET = Path(__file__).with_name("interpret_fused_backward.py")
 interpreter = pytest.mark.skipif(

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.gemm.scaled_mm import dispatch as scaled_mm_launch
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 
 RING = ScaledMmTile("ring", 16, 64, 64, 4, 3)
 SPLIT = ScaledMmTile("ring", 32, 64, 64, 4, 3, split_k=3)

@@ -9,7 +9,16 @@ import pytest
 import torch
 from emulator import gluon, hopper
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.instruments.forms import scaled_mm as scaled_mm_forms
+from taut_bench.testing.scaled_mm import (
+    EXTREMES,
+    ScaledMmCase,
+    cut_results,
+    extreme_case,
+    make_scaled_mm_case,
+)
+from taut_bench.testing.scaled_mm import launch_block_case as run
 from taut_kernels.gemm.scaled_mm import blocks_hopper as fp8_block_hopper
 from taut_kernels.gemm.scaled_mm.blocks_hopper_kernel import fp8_block_hopper_kernel
 from taut_kernels.gemm.scaled_mm.blocks_tall_kernel import fp8_block_tall_kernel
@@ -20,16 +29,7 @@ from taut_kernels.gemm.scaled_mm.tile import (
     tiles_of_blocks,
     why_not_for,
 )
-from taut_kernels.instruments.forms import scaled_mm as scaled_mm_forms
 from taut_kernels.launch import launcher
-from taut_kernels.testing.scaled_mm import (
-    EXTREMES,
-    ScaledMmCase,
-    cut_results,
-    extreme_case,
-    make_scaled_mm_case,
-)
-from taut_kernels.testing.scaled_mm import launch_block_case as run
 from tuning.scaled_mm_candidates import block_candidates
 
 DEEP, SHALLOW, TALL, SHALLOW_TALL, HALF, QUARTER, SINGLE, TWICE = TILES = tuple(

@@ -9,20 +9,20 @@ import pytest
 import torch
 from emulator import gluon, hopper
 
-from taut_kernels.gemm.scaled_mm import blocks_pairs as fp8_block_pairs
-from taut_kernels.gemm.scaled_mm.blocks_pairs_kernel import fp8_block_pairs_kernel
-from taut_kernels.gemm.scaled_mm.dispatch import launch_block
-from taut_kernels.gemm.scaled_mm.tile import OPS, ScaledMmTile, why_not_for
-from taut_kernels.instruments.forms import scaled_mm as scaled_mm_forms
-from taut_kernels.launch import launcher
-from taut_kernels.testing.scaled_mm import (
+from taut_bench.instruments.forms import scaled_mm as scaled_mm_forms
+from taut_bench.testing.scaled_mm import (
     EXTREMES,
     ScaledMmCase,
     cut_results,
     extreme_case,
     make_scaled_mm_case,
 )
-from taut_kernels.testing.scaled_mm import launch_block_case as run
+from taut_bench.testing.scaled_mm import launch_block_case as run
+from taut_kernels.gemm.scaled_mm import blocks_pairs as fp8_block_pairs
+from taut_kernels.gemm.scaled_mm.blocks_pairs_kernel import fp8_block_pairs_kernel
+from taut_kernels.gemm.scaled_mm.dispatch import launch_block
+from taut_kernels.gemm.scaled_mm.tile import OPS, ScaledMmTile, why_not_for
+from taut_kernels.launch import launcher
 from tuning.scaled_mm_candidates import block_candidates
 
 WHOLE, HALF, WIDE, SHALLOW, SPLIT, SPLIT_WIDE = LATE = tuple(

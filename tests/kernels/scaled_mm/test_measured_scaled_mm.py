@@ -77,7 +77,7 @@ def test_whole_layers_decide_where_they_were_timed(monkeypatch: pytest.MonkeyPat
     assert wins(65, 256, in_layer=False)
     assert wins(1, 32, in_layer=True)  # no layer was timed: 16 alone
     assert not wins(17, 32, in_layer=True)
-    with pytest.raises(ValueError, match=r"t\.json: .*layer: M, us and vllm_us must be of one"):
+    with pytest.raises(ValueError, match=r"t\.json: .*M, us and vllm_us must be of one"):
         measured_scaled_mm.parse(_text(ROW | {"layer": {"M": [1], "us": [1.0]}}), "t.json")
     with pytest.raises(ValueError, match=r"t\.json: .*layer: unknown \['prefetch'\]"):
         measured_scaled_mm.parse(_text(ROW | {"layer": layer | {"prefetch": 2}}), "t.json")
@@ -87,7 +87,7 @@ def test_whole_layers_decide_where_they_were_timed(monkeypatch: pytest.MonkeyPat
     ("change", "reason"),
     [
         ({"extra": 1}, "a row needs exactly"),
-        ({"op": "w4a16"}, "op one of"),
+        ({"op": "w4a16"}, "op must be one of"),
         ({"M": [16, 64]}, "of one length, at least 1"),
         ({"M": [], "us": [], "vllm_us": []}, "of one length, at least 1"),
         ({"M": [16, 16, 256]}, "M must be different numbers of tokens"),
@@ -172,10 +172,8 @@ def test_verdicts_on_blocks_are_what_the_quantised_benchmark_says(
     paths = [str(RESULTS / name) for name in names]
     arguments = ["--fp8-block", *paths, "--gpu", gpu, "--source", "x", "--output", str(output)]
     assert measured_scaled_mm_table.main(arguments) == 0
-    card = gpu.split()[1].lower()
-    shipped = json.loads((tile_tables._DIRECTORY / f"scaled_mm_measured-{card}.json").read_text())
     rows = json.loads(output.read_text())["rows"]
-    assert rows == shipped["rows"]
+    assert rows == tile_tables.shipped_rows("scaled_mm_measured", gpu)
     assert {row["op"] for row in rows} == {"fp8_block"}
     assert set(measured_scaled_mm.tables()) == {H100, H200}
 
@@ -199,8 +197,8 @@ def test_both_rivals_of_blocks_count(tmp_path: Path) -> None:
 def test_blocks_are_judged_apart_on_a_card_with_tiles_of_its_own() -> None:
     """The tuner's figures beside CUTLASS would have ours win at 64 and 128 tokens, too."""
     for gpu, last in ((H200, 32), (H100, 64)):
-        row = tiles_scaled_mm.tables()[gpu].buckets["fp8_block", 4096, 4096]
-        assert all(bucket.wins for bucket in row if bucket.max_m and bucket.max_m <= 128)
+        rows = tiles_scaled_mm.tables()[gpu].choices["fp8_block", 4096, 4096]
+        assert all(alone.wins for max_m, (alone, _) in rows if max_m and max_m <= 128)
         for M in (1, last, last + 1):
             bucket = tiles_scaled_mm.lookup("fp8_block", gpu, 4096, 4096, M)
             assert bucket.wins is (last >= M)

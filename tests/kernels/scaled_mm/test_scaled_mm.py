@@ -11,25 +11,24 @@ import pytest
 import torch
 import triton
 
-from taut_bench import scaled_mm_rivals
+from taut_bench import scaled_mm_rivals, testing
+from taut_bench.instruments.forms import scaled_mm as scaled_mm_forms
 from taut_bench.scaled_mm_layer import SHAPES, make_layer
-from taut_kernels import testing
-from taut_kernels.gemm.scaled_mm import dispatch as scaled_mm_launch
-from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
-from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
-from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
-from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block
-from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.instruments.forms import scaled_mm as scaled_mm_forms
-from taut_kernels.launch import launcher as launching
-from taut_kernels.launch import triton_abi
-from taut_kernels.testing.scaled_mm import (
+from taut_bench.testing.scaled_mm import (
     EXTREMES,
     ScaledMmCase,
     cut_results,
     extreme_case,
     make_scaled_mm_case,
 )
+from taut_kernels.gemm.scaled_mm import dispatch as scaled_mm_launch
+from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
+from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
+from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
+from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.launch import launcher as launching
+from taut_kernels.launch import triton_abi
 
 INTERPRET = Path(__file__).with_name("interpret_scaled_mm.py")
 OUT_DTYPES = (torch.bfloat16, torch.float16)

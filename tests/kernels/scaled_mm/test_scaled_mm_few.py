@@ -10,14 +10,14 @@ import pytest
 import torch
 from emulator import gluon, hopper
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
+from taut_bench.testing.scaled_mm import launch_case as run
 from taut_kernels.gemm.scaled_mm import few as scaled_mm_few
 from taut_kernels.gemm.scaled_mm.dispatch import launch, make_arrivals
 from taut_kernels.gemm.scaled_mm.few_kernel import scaled_mm_few_kernel
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile, tiles_of_few
 from taut_kernels.launch import launcher
-from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.testing.scaled_mm import launch_case as run
 
 NARROW = ScaledMmTile("few", 128, 64, 256, 4, 4)
 TILES = (

@@ -12,20 +12,20 @@ from emulator import hopper
 from emulator.memory import Shared, block, floats
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from taut_kernels import testing
-from taut_kernels.gemm.scaled_mm import hopper as scaled_mm_hopper
-from taut_kernels.gemm.scaled_mm.dispatch import launch
-from taut_kernels.gemm.scaled_mm.hopper_kernel import scaled_mm_hopper_kernel
-from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.gemm.scaled_mm.turns_kernel import scaled_mm_turns_kernel
-from taut_kernels.launch import launcher
-from taut_kernels.testing.scaled_mm import (
+from taut_bench import testing
+from taut_bench.testing.scaled_mm import (
     EXTREMES,
     ScaledMmCase,
     cut_results,
     extreme_case,
     make_scaled_mm_case,
 )
+from taut_kernels.gemm.scaled_mm import hopper as scaled_mm_hopper
+from taut_kernels.gemm.scaled_mm.dispatch import launch
+from taut_kernels.gemm.scaled_mm.hopper_kernel import scaled_mm_hopper_kernel
+from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.gemm.scaled_mm.turns_kernel import scaled_mm_turns_kernel
+from taut_kernels.launch import launcher
 
 WIDE, SQUARE = (
     ScaledMmTile("hopper", 128, block_n, 128, 4, stages, group_m=group_m)

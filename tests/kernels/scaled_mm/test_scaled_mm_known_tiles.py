@@ -55,7 +55,8 @@ def test_few_is_tried_where_it_won_and_as_a_full_search_does(M: int) -> None:
 
 @pytest.mark.parametrize("op", ["fp8_gemm", "w8a8_gemm"])
 def test_a_measured_shapes_own_winner_is_among_them(op: str) -> None:
-    for (its_op, N, K), buckets in tiles_scaled_mm.tables()["NVIDIA H200"].buckets.items():
+    for (its_op, N, K), rows in tiles_scaled_mm.tables()["NVIDIA H200"].choices.items():
+        buckets = [alone for _, (alone, _) in rows]
         for bucket in buckets if its_op == op else ():
             M = bucket.max_m or 4096
             found = known_tiles(op, N, K, M)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from emulator import gluon, hopper
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.instruments.forms import scaled_mm as scaled_mm_forms
+from taut_bench.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
+from taut_bench.testing.scaled_mm import launch_case as run
 from taut_kernels.gemm.scaled_mm import pairs as scaled_mm_pairs
 from taut_kernels.gemm.scaled_mm.pairs_kernel import scaled_mm_pairs_kernel
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile, tiles_of_pairs
-from taut_kernels.instruments.forms import scaled_mm as scaled_mm_forms
 from taut_kernels.launch import launcher
-from taut_kernels.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
-from taut_kernels.testing.scaled_mm import launch_case as run
 from tuning.scaled_mm_candidates import candidates
 
 TILES = (

@@ -34,7 +34,9 @@ FEW = TILE | {"kernel": "few", "block_m": 128}
 
 def _row(**change: Any) -> dict[str, Any]:
     row = {"op": "fp8_gemm", "N": 64, "K": 128, "max_m": None, "tile": TILE, "M": [1]}
-    return row | {"us": [2.0], "vllm_us": [3.0], "rival_us": [1.0]} | change
+    row |= {"us": [2.0], "vllm_us": [3.0], "rival_us": [1.0]} | change
+    fields = dict(row["tile"])
+    return row | {"kernel": fields.pop("kernel"), "tile": fields}
 
 
 def _text(*rows: dict[str, Any]) -> str:
@@ -80,7 +82,8 @@ def test_a_faster_kernel_that_never_served_is_left_to_vllm(monkeypatch: pytest.M
 def test_what_a_decoder_layer_took_decides_in_it_alone() -> None:
     def wins(**change: Any) -> tuple[bool, bool]:
         table, key = parse(_text(_row(**change)), "here"), ("fp8_gemm", 64, 128)
-        return table.buckets[key][0].wins, table.in_layer[key][0].wins
+        ((_, (alone, within)),) = table.choices[key]
+        return alone.wins, within.wins
 
     slower, faster = (
         {"prefetch": None, "M": [1, 8], "us": [7.0, us], "vllm_us": [8.0, 8.0]} for us in (8.1, 8.0)
@@ -95,7 +98,8 @@ def test_a_tile_starts_early_in_a_layer_alone() -> None:
     layer = {"M": [1], "us": [7.0], "vllm_us": [8.0]}
     early = _row(max_m=16, tile=TILE | {"block_k": 128}, layer=layer | {"prefetch": 2})
     table = parse(_text(early, _row(layer=layer | {"prefetch": None})), "here")
-    alone, within = (some["fp8_gemm", 64, 128] for some in (table.buckets, table.in_layer))
+    pairs = [pair for _, pair in table.choices["fp8_gemm", 64, 128]]
+    alone, within = zip(*pairs, strict=True)
     assert [bucket.tile.early for bucket in alone] == [False, False]
     assert [(bucket.tile.early, bucket.tile.prefetch) for bucket in within] == [
         (True, 2),
@@ -105,8 +109,8 @@ def test_a_tile_starts_early_in_a_layer_alone() -> None:
 
 def test_what_no_layer_timed_starts_early_as_what_was_does() -> None:
     table = tiles_scaled_mm.tables()["NVIDIA H200"]
-    for (op, N, K), buckets in table.in_layer.items():
-        for alone, within in zip(table.buckets[op, N, K], buckets, strict=True):
+    for (op, N, K), rows in table.choices.items():
+        for _, (alone, within) in rows:
             guess = tiles_scaled_mm.early_in_layer(alone.tile, op, N, K, alone.max_m)
             timed = (N, K) in SHAPES.values() and alone.max_m in (16, 32, 64)
             assert within.tile == guess
@@ -149,8 +153,8 @@ def test_prefill_on_h200_is_ours_where_it_was_the_faster() -> None:
 
 def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
     """Such tokens would cost as much as the whole tile, which fits the bucket, too."""
-    for buckets in tiles_scaled_mm.tables()["NVIDIA H200"].buckets.values():
-        for bucket in buckets:
+    for rows in tiles_scaled_mm.tables()["NVIDIA H200"].choices.values():
+        for _, (bucket, _) in rows:
             if bucket.tile.kernel != "ring" and bucket.max_m and bucket.max_m > 128:
                 assert bucket.max_m % bucket.tile.block_m == 0
 
@@ -159,14 +163,14 @@ def test_no_bucket_of_h200_ends_within_a_tile_of_tokens() -> None:
     ("rows", "message"),
     [
         ([_row(extra=1)], "a row needs exactly"),
-        ([_row(op="w4a16")], "a row needs exactly"),
+        ([_row(op="w4a16")], "op must be one of"),
         ([_row(us=[1.0, 2.0])], "of one length"),
         ([_row(layer={"M": [1], "us": [1.0], "vllm_us": [1.0]})], "layer needs"),
         ([_row(layer={"prefetch": 2, "M": [1], "us": [1.0], "vllm_us": []})], "layer needs"),
         ([_row(layer={"prefetch": 2, "M": [], "us": [], "vllm_us": []})], "layer needs"),
         ([_row(layer={"prefetch": 3, "M": [1], "us": [1.0], "vllm_us": [1.0]})], "prefetch"),
-        ([_row(max_m=16)], "only the last bucket has max_m null"),
-        ([_row(), _row()], "only the last bucket has max_m null"),
+        ([_row(max_m=16)], "max_m must be null in the last row"),
+        ([_row(), _row()], "max_m must rise, null last"),
         ([_row(max_m=64), _row(max_m=16), _row()], "max_m must rise"),
         ([_row(tile=TILE | {"split_k": 2})], "split_k needs max_m ≤"),
         ([_row(max_m=17, tile=TILE | {"split_k": 2}), _row()], "split_k needs max_m ≤"),
@@ -247,8 +251,8 @@ def test_the_rule_does_about_what_the_measured_tables_say(op: str) -> None:
     """
     same, cells = 0, 0
     for gpu, few in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA H200", False)):
-        for (its_op, N, K), buckets in tiles_scaled_mm.tables()[gpu].buckets.items():
-            for bucket in buckets if its_op == op else ():
+        for (its_op, N, K), rows in tiles_scaled_mm.tables()[gpu].choices.items():
+            for _, (bucket, _) in rows if its_op == op else ():
                 M = bucket.max_m or 4096
                 if (M <= 64) is not few:
                     continue
@@ -311,7 +315,7 @@ def _cpu() -> Any:
 
 def test_committed_tables_are_for_shapes_of_the_bench() -> None:
     for table in tiles_scaled_mm.tables().values():
-        assert {(N, K) for _, N, K in table.buckets} <= set(PRODUCTS.values())
+        assert {(N, K) for _, N, K in table.choices} <= set(PRODUCTS.values())
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))

@@ -13,9 +13,8 @@ import torch
 from taut_kernels.gemm.w4a16 import decode_tile, dispatch, lookup, rule, verdict
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.instruments import timing
 from taut_kernels.launch import launcher
-from taut_kernels.tuner import w4a16_stock
+from taut_kernels.tuner import timing, w4a16_stock
 from taut_kernels.tuner.w4a16_candidates import Product, Tried, candidates
 from taut_kernels.tuner.w4a16_compile import jobs_of
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer
@@ -109,7 +108,7 @@ def test_another_tile_is_taken_where_it_is_faster_than_two_runs_differ(
     rows = found.tile_rows(8)
     assert len(rows) == len(found.tiles)
     text = json.dumps({"gpu": "card", "source": "s", "rows": rows})
-    parsed = decode_tile.parse(text, "t.json").tiles
+    parsed = decode_tile.parse(text, "t.json").choices
     assert parsed == ({} if taken is None else {(64, 256, 1, WeightFormat.G128): TILES[taken]})
 
 
@@ -155,7 +154,7 @@ def test_a_row_has_the_faster_of_vllms_and_is_judged_by_the_verdicts_rule(layer:
         "vllm_us": [10.0, 8.0, 90.0],
     }
     text = json.dumps({"gpu": "card", "source": "s", "rows": [row]})
-    measured = verdict.parse(text, "t.json").shapes[64, 256, WeightFormat.G128]
+    measured = verdict.parse(text, "t.json").choices[64, 256, WeightFormat.G128]
     # decode √(2 · 1), prefill 0.9: overall √(1.414 · 0.9) = 1.128
     assert measured.overall == pytest.approx(1.128, abs=1e-3)
     assert Figures(PRODUCT, {"taut": {1: 5.0}, "Marlin": {16: 5.0}}).row() is None

@@ -18,10 +18,9 @@ import pytest
 from taut_kernels.gemm.w4a16 import dispatch
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.instruments import timing
 from taut_kernels.launch import measured_here
 from taut_kernels.launch.measured_here import Machine
-from taut_kernels.tuner import w4a16_compile, w4a16_stock
+from taut_kernels.tuner import timing, w4a16_compile, w4a16_stock
 from taut_kernels.tuner.w4a16_candidates import Product
 from taut_kernels.tuner.w4a16_compile import Compilers
 from taut_kernels.tuner.w4a16_layer import Layer, blank_layer

@@ -64,7 +64,7 @@ def test_no_measured_shape_would_have_been_promised_more_than_it_has() -> None:
     for table in verdict.tables().values():
         ratios = {
             (N, K): (measured.decode, measured.overall)
-            for (N, K, weights), measured in table.shapes.items()
+            for (N, K, weights), measured in table.choices.items()
             if weights is WeightFormat.G128
         }
         known = neighbours.bound(ratios)

@@ -13,7 +13,7 @@ import torch
 from emulator import gluon
 from emulator import wgmma as emulator_wgmma
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.gemm.w4a16 import decode
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
@@ -27,7 +28,6 @@ from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -212,7 +212,7 @@ def test_gpu_graph_replays_on_new_activations(tile: str) -> None:
 def test_kernel_variants_cover_every_measured_tile_and_every_format() -> None:
     variants = list(w4a16_forms.decode_variants())
     assert len(variants) == len({(v.label, v.tile, v.target) for v in variants})
-    measured = {t for table in tiles_decode.tables().values() for t in table.tiles.values()}
+    measured = {t for table in tiles_decode.tables().values() for t in table.choices.values()}
     assert measured <= {v.tile for v in variants}
     labels = " ".join(v.label for v in variants)
     for word in ("bf16", "fp16", " asym", " sym", "group=32", "group=64", "group=128", "channel"):

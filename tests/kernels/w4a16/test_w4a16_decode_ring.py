@@ -12,8 +12,9 @@ import pytest
 import torch
 from emulator import gluon
 
+from taut_bench import testing
+from taut_bench.instruments.forms import w4a16 as w4a16_forms
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import decode_ring as ring
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
@@ -29,7 +30,6 @@ from taut_kernels.gemm.w4a16.decode_ring_tile import (
 )
 from taut_kernels.gemm.w4a16.lookup import BUCKETS
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
-from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 
@@ -120,7 +120,7 @@ def test_a_stage_keeps_the_scales_of_whole_quads_once(
     assert zeros == (32 * quads if group_size else 0)
 
 
-def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
+def test_table_has_ring_tiles_for_up_to_64_tokens() -> None:
     tile = {
         "row_tiles": 2,
         "row_warps": 8,
@@ -128,7 +128,8 @@ def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
         "split_k": 1,
         "stages": 4,
     }
-    row: dict[str, Any] = {"N": 64, "K": 128, "max_m": 32, "tile": tile, "us": 1.5}
+    row: dict[str, Any] = {"N": 64, "K": 128, "max_m": 32, "us": 1.5}
+    row |= {"kernel": "decode_ring", "tile": tile}
 
     def table(**change: Any) -> str:
         return json.dumps({"gpu": "card", "source": "test", "rows": [row | change]})
@@ -136,7 +137,7 @@ def test_table_tells_ring_tiles_from_wgmma_tiles() -> None:
     parsed = tiles_wgmma.parse(table(), "t.json")
     assert parsed.choices[64, 128, BUCKETS.index(32), DEFAULT] == RingTile(2, 8, 2, 1, 4)
     for max_m in (128, None):
-        with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
+        with pytest.raises(ValueError, match=r"t.json: .*: decode_ring takes up to 64 tokens"):
             tiles_wgmma.parse(table(max_m=max_m), "t.json")
 
 

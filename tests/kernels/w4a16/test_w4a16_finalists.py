@@ -12,7 +12,7 @@ from taut_kernels.gemm.w4a16.lookup import BUCKETS, Choice, bucket_of
 from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
-from taut_kernels.instruments import timing
+from taut_kernels.tuner import timing
 from taut_kernels.tuner.w4a16_candidates import Product
 from taut_kernels.tuner.w4a16_compile import jobs_of
 from tuning import tune_w4a16_wgmma, w4a16_finalists, w4a16_rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile

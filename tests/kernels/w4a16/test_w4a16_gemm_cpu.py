@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from taut_kernels import testing
+from taut_bench import testing
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16.cpu import w4a16_gemm_cpu, why_not_supported
 

@@ -59,7 +59,7 @@ def test_idle_share_is_what_the_longest_part_has_too_much() -> None:
 
 def test_a_measured_shapes_own_winner_is_among_them() -> None:
     card = "NVIDIA H200"
-    for (N, K, tokens, weights), tile in tiles_decode.tables()[card].tiles.items():
+    for (N, K, tokens, weights), tile in tiles_decode.tables()[card].choices.items():
         if weights is not DEFAULT:
             assert tile in known.lean_decode_tiles(N, K)
             continue

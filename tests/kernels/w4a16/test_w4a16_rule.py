@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from taut_bench.instruments.aot import SHARED_MEMORY_BYTES
 from taut_bench.shapes import PRODUCTS
 from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
@@ -18,7 +19,7 @@ from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile, token_tiles
 from taut_kernels.gemm.w4a16.lookup import BUCKETS, WgmmaTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.rule import LEAST_K, cut, rule
-from taut_kernels.instruments.aot import SHARED_MEMORY_BYTES
+from taut_kernels.launch import tile_tables
 
 DRAW = random.Random(0)
 ODD = [(16 * DRAW.randint(1, 4000), 64 * DRAW.randint(8, 480)) for _ in range(60)]
@@ -118,13 +119,9 @@ def test_estimates_are_what_the_table_measured() -> None:
 
 
 def measured_rows() -> list[tuple[int, int, int, tiles_wgmma_rule.Fused, float]]:
-    import json
-    from importlib import resources
-
-    path = resources.files("taut_kernels") / "tiles" / "w4a16_wgmma-nvidia-h200.json"
     found = []
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-        tile = tiles_wgmma._choice(row["tile"], row["max_m"], "table")
+    for row in tile_tables.shipped_rows("w4a16_wgmma", "NVIDIA H200"):
+        tile = tiles_wgmma._choice(row["kernel"], row["tile"])
         if "format" in row:
             continue  # the model is of symmetric groups of 128
         if isinstance(tile, RingTile | WgmmaTile | WgmmaRingTile) and row["max_m"]:
@@ -227,7 +224,7 @@ def test_rule_at_1024_tokens_leaves_dense_to_few_features() -> None:
 
 
 def test_every_tile_of_the_rule_is_compiled_ahead_of_time() -> None:
-    from taut_kernels.instruments.forms import w4a16 as w4a16_forms
+    from taut_bench.instruments.forms import w4a16 as w4a16_forms
 
     for kind, every_variant in (
         (RingTile, w4a16_forms.decode_ring_variants),

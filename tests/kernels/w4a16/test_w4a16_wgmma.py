@@ -18,7 +18,9 @@ import triton
 from emulator.ptx import run_ptx
 from triton.backends.compiler import GPUTarget
 
-from taut_kernels import testing
+from taut_bench import testing
+from taut_bench.instruments import aot
+from taut_bench.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.gemm.w4a16 import dense
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import layout as formats_mma
@@ -29,8 +31,6 @@ from taut_kernels.gemm.w4a16.plan import ELEMENT, Weight
 from taut_kernels.gemm.w4a16.portable_kernel import w4a16_wgmma_kernel
 from taut_kernels.gemm.w4a16.portable_ptx import convert_ptx
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
-from taut_kernels.instruments import aot
-from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from taut_kernels.launch.recorder import variants_of
 
@@ -65,7 +65,12 @@ def row(**change: Any) -> dict[str, Any]:
         "reordered": True,
         "early_wait": False,
     }
-    return {"N": 64, "K": 128, "max_m": 64, "tile": tile, "us": 1.5} | change
+    made = {"N": 64, "K": 128, "max_m": 64, "kernel": "portable", "tile": tile, "us": 1.5}
+    return made | change
+
+
+DECODE: dict[str, Any] = {"kernel": "decode", "tile": None}
+DENSE: dict[str, Any] = {"kernel": "dense", "tile": None}
 
 
 def table(*rows: dict[str, Any]) -> str:
@@ -74,7 +79,7 @@ def table(*rows: dict[str, Any]) -> str:
 
 def test_table_maps_shapes_and_buckets_to_tiles_or_the_dense_product() -> None:
     parsed = tiles_wgmma.parse(
-        table(row(), row(max_m=None, tile="dense"), row(max_m=16, tile="decode")), "t.json"
+        table(row(), row(max_m=None, **DENSE), row(max_m=16, **DECODE)), "t.json"
     )
     assert parsed.gpu == "card"
     assert parsed.choices[64, 128, BUCKETS.index(64), DEFAULT] == WgmmaTile(
@@ -85,7 +90,7 @@ def test_table_maps_shapes_and_buckets_to_tiles_or_the_dense_product() -> None:
 
 
 def test_a_format_takes_its_own_rows_then_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [row(tile="dense"), row(tile="dense", max_m=16), row(tile="decode", max_m=16)]
+    rows = [row(**DENSE), row(**DENSE, max_m=16), row(**DECODE, max_m=16)]
     rows[2] |= {"format": "g32-zp"}
     parsed = tiles_wgmma.parse(table(*rows), "t.json")
     monkeypatch.setattr(tiles_wgmma, "tables", lambda: {"card": parsed})
@@ -93,7 +98,7 @@ def test_a_format_takes_its_own_rows_then_the_nearest(monkeypatch: pytest.Monkey
         ask = partial(tiles_wgmma.lookup.__wrapped__, "card", 64, 128, hopper=False)
         assert ask(BUCKETS.index(64), kind) == "dense"
         assert ask(0, kind) == ("decode" if kind.group_size == 32 else "dense")
-    with pytest.raises(ValueError, match="N=64 K=128 max_m=16 is there twice in g32-zp"):
+    with pytest.raises(ValueError, match="format=g32-zp N=64 K=128 max_m=16 is there twice"):
         tiles_wgmma.parse(table(*rows, rows[2]), "t.json")
     with pytest.raises(ValueError, match="max_m=64: format must be one of"):
         tiles_wgmma.parse(table(row(format="g48")), "t.json")
@@ -104,7 +109,7 @@ def test_a_bucket_cut_out_of_a_wider_one_takes_its_row_until_it_has_its_own(
 ) -> None:
     own, wide = row()["tile"] | {"split_k": 1}, row()["tile"] | {"split_k": 2}
     rows = [row(max_m=M, tile=wide) for M in (256, 1664)]
-    rows += [row(max_m=192, tile=own), row(max_m=384, tile="dense") | {"format": "g32-zp"}]
+    rows += [row(max_m=192, tile=own), row(max_m=384, **DENSE) | {"format": "g32-zp"}]
     monkeypatch.setattr(
         tiles_wgmma, "tables", lambda: {"card": tiles_wgmma.parse(table(*rows), "t.json")}
     )
@@ -126,9 +131,11 @@ def test_a_bucket_cut_out_of_a_wider_one_takes_its_row_until_it_has_its_own(
     ("text", "message"),
     [
         (table(row(), row()), "is there twice"),
-        (table(row(max_m=48)), "max_m one of"),
-        (table(row(tile="decode")), "'decode' is no regime for max_m=64"),
-        (table(row(tile=None)), "None is no regime"),
+        (table(row(max_m=48)), "max_m must be one of"),
+        (table(row(**DECODE)), "decode takes up to 16 tokens"),
+        (table(row(kernel="ptx")), "there is no kernel 'ptx'"),
+        (table(row(tile=None)), "kernel=portable N=64 K=128 max_m=64: "),
+        (table(row(kernel="dense")), "dense has no tile"),
         (table(row(max_m=None)), "split_k needs a max_m"),
         (table({"N": 1}), "a row needs exactly"),
         (json.dumps({"rows": []}), "expected exactly gpu, source and rows"),

@@ -12,8 +12,9 @@ import pytest
 import torch
 from emulator import gluon, wgmma
 
+from taut_bench import testing
+from taut_bench.instruments.forms import w4a16 as w4a16_forms
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import ring
@@ -22,7 +23,6 @@ from taut_kernels.gemm.w4a16.lookup import BUCKETS
 from taut_kernels.gemm.w4a16.ring_kernel import w4a16_wgmma_ring_kernel
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
-from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 from tuning.wgmma_ring_candidates import wgmma_ring_candidates
@@ -102,15 +102,16 @@ def test_every_measured_tile_fits_every_format() -> None:
                     assert tile.stages_that_fit(group, has_zeros=True) >= 3
 
 
-def test_table_tells_the_tiles_of_the_rings_and_of_wgmma_apart() -> None:
+def test_table_has_tiles_of_the_ring_for_up_to_1024_tokens() -> None:
     def table(**change: Any) -> str:
-        row = {"N": 64, "K": 128, "max_m": 128, "tile": fields(), "us": 1.5} | change
+        named = tiles_wgmma.as_fields(WgmmaRingTile(**fields()))
+        row = {"N": 64, "K": 128, "max_m": 128, "us": 1.5} | named | change
         return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
 
     for max_m in (128, 1024):
         parsed = tiles_wgmma.parse(table(max_m=max_m), "t.json")
         assert parsed.choices[64, 128, BUCKETS.index(max_m), DEFAULT] == WgmmaRingTile(**fields())
-    with pytest.raises(ValueError, match=r"t.json: tile .* is no regime for max_m="):
+    with pytest.raises(ValueError, match=r"t.json: .*: ring takes up to 1024 tokens"):
         tiles_wgmma.parse(table(max_m=None), "t.json")
 
 

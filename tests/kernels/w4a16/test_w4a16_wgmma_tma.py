@@ -14,8 +14,8 @@ import pytest
 import torch
 from emulator import gluon, hopper, wgmma
 
+from taut_bench import testing
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
@@ -172,13 +172,13 @@ def test_no_row_beyond_the_tokens_is_asked_for(
 
 def test_table_refuses_a_tile_that_its_own_shape_could_not_launch() -> None:
     def table(N: int, max_m: int, **change: Any) -> str:
-        tile = dataclasses.asdict(dataclasses.replace(TILES["two"], **change))
-        row = {"N": N, "K": 4096, "max_m": max_m, "tile": tile, "us": 1.5}
+        tile = tiles_wgmma.as_fields(dataclasses.replace(TILES["two"], **change))
+        row = {"N": N, "K": 4096, "max_m": max_m, "us": 1.5} | tile
         return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
 
     parsed = tiles_wgmma.parse(table(128, 64), "t.json")
     assert parsed.choices[128, 4096, 2, DEFAULT] == TILES["two"]
-    with pytest.raises(ValueError, match=r"t.json: N=112 K=4096 .* takes 128 features"):
+    with pytest.raises(ValueError, match=r"t.json: kernel=tma N=112 K=4096 .* takes 128 features"):
         tiles_wgmma.parse(table(112, 64), "t.json")
     # 272 rows in 64s at 512 tokens in 64s: 5 · 8 meetings, 17 are counted.
     change = {"group_tiles": 1, "split_k": 2}

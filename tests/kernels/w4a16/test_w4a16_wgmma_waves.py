@@ -11,8 +11,9 @@ import torch
 from emulator import gluon
 from emulator import wgmma as emulator_wgmma
 
+from taut_bench import testing
+from taut_bench.instruments.forms import w4a16 as w4a16_forms
 from taut_bench.shapes import PRODUCTS
-from taut_kernels import testing
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
 from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16 import op as w4a16
@@ -25,7 +26,6 @@ from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.tma_kernel import w4a16_wgmma_tma_kernel
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT
-from taut_kernels.instruments.forms import w4a16 as w4a16_forms
 from taut_kernels.launch import launcher
 from tuning import tune_w4a16_wgmma
 from tuning.wgmma_waves_candidates import (
@@ -90,8 +90,8 @@ def test_tile_refuses_what_the_launches_cannot_do(change: dict[str, Any], messag
         WavesTile(**({"head": OLD, "tail": HALF, "places": 264} | change))
 
 
-def table(tile: Any, N: int = 6144, max_m: int | None = 1024) -> str:
-    row = {"N": N, "K": 4096, "max_m": max_m, "tile": tile, "us": 1.5}
+def table(tile: WavesTile, N: int = 6144, max_m: int | None = 1024) -> str:
+    row = {"N": N, "K": 4096, "max_m": max_m, "us": 1.5} | tiles_wgmma.as_fields(tile)
     return json.dumps({"gpu": "card", "source": "test", "rows": [row]})
 
 
@@ -102,34 +102,34 @@ def test_table_refuses_a_tail_that_makes_too_many_sums_meet() -> None:
     assert tile.head_rows(128, 6272) == 40 * 128
     # From 161 tokens on 23 · 2 tiles of 64 rows are left to 11 tiles of tokens; 392 are counted.
     assert tile.why_not(6272, 176) == "split_k: 506 tiles meet, arrivals counts 392"
-    with pytest.raises(ValueError, match=r"t.json: N=6272 K=4096 max_m=256: split_k: "):
-        tiles_wgmma.parse(table(dataclasses.asdict(tile), 6272, 256), "t.json")
+    with pytest.raises(ValueError, match=r"t.json: kernel=pair N=6272 K=4096 max_m=256: split_k: "):
+        tiles_wgmma.parse(table(tile, 6272, 256), "t.json")
     # Some number of tokens below the most may leave more than the most does.
     assert tile.why_not(6272, 10_000) == tile.why_not(6272, 176)
 
 
 def test_table_reads_two_tiles() -> None:
     tile = WavesTile(OLD, SPLIT, 264)
-    parsed = tiles_wgmma.parse(table(dataclasses.asdict(tile)), "t.json")
+    parsed = tiles_wgmma.parse(table(tile), "t.json")
     assert parsed.choices[6144, 4096, BUCKETS.index(1024), DEFAULT] == tile
     tile = WavesTile(MANY, HALF, 132)
-    parsed = tiles_wgmma.parse(table(dataclasses.asdict(tile)), "t.json")
+    parsed = tiles_wgmma.parse(table(tile), "t.json")
     assert parsed.choices[6144, 4096, BUCKETS.index(1024), DEFAULT] == tile
 
 
 @pytest.mark.parametrize(
     ("tile", "N", "max_m", "message"),
     [
-        (WavesTile(OLD, HALF, 264), 6144, None, "is no regime for max_m=None"),
-        (WavesTile(OLD, HALF, 264), 4224, 1024, "the tail has no rows at max_m=1024"),
-        (WavesTile(OLD, HALF, 264), 4096, 1024, "the tail has no rows at max_m=1024"),
+        (WavesTile(OLD, HALF, 264), 6144, None, "pair takes up to 2048 tokens"),
+        (WavesTile(OLD, HALF, 264), 4224, 1024, "max_m=1024: the tail has no rows"),
+        (WavesTile(OLD, HALF, 264), 4096, 1024, "max_m=1024: the tail has no rows"),
     ],
 )
 def test_table_refuses_two_tiles_where_one_has_nothing_to_do(
     tile: WavesTile, N: int, max_m: int | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        tiles_wgmma.parse(table(dataclasses.asdict(tile), N, max_m), "t.json")
+        tiles_wgmma.parse(table(tile, N, max_m), "t.json")
 
 
 @pytest.mark.parametrize("asymmetric", [False, True])
@@ -185,7 +185,7 @@ def test_candidates_fed_by_tma_could_stand_in_a_table(M: int) -> None:
         assert len(found) == len(set(found))
         tried += len(found)
         for tile in found:
-            row = {"N": N, "K": K, "max_m": M, "tile": dataclasses.asdict(tile), "us": 1.0}
+            row = {"N": N, "K": K, "max_m": M, "us": 1.0} | tiles_wgmma.as_fields(tile)
             text = json.dumps({"gpu": "card", "source": "test", "rows": [row]})
             parsed = tiles_wgmma.parse(text, "t.json")
             assert parsed.choices[N, K, BUCKETS.index(M), DEFAULT] == tile

@@ -1,7 +1,6 @@
 """The calibration set of a run: made once, then read from its workspace."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
 from taut_deploy.compress.job import CompressionJob
@@ -29,8 +28,9 @@ def kept_calibration(
     before_making()
     made = make_calibration_set(
         job.recipe.calibration,
-        Path(job.model.path),
+        job.model,
         job.cache,
+        device=job.device,
         trust_remote_code=job.trust_remote_code,
     )
     workspace.save_tensors("calibration", {"tokens": made.tokens})

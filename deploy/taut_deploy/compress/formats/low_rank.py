@@ -1,4 +1,7 @@
-"""Two thin factors, alone or beside 4-bit weights they correct: ``weight_u`` and ``weight_v``."""
+"""Two thin factors, alone or beside 4-bit weights they correct: ``weight_u`` and ``weight_v``.
+
+Factors that stand alone are in the interpolative form, which holds a higher rank in the same bytes.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -8,6 +11,7 @@ import torch
 
 from taut_deploy.compress.formats.protocol import TautFormat, WeightFormat
 from taut_deploy.compress.formats.registry import weight_format
+from taut_deploy.compress.lowrank.interpolative import interpolative_rank
 from taut_deploy.compress.lowrank.whitened_svd import Factors
 from taut_deploy.compress.quantize.protocol import Codes
 from taut_deploy.recipe.stages import Factorize, Quantize
@@ -20,7 +24,7 @@ _MULTIPLE_OF = 8  # 16 bytes in 16 bits: what tensor cores want of an inner widt
 
 @dataclass(frozen=True)
 class LowRankFormat(TautFormat):
-    """Factors [N, r] and [r, K].
+    """Factors [N, r] and [r, K]; alone [N - r, r] and [r, K], with the order of the outputs.
 
     Args:
         rank: of every layer, or None where each gets what ``rank_budget`` leaves it.
@@ -58,13 +62,16 @@ class LowRankFormat(TautFormat):
         """Inner width of a layer [N, K]; 0 where the budget leaves it none."""
         if self.rank is not None:
             return self.rank
-        rank = int((self.rank_budget or 0.0) * n * k / (n + k))
+        rank = interpolative_rank(n, k, (self.rank_budget or 0.0) * n * k)
         return rank if rank < _MULTIPLE_OF else rank // _MULTIPLE_OF * _MULTIPLE_OF
 
     def stored_bytes(self, n: int, k: int) -> int:
         """Bytes of a layer [N, K] on disk."""
-        factors = self.rank_of(n, k) * (n + k) * self.dtype.itemsize
-        return factors + (0 if self.base is None else self.base.stored_bytes(n, k))
+        rank = self.rank_of(n, k)
+        if self.base is None:
+            order = torch.int32.itemsize * n
+            return rank * (n + k - rank) * self.dtype.itemsize + order
+        return rank * (n + k) * self.dtype.itemsize + self.base.stored_bytes(n, k)
 
     def why_not(self, n: int, k: int) -> str | None:
         """Why a layer [N, K] cannot have this format; None if it can."""
@@ -88,7 +95,7 @@ class LowRankFormat(TautFormat):
         base = None
         if self.base is not None:
             base = told.PackedBase(self.base.group_size, self.base.symmetric)
-        return told.LowRank(self.rank_of(n, k), base)
+        return told.LowRank(self.rank_of(n, k), base, interpolative=base is None)
 
 
 @dataclass(frozen=True)
@@ -112,13 +119,19 @@ class StoredFactors:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is written, by name inside the layer."""
-        base = self.format.base
+        from taut_kernels.for_deploy import layer_description as told
+
+        base, order = self.format.base, self.factors.order
         packed = {} if base is None or self.codes is None else base.pack(self.codes)
-        return {**packed, "weight_u": self.factors.up, "weight_v": self.factors.down}
+        ordered = {} if order is None else {told.ORDER: order}
+        return {**packed, **ordered, "weight_u": self.factors.up, "weight_v": self.factors.down}
 
     def read_back(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The weight that written tensors stand for, [N, K] fp32."""
-        product = Factors(tensors["weight_u"], tensors["weight_v"]).product()
+        from taut_kernels.for_deploy import layer_description as told
+
+        up, down, order = tensors["weight_u"], tensors["weight_v"], tensors.get(told.ORDER)
+        product = Factors(up, down, order).product()
         base = self.format.base
         return product if base is None else base.unpack(tensors).dequantize() + product
 

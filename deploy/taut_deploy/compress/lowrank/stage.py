@@ -1,12 +1,16 @@
 """The ``factorize`` stage: a weight becomes two thin ones, or codes and two thin ones."""
 
+from dataclasses import replace
+
 import torch
 
 from taut_deploy.compress.formats.low_rank import LowRankFormat, StoredFactors
+from taut_deploy.compress.lowrank.interpolative import interpolate
 from taut_deploy.compress.lowrank.residual import quantize_with_residual
 from taut_deploy.compress.lowrank.whitened_svd import Factors, whiten
 from taut_deploy.compress.quantize import gptq
 from taut_deploy.compress.quantize.grid import QuantizedWeight
+from taut_deploy.compress.reconstruct import Product, reconstruct
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.recipe.stages import Factorize
@@ -18,10 +22,27 @@ def factorize(state: BlockState, index: int, stage: Factorize) -> None:
     Raises:
         ModelError: a weight or an input is not finite; names the layer.
     """
-    for layer in state.of_stage(index):
-        stored = _factorised(layer, stage)
-        layer.rank = stored.factors.rank
-        layer.store(stored, stage.method if stage.residual is None else "gptq+factorize")
+    method: str = stage.method if stage.residual is None else "gptq+factorize"
+    stored = {name: _factorised(one, stage) for name, one in state.named_of_stage(index).items()}
+    if stage.steps is not None:
+        method += "+reconstruct"
+        fitted = {
+            name: Product(
+                one.factors.up.float(),
+                one.factors.down.float(),
+                one.factors.order,
+                None if one.codes is None else one.codes.dequantize(),
+            )
+            for name, one in stored.items()
+        }
+        reconstruct(state, fitted, stage.steps)
+        for name, product in fitted.items():
+            factors = Factors(product.up.detach(), product.down.detach(), product.order)
+            kept = stored[name].format
+            stored[name] = replace(stored[name], factors=_stored(factors, kept.dtype))
+    for name, one in stored.items():
+        state.layers[name].rank = one.factors.rank
+        state.layers[name].store(one, method)
 
 
 def _factorised(layer: LayerState, stage: Factorize) -> StoredFactors:
@@ -32,7 +53,7 @@ def _factorised(layer: LayerState, stage: Factorize) -> StoredFactors:
     rank = kept.rank_of(*layer.module.weight.shape)
     if kept.base is None or stage.residual is None:
         factors = whiten(weight, hessian, dampening_frac=stage.dampening_frac).truncate(rank)
-        return StoredFactors(kept, _stored(factors, kept.dtype), None)
+        return StoredFactors(kept, _stored(interpolate(factors), kept.dtype), None)
     spec = kept.base.spec
 
     def rounded(left: torch.Tensor) -> QuantizedWeight:
@@ -47,4 +68,4 @@ def _factorised(layer: LayerState, stage: Factorize) -> StoredFactors:
 
 
 def _stored(factors: Factors, dtype: torch.dtype) -> Factors:
-    return Factors(factors.up.to(dtype), factors.down.to(dtype))
+    return Factors(factors.up.to(dtype), factors.down.to(dtype), factors.order)

@@ -18,12 +18,14 @@ class Factors:
     """``weight ≈ up @ down``.
 
     Args:
-        up: [N, r].
+        up: [N, r], or [N - r, r] in the interpolative form.
         down: [r, K].
+        order: [N] int32, which row of ``(down, up @ down)`` each output is, in that form.
     """
 
     up: torch.Tensor
     down: torch.Tensor
+    order: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -32,7 +34,15 @@ class Factors:
 
     def product(self) -> torch.Tensor:
         """The dense weight they stand for, [N, K] fp32."""
-        return self.up.float() @ self.down.float()
+        return product_of(self.up.float(), self.down.float(), self.order)
+
+
+def product_of(
+    up: torch.Tensor, down: torch.Tensor, order: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The dense weight [N, K] of factors in either form, differentiable in both."""
+    product = up @ down
+    return product if order is None else torch.cat([down, product]).index_select(0, order)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import torch
 from taut_deploy.compress.prune import magnitude, sparsegpt, wanda
 from taut_deploy.compress.prune.patterns import Pattern, parse_pattern, why_not_fit
 from taut_deploy.compress.prune.refit import refit
+from taut_deploy.compress.reconstruct import Kept, reconstruct
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.recipe.stages import Prune
@@ -22,18 +23,24 @@ def prune(state: BlockState, index: int, stage: Prune) -> None:
     Raises:
         ModelError: a weight or an input is not finite; names the layer.
     """
-    for layer in state.of_stage(index):
+    kept: dict[str, Kept] = {}
+    for name, layer in state.named_of_stage(index).items():
         weight = layer.sound_weight()
         with single_thread():
-            pruned, mask = _prune_weight(layer, weight, stage)
+            pruned, layer.mask = _prune_weight(layer, weight, stage)
         layer.methods.append(stage.algorithm)
         if stage.refit:
             pruned = refit(
-                weight, pruned, mask, layer.hessian(), dampening_frac=stage.dampening_frac
+                weight, pruned, layer.mask, layer.hessian(), dampening_frac=stage.dampening_frac
             )
             layer.methods.append("refit")
-        layer.mask = mask
-        layer.module.weight.data = pruned  # fp32 until it is stored
+        kept[name] = Kept(pruned, layer.mask)
+    if stage.steps is not None:
+        reconstruct(state, kept, stage.steps)
+    for name, weights in kept.items():
+        layer = state.layers[name]
+        layer.methods += [] if stage.steps is None else ["reconstruct"]
+        layer.module.weight.data = weights().detach()  # fp32 until it is stored
 
 
 def _prune_weight(

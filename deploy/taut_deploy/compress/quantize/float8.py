@@ -15,6 +15,7 @@ from taut_deploy.compress.quantize.small_float import round_small_float
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 _LEAST_NORMAL = torch.finfo(FP8).tiny
+_FRACTION_BITS = 3
 
 
 def to_fp8(values: torch.Tensor) -> torch.Tensor:
@@ -24,7 +25,9 @@ def to_fp8(values: torch.Tensor) -> torch.Tensor:
 
 def round_fp8(values: torch.Tensor) -> torch.Tensor:
     """The nearest e4m3 numbers of fp32 values, as :func:`to_fp8` finds them, in fp32."""
-    return round_small_float(values, fraction_bits=3, least_normal=_LEAST_NORMAL, largest=FP8_MAX)
+    return round_small_float(
+        values, fraction_bits=_FRACTION_BITS, least_normal=_LEAST_NORMAL, largest=FP8_MAX
+    )
 
 
 def fake_quantize_tokens_fp8(x: torch.Tensor, group_size: int | None = None) -> torch.Tensor:
@@ -125,3 +128,24 @@ class Float8Spec:
         # Where all is zero the scale is 1: codes are zero either way.
         positive = scale.float() > torch.finfo(torch.float32).tiny
         return Float8Grid(torch.where(positive, scale, torch.ones_like(scale)))
+
+    def coded(
+        self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+    ) -> Float8Weight:
+        """The weight of codes [N, K] fp32 and scales; floats have no zero points."""
+        del zero
+        return Float8Weight(to_fp8(codes), scale)
+
+    @property
+    def steps_at_end(self) -> int:
+        """The largest code over how far it is from the next one."""
+        return 14  # 1.75 · 2⁸ over 2⁸⁻³
+
+    def nearest(self, places: torch.Tensor) -> torch.Tensor:
+        """The nearest codes of values in their units, fp32."""
+        return round_fp8(places)
+
+    def step_at(self, codes: torch.Tensor) -> torch.Tensor:
+        """How far a code [N, K] fp32 is from the next larger one in magnitude."""
+        power = torch.frexp(codes.abs().clamp(min=_LEAST_NORMAL)).exponent - 1
+        return torch.ldexp(torch.ones_like(codes), power - _FRACTION_BITS)

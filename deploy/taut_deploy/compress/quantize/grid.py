@@ -37,6 +37,25 @@ class GridSpec:
         scale, zero = fit_grid(weight, self, importance)
         return IntegerGrid(self, scale, zero)
 
+    def nearest(self, places: torch.Tensor) -> torch.Tensor:
+        """The nearest codes of values in their units, fp32."""
+        return places.round().clamp_(self.low, self.high)
+
+    def step_at(self, codes: torch.Tensor) -> torch.Tensor:
+        """How far apart codes are: 1 everywhere."""
+        return codes.new_ones(())
+
+    def coded(
+        self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+    ) -> "QuantizedWeight":
+        """The weight of codes [N, K] fp32, scales and zero points [N, G]."""
+        return QuantizedWeight(codes.to(torch.int8), scale, zero)
+
+    @property
+    def steps_at_end(self) -> int:
+        """The largest code over how far it is from the next one."""
+        return self.high
+
     @property
     def low(self) -> int:
         """Smallest code."""

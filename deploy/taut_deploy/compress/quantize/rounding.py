@@ -2,29 +2,55 @@
 
 Source: AutoRound, "Optimize weight rounding via signed gradient descent", arXiv:2309.05516, §3:
 an offset in [-0.5, 0.5] is added to every weight before it is rounded, gradients pass straight
-through the rounding, and only their signs are used, with a step that falls linearly to 0. Two
-choices of ours: the start may be any codes (GPTQ's, so that a few steps are enough), and one factor
-per scale is learned in place of two clipping factors.
+through the rounding, and only their signs are used, with a step that falls linearly to 0. Three
+choices of ours: the start may be any codes (GPTQ's, so that a few steps are enough), one factor per
+scale is learned in place of two clipping factors, and of a float's grid an offset counts in the
+distance between its numbers where the weight lies.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
-from taut_deploy.compress.quantize.grid import GridSpec, QuantizedWeight
+from taut_deploy.compress.block_error import BlockError, Call, judging_sequences
+from taut_deploy.compress.quantize.float8 import Float8Weight
+from taut_deploy.compress.quantize.grid import QuantizedWeight
+from taut_deploy.compress.quantize.protocol import Codes
 
 LEARNED_AT_A_TIME = 4
 """Sequences in a step."""
 
 _SCALE_RANGE = 0.1
-# Of a code's step. A scale moves a whole group: at the codes' pace the best scales are jumped over.
-_SCALE_PACE = 0.1
+# How far a scale moves the largest code of its group, of a code's own step. It moves a whole group:
+# at the codes' pace the best scales are jumped over.
+_SCALE_PACE = 0.7
 # How far from its code a latent begins, in grid steps. GPTQ's codes are often not the nearest ones:
 # beginning at the border, a first step would undo all of its corrections at once.
 _START = 0.2
+
+
+class LearnedSpec(Protocol):
+    """Codes that can be learned: what is rounded to, before the scale."""
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype the scales are stored in."""
+
+    @property
+    def steps_at_end(self) -> int:
+        """The largest code over how far it is from the next one."""
+
+    def nearest(self, places: torch.Tensor) -> torch.Tensor:
+        """The nearest codes of values [N, K] in their units, fp32."""
+
+    def step_at(self, codes: torch.Tensor) -> torch.Tensor:
+        """How far apart codes are at codes [N, K], of that shape or what broadcasts to it."""
+
+    def coded(self, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> Codes:
+        """The weight of codes [N, K], scales and zero points [N, G]."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +58,8 @@ class Start:
     """Where a layer's search begins.
 
     Args:
-        latent: [N, K] fp32, in steps of the grid and before rounding: ``w / scale + zero``.
+        latent: [N, K] fp32, in the units of codes and before rounding: ``w / scale + zero``.
+        step: how far apart codes are there, [N, K] or what broadcasts to it.
         scale: [N, G] in the stored dtype.
         zero: [N, G] int8, or None when symmetric.
         spec: the grid.
@@ -40,16 +67,17 @@ class Start:
     """
 
     latent: torch.Tensor
+    step: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
-    spec: GridSpec
+    spec: LearnedSpec
     mask: torch.Tensor | None = None
 
 
 def start_from(
     weight: torch.Tensor,
-    quantized: QuantizedWeight,
-    spec: GridSpec,
+    quantized: QuantizedWeight | Float8Weight,
+    spec: LearnedSpec,
     mask: torch.Tensor | None = None,
 ) -> Start:
     """Begin close to given codes, on the side where the weight lies.
@@ -60,12 +88,26 @@ def start_from(
         spec: the grid.
         mask: [N, K] bool, False where a weight was pruned.
     """
-    repeats = weight.shape[1] // quantized.scale.shape[1]
-    scale = quantized.scale.float().repeat_interleave(repeats, 1)
-    zero = 0.0 if quantized.zero is None else quantized.zero.float().repeat_interleave(repeats, 1)
-    codes = quantized.codes.float()
-    latent = torch.clamp(weight / scale + zero, codes - _START, codes + _START)
-    return Start(latent, quantized.scale, quantized.zero, spec, mask)
+    zero = quantized.zero if isinstance(quantized, QuantizedWeight) else None
+    return start_at(weight, quantized.codes.float(), quantized.scale, spec, zero=zero, mask=mask)
+
+
+def start_at(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    spec: LearnedSpec,
+    *,
+    zero: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> Start:
+    """The same from codes [N, K] fp32, scales and zero points [N, G]."""
+    repeats = weight.shape[1] // scale.shape[1]
+    shift = 0.0 if zero is None else zero.float().repeat_interleave(repeats, 1)
+    step = spec.step_at(codes)
+    places = weight / scale.float().repeat_interleave(repeats, 1) + shift
+    latent = torch.clamp(places, codes - _START * step, codes + _START * step)
+    return Start(latent, step, scale, zero, spec, mask)
 
 
 class _Rounded(nn.Module):
@@ -82,7 +124,7 @@ class _Rounded(nn.Module):
         n, k = start.latent.shape
         shape = (n, start.scale.shape[1], -1)
         wanted = self.wanted()
-        codes = wanted + (wanted.round().clamp(start.spec.low, start.spec.high) - wanted).detach()
+        codes = wanted + (start.spec.nearest(wanted) - wanted).detach()
         codes = codes.view(shape)
         if start.zero is not None:
             codes = codes - start.zero.float()[..., None]
@@ -91,7 +133,8 @@ class _Rounded(nn.Module):
     def wanted(self) -> torch.Tensor:
         """[N, K] fp32, what will be rounded: a pruned weight does not move."""
         mask = self.start.mask
-        return self.start.latent + (self.offset if mask is None else self.offset * mask)
+        offset = self.offset * self.start.step
+        return self.start.latent + (offset if mask is None else offset * mask)
 
     def scale(self) -> torch.Tensor:
         """[N, G] fp32, holding values of the stored dtype; the gradient ignores that rounding."""
@@ -99,12 +142,10 @@ class _Rounded(nn.Module):
         stored = learned.to(self.start.spec.scale_dtype).float()
         return learned + (stored - learned).detach()
 
-    def result(self) -> QuantizedWeight:
-        start = self.start
-        codes = self.wanted().round().clamp(start.spec.low, start.spec.high)
-        return QuantizedWeight(
-            codes.to(torch.int8), self.scale().to(start.spec.scale_dtype), start.zero
-        )
+    def result(self) -> Codes:
+        spec = self.start.spec
+        scale = self.scale().to(spec.scale_dtype)
+        return spec.coded(spec.nearest(self.wanted()), scale, self.start.zero)
 
 
 def learn_rounding(
@@ -112,13 +153,13 @@ def learn_rounding(
     starts: Mapping[str, Start],
     hidden: torch.Tensor,
     target: torch.Tensor,
-    call: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    call: Call,
     *,
     steps: int = 200,
     batch: int = LEARNED_AT_A_TIME,
     rate: float | None = None,
     seed: int = 0,
-) -> dict[str, QuantizedWeight]:
+) -> dict[str, Codes]:
     """Tune the rounding of a block's layers together.
 
     Args:
@@ -139,82 +180,46 @@ def learn_rounding(
     Raises:
         ValueError: there are fewer than two sequences, or the loss is not finite.
     """
-    if hidden.shape[0] < 2:
-        raise ValueError("learned rounding needs at least 2 calibration sequences")
-    judges = max(1, hidden.shape[0] // 16)
+    judges = judging_sequences(len(hidden))
     rounded = {name: _Rounded(start) for name, start in starts.items()}
-    forward = _Forward(block, rounded, call)
+    error = BlockError(block, rounded, call)
     generator = torch.Generator().manual_seed(seed)
-    best_loss, best = forward.loss(hidden[:judges], target[:judges]), _results(rounded)
+    best_error, best = error.judge(hidden[:judges], target[:judges]), _results(rounded)
     rate = 1 / max(1, steps) if rate is None else rate
     judge_every = max(1, steps // 20)
     for step in range(steps):
         picked = judges + torch.randperm(hidden.shape[0] - judges, generator=generator)[:batch]
-        forward.descend(hidden[picked], target[picked], rate * (1 - step / steps))
+        _descend(rounded, error, hidden[picked], target[picked], rate * (1 - step / steps))
         if (step + 1) % judge_every == 0:
-            loss = forward.loss(hidden[:judges], target[:judges])
-            if loss < best_loss:
-                best_loss, best = loss, _results(rounded)
+            found = error.judge(hidden[:judges], target[:judges])
+            if found < best_error:
+                best_error, best = found, _results(rounded)
     return best
 
 
-class _Forward:
-    """The block with rounded weights in place of its own."""
-
-    def __init__(
-        self,
-        block: nn.Module,
-        rounded: Mapping[str, _Rounded],
-        call: Callable[[nn.Module, torch.Tensor], torch.Tensor],
-    ) -> None:
-        self._rounded = rounded
-        self._call = _Call(block, call)
-        self._dtypes = {name: block.get_submodule(name).weight.dtype for name in rounded}
-
-    def _difference(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        weights = {
-            f"block.{name}.weight": layer().to(self._dtypes[name])
-            for name, layer in self._rounded.items()
-        }
-        got: torch.Tensor = functional_call(self._call, weights, (hidden,))
-        return (got.float() - target.float()).square().mean()
-
-    @torch.no_grad()
-    def loss(self, hidden: torch.Tensor, target: torch.Tensor) -> float:
-        """Mean squared error of the block's output."""
-        value = float(self._difference(hidden, target))
-        if value != value or value == float("inf"):
-            raise ValueError("the block's output is not finite while its rounding is learned")
-        return value
-
-    def descend(self, hidden: torch.Tensor, target: torch.Tensor, step: float) -> None:
-        """One signed-gradient step on every offset and factor."""
-        with torch.enable_grad():
-            layers = list(self._rounded.values())
-            parameters = [p for layer in layers for p in (layer.offset, layer.factor)]
-            gradients = torch.autograd.grad(self._difference(hidden, target), parameters)
-        with torch.no_grad():
-            for layer, of_offset, of_factor in zip(
-                layers, gradients[::2], gradients[1::2], strict=True
-            ):
-                layer.offset.sub_(of_offset.sign(), alpha=step)
-                layer.factor.sub_(of_factor.sign(), alpha=_SCALE_PACE * step)
-                layer.offset.clamp_(-0.5, 0.5)
-                layer.factor.clamp_(-_SCALE_RANGE, _SCALE_RANGE)
-
-
-class _Call(nn.Module):
-    def __init__(
-        self, block: nn.Module, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]
-    ) -> None:
-        super().__init__()
-        self.block = block
-        self._function = call
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._function(self.block, hidden)
+def _descend(
+    rounded: Mapping[str, _Rounded],
+    error: BlockError,
+    hidden: torch.Tensor,
+    target: torch.Tensor,
+    step: float,
+) -> None:
+    """One signed-gradient step on every offset and factor."""
+    layers = list(rounded.values())
+    with torch.enable_grad():
+        parameters = [p for layer in layers for p in (layer.offset, layer.factor)]
+        gradients = torch.autograd.grad(error.of(hidden, target), parameters)
+    with torch.no_grad():
+        for layer, of_offset, of_factor in zip(
+            layers, gradients[::2], gradients[1::2], strict=True
+        ):
+            layer.offset.sub_(of_offset.sign(), alpha=step)
+            pace = _SCALE_PACE / layer.start.spec.steps_at_end
+            layer.factor.sub_(of_factor.sign(), alpha=pace * step)
+            layer.offset.clamp_(-0.5, 0.5)
+            layer.factor.clamp_(-_SCALE_RANGE, _SCALE_RANGE)
 
 
 @torch.no_grad()
-def _results(rounded: Mapping[str, _Rounded]) -> dict[str, QuantizedWeight]:
+def _results(rounded: Mapping[str, _Rounded]) -> dict[str, Codes]:
     return {name: layer.result() for name, layer in rounded.items()}

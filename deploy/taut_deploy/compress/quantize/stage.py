@@ -1,6 +1,8 @@
 """The ``quantize`` stage: layers are rounded onto the grid of their format and stored so."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,16 +10,17 @@ import torch
 from taut_deploy.compress.formats.protocol import WeightFormat
 from taut_deploy.compress.formats.registry import weight_format
 from taut_deploy.compress.quantize import gptq, hqq, rtn
+from taut_deploy.compress.quantize.float8 import Float8Spec
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.compress.quantize.joined import joined_specs
+from taut_deploy.compress.quantize.learned import learn_in_block
 from taut_deploy.compress.quantize.protocol import Codes
-from taut_deploy.compress.quantize.rounding import learn_rounding, start_from
+from taut_deploy.compress.quantize.rounding import start_from
 from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
-from taut_deploy.errors import ModelError, RecipeError
+from taut_deploy.errors import RecipeError
 from taut_deploy.recipe.stages import Quantize
 
-_INTEGERS_ONLY = ("hqq", "round")
 _ROUNDING_STEPS = 100
 
 
@@ -35,17 +38,22 @@ def quantized_format(
         RecipeError: no allowed group size divides every K, or the algorithm knows integers only.
     """
     found = weight_format(stage, input_sizes, dtype)
-    if stage.algorithm in _INTEGERS_ONLY and not isinstance(found.spec, GridSpec):
+    if stage.algorithm == "hqq" and not isinstance(found.spec, GridSpec):
         raise RecipeError(
-            f"stages.quantize.algorithm: {stage.algorithm} rounds to integers, {stage.scheme} are "
-            "none; use rtn or gptq"
+            f"stages.quantize.algorithm: hqq rounds to integers, {stage.scheme} are none; use rtn "
+            "or gptq"
         )
-    if stage.algorithm == "round" and found.activations.arguments is not None:
+    if stage.algorithm == "round" and not _is_learned(found.spec):
         raise RecipeError(
-            f"stages.quantize.algorithm: round tunes layers whose inputs stay in 16 bits, those of "
-            f"{stage.scheme} do not; use gptq"
+            f"stages.quantize.algorithm: round learns integers and FP8 by channel, {stage.scheme} "
+            "is neither; use gptq"
         )
     return found
+
+
+def _is_learned(spec: Any) -> bool:
+    by_channel = isinstance(spec, Float8Spec) and spec.block is None
+    return isinstance(spec, GridSpec) or by_channel
 
 
 def quantize(state: BlockState, index: int, stage: Quantize) -> None:
@@ -73,9 +81,7 @@ def _format_of(layer: LayerState) -> WeightFormat:
 
 def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
     """Begin at GPTQ's codes, then tune all layers of the stage by the block's output."""
-    if state.example is None:
-        raise TypeError(f"{state.name}: the recipe said that it needs no target")
-    layers = {name: layer for name, layer in state.layers.items() if index in layer.stages}
+    layers = state.named_of_stage(index)
     starts = {}
     for name, layer in layers.items():
         kept = _format_of(layer)
@@ -84,22 +90,26 @@ def _learn_rounding(state: BlockState, index: int, stage: Quantize) -> None:
         spec: Any = kept.spec
         starts[name] = start_from(layer.sound_weight(), codes, spec, layer.mask)
         layer.methods.append("gptq")
-    # Earlier stages may have left some weights in fp32; the block is called from here on.
-    state.module.to(state.example.inputs.dtype)
-    try:
-        learned = learn_rounding(
-            state.module,
-            starts,
-            state.example.inputs,
-            state.example.targets,
-            state.example.call,
-            steps=stage.steps or _ROUNDING_STEPS,
-        )
-    except ValueError as error:
-        raise ModelError(f"{state.name}: {error}") from error
+    with _inputs_rounded(layers.values()):
+        learned = learn_in_block(state, starts, stage.steps or _ROUNDING_STEPS)
     for name, layer in layers.items():
         stored = _format_of(layer).store(learned[name], layer.group.absmax)
         layer.store(stored, stage.algorithm)
+
+
+@contextmanager
+def _inputs_rounded(layers: Iterable[LayerState]) -> Iterator[None]:
+    """Let the layers see inputs as the engine will round them, before they are stored."""
+    handles = []
+    for layer in layers:
+        activations = _format_of(layer).activations
+        scale = activations.scale(layer.group.absmax)
+        handles.append(layer.round_inputs(partial(activations.round, scale=scale)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _rounded(layer: LayerState, stage: Quantize, spec: Any) -> Codes:

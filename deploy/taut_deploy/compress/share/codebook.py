@@ -119,7 +119,7 @@ def quantize_weight(
             book = book.sort(1).values
     if best is None:
         raise AssertionError("there is at least one pass")
-    return _sorted(best[1])
+    return in_rising_order(best[1])
 
 
 def _scales(weight: torch.Tensor, spec: CodebookSpec) -> torch.Tensor:
@@ -238,7 +238,7 @@ def _refit_book(weight: torch.Tensor, hessian: torch.Tensor, coded: CodebookWeig
     return solved.float()
 
 
-def _sorted(coded: CodebookWeight) -> CodebookWeight:
+def in_rising_order(coded: CodebookWeight) -> CodebookWeight:
     """The same weights with rising books."""
     book, order = coded.book.sort(1)
     rank = order.argsort(1)

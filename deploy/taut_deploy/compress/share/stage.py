@@ -1,8 +1,10 @@
 """The ``palettize`` stage: every weight becomes an index into a small book of values."""
 
 from taut_deploy.compress.formats.codebook import CodebookFormat, StoredCodebook
-from taut_deploy.compress.share.codebook import quantize_weight
-from taut_deploy.compress.state import BlockState
+from taut_deploy.compress.reconstruct import Indexed, reconstruct
+from taut_deploy.compress.share.codebook import CodebookWeight, in_rising_order, quantize_weight
+from taut_deploy.compress.share.learned import learn_indices
+from taut_deploy.compress.state import BlockState, LayerState
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.recipe.stages import Palettize
 
@@ -13,16 +15,46 @@ def palettize(state: BlockState, index: int, stage: Palettize) -> None:
     Raises:
         ModelError: a weight or an input is not finite; names the layer.
     """
-    for layer in state.of_stage(index):
-        kept, hessian = layer.format, layer.group.hessian
-        if not isinstance(kept, CodebookFormat) or hessian is None:
-            raise TypeError(f"{layer.name}: a palettised layer has a codebook format and a Hessian")
+    coded: dict[str, CodebookWeight] = {}
+    for name, layer in state.named_of_stage(index).items():
         with single_thread():
-            coded = quantize_weight(
+            coded[name] = quantize_weight(
                 layer.sound_weight(),
-                hessian,
-                kept.spec,
+                layer.hessian(),
+                _format_of(layer).spec,
                 dampening_frac=stage.dampening_frac,
                 refits=stage.refits,
             )
-        layer.store(StoredCodebook(kept, coded), stage.method)
+    method: str = stage.method
+    if stage.steps is not None:
+        coded = _reconstructed(state, learn_indices(state, coded, stage.steps), stage.steps)
+        method += "+round+reconstruct"
+    for name, weight in coded.items():
+        layer = state.layers[name]
+        layer.store(StoredCodebook(_format_of(layer), weight), method)
+
+
+def _reconstructed(
+    state: BlockState, coded: dict[str, CodebookWeight], steps: int
+) -> dict[str, CodebookWeight]:
+    """The same indices, books and scales fitted to the block's output."""
+    fitted = {
+        name: Indexed(one.codes, one.book.float(), one.scale.float()) for name, one in coded.items()
+    }
+    reconstruct(state, fitted, steps)
+    return {
+        name: in_rising_order(
+            CodebookWeight(
+                one.codes,
+                fitted[name].book.detach().to(one.book.dtype),
+                fitted[name].scale.detach().to(one.scale.dtype),
+            )
+        )
+        for name, one in coded.items()
+    }
+
+
+def _format_of(layer: LayerState) -> CodebookFormat:
+    if not isinstance(layer.format, CodebookFormat):
+        raise TypeError(f"{layer.name}: a palettised layer has a codebook format")
+    return layer.format

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from taut_deploy.checkpoint import is_checkpoint, read_manifest
 from taut_deploy.compress.job import compute_dtype, stored_dtype
+from taut_deploy.compress.lowrank.whitened_svd import Factors
 from taut_deploy.compress.skeleton import empty_model
 from taut_deploy.compress.source.weights import WeightReader
 from taut_deploy.compress.train.fake_quantize import codes_of, nearest_in_cell
@@ -121,7 +122,7 @@ def open_student(
         pair = factors.get(name.rpartition(".")[0]) if leaf == "weight" else None
         if id(parameter) not in tied:
             start = starts[layer.name] if layer is not None else None
-            value = _value(name, parameter, start if pair is None else pair[0] @ pair[1], reader)
+            value = _value(name, parameter, start if pair is None else pair.product(), reader)
             tied[id(parameter)] = nn.Parameter(value.to(device))
         owner._parameters[leaf] = tied[id(parameter)]
         mask = _mask(name, parameter, layer, tied[id(parameter)], densities)
@@ -143,9 +144,7 @@ def open_student(
     return Student(directory, model.to(device), stored, layers, tuple(pruned), frozenset(factors))
 
 
-def _factors(
-    directory: Path, entry: Any, reader: WeightReader
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def _factors(directory: Path, entry: Any, reader: WeightReader) -> dict[str, Factors]:
     """The two factors of each low-rank layer, fp32; none in a checkpoint of another method.
 
     Raises:
@@ -165,8 +164,9 @@ def _factors(
                 f"{directory / 'config.json'}: {name} is {layer.scheme}, which cannot be trained; "
                 "distil a compressed-tensors or low-rank checkpoint or a dense model"
             )
-        left, right = (reader.read(f"{name}.{leaf}").float() for leaf in told.FACTORS)
-        found[name] = (left, right)
+        up, down = (reader.read(f"{name}.{leaf}").float() for leaf in told.FACTORS)
+        order = reader.read(f"{name}.{told.ORDER}") if layer.interpolative else None
+        found[name] = Factors(up, down, order)
     return found
 
 

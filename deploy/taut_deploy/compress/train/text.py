@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from taut_deploy.compress.calibrate.calibration import corpus_file
+from taut_deploy.compress.calibrate.texts import BUILT_IN_TEXTS, built_in_text
 from taut_deploy.errors import ModelError, RecipeError
 from taut_deploy.models.pretrained import load_tokenizer
 
@@ -55,10 +55,10 @@ def read_text(
     """Tokenise and pack.
 
     Args:
-        sources: ``corpus``, text files (``.jsonl``: one document a line, under ``text``), or
-            ``.npy`` arrays of token ids.
+        sources: ``corpus``, ``articles``, text files (``.jsonl``: one document a line, under
+            ``text``), or ``.npy`` arrays of token ids.
         model: directory with the tokenizer.
-        cache: where the corpus is kept.
+        cache: where built-in texts are kept.
         length: tokens of a sequence.
         held_out: sequences to keep apart, where there are 16 times as many.
         trusted: let the model's own Python code run.
@@ -102,7 +102,7 @@ def describe_sources(sources: list[str], asked_by: str = "--text") -> str:
 
 def _ids(source: str, model: Path, cache: Path, trusted: bool) -> Any:
     """Token ids of one source, [n]."""
-    path = corpus_file(cache) if source == "corpus" else Path(source)
+    path = built_in_text(source, cache) if source in BUILT_IN_TEXTS else Path(source)
     if path.suffix == ".npy":
         return _array(path)
     tokenizer = load_tokenizer(model, trust_remote_code=trusted)
@@ -150,8 +150,8 @@ def _array(path: Path) -> Any:
 
 
 def _described(source: str) -> str:
-    if source == "corpus":
-        return "the built-in corpus (public domain)"
+    if source in BUILT_IN_TEXTS:
+        return BUILT_IN_TEXTS[source].description
     with Path(source).open("rb") as handle:
         return f"file sha256:{hashlib.file_digest(handle, 'sha256').hexdigest()}"
 

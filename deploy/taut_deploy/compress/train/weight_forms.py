@@ -8,6 +8,7 @@ rounding. Used with :mod:`torch.nn.utils.parametrize`.
 import torch
 from torch import nn
 
+from taut_deploy.compress.lowrank.whitened_svd import Factors, product_of
 from taut_deploy.compress.quantize.float8 import fake_quantize_tokens_fp8
 from taut_deploy.compress.quantize.grid import fake_quantize_tokens
 from taut_deploy.compress.train.fake_quantize import Grid, fake_quantize
@@ -88,25 +89,24 @@ class LowRank(nn.Module):
     """A weight that is stored as two thin ones; both are trained, the rank stays.
 
     Args:
-        factors: as they were read, [N, r] and [r, K], fp32.
+        factors: as they were read, fp32.
         stored: type of the factors on disk.
         compute: type the model computes in.
     """
 
-    def __init__(
-        self,
-        factors: tuple[torch.Tensor, torch.Tensor],
-        stored: torch.dtype,
-        compute: torch.dtype,
-    ) -> None:
+    order: torch.Tensor | None
+
+    def __init__(self, factors: Factors, stored: torch.dtype, compute: torch.dtype) -> None:
         super().__init__()
-        self._read = factors
+        self._read = (factors.up, factors.down)
         self._types = (stored, compute)
+        self.register_buffer("order", factors.order, persistent=False)
 
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Return the weight the model computes with, [N, K]."""
         stored, compute = self._types
-        return (left.to(stored).float() @ right.to(stored).float()).to(compute)
+        up, down = left.to(stored).float(), right.to(stored).float()
+        return product_of(up, down, self.order).to(compute)
 
     def right_inverse(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors that were read: training begins where the file ends."""

@@ -63,7 +63,8 @@ def measured_section(
         ``gave_up`` why it was broken off, or None. ``levels`` has one entry per concurrency:
         ``ratios`` (candidate ÷ baseline by name, with both intervals), ``client_busy``, and for
         ``baseline`` and ``candidate`` requests, failed ones by kind, tokens, tokens per second, and
-        p50 and p95 of ``ttft_ms``, ``itl_ms`` and ``e2e_ms`` (None without an answer).
+        p50 and p95 of ``ttft_ms``, ``itl_ms`` and ``e2e_ms`` (None without an answer), and
+        ``cumulative_ms``, the quantiles of each in steps of 2 %.
         ``error_rate`` has both roles over all concurrencies.
     """
     return {
@@ -119,4 +120,15 @@ def _side(blocks: list[Block]) -> dict[str, Any]:
             name: 1e3 * float(np.quantile(seconds, probability)) if seconds else None
             for name, probability in _QUANTILES.items()
         }
+    summary["cumulative_ms"] = {
+        kind: _cumulative([value for block in blocks for value in samples(block)])
+        for kind, samples in SAMPLES.items()
+    }
     return summary
+
+
+def _cumulative(seconds: list[float]) -> list[float]:
+    """Milliseconds below which 0, 2, … 100 % of the values lie; empty without a value."""
+    if not seconds:
+        return []
+    return [1e3 * float(value) for value in np.quantile(seconds, np.linspace(0.0, 1.0, 51))]

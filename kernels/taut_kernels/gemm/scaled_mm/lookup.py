@@ -1,20 +1,15 @@
 """How the 8-bit products are cut up for one shape: measured tables, and where there is none a rule.
 
-A table is ``tiles/scaled_mm-<card>.json``::
+Rows of the table ``scaled_mm`` (:mod:`taut_kernels.launch.tile_tables`) are buckets of M of one op
+(:data:`.tile.OPS`), N and K. ``M`` are the numbers of tokens measured, ``us`` the times of ours,
+``vllm_us`` of the kernel vLLM runs there, ``rival_us`` of the fastest rival.
 
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"op": "w8a8_gemm" | "fp8_gemm" | "fp8_block", "N": …, "K": …,
-               "max_m": … | null, "tile": {…}, "M": [tokens measured, …], "us": [µs per call, …],
-               "vllm_us": [the µs of the kernel vLLM runs there, …],
-               "rival_us": [the best rival's µs, …]}, …]}
-
-Rows of one product are buckets of M: ``max_m`` is inclusive and rises, null in the last one.
-``tile`` holds exactly the fields of :class:`.tile.ScaledMmTile`. A
-product no table of the card names takes :func:`.rule.rule`. The rivals'
-figures are of the same run, 0 where none ran. Where ours is slower than vLLM's in a bucket, or its
-kernel was not tried on a card yet (:data:`SERVED`), the plugin leaves that bucket to vLLM
-(:func:`why_not_preferred`). A card that takes these tiles from another has verdicts of its own
-(:mod:`.verdict`).
+``kernel`` and ``tile`` hold exactly the fields of :class:`.tile.ScaledMmTile`. A product no table
+of the card names takes :func:`.rule.rule`. The rivals' figures are of the same run, 0 where none
+ran. Where ours is slower than vLLM's in a bucket, or its kernel was not tried on a card yet
+(:data:`SERVED`), the plugin leaves that bucket to vLLM
+(:func:`why_not_preferred`). A card that takes these tiles from another
+has verdicts of its own (:mod:`.verdict`).
 
 A row may also have ``"layer": {"prefetch": lines or null, "M": […], "us": […], "vllm_us": […]}``:
 µs of a whole decoder layer's step with ours and with vLLM's in this product, where all other
@@ -26,7 +21,7 @@ can lose. There rings of other products start early by the same pattern (:func:`
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -50,9 +45,10 @@ from taut_kernels.gemm.scaled_mm.tile import (
     most_shared_tokens,
     why_not_for,
 )
-from taut_kernels.launch import early_start, tile_tables
+from taut_kernels.launch import early_start
+from taut_kernels.launch.tile_tables import BucketReader, Buckets, Row, Table, of_card
 
-_ROW_FIELDS = {"op", "N", "K", "max_m", "tile", "M", "us", "vllm_us", "rival_us"}
+_FIGURES = {"M", "us", "vllm_us", "rival_us"}
 _LAYER_FIELDS = {"prefetch", "M", "us", "vllm_us"}
 SERVED = ("ring", "few", "hopper", "turns", PAIRS, BLOCKS)
 """Kernels that calls in vLLM may take: right on a card through the launcher that layers call,
@@ -82,27 +78,16 @@ class Bucket:
     measured: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledMmTable:
-    """The measured buckets of one card, by (op, N, K).
-
-    Attributes:
-        gpu: the card's name.
-        buckets: behind anybody's kernels.
-        in_layer: of the same limits, between kernels of ours that start early.
-    """
-
-    gpu: str
-    buckets: dict[tuple[str, int, int], tuple[Bucket, ...]]
-    in_layer: dict[tuple[str, int, int], tuple[Bucket, ...]]
+Products = Table[tuple[str, int, int], Buckets[tuple[Bucket, Bucket]]]
+"""One card's, by op, N and K: behind anybody's kernels, and between ours that start early."""
 
 
-def _is_faster(figures: dict[str, Any]) -> bool:
+def _is_faster(figures: Row) -> bool:
     times = zip(figures["us"], figures["vllm_us"], strict=True)
     return all(ours <= theirs for ours, theirs in times)
 
 
-def _bucket(max_m: int | None, tile: ScaledMmTile, figures: dict[str, Any]) -> Bucket:
+def _bucket(max_m: int | None, tile: ScaledMmTile, figures: Row) -> Bucket:
     wins = _is_faster(figures) and tile.kernel in SERVED
     return Bucket(max_m, tile, wins, tuple(figures["M"]))
 
@@ -130,69 +115,47 @@ def early_in_layer(tile: ScaledMmTile, op: str, N: int, K: int, max_m: int | Non
     return tile if late else replace(tile, early=True, prefetch=PREFETCH)
 
 
-def _bucket_in_layer(row: dict[str, Any], tile: ScaledMmTile, where: str) -> Bucket:
+def _bucket_in_layer(row: Row, tile: ScaledMmTile) -> Bucket:
     if "layer" not in row:
         early = early_in_layer(tile, row["op"], row["N"], row["K"], row["max_m"])
         return _bucket(row["max_m"], early, row)
     layer = row["layer"]
     lengths = {len(layer.get(key, ())) for key in ("M", "us", "vllm_us")}
     if set(layer) != _LAYER_FIELDS or len(lengths) > 1 or 0 in lengths:
-        raise ValueError(f"{where}: layer needs {sorted(_LAYER_FIELDS)}, of one length, at least 1")
+        raise ValueError(f"layer needs {sorted(_LAYER_FIELDS)}, of one length, at least 1")
     if layer["prefetch"] is not None:
         tile = replace(tile, early=True, prefetch=layer["prefetch"])
     return _bucket(row["max_m"], tile, layer)
 
 
-def _parse_row(row: dict[str, Any], where: str) -> tuple[tuple[str, int, int], Bucket, Bucket]:
-    if set(row) - {"layer"} != _ROW_FIELDS or row["op"] not in OPS:
-        raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op one of {OPS}")
-    if not row["M"] or len({len(row[key]) for key in ("M", "us", "vllm_us", "rival_us")}) > 1:
-        raise ValueError(f"{where}: M and the figures must be of one length, at least 1")
-    tile = ScaledMmTile(**row["tile"])
+def as_fields(tile: ScaledMmTile) -> dict[str, Any]:
+    """Return a row's ``kernel`` and ``tile``."""
+    fields = asdict(tile)
+    return {"kernel": fields.pop("kernel"), "tile": fields}
+
+
+def _entry(row: Row) -> tuple[tuple[str, int, int], tuple[Bucket, Bucket]]:
+    if row["op"] not in OPS:
+        raise ValueError(f"op must be one of {OPS}")
+    if not row["M"] or len({len(row[key]) for key in _FIGURES}) > 1:
+        raise ValueError("M and the figures must be of one length, at least 1")
+    tile = ScaledMmTile(kernel=row["kernel"], **row["tile"])
     most = most_shared_tokens(tile)
     if tile.split_k > 1 and (row["max_m"] is None or row["max_m"] > most):
-        raise ValueError(f"{where}: split_k needs max_m ≤ {most}, got {tile} at {row['max_m']}")
+        raise ValueError(f"split_k needs max_m ≤ {most}, got {tile} at {row['max_m']}")
     if reason := why_not_for(tile, row["op"], row["N"]):
-        raise ValueError(f"{where}: {reason}")
-    bucket = _bucket(row["max_m"], tile, row)
-    return (row["op"], row["N"], row["K"]), bucket, _bucket_in_layer(row, tile, where)
+        raise ValueError(reason)
+    found = _bucket(row["max_m"], tile, row), _bucket_in_layer(row, tile)
+    return (row["op"], row["N"], row["K"]), found
 
 
-def parse(text: str, where: str) -> ScaledMmTable:
-    """Read a table.
-
-    Args:
-        text: JSON in the form of the module's docstring.
-        where: file name, for errors.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: an unknown key, a tile out of range, or buckets out of order; names ``where``.
-    """
-    gpu, listed = tile_tables.rows_of(text, where)
-    found: dict[tuple[str, int, int], list[Bucket]] = {}
-    layers: dict[tuple[str, int, int], list[Bucket]] = {}
-    for row in listed:
-        key, bucket, in_layer = _parse_row(row, where)
-        found.setdefault(key, []).append(bucket)
-        layers.setdefault(key, []).append(in_layer)
-    for (op, N, K), buckets in found.items():
-        limits = [bucket.max_m for bucket in buckets]
-        bounded = [limit for limit in limits[:-1] if limit is not None]
-        if limits[-1] is not None or len(bounded) != len(limits) - 1:
-            raise ValueError(f"{where}: {op} N={N} K={K}: only the last bucket has max_m null")
-        if sorted(set(bounded)) != bounded:
-            raise ValueError(f"{where}: {op} N={N} K={K}: max_m must rise from bucket to bucket")
-    alone, within = ({key: tuple(rows) for key, rows in some.items()} for some in (found, layers))
-    return ScaledMmTable(gpu, alone, within)
-
-
-@cache
-def tables() -> dict[str, ScaledMmTable]:
-    """Load every card's table, once a process."""
-    return tile_tables.load_all("scaled_mm", parse)
+_READER = BucketReader(
+    name="scaled_mm",
+    fields=frozenset({"op", "N", "K", "max_m", "kernel", "tile"} | _FIGURES),
+    optional=frozenset({"layer"}),
+    entry=_entry,
+)
+parse, tables = _READER.parse, cache(_READER.tables)
 
 
 def _between(op: str, N: int, K: int, found: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
@@ -240,12 +203,12 @@ def buckets(
         K: input features.
         in_layer: between kernels of ours that start early.
     """
-    table = tile_tables.of_card(tables(), gpu)
+    table = of_card(tables(), gpu)
     if measured := _measured(table, op, gpu, N, K, in_layer=in_layer):
         return _between(op, N, K, measured)
     # A card that runs them has them in its table.
     tma = table is not None and any(
-        bucket.tile.kernel != "ring" for some in table.buckets.values() for bucket in some
+        alone.tile.kernel != "ring" for some in table.choices.values() for _, (alone, _) in some
     )
     bounded = TMA_TOKENS if tma else RULE_TOKENS
     return tuple(
@@ -271,16 +234,16 @@ def tokens_of_buckets(op: str, gpu: str | None, N: int, K: int) -> tuple[int, ..
 
 
 def _measured(
-    table: ScaledMmTable | None, op: str, gpu: str | None, N: int, K: int, *, in_layer: bool
+    table: Products | None, op: str, gpu: str | None, N: int, K: int, *, in_layer: bool
 ) -> tuple[Bucket, ...]:
     """Return a product's measured buckets.
 
     Those of another card's table, and of an op judged apart, have this card's verdicts from
     :mod:`.verdict`.
     """
-    if table is None or (op, N, K) not in table.buckets:
+    if table is None or (op, N, K) not in table.choices:
         return ()
-    found = (table.in_layer if in_layer else table.buckets)[op, N, K]
+    found = tuple(pair[in_layer] for _, pair in table.choices[op, N, K])
     if gpu is None or (table.gpu == gpu and op not in _JUDGED_APART):
         return found
     firsts = (1, *(bucket.max_m + 1 for bucket in found if bucket.max_m is not None))
@@ -324,12 +287,12 @@ def why_not_preferred(
     Returns:
         A reason, or None where ours is the faster kernel for every number of tokens.
     """
-    table = tile_tables.of_card(tables(), gpu)
+    table = of_card(tables(), gpu)
     if table is None:
         return f"not measured on {gpu}"
     own = table.gpu == gpu and op not in _JUDGED_APART
     judged = own or (op, N, K) in measured_scaled_mm.products(gpu)
-    if (op, N, K) not in table.buckets or not judged:
+    if (op, N, K) not in table.choices or not judged:
         return f"{N}×{K} not measured on {gpu}"
     losing: list[list[int | None]] = []
     previous: int | None = 0

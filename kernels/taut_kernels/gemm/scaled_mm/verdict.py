@@ -3,14 +3,10 @@
 Tiles can be lent (:data:`taut_kernels.launch.tile_tables.TWINS`), verdicts cannot: with other
 memory the same tile may lose (an H100 had the H200's until it got a table of its own). And
 block-wise FP8 has its verdicts here on every card: DeepGEMM, vLLM's choice, does not run in the
-tuner, and starts early, so that only behind the quantisation is its time the one a layer sees. A
-table is
-``tiles/scaled_mm_measured-<card>.json``::
+tuner, and starts early, so that only behind the quantisation is its time the one a layer sees.
 
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"op": "w8a8_gemm" | "fp8_gemm" | "fp8_block", "N": …, "K": …, "M": [tokens, …],
-               "us": [µs per call, …], "vllm_us": [µs of the kernel vLLM runs there, …]}, …]}
-
+A row of the table ``scaled_mm_measured`` (:mod:`taut_kernels.launch.tile_tables`) is of one
+product: ``M`` are numbers of tokens, ``us`` the times of ours, ``vllm_us`` those of vLLM's.
 A row may also have ``"layer": {"M": […], "us": […], "vllm_us": […]}``: µs of a whole decoder layer
 whose kernels start early, with ours and with vLLM's in this product. There it decides for the
 numbers of tokens it names: an early start gains more than a kernel alone may lose.
@@ -22,86 +18,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-from taut_kernels.launch import tile_tables
+from taut_kernels.launch.tile_tables import Reader, Row
 
 OPS = ("w8a8_gemm", "fp8_gemm", "fp8_block")
 _FIGURES = {"M", "us", "vllm_us"}
-_ROW_FIELDS = {"op", "N", "K"} | _FIGURES
 Product = tuple[str, int, int]
 """op, N, K."""
 Ratios = dict[int, float]
 """Tokens → vLLM's time ÷ ours."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredTable:
-    """One card's products.
-
-    Attributes:
-        gpu: card name.
-        ratios: of calls alone.
-        in_layer: of whole layers, where these were timed.
-    """
-
-    gpu: str
-    ratios: dict[Product, Ratios]
-    in_layer: dict[Product, Ratios]
-
-
-def _ratios(figures: dict[str, Any], where: str) -> Ratios:
-    """Return what a row's or a layer's figures say.
-
-    Raises:
-        ValueError: the figures say nothing; names ``where``.
-    """
+def _ratios(figures: Row) -> Ratios:
+    """Return what a row's or a layer's figures say."""
     lengths = {len(figures.get(key, ())) for key in _FIGURES}
     if len(lengths) > 1 or 0 in lengths:
-        raise ValueError(f"{where}: M, us and vllm_us must be of one length, at least 1")
+        raise ValueError("M, us and vllm_us must be of one length, at least 1")
     tokens = figures["M"]
     if len(set(tokens)) < len(tokens) or not all(type(M) is int and M > 0 for M in tokens):
-        raise ValueError(f"{where}: M must be different numbers of tokens, got {tokens}")
+        raise ValueError(f"M must be different numbers of tokens, got {tokens}")
     if not all(math.isfinite(us) and us > 0 for us in (*figures["us"], *figures["vllm_us"])):
-        raise ValueError(f"{where}: times must be positive")
+        raise ValueError("times must be positive")
     times = zip(tokens, figures["us"], figures["vllm_us"], strict=True)
     return {M: theirs / ours for M, ours, theirs in times}
 
 
-def parse(text: str, where: str) -> MeasuredTable:
-    """Read a table.
-
-    Args:
-        text: JSON in the form of the module's docstring.
-        where: file name, for errors.
-
-    Raises:
-        ValueError: an unknown key, figures of different lengths or not positive, or a product
-            named twice; names ``where``.
-    """
-    gpu, listed = tile_tables.rows_of(text, where)
-    alone: dict[Product, Ratios] = {}
-    in_layer: dict[Product, Ratios] = {}
-    for row in listed:
-        if set(row) - {"layer"} != _ROW_FIELDS or row["op"] not in OPS:
-            raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, op one of {OPS}")
-        product = (row["op"], row["N"], row["K"])
-        if product in alone:
-            raise ValueError(f"{where}: {product} is there twice")
-        alone[product] = _ratios(row, f"{where}: {product}")
-        if (layer := row.get("layer")) is not None:
-            if unknown := set(layer) - _FIGURES:
-                raise ValueError(f"{where}: {product}: layer: unknown {sorted(unknown)}")
-            in_layer[product] = _ratios(layer, f"{where}: {product}: layer")
-    return MeasuredTable(gpu, alone, in_layer)
+def _entry(row: Row) -> tuple[Product, tuple[Ratios, Ratios]]:
+    """Return a product and its ratios: of calls alone, and of whole layers, as far as timed."""
+    if row["op"] not in OPS:
+        raise ValueError(f"op must be one of {OPS}")
+    layer = row.get("layer")
+    if layer is not None and (unknown := set(layer) - _FIGURES):
+        raise ValueError(f"layer: unknown {sorted(unknown)}")
+    in_layer = {} if layer is None else _ratios(layer)
+    return (row["op"], row["N"], row["K"]), (_ratios(row), in_layer)
 
 
-@cache
-def tables() -> dict[str, MeasuredTable]:
-    """Load every card's table, once a process."""
-    return tile_tables.load_all("scaled_mm_measured", parse)
+_READER = Reader(
+    name="scaled_mm_measured",
+    fields=frozenset({"op", "N", "K"} | _FIGURES),
+    optional=frozenset({"layer"}),
+    entry=_entry,
+)
+parse, tables = _READER.parse, cache(_READER.tables)
 
 
 def products(gpu: str | None) -> Set[Product]:
@@ -111,7 +71,7 @@ def products(gpu: str | None) -> Set[Product]:
         gpu: card name, None outside CUDA.
     """
     table = tables().get(gpu or "")
-    return table.ratios.keys() if table else frozenset()
+    return table.choices.keys() if table else frozenset()
 
 
 def wins(
@@ -143,10 +103,9 @@ def wins(
     """
     if (table := tables().get(gpu)) is None:
         return False
-    of_layers = table.in_layer.get((op, N, K), {}) if in_layer else {}
-    if within := _inside(of_layers, first, last):
+    ratios, of_layers = table.choices.get((op, N, K), ({}, {}))
+    if in_layer and (within := _inside(of_layers, first, last)):
         return all(of_layers[M] >= 1 for M in within)
-    ratios = table.ratios.get((op, N, K), {})
     decide = _inside(ratios, first, last) or _beside(ratios, first)
     return bool(decide) and all(ratios[M] >= 1 for M in decide)
 

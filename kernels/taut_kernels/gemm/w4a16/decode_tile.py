@@ -1,10 +1,7 @@
 """How the decode kernel is cut up for one shape: measured tables and the rule behind them.
 
-A table is ``tiles/w4a16_decode-<card>.json``::
-
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"N": …, "K": …, "max_m": 8 | 16, "tile": {…}, "us": [µs per call, …]}, …]}
-
+A row of the table ``w4a16_decode`` (:mod:`taut_kernels.launch.tile_tables`) is of one N, K, format
+and ``max_m`` of 8 or 16, its ``us`` those of the numbers of tokens measured.
 ``tile`` has exactly the fields of :class:`DecodeTile`. A row may have a ``format``
 (:mod:`.weight_format`); a layer takes the row of its own, else of the nearest. A shape that no
 table of the card names takes :func:`rule`. The layout of the weights does not depend on the tile.
@@ -19,9 +16,8 @@ from functools import cache
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.cost import MULTIPROCESSORS, Cost, Cut, by_estimate, estimate
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
-from taut_kernels.launch import tile_tables
+from taut_kernels.launch.tile_tables import Reader, Row, measured
 
-_ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 UNIT = 512
 """K indices a warp works through between two looks at its place (8 chunks of 64)."""
 WARPS_WANTED = 1536
@@ -89,54 +85,23 @@ class DecodeTile:
         return 16 * self.row_tiles * self.row_warps
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTable:
-    """The measured tiles of one card, by (N, K, token tiles, format)."""
-
-    gpu: str
-    tiles: dict[tuple[int, int, int, WeightFormat], DecodeTile]
-
-
-def parse(text: str, where: str) -> DecodeTable:
-    """Read a table.
-
-    Args:
-        text: JSON in the form of the module's docstring.
-        where: file name, for errors.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: an unknown key, a missing field, or a shape named twice; names ``where``.
-    """
-    gpu, listed = tile_tables.rows_of(text, where)
-    found: dict[tuple[int, int, int, WeightFormat], DecodeTile] = {}
-    for row in listed:
-        if set(row) - {weight_format.FIELD} != _ROW_FIELDS or row["max_m"] not in (8, 16):
-            raise ValueError(f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, max_m 8 or 16")
-        place = f"{where}: N={row['N']} K={row['K']} max_m={row['max_m']}"
-        key = (row["N"], row["K"], row["max_m"] // 8, weight_format.of_row(row, place))
-        if key in found:
-            raise ValueError(f"{place} is there twice in {key[3]}")
-        found[key] = DecodeTile(**row["tile"])
-    return DecodeTable(gpu, found)
+def _entry(row: Row) -> tuple[tuple[int, int, int, WeightFormat], DecodeTile]:
+    """Key a row by N, K, tiles of 8 tokens, and format."""
+    if row["max_m"] not in (8, 16):
+        raise ValueError("max_m must be 8 or 16")
+    key = (row["N"], row["K"], row["max_m"] // 8, weight_format.of_row(row))
+    return key, DecodeTile(**row["tile"])
 
 
 TABLE = "w4a16_decode"
-
-
-@cache
-def tables() -> dict[str, DecodeTable]:
-    """Load every card's table, once a process; this machine's rows come first."""
-
-    def merged(shipped: DecodeTable, own: DecodeTable) -> DecodeTable:
-        return DecodeTable(own.gpu, {**shipped.tiles, **own.tiles})
-
-    shipped = tile_tables.load_all(TABLE, parse)
-    return tile_tables.with_measured_here(shipped, TABLE, parse, merged)
-
-
+_READER = Reader(
+    name=TABLE,
+    fields=frozenset({"N", "K", "max_m", "tile", "us"}),
+    optional=frozenset({weight_format.FIELD}),
+    entry=_entry,
+    measured_here=True,
+)
+parse, tables = _READER.parse, cache(_READER.tables)
 CANDIDATES = (
     (DecodeTile(1, 2, 1, 1, 8, 8, 2, False), ((0.0196, 0.120), (0.0137, 0.129), (0.0278, 0.161))),
     (DecodeTile(1, 4, 1, 1, 8, 8, 2, False), ((0.0287, 0.143), (0.0315, 0.119), (0.0378, 0.282))),
@@ -277,8 +242,5 @@ def lookup(
     Returns:
         The tile measured in the nearest format, or that of :func:`rule`.
     """
-    table = tile_tables.of_card(tables(), gpu)
-    for near in weights.tried:
-        if table is not None and (N, K, token_tiles, near) in table.tiles:
-            return table.tiles[N, K, token_tiles, near]
-    return rule(N, K, token_tiles, hopper=hopper)
+    found = (measured(tables(), gpu, (N, K, token_tiles, near)) for near in weights.tried)
+    return next(filter(None, found), None) or rule(N, K, token_tiles, hopper=hopper)

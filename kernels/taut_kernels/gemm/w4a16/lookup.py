@@ -1,27 +1,30 @@
-"""Which regime of `taut::w4a16_gemm` takes more than 8 tokens, and how `wgmma` is cut up for it.
+"""Which kernel of `taut::w4a16_gemm` takes more than 8 tokens, and how it is cut up for them.
 
-A table is ``tiles/w4a16_wgmma-<card>.json``::
+A row of the table ``w4a16_wgmma`` (:mod:`taut_kernels.launch.tile_tables`) is of one N, K, format
+(:mod:`.weight_format`) and ``max_m``: one of :data:`BUCKETS`, or null for any number, ``us`` then
+being at 4096. ``kernel`` is
 
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"N": …, "K": …, "max_m": one of :data:`BUCKETS` | null,
-               "tile": {…} | "dense" | "decode", "us": µs per call at max_m (null: 4096)}, …]}
+================  ================================================================================
+``decode``        :mod:`.decode`, up to 16 tokens; its tile is a row of :mod:`.decode_tile`'s table
+``decode_ring``   :class:`.decode_ring_tile.RingTile`, up to 64
+``ring``          :class:`.ring_tile.WgmmaRingTile` without ``tma``, up to 1024
+``tma``           the same with ``tma``
+``pair``          :class:`.pair_tile.WavesTile`, two of ``tma``, up to 2048
+``portable``      :class:`.portable_tile.WgmmaTile`
+``dense``         dequantise the layer and multiply densely (:mod:`.dense`)
+================  ================================================================================
 
-``tile`` has exactly the fields of :class:`WgmmaTile` or, up to 64 tokens, of
-:class:`.decode_ring_tile.RingTile` or of
-:class:`.ring_tile.WgmmaRingTile`, without ``tma`` up to 1024, or, up to 2048, of
-:class:`.pair_tile.WavesTile`, made of such; ``dense`` stands for dequantising
-the layer and multiplying densely (:mod:`.dense`), ``decode`` (up to 16
-tokens) for :mod:`.decode`. A shape that no table of the card names takes
-:func:`rule`. A row may have a ``format`` (:mod:`.weight_format`); a layer takes the row of its own,
-else of the nearest. The layout of the weights does not depend on any of it.
+and ``tile`` that class's fields but ``tma``, or null. A layer takes the row of its own format, else
+of the nearest. A shape that no table of the card names takes :func:`rule`. The layout of the
+weights does not depend on any of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -34,7 +37,7 @@ from taut_kernels.gemm.w4a16.pair_tile import WavesTile
 from taut_kernels.gemm.w4a16.portable_tile import WgmmaTile
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
-from taut_kernels.launch import tile_tables
+from taut_kernels.launch.tile_tables import Reader, Row, of_card
 
 __all__ = [
     "BUCKETS",
@@ -42,8 +45,8 @@ __all__ = [
     "ONE_OF_EACH",
     "Choice",
     "Choices",
-    "WgmmaTable",
     "WgmmaTile",
+    "as_fields",
     "bucket_of",
     "lookup",
     "parse",
@@ -52,7 +55,6 @@ __all__ = [
     "served",
     "tables",
 ]
-_ROW_FIELDS = {"N", "K", "max_m", "tile", "us"}
 BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1152, 1280, 1344, 1408, 1536, 1664, 2048)
 """Largest M of each row but the last, which has no limit. 384 and 1664 are whole tiles of 128
 tokens and not of 256; vLLM's steps of a few prompts are often such. 768 and 1280 are three and five
@@ -72,92 +74,82 @@ Choices = Mapping[tuple[int, int, int, WeightFormat], Choice]
 """By N, K, a bucket's index and the format; bucket ``len(BUCKETS)`` has no limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class WgmmaTable:
-    """What was measured on one card."""
-
-    gpu: str
-    choices: Choices
-
-
-def parse(text: str, where: str) -> WgmmaTable:
-    """Read a table.
-
-    Args:
-        text: JSON in the form of the module's docstring.
-        where: file name, for errors.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: an unknown key, a missing field, or a shape named twice; names ``where``.
-    """
-    gpu, listed = tile_tables.rows_of(text, where)
-    found: dict[tuple[int, int, int, WeightFormat], Choice] = {}
-    for row in listed:
-        if set(row) - {weight_format.FIELD} != _ROW_FIELDS or row["max_m"] not in (*BUCKETS, None):
-            raise ValueError(
-                f"{where}: a row needs exactly {sorted(_ROW_FIELDS)}, max_m one of {BUCKETS}, null"
-            )
-        bucket = len(BUCKETS) if row["max_m"] is None else BUCKETS.index(row["max_m"])
-        place = f"{where}: N={row['N']} K={row['K']} max_m={row['max_m']}"
-        key = (row["N"], row["K"], bucket, weight_format.of_row(row, place))
-        if key in found:
-            raise ValueError(f"{place} is there twice in {key[3]}")
-        found[key] = _choice(row["tile"], row["max_m"], where)
-        ring = found[key]
-        # Without a limit K is whole, and as many tokens as may be meet nobody.
-        most = row["max_m"] or BUCKETS[-1]
-        if isinstance(ring, WgmmaRingTile | WavesTile) and (why := ring.why_not(row["N"], most)):
-            raise ValueError(f"{place}: {why}")
-        waves = found[key]
-        if isinstance(waves, WavesTile) and waves.head_rows(row["max_m"], row["N"]) == row["N"]:
-            # Warm-up, which runs the largest M, would not compile the tail that others need.
-            raise ValueError(f"{where}: the tail has no rows at max_m={row['max_m']}, got {waves}")
-    return WgmmaTable(gpu, found)
+def as_fields(choice: Choice) -> dict[str, Any]:
+    """Return a row's ``kernel`` and ``tile``."""
+    if isinstance(choice, str):
+        return {"kernel": choice, "tile": None}
+    fields = dataclasses.asdict(choice)
+    for tile in (fields, fields.get("head"), fields.get("tail")):
+        (tile or {}).pop("tma", None)
+    fed_by_tma = isinstance(choice, WgmmaRingTile) and choice.tma
+    return {"kernel": "tma" if fed_by_tma else _KERNELS[type(choice)], "tile": fields}
 
 
-def _choice(tile: Any, max_m: int | None, where: str) -> Choice:
-    if isinstance(tile, dict):
-        if "row_warps" in tile:
-            if max_m is not None and max_m <= tiles_decode_ring.MAX_TOKENS:
-                return RingTile(**tile)
-        elif "head" in tile:
-            if max_m is not None and set(tile) == {"head", "tail", "places"}:
-                head, tail = WgmmaRingTile(**tile["head"]), WgmmaRingTile(**tile["tail"])
-                return WavesTile(head, tail, tile["places"])
-        else:
-            return _product_tile(tile, max_m, where)
-    if tile == "dense" or (tile == "decode" and max_m == DECODE_TOKENS):
-        return "dense" if tile == "dense" else "decode"
-    raise ValueError(f"{where}: tile {tile!r} is no regime for max_m={max_m}")
+_KERNELS = {
+    RingTile: "decode_ring",
+    WgmmaRingTile: "ring",
+    WavesTile: "pair",
+    WgmmaTile: "portable",
+}
+_MOST_TOKENS = {
+    "decode": DECODE_TOKENS,
+    "decode_ring": tiles_decode_ring.MAX_TOKENS,
+    "ring": tiles_wgmma_ring.MAX_TOKENS,
+    "pair": BUCKETS[-1],
+}
+"""Of kernels that do not take any number."""
 
 
-def _product_tile(tile: dict[str, Any], max_m: int | None, where: str) -> WgmmaTile | WgmmaRingTile:
-    if max_m is None and tile.get("split_k", 1) > 1:
+def _choice(kernel: str, fields: Any) -> Choice:
+    """Return what :func:`as_fields` was made of."""
+    if kernel in ("decode", "dense"):
+        if fields is not None:
+            raise ValueError(f"{kernel} has no tile, got {fields}")
+        return "decode" if kernel == "decode" else "dense"
+    if kernel == "decode_ring":
+        return RingTile(**fields)
+    if kernel in ("ring", "tma"):
+        return WgmmaRingTile(**fields, tma=kernel == "tma")
+    if kernel == "pair":
+        head, tail = (WgmmaRingTile(**fields[part], tma=True) for part in ("head", "tail"))
+        return WavesTile(**{**fields, "head": head, "tail": tail})
+    if kernel == "portable":
+        return WgmmaTile(**fields)
+    raise ValueError(f"there is no kernel {kernel!r}")
+
+
+def _entry(row: Row) -> tuple[tuple[int, int, int, WeightFormat], Choice]:
+    N, max_m = row["N"], row["max_m"]
+    if max_m not in (*BUCKETS, None):
+        raise ValueError(f"max_m must be one of {BUCKETS} or null")
+    bucket = len(BUCKETS) if max_m is None else BUCKETS.index(max_m)
+    most = _MOST_TOKENS.get(row["kernel"])
+    if most is not None and (max_m is None or max_m > most):
+        raise ValueError(f"{row['kernel']} takes up to {most} tokens")
+    choice = _choice(row["kernel"], row["tile"])
+    if isinstance(choice, WgmmaTile | WgmmaRingTile) and choice.split_k > 1 and max_m is None:
         # Warm-up would pass, and a long enough prefill meet more tiles than are counted.
-        raise ValueError(f"{where}: split_k needs a max_m, got {tile}")
-    if "warp_groups" not in tile:
-        return WgmmaTile(**tile)
-    ring = WgmmaRingTile(**tile)
-    if not ring.tma and (max_m is None or max_m > tiles_wgmma_ring.MAX_TOKENS):
-        raise ValueError(f"{where}: tile {tile!r} is no regime for max_m={max_m}")
-    return ring
+        raise ValueError(f"split_k needs a max_m, got {choice}")
+    # Without a limit K is whole, and as many tokens as may be meet nobody.
+    if isinstance(choice, WgmmaRingTile | WavesTile) and (
+        why := choice.why_not(N, max_m or BUCKETS[-1])
+    ):
+        raise ValueError(why)
+    if isinstance(choice, WavesTile) and choice.head_rows(max_m, N) == N:
+        # Warm-up, which runs the largest M, would not compile the tail that others need.
+        raise ValueError(f"the tail has no rows, got {choice}")
+    return (N, row["K"], bucket, weight_format.of_row(row)), choice
 
 
 TABLE = "w4a16_wgmma"
-
-
-@cache
-def tables() -> dict[str, WgmmaTable]:
-    """Load every card's table, once a process; this machine's rows come first."""
-
-    def merged(shipped: WgmmaTable, own: WgmmaTable) -> WgmmaTable:
-        return WgmmaTable(own.gpu, {**shipped.choices, **own.choices})
-
-    shipped = tile_tables.load_all(TABLE, parse)
-    return tile_tables.with_measured_here(shipped, TABLE, parse, merged)
+_READER = Reader(
+    name=TABLE,
+    fields=frozenset({"N", "K", "max_m", "kernel", "tile", "us"}),
+    optional=frozenset({weight_format.FIELD}),
+    entry=_entry,
+    measured_here=True,
+)
+parse, tables = _READER.parse, cache(_READER.tables)
 
 
 def rule(N: int, K: int, bucket: int, *, hopper: bool) -> Choice:
@@ -253,6 +245,6 @@ def lookup(
     Returns:
         What :func:`served` does, or what :func:`rule` says.
     """
-    table = tile_tables.of_card(tables(), gpu)
+    table = of_card(tables(), gpu)
     found = None if table is None else served(table.choices, N, K, bucket, weights)
     return rule(N, K, bucket, hopper=hopper) if found is None else found

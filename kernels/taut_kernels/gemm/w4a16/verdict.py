@@ -1,11 +1,8 @@
 """Whether the W4A16 kernel is the faster one on a shape: measured against vLLM's, card by card.
 
-A layer is repacked once for one kernel, so it is ours at every number of tokens or at none. A table
-is ``tiles/w4a16_measured-<card>.json``::
-
-    {"gpu": "<torch.cuda.get_device_name>", "source": "<command, date, versions>",
-     "rows": [{"N": …, "K": …, "M": [tokens, …], "us": [µs per call, …],
-               "vllm_us": [µs of the better of Marlin and Machete, …]}, …]}
+A layer is repacked once for one kernel, so it is ours at every number of tokens or at none. A row
+of the table ``w4a16_measured`` (:mod:`taut_kernels.launch.tile_tables`) is of one N, K and format:
+``M`` are numbers of tokens, ``us`` the times of ours, ``vllm_us`` those of vLLM's fastest.
 
 The rule: ratio = vLLM's time ÷ ours at each M, larger is better. ``decode`` is the geometric mean
 of the ratios up to :data:`DECODE_TOKENS` tokens, ``prefill`` that of the others. Ours is preferred
@@ -29,15 +26,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
 from taut_kernels.gemm.w4a16 import neighbours, weight_format
 from taut_kernels.gemm.w4a16.weight_format import DEFAULT, WeightFormat
-from taut_kernels.launch import tile_tables
+from taut_kernels.launch.tile_tables import Reader, Row, Table
 
-_ROW_FIELDS = {"N", "K", "M", "us", "vllm_us"}
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ALONE = 32
 """Groups that no row of other groups stands for."""
@@ -81,85 +76,42 @@ class Measured:
         return self.decode >= 1 and self.overall >= 1
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredTable:
-    """The measured shapes of one card, by (N, K, format)."""
+Shapes = Table[tuple[int, int, WeightFormat], Measured]
+"""One card's, by N, K and format."""
 
-    gpu: str
-    shapes: dict[tuple[int, int, WeightFormat], Measured]
 
-    def standing(self, N: int, K: int, weights: WeightFormat) -> WeightFormat | None:
-        """Return the format whose row a layer stands by, None where there is none.
-
-        Args:
-            N: output features of the layer's shard.
-            K: input features of the layer's shard.
-            weights: its format.
-        """
-        alone = weights.group_size == _ALONE
-        others = [near for near in weights.tried if near is not DEFAULT] if alone else [DEFAULT]
-        found = (near for near in (weights, *others) if (N, K, near) in self.shapes)
-        return next(found, None)
+def _standing(table: Shapes, N: int, K: int, weights: WeightFormat) -> WeightFormat | None:
+    """Return the format whose row a layer stands by, None where there is none."""
+    alone = weights.group_size == _ALONE
+    others = [near for near in weights.tried if near is not DEFAULT] if alone else [DEFAULT]
+    found = (near for near in (weights, *others) if (N, K, near) in table.choices)
+    return next(found, None)
 
 
 def _geomean(ratios: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
 
 
-def _parse_row(row: dict[str, Any]) -> Measured:
-    fields = set(row) - {weight_format.FIELD}
-    if fields != _ROW_FIELDS or len({len(row[key]) for key in ("M", "us", "vllm_us")}) > 1:
-        raise ValueError(f"a row needs exactly {sorted(_ROW_FIELDS)}, the last three of one length")
+def _entry(row: Row) -> tuple[tuple[int, int, WeightFormat], Measured]:
+    if len({len(row[key]) for key in ("M", "us", "vllm_us")}) > 1:
+        raise ValueError("M, us and vllm_us must be of one length")
     if len(set(row["M"])) != len(row["M"]):
         raise ValueError("an M is there twice")
     times = zip(row["M"], row["us"], row["vllm_us"], strict=True)
-    return Measured({M: theirs / ours for M, ours, theirs in times})
-
-
-def parse(text: str, where: str) -> MeasuredTable:
-    """Read a table.
-
-    Args:
-        text: JSON in the form of the module's docstring.
-        where: file name, for errors.
-
-    Returns:
-        The table.
-
-    Raises:
-        ValueError: an unknown key, figures that cannot be judged, or a shape named twice; names
-            ``where`` and the shape.
-    """
-    gpu, listed = tile_tables.rows_of(text, where)
-    found: dict[tuple[int, int, WeightFormat], Measured] = {}
-    for row in listed:
-        place = f"{where}: N={row.get('N')} K={row.get('K')}"
-        weights = weight_format.of_row(row, place)
-        try:
-            measured = _parse_row(row)
-        except (ValueError, ZeroDivisionError) as error:
-            raise ValueError(f"{place}: {error}") from error
-        key = (row["N"], row["K"], weights)
-        if key in found:
-            raise ValueError(f"{place} is there twice in {weights}")
-        found[key] = measured
-    return MeasuredTable(gpu, found)
+    measured = Measured({M: theirs / ours for M, ours, theirs in times})
+    return (row["N"], row["K"], weight_format.of_row(row)), measured
 
 
 TABLE = "w4a16_measured"
-
-
-@cache
-def tables() -> dict[str, MeasuredTable]:
-    """Load every card's table, once a process; this machine's rows come first."""
-
-    def merged(shipped: MeasuredTable, own: MeasuredTable) -> MeasuredTable:
-        # Verdicts are lent to no twin.
-        shapes = shipped.shapes if shipped.gpu == own.gpu else {}
-        return MeasuredTable(own.gpu, {**shapes, **own.shapes})
-
-    shipped = tile_tables.load_all(TABLE, parse)
-    return tile_tables.with_measured_here(shipped, TABLE, parse, merged)
+_READER = Reader(
+    name=TABLE,
+    fields=frozenset({"N", "K", "M", "us", "vllm_us"}),
+    optional=frozenset({weight_format.FIELD}),
+    entry=_entry,
+    measured_here=True,
+    lent=False,
+)
+parse, tables = _READER.parse, cache(_READER.tables)
 
 
 @cache
@@ -168,7 +120,7 @@ def _bound(gpu: str, weights: WeightFormat) -> neighbours.Bound | None:
     table = tables()[gpu]
     ratios = {
         (N, K): (measured.decode, measured.overall)
-        for (N, K, of), measured in table.shapes.items()
+        for (N, K, of), measured in table.choices.items()
         if of is weights
     }
     return neighbours.bound(ratios)
@@ -202,7 +154,7 @@ def is_measured(gpu: str, N: int, K: int, weights: WeightFormat) -> bool:
         weights: its format.
     """
     table = tables().get(gpu)
-    return table is not None and table.standing(N, K, weights) is not None
+    return table is not None and _standing(table, N, K, weights) is not None
 
 
 def why_not_preferred(gpu: str, N: int, K: int, weights: WeightFormat = DEFAULT) -> str | None:
@@ -220,14 +172,14 @@ def why_not_preferred(gpu: str, N: int, K: int, weights: WeightFormat = DEFAULT)
     table = tables().get(gpu)
     if table is None:
         return f"not measured against vLLM's kernels on {gpu}"
-    standing = table.standing(N, K, weights)
+    standing = _standing(table, N, K, weights)
     if standing is None:
         least = expected(gpu, N, K, weights)
         if least is not None and min(least) >= 1:
             return None
         groups = f" in groups of {_ALONE}" if weights.group_size == _ALONE else ""
         return f"{N}×{K}{groups} not measured against vLLM's kernels on {gpu}"
-    measured = table.shapes[N, K, standing]
+    measured = table.choices[N, K, standing]
     if measured.wins:
         return None
     return (
@@ -252,10 +204,10 @@ def slower_in_places(
         it never was, or nobody measured.
     """
     table = tables().get(gpu or "")
-    standing = table.standing(N, K, weights) if table else None
+    standing = _standing(table, N, K, weights) if table else None
     if table is None or standing is None:
         return None
-    slow = {M: ratio for M, ratio in table.shapes[N, K, standing].ratios.items() if ratio < 1}
+    slow = {M: ratio for M, ratio in table.choices[N, K, standing].ratios.items() if ratio < 1}
     if not slow:
         return None
     tokens = ", ".join(str(M) for M in sorted(slow))
@@ -286,10 +238,10 @@ def remark(
     if table is None:
         return None
     least = expected(gpu or "", N, K, weights)
-    if table.standing(N, K, weights) is None and least is not None and min(least) >= 1:
+    if _standing(table, N, K, weights) is None and least is not None and min(least) >= 1:
         return f"not measured; by shapes near it at least {least[0]:.2f} of vLLM's speed in decode"
     # Groups of 32 without a row run where they are asked for.
-    timed = table.standing(N, K, weights) or table.standing(N, K, DEFAULT)
+    timed = _standing(table, N, K, weights) or _standing(table, N, K, DEFAULT)
     if timed is None:
         return None
     parts = [slower_in_places(gpu, N, K, weights)]

@@ -66,12 +66,11 @@ def of_layer(group_size: int, K: int, *, has_zeros: bool) -> WeightFormat:
     return WeightFormat(f"g{size}-zp" if has_zeros else f"g{size}")
 
 
-def of_row(row: Mapping[str, Any], place: str) -> WeightFormat:
+def of_row(row: Mapping[str, Any]) -> WeightFormat:
     """Return the format of a table's row.
 
     Args:
         row: may have :data:`FIELD`.
-        place: of the row, for errors.
 
     Raises:
         ValueError: it has, and that is no format, or the one rows without it are of.
@@ -80,7 +79,7 @@ def of_row(row: Mapping[str, Any], place: str) -> WeightFormat:
         return DEFAULT
     named = [known.value for known in WeightFormat if known is not DEFAULT]
     if row[FIELD] not in named:
-        raise ValueError(f"{place}: {FIELD} must be one of {named} or left out, got {row[FIELD]!r}")
+        raise ValueError(f"{FIELD} must be one of {named} or left out, got {row[FIELD]!r}")
     return WeightFormat(row[FIELD])
 
 

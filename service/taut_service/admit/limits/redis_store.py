@@ -29,7 +29,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from taut_service.admit.limits.bucket import RateLimit, Standing
 from taut_service.admit.limits.redis_script import SETTLE, TAKE
-from taut_service.config.settings import RedisStore, SettingsError
+from taut_service.config.settings import RedisServer, RedisStore, SettingsError
 from taut_service.config.settings.load import read_text
 from taut_service.errors import UnavailableError
 
@@ -89,7 +89,7 @@ class RedisLimitStore:
         self.losses = 0
         self.late = 0
         """Takes that Redis was not asked for because this process was behind."""
-        self._client = _connect(settings)
+        self._client = connect(settings, "rate_limits.redis")
         self._hashes: dict[str, str] = {}
         self._waiting: deque[_Operation] = deque()
         self._quiet_until = 0.0
@@ -300,21 +300,30 @@ class RedisLimitStore:
             logger.info("rate limits: Redis is back")
 
 
-def _connect(settings: RedisStore) -> Redis:
+def connect(settings: RedisServer, section: str) -> Redis:
+    """Return a client; it connects when it is first used.
+
+    Args:
+        settings: where.
+        section: of the configuration, for the error.
+
+    Raises:
+        SettingsError: the password file cannot be read, or the address is none.
+    """
     path = settings.password_file
     password = None if path is None else read_text(path).strip()
     try:
         return Redis.from_url(
             settings.url,
             password=password,
-            # How long an answer may take is this module's business.
+            # How long an answer may take is the caller's business.
             socket_timeout=None,
             socket_connect_timeout=settings.timeout_s,
             # And so is trying again.
             retry=Retry(NoBackoff(), 0),
         )
     except ValueError as error:
-        raise SettingsError(f"rate_limits.redis.url: {error}") from error
+        raise SettingsError(f"{section}.url: {error}") from error
 
 
 def _sizes(limit: RateLimit) -> tuple[int, int]:

@@ -2,14 +2,16 @@
 
 :func:`load_settings` turns a file into :class:`Settings` or raises :class:`SettingsError` whose
 text has one line a mistake, each naming the file and the place in it. One module a concern:
-``listen``, ``models``, ``discovery``, ``admission``, ``routing``, ``limits``, ``keys``; ``root``
+``listen``, ``models``, ``discovery``, ``admission``, ``routing``, ``limits``, ``keys``, ``guard``,
+``rollout``; ``root``
 puts them together and ``load`` reads the file.
 """
 
 from taut_service.config.settings.admission import AdmissionLimit, BrownOut
 from taut_service.config.settings.discovery import Discovery, DnsDiscovery, KubernetesDiscovery
+from taut_service.config.settings.guard import Examples, GuardSettings
 from taut_service.config.settings.keys import ApiKey, PriorityName
-from taut_service.config.settings.limits import Limits, RateLimits, RedisStore
+from taut_service.config.settings.limits import Limits, RateLimits, RedisServer, RedisStore
 from taut_service.config.settings.listen import AdminListen, Listen, TlsFiles
 from taut_service.config.settings.load import SettingsError, load_settings
 from taut_service.config.settings.models import (
@@ -20,6 +22,7 @@ from taut_service.config.settings.models import (
     VariantSettings,
     WorkerSettings,
 )
+from taut_service.config.settings.rollout import RolloutRedis, RolloutSettings
 from taut_service.config.settings.root import Settings
 from taut_service.config.settings.routing import (
     Affinity,
@@ -47,7 +50,9 @@ __all__ = [
     "BrownOut",
     "Discovery",
     "DnsDiscovery",
+    "Examples",
     "Golden",
+    "GuardSettings",
     "Hedge",
     "KubernetesDiscovery",
     "Limits",
@@ -57,8 +62,11 @@ __all__ = [
     "Price",
     "PriorityName",
     "RateLimits",
+    "RedisServer",
     "RedisStore",
     "Retries",
+    "RolloutRedis",
+    "RolloutSettings",
     "Routing",
     "Settings",
     "SettingsError",

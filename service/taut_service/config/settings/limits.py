@@ -36,18 +36,13 @@ class Limits(Section):
         return self
 
 
-class RedisStore(Section):
-    """A Redis that several gateways share.
-
-    ``timeout_s`` bounds each call, connecting included. ``on_failure`` is what happens to callers
-    with limits while it cannot be used: ``open`` lets them pass unlimited, ``closed`` answers 503.
-    """
+class RedisServer(Section):
+    """How a Redis is reached. ``timeout_s`` bounds each call, connecting included."""
 
     url: str
     password_file: Annotated[Path | None, Field(strict=False)] = None
-    key_prefix: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")] = "taut:limit:"
-    timeout_s: Annotated[float, Field(gt=0, le=0.05, allow_inf_nan=False)] = 0.05
-    on_failure: Literal["open", "closed"] = "open"
+    key_prefix: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")]
+    timeout_s: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 
     @field_validator("url")
     @classmethod
@@ -59,6 +54,18 @@ class RedisStore(Section):
         if parts.password is not None:
             raise ValueError("must not hold a password: put it into 'password_file'")
         return url
+
+
+class RedisStore(RedisServer):
+    """A Redis that several gateways share.
+
+    ``on_failure`` is what happens to callers with limits while it cannot be used: ``open`` lets
+    them pass unlimited, ``closed`` answers 503.
+    """
+
+    key_prefix: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")] = "taut:limit:"
+    timeout_s: Annotated[float, Field(gt=0, le=0.05, allow_inf_nan=False)] = 0.05
+    on_failure: Literal["open", "closed"] = "open"
 
 
 class RateLimits(Section):

@@ -101,7 +101,7 @@ class ModelSettings(Section):
     """One public model: ``workers`` that serve it, or several ``variants`` of it.
 
     ``sticky`` is what keeps a caller or a session at its variant. ``admission`` replaces the
-    common bound for this model.
+    common bound for this model. ``baseline`` is the variant that the guard compares others with.
     """
 
     name: Name
@@ -113,6 +113,7 @@ class ModelSettings(Section):
     sticky: Literal["none", "key", "session"] = "none"
     admission: AdmissionLimit | None = None
     brown_out: BrownOut | None = None
+    baseline: VariantName | None = None
     workers: Workers = ()
     variants: Annotated[tuple[VariantSettings, ...], Field(strict=False)] = ()
 
@@ -124,6 +125,10 @@ class ModelSettings(Section):
         refuse_duplicates("variant", names)
         if not any(variant.weight for variant in self.every_variant()):
             raise ValueError("the weights of 'variants' are all 0")
+        if self.baseline is not None and (self.baseline not in names or len(names) == 1):
+            raise ValueError(
+                f"baseline names {self.baseline!r}: it must be one of several 'variants'"
+            )
         if self.brown_out is not None:
             for name in (self.brown_out.source, self.brown_out.to):
                 if name not in names:

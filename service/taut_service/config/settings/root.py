@@ -10,10 +10,12 @@ from pydantic import Field, model_validator
 from taut_service.config.settings.admission import AdmissionLimit
 from taut_service.config.settings.cors import Cors
 from taut_service.config.settings.fields import Section, refuse_duplicates
+from taut_service.config.settings.guard import GuardSettings
 from taut_service.config.settings.keys import ApiKey, refuse_equal_keys
 from taut_service.config.settings.limits import Limits, RateLimits
 from taut_service.config.settings.listen import AdminListen, Listen
 from taut_service.config.settings.models import ModelSettings
+from taut_service.config.settings.rollout import RolloutSettings
 from taut_service.config.settings.routing import Routing, Timeouts
 from taut_service.config.settings.telemetry import (
     AccessLogSettings,
@@ -40,6 +42,8 @@ class Settings(Section):
     access_log: AccessLogSettings = AccessLogSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings | None = None
+    guard: GuardSettings | None = None
+    rollout: RolloutSettings | None = None
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Settings:
@@ -58,4 +62,12 @@ class Settings(Section):
                 f"admin.host: {self.admin.host!r} is not a loopback address, and no API keys are "
                 "configured"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _guard_has_a_baseline(self) -> Settings:
+        if self.guard is not None and not any(model.baseline for model in self.models):
+            raise ValueError("guard: no model names the 'baseline' its variants are compared with")
+        if self.rollout is not None and (self.guard is None or self.admin is None):
+            raise ValueError("rollout: needs the sections 'guard' and 'admin'")
         return self

@@ -1,0 +1,190 @@
+"""``taut promote``: moves a model's traffic to a candidate through a gateway's admin API."""
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from http.client import HTTPException
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from taut_deploy.commands.output import JsonFlag, print_json, printable
+from taut_deploy.errors import PromoteError
+
+app = typer.Typer(help="Move a model's traffic to a candidate, as the gateway's guard allows.")
+
+AdminUrl = Annotated[
+    str, typer.Option(envvar="TAUT_ADMIN_URL", help="Root of the gateway's admin API.")
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(envvar="TAUT_ADMIN_KEY_FILE", help="File with a key of the scope admin."),
+]
+Model = Annotated[str, typer.Argument(help="Public name of the model, or an alias.")]
+Why = Annotated[str, typer.Option(help="For the audit log.")]
+
+DEFAULT_URL = "http://127.0.0.1:8001"
+_TIMEOUT_S = 30
+
+
+@app.command()
+def status(
+    admin_url: AdminUrl = DEFAULT_URL, api_key_file: KeyFile = None, as_json: JsonFlag = False
+) -> None:
+    """Print where every rollout stands, and what the guard knows of each variant."""
+    found = _ask(admin_url, api_key_file, "GET", "")
+    if as_json:
+        print_json(found)
+        return
+    if not found["journal_up"]:
+        typer.echo("the journal of rollouts is lost: nothing is decided")
+    for rollout in found["rollouts"]:
+        for line in _lines(rollout):
+            typer.echo(printable(line))
+
+
+@app.command()
+def start(
+    model: Model,
+    candidate: Annotated[str, typer.Argument(help="Variant that is to take over.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also within the cooldown after a rollback.")
+    ] = False,
+    admin_url: AdminUrl = DEFAULT_URL,
+    api_key_file: KeyFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Begin a rollout, or let a held one go on."""
+    body = {"model": model, "candidate": candidate, "force": force}
+    _moved(_ask(admin_url, api_key_file, "POST", "/start", body), as_json)
+
+
+@app.command()
+def hold(
+    model: Model,
+    why: Why = "",
+    admin_url: AdminUrl = DEFAULT_URL,
+    api_key_file: KeyFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Stay at this step until the rollout is started again; harm still rolls it back."""
+    body = {"model": model, "why": why}
+    _moved(_ask(admin_url, api_key_file, "POST", "/hold", body), as_json)
+
+
+@app.command()
+def rollback(
+    model: Model,
+    why: Why = "",
+    admin_url: AdminUrl = DEFAULT_URL,
+    api_key_file: KeyFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Give all traffic back to the baseline, now."""
+    body = {"model": model, "why": why}
+    _moved(_ask(admin_url, api_key_file, "POST", "/rollback", body), as_json)
+
+
+@app.command()
+def history(
+    model: Annotated[str | None, typer.Argument(help="Only of this model.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many of the last lines.")] = 20,
+    admin_url: AdminUrl = DEFAULT_URL,
+    api_key_file: KeyFile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print the audit log; the gateway checks its chain of hashes each time."""
+    query = {"limit": str(limit)} | ({} if model is None else {"model": model})
+    path = f"/history?{urllib.parse.urlencode(query)}"
+    found = _ask(admin_url, api_key_file, "GET", path)
+    if as_json:
+        print_json(found)
+        return
+    for entry in found["entries"]:
+        state = entry["state"]
+        text = (
+            f"{entry['time']}  {state['model']}  {entry['event']}  {state['candidate']} "
+            f"{state['percent']:g} %  by {entry['actor']}: {state['why']}"
+        )
+        typer.echo(printable(text))
+    typer.echo(f"{found['lines']} lines, newest hash {found['head'] or 'none'}")
+
+
+def _moved(found: Any, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        text = f"{found['model']}: {found['candidate']} {found['phase']} at {found['percent']:g} %"
+        typer.echo(printable(text))
+
+
+def _lines(rollout: Any) -> list[str]:
+    name, candidate = rollout["model"], rollout["candidate"]
+    if candidate is None:
+        lines = [f"{name}: no rollout; baseline {rollout['baseline']}"]
+    else:
+        lines = [
+            f"{name}: {candidate} {rollout['phase']} at {rollout['percent']:g} %: {rollout['why']}"
+        ]
+        if rollout["phase"] == "running" and rollout["next"]:
+            lines.append(f"  waits: {rollout['next']}")
+    for found in rollout["evidence"]:
+        lines.append(
+            f"  {found['variant']}: {found['verdict']}: {found['why']}; "
+            f"{found['answers']} answers, {found['tokens']} tokens"
+        )
+        lines += [
+            f"    {measure}: {told['mean']:.4f} in [{told['low']:.4f}, {told['high']:.4f}]"
+            + ("" if told["bound"] is None else f", at most {told['bound']:g}")
+            for measure, told in found["measures"].items()
+        ]
+    return lines
+
+
+def _ask(url: str, key_file: Path | None, method: str, path: str, body: Any = None) -> Any:
+    """Ask the admin API.
+
+    Raises:
+        PromoteError: it cannot be reached, or refuses; in its own words.
+    """
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        raise PromoteError(f"--admin-url {url}: is not of the form {DEFAULT_URL}")
+    headers = {"Content-Type": "application/json"}
+    if key_file is not None:
+        headers["Authorization"] = f"Bearer {_key(key_file)}"
+    data = None if body is None else json.dumps(body, allow_nan=False).encode()
+    try:
+        request = urllib.request.Request(  # noqa: S310
+            f"{url.rstrip('/')}/admin/rollout{path}", data, headers, method=method
+        )
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise PromoteError(f"--admin-url {url}: {_refusal(error)}") from error
+    except (OSError, HTTPException, ValueError) as error:
+        told = getattr(error, "reason", error)
+        raise PromoteError(f"--admin-url {url}: no admin API answers there: {told}") from error
+
+
+def _key(file: Path) -> str:
+    try:
+        key = file.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise PromoteError(f"--api-key-file {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromoteError(f"--api-key-file {file}: not a text file") from error
+    if not key or not key.isprintable() or " " in key:
+        raise PromoteError(f"--api-key-file {file}: holds no key: one line without spaces")
+    return key
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    try:
+        message = str(json.load(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        message = f"answered with status {error.code}"
+    if error.code == 404 and message.lower().startswith("not found"):
+        return "this gateway has no section 'rollout' in its configuration"
+    return message

@@ -1,0 +1,1 @@
+"""``report.html``: a validation as one page, without a script or another file."""

@@ -1,0 +1,99 @@
+"""What was measured before a validation broke off: kept beside the place of its report, marked.
+
+``partial.json`` is no report: ``complete`` is false, it has no verdict, and nothing reads it as
+one. A run that measured nothing leaves nothing; one that ends writes a report and no such file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from taut_deploy.files import write_json_atomically
+from taut_deploy.validate.divergence import Comparison
+from taut_deploy.validate.errors import one_line
+
+if TYPE_CHECKING:
+    from taut_deploy.validate.tasks.answers import TaskAnswers
+
+PARTIAL_NAME = "partial.json"
+SCHEMA = "taut-validation-partial"
+
+
+class Partial:
+    """Collects what is measured, and writes it where a run breaks off.
+
+    Args:
+        output: directory of the report.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._sequences: list[Comparison] = []
+        self._tasks: list[TaskAnswers] = []
+        self._slices: dict[str, int] = {}
+
+    def sequence(self, comparison: Comparison) -> None:
+        """Keep one sequence of the text."""
+        self._sequences.append(comparison)
+
+    def task(self, answers: TaskAnswers) -> TaskAnswers:
+        """Keep a task whose answers are about to come."""
+        self._tasks.append(answers)
+        return answers
+
+    def prompts(self, name: str, done: int) -> None:
+        """Note how many prompts of a slice were answered."""
+        self._slices[name] = done
+
+    def write(self, error: BaseException) -> Path | None:
+        """Write what there is.
+
+        Args:
+            error: that ended the run.
+
+        Returns:
+            The file; None where nothing had been measured.
+
+        Raises:
+            OutputError: the directory cannot be written.
+        """
+        tasks = [answers for answers in self._tasks if answers.items]
+        if not (self._sequences or tasks or self._slices):
+            return None
+        self._output.mkdir(parents=True, exist_ok=True)
+        file = self._output / PARTIAL_NAME
+        content = {
+            "schema": SCHEMA,
+            "schema_version": 1,
+            "complete": False,
+            "error": one_line(error),
+            "text": [_sequence(comparison) for comparison in self._sequences],
+            "tasks": {answers.name: _answers(answers) for answers in tasks},
+            "slices": self._slices,
+        }
+        write_json_atomically(file, content)
+        return file
+
+
+def _sequence(comparison: Comparison) -> dict[str, float]:
+    same = comparison.baseline_top1 == comparison.candidate_top1
+    return {
+        "baseline_nll": float(comparison.baseline_nll.mean()),
+        "candidate_nll": float(comparison.candidate_nll.mean()),
+        "mean_kl": float(comparison.kl.mean()),
+        "top1_agreement": float(same.mean()),
+    }
+
+
+def _answers(answers: TaskAnswers) -> list[dict[str, Any]]:
+    rows = zip(answers.items, answers.baseline, answers.candidate, strict=True)
+    return [
+        {
+            "id": item.id,
+            "prompt": item.prompt[-80:],
+            "baseline": {"right": first.right, "said": first.said[:80]},
+            "candidate": {"right": second.right, "said": second.said[:80]},
+        }
+        for item, first, second in rows
+    ]

@@ -1,0 +1,1 @@
+"""What breaks first under compression: JSON, tool calls, long prompts, code, languages, ends."""

@@ -1,1 +1,0 @@
-"""Quantisation of rows alone."""

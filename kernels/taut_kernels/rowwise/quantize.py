@@ -1,0 +1,138 @@
+"""Symmetric 8-bit quantisation of rows (tokens) alone, where nothing of ours is in front of it.
+
+Maths     q, s with x ≈ q · s, one s a row, as :mod:`taut_kernels.rowwise.row_quant` defines them
+Op        `taut::row_quant` → q, scales
+Shapes    x [M, N] bf16|fp16|fp32, rows at any stride, columns next to each other
+          → q [M, N] float8_e4m3fn|int8 and scales [M, 1] fp32; both contiguous
+Numerics  fp32. The bits that `taut::rms_norm_quant` and `taut::silu_mul_quant` give for an equal
+          y, with every tile and from run to run: a maximum has no order
+vLLM      fp8: the scales and values of `dynamic_per_token_scaled_fp8_quant`, zeros up to their
+          sign. int8: `dynamic_scaled_int8_quant` has no least scale: a row of zeros has scale 0
+          there and 2**-23 here, and is zeros times it either way; a row with no |x| of 127 · 2**-23
+          or more has steps of 2**-23 here and finer ones there. It multiplies by 127 / max|x|, here
+          by 1 / s, one rounding apart: a value next to the middle between two steps may take the
+          other one. All other scales are equal.
+CPU       the reference, in plain torch: the specification
+Limits    N ≤ 262144; forward only; sm_80 and later, fp8 sm_89 and later
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from taut_kernels.launch import early_start
+from taut_kernels.launch import launcher as launching
+from taut_kernels.rowwise import row_quant as definition
+from taut_kernels.rowwise import tiles as tiles_fused
+from taut_kernels.rowwise.quantize_kernel import row_quant_kernel, row_quant_long_kernel
+from taut_kernels.rowwise.rows import as_rows
+from taut_kernels.rowwise.tile_options import next_power_of_2, prepare, tile_of
+from taut_kernels.rowwise.tiles import FusedTile
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_N = 262144
+_resident = launching.Launcher(row_quant_kernel)
+_long = launching.Launcher(row_quant_long_kernel)
+
+
+def launch(
+    tile: FusedTile, out: str, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
+
+    Args:
+        tile: how to cut the work.
+        out: ``fp8`` or ``int8``.
+        x: [M, N].
+        y: [M, N], written.
+        scales: [M, 1], written.
+    """
+    M, N = y.shape
+    _run(_prepared(tile, out, M, N, x.dtype, y.dtype, x.device), x, y, scales)
+
+
+def _prepared(
+    tile: FusedTile,
+    out: str,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    device: torch.device,
+) -> launching.Prepared | None:
+    """Prepare a call with a given tile; None where there is nothing to do."""
+    if M == 0 or N == 0:
+        return None
+    launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
+    block = min(tile.block, max(8, next_power_of_2(N)))
+    values = (N, out, tile.rows, block, tile.pdl)
+    return prepare(launcher, (dtype, y_dtype), values, tile, -(-M // tile.rows), device)
+
+
+# Asked in every call: kept by everything the answer follows from.
+@lru_cache(maxsize=8192)
+def _plan(
+    early_tokens: int,
+    M: int,
+    N: int,
+    dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    device: torch.device,
+) -> launching.Prepared | None:
+    """Prepare a call of the op, by the tile the tables or their rule choose."""
+    tile = tile_of("row_quant", N, M, device)
+    return _prepared(tile, definition.OUT[y_dtype], M, N, dtype, y_dtype, device)
+
+
+def _run(
+    prepared: launching.Prepared | None, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor
+) -> None:
+    if prepared is None:
+        return
+    form, grid, constants = prepared
+    row = x.stride()[0]
+    form(grid, (x, y, scales), (x.shape[0], row), constants, (row,))
+
+
+def _launch_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    (M, N), device = x.shape, x.device
+    q = launching.empty((M, N), dtype=dtype, device=device)
+    scales = launching.empty((M, 1), dtype=torch.float32, device=device)
+    _run(_plan(early_start.EARLY_TOKENS, M, N, x.dtype, dtype, device), x, q, scales)
+    return q, scales
+
+
+def _fake_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scales
+
+
+torch.library.define("taut::row_quant", "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)")
+torch.library.impl("taut::row_quant", "CPU", definition.quantize_rows_ref)
+torch.library.impl("taut::row_quant", "CUDA", _launch_row_quant)
+torch.library.register_fake("taut::row_quant", _fake_row_quant)
+
+
+def row_quant(
+    x: torch.Tensor, *, dtype: torch.dtype = definition.FP8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows by their largest magnitudes.
+
+    Args:
+        x: [..., N] bf16, fp16 or fp32; rows at one stride, columns next to each other.
+        dtype: `torch.float8_e4m3fn` or `torch.int8`.
+
+    Returns:
+        Values [..., N] of ``dtype`` and scales [..., 1] fp32; x ≈ values · scales.
+
+    Raises:
+        ValueError: a shape, dtype or layout the contract does not allow, or a format the device
+            does not have; names the argument.
+    """
+    rows = as_rows("x", x, DTYPES, MAX_N)
+    if reason := definition.why_not_supported(dtype, x.device):
+        raise ValueError(reason)
+    q, scales = torch.ops.taut.row_quant.default(rows, dtype)
+    return q.view(x.shape), scales.view(*x.shape[:-1], 1)

@@ -1,1 +1,0 @@
-"""Softmax along rows, forward and backward."""

@@ -1,0 +1,190 @@
+"""Compares one answer of live traffic: both variants read it, and both have answered the request.
+
+The baseline reads it twice. The difference of its two readings is the noise floor, measured on the
+same text over the same way: a worker's batching alone moves log-probabilities. What counts is how
+much further the candidate is from the baseline than the baseline from itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from taut_service.config.settings import GuardSettings
+from taut_service.guard.answers import answer_of, read_answer
+from taut_service.guard.behaviour import Answer, faults, kind_of
+from taut_service.guard.divergence import FULL, NotFiniteError, diverge
+from taut_service.guard.evidence import DISAGREEMENT, KL
+from taut_service.guard.prompts import prompt_of
+from taut_service.guard.reader import BusyError, Reader, ReadError
+from taut_service.guard.tap import Heard
+
+_Result = TypeVar("_Result")
+COMPARED = "compared"
+_NOT_REPEATED = ("stream", "stream_options", "model", "request_id")
+
+
+@dataclass
+class Comparison:
+    """What came of it.
+
+    Args:
+        result: ``compared``, or why not; a metric label.
+        kind: slice of the request.
+        values: measure → observation.
+        tokens: that were compared.
+        first: place of the first different choice, None without.
+        length_ratio: candidate's answer over the baseline's, in characters; None if not known.
+        why: for a person, of what failed or differs.
+        prompt: text or conversation, for examples.
+        answer: text, for examples.
+    """
+
+    result: str
+    kind: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    first: int | None = None
+    length_ratio: float | None = None
+    why: str = ""
+    prompt: str = ""
+    answer: str = ""
+
+
+async def compare(
+    heard: Heard,
+    candidate: Reader,
+    baseline: Reader,
+    settings: GuardSettings,
+    *,
+    by_candidate: bool,
+) -> Comparison:
+    """Compare the variants on one answer.
+
+    Args:
+        heard: request and answer.
+        candidate: reads as the variant that is guarded.
+        baseline: reads as its baseline.
+        settings: sizes and bounds.
+        by_candidate: the candidate gave this answer, else the baseline did.
+
+    Returns:
+        The comparison; failures of workers are results, not errors.
+    """
+    request, answer = await asyncio.to_thread(_parse, heard)
+    prompt = None if request is None else prompt_of(request)
+    if request is None or answer is None or prompt is None:
+        return Comparison("unsupported")
+    shown = prompt.get("prompt", "") if isinstance(prompt, dict) else ""
+    found = Comparison(COMPARED, kind_of(request), prompt=str(shown), answer=answer.text)
+    try:
+        if answer.text and not answer.tool_calls:
+            await _read(found, prompt, answer.text, candidate, baseline, settings)
+        if settings.regenerate and found.result == COMPARED:
+            if by_candidate:
+                again = await _of_baseline(_answer_again(baseline, heard.path, request))
+                _judge_behaviour(found, request, answer, again)
+            else:
+                again = await _answer_again(candidate, heard.path, request)
+                _judge_behaviour(found, request, again, answer)
+    except BusyError:
+        return Comparison("load")
+    except _BaselineError as error:
+        return Comparison("baseline_failed", why=str(error))
+    except ReadError as error:
+        found.result, found.why = "candidate_failed", str(error)
+        found.values = {"failed": 1.0}
+        return found
+    if found.result == COMPARED:
+        found.values.setdefault("failed", 0.0)
+    return found
+
+
+class _BaselineError(Exception):
+    """The baseline failed: nothing is learnt about the candidate."""
+
+
+async def _of_baseline(work: Awaitable[_Result]) -> _Result:
+    try:
+        return await work
+    except (ReadError, NotFiniteError) as error:
+        raise _BaselineError(str(error)) from error
+
+
+def _parse(heard: Heard) -> tuple[dict[str, Any] | None, Answer | None]:
+    try:
+        request = json.loads(heard.body)
+    except (ValueError, RecursionError):
+        return None, None
+    return (request if isinstance(request, dict) else None), read_answer(heard.answer)
+
+
+async def _tokens(
+    reader: Reader, prompt: dict[str, Any] | list[int], text: str
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of prompt and answer, cut apart where the answer began."""
+    before = prompt if isinstance(prompt, list) else await reader.tokens(prompt)
+    return before, await reader.tokens({"prompt": text, "add_special_tokens": False})
+
+
+async def _read(
+    found: Comparison,
+    prompt: dict[str, Any] | list[int],
+    text: str,
+    candidate: Reader,
+    baseline: Reader,
+    settings: GuardSettings,
+) -> None:
+    before, after = await _of_baseline(_tokens(baseline, prompt, text))
+    if (before, after) != await _tokens(candidate, prompt, text):
+        found.why = "the two variants make different tokens of the same text"
+        found.values = {KL: FULL, DISAGREEMENT: FULL}
+        return
+    after = after[: settings.max_answer_tokens]
+    tokens = before + after
+    if not before or not after or len(tokens) > settings.max_tokens:
+        found.result = "too_long" if before and after else "unsupported"
+        return
+    first, first_s = await _of_baseline(baseline.distributions(tokens, len(before)))
+    try:
+        theirs, seconds = await candidate.distributions(tokens, len(before))
+    except NotFiniteError as error:
+        found.why = str(error)
+        found.values = {KL: FULL, DISAGREEMENT: FULL}
+        return
+    again, again_s = await _of_baseline(baseline.distributions(tokens, len(before)))
+    reading = diverge(first, theirs, settings.kl_clip_nats)
+    floor = diverge(first, again, settings.kl_clip_nats)
+    slow = seconds > settings.max_slowdown * (first_s + again_s) / 2
+    found.tokens, found.first = reading.tokens, reading.first
+    found.values = {
+        KL: reading.kl - floor.kl,
+        DISAGREEMENT: reading.disagreement - floor.disagreement,
+        "slow": float(slow),
+        "disagreement_of_variant": reading.disagreement,
+        "disagreement_of_baseline": floor.disagreement,
+    }
+
+
+async def _answer_again(reader: Reader, path: str, request: dict[str, Any]) -> Answer:
+    fields = {name: value for name, value in request.items() if name not in _NOT_REPEATED}
+    document, _ = await reader.ask(path, fields, 1)
+    answer = answer_of([document])
+    if answer is None:
+        raise ReadError(f"{path} answered without a choice")
+    return answer
+
+
+def _judge_behaviour(
+    found: Comparison, request: dict[str, Any], candidate: Answer, baseline: Answer
+) -> None:
+    theirs, ours = faults(request, candidate), faults(request, baseline)
+    for name, fault in theirs.items():
+        if fault is not None:
+            found.values[name] = float(fault) - float(bool(ours[name]))
+    lengths = len(candidate.text), len(baseline.text)
+    if min(lengths) > 0:
+        found.length_ratio = lengths[0] / lengths[1]

@@ -1,0 +1,115 @@
+"""How far two variants are apart on the same text, from their ``prompt_logprobs``.
+
+Both read the same tokens (teacher forcing), so one different choice does not spoil the rest. A
+worker tells its top K and the text's own token at each place. KL is taken over the tokens that both
+told and one bucket for all others: joining outcomes can only lower KL (data processing
+inequality), so nothing is made up. Each place is clipped to a bound, a reading is a mean in [0, 1].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+LEAST_PROBABILITY = 1e-6
+"""Of the bucket of all others: rounding may leave it 0 or less."""
+Distribution = Mapping[int, float]
+"""Token id → log-probability, of the top K and the text's own token."""
+
+
+class UnreadableError(Exception):
+    """A worker's answer has no log-probabilities for the text; ``str()`` says what is wrong."""
+
+
+class NotFiniteError(UnreadableError):
+    """A log-probability is NaN or infinite: the worker computes rubbish."""
+
+
+class Divergence(NamedTuple):
+    """One reading.
+
+    Args:
+        kl: mean of clipped KL over the bound, in [0, 1].
+        disagreement: share of places whose most probable tokens differ.
+        first: the first such place, None without.
+        tokens: places that were compared.
+    """
+
+    kl: float
+    disagreement: float
+    first: int | None
+    tokens: int
+
+
+FULL = 1.0
+"""KL and disagreement of what cannot be compared because the variant is broken."""
+
+
+def read_distributions(answer: Any, prompt: int, total: int) -> list[Distribution]:
+    """Return the distributions at the places of the answer's tokens.
+
+    Args:
+        answer: parsed document of ``/v1/completions``.
+        prompt: tokens before the first that is looked at.
+        total: tokens that were sent.
+
+    Raises:
+        UnreadableError: the document is not what vLLM sends.
+        NotFiniteError: a log-probability is not a number.
+    """
+    try:
+        entries = answer["choices"][0]["prompt_logprobs"]
+    except (KeyError, IndexError, TypeError):
+        entries = None
+    if not isinstance(entries, list) or len(entries) != total:
+        raise UnreadableError("the answer has no 'prompt_logprobs' with an entry for each token")
+    return [_distribution(entry) for entry in entries[prompt:]]
+
+
+def _distribution(entry: Any) -> Distribution:
+    try:
+        found = {int(token): float(told["logprob"]) for token, told in entry.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UnreadableError("an entry of 'prompt_logprobs' is not as vLLM writes it") from error
+    if not found:
+        raise UnreadableError("an entry of 'prompt_logprobs' is empty")
+    # vLLM writes -inf, which JSON lacks, as a very negative number.
+    if not all(map(math.isfinite, found.values())):
+        raise NotFiniteError("a log-probability is NaN or infinite")
+    return found
+
+
+def diverge(
+    reference: Sequence[Distribution], other: Sequence[Distribution], kl_bound: float
+) -> Divergence:
+    """Compare two variants place by place.
+
+    Args:
+        reference: the baseline's.
+        other: as long, at least one place.
+        kl_bound: nats; more than that at a place counts as that.
+    """
+    total, differing, first = 0.0, 0, None
+    for place, (p, q) in enumerate(zip(reference, other, strict=True)):
+        total += min(kl_bound, coarse_kl(p, q))
+        if _top(p) != _top(q):
+            differing += 1
+            first = place if first is None else first
+    places = len(reference)
+    return Divergence(total / places / kl_bound, differing / places, first, places)
+
+
+def coarse_kl(p: Distribution, q: Distribution) -> float:
+    """Return KL(p || q) in nats over the tokens that both told and the bucket of all others."""
+    common = p.keys() & q.keys()
+    rest_p = max(LEAST_PROBABILITY, 1.0 - sum(math.exp(p[token]) for token in common))
+    rest_q = max(LEAST_PROBABILITY, 1.0 - sum(math.exp(q[token]) for token in common))
+    kl = rest_p * math.log(rest_p / rest_q)
+    kl += sum(math.exp(p[token]) * (p[token] - q[token]) for token in common)
+    return max(0.0, kl)
+
+
+def _top(distribution: Distribution) -> int:
+    # Equal ones: the smaller id, at both.
+    return min(distribution, key=lambda token: (-distribution[token], token))

@@ -1,0 +1,211 @@
+"""What the guard knows of one variant: tallies by kind and measure, and the verdict they allow.
+
+A *measure* is a bounded observation of one compared answer. Those with a bound are tested: *harm*
+is evidence that a mean lies above its bound, *held* that it lies below. Both may be looked at any
+time. Harm is one e-value over all measures and kinds, so ``alpha`` holds for the variant as a
+whole: half of its weight lies on all kinds together, where most answers are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from taut_service.config.settings import GuardSettings
+from taut_service.guard.behaviour import KINDS
+from taut_service.guard.betting import interval, log_below, log_mean
+from taut_service.guard.change import BLOCK, BLOCKS, log_risen
+from taut_service.guard.tally import Tally, step_of
+
+KL, DISAGREEMENT = "kl", "disagreement"
+MUST_HOLD = (KL, DISAGREEMENT)
+"""Measures whose bound must be proven before a candidate gets more traffic."""
+ALL_KINDS = "all"
+TOKENS, ANSWERS = "tokens", "answers"
+_MEDIAN = 0.5
+
+
+def bounds_of(settings: GuardSettings) -> dict[str, float]:
+    """Return the bound of the mean of each tested measure."""
+    return {
+        # In units of the clip, as readings are.
+        KL: settings.max_kl_excess_nats / settings.kl_clip_nats,
+        DISAGREEMENT: settings.max_disagreement_excess,
+        "loop": settings.max_fault_excess,
+        "cut": settings.max_fault_excess,
+        "invalid": settings.max_fault_excess,
+        "failed": settings.max_error_rate,
+        # 1 where the variant took more than max_slowdown times as long: its median may not.
+        "slow": _MEDIAN,
+    }
+
+
+class Harm(NamedTuple):
+    """Evidence of harm.
+
+    Args:
+        log_evidence: of the variant as a whole.
+        measure: the one that says most.
+        kind: where it says so.
+    """
+
+    log_evidence: float
+    measure: str
+    kind: str
+
+
+class Shown(NamedTuple):
+    """One measure, for people: its mean, a confidence sequence, its bound, log evidence."""
+
+    mean: float
+    low: float
+    high: float
+    bound: float | None
+    answers: int
+    log_harm: float
+    log_held: float
+
+
+class Evidence:
+    """Counts of every observed value. Adding up is all that it takes to merge two.
+
+    Args:
+        bounds: measure → bound, see :func:`bounds_of`.
+        counts: ``answers``, ``tokens``, ``kind|measure|step`` → times, and the same by block as
+            ``@block|kind|measure|step``.
+    """
+
+    def __init__(
+        self, bounds: Mapping[str, float], counts: Mapping[str, int] | None = None
+    ) -> None:
+        self.bounds = dict(bounds)
+        self.counts: Counter[str] = Counter()
+        self._tallies: dict[tuple[str, str], Tally] = {}
+        self._blocks: dict[tuple[str, str], dict[int, Tally]] = {}
+        self._logs: dict[tuple[str, str], tuple[int, float, float]] = {}
+        self.add_counts(counts or {})
+
+    @property
+    def answers(self) -> int:
+        """Compared answers."""
+        return self.counts[ANSWERS]
+
+    @property
+    def tokens(self) -> int:
+        """Compared tokens."""
+        return self.counts[TOKENS]
+
+    @property
+    def block(self) -> int:
+        """Number of the block that observations fall into now."""
+        return self.answers // BLOCK
+
+    def observe(self, kind: str, values: Mapping[str, float], tokens: int) -> dict[str, int]:
+        """Take down one compared answer.
+
+        Args:
+            kind: its slice.
+            values: measure → observation in [-1, 1].
+            tokens: that were compared.
+
+        Returns:
+            What was counted, for other holders of the same evidence.
+        """
+        counted = self.in_block(
+            {f"{kind}|{name}|{step_of(value)}": 1 for name, value in values.items()}
+        )
+        counted |= {ANSWERS: 1, TOKENS: tokens}
+        self.add_counts(counted)
+        return counted
+
+    def in_block(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Return counts of ``kind|measure|step`` with the same in the block of now."""
+        return {**counts, **{f"@{self.block}|{field}": n for field, n in counts.items()}}
+
+    def add_counts(self, counts: Mapping[str, int]) -> None:
+        """Add what another holder has counted."""
+        for field, times in counts.items():
+            self.counts[field] += times
+            if field not in (ANSWERS, TOKENS):
+                *block, kind, measure, step = field.split("|")
+                for key in ((kind, measure), (ALL_KINDS, measure)):
+                    tally = self._tally_of(key, int(block[0][1:]) if block else None)
+                    tally.merge({int(step): times})
+
+    def _tally_of(self, key: tuple[str, str], block: int | None) -> Tally:
+        if block is None:
+            return self._tallies.setdefault(key, Tally())
+        return self._blocks.setdefault(key, {}).setdefault(block, Tally())
+
+    def replace(self, counts: Mapping[str, int]) -> None:
+        """Forget everything and take these counts."""
+        self.counts.clear()
+        self._tallies.clear()
+        self._blocks.clear()
+        self._logs.clear()
+        self.add_counts(counts)
+
+    def forget_old(self) -> list[str]:
+        """Drop the blocks that say nothing any more; return their fields."""
+        oldest = self.block - BLOCKS
+        old = [f for f in self.counts if f[0] == "@" and int(f[1 : f.index("|")]) < oldest]
+        for field in old:
+            del self.counts[field]
+        for blocks in self._blocks.values():
+            for number in [number for number in blocks if number < oldest]:
+                del blocks[number]
+        return old
+
+    def tally(self, measure: str, kind: str = ALL_KINDS) -> Tally:
+        """Return the tally of a measure."""
+        return self._tallies.get((kind, measure)) or Tally()
+
+    def harm(self) -> Harm:
+        """Return the evidence that some mean lies above its bound."""
+        logs, weights, strongest = [], [], Harm(-math.inf, "", ALL_KINDS)
+        for kind in (ALL_KINDS, *KINDS):
+            share = 0.5 if kind == ALL_KINDS else 0.5 / len(KINDS)
+            for measure in self.bounds:
+                log, _ = self._evidence(kind, measure)
+                weight = share / len(self.bounds)
+                logs.append(log)
+                weights.append(weight)
+                if log + math.log(weight) > strongest.log_evidence:
+                    strongest = Harm(log + math.log(weight), measure, kind)
+        return strongest._replace(log_evidence=log_mean(logs, weights))
+
+    def lacking(self, alpha: float) -> list[str]:
+        """Return the measures of :data:`MUST_HOLD` that are not proven to keep their bound.
+
+        Each is tested at ``alpha``; all must hold, so the whole claim has that error, too.
+        """
+        bar = math.log(1.0 / alpha)
+        return [name for name in MUST_HOLD if self._evidence(ALL_KINDS, name)[1] < bar]
+
+    def shown(self, alpha: float) -> dict[str, Shown]:
+        """Return every measure for people; costs some milliseconds."""
+        found = {}
+        for kind, measure in sorted(self._tallies):
+            if kind == ALL_KINDS:
+                tally = self._tallies[kind, measure]
+                low, high = interval(tally, alpha)
+                harm, held = self._evidence(kind, measure)
+                bound = self.bounds.get(measure)
+                found[measure] = Shown(tally.mean, low, high, bound, tally.size, harm, held)
+        return found
+
+    def _evidence(self, kind: str, measure: str) -> tuple[float, float]:
+        """Return log evidence of harm and of holding, kept until more is known."""
+        tally = self._tallies.get((kind, measure))
+        bound = self.bounds.get(measure)
+        if tally is None or bound is None:
+            return 0.0, 0.0
+        kept = self._logs.get((kind, measure))
+        if kept is None or kept[0] != tally.size:
+            blocks = self._blocks.get((kind, measure), {})
+            risen = log_risen(tally, blocks, self.block, bound)
+            kept = tally.size, risen, log_below(tally, bound)
+            self._logs[kind, measure] = kept
+        return kept[1], kept[2]

@@ -1,0 +1,132 @@
+"""Asks the workers of one variant beside the clients' requests, counted as load like these."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from taut_service.config.settings import GuardSettings
+from taut_service.guard.divergence import Distribution, UnreadableError, read_distributions
+from taut_service.route.variants import Variant
+from taut_service.worker.upstream_errors import UpstreamError
+from taut_service.worker.worker import Worker
+
+_BYTES_A_LOGPROB = 160
+"""Of JSON: ``"128009":{"logprob":-12.345678901234567,"rank":5,"decoded_token":"…"}``."""
+_ROOM = 256 * 1024
+_TOO_BUSY = (429, 503)
+
+
+class BusyError(Exception):
+    """No worker can be asked now: clients come first."""
+
+
+class ReadError(Exception):
+    """A worker did not do what it was asked; ``str()`` says what, for the log."""
+
+
+class Reader:
+    """One variant.
+
+    Args:
+        variant: whose workers are asked.
+        settings: patience and sizes.
+    """
+
+    def __init__(self, variant: Variant, settings: GuardSettings) -> None:
+        self._variant = variant
+        self._settings = settings
+        self._asked: list[Worker] = []
+
+    async def tokens(self, fields: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of a prompt or a conversation.
+
+        Args:
+            fields: for ``/tokenize``.
+
+        Raises:
+            BusyError: nobody can be asked.
+            ReadError: the worker failed.
+        """
+        answer, _ = await self.ask("/tokenize", fields, 1)
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise ReadError("/tokenize answered without 'tokens'")
+        return tokens
+
+    async def distributions(
+        self, tokens: list[int], prompt: int
+    ) -> tuple[list[Distribution], float]:
+        """Read a text (teacher forcing); a second call prefers another worker.
+
+        Args:
+            tokens: of prompt and answer.
+            prompt: how many of them are the prompt's.
+
+        Returns:
+            What the variant expected at each place of the answer, and the seconds it took.
+
+        Raises:
+            BusyError: nobody can be asked.
+            NotFiniteError: it computes rubbish.
+            ReadError: the worker failed.
+        """
+        fields = {
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": self._settings.top_k,
+        }
+        answer, seconds = await self.ask("/v1/completions", fields, len(tokens))
+        try:
+            return read_distributions(answer, prompt, len(tokens)), seconds
+        except UnreadableError as error:
+            if type(error) is UnreadableError:
+                raise ReadError(str(error)) from error
+            raise
+
+    async def ask(self, path: str, fields: Mapping[str, Any], tokens: int) -> tuple[Any, float]:
+        """Send one request, wait for the whole answer.
+
+        Args:
+            path: of the worker.
+            fields: of the body; the model's name is put in.
+            tokens: size of the request.
+
+        Returns:
+            The parsed answer and the seconds from request to last byte.
+        """
+        variant = self._variant
+        worker = variant.choose(self._asked) or variant.choose()
+        if worker is None:
+            raise BusyError
+        body = json.dumps({**fields, "model": variant.served_name}).encode()
+        room = tokens * (self._settings.top_k + 1) * _BYTES_A_LOGPROB + _ROOM
+        probe = worker.take(tokens)
+        started = time.perf_counter()
+        try:
+            status, data = await worker.client.ask(
+                "POST", path, body, self._settings.timeout_s, room
+            )
+        except (UpstreamError, TimeoutError) as error:
+            raise ReadError(f"{path}: {str(error) or 'no answer in time'}") from error
+        finally:
+            worker.give_back(tokens)
+            if probe:
+                # A comparison says nothing about what clients would get.
+                worker.breaker.abandoned(probe)
+        seconds = time.perf_counter() - started
+        if path == "/v1/completions":
+            self._asked = [worker]
+        if status in _TOO_BUSY:
+            raise BusyError
+        if status != 200:
+            raise ReadError(f"{path} answered with status {status}")
+        try:
+            # In a thread: an answer with log-probabilities is hundreds of kilobytes.
+            return await asyncio.to_thread(json.loads, data), seconds
+        except (ValueError, RecursionError) as error:
+            raise ReadError(f"{path} answered with what is no JSON") from error

@@ -1,0 +1,169 @@
+"""The journal of a single gateway: ``audit.jsonl`` and ``evidence.json`` in one folder.
+
+A line is written and synced before what it says comes into force. A process that dies while it
+writes leaves a line without an end: it never came into force and is cut off at the next start.
+Evidence is replaced as a whole, every few seconds; a crash loses that much of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from taut_service.config.settings import SettingsError
+from taut_service.rollout.audit import Entry, TamperedError, check_lines
+from taut_service.rollout.journal import JournalLostError
+
+logger = logging.getLogger(__name__)
+AUDIT, EVIDENCE = "audit.jsonl", "evidence.json"
+SAVE_S = 2.0
+_MODE = 0o600
+
+
+class FileJournal:
+    """A :class:`.journal.Journal` in a folder; locked against a second gateway.
+
+    Args:
+        folder: made if it is missing.
+
+    Raises:
+        SettingsError: it cannot be used, another gateway uses it, or its log was tampered with.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.entries: list[Entry] = []
+        self._file: BinaryIO | None = None
+        self._counts: dict[str, Counter[str]] = {}
+        self._dirty = False
+        self._saved_at = 0.0
+        try:
+            self._open()
+        except OSError as error:
+            where = error.filename or self._folder
+            text = f"rollout.directory: {where}: {error.strerror or error}"
+            raise SettingsError(text) from error
+        except TamperedError as error:
+            raise SettingsError(
+                f"rollout.directory: {error}; move the file away to begin a new log"
+            ) from error
+
+    def _open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self._folder / AUDIT
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
+        self._file = os.fdopen(opened, "r+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise SettingsError(
+                f"rollout.directory: {self._folder}: another gateway uses it; share a rollout "
+                "with 'store: redis'"
+            ) from error
+        self._file.seek(0)
+        data = self._file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            logger.error("rollout: %s: a line that was never finished is cut off", path)
+            self._file.truncate(len(whole))
+        try:
+            text = whole.decode("ascii")
+        except UnicodeDecodeError as error:
+            line = whole[: error.start].count(b"\n") + 1
+            raise TamperedError(f"{path}: line {line}: is no line of a rollout's log") from error
+        self.entries = check_lines(text.splitlines(), str(path))
+        self._counts = self._load_counts()
+
+    def _load_counts(self) -> dict[str, Counter[str]]:
+        path = self._folder / EVIDENCE
+        try:
+            found = json.loads(path.read_bytes())
+            return {key: Counter({k: int(v) for k, v in c.items()}) for key, c in found.items()}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, AttributeError, TypeError):
+            # Only means longer waiting; the log says what was decided.
+            logger.error("rollout: %s cannot be read: evidence begins anew", path)
+            return {}
+
+    async def refresh(self) -> None:
+        """Save evidence that waits; nobody else appends."""
+        if self._dirty and time.monotonic() - self._saved_at >= SAVE_S:
+            await self._save()
+
+    async def append(self, entry: Entry) -> bool:
+        """Write a line and sync it."""
+        try:
+            await asyncio.to_thread(self._write, entry.line)
+        except OSError as error:
+            raise JournalLostError(f"{self._folder / AUDIT}: {error.strerror}") from error
+        self.entries.append(entry)
+        return True
+
+    def _write(self, line: str) -> None:
+        assert self._file is not None  # noqa: S101 - opened at the start
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError:
+            # Half a line must not be continued by the next.
+            self._file.truncate(size)
+            raise
+
+    async def add_counts(self, key: str, counts: Mapping[str, int]) -> dict[str, int]:
+        """Add to evidence; it is saved a little later."""
+        held = self._counts.get(key)
+        if held is None:
+            # Evidence of rollouts that are over is not needed again.
+            kept = {entry.state.id for entry in self.entries[-100:]}
+            self._counts = {k: c for k, c in self._counts.items() if k.split("|")[0] in kept}
+            held = self._counts[key] = Counter()
+        if counts:
+            held.update(counts)
+            self._dirty = True
+        return dict(held)
+
+    async def forget(self, key: str, fields: Collection[str]) -> None:
+        """Drop counts."""
+        for field in fields:
+            self._counts.get(key, Counter()).pop(field, None)
+        self._dirty = True
+
+    async def _save(self) -> None:
+        document = json.dumps(self._counts)
+        self._dirty, self._saved_at = False, time.monotonic()
+        try:
+            await asyncio.to_thread(self._replace, document)
+        except OSError as error:
+            self._dirty = True
+            raise JournalLostError(f"{self._folder / EVIDENCE}: {error.strerror}") from error
+
+    def _replace(self, text: str) -> None:
+        path = self._folder / EVIDENCE
+        half = path.with_suffix(".new")
+        opened = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _MODE)
+        with os.fdopen(opened, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        half.replace(path)
+
+    async def close(self) -> None:
+        """Save evidence and unlock."""
+        try:
+            if self._dirty:
+                await self._save()
+        finally:
+            if self._file is not None:
+                self._file.close()

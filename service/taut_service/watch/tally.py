@@ -1,0 +1,95 @@
+"""Counts on the event loop what is counted often; the library's metrics get it when they are read.
+
+An ``inc`` of prometheus_client takes a lock and three checks, an ``observe`` a walk over the
+buckets; a request has a score of them, a stream one an event. Done a few hundred in a row they cost
+a fraction of what they cost one at a time between other work.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+from weakref import WeakSet
+
+from prometheus_client import Counter, Histogram
+
+MAX_PENDING = 512
+"""Observations kept; bringing in that many takes half a millisecond."""
+
+
+class _Tally(Protocol):
+    def bring_in(self) -> None: ...
+
+
+class CounterTally:
+    """Stands before a child of a counter.
+
+    Args:
+        counter: the child.
+    """
+
+    __slots__ = ("__weakref__", "_counter", "pending")
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self.pending = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        """Count."""
+        self.pending += amount
+
+    def bring_in(self) -> None:
+        """Hand over what was counted."""
+        pending, self.pending = self.pending, 0.0
+        if pending:
+            self._counter.inc(pending)
+
+
+class HistogramTally:
+    """Stands before a child of a histogram.
+
+    Args:
+        histogram: the child.
+    """
+
+    __slots__ = ("__weakref__", "_histogram", "_pending")
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._pending: list[float] = []
+
+    def observe(self, amount: float) -> None:
+        """Record one value."""
+        pending = self._pending
+        pending.append(amount)
+        if len(pending) >= MAX_PENDING:
+            self.bring_in()
+
+    def bring_in(self) -> None:
+        """Hand over what was recorded."""
+        pending, self._pending = self._pending, []
+        for amount in pending:
+            self._histogram.observe(amount)
+
+
+class Tallies:
+    """Makes tallies, and knows those that are in use. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._known: WeakSet[_Tally] = WeakSet()
+
+    def counter(self, child: Counter) -> CounterTally:
+        """Return what counts for a child of a counter."""
+        tally = CounterTally(child)
+        self._known.add(tally)
+        return tally
+
+    def histogram(self, child: Histogram) -> HistogramTally:
+        """Return what records for a child of a histogram."""
+        tally = HistogramTally(child)
+        self._known.add(tally)
+        return tally
+
+    def bring_in(self) -> None:
+        """Hand over everything; call before metrics are read."""
+        for tally in self._known:
+            tally.bring_in()

@@ -1,0 +1,121 @@
+"""Every format that we write, served by vLLM on a card: the answers transformers gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
+
+import taut_deploy.hf  # noqa: F401  registers the method
+from taut_deploy.compress import driver
+from taut_deploy.validate.checkpoint_source import CheckpointSource
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.timeout(600),
+]
+
+SCRIPT = Path(__file__).resolve().parents[2] / "kernels" / "plugin" / "serve_tiny_llama.py"
+PROMPTS = [[2, 3, 5, 7, 11, 13], list(range(20, 60)), [41]]
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "w8a8": {"scheme": "W8A8"},
+    "w4a16-g128": {"scheme": "W4A16", "group_size": 128},
+    "w4a16-g64": {"scheme": "W4A16", "group_size": 64},
+    "w4a16-g32-asym": {"scheme": "W4A16", "group_size": 32, "symmetric": False},
+    "w4a16-channel": {"scheme": "W4A16", "group_size": "channel"},
+    "w8a16": {"scheme": "W8A16", "group_size": 128},
+    "w4a8": {"scheme": "W4A8", "group_size": 128},
+    "w4afp8": {"scheme": "W4AFP8", "group_size": 128},
+    "fp8": {"scheme": "FP8"},
+    "fp8-static": {"scheme": "FP8-STATIC"},
+    "fp8-block": {"scheme": "FP8-BLOCK"},
+    "nvfp4": {"scheme": "NVFP4A16"},
+    "mxfp4": {"scheme": "MXFP4A16"},
+}
+STAGES: dict[str, list[dict[str, Any]]] = {
+    **{
+        name: [{"method": "quantize", "group_size": None, **stage}]
+        for name, stage in QUANTIZED.items()
+    },
+    "sparse24-w4": [
+        {"method": "prune", "pattern": "2:4"},
+        {"method": "quantize", "scheme": "W4A16", "group_size": 128},
+    ],
+    "lowrank": [{"method": "factorize", "rank_budget": 0.7}],
+    "w4a16-lowrank": [{"method": "factorize", "residual": {"rank": 16, "group_size": 32}}],
+    "codebook8": [{"method": "palettize", "entries": 8, "group_size": 32, "rows": 32}],
+    "codebook16": [{"method": "palettize", "entries": 16, "group_size": 32, "rows": 32}],
+}
+NEAR = 0.07
+"""Mean distance of log-probabilities that the arithmetic of 16 bits and of two kernels explains."""
+ROUNDED_INPUTS = {"w8a8", "w4a8", "w4afp8", "fp8", "fp8-static", "fp8-block"}
+"""Formats that round activations: a last bit's difference moves some of them by a whole step, so
+two ways to compute them are farther apart, though nearer than what was compressed."""
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """``model/`` in bf16, heads of 128, widths that every kernel takes; ``text.txt``."""
+    path = tmp_path_factory.mktemp("room")
+    write_llama(path / "model", hidden=512, intermediate=1024, dtype=torch.bfloat16)
+    write_calibration_text(path / "text.txt")
+    return path
+
+
+def serve(directory: Path, report: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return what vLLM answers, and all that it printed."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(directory), json.dumps(PROMPTS)],
+        env={
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_USE_DEEP_GEMM": "0",
+            "TAUT_KERNELS": "prefer",
+            "TAUT_KERNELS_REPORT": str(report),
+        },
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    printed = done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert lines, printed[-4000:]
+    return json.loads(lines[0].removeprefix("ANSWERS ")), printed
+
+
+def distance(directory: Path, answers: list[dict[str, Any]]) -> float:
+    """Mean distance of the served log-probabilities from a checkpoint's in transformers."""
+    source = CheckpointSource(directory, "candidate", "cpu")
+    apart = []
+    for answer in answers:
+        told = source.score(answer["prompt"] + answer["tokens"]).logits.float().log_softmax(-1)
+        steps = zip(answer["tokens"], answer["logprobs"], strict=True)
+        first = len(answer["prompt"]) - 1
+        apart += [
+            abs(float(told[first + i, token]) - given) for i, (token, given) in enumerate(steps)
+        ]
+    return sum(apart) / len(apart)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_vllm_on_a_card_answers_as_transformers_does(name, room, tmp_path):
+    output = tmp_path / "out"
+    data = {**recipe_data(room / "text.txt"), "stages": STAGES[name]}
+    driver.compress(job_for(room / "model", data, output))
+    answers, _ = serve(output, tmp_path / "record.json")
+    record = json.loads((tmp_path / "record.json").read_text())
+    kernels = sorted({layer["kernel"] for layer in record["layers"]})
+    near, far = distance(output, answers), distance(room / "model", answers)
+    print(f"{name}: {near:.4f} from its own, {far:.4f} from the base; {', '.join(kernels)}")
+    assert near < (0.75 * far if name in ROUNDED_INPUTS else min(NEAR, far))
+    assert len(record["layers"]) == 8

@@ -1,0 +1,137 @@
+"""The page of a validation: in a real browser, from disk, light and dark, wide and narrow; and the
+report's published schema."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from validate_setup import FakeServer, job_for, perturb, write_model, write_text
+
+from taut_deploy.validate import run_validation
+from taut_deploy.validate.latency.plan import LatencyPlan
+from taut_deploy.validate.page.render import render_page
+
+sys.path.insert(0, str(Path(__file__).parent))
+import chromium
+
+POLICY = """
+name: p
+require: {perplexity_ratio: {max: 1000}, mean_kl: {max: 0.001}}
+tasks: {any: {recovery: {min: 0.2}}}
+latency: {itl_p50_ratio_at_most: 1.5, required: false}
+"""
+NASTY = "<script>alert(1)</script> & $x$"
+NEED = pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Reports of two directories and of two servers, tasks, slices and latency among them."""
+    path = tmp_path_factory.mktemp("page")
+    write_model(path / "baseline")
+    generator = torch.Generator().manual_seed(0)
+    perturb(
+        path / "baseline",
+        path / "candidate",
+        lambda _, t: t + 0.1 * t.std().nan_to_num() * torch.randn(t.shape, generator=generator),
+    )
+    write_text(path / "text.txt", 400)
+    rows = [{"prompt": f"w{i} w2", "choices": [" w1", " w2"], "answer": 0} for i in range(12)]
+    task = path / "a$b$c.jsonl"
+    task.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "p.yaml").write_text(POLICY)
+    asked = {"tasks": (task,), "policy": path / "p.yaml", "slices": ("languages", "chat")}
+    local = run_validation(job_for(path, **asked, output=path / "local"))
+    baseline, candidate = FakeServer(path / "baseline"), FakeServer(path / "candidate")
+    plan = LatencyPlan(requests=32, concurrency=(4,), prompt_tokens=8, output_tokens=4)
+    with baseline.listening() as first, candidate.listening() as second:
+        urls = {"baseline": first, "candidate": second, "latency_plan": plan}
+        served = run_validation(job_for(path, **asked, **urls, output=path / "served"))
+    return {"local": local, "served": served}
+
+
+@pytest.mark.parametrize("kind", ["local", "served"])
+def test_reports_keep_to_the_published_schema(reports, kind):
+    file = resources.files("taut_deploy.validate") / "report.schema.json"
+    schema = json.loads(file.read_text())
+    Draft202012Validator.check_schema(schema)
+    report = json.loads(reports[kind].report_json.read_text())
+    validator = Draft202012Validator(schema)
+    assert [error.message for error in validator.iter_errors(report)] == []
+    assert list(validator.iter_errors({**report, "verdict": "MAYBE"}))
+    assert list(validator.iter_errors({**report, "unknown": 1}))
+
+
+def test_the_histogram_counts_every_position(reports):
+    report = reports["local"].report
+    histogram = report["kl"]["histogram"]
+    assert sum(histogram["counts"]) + histogram["below"] == report["text"]["predictions"]
+    assert histogram["edges"][-1] > report["kl"]["max"]
+
+
+def test_the_page_has_no_script_and_no_address(reports):
+    for result in reports.values():
+        text = result.report_page.read_text()
+        assert "<script" not in text
+        addresses = {found.rstrip(":.,;)") for found in re.findall(r"https?://[^\s\"'<]+", text)}
+        ours = {str(model.get("url")) for model in result.report["models"].values()}
+        assert {a for a in addresses if not a.startswith("http://www.w3.org/")} <= ours
+    assert "a$b$c" in reports["local"].report_page.read_text()
+    assert "math" not in reports["local"].report_page.read_text(), "formulas are not drawn"
+
+
+def test_text_of_models_is_shown_and_not_run(reports):
+    report = json.loads(reports["local"].report_json.read_text())
+    report["worst_positions"][0]["context"] = NASTY
+    report["policy"]["description"] = NASTY
+    text = render_page(report)
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;alert(1)&lt;/script&gt; &amp; $x$") == 2
+
+
+@NEED
+@pytest.mark.parametrize("kind", ["local", "served"])
+def test_the_page_draws_in_a_browser_from_disk(reports, kind, tmp_path):
+    result = reports[kind]
+    url = result.report_page.resolve().as_uri()
+    backgrounds = set()
+    with chromium.page(tmp_path / "profile") as page:
+        for scheme in ("light", "dark"):
+            media = [{"name": "prefers-color-scheme", "value": scheme}]
+            page.call("Emulation.setEmulatedMedia", features=media)
+            for width in (390, 1280):
+                page.call(
+                    "Emulation.setDeviceMetricsOverride",
+                    width=width,
+                    height=800,
+                    deviceScaleFactor=1,
+                    mobile=width < 600,
+                )
+                page.open(url)
+                assert page.value("document.documentElement.scrollWidth") <= width
+                assert page.value("innerWidth") == width
+                charts = page.value(
+                    "[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect())"
+                    ".map(r => r.width > 100 && r.height > 50)"
+                )
+                assert len(charts) >= 4
+                assert all(charts)
+            backgrounds.add(page.value("getComputedStyle(document.body).backgroundColor"))
+            bar = "getComputedStyle(document.querySelector('#histogram svg path[clip-path]')).fill"
+            backgrounds.add(page.value(bar))
+        assert len(backgrounds) == 4, "paper and bars change with the scheme"
+        assert page.value("document.querySelector('h1 span').textContent") == result.verdict.value
+        marked = page.value("document.querySelectorAll('.worst mark').length")
+        assert marked == len(result.report["worst_positions"])
+        asked = {event["request"]["url"] for event in page.named("Network.requestWillBeSent")}
+        assert asked == {url}
+        assert page.named("Runtime.exceptionThrown", "Runtime.consoleAPICalled") == []
+        assert page.named("Log.entryAdded") == []

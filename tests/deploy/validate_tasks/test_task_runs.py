@@ -1,0 +1,235 @@
+"""Tasks inside a whole validation: directories, servers, policies, and what breaks off."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+from validate_setup import WORDS, FakeServer, job_for, perturb, write_model, write_text
+
+from taut_deploy.cli import app
+from taut_deploy.validate import CouldNotValidateError, Verdict, run_validation
+
+LOOSE = "name: loose\nrequire: {perplexity_ratio: {max: 1000}}\n"
+
+
+def choices(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(count):
+        draw = [WORDS[i] for i in torch.randperm(len(WORDS), generator=generator).tolist()]
+        yield {
+            "prompt": " ".join(draw[:4]),
+            "choices": [f" {draw[4]}", f" {draw[5]} {draw[6]}", f" {draw[7]}"],
+            "answer": number % 3,
+            "id": f"q{number}",
+        }
+
+
+def generated(count):
+    for number in range(count):
+        prompt = f"{WORDS[number]} {WORDS[number + 1]}"
+        yield {"prompt": prompt, "reference": "w1", "match": "contains", "max_tokens": 6}
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tasks")
+    write_model(path / "baseline")
+    generator = torch.Generator().manual_seed(0)
+    perturb(
+        path / "baseline",
+        path / "candidate",
+        lambda _, t: t + 0.2 * t.std().nan_to_num() * torch.randn(t.shape, generator=generator),
+    )
+    write_text(path / "text.txt", 400)
+    write_rows(path / "arc.jsonl", choices(40))
+    write_rows(path / "gen.jsonl", generated(12))
+    (path / "loose.yaml").write_text(LOOSE)
+    return path
+
+
+def validate(folder, output, policy="", **changes):
+    file = output.parent / "p.yaml"
+    file.write_text(LOOSE + policy)
+    defaults = {"policy": file, "output": output, "noise_sequences": 0}
+    return run_validation(job_for(folder, **(defaults | changes)))
+
+
+def answers(report, name):
+    task = report["tasks"]["tasks"][name]
+    return task["counts"], task["accuracy"], task["answers_changed"]
+
+
+def test_servers_answer_as_directories_do(folder, tmp_path):
+    files = {"tasks": (folder / "arc.jsonl", folder / "gen.jsonl")}
+    local = validate(folder, tmp_path / "dirs", **files).report
+    assert local["verdicts"]["tasks"] is None, "no limits, nothing judged"
+    baseline, candidate = FakeServer(folder / "baseline"), FakeServer(folder / "candidate")
+    with baseline.listening() as first, candidate.listening() as second:
+        urls = {"baseline": first, "candidate": second, "latency": False}
+        served = validate(folder, tmp_path / "urls", **files, **urls).report
+    for name in ("arc", "gen"):
+        assert answers(served, name) == answers(local, name)
+    assert local["tasks"]["tasks"]["arc"]["kind"] == "choices"
+    assert local["tasks"]["tasks"]["gen"]["kind"] == "generated"
+    assert sum(local["tasks"]["tasks"]["arc"]["counts"].values()) == 40
+    assert local["tasks"]["tasks"]["arc"]["answers_changed"] > 0
+
+
+def test_equal_models_recover_everything(folder, tmp_path):
+    policy = "tasks: {any: {recovery: {min: 0.5}, flips: {max: 0.2}}}"
+    same = {"candidate": str(folder / "baseline"), "tasks": (folder / "arc.jsonl",)}
+    result = validate(folder, tmp_path / "r", policy, **same)
+    assert (result.verdict, result.report["verdicts"]["tasks"]) == (Verdict.PASS, "PASS")
+    task = result.report["tasks"]["tasks"]["arc"]
+    assert task["metrics"]["recovery"]["estimate"] == 1.0
+    assert (task["mcnemar_p"], task["mcnemar_p_holm"]) == (1.0, 1.0)
+    text = result.report_markdown.read_text()
+    assert "## Tasks" in text
+    assert "arc: recovery" in text
+    assert "arc recovery min 0.5" in result.report_junit.read_text()
+
+
+def test_a_policys_file_lies_beside_it_and_its_limits_fail(folder, tmp_path):
+    write_rows(tmp_path / "mine.jsonl", choices(40))
+    policy = "tasks: {mine: {file: mine.jsonl, flips: {max: 0.001}, score: per_byte}}"
+    result = validate(folder, tmp_path / "r", policy)
+    assert (result.verdict, result.report["verdicts"]["tasks"]) == (Verdict.FAIL, "FAIL")
+    assert result.report["tasks"]["tasks"]["mine"]["score"] == "per_byte"
+
+
+def test_a_required_task_without_a_source_stays_undecided(folder, tmp_path):
+    policy = "tasks: {mmlu: {recovery: {min: 0.9}}}"
+    result = validate(folder, tmp_path / "a", policy)
+    assert result.verdict is Verdict.INCONCLUSIVE
+    assert "--task" in result.rules[-1].reason
+    policy = "tasks: {mmlu: {recovery: {min: 0.9}, required: false}}"
+    assert validate(folder, tmp_path / "b", policy).verdict is Verdict.PASS
+
+
+def test_max_items_bounds_the_work(folder, tmp_path):
+    report = validate(folder, tmp_path / "r", tasks=(folder / "arc.jsonl",), max_items=7).report
+    task = report["tasks"]["tasks"]["arc"]
+    assert (task["items"], task["items_available"]) == (7, 40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "policy", "problem"),
+    [
+        ({"tasks": ["arc.jsonl", "sub/arc.jsonl"]}, "", "two tasks are named arc"),
+        ({}, "tasks: {any: {file: arc.jsonl}}", "tasks.any.file: 'any' bounds the tasks"),
+        ({}, "tasks: {a: {file: gone.jsonl}}", "tasks.a.file .*gone.jsonl: No such file"),
+        ({}, "tasks: {a: {recovry: {min: 1}}}", "tasks.a.recovry: unknown key.*'recovery'"),
+        ({}, "tasks: {a: {flips: {max: 7}}}", "flips.max: 7, and the metric is from 0 to 1; 7 %"),
+        ({}, "task: {}", "task: unknown key.*'tasks'"),
+        ({"max_items": 1}, "", "--max-items: 1 is below 2"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_model_is_loaded(folder, tmp_path, changes, policy, problem):
+    (tmp_path / "sub").mkdir()
+    for place in ("arc.jsonl", "sub/arc.jsonl"):
+        write_rows(tmp_path / place, choices(3))
+    changes = dict(changes)
+    if "tasks" in changes:
+        changes["tasks"] = tuple(tmp_path / file for file in changes["tasks"])
+    models = {"baseline": str(folder / "text.txt"), "candidate": str(folder / "text.txt")}
+    with pytest.raises(CouldNotValidateError, match=problem) as caught:
+        validate(folder, tmp_path / "r", policy, **models, **changes)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "r").exists()
+
+
+def dying(server, after):
+    """Answers 500 from the ``after``-th scored prompt on."""
+    count = iter(range(1_000_000))
+
+    def alter(path, body):
+        return 500 if path == "/v1/completions" and next(count) >= after else body
+
+    server.alter = alter
+
+
+def broken(server, after):
+    """Gives NaN from the ``after``-th scored prompt on."""
+    count = iter(range(1_000_000))
+
+    def alter(path, body):
+        if path == "/v1/completions" and next(count) >= after:
+            for entry in body["choices"][0]["prompt_logprobs"][1:]:
+                entry[next(iter(entry))]["logprob"] = float("nan")
+        return body
+
+    server.alter = alter
+
+
+@pytest.mark.parametrize(
+    ("harm", "problem"), [(dying, "answered 500"), (broken, "NaN or infinite log-prob")]
+)
+def test_a_server_that_breaks_in_mid_run_leaves_what_was_measured(folder, tmp_path, harm, problem):
+    baseline, candidate = FakeServer(folder / "baseline"), FakeServer(folder / "candidate")
+    # Six sequences of text, then three choices an item: it breaks in the fifth item.
+    harm(candidate, 6 + 4 * 3 + 1)
+    with baseline.listening() as first, candidate.listening() as second:
+        urls = {"baseline": first, "candidate": second, "latency": False}
+        output = tmp_path / "r"
+        with pytest.raises(CouldNotValidateError, match=problem) as caught:
+            validate(folder, output, tasks=(folder / "arc.jsonl",), **urls)
+    assert str(caught.value).endswith(f"what was measured is in {output / 'partial.json'}")
+    kept = json.loads((output / "partial.json").read_text())
+    assert (kept["complete"], "verdict" in kept) == (False, False)
+    assert (len(kept["text"]), len(kept["tasks"]["arc"])) == (6, 4)
+    assert kept["error"] in str(caught.value)
+    again = validate(folder, output, tasks=(folder / "arc.jsonl",))
+    assert again.report_json.exists()
+    assert not (output / "partial.json").exists()
+
+
+def test_the_command_takes_tasks(folder, tmp_path):
+    arguments = ["validate", f"--baseline={folder / 'baseline'}"]
+    arguments += [f"--candidate={folder / 'baseline'}", f"--policy={folder / 'loose.yaml'}"]
+    arguments += [f"--text={folder / 'text.txt'}", f"--output={tmp_path / 'r'}", "--no-served"]
+    arguments += ["--sequences=4", "--sequence-length=24", "--noise-sequences=0"]
+    arguments += [f"--task={folder / 'arc.jsonl'}", "--max-items=9", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r" / "report.json").read_text())
+    assert report["tasks"]["tasks"]["arc"]["items"] == 9
+
+
+def test_a_missing_harness_is_one_line(folder, tmp_path, monkeypatch):
+    from taut_deploy.validate.tasks import harness
+
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(CouldNotValidateError, match=r"pip install 'taut\[eval\]'"):
+        validate(folder, tmp_path / "r", harness=("arc_easy",))
+
+
+def test_the_harness_runs_a_users_own_task_offline(folder, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness (taut[eval]) is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf" / "datasets"))
+    rows = write_rows(tmp_path / "own.jsonl", choices(20))
+    (tmp_path / "defs").mkdir()
+    (tmp_path / "defs" / "own.yaml").write_text(
+        f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {rows}}}}}\n"
+        "output_type: multiple_choice\ntest_split: test\ntarget_delimiter: ''\n"
+        "doc_to_text: '{{prompt}}'\ndoc_to_choice: '{{choices}}'\ndoc_to_target: '{{answer}}'\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    ours = validate(folder, tmp_path / "a", tasks=(rows,)).report
+    theirs = validate(
+        folder, tmp_path / "b", harness=("own",), harness_path=tmp_path / "defs"
+    ).report
+    assert theirs["tasks"]["tasks"]["own"]["kind"] == "harness"
+    assert theirs["tasks"]["tasks"]["own"]["counts"] == ours["tasks"]["tasks"]["own"]["counts"]
+    with pytest.raises(CouldNotValidateError, match="--lm-eval nowhere"):
+        validate(folder, tmp_path / "c", harness=("nowhere",), harness_path=tmp_path / "defs")

@@ -1,0 +1,299 @@
+"""The guard in a running gateway: harm is caught, sameness is not, and clients notice nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_harness import Harness, eventually, gateway, variants_for
+from mock_engine import Faults
+from mock_reader import Reading, ReadingEngine
+from pydantic import ValidationError
+
+from taut_service.config.settings import Settings
+from taut_service.guard.evidence import MUST_HOLD
+from taut_service.guard.guard import Guard
+
+ALARM = math.log(1 / 0.05)
+EVERYTHING = {"sample": 1.0, "max_queued": 500, "timeout_s": 5.0}
+
+
+def settings_of(
+    candidate: ReadingEngine, *baselines: ReadingEngine, weight: float = 1.0, **guard: Any
+) -> Settings:
+    each = {"base": {"weight": 1 - weight}, "small": {"weight": weight}}
+    engines: Any = {"base": list(baselines), "small": [candidate]}
+    model = variants_for(engines, baseline="base", each=each)
+    model["max_model_len"] = 4096
+    return Settings.model_validate({"models": [model], "guard": {**EVERYTHING, **guard}})
+
+
+@asynccontextmanager
+async def guarded(settings: Settings) -> AsyncIterator[tuple[Harness, Guard]]:
+    async with gateway(settings) as harness:
+        await eventually(lambda: all(w.ready for _, _, w in workers(harness)))
+        guard = harness.app.guard
+        assert guard is not None
+        yield harness, guard
+
+
+def workers(harness: Harness) -> Any:
+    return harness.app.reloader.current.workers()
+
+
+async def send(harness: Harness, count: int, **fields: Any) -> None:
+    """Send so many different completions, and wait until all were compared."""
+    before = await ended(harness)
+    for number in range(count):
+        body = {"model": "m", "prompt": f"question {number}?", "max_tokens": 12, **fields}
+        answer = await harness.post(body)
+        assert answer.status == 200, answer.body
+    async with asyncio.timeout(30):
+        while await ended(harness) < before + count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def ended(harness: Harness, result: str = "") -> float:
+    text = (await harness.request("GET", "/metrics")).body.decode()
+    lines = [line for line in text.splitlines() if line.startswith("taut_guard_answers_total{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'"{result}' in line)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_harmed_variant_is_caught_and_the_measure_named(stream: bool) -> None:
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine(Reading(harm=2.0)) as small,
+        guarded(settings_of(small, base)) as (harness, guard),
+    ):
+        await send(harness, 12, stream=stream)
+        evidence = guard.evidence("m", "small")
+        harm = evidence.harm()
+        assert harm.log_evidence > ALARM, evidence.shown(0.05)
+        assert (harm.measure in MUST_HOLD, harm.kind) == (True, "all")
+        assert evidence.answers == 12
+        assert evidence.tokens == 12 * 12 * len(" tok")
+        assert await harness.metric('taut_guard_paused{model="m",variant="small"}') == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_the_baseline_against_itself_never_alarms_and_is_held(seed: int) -> None:
+    # Bounds that few answers prove.
+    wide = {"max_kl_excess_nats": 0.05, "max_disagreement_excess": 0.1}
+    noisy = [Reading(noise=0.3, seed=seed * 3 + i) for i in range(3)]
+    async with (
+        ReadingEngine(noisy[0]) as base,
+        ReadingEngine(noisy[1]) as other,
+        ReadingEngine(noisy[2]) as small,
+        guarded(settings_of(small, base, other, regenerate=False, **wide)) as (harness, guard),
+    ):
+        worst = -math.inf
+        for _ in range(12):
+            await send(harness, 5)
+            worst = max(worst, guard.evidence("m", "small").harm().log_evidence)
+        assert worst < ALARM
+        evidence = guard.evidence("m", "small")
+        assert evidence.shown(0.05)["disagreement_of_variant"].mean > 0  # noise there is
+        assert evidence.lacking(0.05) == [], evidence.shown(0.05)
+
+
+HARMS = {
+    "another model": (Reading(harm=8.0), *MUST_HOLD),
+    "another chat template": (Reading(prefix="<system>be brief"), *MUST_HOLD),
+    "NaN": (Reading(nan=True), *MUST_HOLD),
+    "three times as slow": (Reading(delay_s=0.2), "slow"),
+    "reads fail": (Reading(status=500), "failed"),
+    "no logprobs": (Reading(raw=b'{"choices": [{}]}'), "failed"),
+    "loops": (Reading(answer="again and " * 40), "loop"),
+    "cut off": (Reading(answer="short", finish_reason="length"), "cut"),
+}
+
+
+@pytest.mark.parametrize("name", HARMS)
+async def test_each_harm_is_caught_by_its_measure(name: str) -> None:
+    reading, *measures = HARMS[name]
+    slow = Reading(delay_s=0.02) if measures == ["slow"] else Reading()
+    async with (
+        ReadingEngine(slow) as base,
+        ReadingEngine(reading) as small,
+        guarded(settings_of(small, base)) as (harness, guard),
+    ):
+        for number in range(30):
+            body = {"model": "m", "messages": [{"role": "user", "content": f"q {number}"}]}
+            assert (await harness.post(body, "/v1/chat/completions")).status == 200
+        await eventually(lambda: guard.evidence("m", "small").answers == 30, 20)
+        harm = guard.evidence("m", "small").harm()
+        assert harm.log_evidence > ALARM, guard.evidence("m", "small").shown(0.05)
+        assert harm.measure in measures
+
+
+async def test_structure_that_was_asked_for_is_a_slice_of_its_own() -> None:
+    good, bad = Reading(answer='{"city": "Oslo"}'), Reading(answer='{"city": "Oslo"')
+    async with (
+        ReadingEngine(good) as base,
+        ReadingEngine(bad) as small,
+        guarded(settings_of(small, base)) as (harness, guard),
+    ):
+        await send(harness, 40, response_format={"type": "json_object"})
+        evidence = guard.evidence("m", "small")
+        assert evidence.tally("invalid", "json").mean == 1.0
+        assert evidence.harm().measure == "invalid"
+
+
+async def test_a_failing_baseline_says_nothing_about_the_variant() -> None:
+    async with (
+        ReadingEngine(Reading(status=500)) as base,
+        ReadingEngine() as small,
+        guarded(settings_of(small, base)) as (harness, guard),
+    ):
+        await send(harness, 5)
+        assert guard.evidence("m", "small").answers == 0
+        assert await ended(harness, "baseline_failed") == 5
+
+
+async def test_answers_of_the_baseline_are_compared_with_a_variant_without_traffic() -> None:
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine(Reading(harm=2.0)) as small,
+        guarded(settings_of(small, base, weight=0.0)) as (harness, guard),
+    ):
+        await send(harness, 12)
+        assert "answer" in small.reading.calls  # it answered again, for nobody
+        assert guard.evidence("m", "small").harm().log_evidence > ALARM
+
+
+async def test_without_a_ready_baseline_the_guard_says_paused() -> None:
+    async with ReadingEngine(faults=Faults(health=503)) as base, ReadingEngine() as small:
+        base.faults.golden_status = 503
+        async with gateway(settings_of(small, base)) as harness:
+            guard = harness.app.guard
+            assert guard is not None
+            await send(harness, 3)
+            assert await ended(harness, "paused") == 3
+            assert guard.paused("m", "small") == "no worker of 'base' is ready"
+            assert await harness.metric('taut_guard_paused{model="m",variant="small"}') == 1
+            assert guard.evidence("m", "small").answers == 0
+
+
+async def test_a_full_queue_drops_and_no_client_waits() -> None:
+    slow = Reading(delay_s=30)
+    async with (
+        ReadingEngine(slow) as base,
+        ReadingEngine() as small,
+        guarded(settings_of(small, base, max_queued=2)) as (harness, _),
+    ):
+        async with asyncio.timeout(10):
+            for number in range(8):
+                body = {"model": "m", "prompt": f"q {number}", "max_tokens": 12}
+                assert (await harness.post(body)).status == 200
+        # One is being compared, two wait.
+        await eventually(lambda: dropped(harness, 5))
+        assert await harness.metric("taut_guard_queued_answers") == 2
+
+
+async def dropped(harness: Harness, count: int) -> bool:
+    return await ended(harness, "queue_full") == count
+
+
+async def test_nothing_is_billed_and_only_the_share_is_drawn() -> None:
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine() as small,
+        guarded(settings_of(small, base, sample=0.25)) as (harness, _),
+    ):
+        for number in range(200):
+            body = {"model": "m", "prompt": f"q {number}", "max_tokens": 12}
+            assert (await harness.post(body)).status == 200
+        await eventually(lambda: idle(harness), 20)
+        drawn = await ended(harness)
+        assert 20 <= drawn <= 85  # five standard deviations around 50
+        label = '{model="m",variant="base"}'
+        assert await harness.metric(f"taut_variant_generated_tokens_total{label}") == 0
+        assert await harness.metric('taut_generated_tokens_total{model="m"}') == 200 * 12
+
+
+async def idle(harness: Harness) -> bool:
+    return await harness.metric("taut_guard_queued_answers") == 0
+
+
+async def test_the_client_gets_the_same_bytes_with_and_without_the_guard() -> None:
+    async with ReadingEngine() as base, ReadingEngine() as small:
+        for path, stream in (("/v1/completions", True), ("/v1/chat/completions", False)):
+            body: dict[str, Any] = {"model": "m", "max_tokens": 12, "stream": stream}
+            body |= (
+                {"prompt": "x"}
+                if "chat" not in path
+                else {"messages": [{"role": "user", "content": "x"}]}
+            )
+            bodies = []
+            for sample in (1e-12, 1.0):
+                async with guarded(settings_of(small, base, sample=sample)) as (harness, _):
+                    bodies.append((await harness.post(body, path)).body)
+            assert bodies[0] == bodies[1]
+
+
+async def test_examples_are_kept_only_if_asked_for_and_shortened(tmp_path: Path) -> None:
+    folder = tmp_path / "examples"
+    keep = {"directory": str(folder), "max_chars": 5, "ratio": 1.0, "max_files": 3}
+    async with ReadingEngine() as base, ReadingEngine(Reading(harm=2.0)) as small:
+        settings = settings_of(small, base, keep="examples", examples=keep)
+        async with guarded(settings) as (harness, _):
+            await send(harness, 6)
+            await eventually(lambda: len(list(folder.iterdir())) == 3)
+    for file in folder.iterdir():
+        kept = json.loads(file.read_text())
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert (len(kept["prompt_end"]), kept["answer_beginning"]) == (5, " tok ")
+        assert kept["prompt_end"].endswith("?")
+        assert kept["first_different_token"] is not None
+
+
+async def test_a_replaced_candidate_begins_anew(tmp_path: Path) -> None:
+    async with ReadingEngine() as base, ReadingEngine(Reading(harm=2.0)) as small:
+        file = tmp_path / "gateway.yaml"
+        settings = settings_of(small, base)
+        document = settings.model_dump(mode="json")
+        async with gateway(settings, path=file) as harness:
+            await eventually(lambda: all(w.ready for _, _, w in workers(harness)))
+            guard = harness.app.guard
+            assert guard is not None
+            await send(harness, 4)
+            document["models"][0]["variants"][1]["weight"] = 0.5
+            file.write_text(json.dumps(document))
+            await harness.app.reloader.reload()
+            assert guard.evidence("m", "small").answers == 4
+            document["models"][0]["variants"][1]["provenance"] = {"recipe": "another"}
+            file.write_text(json.dumps(document))
+            await harness.app.reloader.reload()
+            assert guard.evidence("m", "small").answers == 0
+
+
+@pytest.mark.parametrize(
+    ("guard", "model", "text"),
+    [
+        ({}, {}, "no model names the 'baseline'"),
+        ({"sampel": 0.1}, {"baseline": "base"}, "sampel"),
+        ({"max_kl_excess_nats": 0.6}, {"baseline": "base"}, "smaller than kl_clip_nats"),
+        ({"keep": "examples"}, {"baseline": "base"}, "'examples' is needed"),
+        ({}, {"baseline": "other"}, "baseline names 'other'"),
+    ],
+)
+def test_a_wrong_section_is_refused(
+    guard: dict[str, Any], model: dict[str, Any], text: str
+) -> None:
+    worker = [{"name": "w", "url": "http://127.0.0.1:1"}]
+    variants = [
+        {"name": name, "workers": [{**worker[0], "name": name}]} for name in ("base", "small")
+    ]
+    document = {
+        "models": [{"name": "m", "max_model_len": 64, "variants": variants, **model}],
+        "guard": guard,
+    }
+    with pytest.raises(ValidationError, match=text):
+        Settings.model_validate(document)

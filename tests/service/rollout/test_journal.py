@@ -1,0 +1,142 @@
+"""What rollouts remember: the chain of hashes, a folder, and a Redis that gateways share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from redis_process import redis_server
+
+from taut_service.config.settings import RolloutRedis, SettingsError
+from taut_service.rollout.audit import TamperedError, check_line, check_lines, write_line
+from taut_service.rollout.file_journal import AUDIT, EVIDENCE, FileJournal
+from taut_service.rollout.journal import Journal, JournalLostError
+from taut_service.rollout.redis_journal import RedisJournal
+from taut_service.rollout.state import Rollout
+
+STATE = Rollout("m", "small", "base", "id1", "running", 10.0, 1_700_000_000.0, "stärted", 5, 50)
+
+
+async def write(journal: Journal, event: str, state: Rollout = STATE) -> bool:
+    last = journal.entries[-1] if journal.entries else None
+    return await journal.append(write_line(last, event, "me", state, {"answers": 5}))
+
+
+def test_a_line_reads_back_and_no_other_follows() -> None:
+    first = write_line(None, "started", "me", STATE, {})
+    second = write_line(first, "held", "you", STATE, {"x": 1})
+    read = check_lines([first.line, second.line], "log")
+    assert [(e.seq, e.event, e.state) for e in read] == [(1, "started", STATE), (2, "held", STATE)]
+    assert first.document["time"] == "2023-11-14T22:13:20.000+00:00"
+    with pytest.raises(TamperedError, match="log: line 1: has the number 2"):
+        check_line(None, second.line, "log")
+    other = write_line(None, "started", "somebody else", STATE, {})
+    with pytest.raises(TamperedError, match="line 2: does not follow"):
+        check_line(other, second.line, "log")
+    with pytest.raises(TamperedError, match="line 1: was changed"):
+        check_line(None, first.line.replace('"me"', '"he"'), "log")
+
+
+@pytest.mark.parametrize("line", ["", "{}", "[1]", '{"hash": 1}', "{" * 5000])
+def test_what_is_no_line_is_named(line: str) -> None:
+    with pytest.raises(TamperedError, match=r"log: line 1: is no line"):
+        check_line(None, line, "log")
+
+
+async def test_a_folder_keeps_lines_and_evidence(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path / "new" / "folder")
+    assert await write(journal, "started")
+    assert await journal.add_counts("id1|x", {"answers": 2, "chat|kl|3": 1}) == {
+        "answers": 2,
+        "chat|kl|3": 1,
+    }
+    await journal.add_counts("id1|x", {"answers": 1})
+    await journal.forget("id1|x", ["chat|kl|3"])
+    await journal.close()
+    again = FileJournal(tmp_path / "new" / "folder")
+    assert [entry.state for entry in again.entries] == [STATE]
+    assert await again.add_counts("id1|x", {}) == {"answers": 3}
+    assert await again.add_counts("id2|x", {}) == {}
+    await again.close()
+
+
+async def test_a_second_gateway_is_refused_and_told_the_way_out(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path)
+    with pytest.raises(SettingsError, match=r"another gateway uses it; .*'store: redis'"):
+        FileJournal(tmp_path)
+    await journal.close()
+    await FileJournal(tmp_path).close()
+
+
+async def test_a_line_that_was_never_finished_is_cut_off(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path)
+    await write(journal, "started")
+    await journal.close()
+    with (tmp_path / AUDIT).open("a") as file:
+        file.write('{"seq":2,"event":"pro')
+    again = FileJournal(tmp_path)
+    assert len(again.entries) == 1
+    await write(again, "held")
+    await again.close()
+    last = FileJournal(tmp_path)
+    assert [entry.event for entry in last.entries] == ["started", "held"]
+    await last.close()
+
+
+async def test_a_tampered_log_is_refused_at_the_start(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path)
+    for event in ("started", "held"):
+        await write(journal, event)
+    await journal.close()
+    file = tmp_path / AUDIT
+    file.write_text(file.read_text().replace('"held"', '"hold"'))
+    with pytest.raises(SettingsError, match=r"audit\.jsonl: line 2: was changed.*move the file"):
+        FileJournal(tmp_path)
+    file.write_bytes(file.read_bytes().replace(b"hold", b"h\xe4ld"))
+    with pytest.raises(SettingsError, match="line 2: is no line"):
+        FileJournal(tmp_path)
+
+
+async def test_unreadable_evidence_begins_anew_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / EVIDENCE).write_text('{"a": 1}')
+    journal = FileJournal(tmp_path)
+    assert "evidence begins anew" in caplog.text
+    assert await journal.add_counts("a", {}) == {}
+    await journal.close()
+
+
+async def test_of_two_gateways_that_decide_at_once_one_wins(tmp_path: Path) -> None:
+    async with redis_server(tmp_path) as server:
+        settings = RolloutRedis(url=server.url)
+        one, two = RedisJournal(settings), RedisJournal(settings)
+        await two.refresh()
+        assert await write(one, "started")
+        assert not await write(two, "started")
+        assert two.entries == one.entries  # it has read what was decided
+        assert await write(two, "held")
+        await one.refresh()
+        assert [entry.event for entry in one.entries] == ["started", "held"]
+        await one.add_counts("id1|x", {"answers": 2, "chat|kl|3": 1})
+        assert await two.add_counts("id1|x", {"answers": 1}) == {"answers": 3, "chat|kl|3": 1}
+        await two.forget("id1|x", ["chat|kl|3"])
+        assert await one.add_counts("id1|x", {}) == {"answers": 3}
+        server.kill()
+        with pytest.raises(JournalLostError, match="Redis: "):
+            await one.refresh()
+        for journal in (one, two):
+            await journal.close()
+
+
+async def test_a_tampered_list_in_redis_is_named(tmp_path: Path) -> None:
+    async with redis_server(tmp_path) as server:
+        journal = RedisJournal(RolloutRedis(url=server.url))
+        await write(journal, "started")
+        forged = json.loads(journal.entries[0].line)
+        forged["seq"] = 2
+        await journal._client.rpush("taut:rollout:audit", json.dumps(forged))
+        with pytest.raises(JournalLostError, match="taut:rollout:audit: line 2: does not follow"):
+            await journal.refresh()
+        await journal.close()

@@ -1,0 +1,81 @@
+"""``taut promote`` against a gateway's admin API, and ``taut-gateway verify-audit``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from admin_harness import administered
+from mock_reader import ReadingEngine
+from rollout_settings import ADMIN, KEYS, settings_of
+
+from taut_deploy import cli
+from taut_service.__main__ import main as gateway_main
+
+
+async def run(port: int, *words: str) -> int:
+    """Run the command in a thread: the gateway is in this loop."""
+    given = ["promote", *words, "--admin-url", f"http://127.0.0.1:{port}"]
+    return await asyncio.to_thread(cli.main, given)
+
+
+async def test_a_rollout_by_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "key"
+    key.write_text(ADMIN + "\n")
+    folder = tmp_path / "rollout"
+    async with ReadingEngine() as base, ReadingEngine() as small:
+        settings = settings_of(base, small, {"directory": str(folder)}, api_keys=KEYS)
+        async with administered(settings) as admin:
+            assert await run(admin.port, "status") == 2
+            assert "--admin-url http://127.0.0.1" in capsys.readouterr().err
+            monkeypatch.setenv("TAUT_ADMIN_KEY_FILE", str(key))
+            assert await run(admin.port, "status") == 0
+            out = capsys.readouterr().out
+            assert out.startswith("m: no rollout; baseline base\n  small: INCONCLUSIVE: ")
+            assert await run(admin.port, "start", "m", "small") == 0
+            assert capsys.readouterr().out == "m: small running at 0 %\n"
+            assert await run(admin.port, "status") == 0
+            assert "waits: 0 of 0.2 s" in capsys.readouterr().out
+            assert await run(admin.port, "hold", "m", "--why", "lunch") == 0
+            assert await run(admin.port, "hold", "m") == 2
+            assert "no rollout of 'm' is running: it is held" in capsys.readouterr().err
+            assert await run(admin.port, "rollback", "m", "--json") == 0
+            assert json.loads(capsys.readouterr().out)["phase"] == "rolled_back"
+            assert await run(admin.port, "start", "m", "nothing") == 2
+            assert "there is small" in capsys.readouterr().err
+            assert await run(admin.port, "history", "m", "--limit", "2") == 0
+            held, back, head = capsys.readouterr().out.splitlines()
+            assert "m  held  small 0 %  by root: lunch" in held
+            assert "rolled_back" in back
+            assert head.startswith("3 lines, newest hash ")
+    file = folder / "audit.jsonl"
+    assert gateway_main(["verify-audit", str(file)]) == 0
+    assert head.split()[-1] in capsys.readouterr().out
+    file.write_text(file.read_text().replace("lunch", "peace"))
+    assert gateway_main(["verify-audit", str(file)]) == 1
+    assert "audit.jsonl: line 2: was changed" in capsys.readouterr().err
+    assert gateway_main(["verify-audit", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--admin-url", "ftp://x"], "is not of the form"),
+        (["--admin-url", "http://127.0.0.1:1"], "no admin API answers there: "),
+        (["--api-key-file", "/nowhere"], "--api-key-file /nowhere: No such file"),
+        (["--api-key-file", sys.executable], "not a text file"),
+        (["--api-key-file", __file__], "holds no key: one line without spaces"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["promote", "status", *words]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert len(error.splitlines()) == 1
