@@ -8,6 +8,7 @@ log; ``validation`` is the only part that changes later.
 import json
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -16,9 +17,10 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from taut_deploy.documents import first_problem, read_json
 from taut_deploy.errors import CheckpointError, ModelError
-from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, sha256_file, write_json_atomically
+from taut_deploy.files import VOLATILE_FILES, digest_of_hashes, write_json_atomically
 from taut_deploy.manifest_parts import why_parts_refused
 from taut_deploy.models.directory import require_contained
+from taut_deploy.recorded_hashes import RecordedHashes, Verification
 
 MANIFEST = "taut.json"
 FORMAT_VERSION = 1
@@ -134,13 +136,17 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def seal(directory: Path, manifest: Manifest) -> Manifest:
-    """Hash what is in ``directory`` and write the manifest; returns it as written."""
-    files = {
-        path.relative_to(directory).as_posix(): sha256_file(path) for path in _content(directory)
-    }
+    """Hash what is in ``directory`` and write the manifest; returns it as written.
+
+    The hashes are kept, so that a worker which may only read the directory need not read it all.
+    """
+    hashes = RecordedHashes(directory, "full")
+    names = [path.relative_to(directory).as_posix() for path in _content(directory)]
+    files = {name: hashes.sha256(name) for name in names}
     size = sum(path.stat().st_size for path in _content(directory))
     sealed = replace(manifest, files=files, bytes=size)
     write_json_atomically(directory / MANIFEST, asdict(sealed))
+    hashes.save()
     return sealed
 
 
@@ -173,8 +179,17 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def verify(directory: Path) -> Manifest:
+def verify(
+    directory: Path,
+    verification: Verification = "recorded",
+    say: Callable[[str], None] = lambda _: None,
+) -> Manifest:
     """Read the manifest and check every file against it.
+
+    Args:
+        directory: the checkpoint.
+        verification: whether files that did not change since they were hashed are read again.
+        say: prints one line for the user.
 
     Raises:
         CheckpointError: naming the first file that is missing, cut short, altered or not listed.
@@ -184,19 +199,30 @@ def verify(directory: Path) -> Manifest:
         require_contained(directory)
     except ModelError as error:
         raise CheckpointError(str(error)) from error
+    hashes = RecordedHashes(directory, verification)
     for name, expected in sorted(manifest.files.items()):
         path = directory / name
         if not path.is_file():
             raise CheckpointError(
                 f"{path}: listed in {MANIFEST} but missing; compress the model again"
             )
-        if sha256_file(path) != expected:
+        if hashes.sha256(name) != expected:
             raise CheckpointError(
                 f"{path}: its sha256 differs from {MANIFEST} (altered or cut short); "
                 "compress the model again"
             )
     require_nothing_else(directory, manifest)
+    keep(hashes, directory, say)
     return manifest
+
+
+def keep(hashes: RecordedHashes, directory: Path, say: Callable[[str], None]) -> None:
+    """Keep the hashes of files that were found right, or say once why all are read each time."""
+    if (reason := hashes.save()) is not None and hashes.read_bytes:
+        say(
+            f"{directory}: read {hashes.read_bytes / 1e9:.1f} GB to verify it, and will at each "
+            f"start, since no record of that can be kept there ({reason})"
+        )
 
 
 def require_nothing_else(directory: Path, manifest: Manifest) -> None:

@@ -7,10 +7,11 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from taut_deploy.errors import OutputError
 
@@ -26,10 +27,15 @@ COMPRESSION_REPORT = "report.md"
 
 def sha256_file(path: Path) -> str:
     """Hex digest of one file's bytes."""
+    with path.open("rb") as file:
+        return sha256_open(file)
+
+
+def sha256_open(file: BinaryIO) -> str:
+    """Hex digest of the bytes from where an open file stands to its end."""
     digest = hashlib.sha256()
-    with path.open("rb") as handle:
-        while chunk := handle.read(_CHUNK):
-            digest.update(chunk)
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -63,21 +69,29 @@ def fsync_file(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader sees either the old file or the whole new one."""
-    write_bytes_atomically(path, text.encode())
+def write_text_atomically(path: Path, text: str, mode: int | None = None) -> None:
+    """Write ``text``; see :func:`write_bytes_atomically`."""
+    write_bytes_atomically(path, text.encode(), mode)
 
 
-def write_bytes_atomically(path: Path, content: bytes) -> None:
+def write_bytes_atomically(path: Path, content: bytes, mode: int | None = None) -> None:
     """Write ``content`` so that a reader sees either the old file or the whole new one.
+
+    Args:
+        path: the file.
+        content: all of it.
+        mode: its permissions; None leaves them to the umask.
 
     Raises:
         OutputError: the disk cannot take it; the old file, if any, is still there.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not by process id alone: containers that share a volume have the same ones.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     with disk_errors_named(path):
         try:
             temporary.write_bytes(content)
+            if mode is not None:
+                temporary.chmod(mode)
             fsync_file(temporary)
             temporary.replace(path)
         except BaseException:
@@ -86,8 +100,8 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
         fsync_directory(path.parent)
 
 
-def write_json_atomically(path: Path, value: Any) -> None:
-    """Write ``value`` as indented, key-sorted JSON, atomically.
+def write_json_atomically(path: Path, value: Any, mode: int | None = None) -> None:
+    """Write ``value`` as indented, key-sorted JSON; see :func:`write_bytes_atomically`.
 
     Raises:
         OutputError: it holds NaN or infinity, which JSON cannot, or the disk cannot take it.
@@ -95,7 +109,7 @@ def write_json_atomically(path: Path, value: Any) -> None:
     if (place := place_not_finite(value)) is not None:
         raise OutputError(f"{path}: {place} is not a finite number; nothing was written")
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    write_text_atomically(path, text + "\n")
+    write_text_atomically(path, text + "\n", mode)
 
 
 def place_not_finite(value: Any, where: str = "") -> str | None:

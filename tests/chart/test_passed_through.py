@@ -180,6 +180,17 @@ def test_variant_s_settings_become_arguments(key: str, value: object, arguments:
     assert args(changed(plain, f"variants.0.{key}", value)).endswith(" ".join(arguments))
 
 
+def test_workers_read_all_files_at_every_start_when_told():
+    def args(values: Document) -> list[str]:
+        (container,) = the(render(values), *WORKER)["spec"]["template"]["spec"]["containers"]
+        given: list[str] = container["args"]
+        return given
+
+    assert "--verify" not in args(CPU)
+    told = args(changed(CPU, "worker.verify", "full"))
+    assert told[told.index("--verify") + 1] == "full"
+
+
 def test_hub_token_reaches_the_steps_of_prepare_only():
     rendered = render(changed(CPU, "prepare.hubToken.existingSecret", "hub"))
     tokens = [

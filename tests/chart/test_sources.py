@@ -25,6 +25,7 @@ from chart_rendering import (
     template,
     the,
 )
+from test_commands import parse
 
 pytestmark = needs_helm
 CPU = set_values("cpu-minimal")
@@ -62,11 +63,22 @@ def test_directories_are_copied_before_anything_is_fetched_or_compressed():
     assert [step["name"] for step in steps(both)] == [
         "copy-0",
         "place-0",
+        "verify-0",
         "fetch",
         "compress-w8a8",
         "list",
     ]
-    assert [step["name"] for step in steps(COPIED)] == ["copy-0", "place-0", "list"]
+    assert [step["name"] for step in steps(COPIED)] == [
+        "copy-0",
+        "place-0",
+        "verify-0",
+        "list",
+    ]
+    verify = steps(COPIED)[2]
+    assert verify["args"] == ["model", "verify", "/models/checkpoints/w8a8"]
+    assert str(parse(verify["args"]).params["directory"]) == "/models/checkpoints/w8a8"
+    elsewhere = changed(COPIED, "prepare.copy.directories", [{"from": STORE, "to": "base"}])
+    assert [step["name"] for step in steps(elsewhere)] == ["copy-0", "place-0", "list"]
 
 
 def test_access_comes_from_a_secret_and_only_there():
@@ -148,7 +160,7 @@ def test_checkpoint_from_s3_appears_whole_and_is_copied_once(tmp_path: Path):
     volume = tmp_path / "volume"
     volume.mkdir()
     place = volume / "checkpoints" / "w8a8"
-    copy, rename, _ = steps(COPIED)
+    copy, rename, *_ = steps(COPIED)
     with s3(tmp_path / "s3") as secret:
         assert run_step(copy, volume, secret).returncode == 0
         assert not place.exists(), "in its place before it is whole"
@@ -171,7 +183,7 @@ def test_copy_without_access_fails_and_leaves_the_place_empty(tmp_path: Path):
     (tmp_path / "s3" / "bucket").mkdir(parents=True)
     volume = tmp_path / "volume"
     volume.mkdir()
-    copy, rename, _ = steps(COPIED)
+    copy, rename, *_ = steps(COPIED)
     with s3(tmp_path / "s3") as secret:
         wrong = {**secret, "RCLONE_CONFIG_STORE_SECRET_ACCESS_KEY": "another-key"}
         copy = {**copy, "args": [*copy["args"], "--retries=1", "--low-level-retries=1"]}

@@ -42,6 +42,7 @@ REFUSED = [
     ("variants.0.gateway", {"golden": {"prompt": "x"}}, ["golden", "'expected_text'"]),
     ("variants.0.gateway", {"discover": {}}, ["'discover' not allowed"]),
     ("model.name", "", ["/model/name"]),
+    ("worker.verify", "never", ["/worker/verify", "'recorded', 'full'"]),
     ("model.maxModelLen", 0, ["/model/maxModelLen", "minimum"]),
     ("model.source", "--recipe", ["/model/source", "pattern"]),
     ("model.gateway.sticky", "cookie", ["/model/gateway/sticky"]),

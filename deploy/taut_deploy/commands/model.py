@@ -1,5 +1,6 @@
-"""``taut model fetch | list | inspect``."""
+"""``taut model fetch | list | inspect | verify``."""
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from taut_deploy.commands.output import (
     megabytes,
     print_facts,
     print_json,
+    say,
 )
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
@@ -20,7 +22,7 @@ Revision = Annotated[
     str | None,
     typer.Option(help="Branch, tag or commit on the hub; the same as owner/name@REVISION."),
 ]
-app = typer.Typer(help="The model store: fetch, list and look into models.")
+app = typer.Typer(help="The model store: fetch, list, verify and look into models.")
 
 
 def _store() -> ModelStore:
@@ -89,3 +91,32 @@ def inspect(
         print_json(details)
         return
     print_facts(details)
+
+
+@app.command()
+def verify(
+    directory: Path,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read every file, changed or not since it was hashed.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check a checkpoint's or a fetched model's files; later starts read only what changed."""
+    from taut_deploy.worker.checks import verified_by, verify_model
+
+    started = time.monotonic()
+    manifest = verify_model(directory, "full" if full else "recorded", say)
+    against = verified_by(directory)
+    if as_json:
+        print_json(
+            {
+                "path": str(directory.resolve()),
+                "verified_against": against,
+                "digest": None if manifest is None else manifest.digest,
+            }
+        )
+        return
+    if against is None:
+        typer.echo(f"{directory}: a whole model; nothing says what its files should be")
+        return
+    typer.echo(f"{directory}: as {against} says ({time.monotonic() - started:.1f} s)")

@@ -1,18 +1,37 @@
 """``taut serve``."""
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from taut_deploy.commands.option_groups import with_groups
 from taut_deploy.commands.output import JsonFlag, TrustRemoteCodeFlag, print_json, say
 from taut_deploy.errors import RecipeError
 from taut_deploy.home import TautHome
 from taut_deploy.progress import progress_reporter
+from taut_deploy.recorded_hashes import Verification
 from taut_deploy.serve import load_serve_settings
 
 
+@dataclass(frozen=True)
+class ProcessesOptions:
+    """Where the gateway listens, how many workers it has, and what is checked before they start."""
+
+    host: Annotated[str | None, typer.Option(help="Address of the gateway; default 127.0.0.1.")] = (
+        None
+    )
+    port: Annotated[int | None, typer.Option(help="Port of the gateway; default 8000.")] = None
+    workers: Annotated[int | None, typer.Option(help="Workers per model; default 1.")] = None
+    verify: Annotated[
+        Verification | None, typer.Option(help="How a checkpoint is verified; default recorded.")
+    ] = None
+
+
+@with_groups
 def serve(
+    *,
     vllm_args: Annotated[
         list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")
     ] = None,
@@ -24,11 +43,7 @@ def serve(
     baseline: Annotated[
         bool | None, typer.Option("--baseline", help="Serve the uncompressed model too.")
     ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address of the gateway; default 127.0.0.1.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the gateway; default 8000.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Workers per model; default 1.")] = None,
+    processes: ProcessesOptions,
     trust_remote_code: TrustRemoteCodeFlag = False,
     detach: Annotated[
         bool,
@@ -53,9 +68,7 @@ def serve(
             "model": model,
             "recipe": recipe,
             "baseline": baseline,
-            "host": host,
-            "port": port,
-            "workers": workers,
+            **asdict(processes),
             "vllm_args": vllm_args or None,
             "trust_remote_code": trust_remote_code or None,
         },

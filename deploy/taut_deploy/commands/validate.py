@@ -82,13 +82,17 @@ def validate(
         )
         if question.explain:
             _explain(job, question, as_json=as_json)
-        for side in (job.baseline, job.candidate):
-            if os.path.isdir(side):  # noqa: PTH112 - never raises
-                announce_code(Path(side), trust_remote_code)
+        _announce_code_of(job)
         signer = signer_for(job, question.sign)
         result = run_validation(job)
         record(job, result, signer)
     _answer(result, as_json=as_json)
+
+
+def _announce_code_of(job: ValidationJob) -> None:
+    for side in (job.baseline, job.candidate):
+        if os.path.isdir(side):  # noqa: PTH112 - never raises
+            announce_code(Path(side), job.trust_remote_code)
 
 
 def _answer(result: ValidationResult, *, as_json: bool) -> NoReturn:

@@ -73,6 +73,7 @@ def worker(
             tune_budget_s=process.tune_budget_s,
             require_verdict=verdict.require_verdict,
             trust=verdict.trust,
+            verification=process.verify,
             extra=tuple(extra),
         )
     )

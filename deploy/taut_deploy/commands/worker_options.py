@@ -7,6 +7,7 @@ from typing import Annotated, cast
 import typer
 
 from taut_deploy.errors import WorkerError
+from taut_deploy.recorded_hashes import Verification
 from taut_deploy.worker import LOOPBACK, KernelMode, asked_for
 
 CompileCache = Annotated[
@@ -22,6 +23,12 @@ TuneBudget = Annotated[
         min=0,
         help="CUDA only: seconds to measure 4-bit products that nobody measured on this card;"
         " 'taut tune' does so beforehand.",
+    ),
+]
+Verify = Annotated[
+    Verification,
+    typer.Option(
+        help="recorded reads the files that changed since they were hashed, full reads them all."
     ),
 ]
 KvCacheGib = Annotated[int, typer.Option(min=1, help="CPU only: memory for the KV cache, GiB.")]
@@ -49,6 +56,7 @@ class ProcessOptions:
     ] = 30
     cache: CompileCache = None
     tune_budget_s: TuneBudget = 20.0
+    verify: Verify = "recorded"
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def explain(directory: Path) -> dict[str, Any]:
         raise ModelError(f"{directory}: no such directory")
     if not is_checkpoint(directory):
         return _explain_plain(directory)
-    manifest = verify(directory)
+    manifest = verify(directory, "full")
     return {
         "checkpoint": {
             "name": manifest.name,

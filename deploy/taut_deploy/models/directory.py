@@ -9,9 +9,10 @@ from taut_deploy.documents import read_json, read_json_object
 from taut_deploy.errors import ModelError
 from taut_deploy.files import VOLATILE_FILES
 from taut_deploy.models.pretrained import load_config, reason_of
+from taut_deploy.recorded_hashes import RECORD
 
 _KEPT_SUFFIXES = {".json", ".safetensors", ".model", ".txt", ".jinja"}
-_OURS = VOLATILE_FILES | {"taut-model.json", "taut.json"}
+_OURS = VOLATILE_FILES | {"taut-model.json", "taut.json", RECORD}
 _INDEX = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 # What families call the same size.

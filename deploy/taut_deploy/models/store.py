@@ -12,7 +12,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -48,6 +48,7 @@ from taut_deploy.models.names import (
     stored_name,
 )
 from taut_deploy.models.pickled import convert_pickled, pickled_files
+from taut_deploy.recorded_hashes import RecordedHashes
 from taut_deploy.removal import is_own_child, remove_child
 
 RECORD_FILE = "taut-model.json"
@@ -213,9 +214,14 @@ class ModelStore:
                 partial.mkdir()
                 (partial / _PARTIAL_MARKER).touch()
                 _fill(partial, source)
-                record = describe_directory(partial, name=target.name, path=target, source=origin)
+                # Before they are hashed: it changes what the record of hashes compares.
+                _give_rights_of(partial / _PARTIAL_MARKER, partial)
+                hashes = RecordedHashes(partial, "full")
+                found = describe_directory(partial, hashes)
+                place = str(target.resolve())
+                record = replace(found, name=target.name, path=place, source=origin)
                 write_json_atomically(partial / RECORD_FILE, record.as_json())
-                _give_rights_of(partial / RECORD_FILE, partial)
+                hashes.save()
                 (partial / _PARTIAL_MARKER).unlink()
                 self._replace(target, partial)
                 fsync_directory(self._root)
@@ -301,28 +307,21 @@ def _fill(partial: Path, source: _Source) -> None:
                 path.rename(partial / path.name)
 
 
-def describe_directory(
-    directory: Path,
-    *,
-    name: str | None = None,
-    path: Path | None = None,
-    source: str = "local directory",
-) -> ModelRecord:
-    """Hash a model directory and describe it.
+def describe_directory(directory: Path, hashes: RecordedHashes | None = None) -> ModelRecord:
+    """Hash a model directory and describe it; without ``hashes`` every file is read.
 
     Raises:
         ModelError: if it is not a causal LM directory with complete safetensors.
     """
     require_model_directory(directory)
-    hashes = {
-        str(file.relative_to(directory)): sha256_file(file) for file in model_files(directory)
-    }
+    hashes = hashes or RecordedHashes(directory, "full")
+    names = [str(file.relative_to(directory)) for file in model_files(directory)]
     return ModelRecord(
-        name=name or directory.resolve().name,
-        path=str((path or directory).resolve()),
-        digest=digest_of_hashes(hashes),
-        bytes=sum(file.stat().st_size for file in model_files(directory)),
-        source=source,
+        name=directory.resolve().name,
+        path=str(directory.resolve()),
+        digest=digest_of_hashes({name: hashes.sha256(name) for name in names}),
+        bytes=sum((directory / name).stat().st_size for name in names),
+        source="local directory",
     )
 
 

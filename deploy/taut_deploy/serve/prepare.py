@@ -55,7 +55,7 @@ def prepare_models(
     path = Path(settings.model).expanduser()
     if is_checkpoint(path):
         say(f"using the checkpoint {path}")
-        manifest = verify(path)
+        manifest = verify(path, settings.verify, say)
         return [_served(manifest.name, path, manifest, settings.workers)]
     say(f"fetching {settings.model}")
     base = ModelStore(home.models).fetch(settings.model)
@@ -114,7 +114,7 @@ def _compressed(
         ),
         progress,
     )
-    return _served(base.name, output, verify(output), settings.workers)
+    return _served(base.name, output, verify(output, settings.verify, say), settings.workers)
 
 
 def _served(name: str, directory: Path, manifest: Manifest | None, workers: int) -> ServedModel:

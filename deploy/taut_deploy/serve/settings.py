@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from taut_deploy.documents import read_yaml_text
 from taut_deploy.errors import RecipeError
+from taut_deploy.recorded_hashes import Verification
 from taut_deploy.strict_yaml import parse_mapping, validate_mapping
 from taut_deploy.worker import KernelMode
 
@@ -16,7 +17,8 @@ class ServeSettings(BaseModel):
 
     ``kernels``, ``fused_ops`` and ``decode_attention`` are those of ``taut worker``, which chooses
     where they are left out; the uncompressed baseline is not told ``require``, which nothing of it
-    could meet. ``trust_remote_code`` lets the model's own Python code run, here and in the workers.
+    could meet. ``verify: full`` reads every file of the checkpoint before the workers start.
+    ``trust_remote_code`` lets the model's own Python code run, here and in the workers.
     ``gateway`` is merged into the gateway's configuration file as it is (admission,
     timeouts, api_keys …).
     """
@@ -35,6 +37,7 @@ class ServeSettings(BaseModel):
     kernels: KernelMode | None = None
     fused_ops: bool | None = None
     decode_attention: bool | None = None
+    verify: Verification = "recorded"
     vllm_args: tuple[str, ...] = ()
     trust_remote_code: bool = False
     gateway: dict[str, Any] = Field(default_factory=dict)

@@ -1,15 +1,17 @@
 """What is looked at before a worker starts: vLLM, the files, and taut's kernels."""
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from taut_deploy.checkpoint import Manifest, is_checkpoint, verify
+from taut_deploy.checkpoint import MANIFEST, Manifest, is_checkpoint, keep, verify
 from taut_deploy.diagnose.default_kernels import config_of
 from taut_deploy.diagnose.layer_schemes import read_quantization
 from taut_deploy.diagnose.own_format import own_layers
 from taut_deploy.errors import CheckpointError, WorkerError
+from taut_deploy.models.directory import require_model_directory
 from taut_deploy.models.store import RECORD_FILE, describe_directory, read_record
+from taut_deploy.recorded_hashes import RecordedHashes, Verification
 from taut_deploy.vllm_flags import flag_of, is_written_as
 from taut_deploy.worker.spec import Platform
 
@@ -31,8 +33,17 @@ def installed_platform() -> Platform:
     raise WorkerError("vLLM is not installed; install taut[cpu] or taut[gpu]")
 
 
-def verify_model(directory: Path) -> Manifest | None:
+def verify_model(
+    directory: Path,
+    verification: Verification = "recorded",
+    say: Callable[[str], None] = lambda _: None,
+) -> Manifest | None:
     """Check a model directory before it is served.
+
+    Args:
+        directory: of the model.
+        verification: whether files that did not change since they were hashed are read again.
+        say: prints one line for the user.
 
     Returns:
         The manifest of a taut checkpoint; None for an uncompressed model.
@@ -42,15 +53,27 @@ def verify_model(directory: Path) -> Manifest | None:
         ModelError: the directory is no model.
     """
     if is_checkpoint(directory):
-        return verify(directory)
-    described = describe_directory(directory)
+        return verify(directory, verification, say)
     kept = read_record(directory)
-    if kept is not None and kept.digest != described.digest:
-        raise CheckpointError(
-            f"{directory}: its files differ from {RECORD_FILE} (altered or cut short); "
-            "fetch it again"
-        )
+    if kept is None:
+        # Nobody said what its files should be.
+        require_model_directory(directory)
+        return None
+    hashes = RecordedHashes(directory, verification)
+    if describe_directory(directory, hashes).digest != kept.digest:
+        which = f"{directory}: its files differ"
+        if hashes.changed:
+            which = f"{directory / hashes.changed[0]}: makes its files differ"
+        raise CheckpointError(f"{which} from {RECORD_FILE} (altered or cut short); fetch it again")
+    keep(hashes, directory, say)
     return None
+
+
+def verified_by(directory: Path) -> str | None:
+    """Name of the file that says what a model's files should be; None where nothing does."""
+    if is_checkpoint(directory):
+        return MANIFEST
+    return RECORD_FILE if read_record(directory) is not None else None
 
 
 def check_kernels(mode: str, environment: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ def worker_command(spec: WorkerSpec) -> tuple[str, ...]:
     argv += ["--host", spec.host, "--port", str(spec.port)]
     argv += ["--shutdown-timeout", str(spec.shutdown_timeout_s)]
     argv += ["--kv-cache-dtype", spec.kv_cache_dtype, "--kv-cache-gib", str(spec.kv_cache_gib)]
-    argv += ["--tune-budget-s", f"{spec.tune_budget_s:g}"]
+    argv += ["--tune-budget-s", f"{spec.tune_budget_s:g}", "--verify", spec.verification]
     named = {
         "name": spec.name,
         "max-model-len": spec.max_model_len,

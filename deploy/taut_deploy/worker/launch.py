@@ -31,7 +31,7 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     """
     check_wanted(spec.require_verdict, spec.trust)
     platform = installed_platform()
-    manifest = verify_model(spec.checkpoint)
+    manifest = verify_model(spec.checkpoint, spec.verification, _say)
     if said := require_verdict(spec.checkpoint, manifest, spec.require_verdict, spec.trust):
         _say(said)
     mode = kernel_mode(spec, manifest, platform)

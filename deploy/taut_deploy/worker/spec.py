@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from taut_deploy.errors import WorkerError
+from taut_deploy.recorded_hashes import Verification
 
 Platform = Literal["cpu", "cuda"]
 KernelMode = Literal["require", "prefer", "off"]
@@ -39,6 +40,8 @@ class WorkerSpec:
             are measured before vLLM starts; 0 leaves them to vLLM.
         require_verdict: verdict that the checkpoint's manifest must hold; None asks for none.
         trust: public key that must have signed it; None believes the manifest.
+        verification: ``full`` reads every file of the checkpoint before vLLM starts, ``recorded``
+            those that changed since they were hashed.
         extra: further vLLM arguments, passed on as they are.
     """
 
@@ -57,6 +60,7 @@ class WorkerSpec:
     tune_budget_s: float = 20.0
     require_verdict: str | None = None
     trust: Path | None = None
+    verification: Verification = "recorded"
     extra: tuple[str, ...] = ()
 
 

@@ -74,6 +74,15 @@ Context: {root, variants, env, envFrom, claims}.
 {{- $step := include "taut.prepare.step" . -}}
 {{- range $number, $directory := $prepare.copy.directories }}
 {{ include "taut.prepare.copy" (dict "root" $.root "number" $number "directory" $directory "env" $.env "envFrom" $.envFrom) }}
+{{- range $.variants }}
+{{- if and (eq (default "" .checkpoint) $directory.to) (not .artifact) }}
+# Workers only read the store: what is found here they need not read again.
+- name: verify-{{ $number }}
+  {{- $step | nindent 2 }}
+  args: [model, verify, {{ printf "/models/%s" $directory.to | quote }}]
+{{- break }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if and $model.source $model.revision }}
 # One commit of the hub's repository, in a directory of its own.

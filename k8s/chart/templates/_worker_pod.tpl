@@ -25,6 +25,7 @@ taut/prepares: "true"
 {{- define "taut.worker.args" -}}
 {{- $args := list "worker" (include "taut.checkpoint" .variant) "--name" .root.Values.model.name "--host" "$(POD_IP)" "--port" "8000" -}}
 {{- $args = concat $args (list "--shutdown-timeout" (toString (int .root.Values.worker.drainSeconds))) -}}
+{{- if eq .root.Values.worker.verify "full" -}}{{- $args = concat $args (list "--verify" "full") -}}{{- end -}}
 {{- $args = concat $args (include "taut.worker.engine" . | fromYamlArray) -}}
 {{- toYaml $args -}}
 {{- end }}
