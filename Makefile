@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The checkout must never shadow an installed package (kernels/, docker/, tests/).
 export PYTHONSAFEPATH := 1
 
-.PHONY: help serve test setup chart chart-tools images container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
+.PHONY: help serve test setup chart chart-tools images release container-tools system-tools check lint types contracts aot test-gpu bench bench-gpu docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,9 @@ system-tools: ## podman, redis and the like where this is root on Debian; elsewh
 
 images: setup container-tools ## container images gateway, worker-cpu, toolbox; ARGS go to docker/build.py
 	@$(BIN)/python docker/build.py $(ARGS)
+
+release: setup ## print what publishes images and chart, e.g. ARGS='--registry HOST/PATH'; with --push do it
+	@$(BIN)/python docker/release.py $(ARGS)
 
 chart: setup chart-tools ## the Helm chart: generated files current, lint, schemas, tests
 	@$(BIN)/python k8s/generate.py --check

@@ -11,12 +11,13 @@ Standard library only. ``--help`` lists the options, docker/README.md says more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,27 @@ LOCKS = {
     "worker-cuda": (),  # what it needs is in vLLM's image
 }
 DEFAULT = ("gateway", "worker-cpu", "toolbox")
+_PACKAGES = "opt/lock/debian-packages.txt"
 _WITH_TORCH = frozenset({"worker-cpu", "toolbox"})
 
 
 class BuildError(Exception):
     """The images cannot be built; one line for the user."""
+
+
+@dataclass(frozen=True)
+class Publish:
+    """A push in place of a local image.
+
+    Args:
+        name: of the image in its registry, tag included.
+        platforms: as Docker spells them, ``linux/amd64``.
+        metadata: file that gets the digest.
+    """
+
+    name: str
+    platforms: tuple[str, ...]
+    metadata: Path
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,7 @@ class Options:
         wheels: directory with every wheel the locks name; no index is asked then.
         pip_conf: pip's settings for the build, given as a secret.
         torch_index: index of CPU builds of torch.
+        publish: where Docker pushes instead of keeping the image here.
     """
 
     engine: str
@@ -52,6 +70,7 @@ class Options:
     wheels: Path | None = None
     pip_conf: Path | None = None
     torch_index: str | None = None
+    publish: Publish | None = None
 
 
 def project_version() -> str:
@@ -69,13 +88,19 @@ def tag_of(image: str) -> str:
 
 def build_command(image: str, options: Options) -> list[str]:
     """The engine's command line that builds ``image``."""
-    if options.engine == "docker":
+    publish = options.publish
+    if options.engine == "docker" and publish is not None:
+        command = ["docker", "buildx", "build", "--push", "--provenance=mode=max"]
+        command += ["--platform", ",".join(publish.platforms)]
+        command += ["--metadata-file", str(publish.metadata)]
+    elif options.engine == "docker":
         command = ["docker", "buildx", "build", "--load"]
     else:
         # No user namespace and no runtime are needed this way; health checks need Docker's format.
         command = ["buildah", "bud", "--isolation", "chroot", "--format", "docker", "--layers"]
     command += ["--network", "host", "--file", str(ROOT / "docker" / f"{image}.Dockerfile")]
-    command += ["--tag", tag_of(image), "--build-arg", f"VERSION={project_version()}"]
+    tag = publish.name if options.engine == "docker" and publish is not None else tag_of(image)
+    command += ["--tag", tag, "--build-arg", f"VERSION={project_version()}"]
     command += ["--build-arg", f"REVISION={_revision()}"]
     if options.base_image is not None:
         command += ["--build-arg", f"BASE_IMAGE={options.base_image}"]
@@ -169,15 +194,75 @@ def write_sbom(image: str, options: Options, folder: Path) -> Path:
     if options.engine == "docker":
         _run([*scan, f"docker:{tag_of(image)}"])
         return target
-    mount = ["podman", "image", "mount", tag_of(image)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildError(f"podman cannot mount {tag_of(image)}: {done.stderr.strip()}")
+    with _mounted(image) as root:
+        _run([*scan, f"dir:{root}"])
+    return target
+
+
+def debian_packages(image: str, options: Options) -> list[str]:
+    """``name=version`` of every Debian package in an image, as the image itself says.
+
+    Raises:
+        BuildError: the image cannot be read.
+    """
+    if options.engine == "docker":
+        cat = ["docker", "run", "--rm", "--pull=never", "--entrypoint=cat", tag_of(image)]
+        return _output([*cat, f"/{_PACKAGES}"]).splitlines()
+    with _mounted(image) as root:
+        return (root / _PACKAGES).read_text().splitlines()
+
+
+def compare_packages(image: str, found: Sequence[str], folder: Path) -> None:
+    """Compare an image's Debian packages with the list that an earlier build left.
+
+    Args:
+        image: its name.
+        found: what :func:`debian_packages` returned.
+        folder: of the earlier build's lists.
+
+    Raises:
+        BuildError: naming packages of other versions, or the list that is missing.
+    """
+    path = folder / _list_name(image)
+    if not path.is_file():
+        raise BuildError(f"--like {folder}: has no {path.name}")
+    earlier = set(path.read_text().splitlines())
+    if other := sorted(set(found) ^ earlier):
+        signs = [f"{'+' if one in found else '-'}{one}" for one in other[:6]]
+        more = f" and {len(other) - 6} more" if len(other) > 6 else ""
+        raise BuildError(f"{image}: other Debian packages than in {path}: {' '.join(signs)}{more}")
+
+
+def _list_name(image: str) -> str:
+    return f"taut-{image}.debian.txt"
+
+
+def _record(image: str, options: Options, given: argparse.Namespace) -> None:
+    """Write down what an image was made of, and compare it with an earlier build's."""
+    packages = debian_packages(image, options)
+    given.packages.mkdir(parents=True, exist_ok=True)
+    (given.packages / _list_name(image)).write_text("".join(f"{one}\n" for one in packages))
+    if given.like is not None:
+        compare_packages(image, packages, given.like)
+    if not given.no_sbom:
+        write_sbom(image, options, given.sbom)
+
+
+@contextlib.contextmanager
+def _mounted(image: str) -> Iterator[Path]:
+    """Where podman shows an image's files meanwhile."""
+    root = _output(["podman", "image", "mount", tag_of(image)]).strip()
     try:
-        _run([*scan, f"dir:{done.stdout.strip()}"])
+        yield Path(root)
     finally:
         _run(["podman", "image", "unmount", tag_of(image)])
-    return target
+
+
+def _output(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"failed: {' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -194,6 +279,16 @@ def _parser() -> argparse.ArgumentParser:
         default=ROOT / "dist" / "sbom",
         metavar="DIR",
         help="where bills of materials go (default dist/sbom)",
+    )
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        default=ROOT / "dist" / "packages",
+        metavar="DIR",
+        help="where the lists of Debian packages go (default dist/packages)",
+    )
+    parser.add_argument(
+        "--like", type=Path, metavar="DIR", help="lists of an earlier build, which must be the same"
     )
     parser.add_argument("--no-sbom", action="store_true", help="write no bill of materials")
     return parser
@@ -217,8 +312,7 @@ def main() -> int:
             download_wheels(images, wheels)
         for image in images:
             _run(build_command(image, options))
-            if not given.no_sbom:
-                write_sbom(image, options, given.sbom)
+            _record(image, options, given)
     except BuildError as error:
         print(f"docker/build.py: {error}", file=sys.stderr)  # noqa: T201
         return 1

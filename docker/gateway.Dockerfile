@@ -19,9 +19,11 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
     /opt/lock/install_locked.sh locked /opt/lock/otel.txt
 # tini is process 1: it forwards SIGTERM from the first moment on, before Python has a handler.
 # The base image's own pip goes: nothing is installed into a running container.
+# apt takes what Debian has on the day: the image says which versions those were, and docker/build.py --like compares.
 # hadolint ignore=DL3008
 RUN apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends tini \
+    && dpkg-query --show --showformat='${Package}=${Version}\n' > /opt/lock/debian-packages.txt \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/pip* \
     && groupadd --gid 10001 taut \

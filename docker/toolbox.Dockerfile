@@ -26,9 +26,11 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
 # tini is process 1: it forwards SIGTERM, which Python as process 1 would ignore.
 # A tmpfs takes the mode of the directory it is mounted on, hence 1777.
 # The base image's own pip goes: nothing is installed into a running container.
+# apt takes what Debian has on the day: the image says which versions those were, and docker/build.py --like compares.
 # hadolint ignore=DL3008
 RUN apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends tini \
+    && dpkg-query --show --showformat='${Package}=${Version}\n' > /opt/lock/debian-packages.txt \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/pip* \
     && groupadd --gid 10001 taut \

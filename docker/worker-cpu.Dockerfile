@@ -27,11 +27,13 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
 # g++ and Python's headers: vLLM compiles for this very CPU when it starts. libnuma1: it binds threads to cores.
 # A tmpfs takes the mode of the directory it is mounted on, hence 1777.
 # The base image's own pip goes: nothing is installed into a running container.
+# apt takes what Debian has on the day: the image says which versions those were, and docker/build.py --like compares.
 # hadolint ignore=DL3008
 RUN apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends g++ libnuma1 tini \
     && if [ -z "$(find /usr/local/include /usr/include -name Python.h)" ]; then \
          apt-get install -y -qq --no-install-recommends python3-dev; fi \
+    && dpkg-query --show --showformat='${Package}=${Version}\n' > /opt/lock/debian-packages.txt \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/pip* \
     && groupadd --gid 10001 taut \

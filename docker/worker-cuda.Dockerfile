@@ -18,9 +18,12 @@ RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
 FROM ${BASE_IMAGE}
 # tini is process 1: it forwards SIGTERM from the first moment on and reaps what vLLM leaves behind.
 # A tmpfs takes the mode of the directory it is mounted on, hence 1777.
+# apt takes what Debian has on the day: the image says which versions those were, and docker/build.py --like compares.
 # hadolint ignore=DL3008
 RUN apt-get update -qq \
     && apt-get install -y -qq --no-install-recommends tini \
+    && mkdir /opt/lock \
+    && dpkg-query --show --showformat='${Package}=${Version}\n' > /opt/lock/debian-packages.txt \
     && apt-get clean \
     && rm -rf /var/lib/apt/lists/* \
     && groupadd --gid 10001 taut \

@@ -28,6 +28,8 @@ OBSERVABILITY = HERE.parent / "docker" / "observability"
 MANIFESTS = {"cpu-minimal": "cpu-minimal.yaml"}
 """Name of a CI value set → file in ``manifests``."""
 RELEASE, NAMESPACE = "taut", "taut"
+REGISTRY = "registry.example"
+"""In the manifests: a name that is kept free for examples, so that nobody owns it."""
 PASSED_ON = {"model.gateway", "variants[].gateway", "gateway.config"}
 """Values that hold the gateway's own keys: docs/gateway-settings.md has their table."""
 SPELLINGS = CHART / "files" / "spellings.yaml"
@@ -209,8 +211,10 @@ def manifest(value_set: str) -> str:
         values,
         "--no-hooks",
         "--set=prepare.run=pod",
+        f"--set=global.imageRegistry={REGISTRY}",
     )
-    return f"# Rendered from k8s/chart with ci/{value_set}.yaml by k8s/generate.py.\n{rendered}"
+    written = f"# Rendered from k8s/chart with ci/{value_set}.yaml by k8s/generate.py."
+    return f"{written}\n# Put your registry in the place of {REGISTRY}.\n{rendered}"
 
 
 def expected() -> dict[Path, str]:

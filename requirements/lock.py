@@ -38,7 +38,7 @@ from packaging.version import InvalidVersion, Version
 FOLDER = Path(__file__).resolve().parent
 _JSON = "application/vnd.pypi.simple.v1+json"
 _MACHINES = ("x86_64", "aarch64")
-_PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s\\]+)")
+_PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s\\;]+)")
 Files = list[dict[str, object]]
 Index = Callable[[str], Files]
 
@@ -153,9 +153,10 @@ def _locked_line(line: str, index: Index) -> str:
         hashes = hashes_of(name, version, index(name))
     if not hashes:
         raise LockError(f"{name}=={version}: of another index; write its --hash= by hand")
-    return (
-        " \\\n".join([f"{name}=={version}", *(f"    --hash=sha256:{one}" for one in hashes)]) + "\n"
-    )
+    # Of one machine only: the marker that says so stays.
+    marker = line.partition("--hash")[0].partition(";")[2].strip()
+    pinned = f"{name}=={version} ; {marker}" if marker else f"{name}=={version}"
+    return " \\\n".join([pinned, *(f"    --hash=sha256:{one}" for one in hashes)]) + "\n"
 
 
 def pip_setting(name: str) -> str | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from api_server import Store, api_server
-from chart_rendering import HELM, Document
+from chart_rendering import HELM, OWN_IMAGES, Document
 from generate import CHART
 
 Helm = Callable[..., subprocess.CompletedProcess[str]]
@@ -29,7 +29,8 @@ def release(folder: Path) -> Iterator[tuple[Store, Helm]]:
             if values is not None:
                 path = folder / "values.yaml"
                 path.write_text(json.dumps(values))
-                command += [str(CHART), "--values", str(path), "--disable-openapi-validation"]
+                command += [str(CHART), "--values", str(OWN_IMAGES), "--values", str(path)]
+                command += ["--disable-openapi-validation"]
             return subprocess.run(
                 command, capture_output=True, text=True, timeout=90, env={**os.environ, **env}
             )

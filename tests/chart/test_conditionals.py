@@ -275,6 +275,30 @@ def test_only_the_api_is_published():
     assert [match["path"]["value"] for match in route["matches"]] == ["/v1"]
 
 
+PLACEHOLDERS = [
+    ({}, "registry.invalid/taut/"),
+    ({"gateway": {"repository": "mine.example/g"}}, "registry.invalid/taut/"),
+    ({name: {"repository": "mine.example/x"} for name in ("gateway", "worker")}, "taut/toolbox"),
+]
+
+
+@pytest.mark.parametrize(("images", "named"), PLACEHOLDERS)
+def test_names_that_nobody_owns_are_refused_and_say_what_to_set(images: Document, named: str):
+    given = ("--set-json", f"image={json.dumps(images)}") if images else ()
+    done = helm("template", "rel", str(CHART), *given)
+    assert done.returncode != 0
+    assert "global.imageRegistry: registry.invalid/taut/" in done.stderr
+    assert named in done.stderr and "image.*.repository" in done.stderr
+
+
+def test_one_registry_for_all_images_is_enough():
+    done = helm("template", "rel", str(CHART), "--set", "global.imageRegistry=mine.example/team")
+    assert done.returncode == 0, done.stderr
+    ours = set(re.findall(r"image: (\S+/taut/\S+)", done.stdout))
+    names = ("gateway", "worker-cpu", "toolbox")
+    assert ours == {f"mine.example/team/taut/{name}:0.1.0" for name in names}
+
+
 def test_notes_say_what_is_open():
     def notes(values: Document) -> str:
         done = helm(
@@ -282,6 +306,7 @@ def test_notes_say_what_is_open():
             "rel",
             str(CHART),
             "--dry-run=client",
+            "--set=global.imageRegistry=registry.example",
             "--set-json",
             ",".join(f"{key}={json.dumps(value)}" for key, value in values.items()),
         )

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 from chart_rendering import (
+    OWN_IMAGES,
     Document,
     changed,
     documents,
@@ -161,7 +162,8 @@ def test_model_finds_a_group_that_is_called_as_a_service():
 
 @pytest.mark.parametrize("release", ["a" * 53, "taut.v1.2", "1taut", "9", "my-taut"])
 def test_services_have_names_that_a_service_may_have(release: str):
-    done = helm("template", release, str(CHART), "--values", str(CHART / "ci/cpu-minimal.yaml"))
+    files = [f"--values={path}" for path in (OWN_IMAGES, CHART / "ci/cpu-minimal.yaml")]
+    done = helm("template", release, str(CHART), *files)
     assert done.returncode == 0, done.stderr
     names = [each["metadata"]["name"] for each in of_kind(documents(done.stdout), "Service")]
     assert names and all(is_dns_label(name) for name in names), names

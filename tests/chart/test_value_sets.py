@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_rendering import NOTES, Document, documents, helm, needs_helm, pod_templates
+from chart_rendering import NOTES, OWN_IMAGES, Document, documents, helm, needs_helm, pod_templates
 from cluster_names import is_dns_label
 from generate import CHART
 
@@ -31,7 +31,7 @@ def rendering(name: str) -> Any:
         base.write_text(yaml.safe_dump(WRITTEN["base"]))
         own.write_text(yaml.safe_dump(each.get("values", {})))
         where = ["--namespace", each.get("namespace", "ns"), *each.get("options", [])]
-        values = [f"--values={base}", f"--values={own}"]
+        values = [f"--values={path}" for path in (OWN_IMAGES, base, own)]
         return helm("template", each.get("release", "rel"), str(CHART), *where, *values)
 
 

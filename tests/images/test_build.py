@@ -22,7 +22,7 @@ def locked(name: str) -> dict[str, str]:
     build = build_module()
     files = build._with_included([REPOSITORY / "requirements" / f"{name}.txt"])
     lines = [line for file in files for line in file.read_text().splitlines()]
-    pins = [line.removesuffix(" \\") for line in lines if "==" in line]
+    pins = [line.removesuffix(" \\").partition(" ;")[0] for line in lines if "==" in line]
     return {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in pins}
 
 
@@ -86,17 +86,43 @@ def test_mistakes_cost_one_line(arguments: list[str], said: str, tmp_path: Path)
     ("arguments", "made"), [([], ["gateway"]), (["--no-sbom"], [])], ids=["asked nothing", "no"]
 )
 def test_a_build_writes_a_bill_of_materials_unless_told_not_to(
-    arguments: list[str], made: list[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], made: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     build = build_module()
     written: list[str] = []
     monkeypatch.setattr(build, "_run", lambda command: None)
     monkeypatch.setattr(build, "find_syft", lambda: "syft")
     monkeypatch.setattr(build, "write_sbom", lambda name, *_: written.append(name))
+    monkeypatch.setattr(build, "debian_packages", lambda *_: ["tini=0.19.0-1"])
     monkeypatch.setattr(build.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(sys, "argv", ["build.py", *arguments, "gateway"])
+    packages = ["--packages", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["build.py", *arguments, *packages, "gateway"])
     assert build.main() == 0
     assert written == made
+    assert (tmp_path / "taut-gateway.debian.txt").read_text() == "tini=0.19.0-1\n"
+
+
+def test_a_build_of_other_debian_packages_than_an_earlier_one_is_refused(tmp_path: Path):
+    build = build_module()
+    with pytest.raises(build.BuildError, match=r"has no taut-gateway\.debian\.txt"):
+        build.compare_packages("gateway", ["a=1"], tmp_path)
+    (tmp_path / "taut-gateway.debian.txt").write_text("a=1\nb=2\n")
+    build.compare_packages("gateway", ["b=2", "a=1"], tmp_path)
+    with pytest.raises(build.BuildError, match=r"gateway: other Debian .*: -b=2 \+b=3$"):
+        build.compare_packages("gateway", ["a=1", "b=3"], tmp_path)
+
+
+@pytest.mark.timeout(1800)
+def test_an_image_says_which_debian_packages_it_has(monkeypatch: pytest.MonkeyPatch):
+    name = image("gateway")
+    build = build_module()
+    for variable in ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"):
+        monkeypatch.setenv(variable, engine().environment[variable])
+    said = build.debian_packages("gateway", build.Options("buildah"))
+    query = ("dpkg-query", "--show", "--showformat=${Package}=${Version}\\n")
+    asked = engine().podman("run", "--rm", "--entrypoint", query[0], name, *query[1:])
+    assert said == asked.stdout.splitlines()
+    assert any(each.startswith("tini=0.") for each in said)
 
 
 def test_a_build_without_syft_ends_before_it_begins(

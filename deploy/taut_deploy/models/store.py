@@ -36,6 +36,7 @@ from taut_deploy.models.download import (
     resolve_hub_revision,
 )
 from taut_deploy.models.gguf import convert_gguf
+from taut_deploy.models.gguf_parts import digest_of_parts, stem_of
 from taut_deploy.models.names import (
     belongs_to_catalogue,
     checked_name,
@@ -135,8 +136,8 @@ class ModelStore:
         if path.suffix.lower() == ".gguf":
             if not os.path.isfile(path):  # noqa: PTH113 - likewise
                 raise ModelError(f"{path}: no such GGUF file")
-            name = name_of_gguf(path.stem, str(path))
-            origin = f"gguf sha256:{sha256_file(path)}"
+            name = name_of_gguf(stem_of(path), str(path))
+            origin = f"gguf {digest_of_parts(path)}"
             return self._materialise(name, origin, path.absolute(), force=force)
         if is_hub_id(reference):
             return self._fetch_from_hub(reference, force=force)

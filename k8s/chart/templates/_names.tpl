@@ -73,6 +73,9 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if and (gt (len $parts) 1) (regexMatch "[.:]|^localhost$" (first $parts)) -}}{{- $parts = rest $parts -}}{{- end -}}
 {{- $repository = printf "%s/%s" . (join "/" $parts) -}}
 {{- end -}}
+{{- if hasPrefix "registry.invalid/" $repository -}}
+{{- fail (printf "global.imageRegistry: %s is a placeholder that no registry can hold; set the registry that has your images (docker/README.md, Release), or each image.*.repository" $repository) -}}
+{{- end -}}
 {{- if .image.digest -}}
 {{ $repository }}@{{ .image.digest }}
 {{- else -}}
