@@ -11,6 +11,6 @@ command -v promtool >/dev/null || need+=(prometheus) # promtool tests the alert 
 for tool in podman buildah runc debootstrap iptables; do command -v "$tool" >/dev/null || need+=("$tool"); done # images are built and run
 command -v catatonit >/dev/null || need+=(catatonit) # holds podman's pods, in which the chart is played
 command -v npm >/dev/null || need+=(npm) # one definition that the chart is validated with is an npm package
-command -v chromium >/dev/null || need+=(chromium) # pages of reports are opened in it
+command -v chromium >/dev/null || need+=(chromium) # pages are opened in it
 for tool in netavark aardvark-dns; do [ -x "/usr/lib/podman/$tool" ] || need+=("$tool"); done
 [ "${#need[@]}" = 0 ] || { apt-get update -qq; apt-get install -y -qq --no-install-recommends "${need[@]}"; }

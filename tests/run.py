@@ -42,6 +42,8 @@ ALONE = (
 NICE = 10
 """Of what runs behind: a tenth of its core where the others want that, too. With less, tests would
 take longer than they may."""
+SLOWEST = ("--durations=12", "--durations-min=4")
+"""What each run says of its time."""
 _SUMMARY = re.compile(r"^=+ (.*) in [0-9.]+s.* =+$")
 _COUNT = re.compile(r"(\d+) ([a-z]+)")
 _SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] .*?: (.*)$")
@@ -116,7 +118,7 @@ def run(arguments: Sequence[str], say: Callable[[str], object], pinned: bool = F
         say: takes the lines.
         pinned: on the last core, behind whatever else wants that.
     """
-    command = [sys.executable, "-m", "pytest", "-ra", *arguments]
+    command = [sys.executable, "-m", "pytest", "-ra", *SLOWEST, *arguments]
     if pinned:
         last = str(max(os.sched_getaffinity(0)))
         command = ["taskset", "--cpu-list", last, "nice", "-n", str(NICE), *command]

@@ -26,6 +26,13 @@ COMMANDS = {
         *("validate", "--baseline", "model", "--candidate", "model", "--policy", "balanced"),
         *("--text", "text.txt", "--output", "NAME"),
     ],
+    "shrink": ["shrink", "NAME", "--policy", "balanced", "--text", "text.txt"],
+    "shrink policy": ["shrink", "model", "--policy", "NAME", "--text", "text.txt"],
+    "shrink text": ["shrink", "model", "--policy", "balanced", "--text", "NAME"],
+    "shrink output": [
+        *("shrink", "model", "--policy", "balanced", "--text", "text.txt"),
+        *("--recipe", "recipe.yaml", "--output", "NAME"),
+    ],
     "worker": ["worker", "NAME"],
     "key": ["cache", "key", "NAME"],
     "serve": ["serve", "--config", "NAME"],

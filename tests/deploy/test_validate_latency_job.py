@@ -298,6 +298,7 @@ def test_the_command_line_carries_everything_to_the_servers(servers, folder, tmp
         "verdicts": {"accuracy": "PASS", "tasks": None, "slices": None, "latency": "PASS"},
         "report": str(tmp_path / "r" / "report.json"),
         "junit": str(tmp_path / "r" / "junit.xml"),
+        "page": str(tmp_path / "r" / "report.html"),
     }
     plan = json.loads((tmp_path / "r" / "report.json").read_text())["latency"]["plan"]
     assert plan == {

@@ -122,7 +122,15 @@ class ReadingConversation(Conversation):
         if reading.answer is None:
             await super().whole(body, path)
             return
-        text = {"message": {"content": reading.answer}} if "chat" in path else {}
+        words = reading.answer.split(" ")
+        told = [{"token": word, "logprob": -0.5} for word in words]
+        text: dict[str, Any] = {"message": {"content": reading.answer}} if "chat" in path else {}
+        if body.get("logprobs"):
+            text["logprobs"] = (
+                {"content": told}
+                if "chat" in path
+                else {"tokens": words, "token_logprobs": [-0.5] * len(words)}
+            )
         choice = {"index": 0, "text": reading.answer, "finish_reason": reading.finish_reason}
         usage = {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
         answer = {"id": "x", "model": body.get("model"), "choices": [{**choice, **text}]}

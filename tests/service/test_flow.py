@@ -72,7 +72,7 @@ async def test_pieces_are_handed_over_until_the_end() -> None:
         worker.end()
         await flow
         assert await connection.read() == b""
-        assert connection.complete
+        assert connection.finish()
 
 
 async def test_taker_that_has_enough_leaves_the_rest_to_read() -> None:

@@ -82,3 +82,12 @@ def test_reading_usage_as_it_grows() -> None:
     reframer.feed(growing)
     assert reframer.usage == Usage(4, 90)
     assert charged(growing, CLIENT_CLOSED) == 94
+
+
+def test_text_of_many_sizes_is_counted_as_if_each_was_read() -> None:
+    """Events of a size that was seen before are not read again: one stream, one shape."""
+    sizes = [1, 4, 9, 4, 1, 700, 2000, 4, 2000, 9, 1]
+    reframer = SseReframer(count_text=True)
+    for size in sizes:
+        reframer.feed(event(id="x", choices=[{"delta": {"content": "w" * size}}], n=None))
+    assert reframer.text_bytes == sum(sizes)

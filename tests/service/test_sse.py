@@ -95,3 +95,17 @@ def test_absent_usage_is_none() -> None:
     assert read_usage(b'{"usage":{}}') is None
     assert read_usage(b'{"text":"\\"usage\\":{\\"prompt_tokens\\":5}"}') is None
     assert read_usage(b'{"usage":[{"prompt_tokens":5}]}') is None
+
+
+@given(
+    st.lists(st.sampled_from([b"data:", b"\n", b"\n\n", b"x", b"event: a\n", b": c"]), max_size=9)
+)
+@settings(max_examples=600, deadline=None, derandomize=True)
+def test_events_with_data_are_counted_however_blank_lines_lie(parts: list[bytes]) -> None:
+    stream = b"".join(parts) + b"\n\n"
+    reframer = SseReframer()
+    reframer.feed(stream)
+    assert reframer.events == sum(
+        any(line.startswith(b"data:") for line in event.split(b"\n"))
+        for event in stream.split(b"\n\n")
+    )

@@ -1,7 +1,7 @@
 """``taut shrink``."""
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -180,9 +180,9 @@ def _request(
             text=question.text,
             policy=question.policy,
             output=output,
-            **asdict(sampling),
+            **sampling.for_job(),
             device=access.device,
-            served=_compares_served(serving),
+            served=not sampling.quick and _compares_served(serving),
             trust_remote_code=access.trust_remote_code,
         ),
         served_by=serving.served_by,

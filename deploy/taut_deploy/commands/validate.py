@@ -55,7 +55,6 @@ def validate(
     Accuracy always, latency where both models are URLs. Servers get TAUT_API_KEY as bearer token.
     """
     from taut_deploy.validate.headers import parse_headers, read_api_key
-    from taut_deploy.validate.record import record, signer_for
 
     if not question.explain:
         question.require_all()
@@ -83,9 +82,7 @@ def validate(
         if question.explain:
             _explain(job, question, as_json=as_json)
         _announce_code_of(job)
-        signer = signer_for(job, question.sign)
-        result = run_validation(job)
-        record(job, result, signer)
+        result = _recorded(job, question.sign)
     _answer(result, as_json=as_json)
 
 
@@ -93,6 +90,16 @@ def _announce_code_of(job: ValidationJob) -> None:
     for side in (job.baseline, job.candidate):
         if os.path.isdir(side):  # noqa: PTH112 - never raises
             announce_code(Path(side), job.trust_remote_code)
+
+
+def _recorded(job: ValidationJob, key: Path | None) -> ValidationResult:
+    """Run a job, and write its verdict into the candidate's manifest."""
+    from taut_deploy.validate.record import record, signer_for
+
+    signer = signer_for(job, key)
+    result = run_validation(job)
+    record(job, result, signer)
+    return result
 
 
 def _answer(result: ValidationResult, *, as_json: bool) -> NoReturn:

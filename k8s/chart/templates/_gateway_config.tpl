@@ -46,5 +46,5 @@
 
 {{/* A hash of what a gateway reads once, at its start; the rest it takes over while it runs. */}}
 {{- define "taut.gateway.fixed" -}}
-{{- pick (include "taut.gateway.config" . | fromYaml) "listen" "admin" "rate_limits" "tracing" "access_log" "drain_timeout_s" | toYaml | sha256sum -}}
+{{- pick (include "taut.gateway.config" . | fromYaml) "listen" "admin" "rate_limits" "tracing" "access_log" "drain_timeout_s" "guard" "rollout" | toYaml | sha256sum -}}
 {{- end }}

@@ -110,13 +110,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mutated: dict[int, dict[tuple[Any, ...], int]] = defaultdict(dict)
         self._capacity: dict[int, int] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
         ours = name.removeprefix("taut::") if name.startswith("taut::") else None

@@ -264,13 +264,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     found: str | None = None
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.found is None and (reason := _why_not(func, args, kwargs, result)):

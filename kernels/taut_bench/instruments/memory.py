@@ -198,13 +198,7 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._modules = modules
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The line comes last: only a path can hold the separator.
         parts = (_MARK, func._schema.name, self._module(), caller.line())
         with torch_profiler.record_function(_SEPARATOR.join(parts)):

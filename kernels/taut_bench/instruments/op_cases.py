@@ -61,7 +61,7 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def _w4a16(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+def _w4a16_case(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> testing.W4A16Case:
     return testing.make_w4a16_case(
         sizes["M"],
         sizes["N"],
@@ -71,19 +71,15 @@ def _w4a16(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any,
         asymmetric=bool(sizes["zeros"]),
         with_bias=bool(sizes["bias"]),
         device=str(device),
-    ).operands()
+    )
+
+
+def _w4a16(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    return _w4a16_case(sizes, dtype, device).operands()
 
 
 def _w4a16_cpu(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    case = testing.make_w4a16_case(
-        sizes["M"],
-        sizes["N"],
-        sizes["K"],
-        sizes["G"],
-        dtype=dtype,
-        asymmetric=bool(sizes["zeros"]),
-        with_bias=bool(sizes["bias"]),
-    )
+    case = _w4a16_case(sizes, dtype, torch.device("cpu"))
     K = sizes["K"]
     packed = formats.repack_for_cpu(
         case.weight_packed, case.weight_scale, case.weight_zero_point, K

@@ -66,85 +66,40 @@ def _forward(
     return losses if reduction == "none" else weighted_sum(losses, weights), lse
 
 
+# The options of the ops come in the order of their schemas: those of Objective, then the reduction.
 def _cross_entropy(
-    rows: Rows,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    check: bool,
-    with_grad: bool,
+    rows: Rows, logits: torch.Tensor, target: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check, with_grad = options[5:]
     shape = tuple(logits.shape) if with_grad else (0,)
     grad = launcher.empty(shape, dtype=logits.dtype, device=logits.device)
-    options = (ignore_index, label_smoothing, z_loss, softcap, reduction)
-    return *_forward(rows, logits, target, options, check, grad if with_grad else None), grad
+    return *_forward(rows, logits, target, options[:5], check, grad if with_grad else None), grad
 
 
 def _cross_entropy_(
-    rows: Rows,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    check: bool,
+    rows: Rows, logits: torch.Tensor, target: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = (ignore_index, label_smoothing, z_loss, softcap, reduction)
-    return _forward(rows, logits, target, options, check, logits)
+    return _forward(rows, logits, target, options[:5], options[5], logits)
 
 
-def _backward(
-    rows: Rows,
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    lse: torch.Tensor,
-    options: tuple[int, float, float, float],
-    reduction: str,
-    grad: torch.Tensor,
-) -> None:
-    scale = row_weights(target, options[0], reduction, lse.dtype) * grad_loss.to(lse.dtype)
-    rows(logits, target, Objective(*options), scale.contiguous(), grad, lse)
+def _backward(rows: Rows, grad_loss: torch.Tensor, *saved: Any, grad: torch.Tensor) -> None:
+    logits, target, lse, *objective, reduction = saved
+    scale = row_weights(target, objective[0], reduction, lse.dtype) * grad_loss.to(lse.dtype)
+    rows(logits, target, Objective(*objective), scale.contiguous(), grad, lse)
 
 
 def _cross_entropy_backward(
-    rows: Rows,
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
+    rows: Rows, grad_loss: torch.Tensor, logits: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
     grad = launcher.empty(tuple(logits.shape), dtype=logits.dtype, device=logits.device)
-    options = (ignore_index, label_smoothing, z_loss, softcap)
-    _backward(rows, grad_loss, logits, target, lse, options, reduction, grad)
+    _backward(rows, grad_loss, logits, *rest, grad=grad)
     return grad
 
 
 def _cross_entropy_backward_(
-    rows: Rows,
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
+    rows: Rows, grad_loss: torch.Tensor, logits: torch.Tensor, *rest: Any
 ) -> None:
-    options = (ignore_index, label_smoothing, z_loss, softcap)
-    _backward(rows, grad_loss, logits, target, lse, options, reduction, logits)
+    _backward(rows, grad_loss, logits, *rest, grad=logits)
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"

@@ -31,7 +31,7 @@ Source    chunks of rows with gradients in the forward pass: Liger Kernel, arXiv
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,76 +58,58 @@ from taut_kernels.loss.row_softmax import Objective
 from taut_kernels.loss.target import check_labels, check_values
 
 
-def _linear_cross_entropy(
-    kernels: Kernels,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_by: str,
-    chunk_size: int,
-    accumulate_fp32: bool,
-    check: bool,
-    wants: list[bool],
-) -> tuple[torch.Tensor, ...]:
-    (M, _), V = x.shape, weight.shape[0]
-    if check or not target.is_cuda:
-        check_values(target, V, ignore_index)
-    wanted = Wants(*wants)
-    cut = plan(M, V, x.itemsize, chunk_by, chunk_size, weight_wanted=wanted.weight)
-    counts = target != ignore_index
-    losses, lse, gradients = compute(
-        kernels,
-        Projection(x, weight, bias),
-        target,
-        Objective(ignore_index, label_smoothing, z_loss, softcap),
-        cut,
-        wanted,
-        accumulate_fp32,
-        row_scale(counts, reduction, accumulator(x.dtype)),
-        None,
-    )
-    assert losses is not None
-    return reduce(losses, counts, reduction), lse, *gradients
+class _Call(NamedTuple):
+    """Operands and options of the ops, in the order of their schemas."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    target: torch.Tensor
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+    reduction: str
+    chunk_by: str
+    chunk_size: int
+    accumulate_fp32: bool
+
+    def run(
+        self, kernels: Kernels, wants: list[bool], scale: torch.Tensor, lse: torch.Tensor | None
+    ) -> Any:
+        """Compute losses, lse and gradients; with ``lse`` from before no losses."""
+        wanted = Wants(*wants)
+        sizes = len(self.x), len(self.weight), self.x.itemsize
+        return compute(
+            kernels,
+            Projection(self.x, self.weight, self.bias),
+            self.target,
+            Objective(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap),
+            plan(*sizes, self.chunk_by, self.chunk_size, weight_wanted=wanted.weight),
+            wanted,
+            self.accumulate_fp32,
+            scale,
+            lse,
+        )
+
+
+def _linear_cross_entropy(kernels: Kernels, *given: Any) -> tuple[torch.Tensor, ...]:
+    call, check, wants = _Call(*given[:-2]), *given[-2:]
+    if check or not call.target.is_cuda:
+        check_values(call.target, len(call.weight), call.ignore_index)
+    counts = call.target != call.ignore_index
+    scale = row_scale(counts, call.reduction, accumulator(call.x.dtype))
+    losses, lse, gradients = call.run(kernels, wants, scale, None)
+    return reduce(losses, counts, call.reduction), lse, *gradients
 
 
 def _linear_cross_entropy_backward(
-    kernels: Kernels,
-    grad_loss: torch.Tensor,
-    lse: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_by: str,
-    chunk_size: int,
-    accumulate_fp32: bool,
-    wants: list[bool],
+    kernels: Kernels, grad_loss: torch.Tensor, lse: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
-    (M, _), V = x.shape, weight.shape[0]
-    wanted = Wants(*wants)
-    scale = row_scale(target != ignore_index, reduction, lse.dtype) * grad_loss.to(lse.dtype)
-    _, _, gradients = compute(
-        kernels,
-        Projection(x, weight, bias),
-        target,
-        Objective(ignore_index, label_smoothing, z_loss, softcap),
-        plan(M, V, x.itemsize, chunk_by, chunk_size, weight_wanted=wanted.weight),
-        wanted,
-        accumulate_fp32,
-        scale.contiguous(),
-        lse,
-    )
+    call = _Call(*given[:-1])
+    scale = row_scale(call.target != call.ignore_index, call.reduction, lse.dtype)
+    scale = scale * grad_loss.to(lse.dtype)
+    _, _, gradients = call.run(kernels, given[-1], scale.contiguous(), lse)
     return tuple(gradients)
 
 

@@ -78,68 +78,37 @@ def _compute(
     return losses, gradients
 
 
-def _linear_divergence(
-    rows: loss_divergence.Rows,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    teacher_x: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    teacher_bias: torch.Tensor | None,
-    keep: torch.Tensor,
-    form: str,
-    temperature: float,
-    beta: float,
-    reduction: str,
-    chunk_size: int,
-    accumulate_fp32: bool,
-    wants: list[bool],
-) -> tuple[torch.Tensor, ...]:
-    losses, gradients = _compute(
+def _run(
+    rows: loss_divergence.Rows, given: tuple[Any, ...], grad_loss: torch.Tensor | None
+) -> tuple[torch.Tensor, Any]:
+    """Compute losses and gradients of operands and options in the order of the ops' schemas."""
+    x, keep, reduction = given[0], given[6], given[10]
+    chunk_size, accumulate_fp32, wants = given[11:]
+    scale = row_scale(keep, reduction, accumulator(x.dtype))
+    if grad_loss is not None:
+        scale = (scale * grad_loss.to(scale.dtype)).contiguous()
+    return _compute(
         rows,
-        Projection(x, weight, bias),
-        Projection(teacher_x, teacher_weight, teacher_bias),
+        Projection(*given[:3]),
+        Projection(*given[3:6]),
         keep,
-        Divergence(form, temperature, beta),
-        row_scale(keep, reduction, accumulator(x.dtype)),
+        Divergence(*given[7:10]),
+        scale,
         chunk_size,
         accumulate_fp32,
         Wants(*wants),
     )
-    return reduce(losses, keep, reduction), *gradients
+
+
+def _linear_divergence(rows: loss_divergence.Rows, *given: Any) -> tuple[torch.Tensor, ...]:
+    losses, gradients = _run(rows, given, None)
+    return reduce(losses, given[6], given[10]), *gradients
 
 
 def _linear_divergence_backward(
-    rows: loss_divergence.Rows,
-    grad_loss: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    teacher_x: torch.Tensor,
-    teacher_weight: torch.Tensor,
-    teacher_bias: torch.Tensor | None,
-    keep: torch.Tensor,
-    form: str,
-    temperature: float,
-    beta: float,
-    reduction: str,
-    chunk_size: int,
-    accumulate_fp32: bool,
-    wants: list[bool],
+    rows: loss_divergence.Rows, grad_loss: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, ...]:
-    dtype = accumulator(x.dtype)
-    _, gradients = _compute(
-        rows,
-        Projection(x, weight, bias),
-        Projection(teacher_x, teacher_weight, teacher_bias),
-        keep,
-        Divergence(form, temperature, beta),
-        (row_scale(keep, reduction, dtype) * grad_loss.to(dtype)).contiguous(),
-        chunk_size,
-        accumulate_fp32,
-        Wants(*wants),
-    )
-    return tuple(gradients)
+    return tuple(_run(rows, given, grad_loss)[1])
 
 
 _OPERANDS = (

@@ -182,15 +182,7 @@ def empty_weight(
 def blank_layer(
     N: int, K: int, group_size: int, *, zero_points: bool, device: str = "cuda"
 ) -> Layer:
-    """Make a bf16 layer of one token and zeros only, as it lies on disk: to compile a kernel by.
-
-    Args:
-        N: output features.
-        K: input features.
-        group_size: G in {32, 64, 128}.
-        zero_points: with zero points, else symmetric.
-        device: where to.
-    """
+    """Make a bf16 layer of one token and zeros, as it lies on disk; as for :func:`empty_weight`."""
     x = torch.zeros(1, K, dtype=torch.bfloat16, device=device)
     packed = torch.zeros(N, K // 8, dtype=torch.int32, device=device)
     scale = torch.zeros(N, K // group_size, dtype=torch.bfloat16, device=device)

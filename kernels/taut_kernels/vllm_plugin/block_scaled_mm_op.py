@@ -21,16 +21,8 @@ DEEP_GEMM, DEEP_GEMM_UE8M0, CUTLASS = RESTS = ("DeepGEMM", "DeepGEMM ue8m0", "CU
 """vLLM's kernels that ours was measured against; the second with scales that are powers of two."""
 
 
-def _reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    arrivals: torch.Tensor,
-    out_dtype: torch.dtype,
-    always: bool,
-    rest: str,
-) -> torch.Tensor:
+def _reference(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    x_scale, weight_scale, arrivals, out_dtype, *_ = rest
     return fp8.fp8_gemm_ref(x, weight, x_scale, weight_scale, None, arrivals, out_dtype)
 
 
@@ -50,17 +42,9 @@ def _vllm(
     return y
 
 
-def _dispatch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    arrivals: torch.Tensor,
-    out_dtype: torch.dtype,
-    always: bool,
-    rest: str,
-) -> torch.Tensor:
+def _dispatch(x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tensor:
     (M, K), N = x.shape, weight.shape[0]
+    x_scale, weight_scale, arrivals, out_dtype, always, rest = given
     bucket = tiles_scaled_mm.lookup(fp8.BLOCK_OP, launcher.gpu_name(x.device), N, K, M)
     if always or bucket.wins:
         return launch_block(
@@ -69,16 +53,8 @@ def _dispatch(
     return _vllm(rest, x, weight, x_scale, weight_scale, out_dtype)
 
 
-def _fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    arrivals: torch.Tensor,
-    out_dtype: torch.dtype,
-    *_: Any,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
+def _fake(x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=given[-3])
 
 
 torch.library.define(

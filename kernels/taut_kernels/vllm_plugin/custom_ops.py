@@ -58,42 +58,38 @@ def _fits(x: torch.Tensor) -> bool:
     return x.dtype in silu_mul.DTYPES and x.is_contiguous()
 
 
-class TautSiluAndMul(SiluAndMul):  # type: ignore[misc]
-    """SiLU·mul on `taut::silu_mul`."""
+class _Activated:
+    """What layers on `taut::silu_mul` share; a class of vLLM's comes behind it."""
 
     @classmethod
     def enabled(cls) -> bool:
-        """Say whether the forward is ours: unless ``-SiluAndMul``."""
+        """Say whether the forward is ours: unless ``-<vLLM's class>``."""
         return not _turned_off(cls)
 
     def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
         """Activate [..., 2N] to [..., N]."""
         if not _fits(x):
             _say_not_ours(type(self).__name__, _OTHER_ACTIVATIONS)
-            fallback: torch.Tensor = super().forward_cuda(x)
+            fallback: torch.Tensor = super().forward_cuda(x)  # type: ignore[misc]
             return fallback
         rows = x.view(-1, x.shape[-1])
-        y: torch.Tensor = torch.ops.taut.silu_mul.default(rows, 1.0, 0.0, None, False)
+        y: torch.Tensor = torch.ops.taut.silu_mul.default(rows, *self._form())
         return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
+    def _form(self) -> tuple[float, float, float | None, bool]:
+        """Return the op's alpha, offset, limit, and whether gates and ups take turns."""
+        return 1.0, 0.0, None, False
 
-class TautSwigluOAIAndMul(SwigluOAIAndMul):  # type: ignore[misc]
-    """The activation of gpt-oss on `taut::silu_mul`."""
 
-    @classmethod
-    def enabled(cls) -> bool:
-        """Say whether the forward is ours: unless ``-SwigluOAIAndMul``."""
-        return not _turned_off(cls)
+class TautSiluAndMul(_Activated, SiluAndMul):  # type: ignore[misc]
+    """SiLU·mul on `taut::silu_mul`."""
 
-    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
-        """Activate interleaved [..., 2N] to [..., N]."""
-        if not _fits(x):
-            _say_not_ours(type(self).__name__, _OTHER_ACTIVATIONS)
-            fallback: torch.Tensor = super().forward_cuda(x)
-            return fallback
-        rows = x.view(-1, x.shape[-1])
-        y: torch.Tensor = torch.ops.taut.silu_mul.default(rows, self.alpha, 1.0, self.limit, True)
-        return y.view(*x.shape[:-1], x.shape[-1] // 2)
+
+class TautSwigluOAIAndMul(_Activated, SwigluOAIAndMul):  # type: ignore[misc]
+    """The activation of gpt-oss on `taut::silu_mul`, its input interleaved."""
+
+    def _form(self) -> tuple[float, float, float | None, bool]:
+        return self.alpha, 1.0, self.limit, True
 
 
 Rotated = tuple[torch.Tensor, torch.Tensor | None]

@@ -120,6 +120,7 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
             known_answer.plain_block(down.shape[1]),
             down.dtype,
             down.device,
+            slack=_slack(ups) if self._interpolative else 1.0,
         )
 
     def apply(
@@ -144,6 +145,11 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
         orders = self._order.of_parts(layer)
         delattr(layer, ORDER)
         return [*orders]
+
+
+def _slack(ups: list[torch.Tensor]) -> float:
+    """How much larger errors are where outputs are sums of others that are rounded already."""
+    return max(1.0, *(float(up.float().norm(dim=1).max()) for up in ups))
 
 
 def _up(index: int) -> str:

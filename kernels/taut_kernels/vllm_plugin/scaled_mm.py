@@ -126,11 +126,8 @@ def _check(
     )
 
 
-class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ignore[misc]
-    """W8A8 in int8 on our kernels, symmetric or not, static or dynamic.
-
-    The class name is unique on purpose: ``VLLM_DISABLED_KERNELS`` matches it.
-    """
+class _OnHopper:
+    """What our kernels of layers of 8 bits share; a class of vLLM's comes behind it."""
 
     choice: _Choice
 
@@ -139,6 +136,13 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
         """Decide on the device; a refusal carries its reason and vLLM asks its own kernels."""
         reason = why_not_here(compute_capability)
         return reason is None, reason
+
+
+class TautInt8ScaledMMLinearKernel(_OnHopper, CutlassInt8ScaledMMLinearKernel):  # type: ignore[misc]
+    """W8A8 in int8 on our kernels, symmetric or not, static or dynamic.
+
+    The class name is unique on purpose: ``VLLM_DISABLED_KERNELS`` matches it.
+    """
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Prepare the layer as for CUTLASS; compile ours where it serves."""
@@ -189,19 +193,11 @@ class TautInt8ScaledMMLinearKernel(CutlassInt8ScaledMMLinearKernel):  # type: ig
         return self.choice.record(type(self).__name__, CutlassInt8ScaledMMLinearKernel.__name__)
 
 
-class TautFP8ScaledMMLinearKernel(CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
+class TautFP8ScaledMMLinearKernel(_OnHopper, CutlassFP8ScaledMMLinearKernel):  # type: ignore[misc]
     """W8A8 in e4m3 on our kernels: weights by tensor or channel, activations by tensor or token.
 
     The class name is unique on purpose: ``VLLM_DISABLED_KERNELS`` matches it.
     """
-
-    choice: _Choice
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        """Decide on the device; a refusal carries its reason and vLLM asks its own kernels."""
-        reason = why_not_here(compute_capability)
-        return reason is None, reason
 
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:

@@ -50,16 +50,8 @@ def _reference(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Ten
     return fp8.fp8_gemm_ref(x, weight_t.t(), *scales, *others)
 
 
-def _cutlass(
-    x: torch.Tensor,
-    weight_t: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def _cutlass(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tensor:
+    x_scale, weight_scale, azp_adj, azp, bias, out_dtype = rest
     y = torch.empty((x.shape[0], weight_t.shape[1]), dtype=out_dtype, device=x.device)
     if azp_adj is None:
         torch.ops._C.cutlass_scaled_mm(y, x, weight_t, x_scale, weight_scale, bias)
@@ -70,40 +62,18 @@ def _cutlass(
     return y
 
 
-def _dispatch(
-    x: torch.Tensor,
-    weight_t: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    out_dtype: torch.dtype,
-    always: bool,
-) -> torch.Tensor:
+def _dispatch(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tensor:
     (M, K), N = x.shape, weight_t.shape[1]
     gpu = launcher.gpu_name(x.device)
     bucket = tiles_scaled_mm.lookup(table_op(x.dtype), gpu, N, K, M, in_layer=SURROUNDINGS.in_layer)
+    *vectors, _arrivals, out_dtype, always = rest
     if always or bucket.wins:
-        scales, zeros = (x_scale, weight_scale), (azp_adj, azp)
-        return launch(bucket.tile, x, weight_t.t(), *scales, *zeros, bias, arrivals, out_dtype)
-    return _cutlass(x, weight_t, x_scale, weight_scale, azp_adj, azp, bias, out_dtype)
+        return launch(bucket.tile, x, weight_t.t(), *rest[:-1])
+    return _cutlass(x, weight_t, *vectors, out_dtype)
 
 
-def _fake(
-    x: torch.Tensor,
-    weight_t: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    out_dtype: torch.dtype,
-    always: bool,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight_t.shape[1]), dtype=out_dtype)
+def _fake(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight_t.shape[1]), dtype=rest[-2])
 
 
 torch.library.define(

@@ -32,6 +32,29 @@ _FARTHEST = 1.0 - 1.0 / RESOLUTION
 """A mean of 1 itself leaves nothing to bet on."""
 
 
+class BetLogs:
+    """The log of what each bet of :data:`SHARES` has made of 1; those of parts add up.
+
+    Args:
+        bound: within (-1, 1).
+        side: +1 bets that the mean is above it, -1 below.
+    """
+
+    def __init__(self, bound: float, side: int = +1) -> None:
+        self._bound = bound
+        self._side = side
+        # The worst observation for a bet above is -1, for one below +1; both lose 1 + side * bound.
+        # With bets that grow like its inverse, capital falls as the bound moves towards the data.
+        self._bets = [share / (1.0 + side * bound) for share in SHARES]
+        self.logs = [0.0] * len(SHARES)
+
+    def add(self, step: int, times: int) -> None:
+        """Bet on a value of the grid, seen so many times."""
+        gain = self._side * (step / RESOLUTION - self._bound)
+        for number, bet in enumerate(self._bets):
+            self.logs[number] += times * math.log1p(bet * gain)
+
+
 def log_above(tally: Tally, bound: float) -> float:
     """Return the log of the capital won against "the mean is at most ``bound``".
 
@@ -39,27 +62,19 @@ def log_above(tally: Tally, bound: float) -> float:
         tally: what was seen.
         bound: within (-1, 1).
     """
-    return mixture(bet_logs(tally, bound, +1))
+    return _log_capital(tally, bound, +1)
 
 
 def log_below(tally: Tally, bound: float) -> float:
     """Return the log of the capital won against "the mean is at least ``bound``"."""
-    return mixture(bet_logs(tally, bound, -1))
+    return _log_capital(tally, bound, -1)
 
 
-def bet_logs(tally: Tally, bound: float, side: int = +1) -> list[float]:
-    """Return the log of what each bet of :data:`SHARES` has made of 1; those of parts add up.
-
-    Args:
-        tally: what was seen.
-        bound: within (-1, 1).
-        side: +1 bets that the mean is above it, -1 below.
-    """
-    # The worst observation for a bet above is -1, for one below +1; both lose 1 + side * bound.
-    # With bets that grow like its inverse, capital falls as the bound moves towards the data.
-    largest = 1.0 / (1.0 + side * bound)
-    seen = [(side * (step / RESOLUTION - bound), n) for step, n in tally.counts.items()]
-    return [sum(n * math.log1p(share * largest * gain) for gain, n in seen) for share in SHARES]
+def _log_capital(tally: Tally, bound: float, side: int) -> float:
+    bets = BetLogs(bound, side)
+    for step, times in tally.counts.items():
+        bets.add(step, times)
+    return mixture(bets.logs)
 
 
 def mixture(logs: Sequence[float]) -> float:

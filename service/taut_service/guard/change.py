@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from taut_service.guard.betting import SHARES, bet_logs, log_mean, mixture
-from taut_service.guard.tally import Tally
+from taut_service.guard.betting import SHARES, BetLogs, log_mean, mixture
 
 BLOCK = 50
 """Answers between two beginnings."""
@@ -22,21 +21,20 @@ BLOCKS = 20
 """Newest beginnings that are kept."""
 
 
-def log_risen(whole: Tally, blocks: Mapping[int, Tally], newest: int, bound: float) -> float:
+def log_risen(whole: BetLogs, blocks: Mapping[int, BetLogs], newest: int) -> float:
     """Return the log of the evidence that the mean is, or has come to be, above a bound.
 
     Args:
-        whole: everything that was seen.
-        blocks: number → what was seen in it; blocks that are given up are left out.
+        whole: bets on everything that was seen.
+        blocks: number → bets on what was seen in it; those that are given up are left out.
         newest: number of the newest block.
-        bound: within (-1, 1).
     """
-    logs = [mixture(bet_logs(whole, bound))]
+    logs = [mixture(whole.logs)]
     weights = [0.5]
     since = [0.0] * len(SHARES)
     for number in range(newest, max(-1, newest - BLOCKS), -1):
         if (block := blocks.get(number)) is not None:
-            since = [a + b for a, b in zip(since, bet_logs(block, bound), strict=True)]
+            since = [a + b for a, b in zip(since, block.logs, strict=True)]
         logs.append(mixture(since))
         weights.append(0.5 / ((number + 1) * (number + 2)))
     # Beginnings that have not come yet hold what they were given.

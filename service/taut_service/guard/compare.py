@@ -18,7 +18,7 @@ from taut_service.guard.answers import answer_of, read_answer
 from taut_service.guard.behaviour import Answer, faults, kind_of
 from taut_service.guard.divergence import FULL, NotFiniteError, diverge
 from taut_service.guard.evidence import DISAGREEMENT, KL
-from taut_service.guard.prompts import prompt_of
+from taut_service.guard.prompts import prompt_of, shown_of
 from taut_service.guard.reader import BusyError, Reader, ReadError
 from taut_service.guard.tap import Heard
 
@@ -78,8 +78,8 @@ async def compare(
     prompt = None if request is None else prompt_of(request)
     if request is None or answer is None or prompt is None:
         return Comparison("unsupported")
-    shown = prompt.get("prompt", "") if isinstance(prompt, dict) else ""
-    found = Comparison(COMPARED, kind_of(request), prompt=str(shown), answer=answer.text)
+    shown = shown_of(prompt)
+    found = Comparison(COMPARED, kind_of(request), prompt=shown, answer=answer.text)
     try:
         if answer.text and not answer.tool_calls:
             await _read(found, prompt, answer.text, candidate, baseline, settings)

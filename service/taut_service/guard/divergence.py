@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 LEAST_PROBABILITY = 1e-6
 """Of the bucket of all others: rounding may leave it 0 or less."""
+ROUNDING = 0.01
+"""What a log-probability may be above 0."""
 Distribution = Mapping[int, float]
 """Token id → log-probability, of the top K and the text's own token."""
 
@@ -23,7 +25,7 @@ class UnreadableError(Exception):
 
 
 class NotFiniteError(UnreadableError):
-    """A log-probability is NaN or infinite: the worker computes rubbish."""
+    """A log-probability is NaN, infinite or above 0: the worker computes rubbish."""
 
 
 class Divergence(NamedTuple):
@@ -70,13 +72,13 @@ def read_distributions(answer: Any, prompt: int, total: int) -> list[Distributio
 def _distribution(entry: Any) -> Distribution:
     try:
         found = {int(token): float(told["logprob"]) for token, told in entry.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise UnreadableError("an entry of 'prompt_logprobs' is not as vLLM writes it") from error
     if not found:
         raise UnreadableError("an entry of 'prompt_logprobs' is empty")
     # vLLM writes -inf, which JSON lacks, as a very negative number.
-    if not all(map(math.isfinite, found.values())):
-        raise NotFiniteError("a log-probability is NaN or infinite")
+    if not all(math.isfinite(log) and log <= ROUNDING for log in found.values()):
+        raise NotFiniteError("a log-probability is NaN, infinite or above 0")
     return found
 
 
@@ -102,14 +104,20 @@ def diverge(
 
 def coarse_kl(p: Distribution, q: Distribution) -> float:
     """Return KL(p || q) in nats over the tokens that both told and the bucket of all others."""
-    common = p.keys() & q.keys()
-    rest_p = max(LEAST_PROBABILITY, 1.0 - sum(math.exp(p[token]) for token in common))
-    rest_q = max(LEAST_PROBABILITY, 1.0 - sum(math.exp(q[token]) for token in common))
-    kl = rest_p * math.log(rest_p / rest_q)
-    kl += sum(math.exp(p[token]) * (p[token] - q[token]) for token in common)
-    return max(0.0, kl)
+    shared_p = shared_q = kl = 0.0
+    for token, log_p in p.items():
+        log_q = q.get(token)
+        if log_q is not None:
+            probability = math.exp(log_p)
+            shared_p += probability
+            shared_q += math.exp(log_q)
+            kl += probability * (log_p - log_q)
+    rest_p = max(LEAST_PROBABILITY, 1.0 - shared_p)
+    rest_q = max(LEAST_PROBABILITY, 1.0 - shared_q)
+    return max(0.0, kl + rest_p * math.log(rest_p / rest_q))
 
 
 def _top(distribution: Distribution) -> int:
+    highest = max(distribution.values())
     # Equal ones: the smaller id, at both.
-    return min(distribution, key=lambda token: (-distribution[token], token))
+    return min(token for token, log in distribution.items() if log == highest)

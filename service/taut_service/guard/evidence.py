@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from taut_service.config.settings import GuardSettings
 from taut_service.guard.behaviour import KINDS
-from taut_service.guard.betting import interval, log_below, log_mean
+from taut_service.guard.betting import BetLogs, interval, log_mean, mixture
 from taut_service.guard.change import BLOCK, BLOCKS, log_risen
 from taut_service.guard.tally import Tally, step_of
 
@@ -68,6 +68,37 @@ class Shown(NamedTuple):
     log_held: float
 
 
+class _Measured:
+    """What is known of one measure in one kind: its tally, and the bets if it has a bound."""
+
+    def __init__(self, bound: float | None) -> None:
+        self.tally = Tally()
+        self.bound = bound
+        self.above = None if bound is None else BetLogs(bound, +1)
+        self.below = None if bound is None else BetLogs(bound, -1)
+        self.blocks: dict[int, BetLogs] = {}
+        self._kept = (0, 0, 0.0, 0.0)
+
+    def add(self, step: int, times: int) -> None:
+        self.tally.merge({step: times})
+        if self.above is not None and self.below is not None:
+            self.above.add(step, times)
+            self.below.add(step, times)
+
+    def add_in_block(self, block: int, step: int, times: int) -> None:
+        if self.bound is not None:
+            self.blocks.setdefault(block, BetLogs(self.bound, +1)).add(step, times)
+
+    def logs(self, newest: int) -> tuple[float, float]:
+        """Return log evidence of harm and of holding, kept until more is known."""
+        if self.above is None or self.below is None:
+            return 0.0, 0.0
+        if self._kept[:2] != (self.tally.size, newest):
+            risen = log_risen(self.above, self.blocks, newest)
+            self._kept = self.tally.size, newest, risen, mixture(self.below.logs)
+        return self._kept[2:]
+
+
 class Evidence:
     """Counts of every observed value. Adding up is all that it takes to merge two.
 
@@ -82,9 +113,7 @@ class Evidence:
     ) -> None:
         self.bounds = dict(bounds)
         self.counts: Counter[str] = Counter()
-        self._tallies: dict[tuple[str, str], Tally] = {}
-        self._blocks: dict[tuple[str, str], dict[int, Tally]] = {}
-        self._logs: dict[tuple[str, str], tuple[int, float, float]] = {}
+        self._measured: dict[tuple[str, str], _Measured] = {}
         self.add_counts(counts or {})
 
     @property
@@ -128,24 +157,29 @@ class Evidence:
         """Add what another holder has counted."""
         for field, times in counts.items():
             self.counts[field] += times
-            if field not in (ANSWERS, TOKENS):
-                *block, kind, measure, step = field.split("|")
-                for key in ((kind, measure), (ALL_KINDS, measure)):
-                    tally = self._tally_of(key, int(block[0][1:]) if block else None)
-                    tally.merge({int(step): times})
-
-    def _tally_of(self, key: tuple[str, str], block: int | None) -> Tally:
-        if block is None:
-            return self._tallies.setdefault(key, Tally())
-        return self._blocks.setdefault(key, {}).setdefault(block, Tally())
+            if field in (ANSWERS, TOKENS):
+                continue
+            *block, kind, measure, step = field.split("|")
+            for place in (kind, ALL_KINDS):
+                found = self._measured.get((place, measure))
+                if found is None:
+                    found = _Measured(self.bounds.get(measure))
+                    self._measured[place, measure] = found
+                if block:
+                    found.add_in_block(int(block[0][1:]), int(step), times)
+                else:
+                    found.add(int(step), times)
 
     def replace(self, counts: Mapping[str, int]) -> None:
-        """Forget everything and take these counts."""
-        self.counts.clear()
-        self._tallies.clear()
-        self._blocks.clear()
-        self._logs.clear()
-        self.add_counts(counts)
+        """Have exactly these counts; quick where they are the old ones and more."""
+        more = Counter(counts)
+        more.subtract(self.counts)
+        if min(more.values(), default=0) < 0:
+            self.counts.clear()
+            self._measured.clear()
+            self.add_counts(counts)
+        else:
+            self.add_counts(+more)
 
     def forget_old(self) -> list[str]:
         """Drop the blocks that say nothing any more; return their fields."""
@@ -153,14 +187,15 @@ class Evidence:
         old = [f for f in self.counts if f[0] == "@" and int(f[1 : f.index("|")]) < oldest]
         for field in old:
             del self.counts[field]
-        for blocks in self._blocks.values():
-            for number in [number for number in blocks if number < oldest]:
-                del blocks[number]
+        for found in self._measured.values():
+            for number in [number for number in found.blocks if number < oldest]:
+                del found.blocks[number]
         return old
 
     def tally(self, measure: str, kind: str = ALL_KINDS) -> Tally:
         """Return the tally of a measure."""
-        return self._tallies.get((kind, measure)) or Tally()
+        found = self._measured.get((kind, measure))
+        return Tally() if found is None else found.tally
 
     def harm(self) -> Harm:
         """Return the evidence that some mean lies above its bound."""
@@ -186,26 +221,15 @@ class Evidence:
 
     def shown(self, alpha: float) -> dict[str, Shown]:
         """Return every measure for people; costs some milliseconds."""
-        found = {}
-        for kind, measure in sorted(self._tallies):
+        shown = {}
+        for (kind, measure), found in sorted(self._measured.items()):
             if kind == ALL_KINDS:
-                tally = self._tallies[kind, measure]
+                tally = found.tally
                 low, high = interval(tally, alpha)
-                harm, held = self._evidence(kind, measure)
-                bound = self.bounds.get(measure)
-                found[measure] = Shown(tally.mean, low, high, bound, tally.size, harm, held)
-        return found
+                harm, held = found.logs(self.block)
+                shown[measure] = Shown(tally.mean, low, high, found.bound, tally.size, harm, held)
+        return shown
 
     def _evidence(self, kind: str, measure: str) -> tuple[float, float]:
-        """Return log evidence of harm and of holding, kept until more is known."""
-        tally = self._tallies.get((kind, measure))
-        bound = self.bounds.get(measure)
-        if tally is None or bound is None:
-            return 0.0, 0.0
-        kept = self._logs.get((kind, measure))
-        if kept is None or kept[0] != tally.size:
-            blocks = self._blocks.get((kind, measure), {})
-            risen = log_risen(tally, blocks, self.block, bound)
-            kept = tally.size, risen, log_below(tally, bound)
-            self._logs[kind, measure] = kept
-        return kept[1], kept[2]
+        found = self._measured.get((kind, measure))
+        return (0.0, 0.0) if found is None else found.logs(self.block)

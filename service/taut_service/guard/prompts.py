@@ -35,6 +35,15 @@ def prompt_of(request: Mapping[str, Any]) -> dict[str, Any] | list[int] | None:
     return None
 
 
+def shown_of(prompt: dict[str, Any] | list[int]) -> str:
+    """Return the text that an answer follows: the prompt, or a conversation's last message."""
+    if isinstance(prompt, list):
+        return ""
+    messages = prompt.get("messages")
+    text = prompt.get("prompt") if not messages else messages[-1].get("content")
+    return text if isinstance(text, str) else ""
+
+
 def _conversation(request: Mapping[str, Any]) -> dict[str, Any] | None:
     messages = request["messages"]
     if not isinstance(messages, list) or request.get("continue_final_message"):

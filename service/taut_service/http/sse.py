@@ -76,8 +76,16 @@ class SseReframer:
         rewrite: what is changed in the events; None changes nothing.
     """
 
-    whole = True
-    """Whether only whole events were given out so far."""
+    __slots__ = (
+        "_count_text",
+        "_rest",
+        "_rewriter",
+        "_text_by_size",
+        "events",
+        "text_bytes",
+        "usage",
+        "whole",
+    )
 
     def __init__(self, *, count_text: bool = False, rewrite: Rewrite | None = None) -> None:
         self._count_text = count_text
@@ -87,6 +95,8 @@ class SseReframer:
         self.text_bytes = 0
         self.events = 0
         self.usage: Usage | None = None
+        self.whole = True
+        """Whether only whole events were given out so far."""
 
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes.
@@ -152,8 +162,11 @@ def _count_data(events: bytes) -> int:
     """Count the events that carry data; a comment or a retry hint does not."""
     if b"\r" in events:
         return sum(_DATA_LINE.search(event) is not None for event in BLANK_LINE.split(events))
-    if events[:5] == b"data:" and events.find(b"\n\n") == len(events) - 2:
-        return 1
+    if events[:5] == b"data:" and events[-2:] == b"\n\n":
+        # As most do, each may begin with its data.
+        count = events.count(b"\n\n")
+        if count == 1 or events.count(b"\n\ndata:") == count - 1:
+            return count
     return sum(event.startswith(b"data:") or b"\ndata:" in event for event in events.split(b"\n\n"))
 
 

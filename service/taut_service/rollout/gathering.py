@@ -84,7 +84,6 @@ class Gathering:
         counts = Counter(await self._journal.add_counts(key, pending))
         # What was observed meanwhile is in the evidence and not in the journal yet.
         counts.update(self._pending.get(key, Counter()))
-        evidence = self.of(state)
         if evidence.counts != counts:
             evidence.replace(counts)
             if old := evidence.forget_old():

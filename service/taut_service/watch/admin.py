@@ -2,9 +2,9 @@
 
 It listens on an address of its own, by default on loopback, and is never reachable on the public
 port. Where API keys are configured, it needs one with the scope ``admin``. Browsers are kept out,
-since any page they show could send requests to a loopback address: a request with ``Origin`` is
-refused, and so is one whose ``Host`` is a name other than ``localhost`` or the configured one
-(DNS rebinding).
+since any page they show could send requests to a loopback address: a request with an ``Origin``
+other than this API's own is refused, and so is one whose ``Host`` is a name other than
+``localhost`` or the configured one (DNS rebinding).
 
 What is changed here lasts until the next reload or restart; the file stays the truth.
 """
@@ -23,17 +23,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from taut_service.admit.admission import Admission
 from taut_service.admit.auth import ApiKeys
 from taut_service.config.reload import Reloader
-from taut_service.config.settings import SettingsError
+from taut_service.config.settings import GuardSettings, SettingsError
 from taut_service.errors import ConflictError, ForbiddenError, NotFoundError, RequestError
 from taut_service.http.api_errors import install_error_handlers
 from taut_service.http.docs_page import add_docs
 from taut_service.http.openapi import ERROR, own_document
 from taut_service.route.variants import Model, UnknownVariantError
+from taut_service.watch.admin_playground import add_playground
 from taut_service.watch.admin_rollout import RolloutControls, add_rollout, operator_of
 from taut_service.watch.admin_state import GatewayState, WorkerReport, describe, worker_report
 from taut_service.watch.drain import Drain
 from taut_service.watch.families import taut_version
 from taut_service.watch.key_usage import KeyUsage, UsageReport
+from taut_service.watch.ui.page import add_ui
 from taut_service.worker.discovery.supervisor import Supervisor
 from taut_service.worker.worker import Worker
 
@@ -133,6 +135,9 @@ def create_admin(controls: Controls) -> FastAPI:
     _add_drain(admin, controls)
     if controls.rollout is not None:
         add_rollout(admin, controls.rollout)
+    guard = controls.reloader.current.settings.guard
+    add_playground(admin, controls.reloader, guard or GuardSettings())
+    add_ui(admin)
     document = own_document(admin)
     # FastAPI's documented way to replace the document.
     admin.openapi = lambda: document  # type: ignore[method-assign]
@@ -149,9 +154,12 @@ def _values(request: Request, wanted: bytes) -> list[bytes]:
 
 
 def _refuse_browsers(request: Request, configured: str) -> None:
-    if _values(request, b"origin"):
-        raise ForbiddenError("the admin API takes no requests from web pages")
-    name = _host_name(request.headers.get("host", ""))
+    authority = request.headers.get("host", "")
+    for origin in _values(request, b"origin"):
+        # Its own page at /ui is of the same origin; no other page is.
+        if origin.decode("latin-1") not in (f"http://{authority}", f"https://{authority}"):
+            raise ForbiddenError("the admin API takes no requests from web pages")
+    name = _host_name(authority)
     if name not in ("localhost", configured) and not _is_address(name):
         raise ForbiddenError(f"the admin API is not known as {name[:100]!r}; use its address")
 
@@ -175,7 +183,11 @@ def _add_state(admin: FastAPI, controls: Controls) -> None:
     @admin.get("/admin/state", summary="Configuration, models, variants, workers, live streams")
     async def show_state() -> GatewayState:
         return describe(
-            controls.reloader.current, controls.admission, controls.discovery, controls.drain
+            controls.reloader.current,
+            controls.admission,
+            controls.discovery,
+            controls.drain,
+            guarded=controls.rollout is not None,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -165,25 +166,30 @@ def _add_report(admin: FastAPI, controls: RolloutControls) -> None:
     @admin.get("/admin/rollout", summary="Rollouts, and what the guard knows of each variant")
     async def show_rollouts() -> RolloutList:
         rollouts = controls.rollouts
+        # Copied at once: a reload may come in between. Intervals cost some milliseconds each.
         reports = [
-            await _report(controls, name)
+            _report(controls, name)
             for name, model in controls.reloader.current.models.items()
             if model.settings.baseline is not None
         ]
+        finished = await asyncio.to_thread(lambda: [make() for make in reports])
         return RolloutList(
             journal_up=rollouts is None or rollouts.up,
             steps=[] if rollouts is None else list(rollouts.settings.steps),
-            rollouts=reports,
+            rollouts=finished,
         )
 
 
-async def _report(controls: RolloutControls, name: str) -> RolloutReport:
+def _report(controls: RolloutControls, name: str) -> Callable[[], RolloutReport]:
+    """Copy what is known of a model; what is returned makes the report of it, in any thread."""
     model = controls.reloader.current.models[name]
     rollouts = controls.rollouts
     state = None if rollouts is None else rollouts.state(name)
     decision = None if rollouts is None else rollouts.decisions.get(name)
-    variants = [variant for known, variant in controls.guard.pairs() if known == name]
-    return RolloutReport(
+    watched = [variant for known, variant in controls.guard.pairs() if known == name]
+    evidence = [_evidence(controls.guard, name, variant) for variant in watched]
+    weights = model.weights
+    return lambda: RolloutReport(
         model=name,
         baseline=model.settings.baseline or "",
         candidate=None if state is None else state.candidate,
@@ -192,29 +198,33 @@ async def _report(controls: RolloutControls, name: str) -> RolloutReport:
         since=None if state is None else datetime.fromtimestamp(state.since, UTC),
         why="" if state is None else state.why,
         next="" if decision is None else decision.why,
-        weights=model.weights,
-        evidence=[await _evidence(controls.guard, name, variant) for variant in variants],
+        weights=weights,
+        evidence=[make() for make in evidence],
     )
 
 
-async def _evidence(guard: Guard, model: str, variant: str) -> EvidenceReport:
-    evidence, alpha = guard.evidence(model, variant), guard.settings.alpha
+def _evidence(guard: Guard, model: str, variant: str) -> Callable[[], EvidenceReport]:
+    known, alpha = guard.evidence(model, variant), guard.settings.alpha
     verdict, why = _judge(guard, model, variant)
-    # Of a copy, in a thread: intervals cost some milliseconds each.
-    copy = Evidence(evidence.bounds, evidence.counts)
-    shown = await asyncio.to_thread(copy.shown, alpha)
-    differing = shown.get("disagreement_of_variant")
-    return EvidenceReport(
-        variant=variant,
-        verdict=verdict,
-        why=why,
-        paused=guard.paused(model, variant),
-        answers=copy.answers,
-        tokens=copy.tokens,
-        alpha=alpha,
-        agreement=None if differing is None else 1.0 - differing.mean,
-        measures={name: MeasureReport(**told._asdict()) for name, told in shown.items()},
-    )
+    paused, counts = guard.paused(model, variant), dict(known.counts)
+
+    def make() -> EvidenceReport:
+        copy = Evidence(known.bounds, counts)
+        shown = copy.shown(alpha)
+        differing = shown.get("disagreement_of_variant")
+        return EvidenceReport(
+            variant=variant,
+            verdict=verdict,
+            why=why,
+            paused=paused,
+            answers=copy.answers,
+            tokens=copy.tokens,
+            alpha=alpha,
+            agreement=None if differing is None else 1.0 - differing.mean,
+            measures={name: MeasureReport(**told._asdict()) for name, told in shown.items()},
+        )
+
+    return make
 
 
 def _judge(guard: Guard, model: str, variant: str) -> tuple[Verdict, str]:

@@ -75,11 +75,17 @@ class GatewayState(BaseModel):
     loaded_at: datetime
     draining: bool
     live: int
+    guarded: bool
     models: dict[str, ModelReport]
 
 
 def describe(
-    generation: Generation, admission: Admission, discovery: Supervisor, drain: Drain
+    generation: Generation,
+    admission: Admission,
+    discovery: Supervisor,
+    drain: Drain,
+    *,
+    guarded: bool,
 ) -> GatewayState:
     """Copy the state of everything.
 
@@ -88,6 +94,7 @@ def describe(
         admission: what runs and waits.
         discovery: the watches.
         drain: the door.
+        guarded: whether variants are compared with a baseline.
     """
     watched = {(model, variant): state for model, variant, state in discovery.states()}
     return GatewayState(
@@ -95,6 +102,7 @@ def describe(
         loaded_at=datetime.fromtimestamp(generation.loaded_at, UTC),
         draining=drain.draining,
         live=drain.live,
+        guarded=guarded,
         models={
             name: _model(model, admission, watched) for name, model in generation.models.items()
         },

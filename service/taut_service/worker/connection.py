@@ -46,6 +46,14 @@ class Connection(asyncio.Protocol):
             nothing does not count.
     """
 
+    __slots__ = (
+        "_buffered", "_busy", "_complete", "_deadline", "_error", "_event_deadline", "_fields",
+        "_first_byte_s", "_first_token_s", "_framing", "_gap_s", "_head_done", "_idle_s",
+        "_keep_alive", "_look_s", "_loop", "_on_closed", "_parser", "_paused", "_pieces",
+        "_sent_at", "_take", "_timer", "_trailers", "_transport", "_until_close", "_waiter",
+        "got_bytes", "headers", "received", "status",
+    )  # fmt: skip
+
     def __init__(self, on_closed: Callable[[Connection], None], timeouts: Timeouts) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_closed = on_closed
@@ -159,11 +167,6 @@ class Connection(asyncio.Protocol):
         self._event_deadline = self._loop.time() + self._gap_s
 
     @property
-    def complete(self) -> bool:
-        """Whether the last byte of the answer has arrived (it may still wait to be read)."""
-        return self._complete
-
-    @property
     def alive(self) -> bool:
         """Whether the socket is open as far as this side knows."""
         return self._transport is not None and not self._transport.is_closing()
@@ -222,8 +225,6 @@ class Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(pause, self._check_deadline)
             return
         self._fail(StallError("no answer" if not self.got_bytes else "silence within the answer"))
-
-    # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -299,8 +300,6 @@ class Connection(asyncio.Protocol):
                 self._wake()
             else:
                 self._fail(ConnectionLostError("closed by the worker"))
-
-    # httptools callbacks
 
     def on_message_begin(self) -> None:
         """Refuse a second answer to one request."""

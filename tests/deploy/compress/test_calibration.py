@@ -66,6 +66,12 @@ def test_too_little_text_says_how_much_there_is(room):
         from_file(room, sequences=13)
 
 
+def test_an_empty_text_is_refused(room, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(RecipeError, match=r"empty\.txt gives 0 sequences of 32 tokens"):
+        from_file(room, path=str(tmp_path / "empty.txt"))
+
+
 @pytest.mark.parametrize("name", ["missing.txt", "model"])
 def test_a_file_that_cannot_be_read_is_named(name, room):
     with pytest.raises(RecipeError, match=rf"calibration\.path: cannot read .*{name}"):

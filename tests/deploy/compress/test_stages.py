@@ -208,6 +208,10 @@ REFUSED = {
         ],
         r"gate_proj W4A16 g64, up_proj W4A16 g32",
     ),
+    "a head, which stays as it is": (
+        [quantize(layers=["lm_head"])],
+        r"stages\.0: .*lm_head.* leaves no linear layer of a decoder block",
+    ),
     "a stage with nothing left": (
         [quantize(layers=["*mlp*"], ignore=["*mlp*"]), quantize("W8A8")],
         r"stages\.0: .*leaves no linear layer",

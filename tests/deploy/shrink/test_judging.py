@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 from shrink_room import make_try
 
-from taut_deploy.frontier.judging import miss_of, rejudged
+from taut_deploy.frontier.judging import beyond_text, miss_of, rejudged
 from taut_deploy.frontier.walk import Frontier
-from taut_deploy.validate import Metric, Verdict
-from taut_deploy.validate.policy import Policy
+from taut_deploy.validate import Metric, ValidationJob, Verdict
+from taut_deploy.validate.policy import Policy, load_policy
+
+JOB = {"baseline": "b", "candidate": "c", "text": Path("t"), "output": Path("o")}
 
 
-def policy(latency=None, **require) -> Policy:
-    return Policy.model_validate({"name": "p", "require": require, "latency": latency})
+def policy(**require) -> Policy:
+    return Policy.model_validate({"name": "p", "require": require})
 
 
 def policy_of_kl(most: float) -> Policy:
@@ -23,12 +26,14 @@ def policy_of_kl(most: float) -> Policy:
 
 
 def measured(low: float, high: float):
-    """A try with this interval of KL; the policy it was judged by wants nothing beyond accuracy."""
+    """A try of two sequences with this interval of KL."""
     metric = Metric((low + high) / 2, low, high, low, high)
-    return make_try(
-        metrics={"mean_kl": dataclasses.asdict(metric)},
-        policy=policy_of_kl(9.0).model_dump(mode="json"),
-    )
+    return make_try(metrics={"mean_kl": dataclasses.asdict(metric)})
+
+
+def again(old, new: Policy, **job):
+    """What is said of a try under another policy."""
+    return rejudged(old, new, ValidationJob(**JOB, policy="p", **job))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +41,7 @@ def measured(low: float, high: float):
     [(0.3, Verdict.PASS), (0.2, Verdict.INCONCLUSIVE), (0.05, Verdict.FAIL)],
 )
 def test_the_interval_decides(most, expected):
-    judged = rejudged(measured(0.1, 0.3), policy_of_kl(most))
+    judged = again(measured(0.1, 0.3), policy_of_kl(most))
     assert judged is not None
     verdict, rules = judged
     assert verdict is expected
@@ -44,16 +49,28 @@ def test_the_interval_decides(most, expected):
 
 
 def test_figures_that_do_not_suffice_are_measured_anew():
-    assert rejudged(measured(0.1, 0.3), policy(top1_agreement={"min": 0.5})) is None
+    only_kl = measured(0.1, 0.3)
+    assert again(only_kl, policy(top1_agreement={"min": 0.5})) is None
 
 
-def test_a_policy_that_judges_more_than_accuracy_is_measured_anew():
+def test_what_more_draws_may_decide_is_measured_anew():
+    undecided = policy_of_kl(0.2)
+    assert again(measured(0.1, 0.3), undecided, sequences=2, max_sequences=4) is None
+    assert again(measured(0.1, 0.3), undecided, sequences=2, max_sequences=2) is not None
+
+
+def test_a_policy_that_asks_for_slices_or_tasks_is_measured_anew():
     old = measured(0.1, 0.3)
-    asks_more = old.model_copy(update={"policy": {**old.policy, "tasks": {"mine": {}}}})
-    assert rejudged(asks_more, policy_of_kl(1.0)) is None
-    # Latency that is not required is never judged on directories.
-    optional = policy({"required": False, "ttft_p50_ratio_at_most": 2.0}, mean_kl={"max": 1.0})
-    assert rejudged(old, optional) is not None
+    sliced = Policy.model_validate(
+        {"name": "p", "require": {"mean_kl": {"max": 1.0}}, "slices": {"code": {}}}
+    )
+    assert again(old, sliced) is None
+    asked = beyond_text(sliced, ValidationJob(**JOB, policy="p"))
+    assert again(old.model_copy(update={"beyond": asked}), sliced) is not None
+    # Bounds of the command line's tasks bound none here, and latency that is not required is
+    # never judged on directories: the built-in policies have both.
+    built_in = load_policy("balanced").model_copy(update={"require": policy_of_kl(1.0).require})
+    assert again(old, built_in) is not None
 
 
 def test_what_a_worker_answered_still_fails_the_candidate():
@@ -67,7 +84,7 @@ def test_what_a_worker_answered_still_fails_the_candidate():
         "part": "accuracy",
     }
     old = measured(0.1, 0.3).model_copy(update={"rules": [served]})
-    judged = rejudged(old, policy_of_kl(1.0))
+    judged = again(old, policy_of_kl(1.0))
     assert judged is not None
     assert judged[0] is Verdict.FAIL
     assert judged[1][-1] == served

@@ -16,6 +16,7 @@ from taut_deploy.compress.mixed.scores import Scoring
 from taut_deploy.frontier import walk
 from taut_deploy.models.store import describe_directory
 from taut_deploy.recipe import load_recipe
+from taut_deploy.verdict_record import require_verdict
 
 
 def outcomes(room, output: str) -> list[tuple[str, str]]:
@@ -124,6 +125,8 @@ def test_a_removed_checkpoint_that_passes_another_policy_is_made_again_to_the_sa
     assert found.validation is not None
     assert found.validation["verdict"] == "PASS"
     assert found.validation["policy"] == "middling.yaml"
+    said = require_verdict(made[0].output, found, "PASS", None)
+    assert said == "verdict PASS under policy middling.yaml"
 
 
 def test_other_data_are_measured_anew(room, run):

@@ -8,10 +8,12 @@ import math
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from validate_setup import VOCABULARY, write_model
+from validate_setup import VOCABULARY, FakeServer, write_model
 
 from taut_deploy.validate import CouldNotValidateError
 from taut_deploy.validate.checkpoint_source import CheckpointSource, CheckpointTokenizer
+from taut_deploy.validate.generation import Generation
+from taut_deploy.validate.server_source import ServerConnection, ServerSource
 from taut_deploy.validate.tasks.answers import answer_item
 from taut_deploy.validate.tasks.items import Item, read_task
 from taut_deploy.validate.tasks.likelihood import choice_logprobs, encode_choices
@@ -128,3 +130,22 @@ def test_an_item_beyond_the_context_is_refused(model):
 )
 def test_answers_are_matched(answer, references, match, right):
     assert is_right(answer, references, match) is right
+
+
+def test_answers_end_where_the_context_does(model):
+    source = CheckpointSource(model, "candidate", "cpu")
+    fits = Item(prompt=" ".join(["w1"] * 120), reference="w2", max_tokens=50, stop=())
+    assert len(answer_item(source, CheckpointTokenizer(model), None, fits).said.split()) <= 8
+    full = Item(prompt=" ".join(["w1"] * 128), reference="w2")
+    with pytest.raises(CouldNotValidateError, match="128 tokens leaves no room in its 128 posit"):
+        answer_item(source, CheckpointTokenizer(model), None, full)
+
+
+def test_a_server_is_asked_for_no_more_than_its_context_holds(model):
+    server = FakeServer(model)
+    with server.listening() as url:
+        source = ServerSource(ServerConnection(url, "candidate", {}, 30.0), None, 5)
+        source.write([2] * 120, Generation(50))
+        assert server.requests[-1][1]["max_tokens"] == 8
+        with pytest.raises(CouldNotValidateError, match="a prompt of 128 tokens leaves no room"):
+            source.write([2] * 128, Generation(50))

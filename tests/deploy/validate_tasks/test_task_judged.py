@@ -135,3 +135,21 @@ def test_the_items_that_power_needs_are_those_of_a_simulation():
         found += metrics["difference"].low >= -margin
     assert found / 400 == pytest.approx(0.8, abs=0.06)
     assert items_needed(0.1, 0.0) is None
+
+
+@pytest.mark.parametrize(("metric", "side"), [("difference", "min"), ("flips", "max")])
+def test_a_task_at_its_limit_passes_in_at_most_one_run_of_twenty(metric, side):
+    """The whole way: items drawn, looks, boundaries, limits."""
+    shares = (0.62, 0.08, 0.05, 0.25)
+    limit = {"difference": 0.05 - 0.08, "flips": 0.13}[metric]
+    bounds = TaskBounds.model_validate({metric: {side: limit}})
+    generator = np.random.default_rng(23)
+    passed = failed = 0
+    runs = 300
+    for _ in range(runs):
+        kinds = generator.choice(4, size=240, p=shares)
+        judged, _ = asked(bounds, kinds < 2, (kinds == 0) | (kinds == 2), first_look=60)
+        passed += judged.rules[0].verdict is Verdict.PASS
+        failed += judged.rules[0].verdict is Verdict.FAIL
+    assert passed / runs <= 0.05
+    assert failed / runs <= 0.05

@@ -12,9 +12,9 @@ import torch
 from taut_bench.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import verdict as measured_scaled_mm
-from taut_kernels.gemm.scaled_mm.lookup import Bucket, ScaledMmTable
+from taut_kernels.gemm.scaled_mm.lookup import Bucket
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
-from taut_kernels.gemm.scaled_mm.verdict import MeasuredTable
+from taut_kernels.launch.tile_tables import Table
 from taut_kernels.vllm_plugin import block_scaled_mm_op as op
 
 needs_vllm = pytest.mark.skipif(
@@ -22,20 +22,20 @@ needs_vllm = pytest.mark.skipif(
 )
 GPU = "card 9"
 TILE = ScaledMmTile("pairs", 16, 64, 256, 4, 4)
-BUCKETS = tuple(Bucket(limit, TILE, wins=False) for limit in (16, 64, None))
+BUCKETS = tuple((limit, (Bucket(limit, TILE, wins=False),) * 2) for limit in (16, 64, None))
 
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A card on which 64×256 won at 1 and 16 tokens, and 64×384 nowhere."""
     products = {("fp8_block", 64, 256): BUCKETS, ("fp8_block", 64, 384): BUCKETS}
-    table = ScaledMmTable(GPU, products, in_layer=products)
+    table = Table(GPU, products)
     ratios = {
-        ("fp8_block", 64, 256): {1: 1.2, 16: 1.0, 64: 0.9, 128: 0.8},
-        ("fp8_block", 64, 384): {1: 0.9},
+        ("fp8_block", 64, 256): ({1: 1.2, 16: 1.0, 64: 0.9, 128: 0.8}, {}),
+        ("fp8_block", 64, 384): ({1: 0.9}, {}),
     }
     monkeypatch.setattr(tiles_scaled_mm, "tables", lambda: {GPU: table})
-    judged = MeasuredTable(GPU, ratios, in_layer={})
+    judged = Table(GPU, ratios)
     monkeypatch.setattr(measured_scaled_mm, "tables", lambda: {GPU: judged})
     for cached in (tiles_scaled_mm.buckets, tiles_scaled_mm._by_limit):
         cached.cache_clear()

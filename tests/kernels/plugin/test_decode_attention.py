@@ -18,6 +18,7 @@ from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.decode import cut
 from taut_kernels.attention.decode import op as decode
 from taut_kernels.attention.decode import reference as decode_reference
+from taut_kernels.launch.tile_tables import Table
 from taut_kernels.vllm_plugin import compat, decode_attention
 from taut_kernels.vllm_plugin.decode_attention import LayerFacts
 
@@ -56,7 +57,7 @@ def test_reasons_and_options_agree(gpu: str | None, mode: str, reason: str | Non
 
 def test_a_table_without_decode_rows_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = {("forward", 128, 2, "large"): attention_tiles.AttentionTile(64, 64, 4, 2)}
-    table = attention_tiles.AttentionTable("card", forward)
+    table = Table("card", forward)
     monkeypatch.setattr(attention_tiles, "tables", lambda: {"card": table})
     assert "not measured" in str(decode_attention.why_not_used("card", "prefer"))
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from taut_kernels.activation import silu_mul_launch
+from taut_kernels.launch.tile_tables import Table
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.rope import rope_launch
 from taut_kernels.rowwise import quantize
@@ -34,7 +35,7 @@ def test_who_asks_what_a_card_would_use_loads_no_compiler(run_python: Any) -> No
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tiles_fused.FusedTable("card", {})
+    table = Table("card", {})
     monkeypatch.setattr(tiles_fused, "tables", lambda: {"card": table})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 from taut_bench.testing.scaled_mm import ScaledMmCase, make_scaled_mm_case
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
-from taut_kernels.gemm.scaled_mm.lookup import Bucket, ScaledMmTable
+from taut_kernels.gemm.scaled_mm.lookup import Bucket
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
+from taut_kernels.launch.tile_tables import Table
 from taut_kernels.vllm_plugin import compat, scaled_mm_op, selection
 
 needs_vllm = pytest.mark.skipif(
@@ -20,8 +22,10 @@ needs_vllm = pytest.mark.skipif(
 )
 GPU = "card 9"
 TILE = ScaledMmTile("ring", 16, 64, 128, 4, 3)
-MIXED = (Bucket(16, TILE, wins=True), Bucket(64, TILE, wins=False), Bucket(None, TILE, wins=True))
-LOST = (Bucket(None, TILE, wins=False),)
+MIXED = tuple((limit, (Bucket(limit, TILE, wins=limit != 64),) * 2) for limit in (16, 64, None))
+LOST_ALONE = tuple(
+    (limit, (replace(alone, wins=False), in_layer)) for limit, (alone, in_layer) in MIXED
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +34,9 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     buckets = {
         ("w8a8_gemm", 64, 128): MIXED,
         ("fp8_gemm", 64, 128): MIXED,
-        ("w8a8_gemm", 48, 128): LOST,
+        ("w8a8_gemm", 48, 128): LOST_ALONE,
     }
-    table = ScaledMmTable(GPU, buckets, in_layer=buckets | {("w8a8_gemm", 48, 128): MIXED})
+    table = Table(GPU, buckets)
     monkeypatch.setattr(tiles_scaled_mm, "tables", lambda: {GPU: table})
     tiles_scaled_mm.buckets.cache_clear()
     yield

@@ -411,7 +411,7 @@ def test_gpu_op_contract(op: str) -> None:
 def test_gpu_every_tile_of_the_tables_is_right() -> None:
     name = torch.cuda.get_device_name()
     table = tile_tables.of_card(tiles_fused.tables(), name)
-    for (op, N), rows in table.tiles.items() if table else ():
+    for (op, N), rows in table.choices.items() if table else ():
         if "rms_norm" not in op:
             continue
         for limit, tile in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -343,10 +344,9 @@ def test_kernel_variants_cover_every_tile_of_the_tables() -> None:
     keys = {(v.label, v.tile) for v in variants}
     assert len(variants) == len({(v.label, v.tile, v.target) for v in variants})
     for table in tiles_scaled_mm.tables().values():
-        for some in (table.buckets, table.in_layer):
-            for (op, _, _), buckets in some.items():
-                for bucket in buckets:
-                    assert any(label.startswith(op) and tile == bucket.tile for label, tile in keys)
+        for (op, _, _), rows in table.choices.items():
+            for bucket in itertools.chain.from_iterable(pair for _, pair in rows):
+                assert any(label.startswith(op) and tile == bucket.tile for label, tile in keys)
     early = {v.label.split()[0] for v in variants if v.tile.early}
     assert early == {"w8a8_gemm", "fp8_gemm", "fp8_block"}
     assert all(v.target == "sm_90" for v in variants if v.label.startswith("fp8"))

@@ -29,6 +29,7 @@ from taut_kernels.gemm.w4a16.op import w4a16_gemm_ref
 from taut_kernels.gemm.w4a16.ring_tile import WgmmaRingTile
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 from taut_kernels.launch import launcher
+from taut_kernels.launch.tile_tables import Table
 
 DTYPES = (torch.float16, torch.bfloat16)
 TILES = {
@@ -226,14 +227,14 @@ def test_a_row_of_a_format_is_compiled_in_it(name: str, monkeypatch: pytest.Monk
     odd = DecodeTile(1, 1, 2, 1, 2, 2, 2, True)
     decodes = {(4096, 4096, 1, weights): odd, (4096, 4096, 2, weights): odd}
     decodes[32768, 1024, 1, weights] = tiles_decode.rule(32768, 1024, 1, hopper=True)
-    tables = {"card": tiles_decode.DecodeTable("card", decodes)}
+    tables = {"card": Table("card", decodes)}
     monkeypatch.setattr(tiles_decode, "tables", lambda: tables)
     choices: dict[Any, tiles_wgmma.Choice] = {
         (4096, 4096, 0, weights): RingTile(1, 8, 2, 5, 4),
         (4096, 4096, 2, weights): tiles_wgmma.WgmmaTile(64, 1, 4, 2, 4, 3, True, False),
         (4096, 4096, 3, weights): WgmmaRingTile(128, 1, 2, 2, 3, 3),
     }
-    products = {"card": tiles_wgmma.WgmmaTable("card", choices)}
+    products = {"card": Table("card", choices)}
     monkeypatch.setattr(tiles_wgmma, "tables", lambda: products)
     scheme = f"{'asym' if weights.zero_points else 'sym'} group={weights.group_size} K="
     for every_variant, tiles in (

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from taut_service.guard.betting import SHARES, WEIGHTS, bet_logs, log_above
+from taut_service.guard.betting import SHARES, WEIGHTS, BetLogs, log_above
 from taut_service.guard.change import BLOCK, BLOCKS, log_risen
 from taut_service.guard.evidence import Evidence
 from taut_service.guard.tally import Tally
@@ -43,23 +43,33 @@ def test_false_alarms_of_the_mixture_over_all_times_of_change_stay_below_alpha()
 def test_the_mixture_is_that_of_its_definition() -> None:
     rng = np.random.default_rng(1)
     values = rng.uniform(-0.3, 0.5, 3 * BLOCK + 7).round(3)
-    whole, blocks = Tally(), {}
+    whole, bets, blocks = Tally(), BetLogs(BOUND), {}
     for number, value in enumerate(values):
-        whole.add(float(value))
-        blocks.setdefault(number // BLOCK, Tally()).add(float(value))
+        step = whole.add(float(value))
+        bets.add(step, 1)
+        blocks.setdefault(number // BLOCK, BetLogs(BOUND)).add(step, 1)
     expected = 0.5 * math.exp(log_above(whole, BOUND)) + 0.5 / 5
     for start in range(4):
         since = Tally()
         for value in values[start * BLOCK :]:
             since.add(float(value))
         expected += 0.5 / ((start + 1) * (start + 2)) * math.exp(log_above(since, BOUND))
-    assert log_risen(whole, blocks, 3, BOUND) == pytest.approx(math.log(expected))
+    assert log_risen(bets, blocks, 3) == pytest.approx(math.log(expected))
 
 
-def test_logs_of_parts_add_up() -> None:
-    parts = bet_logs(Tally({10: 3}), BOUND), bet_logs(Tally({-20: 2}), BOUND)
-    both = bet_logs(Tally({10: 3, -20: 2}), BOUND)
-    assert [a + b for a, b in zip(*parts, strict=True)] == pytest.approx(both)
+def test_replacing_counts_by_more_or_by_others_is_as_beginning_with_them() -> None:
+    evidence = Evidence({"kl": BOUND, "slow": 0.5})
+    for value in (0.1, -0.2, 0.3):
+        evidence.observe("chat", {"kl": value, "slow": 1.0}, 5)
+    before = dict(evidence.counts)
+    evidence.observe("json", {"kl": 0.5}, 5)
+    for counts in (dict(evidence.counts), before, {}):
+        again = Evidence({"kl": BOUND, "slow": 0.5}, before)
+        again.replace(counts)
+        fresh = Evidence({"kl": BOUND, "slow": 0.5}, counts)
+        assert dict(again.counts) == counts
+        assert again.shown(0.05) == fresh.shown(0.05)
+        assert again.harm().log_evidence == pytest.approx(fresh.harm().log_evidence)
 
 
 @pytest.mark.parametrize("good", [0, 1_000, 20_000])
@@ -89,4 +99,5 @@ def test_old_blocks_are_forgotten_and_the_whole_is_kept() -> None:
     old = evidence.forget_old()
     assert {int(field[1:].split("|")[0]) for field in old} == set(range(5))
     assert evidence.tally("kl").size == (BLOCKS + 5) * BLOCK
-    assert Evidence({"kl": BOUND}, evidence.counts).harm() == evidence.harm()
+    again = Evidence({"kl": BOUND}, evidence.counts).harm().log_evidence
+    assert again == pytest.approx(evidence.harm().log_evidence)

@@ -68,6 +68,7 @@ def test_distributions_of_the_answers_places() -> None:
         (document(None, None, None), "not as vLLM writes"),
         (document(None, ENTRY, {}), "empty"),
         (document(None, ENTRY, {"x": {"logprob": 1}}), "not as vLLM writes"),
+        (document(None, ENTRY, {"7": {"logprob": 10**400}}), "not as vLLM writes"),
     ],
 )
 def test_what_is_no_answer_is_named(answer: Any, error: str) -> None:
@@ -76,7 +77,7 @@ def test_what_is_no_answer_is_named(answer: Any, error: str) -> None:
     assert not isinstance(caught.value, NotFiniteError)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300, 0.5])
 def test_a_logprob_that_is_no_number_is_told_apart(value: float) -> None:
     with pytest.raises(NotFiniteError):
         read_distributions(document(None, {"7": {"logprob": value}}), 1, 2)

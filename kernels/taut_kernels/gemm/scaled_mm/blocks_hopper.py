@@ -6,6 +6,7 @@ import torch
 
 from taut_kernels.gemm.scaled_mm.blocks_hopper_kernel import fp8_block_hopper_kernel
 from taut_kernels.gemm.scaled_mm.blocks_tall_kernel import fp8_block_tall_kernel
+from taut_kernels.gemm.scaled_mm.call import BlockOperands, Meeting
 from taut_kernels.gemm.scaled_mm.hopper import ROWS, STEP, operand, results
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 from taut_kernels.launch import launcher as launching
@@ -65,32 +66,16 @@ def programs(tile: ScaledMmTile, tiles: int, multiprocessors: int) -> int:
 
 
 def launch_blocks(
-    tile: ScaledMmTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    partial: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    y: torch.Tensor,
+    tile: ScaledMmTile, operands: BlockOperands, meeting: Meeting, y: torch.Tensor
 ) -> None:
-    """Run a tile's kernel.
+    """Run the kernel of a tile whose ``kernel`` is blocks; it writes ``y`` [M, N], contiguous.
 
-    Args:
-        tile: ``kernel`` blocks.
-        x: [M, K] e4m3, M ≥ 1; rows 16-byte aligned.
-        weight: [N, K] e4m3, N % 8 == 0; rows 16-byte aligned.
-        x_scale: [M, ceil(K/128)] fp32, any strides; read fastest where tokens are contiguous.
-        weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
-        bias: [N] or None.
-        partial: the parts of sums, as many as ``tile.split_k`` a tile, or None for 1.
-        arrivals: a zero for every 64 tokens of every tile; not read for a ``split_k`` of 1.
-        y: [M, N], contiguous; written.
+    It reads ``x_scale`` fastest where tokens are contiguous. Parts meet by 64 tokens of a tile.
     """
+    x, weight, x_scale, weight_scale, bias = operands
     (M, K), N = x.shape, weight.shape[0]
     tiles_m, tiles_n = -(-M // tile.block_m), -(-N // tile.block_n)
-    parts = () if is_tall(tile) else (partial, None if partial is None else arrivals)
+    parts = () if is_tall(tile) else meeting
     launcher(tile)(
         (tile, y.dtype, bias is None),
         (programs(tile, tiles_m * tiles_n, launching.multiprocessors(x.device)), 1, 1),

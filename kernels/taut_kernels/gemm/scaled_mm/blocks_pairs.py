@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels.gemm.scaled_mm.blocks_pairs_kernel import fp8_block_pairs_kernel
-from taut_kernels.gemm.scaled_mm.call import block_arguments, form_key
+from taut_kernels.gemm.scaled_mm.call import BlockOperands, Meeting, block_arguments, form_key
 from taut_kernels.gemm.scaled_mm.pairs import launch_constants, launch_options
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 from taut_kernels.launch import launcher as launching
@@ -20,33 +20,12 @@ def launcher() -> launching.Launcher:
 
 
 def launch_block_pairs(
-    tile: ScaledMmTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    partial: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    y: torch.Tensor,
+    tile: ScaledMmTile, operands: BlockOperands, meeting: Meeting, y: torch.Tensor
 ) -> None:
-    """Run the tile's kernel.
-
-    Args:
-        tile: ``kernel`` pairs.
-        x: [M, K] e4m3, M ≥ 1; rows 16-byte aligned.
-        weight: [N, K] e4m3, N % 8 == 0; rows 16-byte aligned.
-        x_scale: [M, ceil(K/128)] fp32, any strides.
-        weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
-        bias: [N] or None.
-        partial: the parts of sums, as many as ``tile.split_k`` a tile, or None for 1.
-        arrivals: a zero for every tile; not read for a ``split_k`` of 1.
-        y: [M, N], contiguous; written.
-    """
+    """Run the kernel of a tile whose ``kernel`` is pairs; it writes ``y`` [M, N], contiguous."""
+    x, weight, *_, bias = operands
     (M, K), N = x.shape, weight.shape[0]
-    tensors, integers = block_arguments(
-        x, weight, x_scale, weight_scale, bias, partial, arrivals, y
-    )
+    tensors, integers = block_arguments(operands, meeting, y)
     _pairs(
         form_key(tile, x, weight, y, bias is None),
         (-(-N // tile.block_n), tile.split_k, -(-M // tile.block_m)),

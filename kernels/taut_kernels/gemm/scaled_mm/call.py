@@ -22,6 +22,15 @@ Operands = tuple[
 [N] or one, fp32; azp_adj [N] and azp [M] int32, bias [N], or None."""
 
 
+BlockOperands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Of a product with scales per 128×128 block of weights, M ≥ 1: x [M, K] and weight [N, K] e4m3,
+N % 8 == 0, rows of both 16-byte aligned; x_scale [M, ceil(K/128)] fp32, any strides; weight_scale
+[ceil(N/128), ceil(K/128)] fp32, stride 1 along K; bias [N] or None."""
+Meeting = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Room for the parts of sums, as many as ``split_k`` a tile, and a zero for every place where they
+meet; twice None where K is not split."""
+
+
 def form_key(
     tile: ScaledMmTile, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *absent: bool
 ) -> Hashable:
@@ -39,29 +48,16 @@ def form_key(
 
 
 def block_arguments(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    partial: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    y: torch.Tensor,
+    operands: BlockOperands, meeting: Meeting, y: torch.Tensor
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
-    """Return tensors and integers of a kernel of blocks of weights, in its order.
+    """Return tensors and integers of a kernel of blocks of weights fed by `cp.async`, in its order.
 
     Args:
-        x: [M, K] e4m3.
-        weight: [N, K] e4m3.
-        x_scale: [M, ceil(K/128)] fp32, any strides.
-        weight_scale: [ceil(N/128), ceil(K/128)] fp32, stride 1 along K.
-        bias: [N] or None.
-        partial: room for the parts of sums, None where K is not split.
-        arrivals: a zero for every tile; handed over with ``partial`` only.
+        operands: of the product.
+        meeting: of its parts.
         y: [M, N].
     """
+    x, weight, x_scale, weight_scale, _ = operands
     (M, K), N = x.shape, weight.shape[0]
-    counters = None if partial is None else arrivals
     scales = x_scale.stride(0), x_scale.stride(1), weight_scale.stride(0)
-    tensors = (x, weight, x_scale, weight_scale, bias, y, partial, counters)
-    return tensors, (M, *scales, N, K, x.stride(0), weight.stride(0))
+    return (*operands, y, *meeting), (M, *scales, N, K, x.stride(0), weight.stride(0))

@@ -9,7 +9,7 @@ import torch
 from taut_kernels.gemm.scaled_mm.blocks_hopper import launch_blocks
 from taut_kernels.gemm.scaled_mm.blocks_pairs import launch_block_pairs
 from taut_kernels.gemm.scaled_mm.blocks_portable_kernel import fp8_block_kernel
-from taut_kernels.gemm.scaled_mm.call import Operands, block_arguments, form_key
+from taut_kernels.gemm.scaled_mm.call import Meeting, Operands, block_arguments, form_key
 from taut_kernels.gemm.scaled_mm.few import launch_few
 from taut_kernels.gemm.scaled_mm.hopper import ROWS, launch_hopper
 from taut_kernels.gemm.scaled_mm.pairs import launch_pairs
@@ -63,16 +63,17 @@ def _constants(tile: ScaledMmTile, K: int) -> launcher.Constants:
     }
 
 
-def _workspace(
+def _meeting(
     tile: ScaledMmTile, places: int, each: int, x: torch.Tensor, arrivals: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Return room for the parts of sums of which ``each`` meet in a place; None unsplit."""
+) -> Meeting:
+    """Return where the parts of sums meet, ``each`` of them in a place."""
     if tile.split_k == 1:
-        return None
+        return None, None
     if arrivals is None or arrivals.numel() < places:
         raise ValueError(f"arrivals must hold {places} elements for this shape, from make_arrivals")
     kind = torch.int32 if x.dtype is torch.int8 else torch.float32
-    return launcher.empty((places * tile.split_k * each,), dtype=kind, device=x.device)
+    room = (places * tile.split_k * each,)
+    return launcher.empty(room, dtype=kind, device=x.device), arrivals
 
 
 # Asked in every call: kept by everything the answer follows from.
@@ -119,12 +120,11 @@ def _launch_ring(
     given = azp_adj is not None, azp is not None, bias is not None
     wide = x_row >> 31, weight_row >> 31
     form, grid, constants = _prepared_ring(tile, M, N, K, x.dtype, y.dtype, wide, *given, x.device)
-    partial = _workspace(tile, grid[0] * grid[1], tile.block_m * tile.block_n, x, arrivals)
-    counters = None if partial is None else arrivals
+    meeting = _meeting(tile, grid[0] * grid[1], tile.block_m * tile.block_n, x, arrivals)
     by_row, by_column = int(x_scale.numel() > 1), int(weight_scale.numel() > 1)
     form(
         grid,
-        (x, weight, x_scale, weight_scale, azp_adj, azp, bias, y, partial, counters),
+        (x, weight, x_scale, weight_scale, azp_adj, azp, bias, y, *meeting),
         (M, by_row, by_column, N, K, x_row, weight_row),
         constants,
     )
@@ -173,9 +173,9 @@ def launch(
         _launch_ring(tile, operands, arrivals, y)
     elif tile.kernel in ("few", PAIRS):
         programs = -(-M // tile.block_m) * -(-N // tile.block_n)
-        partial = _workspace(tile, programs, tile.block_m * tile.block_n, x, arrivals)
+        meeting = _meeting(tile, programs, tile.block_m * tile.block_n, x, arrivals)
         run = launch_few if tile.kernel == "few" else launch_pairs
-        run(tile, operands, partial, arrivals, y)
+        run(tile, operands, meeting, y)
     else:
         launch_hopper(tile, operands, y)
     return y
@@ -215,22 +215,21 @@ def launch_block(
     if M == 0:
         return y
     x = _prepared(x, weight)
+    operands = (x, weight, x_scale, weight_scale, bias)
     if tile.kernel == BLOCKS:
         parts = tile.block_m // ROWS * -(-M // tile.block_m) * -(-N // tile.block_n)
-        partial = _workspace(tile, parts, ROWS * tile.block_n, x, arrivals)
-        launch_blocks(tile, x, weight, x_scale, weight_scale, bias, partial, arrivals, y)
+        meeting = _meeting(tile, parts, ROWS * tile.block_n, x, arrivals)
+        launch_blocks(tile, operands, meeting, y)
         return y
     grid = (-(-M // tile.block_m), -(-N // tile.block_n), tile.split_k)
-    partial = _workspace(tile, grid[0] * grid[1], tile.block_m * tile.block_n, x, arrivals)
+    meeting = _meeting(tile, grid[0] * grid[1], tile.block_m * tile.block_n, x, arrivals)
     if tile.kernel == PAIRS:
-        launch_block_pairs(tile, x, weight, x_scale, weight_scale, bias, partial, arrivals, y)
+        launch_block_pairs(tile, operands, meeting, y)
         return y
 
     def constants() -> tuple[launcher.Constants, launcher.Constants]:
         return {"HAS_BIAS": bias is not None} | _constants(tile, K), _options(tile)
 
-    tensors, integers = block_arguments(
-        x, weight, x_scale, weight_scale, bias, partial, arrivals, y
-    )
+    tensors, integers = block_arguments(operands, meeting, y)
     _BLOCK(form_key(tile, x, weight, y, bias is None), grid, tensors, integers, constants)
     return y

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels.gemm.scaled_mm.call import Operands
+from taut_kernels.gemm.scaled_mm.call import Meeting, Operands
 from taut_kernels.gemm.scaled_mm.few_kernel import scaled_mm_few_kernel
 from taut_kernels.gemm.scaled_mm.hopper import STEP, operand
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
@@ -41,37 +41,14 @@ def launch_options(tile: ScaledMmTile) -> launcher.Constants:
     return {"num_warps": tile.num_warps, "maxnreg": 128 if tile.block_n == 64 else 168}
 
 
-def launch_few(
-    tile: ScaledMmTile,
-    operands: Operands,
-    partial: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    y: torch.Tensor,
-) -> None:
-    """Run the tile's kernel.
-
-    Args:
-        tile: ``kernel`` few.
-        operands: as :data:`.call.Operands` says.
-        partial: the parts of sums, as many as ``tile.split_k`` a tile, or None for 1.
-        arrivals: a zero for every tile; not read for a ``split_k`` of 1.
-        y: [M, N], contiguous; written.
-    """
+def launch_few(tile: ScaledMmTile, operands: Operands, meeting: Meeting, y: torch.Tensor) -> None:
+    """Run the kernel of a tile whose ``kernel`` is few; it writes ``y`` [M, N], contiguous."""
     x, weight, x_scale, weight_scale, azp_adj, azp, bias = operands
     (M, K), N = x.shape, weight.shape[0]
     _few(
         (tile, x.dtype, y.dtype, N % 16, azp_adj is None, azp is None, bias is None),
         (-(-N // tile.block_n), tile.split_k, -(-M // tile.block_m)),
-        (
-            x_scale,
-            weight_scale,
-            azp_adj,
-            azp,
-            bias,
-            y,
-            partial,
-            None if partial is None else arrivals,
-        ),
+        (x_scale, weight_scale, azp_adj, azp, bias, y, *meeting),
         (
             operand(x, TOKENS),
             operand(weight, tile.block_n),

@@ -99,23 +99,17 @@ def _why_not_on(device: torch.device) -> str | None:
 
 
 def _launch_fp8_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
     if reason := _why_not_on(x.device):
         raise ValueError(reason)
     (M, K), N = x.shape, weight.shape[0]
     gpu = launcher.gpu_name(x.device)
-    if is_block_wise(weight, weight_scale):
+    if is_block_wise(weight, w_scale):
         tile = tiles_scaled_mm.lookup(BLOCK_OP, gpu, N, K, M).tile
-        return launch_block(tile, x, weight, x_scale, weight_scale, bias, arrivals, out_dtype)
+        return launch_block(tile, x, weight, x_scale, w_scale, *rest)
     tile = tiles_scaled_mm.lookup(OP, gpu, N, K, M).tile
-    return launch(tile, x, weight, x_scale, weight_scale, None, None, bias, arrivals, out_dtype)
+    return launch(tile, x, weight, x_scale, w_scale, None, None, *rest)
 
 
 def _fake_fp8_gemm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from taut_kernels.gemm.scaled_mm.call import Operands, form_key
+from taut_kernels.gemm.scaled_mm.call import Meeting, Operands, form_key
 from taut_kernels.gemm.scaled_mm.pairs_kernel import scaled_mm_pairs_kernel
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 from taut_kernels.launch import launcher
@@ -39,30 +39,15 @@ def launch_options(tile: ScaledMmTile) -> launcher.Constants:
     return {"num_warps": tile.num_warps} | launcher.PDL_OPTIONS[tile.early]
 
 
-def launch_pairs(
-    tile: ScaledMmTile,
-    operands: Operands,
-    partial: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
-    y: torch.Tensor,
-) -> None:
-    """Run the tile's kernel.
-
-    Args:
-        tile: ``kernel`` pairs.
-        operands: as :data:`.call.Operands` says.
-        partial: the parts of sums, as many as ``tile.split_k`` a tile, or None for 1.
-        arrivals: a zero for every tile; not read for a ``split_k`` of 1.
-        y: [M, N], contiguous; written.
-    """
+def launch_pairs(tile: ScaledMmTile, operands: Operands, meeting: Meeting, y: torch.Tensor) -> None:
+    """Run the kernel of a tile whose ``kernel`` is pairs; it writes ``y`` [M, N], contiguous."""
     x, weight, x_scale, weight_scale, azp_adj, azp, bias = operands
     (M, K), N = x.shape, weight.shape[0]
-    counters = None if partial is None else arrivals
     absent = azp_adj is None, azp is None, bias is None
     _pairs(
         form_key(tile, x, weight, y, *absent),
         (-(-N // tile.block_n), tile.split_k, -(-M // tile.block_m)),
-        (x, weight, x_scale, weight_scale, azp_adj, azp, bias, y, partial, counters),
+        (x, weight, x_scale, weight_scale, azp_adj, azp, bias, y, *meeting),
         (
             M,
             int(x_scale.numel() > 1),

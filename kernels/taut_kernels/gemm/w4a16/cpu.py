@@ -58,17 +58,7 @@ torch.library.register_fake(f"taut::{OP}", _fake_w4a16_gemm_cpu)
 
 
 def why_not_supported(N: int, K: int, group_size: int, dtype: torch.dtype) -> str | None:
-    """Say why this op does not apply to a layer.
-
-    Args:
-        N: output features of the layer's shard.
-        K: input features of the layer's shard.
-        group_size: weights a scale covers along K, -1 for one group a channel.
-        dtype: of the activations.
-
-    Returns:
-        A reason, or None where the op applies.
-    """
+    """Say why this op does not apply to a layer; arguments as of :func:`.op.why_not_supported`."""
     if dtype is not torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         return f"on CPU activations must be bfloat16, got {name} (serve with --dtype bfloat16)"

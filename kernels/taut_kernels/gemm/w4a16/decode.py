@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
 from taut_kernels.gemm.w4a16.decode_kernel import w4a16_decode_kernel
-from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product
+from taut_kernels.gemm.w4a16.plan import Call, OneProduct, plan_rows
 from taut_kernels.launch import launcher
 
 MAX_M = 16
@@ -55,28 +55,10 @@ def plan(tile: tiles_decode.DecodeTile, call: Call) -> OneProduct:
         call: what to prepare for.
     """
     token_tiles = 1 if call.M <= 8 else 2
-    row_tiles = min(tile.row_tiles, call.N // 16)
-    rows = 16 * row_tiles * tile.row_warps
-    programs = -(-call.N // rows)
-
-    def constants() -> tuple[launcher.Constants, launcher.Constants]:
-        pdl = launcher.is_hopper(call.device)
-        named = launch_constants(tile, call.K, token_tiles, call.group, pdl=pdl) | {
-            "HAS_ZEROS": call.has_zeros,
-            "HAS_BIAS": call.has_bias,
-            "ELEMENT": ELEMENT[call.dtype],
-            "ROW_TILES": row_tiles,
-        }
-        options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
-        return named, options | launcher.PDL_OPTIONS[pdl]
-
-    split = tile.split_k > 1
-    product = Product(
-        _KERNEL.form((tile, token_tiles, call.form), call.device_number),
-        constants,
-        call.N,
-        (programs, tile.split_k, 1),
-        programs * tile.split_k * token_tiles * 8 * rows if split else 0,
-        split,
+    return plan_rows(
+        _KERNEL,
+        tile,
+        token_tiles,
+        call,
+        lambda pdl: launch_constants(tile, call.K, token_tiles, call.group, pdl=pdl),
     )
-    return OneProduct(product, call)

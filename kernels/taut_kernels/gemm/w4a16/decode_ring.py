@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from taut_kernels.gemm.w4a16.decode_ring_kernel import w4a16_decode_ring_kernel
 from taut_kernels.gemm.w4a16.decode_ring_tile import MAX_TOKENS, RingTile, token_tiles
-from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product
+from taut_kernels.gemm.w4a16.plan import Call, OneProduct, plan_rows
 from taut_kernels.launch import launcher
 
 _KERNEL = launcher.Launcher(w4a16_decode_ring_kernel)
@@ -59,29 +59,9 @@ def plan(tile: RingTile, call: Call) -> OneProduct:
     if call.M > MAX_TOKENS:
         raise ValueError(f"x must have at most {MAX_TOKENS} rows for a ring tile, got {call.M}")
     tokens = token_tiles(call.M)
-    row_tiles = min(tile.row_tiles, call.N // 16)
-    rows = 16 * row_tiles * tile.row_warps
-    programs = -(-call.N // rows)
 
-    def constants() -> tuple[launcher.Constants, launcher.Constants]:
-        pdl = launcher.is_hopper(call.device)
-        named = launch_constants(
-            tile, call.K, tokens, call.group, has_zeros=call.has_zeros, pdl=pdl
-        ) | {
-            "HAS_BIAS": call.has_bias,
-            "ELEMENT": ELEMENT[call.dtype],
-            "ROW_TILES": row_tiles,
-        }
-        options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
-        return named, options | launcher.PDL_OPTIONS[pdl]
+    def constants(pdl: bool) -> dict[str, int | bool]:
+        shape = (call.K, tokens, call.group)
+        return launch_constants(tile, *shape, has_zeros=call.has_zeros, pdl=pdl)
 
-    split = tile.split_k > 1
-    product = Product(
-        _KERNEL.form((tile, tokens, call.form), call.device_number),
-        constants,
-        call.N,
-        (programs, tile.split_k, 1),
-        programs * tile.split_k * tokens * 8 * rows if split else 0,
-        split,
-    )
-    return OneProduct(product, call)
+    return plan_rows(_KERNEL, tile, tokens, call, constants)

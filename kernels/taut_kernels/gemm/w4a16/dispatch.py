@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -67,27 +67,13 @@ def plan(tile: Tile | Literal["dense"], call: Call) -> Runs:
             return w4a16_dense.Plan(call)
 
 
-def launch(
-    tile: Tile | Literal["dense"],
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-) -> torch.Tensor:
+def launch(tile: Tile | Literal["dense"], x: torch.Tensor, *given: Any) -> torch.Tensor:
     """Multiply once; the op keeps its plans.
 
     Args:
         tile: how to cut the work, or ``"dense"``.
         x: [M, K], M ≥ 1, rows 16-byte aligned.
-        qweight: as in the contract of :mod:`.op`.
-        scales: likewise.
-        zeros: likewise.
-        bias: likewise.
-        arrivals: likewise.
-        group_size: G.
+        given: the layer's operands as in the contract of :mod:`.op`, then the size of groups.
 
     Returns:
         [M, N].
@@ -95,6 +81,8 @@ def launch(
     Raises:
         ValueError: the tile is not one for this call; says why.
     """
-    (M, K), N = x.shape, 16 * qweight.shape[0]
-    call = Call(M, N, K, group_size, x.dtype, x.device, zeros is not None, bias is not None)
-    return plan(tile, call).run(x, Weight(qweight, scales, zeros, bias, arrivals))
+    weight, group_size = Weight(*given[:-1]), given[-1]
+    has_zeros, has_bias = weight.zeros is not None, weight.bias is not None
+    (M, K), N = x.shape, 16 * weight.qweight.shape[0]
+    call = Call(M, N, K, group_size, x.dtype, x.device, has_zeros, has_bias)
+    return plan(tile, call).run(x, weight)

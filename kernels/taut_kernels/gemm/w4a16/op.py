@@ -106,23 +106,16 @@ def _plan(
     return w4a16_launch.plan(w4a16_launch.tile_of(choice, call), call)
 
 
-def _launch_w4a16_gemm(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
-    group_size: int,
-) -> torch.Tensor:
+def _launch_w4a16_gemm(x: torch.Tensor, *given: Any) -> torch.Tensor:
+    weight, group_size = Weight(*given[:-1]), given[-1]
     M, K = x.shape
-    N = 16 * qweight.shape[0]
+    N = 16 * weight.qweight.shape[0]
     if M == 0:
         return launcher.empty((M, N), dtype=x.dtype, device=x.device)
     x = launcher.aligned(x)
-    has_zeros, has_bias = zeros is not None, bias is not None
+    has_zeros, has_bias = weight.zeros is not None, weight.bias is not None
     plan = _plan(M, N, K, group_size, x.dtype, x.device, has_zeros, has_bias)
-    return plan.run(x, Weight(qweight, scales, zeros, bias, arrivals))
+    return plan.run(x, weight)
 
 
 def _fake_w4a16_gemm(x: torch.Tensor, qweight: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from taut_kernels.gemm.w4a16 import weight_format
+from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile
+from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
 from taut_kernels.launch import launcher
 
 ELEMENT = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -174,6 +176,46 @@ class OneProduct:
             x = self.before(x)
         self.product(x, weight, y)
         return y
+
+
+def plan_rows(
+    kernel: launcher.Launcher,
+    tile: DecodeTile | RingTile,
+    token_tiles: int,
+    call: Call,
+    named: Callable[[bool], dict[str, int | bool]],
+) -> OneProduct:
+    """Prepare a call of a kernel whose programs take rows of weights and all tokens.
+
+    Args:
+        kernel: launches it.
+        tile: how to cut the rows.
+        token_tiles: of 8 tokens each.
+        call: what to prepare for.
+        named: makes the constants that follow from tile and shape; takes whether the card has
+            programmatic dependent launch.
+    """
+    row_tiles = min(tile.row_tiles, call.N // 16)
+    rows = 16 * row_tiles * tile.row_warps
+    programs = -(-call.N // rows)
+
+    def constants() -> tuple[launcher.Constants, launcher.Constants]:
+        pdl = launcher.is_hopper(call.device)
+        given = {"HAS_ZEROS": call.has_zeros, "HAS_BIAS": call.has_bias}
+        cut = {"ELEMENT": ELEMENT[call.dtype], "ROW_TILES": row_tiles}
+        options = {"num_warps": tile.num_warps, "maxnreg": tile.registers or None}
+        return named(pdl) | given | cut, options | launcher.PDL_OPTIONS[pdl]
+
+    split = tile.split_k > 1
+    product = Product(
+        kernel.form((tile, token_tiles, call.form), call.device_number),
+        constants,
+        call.N,
+        (programs, tile.split_k, 1),
+        programs * tile.split_k * token_tiles * 8 * rows if split else 0,
+        split,
+    )
+    return OneProduct(product, call)
 
 
 def require_meeting_places(tiles: int, N: int) -> None:

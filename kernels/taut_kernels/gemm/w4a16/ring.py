@@ -32,30 +32,9 @@ _KERNEL = launcher.Launcher(w4a16_wgmma_ring_kernel)
 def launch_constants(
     tile: WgmmaRingTile, K: int, group_size: int, *, has_zeros: bool
 ) -> dict[str, int | bool | str]:
-    """Return the kernel constants that follow from tile and shape.
-
-    Args:
-        tile: how to cut the work.
-        K: input features.
-        group_size: G, or 0 for one group a channel.
-        has_zeros: with zero points.
-
-    Raises:
-        ValueError: the tile's ring does not fit shared memory.
-    """
-    return {
-        "K": K,
-        "GROUP_SIZE": group_size,
-        "HAS_ZEROS": has_zeros,
-        "BLOCK_M": tile.block_m,
-        "WARPS": tile.num_warps,
-        "CHUNKS_PER_STEP": tile.chunks_per_step,
-        "SPLIT_K": tile.split_k,
-        "STAGES": tile.stages_that_fit(group_size, has_zeros=has_zeros),
-        "PARTS": tile.parts,
-        "RUNNING": tile.running,
-        "PDL": True,
-    }
+    """Return the kernel constants that follow from tile and shape; arguments as for the tile's."""
+    common = tile.launch_constants(K, group_size, has_zeros=has_zeros)
+    return common | {"BLOCK_M": tile.block_m, "PDL": True}
 
 
 def plan(tile: WgmmaRingTile, call: Call) -> OneProduct:

@@ -155,3 +155,28 @@ class WgmmaRingTile:
         if self.split_k > 1 and meetings > N // 16:
             return f"split_k: {meetings} tiles meet, arrivals counts {N // 16}"
         return None
+
+    def launch_constants(
+        self, K: int, group_size: int, *, has_zeros: bool
+    ) -> dict[str, int | bool | str]:
+        """Return the constants that the kernels of both rings have.
+
+        Args:
+            K: input features.
+            group_size: G, or 0 for one group a channel.
+            has_zeros: with zero points.
+
+        Raises:
+            ValueError: the tile's ring does not fit shared memory.
+        """
+        return {
+            "K": K,
+            "GROUP_SIZE": group_size,
+            "HAS_ZEROS": has_zeros,
+            "WARPS": self.num_warps,
+            "CHUNKS_PER_STEP": self.chunks_per_step,
+            "SPLIT_K": self.split_k,
+            "STAGES": self.stages_that_fit(group_size, has_zeros=has_zeros),
+            "PARTS": self.parts,
+            "RUNNING": self.running,
+        }

@@ -1,0 +1,64 @@
+// Builds elements from plain text only: nothing that a worker or a client wrote becomes markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "onclick") made.addEventListener("click", value);
+    else made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export function table(caption, heads, rows) {
+  const head = element("tr", {}, ...heads.map((text) => element("th", { scope: "col" }, text)));
+  const body = rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell))));
+  return element("div", { class: "scroll" }, element("table", {},
+    element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body)));
+}
+
+function drawing(label, shapes) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("viewBox", "0 0 100 10");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", label);
+  for (const [name, attributes] of shapes) {
+    const shape = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) shape.setAttribute(key, value);
+    svg.append(shape);
+  }
+  return svg;
+}
+
+// A mean, where the true one lies, and what it may be at most.
+export function interval(name, told) {
+  const far = Math.max(0.01, 1.2 * Math.max(told.bound ?? 0, Math.abs(told.mean)));
+  const at = (value) => 50 + 50 * Math.max(-1, Math.min(1, value / far));
+  const text = `${name}: ${told.mean.toFixed(4)} in ${told.low.toFixed(4)} to ${told.high.toFixed(4)}`;
+  const label = told.bound === null ? text : `${text}, at most ${told.bound}`;
+  const shapes = [
+    ["line", { class: "span", x1: at(told.low), x2: at(told.high), y1: 5, y2: 5 }],
+    ["circle", { class: "mean", cx: at(told.mean), cy: 5, r: 2 }],
+  ];
+  if (told.bound !== null) {
+    const x = at(told.bound);
+    shapes.push(["line", { class: "bound", x1: x, x2: x, y1: 0, y2: 10 }]);
+  }
+  return drawing(label, shapes);
+}
+
+// Agreement since the page was opened.
+export function course(label, values) {
+  const low = Math.min(...values), high = Math.max(...values);
+  const step = 100 / Math.max(1, values.length - 1);
+  const height = (value) => (high > low ? 9 - 8 * (value - low) / (high - low) : 5);
+  const points = values.map((value, i) => `${i * step},${height(value)}`).join(" ");
+  return drawing(label, [["polyline", { class: "path", points }]]);
+}
+
+export function percent(share) {
+  return `${(100 * share).toFixed(2)} %`;
+}

@@ -1,0 +1,147 @@
+"""The operator's page in a real browser: what it draws, what its buttons do, what it asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from admin_harness import administered
+from browser import Tab, needs_chromium, tab
+from mock_reader import Reading, ReadingEngine
+from rollout_settings import ADMIN, KEYS, settings_of
+
+NASTY = "<img/src=x/onerror=alert(1)>"
+
+
+async def has(page: Tab, text: str) -> None:
+    await page.until(f"document.body.innerText.includes({text!r})")
+
+
+async def click(page: Tab, words: str) -> None:
+    button = f"[...document.querySelectorAll('button')].find(b => b.innerText === {words!r})"
+    await page.until(f"!!{button}")
+    await page.value(f"{button}.click()")
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1000, 400])
+async def test_the_page_shows_the_rollout_and_its_buttons_move_it(
+    tmp_path: Path, width: int
+) -> None:
+    same = "one two three four"
+    async with (
+        ReadingEngine(Reading(answer=same)) as base,
+        ReadingEngine(Reading(answer=f"one two {NASTY} four")) as small,
+        tab(tmp_path / "profile", width) as page,
+    ):
+        settings = settings_of(base, small, {"directory": str(tmp_path / "r"), "min_step_s": 3600})
+        async with administered(settings) as admin:
+            root = f"http://127.0.0.1:{admin.port}"
+            await page.open(f"{root}/ui")
+            await has(page, "No rollout. Baseline: base.")
+            await has(page, "base-0")
+            await click(page, "Start small")
+            await page.until("document.getElementById('confirm').open")
+            # The dialog's first button is in focus: Enter is enough.
+            await page.value("document.getElementById('confirm-yes').focus()")
+            await page.press("Enter", 13)
+            await has(page, "small is running at 0 %")
+            for number in range(6):
+                body = {"model": "m", "prompt": f"q {number}", "max_tokens": 12}
+                assert (await admin.harness.post(body)).status == 200
+            await has(page, "Agreement 100.00 %")
+            await has(page, "Waits: ")
+            label = "document.querySelector('svg[aria-label^=kl]').getAttribute('aria-label')"
+            assert ", at most 0.2" in await page.value(label)
+            await click(page, "Roll back")
+            await page.value("document.getElementById('why').value = 'a hunch'")
+            await click(page, "Do it")
+            await has(page, "small is rolled back at 0 %: a hunch.")
+            await page.value("document.getElementById('prompt').value = 'count'")
+            await click(page, "Ask both")
+            await has(page, "The first different token is number 3.")
+            marked = "[...document.querySelectorAll('mark.differs')].map(m => m.textContent)"
+            assert await page.value(marked) == ["three", NASTY]
+            title = "document.querySelector('mark.differs').title"
+            assert await page.value(title) == "probability 60.65 %"
+
+            assert page.complaints() == []
+            assert {url.split("/")[2] for url in page.requested()} == {root.split("/")[2]}
+            wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+            assert await page.value(wide)
+            unnamed = (
+                "[...document.querySelectorAll('input, select, textarea, button')].filter(e =>"
+                " !e.labels?.length && !e.getAttribute('aria-label') && !e.innerText).length"
+            )
+            assert await page.value(unnamed) == 0
+
+
+@needs_chromium
+async def test_the_page_asks_for_a_key_and_keeps_it_to_itself(tmp_path: Path) -> None:
+    async with (
+        ReadingEngine() as base,
+        ReadingEngine() as small,
+        tab(tmp_path / "profile") as page,
+    ):
+        settings = settings_of(base, small, {"directory": str(tmp_path / "r")}, api_keys=KEYS)
+        async with administered(settings) as admin:
+            await page.open(f"http://127.0.0.1:{admin.port}/ui")
+            await page.until("!document.getElementById('key-form').hidden")
+            assert "base-0" not in await page.value("document.body.innerText")
+            await page.value(f"document.getElementById('key').value = {ADMIN!r}")
+            await click(page, "Use it")
+            await has(page, "base-0")
+            assert await page.value("localStorage.length + sessionStorage.length") == 0
+            assert await page.value("document.cookie") == ""
+            assert ADMIN not in await page.value("document.documentElement.outerHTML")
+
+
+async def test_its_files_forbid_everything_from_elsewhere_and_other_pages_are_refused(
+    tmp_path: Path,
+) -> None:
+    async with ReadingEngine() as base, ReadingEngine() as small:
+        settings = settings_of(base, small, {"directory": str(tmp_path)}, api_keys=KEYS)
+        async with administered(settings) as admin:
+            for path in ("/ui", "/ui/app.js", "/ui/draw.js", "/ui/style.css", "/ui/icon.svg"):
+                answer = await admin.ask("GET", path)
+                assert answer.status == 200, path
+                policy = answer.headers["content-security-policy"]
+                assert policy.startswith("default-src 'self'; ")
+                assert b"http://" not in answer.body.replace(b"http://www.w3.org/", b"")
+            key = {"authorization": f"Bearer {ADMIN}"}
+            authority = f"127.0.0.1:{admin.port}"
+            for origin, status in (
+                (f"http://{authority}", 200),
+                ("http://127.0.0.1", 403),
+                ("https://evil.example", 403),
+                ("null", 403),
+            ):
+                headers = {**key, "host": authority, "origin": origin}
+                assert (await admin.ask("GET", "/admin/state", b"", headers)).status == status
+            assert (await admin.ask("GET", "/admin/state")).status == 401
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_the_playground_answers_token_by_token(tmp_path: Path, chat: bool) -> None:
+    one, two = ReadingEngine(Reading(answer="a b c")), ReadingEngine(Reading(answer="a b"))
+    async with one as base, two as small:
+        settings = settings_of(base, small, {"directory": str(tmp_path)})
+        async with administered(settings) as admin:
+            body = {"model": "other", "variants": ["base", "small"], "prompt": "x", "chat": chat}
+            found = (await admin.ask("POST", "/admin/playground", _json(body))).json
+            assert [[t["text"] for t in a["tokens"]] for a in found["answers"]] == [
+                ["a", "b", "c"],
+                ["a", "b"],
+            ]
+            assert found["first_difference"] == 2
+            small.faults.status = 500
+            small.reading.answer = None
+            found = (await admin.ask("POST", "/admin/playground", _json(body))).json
+            assert "status 500" in found["answers"][1]["error"]
+            wrong = {**body, "variants": ["base", "x"]}
+            assert (await admin.ask("POST", "/admin/playground", _json(wrong))).status == 404
+
+
+def _json(body: object) -> bytes:
+    return json.dumps(body).encode()
