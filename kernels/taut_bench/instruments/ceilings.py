@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import platform
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -167,7 +168,7 @@ def _write_cache(cache: Path | None, kept: dict[str, Ceilings]) -> None:
     if cache is None:
         return
     text = json.dumps({key: asdict(entry) for key, entry in kept.items()}, indent=1)
-    temporary = cache.with_name(f".{cache.name}.{os.getpid()}.tmp")
+    temporary = cache.with_name(f".{cache.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_text(text, encoding="utf-8")

@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import re
+import secrets
 import subprocess
 from dataclasses import dataclass
 from functools import cache
@@ -148,7 +149,7 @@ def write(path: Path, document: Document) -> None:
         "tables": document.tables,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
 

@@ -13,6 +13,7 @@ import atexit
 import json
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -110,8 +111,8 @@ def correct(ops: dict[str, Any]) -> None:
 
 def _replace(path: Path, document: dict[str, Any]) -> None:
     # Tensor-parallel workers write the same record at the same time; each has its own temporary
-    # file.
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    # file, whatever its process id is in its container.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
 
