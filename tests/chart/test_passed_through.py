@@ -191,6 +191,23 @@ def test_workers_read_all_files_at_every_start_when_told():
     assert told[told.index("--verify") + 1] == "full"
 
 
+def test_workers_ask_for_a_verdict_that_a_key_signed():
+    variant = {"name": "w8a8", "checkpoint": "checkpoints/w8a8", "requireVerdict": "PASS"}
+    bare = changed(CPU, "variants.0", variant)
+    (container,) = the(render(bare), *WORKER)["spec"]["template"]["spec"]["containers"]
+    assert "--require-verdict PASS" in " ".join(container["args"])
+    assert "--trust" not in container["args"]
+    keyed = changed(bare, "variants.0", {**variant, "trust": {"configMap": "keys"}})
+    pod = the(render(keyed), *WORKER)["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert "--require-verdict PASS --trust /etc/taut/trust/verdict.pub" in " ".join(
+        container["args"]
+    )
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts["trust"] == "/etc/taut/trust"
+    assert {"name": "trust", "configMap": {"name": "keys"}} in pod["volumes"]
+
+
 def test_hub_token_reaches_the_steps_of_prepare_only():
     rendered = render(changed(CPU, "prepare.hubToken.existingSecret", "hub"))
     tokens = [

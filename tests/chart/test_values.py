@@ -117,6 +117,8 @@ def test_schema_refuses(path: str, value: object, words: list[str]):
 CROSSED = [
     (CPU, "variants.0.weight", 0, "variants: the weights are all 0"),
     (CANARY, "variants.1.name", "baseline", 'variants: two entries are named "baseline"'),
+    (CPU, "variants.0.trust", {"configMap": "keys"}, "goes with requireVerdict: PASS"),
+    (CPU, "variants.0.requireVerdict", "PASS", "has no verdict yet"),
     (CANARY, "keda.prometheusAddress", "", "keda.prometheusAddress: needed"),
     (CANARY, "validation.candidate", "w2", 'validation.candidate: "w2" is not the name'),
     (CANARY, "validation.text.path", "x.txt", "validation.text: give either configMap or path"),

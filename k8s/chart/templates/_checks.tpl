@@ -18,6 +18,15 @@
 {{- $weights = subf $weights 1.0 -}}
 {{- end -}}
 {{- include "taut.checks.variant" (dict "root" $ "variant" $variant) -}}
+{{- if and $variant.trust (not $variant.requireVerdict) -}}
+{{- fail (printf "variants[%s].trust: goes with requireVerdict: PASS; add it" $variant.name) -}}
+{{- end -}}
+{{- if and $variant.requireVerdict $variant.recipe -}}
+{{- fail (printf "variants[%s].requireVerdict: what prepare compresses by a recipe has no verdict yet; name a checkpoint that taut validate passed" $variant.name) -}}
+{{- end -}}
+{{- if and $variant.requireVerdict $variant.urls -}}
+{{- fail (printf "variants[%s].requireVerdict: those workers run elsewhere; start them with --require-verdict" $variant.name) -}}
+{{- end -}}
 {{- if and $variant.recipe $variant.artifact -}}
 {{- fail (printf "variants[%s].recipe: a checkpoint is compressed in the model store, not in an artifact" $variant.name) -}}
 {{- end -}}

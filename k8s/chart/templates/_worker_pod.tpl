@@ -26,6 +26,8 @@ taut/prepares: "true"
 {{- $args := list "worker" (include "taut.checkpoint" .variant) "--name" .root.Values.model.name "--host" "$(POD_IP)" "--port" "8000" -}}
 {{- $args = concat $args (list "--shutdown-timeout" (toString (int .root.Values.worker.drainSeconds))) -}}
 {{- if eq .root.Values.worker.verify "full" -}}{{- $args = concat $args (list "--verify" "full") -}}{{- end -}}
+{{- with .variant.requireVerdict -}}{{- $args = concat $args (list "--require-verdict" .) -}}{{- end -}}
+{{- with .variant.trust -}}{{- $args = concat $args (list "--trust" (printf "/etc/taut/trust/%s" (default "verdict.pub" .key))) -}}{{- end -}}
 {{- $args = concat $args (include "taut.worker.engine" . | fromYamlArray) -}}
 {{- toYaml $args -}}
 {{- end }}
@@ -76,6 +78,9 @@ taut/prepares: "true"
 {{- if include "taut.cache.claim" .root }}
 - {name: compile-cache, mountPath: /compile-cache, readOnly: {{ not .writes }}}
 {{- end }}
+{{- if .variant.trust }}
+- {name: trust, mountPath: /etc/taut/trust, readOnly: true}
+{{- end }}
 - {name: shm, mountPath: /dev/shm}
 - {name: tmp, mountPath: /tmp}
 {{- end }}
@@ -94,6 +99,10 @@ taut/prepares: "true"
 {{- with include "taut.cache.claim" .root }}
 - name: compile-cache
   persistentVolumeClaim: {claimName: {{ . }}}
+{{- end }}
+{{- with .variant.trust }}
+- name: trust
+  configMap: {name: {{ .configMap }}}
 {{- end }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ default .root.Values.worker.shmSize .variant.shmSize }}}
