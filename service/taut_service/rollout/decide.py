@@ -70,6 +70,8 @@ def decide(state: Rollout, facts: Facts, settings: RolloutSettings) -> Decision:
         return Decision("wait", missing)
     following = [percent for percent in settings.steps if percent > state.percent]
     held = f"bounds held with {facts.evidence.answers} answers, {facts.evidence.tokens} tokens"
+    if too_few := _too_few_streams(facts, settings):
+        held += f"; {too_few}"
     if not following:
         return Decision("complete", held, state.percent)
     return Decision("promote", held, following[0])
@@ -94,9 +96,17 @@ def why_not_yet(state: Rollout, facts: Facts, settings: RolloutSettings) -> str:
     return _slower(facts, settings)
 
 
+def _too_few_streams(facts: Facts, settings: RolloutSettings) -> str:
+    """Say that times to first and between tokens were not judged; only streams have them."""
+    streams = min(facts.baseline.streams, facts.candidate.streams)
+    if streams >= settings.min_streams:
+        return ""
+    return f"times of tokens not judged: {streams} of {settings.min_streams} streams"
+
+
 def _slower(facts: Facts, settings: RolloutSettings) -> str:
     ours, theirs = facts.baseline, facts.candidate
-    if min(ours.streams, theirs.streams) < settings.min_streams:
+    if _too_few_streams(facts, settings):
         return ""
     for name, own, other, most in (
         ("first token", ours.first_token_s, theirs.first_token_s, settings.max_first_token_ratio),

@@ -75,7 +75,10 @@ def test_each_lack_is_named_and_nothing_is_promoted(changes: dict[str, Any], why
 
 def test_few_streams_say_nothing_about_the_pace() -> None:
     slow = replace(GOOD, candidate=Medians(9.0, 9.0, 4))
-    assert decide(STATE, slow, SETTINGS).action == "promote"
+    decision = decide(STATE, slow, SETTINGS)
+    assert decision.action == "promote"
+    assert decision.why.endswith("; times of tokens not judged: 4 of 5 streams")
+    assert "not judged" not in decide(STATE, GOOD, SETTINGS).why
 
 
 @pytest.mark.parametrize("phase", ["running", "held", "complete"])
