@@ -73,7 +73,8 @@ def signed(
         "predicateType": predicate_type,
         "predicate": predicate,
     }
-    payload = json.dumps(statement, sort_keys=True, separators=(",", ":")).encode()
+    written = json.dumps(statement, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    payload = written.encode()
     envelope = Envelope(payload, PAYLOAD_TYPE, {})
     envelope.sign(signer)
     found: dict[str, Any] = envelope.to_dict()

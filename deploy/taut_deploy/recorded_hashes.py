@@ -126,7 +126,8 @@ class RecordedHashes:
 def _read(path: Path) -> dict[str, _Hashed]:
     """What is on record; nothing where the record is missing, damaged or of another version."""
     try:
-        return _RECORD.validate_json(json.dumps(read_json(path, CheckpointError))).files
+        record = json.dumps(read_json(path, CheckpointError), allow_nan=False)
+        return _RECORD.validate_json(record).files
     except (OSError, CheckpointError, ValidationError):
         return {}
 

@@ -91,7 +91,7 @@ def tokens_per_second(source: _Timed) -> float:
 def _task(job: ValidationJob, task: TaskFile, bounds: TaskBounds) -> dict[str, Any]:
     most = min(bounds.max_items, job.max_items or bounds.max_items, len(task.items))
     sizes = looks(FIRST_LOOK, most) if bounds.limits else (most,)
-    rows = (json.dumps(item.prompt) for item in task.items[:most])
+    rows = (json.dumps(item.prompt, allow_nan=False) for item in task.items[:most])
     times = len(task.items[0].choices or ()) or 1
     written = sum(item.max_tokens for item in task.items[:most] if item.choices is None)
     return {
