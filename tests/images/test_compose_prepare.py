@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import yaml
 
-from taut_deploy.compress.calibrate import calibration
+from taut_deploy.compress.calibrate.texts import BUILT_IN_TEXTS
 from taut_deploy.errors import ModelError, RecipeError
 from taut_service.config.settings import Settings
 
@@ -128,8 +128,9 @@ def test_link_is_replaced_when_another_recipe_is_served(prepare, tmp_path):
 
 def test_text_is_not_part_of_the_calibration_corpus():
     module = load()
-    assert module.TEXT_PACKAGE == calibration._CORPUS_PACKAGE
-    assert module.TEXT_MEMBER not in calibration._CORPUS_MEMBERS
+    assert module.TEXT_PACKAGE == BUILT_IN_TEXTS["corpus"].package
+    for text in BUILT_IN_TEXTS.values():
+        assert module.TEXT_MEMBER not in text.members
 
 
 @pytest.mark.parametrize(
