@@ -128,7 +128,7 @@ def test_link_is_replaced_when_another_recipe_is_served(prepare, tmp_path):
 
 def test_text_is_not_part_of_the_calibration_corpus():
     module = load()
-    assert module.TEXT_PACKAGE == BUILT_IN_TEXTS["corpus"].package
+    assert BUILT_IN_TEXTS["corpus"].package == module.TEXT_PACKAGE
     for text in BUILT_IN_TEXTS.values():
         assert module.TEXT_MEMBER not in text.members
 
