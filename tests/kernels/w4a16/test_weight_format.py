@@ -41,7 +41,7 @@ def test_a_row_names_its_format_unless_it_is_the_default() -> None:
     for known in WeightFormat:
         row = weight_format.as_field(known)
         assert bool(row) == (known is not DEFAULT)
-        assert weight_format.of_row(row, "t.json") is known
+        assert weight_format.of_row(row) is known
 
 
 def test_a_format_in_words() -> None:
