@@ -12,6 +12,7 @@ import pytest
 
 from taut_deploy.checkpoint import MANIFEST, verify
 from taut_deploy.files import VOLATILE_FILES
+from taut_deploy.recorded_hashes import RECORD
 
 # The times of a run, which no two runs share.
 VOLATILE = ("compress_seconds", "validate_seconds", "finished_at", "recorded")
@@ -44,11 +45,11 @@ def kill_at(process: subprocess.Popen[str], line: str) -> None:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    """Every byte of a checkpoint but its log and its verdict, which hold times."""
+    """Every byte of a checkpoint but its log, its record and its verdict, which hold times."""
     found = {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
-        if path.is_file() and path.name not in VOLATILE_FILES
+        if path.is_file() and path.name not in {*VOLATILE_FILES, RECORD}
     }
     manifest = json.loads(found[MANIFEST])
     assert manifest.pop("validation")["verdict"] == "PASS"
