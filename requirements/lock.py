@@ -34,6 +34,7 @@ from packaging.utils import (
     parse_wheel_filename,
 )
 from packaging.version import InvalidVersion, Version
+from pip._internal.models.index import PyPI
 
 FOLDER = Path(__file__).resolve().parent
 _JSON = "application/vnd.pypi.simple.v1+json"
@@ -174,7 +175,7 @@ def pip_setting(name: str) -> str | None:
 
 def index_of_pip() -> Index:
     """The package index that pip asks first, through its JSON form."""
-    address = urllib.parse.urlsplit(pip_setting("index-url") or "https://pypi.org/simple")
+    address = urllib.parse.urlsplit(pip_setting("index-url") or PyPI.simple_url)
     context = ssl.create_default_context(cafile=pip_setting("cert"))
     headers = {"Accept": _JSON}
     if address.username:
