@@ -20,6 +20,8 @@ from rich.table import Column
 
 # Called with steps done, steps in all, and what is being done.
 Report = Callable[[int, int, str], None]
+# Called with one line for the user.
+Say = Callable[[str], None]
 _LONGEST_SILENCE_S = 30.0
 # Columns of a terminal below which bar and remaining time leave room to the rest.
 _NARROW = 60

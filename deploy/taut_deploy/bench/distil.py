@@ -3,7 +3,6 @@
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,11 @@ from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.models.store import describe_directory
+from taut_deploy.progress import Say
 from taut_deploy.validate.checkpoint_source import CheckpointSource, CheckpointTokenizer
 from taut_deploy.validate.divergence import compare
 from taut_deploy.validate.metrics import point_estimates, stack
 from taut_deploy.validate.text import tokenize_file
-
-Say = Callable[[str], None]
 
 # Steps of which the speed is taken; the first ones compile kernels.
 _TIMED_STEPS, _WARM_STEPS = 8, 3

@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ from taut_deploy.bench.gateway_systems import (
 from taut_deploy.errors import WorkerError
 from taut_deploy.host import cpu_name
 from taut_deploy.ports import free_port
+from taut_deploy.progress import Say
 
 WORKERS = 3
 """Ports of the mock engine; taut serves one variant from two of them, another from the third."""
@@ -46,7 +47,6 @@ SETTLE_S = 1.0
 PAUSE_S = 0.5
 BACKLOG_S = 30.0
 """Longest wait between two cases for a system that is still busy with the first."""
-Say = Callable[[str], None]
 Found = dict[tuple[str, str], list[Figures]]
 
 

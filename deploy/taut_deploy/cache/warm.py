@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,13 +20,12 @@ from taut_deploy.checkpoint import Golden, Manifest, is_checkpoint, read_manifes
 from taut_deploy.errors import OutputError, WorkerError
 from taut_deploy.files import disk_errors_named, write_json_atomically
 from taut_deploy.ports import free_port
+from taut_deploy.progress import Say
 from taut_deploy.serve.one_worker import ask_one_worker
 from taut_deploy.serve.process import ChildSpec
 from taut_deploy.tune import measure_for_worker
 from taut_deploy.worker import LOOPBACK, WorkerSpec, command_for, installed_platform, worker_command
 from taut_deploy.worker.command import kernel_mode
-
-Say = Callable[[str], None]
 
 LOG = "worker.log"
 _NAME = "warm"

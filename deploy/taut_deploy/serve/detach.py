@@ -12,7 +12,7 @@ import yaml
 
 from taut_deploy.errors import WorkerError
 from taut_deploy.files import write_text_atomically
-from taut_deploy.serve.prepare import Say
+from taut_deploy.progress import Say
 from taut_deploy.serve.running import OUTPUT
 from taut_deploy.serve.settings import ServeSettings
 from taut_deploy.serve.supervise import is_ready

@@ -7,7 +7,8 @@ from typing import TypeVar
 from taut_deploy.cache.golden_prompt import ask_until_ready
 from taut_deploy.checkpoint import Golden
 from taut_deploy.errors import WorkerError
-from taut_deploy.serve.process import ChildSpec, RestartPolicy, Say, SupervisedProcess
+from taut_deploy.progress import Say
+from taut_deploy.serve.process import ChildSpec, RestartPolicy, SupervisedProcess
 
 Answer = TypeVar("Answer")
 

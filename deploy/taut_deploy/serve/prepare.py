@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from taut_deploy.models.directory import read_shape
 from taut_deploy.models.names import checked_name
 from taut_deploy.models.remote_code import describe_code
 from taut_deploy.ports import free_port
+from taut_deploy.progress import Say
 from taut_deploy.recipe import Recipe, load_recipe
 from taut_deploy.serve.provenance import UNCOMPRESSED, provenance_of
 from taut_deploy.serve.settings import ServeSettings
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,14 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from taut_deploy.errors import WorkerError
+from taut_deploy.progress import Say
 
 _PR_SET_PDEATHSIG = 1
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

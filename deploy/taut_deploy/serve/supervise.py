@@ -7,7 +7,6 @@ import shlex
 import signal
 import sys
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import yaml
 from taut_deploy.errors import WorkerError
 from taut_deploy.files import write_text_atomically
 from taut_deploy.models.remote_code import FLAG
+from taut_deploy.progress import Say
 from taut_deploy.serve.phases import StartPhases
 from taut_deploy.serve.prepare import ServedModel, gateway_configuration
 from taut_deploy.serve.process import ChildSpec, SupervisedProcess
 from taut_deploy.serve.running import forget_running, note_running
 from taut_deploy.serve.settings import ServeSettings
 from taut_deploy.worker import WorkerSpec, worker_command
-
-Say = Callable[[str], None]
 
 _POLL_S = 0.5
 _WORKER_GRACE_S = 40.0

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from taut_deploy import host
 from taut_deploy.errors import OutputError, TautError, WorkerError
 from taut_deploy.home import TautHome
+from taut_deploy.progress import Say
 from taut_deploy.tune.products import ShardProduct, ranks_of, shard_products
 from taut_deploy.vllm_flags import MODEL_FLAGS, names_one_of
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from taut_deploy.worker.spec import WorkerSpec
     from taut_kernels.for_deploy import measured_here as measured_here_module
 
-Say = Callable[[str], None]
 FOLDER = "verdicts"
 _STAYS = "what is not measured stays with vLLM"
 

@@ -15,7 +15,6 @@ import datetime
 import json
 import os
 import platform
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from taut_bench.instruments.errors import InstrumentError
+from taut_kernels.launch.atomic_write import write_whole
 
 # Our own threads have not run yet when the load is read: an idle machine shows nearly 0.
 _BUSY_LOAD = 0.3
@@ -168,11 +168,9 @@ def _write_cache(cache: Path | None, kept: dict[str, Ceilings]) -> None:
     if cache is None:
         return
     text = json.dumps({key: asdict(entry) for key, entry in kept.items()}, indent=1)
-    temporary = cache.with_name(f".{cache.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(cache)
+        write_whole(cache, text)
     except OSError as error:
         raise InstrumentError(f"{cache}: cannot be written: {error.strerror}") from error
 

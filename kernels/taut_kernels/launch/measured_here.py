@@ -18,12 +18,13 @@ import importlib.metadata
 import json
 import os
 import re
-import secrets
 import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from taut_kernels.launch.atomic_write import write_whole
 
 VARIABLE = "TAUT_VERDICTS"
 FORMAT = 2
@@ -149,9 +150,7 @@ def write(path: Path, document: Document) -> None:
         "tables": document.tables,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json.dumps(data, indent=1) + "\n")
 
 
 def why_foreign(document: Document, machine: Machine) -> str | None:

@@ -13,11 +13,12 @@ import atexit
 import json
 import logging
 import os
-import secrets
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from taut_kernels.launch.atomic_write import write_whole
 
 REPORT_VARIABLE = "TAUT_KERNELS_REPORT"
 FORMAT = 1
@@ -110,11 +111,8 @@ def correct(ops: dict[str, Any]) -> None:
 
 
 def _replace(path: Path, document: dict[str, Any]) -> None:
-    # Tensor-parallel workers write the same record at the same time; each has its own temporary
-    # file, whatever its process id is in its container.
-    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    # Tensor-parallel workers write the same record at the same time.
+    write_whole(path, json.dumps(document, indent=1) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:

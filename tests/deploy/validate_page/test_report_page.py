@@ -11,9 +11,8 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-import torch
 from jsonschema import Draft202012Validator
-from validate_setup import FakeServer, job_for, perturb, write_model, write_text
+from validate_setup import FakeServer, add_noise, job_for, write_model, write_text
 
 from taut_deploy.validate import run_validation
 from taut_deploy.validate.latency.plan import LatencyPlan
@@ -37,12 +36,7 @@ def reports(tmp_path_factory):
     """Reports of two directories and of two servers, tasks, slices and latency among them."""
     path = tmp_path_factory.mktemp("page")
     write_model(path / "baseline")
-    generator = torch.Generator().manual_seed(0)
-    perturb(
-        path / "baseline",
-        path / "candidate",
-        lambda _, t: t + 0.1 * t.std().nan_to_num() * torch.randn(t.shape, generator=generator),
-    )
+    add_noise(path / "baseline", path / "candidate", 0.1)
     write_text(path / "text.txt", 400)
     rows = [{"prompt": f"w{i} w2", "choices": [" w1", " w2"], "answer": 0} for i in range(12)]
     task = path / "a$b$c.jsonl"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from typer.testing import CliRunner
-from validate_setup import WORDS, FakeServer, job_for, perturb, write_model, write_text
+from validate_setup import WORDS, FakeServer, add_noise, job_for, write_model, write_text
 
 from taut_deploy.cli import app
 from taut_deploy.validate import CouldNotValidateError, Verdict, run_validation
@@ -27,12 +26,7 @@ def folder(tmp_path_factory):
     config = json.loads((path / "baseline" / "tokenizer_config.json").read_text())
     config["chat_template"] = TEMPLATE
     (path / "baseline" / "tokenizer_config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(0)
-    perturb(
-        path / "baseline",
-        path / "candidate",
-        lambda _, t: t + 0.1 * t.std().nan_to_num() * torch.randn(t.shape, generator=generator),
-    )
+    add_noise(path / "baseline", path / "candidate", 0.1)
     write_text(path / "text.txt", 400)
     texts = [{"language": w, "text": f"{w} w1 w2 {w} w3"} for w in WORDS[:6]]
     (path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from typer.testing import CliRunner
-from validate_setup import WORDS, FakeServer, job_for, perturb, write_model, write_text
+from validate_setup import WORDS, FakeServer, add_noise, job_for, write_model, write_text
 
 from taut_deploy.cli import app
 from taut_deploy.validate import CouldNotValidateError, Verdict, run_validation
@@ -42,12 +42,7 @@ def write_rows(path, rows):
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tasks")
     write_model(path / "baseline")
-    generator = torch.Generator().manual_seed(0)
-    perturb(
-        path / "baseline",
-        path / "candidate",
-        lambda _, t: t + 0.2 * t.std().nan_to_num() * torch.randn(t.shape, generator=generator),
-    )
+    add_noise(path / "baseline", path / "candidate", 0.2)
     write_text(path / "text.txt", 400)
     write_rows(path / "arc.jsonl", choices(40))
     write_rows(path / "gen.jsonl", generated(12))
