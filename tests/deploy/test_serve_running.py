@@ -136,6 +136,11 @@ def test_detach_that_is_told_to_end_while_it_waits_leaves_no_child(tmp_path):
 
 LINES = [
     ("INFO [core.py] Initializing a V1 LLM engine (v0.32.0) with config: …", "starting the engine"),
+    (
+        "INFO [core.py] Initializing a V1 LLM engine (v0.32.0) with config: compilation_config="
+        "{'cudagraph_capture_sizes': [], 'cudagraph_copy_inputs': False}",
+        "starting the engine",
+    ),
     ("INFO [model_runner.py] Starting to load model /m...", "loading weights"),
     ("Loading safetensors checkpoint shards:   0% Completed", "loading weights"),
     ("INFO [backends.py] Dynamo bytecode transform time: 3.9 s", "compiling"),
@@ -163,7 +168,7 @@ def test_a_phase_is_said_when_it_begins_and_every_half_minute(tmp_path):
     for second in range(100):
         now[0] = float(second)
         if second == 20:
-            (tmp_path / "w.log").write_text(LINES[1][0])
+            (tmp_path / "w.log").write_text(LINES[2][0])
         phases.report()
     assert said == [
         "m-0: starting the engine (0 s)",

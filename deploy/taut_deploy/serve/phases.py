@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from taut_deploy.progress import Say
 from taut_deploy.serve.process import SupervisedProcess
 
 # What vLLM prints when a phase begins, in the order of a start. The later line in the log counts.
@@ -32,7 +33,7 @@ class StartPhases:
     def __init__(
         self,
         workers: Sequence[SupervisedProcess],
-        say: Callable[[str], None],
+        say: Say,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers = workers
@@ -69,7 +70,10 @@ def phase_of(log: Path) -> str:
     except OSError:
         return "starting"
     for line in reversed(lines):
-        found = [words for pattern, words in _PHASES if pattern.search(line)]
+        # Engine options in a line, graphs to capture among them, stand behind what it is about.
+        found = [
+            (match.start(), words) for pattern, words in _PHASES if (match := pattern.search(line))
+        ]
         if found:
-            return found[-1]
+            return min(found)[1]
     return "importing vLLM"
