@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from taut_bench import other_tiles, report
+from taut_bench import cuda_device, other_tiles, report
 from taut_bench.decoder_layer import FORMS, HIDDEN, PRODUCTS, SCHEMES, Layer, Step
 from taut_bench.shapes import token_counts
 from taut_kernels.launch import early_start
@@ -177,8 +177,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.decode_chain needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.decode_chain"):
         return 2
     ceiling = timing.copy_ceiling()
     rows: list[Row] = []

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from taut_bench import plots, report, shapes, w4a16_format, w4a16_rivals
+from taut_bench import cuda_device, plots, report, shapes, w4a16_format, w4a16_rivals
 from taut_bench.w4a16_format import DTYPES, Format
 from taut_kernels.tuner import timing
 from taut_kernels.tuner.refusal import REFUSED, first_line
@@ -134,8 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.w4a16 needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.w4a16"):
         return 2
     ceiling = timing.copy_ceiling()
     sys.stdout.write(f"copy ceiling {ceiling / 1e12:.2f} TB/s\n")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from taut_bench import report
+from taut_bench import cuda_device, report
 from taut_bench.attention_cases import (
     DIM,
     PAGE,
@@ -319,8 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--top", type=int, default=6, help="rows printed for each kernel")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_attention needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_attention"):
         return 2
     kernels = arguments.kernel or attention_tiles.KERNELS
     jobs = _jobs(kernels)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from taut_bench import cuda_device
 from taut_bench.fused_backward import LONG_WIDTHS, WIDTHS
 from taut_kernels.activation import swiglu_launch
 from taut_kernels.loss import softmax
@@ -325,8 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=7)
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_fused_backward needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_fused_backward"):
         return 2
     names = arguments.op or DEFAULT
     cases = [(name, N) for name in names for N in arguments.width or KERNELS[name].widths]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from taut_bench import report
+from taut_bench import cuda_device, report
 from taut_kernels.loss import divergence as loss_divergence
 from taut_kernels.loss import row_softmax
 from taut_kernels.loss.tiles import OPS, RING, LossTile, RingTile, ring_rule, rule
@@ -185,8 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=7)
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_loss needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_loss"):
         return 2
     cases = [
         (op, V) for op in arguments.op or (*OPS, RING) for V in arguments.vocabulary or VOCABULARIES

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import triton
 
-from taut_bench import scaled_mm_rivals, shapes
+from taut_bench import cuda_device, scaled_mm_rivals, shapes
 from taut_bench.scaled_mm import PREPARE
 from taut_bench.scaled_mm_layer import (
     ALL_KINDS,
@@ -425,8 +425,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--top", type=int, default=3, help="rows printed for each bucket")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_scaled_mm needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_scaled_mm"):
         return 2
     chosen = shapes.chosen(arguments, SHAPES)
     # Two names may be of one product; a table lists it once.

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from taut_bench import report, w4a16_format
+from taut_bench import cuda_device, report, w4a16_format
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
 from taut_bench.w4a16_format import DEFAULT, Format
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
@@ -165,8 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     w4a16_format.add_tuned_arguments(parser)
     parser.add_argument("--top", type=int, default=6, help="rows printed for each shape")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_w4a16_decode needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_w4a16_decode"):
         return 2
     shapes = {name: PRODUCTS[name] for name in arguments.shape or SHAPES}
     Ms, given = arguments.tokens or [1, 8, 16], w4a16_format.tuned(arguments)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import triton
 
-from taut_bench import report, w4a16_format
+from taut_bench import cuda_device, report, w4a16_format
 from taut_bench.shapes import PRODUCTS
 from taut_bench.w4a16_format import DEFAULT, Format
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
@@ -351,8 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replays", type=int, default=8)
     w4a16_format.add_tuned_arguments(parser)
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_w4a16_wgmma needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_w4a16_wgmma"):
         return 2
     shapes = arguments.shape or list(SHAPES)
     Ms = arguments.tokens or list(TOKENS)

@@ -25,6 +25,7 @@ import torch
 
 from taut_kernels.activation import silu_mul_launch
 from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rowwise import row_quant
 from taut_kernels.rowwise.rows import as_rows, check_scale
 
@@ -142,22 +143,20 @@ def _fake_silu_mul_static_quant(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 _ACTIVATION = "Tensor x, float alpha, float beta, float? limit, bool interleaved"
-torch.library.define("taut::silu_mul", f"({_ACTIVATION}) -> Tensor")
-torch.library.impl("taut::silu_mul", "CPU", silu_mul_ref)
-torch.library.impl("taut::silu_mul", "CUDA", _launch_silu_mul)
-torch.library.register_fake("taut::silu_mul", _fake_silu_mul)
-
-torch.library.define(
-    "taut::silu_mul_quant", f"({_ACTIVATION}, ScalarType dtype) -> (Tensor, Tensor)"
+register_op(
+    f"taut::silu_mul({_ACTIVATION}) -> Tensor", silu_mul_ref, _launch_silu_mul, _fake_silu_mul
 )
-torch.library.impl("taut::silu_mul_quant", "CPU", silu_mul_quant_ref)
-torch.library.impl("taut::silu_mul_quant", "CUDA", _launch_silu_mul_quant)
-torch.library.register_fake("taut::silu_mul_quant", _fake_silu_mul_quant)
 
-torch.library.define("taut::silu_mul_static_quant", f"({_ACTIVATION}, Tensor scale) -> Tensor")
-torch.library.impl("taut::silu_mul_static_quant", "CPU", silu_mul_static_quant_ref)
-torch.library.impl("taut::silu_mul_static_quant", "CUDA", _launch_silu_mul_static_quant)
-torch.library.register_fake("taut::silu_mul_static_quant", _fake_silu_mul_static_quant)
+_SILU_MUL_QUANT = f"taut::silu_mul_quant({_ACTIVATION}, ScalarType dtype) -> (Tensor, Tensor)"
+register_op(_SILU_MUL_QUANT, silu_mul_quant_ref, _launch_silu_mul_quant, _fake_silu_mul_quant)
+
+_SILU_MUL_STATIC_QUANT = f"taut::silu_mul_static_quant({_ACTIVATION}, Tensor scale) -> Tensor"
+register_op(
+    _SILU_MUL_STATIC_QUANT,
+    silu_mul_static_quant_ref,
+    _launch_silu_mul_static_quant,
+    _fake_silu_mul_static_quant,
+)
 
 
 def silu_mul(

@@ -25,6 +25,7 @@ import torch
 
 from taut_kernels.activation import swiglu_launch as kernels
 from taut_kernels.activation.silu_mul import silu_mul_ref
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rowwise.training_arguments import (
     MAX_N,
     check_like,
@@ -101,47 +102,45 @@ def _no_second_packed(ctx: Any, *_: torch.Tensor) -> None:
 
 
 _FORM = "float alpha, float beta, float? limit"
-torch.library.define("taut::silu", "(Tensor x) -> Tensor")
-torch.library.impl("taut::silu", "CPU", kernels.silu_ref)
-torch.library.impl("taut::silu", "CUDA", kernels.launch_silu)
-torch.library.register_fake("taut::silu", _fake_silu)
+register_op("taut::silu(Tensor x) -> Tensor", kernels.silu_ref, kernels.launch_silu, _fake_silu)
 torch.library.register_autograd("taut::silu", _backward_silu, setup_context=_setup_silu)
 
-torch.library.define("taut::silu_backward", "(Tensor dy, Tensor x) -> Tensor")
-torch.library.impl("taut::silu_backward", "CPU", kernels.silu_backward_ref)
-torch.library.impl("taut::silu_backward", "CUDA", kernels.launch_silu_backward)
-torch.library.register_fake("taut::silu_backward", _fake_silu_backward)
+_SILU_BACKWARD = "taut::silu_backward(Tensor dy, Tensor x) -> Tensor"
+register_op(
+    _SILU_BACKWARD, kernels.silu_backward_ref, kernels.launch_silu_backward, _fake_silu_backward
+)
 torch.library.register_autograd("taut::silu_backward", _no_second_silu)
 
-torch.library.define("taut::swiglu", f"(Tensor gate, Tensor up, {_FORM}) -> Tensor")
-torch.library.impl("taut::swiglu", "CPU", kernels.swiglu_ref)
-torch.library.impl("taut::swiglu", "CUDA", kernels.launch)
-torch.library.register_fake("taut::swiglu", _fake_swiglu)
+_SWIGLU = f"taut::swiglu(Tensor gate, Tensor up, {_FORM}) -> Tensor"
+register_op(_SWIGLU, kernels.swiglu_ref, kernels.launch, _fake_swiglu)
 torch.library.register_autograd("taut::swiglu", _backward_swiglu, setup_context=_setup_swiglu)
 
-torch.library.define(
-    "taut::swiglu_backward", f"(Tensor dy, Tensor gate, Tensor up, {_FORM}) -> (Tensor, Tensor)"
+_SWIGLU_BACKWARD = (
+    f"taut::swiglu_backward(Tensor dy, Tensor gate, Tensor up, {_FORM}) -> (Tensor, Tensor)"
 )
-torch.library.impl("taut::swiglu_backward", "CPU", kernels.swiglu_backward_ref)
-torch.library.impl("taut::swiglu_backward", "CUDA", kernels.launch_swiglu_backward)
-torch.library.register_fake("taut::swiglu_backward", _fake_swiglu_backward)
+register_op(
+    _SWIGLU_BACKWARD,
+    kernels.swiglu_backward_ref,
+    kernels.launch_swiglu_backward,
+    _fake_swiglu_backward,
+)
 torch.library.register_autograd("taut::swiglu_backward", _no_second_swiglu)
 
-torch.library.define("taut::swiglu_packed", f"(Tensor x, {_FORM}, bool interleaved) -> Tensor")
-torch.library.impl("taut::swiglu_packed", "CPU", silu_mul_ref)
-torch.library.impl("taut::swiglu_packed", "CUDA", kernels.launch_packed)
-torch.library.register_fake("taut::swiglu_packed", _fake_swiglu_packed)
+_SWIGLU_PACKED = f"taut::swiglu_packed(Tensor x, {_FORM}, bool interleaved) -> Tensor"
+register_op(_SWIGLU_PACKED, silu_mul_ref, kernels.launch_packed, _fake_swiglu_packed)
 torch.library.register_autograd(
     "taut::swiglu_packed", _backward_packed, setup_context=_setup_packed
 )
 
-torch.library.define(
-    "taut::swiglu_packed_backward",
-    f"(Tensor dy, Tensor x, {_FORM}, bool interleaved) -> Tensor",
+_SWIGLU_PACKED_BACKWARD = (
+    f"taut::swiglu_packed_backward(Tensor dy, Tensor x, {_FORM}, bool interleaved) -> Tensor"
 )
-torch.library.impl("taut::swiglu_packed_backward", "CPU", kernels.swiglu_packed_backward_ref)
-torch.library.impl("taut::swiglu_packed_backward", "CUDA", kernels.launch_swiglu_packed_backward)
-torch.library.register_fake("taut::swiglu_packed_backward", _fake_swiglu_packed_backward)
+register_op(
+    _SWIGLU_PACKED_BACKWARD,
+    kernels.swiglu_packed_backward_ref,
+    kernels.launch_swiglu_packed_backward,
+    _fake_swiglu_packed_backward,
+)
 torch.library.register_autograd("taut::swiglu_packed_backward", _no_second_packed)
 
 

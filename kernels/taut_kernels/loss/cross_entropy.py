@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss import gradient_scale
 from taut_kernels.loss.projection import DTYPES
 from taut_kernels.loss.reduction import (
@@ -104,29 +105,6 @@ def _cross_entropy_backward_(
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
 _BACKWARD = "Tensor target, Tensor lse, " + _OPTIONS
-_LIBRARY: dict[str, tuple[str, Callable[..., Any]]] = {
-    "cross_entropy": (
-        f"(Tensor logits, Tensor target, {_OPTIONS}, bool check, bool with_grad)"
-        " -> (Tensor, Tensor, Tensor)",
-        _cross_entropy,
-    ),
-    "cross_entropy_": (
-        f"(Tensor(a!) logits, Tensor target, {_OPTIONS}, bool check) -> (Tensor, Tensor)",
-        _cross_entropy_,
-    ),
-    "cross_entropy_backward": (
-        f"(Tensor grad_loss, Tensor logits, {_BACKWARD}) -> Tensor",
-        _cross_entropy_backward,
-    ),
-    "cross_entropy_backward_": (
-        f"(Tensor grad_loss, Tensor(a!) logits, {_BACKWARD}) -> ()",
-        _cross_entropy_backward_,
-    ),
-}
-for _name, (_schema, _implementation) in _LIBRARY.items():
-    torch.library.define(f"taut::{_name}", _schema)
-    torch.library.impl(f"taut::{_name}", "CPU", partial(_implementation, cross_entropy_ref))
-    torch.library.impl(f"taut::{_name}", "CUDA", partial(_implementation, launch))
 
 
 def _fake_losses(logits: torch.Tensor, target: torch.Tensor, reduction: str) -> list[torch.Tensor]:
@@ -155,10 +133,33 @@ def _fake_cross_entropy_backward(
     return logits.new_empty(tuple(logits.shape))
 
 
-torch.library.register_fake("taut::cross_entropy", _fake_cross_entropy)
-torch.library.register_fake("taut::cross_entropy_", _fake_cross_entropy_)
-torch.library.register_fake("taut::cross_entropy_backward", _fake_cross_entropy_backward)
-torch.library.register_fake("taut::cross_entropy_backward_", lambda *_: None)
+_LIBRARY: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    (
+        f"taut::cross_entropy(Tensor logits, Tensor target, {_OPTIONS}, bool check, bool with_grad)"
+        " -> (Tensor, Tensor, Tensor)",
+        _cross_entropy,
+        _fake_cross_entropy,
+    ),
+    (
+        f"taut::cross_entropy_(Tensor(a!) logits, Tensor target, {_OPTIONS}, bool check) -> "
+        "(Tensor, Tensor)",
+        _cross_entropy_,
+        _fake_cross_entropy_,
+    ),
+    (
+        f"taut::cross_entropy_backward(Tensor grad_loss, Tensor logits, {_BACKWARD}) -> Tensor",
+        _cross_entropy_backward,
+        _fake_cross_entropy_backward,
+    ),
+    (
+        f"taut::cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, {_BACKWARD}) -> ()",
+        _cross_entropy_backward_,
+        lambda *_: None,
+    ),
+)
+for _schema, _implementation, _fake in _LIBRARY:
+    _cpu, _cuda = partial(_implementation, cross_entropy_ref), partial(_implementation, launch)
+    register_op(_schema, _cpu, _cuda, _fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

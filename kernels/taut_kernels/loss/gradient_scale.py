@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss.scale_kernel import scale_kernel
 from taut_kernels.loss.tiles import launch_options
 
@@ -51,10 +52,8 @@ def launch_scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
         )
 
 
-torch.library.define("taut::scale_", "(Tensor(a!) x, Tensor factor) -> ()")
-torch.library.impl("taut::scale_", "CPU", scale_ref_)
-torch.library.impl("taut::scale_", "CUDA", launch_scale_)
-torch.library.register_fake("taut::scale_", lambda x, factor: None)
+_SCHEMA = "taut::scale_(Tensor(a!) x, Tensor factor) -> ()"
+register_op(_SCHEMA, scale_ref_, launch_scale_, lambda x, factor: None)
 
 
 def scaled(gradients: list[torch.Tensor | None], factor: torch.Tensor) -> list[torch.Tensor | None]:

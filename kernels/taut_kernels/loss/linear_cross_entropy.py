@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss import gradient_scale
 from taut_kernels.loss.block_softmax import MOST_COLUMNS
 from taut_kernels.loss.logit_cut import CHUNK_BY, TORCH, TRITON, Kernels, compute, plan
@@ -118,20 +119,6 @@ _OPERANDS = (
     "float label_smoothing, float z_loss, float softcap, str reduction, str chunk_by, "
     "int chunk_size, bool accumulate_fp32"
 )
-torch.library.define(
-    "taut::linear_cross_entropy",
-    f"({_OPERANDS}, bool check, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "taut::linear_cross_entropy_backward",
-    f"(Tensor grad_loss, Tensor lse, {_OPERANDS}, bool[] wants) -> (Tensor, Tensor, Tensor)",
-)
-for _name, _implementation in (
-    ("linear_cross_entropy", _linear_cross_entropy),
-    ("linear_cross_entropy_backward", _linear_cross_entropy_backward),
-):
-    torch.library.impl(f"taut::{_name}", "CPU", partial(_implementation, TORCH))
-    torch.library.impl(f"taut::{_name}", "CUDA", partial(_implementation, TRITON))
 
 
 def fake_gradients(
@@ -170,10 +157,21 @@ def _fake_linear_cross_entropy_backward(
     return fake_gradients(x, weight, bias, options[-1])
 
 
-torch.library.register_fake("taut::linear_cross_entropy", _fake_linear_cross_entropy)
-torch.library.register_fake(
-    "taut::linear_cross_entropy_backward", _fake_linear_cross_entropy_backward
-)
+for _schema, _implementation, _fake in (
+    (
+        f"taut::linear_cross_entropy({_OPERANDS}, bool check, bool[] wants) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _linear_cross_entropy,
+        _fake_linear_cross_entropy,
+    ),
+    (
+        f"taut::linear_cross_entropy_backward(Tensor grad_loss, Tensor lse, {_OPERANDS}, "
+        "bool[] wants) -> (Tensor, Tensor, Tensor)",
+        _linear_cross_entropy_backward,
+        _fake_linear_cross_entropy_backward,
+    ),
+):
+    register_op(_schema, partial(_implementation, TORCH), partial(_implementation, TRITON), _fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss import divergence as loss_divergence
 from taut_kernels.loss import gradient_scale, row_chunks
 from taut_kernels.loss.divergence import Divergence
@@ -116,22 +117,6 @@ _OPERANDS = (
     "Tensor? teacher_bias, Tensor keep, str form, float temperature, float beta, "
     "str reduction, int chunk_size, bool accumulate_fp32, bool[] wants"
 )
-torch.library.define(
-    "taut::linear_divergence", f"({_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-torch.library.define(
-    "taut::linear_divergence_backward",
-    f"(Tensor grad_loss, {_OPERANDS}) -> (Tensor, Tensor, Tensor)",
-)
-for _name, _implementation in (
-    ("linear_divergence", _linear_divergence),
-    ("linear_divergence_backward", _linear_divergence_backward),
-):
-    for _device, _rows in (
-        ("CPU", loss_divergence.divergence_ref),
-        ("CUDA", loss_divergence.launch),
-    ):
-        torch.library.impl(f"taut::{_name}", _device, partial(_implementation, _rows))
 
 
 def _fake_linear_divergence(
@@ -152,8 +137,21 @@ def _fake_linear_divergence_backward(
     return fake_gradients(x, weight, bias, options[-1])
 
 
-torch.library.register_fake("taut::linear_divergence", _fake_linear_divergence)
-torch.library.register_fake("taut::linear_divergence_backward", _fake_linear_divergence_backward)
+for _schema, _implementation, _fake in (
+    (
+        f"taut::linear_divergence({_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        _linear_divergence,
+        _fake_linear_divergence,
+    ),
+    (
+        f"taut::linear_divergence_backward(Tensor grad_loss, {_OPERANDS}) -> "
+        "(Tensor, Tensor, Tensor)",
+        _linear_divergence_backward,
+        _fake_linear_divergence_backward,
+    ),
+):
+    _cpu = partial(_implementation, loss_divergence.divergence_ref)
+    register_op(_schema, _cpu, partial(_implementation, loss_divergence.launch), _fake)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

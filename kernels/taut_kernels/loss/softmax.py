@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from taut_kernels.launch import launcher as launching
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss import cross_entropy_ring
 from taut_kernels.loss.softmax_kernel import (
     softmax_backward_kernel,
@@ -170,16 +171,11 @@ def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> None:
     refuse_second_derivative("softmax")
 
 
-torch.library.define("taut::softmax", "(Tensor x) -> Tensor")
-torch.library.impl("taut::softmax", "CPU", softmax_ref)
-torch.library.impl("taut::softmax", "CUDA", launch)
-torch.library.register_fake("taut::softmax", _fake_softmax)
+register_op("taut::softmax(Tensor x) -> Tensor", softmax_ref, launch, _fake_softmax)
 torch.library.register_autograd("taut::softmax", _backward, setup_context=_setup)
 
-torch.library.define("taut::softmax_backward", "(Tensor dy, Tensor y) -> Tensor")
-torch.library.impl("taut::softmax_backward", "CPU", softmax_backward_ref)
-torch.library.impl("taut::softmax_backward", "CUDA", launch_backward)
-torch.library.register_fake("taut::softmax_backward", _fake_softmax_backward)
+_SOFTMAX_BACKWARD = "taut::softmax_backward(Tensor dy, Tensor y) -> Tensor"
+register_op(_SOFTMAX_BACKWARD, softmax_backward_ref, launch_backward, _fake_softmax_backward)
 torch.library.register_autograd("taut::softmax_backward", _no_second_derivative)
 
 

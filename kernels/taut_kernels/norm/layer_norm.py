@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.norm import train_launch as norm_launch
 from taut_kernels.rowwise.rows import check_epsilon
 from taut_kernels.rowwise.training_arguments import (
@@ -160,23 +161,23 @@ def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> None:
     refuse_second_derivative("layer_norm")
 
 
-torch.library.define(
-    "taut::layer_norm",
-    "(Tensor x, Tensor? weight, Tensor? bias, float epsilon) -> (Tensor, Tensor, Tensor)",
+_LAYER_NORM = (
+    "taut::layer_norm(Tensor x, Tensor? weight, Tensor? bias, float epsilon) -> (Tensor, "
+    "Tensor, Tensor)"
 )
-torch.library.impl("taut::layer_norm", "CPU", layer_norm_ref)
-torch.library.impl("taut::layer_norm", "CUDA", _launch_layer_norm)
-torch.library.register_fake("taut::layer_norm", _fake_layer_norm)
+register_op(_LAYER_NORM, layer_norm_ref, _launch_layer_norm, _fake_layer_norm)
 torch.library.register_autograd("taut::layer_norm", _backward, setup_context=_setup)
 
-torch.library.define(
-    "taut::layer_norm_backward",
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool with_dweight, "
-    "bool with_dbias) -> (Tensor, Tensor, Tensor)",
+_LAYER_NORM_BACKWARD = (
+    "taut::layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+    "bool with_dweight, bool with_dbias) -> (Tensor, Tensor, Tensor)"
 )
-torch.library.impl("taut::layer_norm_backward", "CPU", layer_norm_backward_ref)
-torch.library.impl("taut::layer_norm_backward", "CUDA", _launch_layer_norm_backward)
-torch.library.register_fake("taut::layer_norm_backward", _fake_layer_norm_backward)
+register_op(
+    _LAYER_NORM_BACKWARD,
+    layer_norm_backward_ref,
+    _launch_layer_norm_backward,
+    _fake_layer_norm_backward,
+)
 torch.library.register_autograd("taut::layer_norm_backward", _no_second_derivative)
 
 

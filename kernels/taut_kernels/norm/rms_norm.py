@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.rowwise import row_quant
 from taut_kernels.rowwise.rows import as_rows, check_epsilon, check_scale
@@ -133,20 +134,18 @@ def _fake_rms_norm_static_quant(x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 _NORM = "Tensor x, Tensor? weight, Tensor(a!)? residual, float epsilon"
-torch.library.define("taut::rms_norm", f"({_NORM}) -> Tensor")
-torch.library.impl("taut::rms_norm", "CPU", rms_norm_ref)
-torch.library.impl("taut::rms_norm", "CUDA", _launch_rms_norm)
-torch.library.register_fake("taut::rms_norm", _fake_rms_norm)
+register_op(f"taut::rms_norm({_NORM}) -> Tensor", rms_norm_ref, _launch_rms_norm, _fake_rms_norm)
 
-torch.library.define("taut::rms_norm_quant", f"({_NORM}, ScalarType dtype) -> (Tensor, Tensor)")
-torch.library.impl("taut::rms_norm_quant", "CPU", rms_norm_quant_ref)
-torch.library.impl("taut::rms_norm_quant", "CUDA", _launch_rms_norm_quant)
-torch.library.register_fake("taut::rms_norm_quant", _fake_rms_norm_quant)
+_RMS_NORM_QUANT = f"taut::rms_norm_quant({_NORM}, ScalarType dtype) -> (Tensor, Tensor)"
+register_op(_RMS_NORM_QUANT, rms_norm_quant_ref, _launch_rms_norm_quant, _fake_rms_norm_quant)
 
-torch.library.define("taut::rms_norm_static_quant", f"({_NORM}, Tensor scale) -> Tensor")
-torch.library.impl("taut::rms_norm_static_quant", "CPU", rms_norm_static_quant_ref)
-torch.library.impl("taut::rms_norm_static_quant", "CUDA", _launch_rms_norm_static_quant)
-torch.library.register_fake("taut::rms_norm_static_quant", _fake_rms_norm_static_quant)
+_RMS_NORM_STATIC_QUANT = f"taut::rms_norm_static_quant({_NORM}, Tensor scale) -> Tensor"
+register_op(
+    _RMS_NORM_STATIC_QUANT,
+    rms_norm_static_quant_ref,
+    _launch_rms_norm_static_quant,
+    _fake_rms_norm_static_quant,
+)
 
 
 def _without_residual(form: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -165,16 +164,20 @@ def _without_residual(form: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 _PLAIN = "Tensor x, Tensor? weight, float epsilon"
-torch.library.define("taut::rms_norm.plain", f"({_PLAIN}) -> Tensor")
-torch.library.impl("taut::rms_norm.plain", "CPU", _without_residual(rms_norm_ref))
-torch.library.impl("taut::rms_norm.plain", "CUDA", _without_residual(_launch_rms_norm))
-torch.library.register_fake("taut::rms_norm.plain", _without_residual(_fake_rms_norm))
+register_op(
+    f"taut::rms_norm.plain({_PLAIN}) -> Tensor",
+    _without_residual(rms_norm_ref),
+    _without_residual(_launch_rms_norm),
+    _without_residual(_fake_rms_norm),
+)
 
-_STATIC = "taut::rms_norm_static_quant.plain"
-torch.library.define(_STATIC, f"({_PLAIN}, Tensor scale) -> Tensor")
-torch.library.impl(_STATIC, "CPU", _without_residual(rms_norm_static_quant_ref))
-torch.library.impl(_STATIC, "CUDA", _without_residual(_launch_rms_norm_static_quant))
-torch.library.register_fake(_STATIC, _without_residual(_fake_rms_norm_static_quant))
+_STATIC_PLAIN = f"taut::rms_norm_static_quant.plain({_PLAIN}, Tensor scale) -> Tensor"
+register_op(
+    _STATIC_PLAIN,
+    _without_residual(rms_norm_static_quant_ref),
+    _without_residual(_launch_rms_norm_static_quant),
+    _without_residual(_fake_rms_norm_static_quant),
+)
 
 
 def rms_norm(

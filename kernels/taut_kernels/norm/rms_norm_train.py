@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.norm import train_launch as norm_launch
 from taut_kernels.rowwise.rows import check_epsilon
 from taut_kernels.rowwise.training_arguments import (
@@ -163,23 +164,20 @@ def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> None:
     refuse_second_derivative("rms_norm")
 
 
-torch.library.define(
-    "taut::rms_norm_train",
-    "(Tensor x, Tensor? weight, Tensor? residual, float epsilon) -> (Tensor, Tensor, Tensor)",
+_RMS_NORM_TRAIN = (
+    "taut::rms_norm_train(Tensor x, Tensor? weight, Tensor? residual, float epsilon) -> "
+    "(Tensor, Tensor, Tensor)"
 )
-torch.library.impl("taut::rms_norm_train", "CPU", rms_norm_train_ref)
-torch.library.impl("taut::rms_norm_train", "CUDA", _launch_rms_norm_train)
-torch.library.register_fake("taut::rms_norm_train", _fake_rms_norm_train)
+register_op(_RMS_NORM_TRAIN, rms_norm_train_ref, _launch_rms_norm_train, _fake_rms_norm_train)
 torch.library.register_autograd("taut::rms_norm_train", _backward, setup_context=_setup)
 
-torch.library.define(
-    "taut::rms_norm_backward",
-    "(Tensor dy, Tensor? dt, Tensor t, Tensor? weight, Tensor rstd, bool with_dweight) "
-    "-> (Tensor, Tensor)",
+_RMS_NORM_BACKWARD = (
+    "taut::rms_norm_backward(Tensor dy, Tensor? dt, Tensor t, Tensor? weight, Tensor rstd, bool "
+    "with_dweight) -> (Tensor, Tensor)"
 )
-torch.library.impl("taut::rms_norm_backward", "CPU", rms_norm_backward_ref)
-torch.library.impl("taut::rms_norm_backward", "CUDA", _launch_rms_norm_backward)
-torch.library.register_fake("taut::rms_norm_backward", _fake_rms_norm_backward)
+register_op(
+    _RMS_NORM_BACKWARD, rms_norm_backward_ref, _launch_rms_norm_backward, _fake_rms_norm_backward
+)
 torch.library.register_autograd("taut::rms_norm_backward", _no_second_derivative)
 
 

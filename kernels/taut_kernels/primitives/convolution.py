@@ -25,6 +25,7 @@ import torch
 
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives import conv2d_launch, conv2d_tiles
 from taut_kernels.primitives.conv2d_launch import Window
 from taut_kernels.primitives.conv2d_tiles import GATHER, VERSIONS, ConvTile
@@ -161,10 +162,7 @@ _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, int[2] stride, int[2] padding, int[2] dilation, "
     "str version) -> Tensor"
 )
-torch.library.define("taut::conv2d", _SCHEMA)
-torch.library.impl("taut::conv2d", "CPU", without_autocast(_conv2d_cpu))
-torch.library.impl("taut::conv2d", "CUDA", _launch_conv2d)
-torch.library.register_fake("taut::conv2d", _fake_conv2d)
+register_op(f"taut::conv2d{_SCHEMA}", without_autocast(_conv2d_cpu), _launch_conv2d, _fake_conv2d)
 
 
 def conv2d(

@@ -24,6 +24,7 @@ import torch
 
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives import gemm_launch, gemm_tiles
 from taut_kernels.primitives.gemm_tiles import VERSIONS, GemmTile
 
@@ -125,10 +126,7 @@ def _fake_matmul(
 
 
 _SCHEMA = "(Tensor a, Tensor b, Tensor? bias, str activation, str version) -> Tensor"
-torch.library.define("taut::matmul", _SCHEMA)
-torch.library.impl("taut::matmul", "CPU", without_autocast(_matmul_cpu))
-torch.library.impl("taut::matmul", "CUDA", _launch_matmul)
-torch.library.register_fake("taut::matmul", _fake_matmul)
+register_op(f"taut::matmul{_SCHEMA}", without_autocast(_matmul_cpu), _launch_matmul, _fake_matmul)
 
 
 def matmul(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives.image import Pair, check_image, is_channels_last, output_size, pair
 from taut_kernels.primitives.pool_kernel import pool2d_kernel
 
@@ -153,14 +154,11 @@ def _fake_pool2d(
 
 
 _SIZES = "Tensor x, int[2] kernel_size, int[2] stride, int[2] padding"
-torch.library.define("taut::max_pool2d", f"({_SIZES}) -> Tensor")
-torch.library.impl("taut::max_pool2d", "CPU", max_pool2d_ref)
-torch.library.impl("taut::max_pool2d", "CUDA", _launch_max_pool2d)
-torch.library.register_fake("taut::max_pool2d", _fake_pool2d)
-torch.library.define("taut::avg_pool2d", f"({_SIZES}, bool count_include_pad) -> Tensor")
-torch.library.impl("taut::avg_pool2d", "CPU", avg_pool2d_ref)
-torch.library.impl("taut::avg_pool2d", "CUDA", _launch_avg_pool2d)
-torch.library.register_fake("taut::avg_pool2d", _fake_pool2d)
+register_op(
+    f"taut::max_pool2d({_SIZES}) -> Tensor", max_pool2d_ref, _launch_max_pool2d, _fake_pool2d
+)
+_AVG_POOL2D = f"taut::avg_pool2d({_SIZES}, bool count_include_pad) -> Tensor"
+register_op(_AVG_POOL2D, avg_pool2d_ref, _launch_avg_pool2d, _fake_pool2d)
 
 Size = int | tuple[int, int]
 

@@ -24,6 +24,7 @@ import math
 import torch
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives.reduce_kernel import reduce_kernel
 from taut_kernels.primitives.reduce_tiles import VERSIONS, ReduceTile, tile_of
 
@@ -168,10 +169,7 @@ def _fake_reduce(
 
 
 _SCHEMA = "(Tensor x, str operation, int? dim, bool keepdim, str version) -> Tensor"
-torch.library.define("taut::reduce", _SCHEMA)
-torch.library.impl("taut::reduce", "CPU", _reduce_cpu)
-torch.library.impl("taut::reduce", "CUDA", _launch_reduce)
-torch.library.register_fake("taut::reduce", _fake_reduce)
+register_op(f"taut::reduce{_SCHEMA}", _reduce_cpu, _launch_reduce, _fake_reduce)
 
 
 def reduce(

@@ -21,6 +21,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from taut_kernels.launch import launcher as launching
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives.gemm import check_copy_engine
 from taut_kernels.primitives.transpose_kernel import (
     coalesced_kernel,
@@ -143,10 +144,8 @@ def _fake_transpose(x: torch.Tensor, version: str) -> torch.Tensor:
     return x.new_empty((*x.shape[:-2], x.shape[-1], x.shape[-2]))
 
 
-torch.library.define("taut::transpose", "(Tensor x, str version) -> Tensor")
-torch.library.impl("taut::transpose", "CPU", _transpose_cpu)
-torch.library.impl("taut::transpose", "CUDA", _launch_transpose)
-torch.library.register_fake("taut::transpose", _fake_transpose)
+_SCHEMA = "taut::transpose(Tensor x, str version) -> Tensor"
+register_op(_SCHEMA, _transpose_cpu, _launch_transpose, _fake_transpose)
 
 
 def transpose(x: torch.Tensor, *, version: str = DEFAULT) -> torch.Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rope import rope_launch
 from taut_kernels.rope.rope_launch import Pair
 
@@ -129,23 +130,19 @@ def _fake_rope_apart(
     return q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)
 
 
-torch.library.define(
-    "taut::rope",
-    "(Tensor positions, Tensor(a!) q, Tensor(b!)? k, Tensor cos_sin_cache, bool neox) -> ()",
+_ROPE = (
+    "taut::rope(Tensor positions, Tensor(a!) q, Tensor(b!)? k, Tensor cos_sin_cache, bool neox) "
+    "-> ()"
 )
-torch.library.impl("taut::rope", "CPU", rope_ref)
-torch.library.impl("taut::rope", "CUDA", _launch_rope)
-torch.library.register_fake("taut::rope", _fake_rope)
+register_op(_ROPE, rope_ref, _launch_rope, _fake_rope)
 
 # Without a layout tag: Inductor hands operands over at the strides they have in the graph, slices
 # of one tensor as views. (`flexible_layout` would let it choose strides of its own.)
-torch.library.define(
-    "taut::rope_apart",
-    "(Tensor positions, Tensor q, Tensor? k, Tensor cos_sin_cache, bool neox) -> (Tensor, Tensor)",
+_ROPE_APART = (
+    "taut::rope_apart(Tensor positions, Tensor q, Tensor? k, Tensor cos_sin_cache, bool neox) "
+    "-> (Tensor, Tensor)"
 )
-torch.library.impl("taut::rope_apart", "CPU", rope_apart_ref)
-torch.library.impl("taut::rope_apart", "CUDA", _launch_rope_apart)
-torch.library.register_fake("taut::rope_apart", _fake_rope_apart)
+register_op(_ROPE_APART, rope_apart_ref, _launch_rope_apart, _fake_rope_apart)
 
 
 def rope(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rope.op import rope_ref
 from taut_kernels.rope.train_kernel import rope_train_kernel
 from taut_kernels.rowwise import training_tiles
@@ -156,14 +157,11 @@ def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tenso
     return None, new_q, new_k if ctx.has_k else None, None, None, None
 
 
-torch.library.define(
-    "taut::rope_train",
-    "(Tensor positions, Tensor q, Tensor? k, Tensor cos_sin_cache, bool neox, bool inverse) "
-    "-> (Tensor, Tensor)",
+_SCHEMA = (
+    "taut::rope_train(Tensor positions, Tensor q, Tensor? k, Tensor cos_sin_cache, bool neox, "
+    "bool inverse) -> (Tensor, Tensor)"
 )
-torch.library.impl("taut::rope_train", "CPU", rope_train_ref)
-torch.library.impl("taut::rope_train", "CUDA", launch)
-torch.library.register_fake("taut::rope_train", _fake_rope_train)
+register_op(_SCHEMA, rope_train_ref, launch, _fake_rope_train)
 torch.library.register_autograd("taut::rope_train", _backward, setup_context=_setup)
 
 

@@ -24,6 +24,7 @@ import torch
 
 from taut_kernels.launch import early_start
 from taut_kernels.launch import launcher as launching
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rowwise import row_quant as definition
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.quantize_kernel import row_quant_kernel, row_quant_long_kernel
@@ -109,10 +110,8 @@ def _fake_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return x.new_empty(x.shape, dtype=dtype), scales
 
 
-torch.library.define("taut::row_quant", "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)")
-torch.library.impl("taut::row_quant", "CPU", definition.quantize_rows_ref)
-torch.library.impl("taut::row_quant", "CUDA", _launch_row_quant)
-torch.library.register_fake("taut::row_quant", _fake_row_quant)
+_SCHEMA = "taut::row_quant(Tensor x, ScalarType dtype) -> (Tensor, Tensor)"
+register_op(_SCHEMA, definition.quantize_rows_ref, _launch_row_quant, _fake_row_quant)
 
 
 def row_quant(

@@ -15,6 +15,7 @@ from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm.dispatch import launch_block
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 OP = "fp8_block_by_tokens"
 DEEP_GEMM, DEEP_GEMM_UE8M0, CUTLASS = RESTS = ("DeepGEMM", "DeepGEMM ue8m0", "CUTLASS")
@@ -57,14 +58,11 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=given[-3])
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor arrivals,"
-    " ScalarType out_dtype, bool always, str rest) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor arrivals, "
+    "ScalarType out_dtype, bool always, str rest) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", without_autocast(_reference))
-torch.library.impl(f"taut::{OP}", "CUDA", _dispatch)
-torch.library.register_fake(f"taut::{OP}", _fake)
+register_op(_SCHEMA, without_autocast(_reference), _dispatch, _fake)
 
 
 def warm_up_tokens(gpu: str | None, N: int, K: int, always: bool) -> tuple[int, ...]:

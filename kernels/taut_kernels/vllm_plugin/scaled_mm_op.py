@@ -18,6 +18,7 @@ from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.scaled_mm.dispatch import launch
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 OP = "scaled_mm_by_tokens"
 
@@ -76,14 +77,12 @@ def _fake(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight_t.shape[1]), dtype=rest[-2])
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor weight_t, Tensor x_scale, Tensor weight_scale, Tensor? azp_adj,"
-    " Tensor? azp, Tensor? bias, Tensor arrivals, ScalarType out_dtype, bool always) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor weight_t, Tensor x_scale, Tensor weight_scale, Tensor? "
+    "azp_adj, Tensor? azp, Tensor? bias, Tensor arrivals, ScalarType out_dtype, bool always) -> "
+    "Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", without_autocast(_reference))
-torch.library.impl(f"taut::{OP}", "CUDA", _dispatch)
-torch.library.register_fake(f"taut::{OP}", _fake)
+register_op(_SCHEMA, without_autocast(_reference), _dispatch, _fake)
 
 
 def warm_up_tokens(dtype: torch.dtype, gpu: str | None, N: int, K: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ import torch
 from taut_kernels.attention.cache_arguments import check_scale
 from taut_kernels.attention.cache_write.kernel import cache_write_kernel
 from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.op_registration import register_op
 
 DTYPES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
@@ -214,14 +215,11 @@ def _fake_cache_write(*_: Any) -> None:
     return None
 
 
-torch.library.define(
-    "taut::cache_write",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? k_scale,"
-    " Tensor? v_scale) -> ()",
+_SCHEMA = (
+    "taut::cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor "
+    "slots, Tensor? k_scale, Tensor? v_scale) -> ()"
 )
-torch.library.impl("taut::cache_write", "CPU", cache_write_ref)
-torch.library.impl("taut::cache_write", "CUDA", launch)
-torch.library.register_fake("taut::cache_write", _fake_cache_write)
+register_op(_SCHEMA, cache_write_ref, launch, _fake_cache_write)
 
 
 def cache_write(

@@ -50,6 +50,7 @@ from taut_kernels.attention.decode.reference import paged_decode_ref
 from taut_kernels.attention.tile import DecodeTile
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 _paged_decode = launcher.Launcher(paged_decode_kernel)
 _LOG2_E = 1.4426950408889634
@@ -276,15 +277,12 @@ def _fake_paged_decode(q: torch.Tensor, *_: Any) -> torch.Tensor:
     return q.new_empty(q.shape)
 
 
-torch.library.define(
-    "taut::paged_decode",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens,"
-    " Tensor? k_scale, Tensor? v_scale, Tensor? arrivals, SymInt max_context, int window,"
-    " float scale) -> Tensor",
+_SCHEMA = (
+    "taut::paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor "
+    "context_lens, Tensor? k_scale, Tensor? v_scale, Tensor? arrivals, SymInt max_context, int "
+    "window, float scale) -> Tensor"
 )
-torch.library.impl("taut::paged_decode", "CPU", without_autocast(paged_decode_ref))
-torch.library.impl("taut::paged_decode", "CUDA", _launch_paged_decode)
-torch.library.register_fake("taut::paged_decode", _fake_paged_decode)
+register_op(_SCHEMA, without_autocast(paged_decode_ref), _launch_paged_decode, _fake_paged_decode)
 
 
 def paged_decode(

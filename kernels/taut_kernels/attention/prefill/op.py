@@ -46,6 +46,7 @@ from taut_kernels.attention.reference import attention_backward_ref, attention_r
 from taut_kernels.attention.tile import AttentionTile
 from taut_kernels.launch import launcher as launching
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 _forward = launching.Launcher(attention_kernel)
 _row_delta = launching.Launcher(row_delta_kernel)
@@ -272,22 +273,20 @@ def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
 _SETTINGS = (
     "Tensor? cu_q, Tensor? cu_k, SymInt max_q, SymInt max_k, bool causal, int window, float scale"
 )
-torch.library.define(
-    "taut::attention", f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)"
-)
-torch.library.impl("taut::attention", "CPU", without_autocast(_attention_cpu))
-torch.library.impl("taut::attention", "CUDA", _launch_attention)
-torch.library.register_fake("taut::attention", _fake_attention)
+_ATTENTION = f"taut::attention(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)"
+register_op(_ATTENTION, without_autocast(_attention_cpu), _launch_attention, _fake_attention)
 torch.library.register_autograd("taut::attention", _backward, setup_context=_setup)
 
-torch.library.define(
-    "taut::attention_backward",
-    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+_ATTENTION_BACKWARD = (
+    "taut::attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 )
-torch.library.impl("taut::attention_backward", "CPU", without_autocast(attention_backward_ref))
-torch.library.impl("taut::attention_backward", "CUDA", _launch_attention_backward)
-torch.library.register_fake("taut::attention_backward", _fake_attention_backward)
+register_op(
+    _ATTENTION_BACKWARD,
+    without_autocast(attention_backward_ref),
+    _launch_attention_backward,
+    _fake_attention_backward,
+)
 torch.library.register_autograd("taut::attention_backward", _no_second_derivative)
 
 

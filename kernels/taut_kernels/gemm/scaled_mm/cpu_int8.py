@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from taut_kernels.launch.op_registration import register_op
+
 OP = "int8_gemm_cpu"
 MOST_EXACT = 64
 """Largest magnitude of a weight's code whose pairs of products fit 16 bits: 2 · 255 · 64 < 2¹⁵."""
@@ -85,10 +87,8 @@ def _fake(x_q: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
     return x_q.new_empty((x_q.shape[0], weight.shape[0]), dtype=rest[-1])
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x_q, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp, Tensor? bias,"
-    " ScalarType out_dtype) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x_q, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp, "
+    "Tensor? bias, ScalarType out_dtype) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", int8_gemm_cpu_ref)
-torch.library.register_fake(f"taut::{OP}", _fake)
+register_op(_SCHEMA, int8_gemm_cpu_ref, None, _fake)

@@ -33,6 +33,7 @@ from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block, make_arri
 from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 __all__ = ["fp8_gemm", "fp8_gemm_ref", "make_arrivals", "why_not_supported"]
 
@@ -116,14 +117,11 @@ def _fake_fp8_gemm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.T
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias,"
-    " Tensor? arrivals, ScalarType out_dtype) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias, "
+    "Tensor? arrivals, ScalarType out_dtype) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", without_autocast(fp8_gemm_ref))
-torch.library.impl(f"taut::{OP}", "CUDA", _launch_fp8_gemm)
-torch.library.register_fake(f"taut::{OP}", _fake_fp8_gemm)
+register_op(_SCHEMA, without_autocast(fp8_gemm_ref), _launch_fp8_gemm, _fake_fp8_gemm)
 
 
 def why_not_supported(K: int) -> str | None:

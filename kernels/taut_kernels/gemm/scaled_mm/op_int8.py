@@ -29,6 +29,7 @@ from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import operands
 from taut_kernels.gemm.scaled_mm.dispatch import launch, make_arrivals
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 
 __all__ = ["make_arrivals", "w8a8_gemm", "w8a8_gemm_ref", "why_not_supported"]
 
@@ -87,14 +88,11 @@ def _fake_w8a8_gemm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp_adj, Tensor? azp,"
-    " Tensor? bias, Tensor? arrivals, ScalarType out_dtype) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp_adj, "
+    "Tensor? azp, Tensor? bias, Tensor? arrivals, ScalarType out_dtype) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", w8a8_gemm_ref)
-torch.library.impl(f"taut::{OP}", "CUDA", _launch_w8a8_gemm)
-torch.library.register_fake(f"taut::{OP}", _fake_w8a8_gemm)
+register_op(_SCHEMA, w8a8_gemm_ref, _launch_w8a8_gemm, _fake_w8a8_gemm)
 
 
 def why_not_supported(K: int) -> str | None:

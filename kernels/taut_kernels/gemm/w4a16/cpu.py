@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from taut_kernels.gemm.w4a16 import disk as formats
+from taut_kernels.launch.op_registration import register_op
 
 OP = "w4a16_gemm_cpu"
 
@@ -48,13 +49,11 @@ def _fake_w4a16_gemm_cpu(
     return x.new_empty((x.shape[0], scales_and_zeros.shape[1]))
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor qweight_cpu, Tensor scales_and_zeros, Tensor? bias, int group_size)"
-    " -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor qweight_cpu, Tensor scales_and_zeros, Tensor? bias, int "
+    "group_size) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", _aten_w4a16_gemm)
-torch.library.register_fake(f"taut::{OP}", _fake_w4a16_gemm_cpu)
+register_op(_SCHEMA, _aten_w4a16_gemm, None, _fake_w4a16_gemm_cpu)
 
 
 def why_not_supported(N: int, K: int, group_size: int, dtype: torch.dtype) -> str | None:

@@ -41,6 +41,7 @@ from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.plan import Call, Runs, Weight
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 OP = "w4a16_gemm"
 GROUP_SIZES = (32, 64, 128)
@@ -122,14 +123,11 @@ def _fake_w4a16_gemm(x: torch.Tensor, qweight: torch.Tensor, *_: Any) -> torch.T
     return x.new_empty((x.shape[0], 16 * qweight.shape[0]))
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias, Tensor arrivals,"
-    " int group_size) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias, Tensor "
+    "arrivals, int group_size) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", without_autocast(w4a16_gemm_ref))
-torch.library.impl(f"taut::{OP}", "CUDA", _launch_w4a16_gemm)
-torch.library.register_fake(f"taut::{OP}", _fake_w4a16_gemm)
+register_op(_SCHEMA, without_autocast(w4a16_gemm_ref), _launch_w4a16_gemm, _fake_w4a16_gemm)
 
 
 def why_not_supported(N: int, K: int, group_size: int, dtype: torch.dtype) -> str | None:
