@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from taut_bench import cuda_device, other_tiles, report
 from taut_bench.decoder_layer import FORMS, HIDDEN, PRODUCTS, SCHEMES, Layer, Step
@@ -95,7 +96,7 @@ class Chain:
         """
         residual, last = self.residual.clone(), [self.x]
 
-        def call(i: int) -> torch.Tensor:
+        def call(i: int) -> Tensor:
             # The first input must outlive the graph that reads it.
             x = last[0] if i else self.x
             with (

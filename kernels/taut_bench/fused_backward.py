@@ -125,11 +125,7 @@ def _subjects(
 
 
 def measure(
-    case: Case,
-    providers: Sequence[str],
-    ceiling: float,
-    replays: int,
-    notes: list[str],
+    case: Case, providers: Sequence[str], ceiling: float, replays: int, notes: list[str]
 ) -> list[fused_report.Row]:
     """Check and time both passes of each provider at one shape.
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from taut_bench import cuda_device, plots, report, shapes, w4a16_format, w4a16_rivals
 from taut_bench.w4a16_format import DTYPES, Format
@@ -89,7 +90,7 @@ def _measure_shape(
     return rows
 
 
-def _host_note(shape: str, ready: dict[str, list[Prepared]], x: torch.Tensor) -> str:
+def _host_note(shape: str, ready: dict[str, list[Prepared]], x: Tensor) -> str:
     costs = (
         f"{name} {timing.host_cost(lambda call=calls[0]: call(x)):.1f}"  # type: ignore[misc]
         for name, calls in ready.items()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_bench import cuda_device, report, w4a16_format
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
@@ -104,7 +105,7 @@ class Result:
 def _subject(layer: Layer, M: int, tile: DecodeTile, weights: list[Weight]) -> timing.Subject:
     x = layer.x[:M]
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         return w4a16_launch.launch(tile, x, *weights[i], layer.group_size)
 
     return timing.Subject(str(tile), call, len(weights))
@@ -126,7 +127,7 @@ def _time_shape(
             except REFUSED as error:
                 sys.stdout.write(f"{name} M={M} {tile}: {first_line(error)}\n")
                 continue
-            assert isinstance(y, torch.Tensor)
+            assert isinstance(y, Tensor)
             if reason := layer.why_wrong(y):
                 sys.stdout.write(f"WRONG {name} M={M} {tile}: {reason}\n")
                 continue

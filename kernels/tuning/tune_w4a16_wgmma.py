@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 from taut_bench import cuda_device, report, w4a16_format
 from taut_bench.shapes import PRODUCTS
@@ -205,7 +206,7 @@ def _subject(layer: Layer, M: int, tile: Choice, weights: list[Weight]) -> timin
     call_of = Call(*shape, layer.group_size, x.dtype, x.device, has_zeros, has_bias=False)
     cut = w4a16_launch.tile_of(tile, call_of)
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         return w4a16_launch.launch(cut, x, *weights[i], layer.group_size)
 
     return timing.Subject(str(tile), call, len(weights))
@@ -214,12 +215,12 @@ def _subject(layer: Layer, M: int, tile: Choice, weights: list[Weight]) -> timin
 def _why_wrong(layer: Layer, subject: timing.Subject) -> str | None:
     """Hold a candidate to the error budget and to the same bits in every call."""
     first = subject.call(0)
-    assert isinstance(first, torch.Tensor)
+    assert isinstance(first, Tensor)
     if reason := layer.why_wrong(first):
         return reason
     for _ in range(REPEATS):
         again = subject.call(0)
-        assert isinstance(again, torch.Tensor)
+        assert isinstance(again, Tensor)
         if not torch.equal(first, again):
             return "bits differ from call to call"
     return None

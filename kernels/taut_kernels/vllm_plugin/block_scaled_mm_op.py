@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
@@ -22,19 +23,19 @@ DEEP_GEMM, DEEP_GEMM_UE8M0, CUTLASS = RESTS = ("DeepGEMM", "DeepGEMM ue8m0", "CU
 """vLLM's kernels that ours was measured against; the second with scales that are powers of two."""
 
 
-def _reference(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _reference(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     x_scale, weight_scale, arrivals, out_dtype, *_ = rest
     return fp8.fp8_gemm_ref(x, weight, x_scale, weight_scale, None, arrivals, out_dtype)
 
 
 def _vllm(
     rest: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     if rest == CUTLASS:
         torch.ops._C.cutlass_scaled_mm(y, x, weight.t(), x_scale, weight_scale.t(), None)
@@ -43,7 +44,7 @@ def _vllm(
     return y
 
 
-def _dispatch(x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tensor:
+def _dispatch(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
     (M, K), N = x.shape, weight.shape[0]
     x_scale, weight_scale, arrivals, out_dtype, always, rest = given
     bucket = tiles_scaled_mm.lookup(fp8.BLOCK_OP, launcher.gpu_name(x.device), N, K, M)
@@ -54,7 +55,7 @@ def _dispatch(x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tenso
     return _vllm(rest, x, weight, x_scale, weight_scale, out_dtype)
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tensor:
+def _fake(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=given[-3])
 
 
