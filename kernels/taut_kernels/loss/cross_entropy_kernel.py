@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.loss.softmax_jit import capped, log2_sum, running_start, running_step
+from taut_kernels.loss.softmax_jit import capped, log2_sum, running_start, running_step, store_zeros
 
 
 @triton.jit
@@ -101,9 +101,7 @@ def cross_entropy_kernel(
             tl.store(loss_ptr + row, 0.0)
             tl.store(lse_ptr + row, 0.0)
         if grad_ptr is not None:
-            zeros = tl.zeros((BLOCK,), dtype=grad_ptr.dtype.element_ty)
-            for start in tl.range(0, V, BLOCK):
-                tl.store(grad_row + start + offs, zeros, mask=start + offs < V)
+            store_zeros(grad_row, offs, V, BLOCK)
         return
     # A target outside the vocabulary is never followed: it makes loss and gradient NaN.
     inside = (target >= 0) & (target < V)

@@ -107,11 +107,7 @@ def why_not_at_all(gpu: str | None, N: int, K: int, mode: str) -> str | None:
 def why_partly(gpu: str | None, N: int, K: int, mode: str) -> str | None:
     """Say at which numbers of tokens vLLM's kernel runs in a layer of ours; None for none.
 
-    Args:
-        gpu: card name.
-        N: output features of the layer's shard.
-        K: input features of the layer's shard.
-        mode: value of ``TAUT_KERNELS``.
+    Arguments as of :func:`why_not_at_all`.
     """
     if mode == "require":
         return None

@@ -16,7 +16,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from taut_kernels.attention.prefill.tile_jit import (
+    SIZES,
     clear_rows,
+    place_of,
     row_values,
     sequence_bounds,
     store_rows,
@@ -32,17 +34,11 @@ def _key_tile(turn, sizes, cu, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
     Returns batch, key head, first key, start and count of queries, start and count of keys, the
     first query that sees a key, and how many blocks of queries from there (0: none, or no tile).
     """
-    length_q, length_k, heads_k, blocks, sequences = sizes
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    place = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
-    inside = place < heads_k * blocks * sequences
-    place = gl.minimum(place, heads_k * blocks * sequences - 1)
-    head = place % heads_k
-    batch = (place // heads_k) % sequences
+    head, batch, block, inside = place_of(turn, sizes)
     # The first keys are seen by the most queries.
-    first_n = place // (heads_k * sequences) * 128
-    start_q, count_q = sequence_bounds(cu[0], length_q, batch)
-    start_k, count_k = sequence_bounds(cu[1], length_k, batch)
+    first_n = block * 128
+    start_q, count_q = sequence_bounds(cu[0], sizes[0], batch)
+    start_k, count_k = sequence_bounds(cu[1], sizes[1], batch)
     first_m = first_n * 0
     if CAUSAL:
         first_m = gl.maximum(first_n - (count_k - count_q), 0) // BLOCK_M * BLOCK_M
@@ -173,11 +169,7 @@ def _ask(
                 at += 1
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "length_q", "length_k", "heads", "blocks", "sequences", "turns", "stride_lb", "stride_lh",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=SIZES)
 def key_gradients_hopper_kernel(
     dk_ptr,  # as k, contiguous; written
     dv_ptr,

@@ -16,8 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from taut_kernels.gemm.scaled_mm.few_kernel import scaled, store_tokens, token_of_column, vectors
+from taut_kernels.gemm.scaled_mm.few_kernel import store_tokens, token_of_column, vectors
 from taut_kernels.gemm.scaled_mm.parts_jit import add_parts
+from taut_kernels.gemm.scaled_mm.store_jit import scaled
 from taut_kernels.hopper.barriers import barrier
 from taut_kernels.hopper.copies import copy
 from taut_kernels.hopper.early_start import early_start
@@ -204,5 +205,5 @@ def scaled_mm_pairs_kernel(
     acc = _sums(rings, blocks, first, own, K, STAGES, EVEN_K, ACC, SUMS)
     acc, finished = sum_of_parts(acc, partial_ptr, arrivals_ptr, M, first_token, BOX, SPLIT_K, SUMS)
     if finished:
-        values = scaled(acc, pointers, found, SUMS)
+        values = scaled(acc, pointers, found, SUMS, 1)
         store_tokens(y_ptr, values, M, N, first_row, first_token, BOX)
