@@ -13,18 +13,13 @@ from taut_kernels.loss.softmax_jit import capped, log2_sum, running_start, runni
 
 @triton.jit
 def gradient(
-    z,  # [BLOCK] fp32 logits, capped
-    is_target,  # [BLOCK] which of them is the target's
-    lse,
-    scale,
-    label_smoothing,
-    z_loss,
-    softcap,
-    V: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """Return scale · ∂loss/∂logits of one row."""
+    z, is_target, lse, scale, label_smoothing, z_loss, softcap, V: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Return scale · ∂loss/∂logits of one row's capped logits ``z`` [BLOCK] fp32.
+
+    ``is_target`` [BLOCK] says which of them is the target's.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     p = tl.exp2(z * LOG2E - lse * LOG2E)
     g = p * (1.0 + 2.0 * z_loss * lse)

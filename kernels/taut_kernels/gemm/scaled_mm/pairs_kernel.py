@@ -162,22 +162,9 @@ def _sums(
 @gluon.jit(do_not_specialize=["M", "stride_xs", "stride_ws"])
 def scaled_mm_pairs_kernel(
     x_ptr,  # [M, K] int8 or e4m3, stride_xk = 1
-    w_ptr,  # [N, K] as x, stride_wk = 1
-    x_scale_ptr,  # [M] or [1] fp32
-    w_scale_ptr,  # [N] or [1] fp32
-    azp_adj_ptr,  # [N] int32 or None
-    azp_ptr,  # [M] int32 or None
-    bias_ptr,  # [N] or None
-    y_ptr,  # [M, N], contiguous
-    partial_ptr,  # [token tiles, feature tiles, SPLIT_K, 64 * COLS] int32 or fp32
-    arrivals_ptr,  # [token tiles * feature tiles] int32, 0 before and after; both None unsplit
-    M,
-    stride_xs,  # 1, or 0 for one scale
-    stride_ws,
-    N,
-    K,
-    stride_xm,
-    stride_wn,
+    w_ptr,  # [N, K] as x, stride_wk = 1; the next ones as of `scaled_mm_few_kernel`
+    x_scale_ptr, w_scale_ptr, azp_adj_ptr, azp_ptr, bias_ptr, y_ptr, partial_ptr, arrivals_ptr,
+    M, stride_xs, stride_ws, N, K, stride_xm, stride_wn,
     ROWS: gl.constexpr,  # features of a tile, 64, or unsplit 128 or 256
     COLS: gl.constexpr,  # tokens of a tile, 16, 32 or 64
     SPLIT_K: gl.constexpr,
@@ -185,7 +172,7 @@ def scaled_mm_pairs_kernel(
     EVEN_K: gl.constexpr,  # K is a multiple of 256
     EARLY: gl.constexpr,  # programmatic dependent launch
     PREFETCH: gl.constexpr,  # with EARLY: lines of each row asked for before the inputs are there
-):
+):  # fmt: skip
     BOX: gl.constexpr = 16
     ELEMENT: gl.constexpr = w_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.int32 if w_ptr.dtype.element_ty == gl.int8 else gl.float32
