@@ -119,7 +119,7 @@ def _parse(heard: Heard) -> tuple[dict[str, Any] | None, Answer | None]:
         request = json.loads(heard.body)
     except (ValueError, RecursionError):
         return None, None
-    return (request if isinstance(request, dict) else None), read_answer(heard.answer)
+    return (request if isinstance(request, dict) else None), read_answer(b"".join(heard.answer))
 
 
 async def _tokens(
