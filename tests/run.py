@@ -2,10 +2,11 @@
 
 Two tracks take job after job, the longest first, each on its half of the cores, so that neither
 waits for the other and a job with threads takes none from its neighbour. A job is a run of pytest:
-the tests that start real workers, those that build images, then a folder at a time. Tests that
-measure times, or serve under load, have the whole machine to themselves afterwards.
-``PYTEST_ADDOPTS`` reaches all. The last lines say what was skipped for want of a program or a
-device, and count all; the exit status is 1 if a test failed.
+the tests that build images, those that start real workers, then a folder at a time. A third track
+has the tests that mostly wait, for helm or for a gateway. Tests that measure times, or serve under
+load, have the whole machine to themselves afterwards. ``PYTEST_ADDOPTS`` reaches all. The last
+lines say what was skipped for want of a program or a device, and count all; the exit status is 1 if
+a test failed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ LONG = (
 )
 """The first jobs, in this order. Each makes something once for all its tests: images and their
 checkpoint, a served model, a process that has vLLM imported."""
-FOLDERS = ("kernels", "chart", "deploy")
+FOLDERS = ("kernels", "deploy")
 """Each folder in them is a job, but for what is named elsewhere."""
+WAITING = ("chart", "service")
+"""The jobs of the third track, but for what is named elsewhere or reads a clock."""
 ALONE = (
     "deploy/test_bench_gateway.py",
     "deploy/test_bench_serve.py",
@@ -41,6 +44,8 @@ ALONE = (
     "deploy/test_validate_latency_job.py",
 )
 """Of these folders, what measures times or has to answer within some."""
+_CLOCK = re.compile(r"\b(?:monotonic|perf_counter|sleep)\(")
+"""What a file of the gateway's tests has that must not be disturbed."""
 SLOWEST = ("--durations=12", "--durations-min=4")
 """What each run says of its time."""
 _SUMMARY = re.compile(r"^=+ (.*) in [0-9.]+s.* =+$")
@@ -72,23 +77,40 @@ class Result(NamedTuple):
 
 
 def jobs() -> list[list[str]]:
-    """Return the files and folders of each run on the tracks, the longest first."""
+    """Return the files and folders of each run on the two tracks, the longest first."""
     long = [[str(TESTS / name) for name in names] for names in LONG]
-    elsewhere = [Path(name) for names in long for name in names] + [TESTS / name for name in ALONE]
     folders: dict[Path, list[str]] = {}
-    for file in sorted(file for name in FOLDERS for file in (TESTS / name).rglob("test_*.py")):
-        if not any(file.is_relative_to(place) for place in elsewhere):
-            folders.setdefault(file.parent, []).append(str(file))
+    for file in _left_of(FOLDERS):
+        folders.setdefault(file.parent, []).append(str(file))
     return long + sorted(folders.values(), key=len, reverse=True)
+
+
+def waiting() -> list[list[str]]:
+    """Return the files of each run on the third track."""
+    found = [[str(file) for file in _left_of((name,)) if not _by_itself(file)] for name in WAITING]
+    return [files for files in found if files]
 
 
 def alone() -> list[str]:
     """Return what is in no job, this folder's own tests included."""
-    taken = {Path(name).parts[0] for names in LONG for name in names} | set(FOLDERS)
+    taken = {Path(name).parts[0] for names in LONG for name in names} | {*FOLDERS, *WAITING}
     left = [file for file in sorted(TESTS.iterdir()) if file.name not in taken]
     folders = [file for file in left if file.is_dir() and any(file.glob("test_*.py"))]
     files = [file for file in left if file.match("test_*.py")]
-    return [str(file) for file in (*(TESTS / name for name in ALONE), *folders, *files)]
+    clocks = [file for file in _left_of(WAITING) if _by_itself(file)]
+    return [str(file) for file in (*(TESTS / name for name in ALONE), *clocks, *folders, *files)]
+
+
+def _left_of(folders: Iterable[str]) -> list[Path]:
+    """Return the files in folders that are named neither in LONG nor in ALONE."""
+    named = [TESTS / name for names in (*LONG, ALONE) for name in names]
+    files = sorted(file for name in folders for file in (TESTS / name).rglob("test_*.py"))
+    return [file for file in files if not any(file.is_relative_to(place) for place in named)]
+
+
+def _by_itself(file: Path) -> bool:
+    """Return whether a file on the third track's folders reads a clock; helm's waits may."""
+    return file.is_relative_to(TESTS / "service") and bool(_CLOCK.search(file.read_text()))
 
 
 def halves() -> list[str]:
@@ -145,7 +167,7 @@ def run(arguments: Sequence[str], say: Callable[[str], object], cores: str | Non
 
 
 def _track(
-    left: deque[list[str]], results: list[Result], printing: threading.Lock, cores: str
+    left: deque[list[str]], results: list[Result], printing: threading.Lock, cores: str | None
 ) -> None:
     """Run job after job until none is left; what each prints comes in one piece at its end."""
     while left:
@@ -158,7 +180,8 @@ def _track(
         results.append(run(files, lines.append, cores))
         took = time.monotonic() - started
         with printing:
-            sys.stdout.write("".join((*lines, f"===== {took:.0f}s on core {cores} =====\n")))
+            where = f"{took:.0f}s on cores {cores or 'of all'}"
+            sys.stdout.write("".join((*lines, f"===== {where} =====\n")))
             sys.stdout.flush()
 
 
@@ -173,12 +196,19 @@ def _totals(results: Iterable[Result]) -> tuple[Counter[str], Counter[str]]:
 def main() -> int:
     """Run everything; return the exit status."""
     started = time.monotonic()
-    left, results, printing = deque(jobs()), list[Result](), threading.Lock()
+    results, printing = list[Result](), threading.Lock()
+    left = deque(jobs())
     mine, others = halves()
-    second = threading.Thread(target=_track, args=(left, results, printing, others), daemon=True)
-    second.start()
+    tracks = ((left, others), (deque(waiting()), None))
+    threads = [
+        threading.Thread(target=_track, args=(queue, results, printing, cores), daemon=True)
+        for queue, cores in tracks
+    ]
+    for thread in threads:
+        thread.start()
     _track(left, results, printing, mine)
-    second.join()
+    for thread in threads:
+        thread.join()
     results.append(run(alone(), sys.stdout.write))
     counts, wanted = _totals(results)
     if wanted:

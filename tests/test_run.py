@@ -36,10 +36,22 @@ def runner() -> ModuleType:
 
 def test_no_test_is_left_out(runner: ModuleType) -> None:
     here = Path(__file__).parent
-    places = [Path(place) for places in (*runner.jobs(), runner.alone()) for place in places]
+    places = [
+        Path(place)
+        for places in (*runner.jobs(), *runner.waiting(), runner.alone())
+        for place in places
+    ]
     assert all(place.exists() for place in places)
     for file in here.rglob("test_*.py"):
         assert sum(file.is_relative_to(place) for place in places) == 1, file
+
+
+def test_what_reads_a_clock_has_no_neighbour(runner: ModuleType) -> None:
+    service = Path(__file__).parent / "service"
+    soak, bad_input = (str(service / f"test_{name}.py") for name in ("soak", "bad_input"))
+    waiting = [file for files in runner.waiting() for file in files]
+    assert soak in runner.alone() and soak not in waiting
+    assert bad_input in waiting and bad_input not in runner.alone()
 
 
 @pytest.mark.parametrize(
@@ -81,7 +93,11 @@ def test_all_runs_are_counted_and_any_can_fail(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     long = [name for names in runner.LONG for name in names]
-    names = [name for name in (*runner.FOLDERS, *long, "service") if not name.endswith(".py")]
+    names = [
+        name
+        for name in (*runner.FOLDERS, *runner.WAITING, *long, "house")
+        if not name.endswith(".py")
+    ]
     folders = [f"{name}/test_of_{Path(name).name}.py" for name in names]
     files = [name for name in (*long, *runner.ALONE) if name.endswith(".py")]
     for name in ("test_own.py", *folders, *files):
@@ -96,7 +112,7 @@ def test_all_runs_are_counted_and_any_can_fail(
     *_, wants, last = capsys.readouterr().out.splitlines()
     failed = "1 failed, " if bad else ""
     many = 1 + len(folders) + len(files)
-    assert many == 18
+    assert many == 19
     counted = f"{failed}{3 * many - bool(bad)} passed, {many} skipped"
     assert last.startswith(f"===== all runs: {counted} in ")
     assert wants == f"===== skipped tests want: {many} frobnicator ====="
