@@ -11,6 +11,7 @@ from taut_deploy.recipe.recipe import (
     KvCache,
     Recipe,
     builtin_recipes,
+    is_allocated,
     load_recipe,
     parse_recipe,
 )
@@ -18,6 +19,7 @@ from taut_deploy.recipe.stage import Order, StageModel
 from taut_deploy.recipe.stages import (
     Awq,
     Distil,
+    Factorize,
     Mixed,
     Prune,
     Qat,
@@ -34,6 +36,7 @@ __all__ = [
     "Awq",
     "Calibration",
     "Distil",
+    "Factorize",
     "KvCache",
     "Mixed",
     "Order",
@@ -48,6 +51,7 @@ __all__ = [
     "StageModel",
     "Training",
     "builtin_recipes",
+    "is_allocated",
     "is_matched",
     "load_recipe",
     "matches",
