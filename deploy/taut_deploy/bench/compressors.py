@@ -28,7 +28,7 @@ from taut_deploy.files import sha256_json, write_json_atomically
 from taut_deploy.models.directory import read_config
 from taut_deploy.progress import Say
 
-_OURS = {
+_OURS: dict[str, dict[str, Any]] = {
     "taut gptq": {"algorithm": "gptq"},
     "taut round": {"algorithm": "round", "steps": 200},
 }
