@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from taut_deploy.commands.bench_compressors import compressors
 from taut_deploy.commands.bench_distil import distil
 from taut_deploy.commands.bench_rollout import rollout
 from taut_deploy.commands.output import JsonFlag, make_folder, print_json, say
@@ -26,6 +27,7 @@ _KERNEL_GROUPS = (
 
 app = typer.Typer(help="Measure, with the comparison in the same run.", no_args_is_help=True)
 app.command()(distil)
+app.command()(compressors)
 app.command()(rollout)
 
 
