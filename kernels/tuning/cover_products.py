@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from taut_bench import model_sizes, report
+from taut_bench import cuda_device, model_sizes, report
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
 from taut_kernels.tuner import w4a16_stock
 from taut_kernels.tuner.refusal import REFUSED, first_line
@@ -204,8 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiles", type=int, default=0, help="of the cost model, beside what runs")
     parser.add_argument("--products", type=int, help="no more than so many")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.cover_products needs a CUDA device\n")
+    if cuda_device.missing("tuning.cover_products"):
         return 2
     try:
         seen = read(arguments.output)

@@ -75,7 +75,8 @@ class Plan:
         length = {"sequence_length": self.place.sequence_length, "batch_size": self.batch_size}
         budget = {"seconds": self.seconds, "tokens": self.tokens, "own": self.self_sequences}
         calibration = {"calibration": self.place.calibration, "sequences": self.place.sequences}
-        return sha256_json({**base, **length, **budget, **calibration})[:16]
+        fit = {"fit_steps": self.place.fit_steps}
+        return sha256_json({**base, **length, **budget, **calibration, **fit})[:16]
 
 
 def choose_students(names: str) -> tuple[str, ...]:

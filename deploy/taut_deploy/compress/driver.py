@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from taut_deploy.checkpoint import Golden, Manifest, seal
+from taut_deploy.compress.allocate.decide import allocation_of
 from taut_deploy.compress.block import CompressedBlock, compress_block, run_block
 from taut_deploy.compress.calibrate.calibration import CalibrationSet
 from taut_deploy.compress.calibrate.kept import kept_calibration
@@ -109,12 +110,13 @@ class _Run:
         self._stream = open_stream(job)
         self._dtype = stored_dtype(self._directory)
         mixing = mixing_of(self._stream, job.recipe, self._directory, self._dtype)
-        self._mixture: dict[str, Any] | None = None
         if mixing is None:
             self._settle(job.recipe, reserve)
+        scored = mixing or allocation_of(self._stream, job.recipe, self._dtype)
+        self._decided: dict[str, Any] = {}
         self._workspace = Workspace(job.output, fingerprint(job), job.resume)
-        if mixing is not None:
-            recipe, self._mixture = mixing.decided(
+        if scored is not None:
+            recipe, self._decided = scored.decided(
                 self._workspace, lambda: self._calibration().tokens, self._told("scoring")
             )
             self._settle(recipe, reserve)
@@ -312,14 +314,12 @@ class _Run:
         sizes = {name: math.prod(one.shape) for name, one in self._treatments.items()}
         scheme, bits = describe(formats_of(self._treatments), sizes, 8 * self._dtype.itemsize)
         trusted = self._job.trust_remote_code
-        found: dict[str, Any] = {"mixture": self._mixture} if self._mixture else {}
-        if self._rounded:
-            found["tables"] = [table.as_json() for table in self._rounded]
+        tables = {"tables": [one.as_json() for one in self._rounded]} if self._rounded else {}
         return Manifest(
             name=model.name,
             scheme=scheme,
             bits=bits,
-            recipe=self._job.recipe.as_json() | found,
+            recipe=self._job.recipe.as_json() | self._decided | tables,
             recipe_hash=self._job.recipe.hash,
             base_model={"name": model.name, "digest": model.digest, "source": model.source},
             calibration={

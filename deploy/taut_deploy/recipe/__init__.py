@@ -11,6 +11,7 @@ from taut_deploy.recipe.recipe import (
     KvCache,
     Recipe,
     builtin_recipes,
+    is_allocated,
     load_recipe,
     parse_recipe,
 )
@@ -18,6 +19,7 @@ from taut_deploy.recipe.stage import Order, StageModel
 from taut_deploy.recipe.stages import (
     Awq,
     Distil,
+    Factorize,
     Mixed,
     Prune,
     Qat,
@@ -35,6 +37,7 @@ __all__ = [
     "Awq",
     "Calibration",
     "Distil",
+    "Factorize",
     "KvCache",
     "Mixed",
     "Order",
@@ -50,6 +53,7 @@ __all__ = [
     "Table",
     "Training",
     "builtin_recipes",
+    "is_allocated",
     "is_matched",
     "load_recipe",
     "matches",

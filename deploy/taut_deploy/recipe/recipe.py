@@ -15,6 +15,7 @@ from taut_deploy.recipe.stages import (
     Mixed,
     Order,
     Palettize,
+    Prune,
     Qat,
     Quantize,
     Residual,
@@ -125,9 +126,7 @@ class Recipe(Strict):
             raise ValueError("'kv_cache': is calibrated block by block; add 'quantize' or 'prune'")
         self._require_tables_alone()
         self._require_like_shapes()
-        mixed = [stage for stage in self.stages if isinstance(stage, Mixed)]
-        if len(mixed) > 1 or (mixed and Order.BEFORE in orders):
-            raise ValueError("'stages': one 'mixed' at most, and none after 'slim'")
+        self._require_scored_once()
         self._require_like_basis()
         self._require_trainable()
         return self
@@ -147,6 +146,14 @@ class Recipe(Strict):
                 "'calibration.sequences': learning by a block's output needs at least 2"
             )
         return self
+
+    def _require_scored_once(self) -> None:
+        scored = [one for one in self.stages if isinstance(one, Mixed) or is_allocated(one)]
+        if len(scored) > 1 or (scored and self.of_orders(Order.BEFORE)):
+            raise ValueError(
+                "'stages': one 'mixed' at most or one stage with 'allocation: loss', and none "
+                "after 'slim' or 'rotate'"
+            )
 
     def _require_trainable(self) -> None:
         training = [stage.method for stage in self.stages if isinstance(stage, Training)]
@@ -231,6 +238,11 @@ class Recipe(Strict):
         return "sha256:" + sha256_json(
             {**plain, "stages": [stage.hashed() for stage in self.stages]}
         )
+
+
+def is_allocated(stage: Stage) -> bool:
+    """Whether what each of a stage's layers gets is decided by scores."""
+    return isinstance(stage, Prune | Factorize) and stage.allocation == "loss"
 
 
 def builtin_recipes() -> list[str]:

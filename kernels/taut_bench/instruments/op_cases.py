@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_bench import testing
 from taut_bench.instruments import attention_cases, loss_cases, primitive_cases, training_cases
@@ -56,7 +57,7 @@ class OpCase:
     call: Callable[..., Any] | None = None
 
 
-def _draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device, dtype)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from taut_bench.instruments.work import Arguments, Work, nbytes
 
@@ -32,7 +33,7 @@ def _softmax_backward(call: Arguments) -> Work:
     return Work(4 * call.y.numel(), nbytes(call.dy, call.y), nbytes(call.y))
 
 
-def _statistic(x: torch.Tensor) -> int:
+def _statistic(x: Tensor) -> int:
     """Bytes of one number a row, kept for the backward pass."""
     return x.shape[0] * (8 if x.dtype is torch.float64 else 4)
 

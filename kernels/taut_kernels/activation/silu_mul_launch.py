@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation.silu_mul_kernel import (
     silu_mul_kernel,
@@ -24,13 +25,13 @@ _long = launching.Launcher(silu_mul_quant_long_kernel)
 def launch(
     tile: FusedTile,
     out: str,
-    x: torch.Tensor,
+    x: Tensor,
     alpha: float,
     beta: float,
     limit: float | None,
     interleaved: bool,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
+    y: Tensor,
+    scale: Tensor | None,
 ) -> None:
     """Run the kernel with a given tile; what the ops do after the look-up, and what tuning calls.
 
@@ -106,12 +107,12 @@ def plan(
 
 def run(
     prepared: launching.Prepared | None,
-    x: torch.Tensor,
+    x: Tensor,
     alpha: float,
     beta: float,
     limit: float | None,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
+    y: Tensor,
+    scale: Tensor | None,
 ) -> None:
     """Launch what was prepared, if anything; the other arguments as :func:`launch`."""
     if prepared is None:

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher as launching
 from taut_kernels.norm.rms_norm_kernel import rms_norm_kernel, rms_norm_long_kernel
@@ -20,12 +21,12 @@ _long = launching.Launcher(rms_norm_long_kernel)
 def launch(
     tile: FusedTile,
     out: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
     epsilon: float,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
+    y: Tensor,
+    scale: Tensor | None,
 ) -> None:
     """Run the kernel with a given tile; what the ops do after the look-up, and what tuning calls.
 
@@ -48,13 +49,7 @@ Call = tuple[str, int, int, torch.dtype, torch.dtype, torch.dtype | None, bool, 
 ``y`` and ``weight``, whether there is a residual, and the device."""
 
 
-def call_of(
-    out: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    y: torch.Tensor,
-) -> Call:
+def call_of(out: str, x: Tensor, weight: Tensor | None, residual: Tensor | None, y: Tensor) -> Call:
     """Return all of a call that its plan follows from; arguments as :func:`launch`."""
     M, N = x.shape
     weight_dtype = None if weight is None else weight.dtype
@@ -92,12 +87,12 @@ def plan(op: str, early_tokens: int, *call: Any) -> launching.Prepared | None:
 
 def run(
     prepared: launching.Prepared | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
     epsilon: float,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
+    y: Tensor,
+    scale: Tensor | None,
 ) -> None:
     """Launch what was prepared, if anything; the other arguments as :func:`launch`."""
     if prepared is None:

@@ -21,9 +21,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import early_start
 from taut_kernels.launch import launcher as launching
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rowwise import row_quant as definition
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.quantize_kernel import row_quant_kernel, row_quant_long_kernel
@@ -37,9 +39,7 @@ _resident = launching.Launcher(row_quant_kernel)
 _long = launching.Launcher(row_quant_long_kernel)
 
 
-def launch(
-    tile: FusedTile, out: str, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor
-) -> None:
+def launch(tile: FusedTile, out: str, x: Tensor, y: Tensor, scales: Tensor) -> None:
     """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
 
     Args:
@@ -86,9 +86,7 @@ def _plan(
     return _prepared(tile, definition.OUT[y_dtype], M, N, dtype, y_dtype, device)
 
 
-def _run(
-    prepared: launching.Prepared | None, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor
-) -> None:
+def _run(prepared: launching.Prepared | None, x: Tensor, y: Tensor, scales: Tensor) -> None:
     if prepared is None:
         return
     form, grid, constants = prepared
@@ -96,7 +94,7 @@ def _run(
     form(grid, (x, y, scales), (x.shape[0], row), constants, (row,))
 
 
-def _launch_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_row_quant(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     (M, N), device = x.shape, x.device
     q = launching.empty((M, N), dtype=dtype, device=device)
     scales = launching.empty((M, 1), dtype=torch.float32, device=device)
@@ -104,20 +102,16 @@ def _launch_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
     return q, scales
 
 
-def _fake_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_row_quant(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dtype), scales
 
 
-torch.library.define("taut::row_quant", "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)")
-torch.library.impl("taut::row_quant", "CPU", definition.quantize_rows_ref)
-torch.library.impl("taut::row_quant", "CUDA", _launch_row_quant)
-torch.library.register_fake("taut::row_quant", _fake_row_quant)
+_SCHEMA = "taut::row_quant(Tensor x, ScalarType dtype) -> (Tensor, Tensor)"
+register_op(_SCHEMA, definition.quantize_rows_ref, _launch_row_quant, _fake_row_quant)
 
 
-def row_quant(
-    x: torch.Tensor, *, dtype: torch.dtype = definition.FP8
-) -> tuple[torch.Tensor, torch.Tensor]:
+def row_quant(x: Tensor, *, dtype: torch.dtype = definition.FP8) -> tuple[Tensor, Tensor]:
     """Quantise rows by their largest magnitudes.
 
     Args:

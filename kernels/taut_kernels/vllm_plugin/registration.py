@@ -35,13 +35,11 @@ _logger = logging.getLogger(__name__)
 
 
 def _make_our_log_lines_visible() -> None:
-    # vLLM configures only its own logger; ours would vanish in the worker.
-    ours, theirs = logging.getLogger("taut_kernels"), logging.getLogger("vllm")
-    if ours.handlers or not theirs.handlers:
-        return
-    ours.handlers = list(theirs.handlers)
-    ours.setLevel(theirs.level)
-    ours.propagate = False
+    # vLLM configures only its own logger, where the engine runs in the process of its caller after
+    # plugins are loaded: its logger becomes our parent, whatever handlers and level it gets.
+    ours = logging.getLogger("taut_kernels")
+    if not ours.handlers:
+        ours.parent = logging.getLogger("vllm")
 
 
 def _why_no_eight_bits(kernel: Any) -> str | None:

@@ -105,8 +105,9 @@ class TautTokenTableMethod(CompressedTensorsEmbeddingWNA16Int):  # type: ignore[
                 getattr(self._head, name).data.copy_(getattr(layer, name).data)
             self._scheme.process_weights_after_loading(self._head)
         elif self._multiplies:
-            packed, scale = layer.weight_packed.data, layer.weight_scale.data
-            dense = torch.empty(len(packed), layer.hidden_size, dtype=scale.dtype)
+            packed = layer.get_parameter("weight_packed").data
+            scale = layer.get_parameter("weight_scale").data
+            dense = torch.empty(len(packed), self.pack_factor * packed.shape[1], dtype=scale.dtype)
             for start in range(0, len(packed), _ROWS_AT_ONCE):
                 rows = slice(start, start + _ROWS_AT_ONCE)
                 dense[rows] = dequantised_rows(packed[rows], scale[rows], self.num_bits)
@@ -119,8 +120,9 @@ class TautTokenTableMethod(CompressedTensorsEmbeddingWNA16Int):  # type: ignore[
             looked_up: torch.Tensor = super().embedding(layer, input_)
             return looked_up
         ids = input_.reshape(-1)
-        scale = layer.weight_scale[ids]
-        rows = dequantised_rows(layer.weight_packed[ids], scale, self.num_bits)
+        scale = layer.get_parameter("weight_scale")[ids]
+        packed = layer.get_parameter("weight_packed")[ids]
+        rows = dequantised_rows(packed, scale, self.num_bits)
         return rows.to(scale.dtype).reshape(*input_.shape, -1)
 
     def apply(
@@ -158,7 +160,7 @@ def _with_heads(stock: Any) -> Any:
     @functools.wraps(stock)
     def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
         method = stock(self, layer, prefix)
-        scheme = getattr(layer, "scheme", None)
+        scheme: Any = getattr(layer, "scheme", None)
         is_packed = isinstance(scheme, CompressedTensorsWNA16) and scheme.symmetric
         if not (isinstance(layer, ParallelLMHead) and is_packed and _has_no_kernel(_bits(scheme))):
             return method

@@ -62,7 +62,8 @@ class Mixing:
             workspace.commit(_SCORES, scores)
         losses = [score["losses"] for score in scores]
         choice = choose(self.stage, self.units, losses, self.shapes, self.other_bytes)
-        return resolved(self.recipe, self.stage, self.units, choice), choice.as_json()
+        recipe = resolved(self.recipe, self.stage, self.units, choice)
+        return recipe, {"mixture": choice.as_json()}
 
 
 def mixing_of(

@@ -54,7 +54,8 @@ def quanto(state: BlockState, index: int, stage: Quanto) -> None:
 def _rounded(layer: LayerState, stage: Quanto, kept: WeightFormat) -> Codes:
     from optimum.quanto import AbsmaxOptimizer, qfloat8_e4m3fn, qint8, quantize_weight
 
-    weight = layer.sound_weight().to(kept.spec.scale_dtype)
+    spec: Any = kept.spec
+    weight = layer.sound_weight().to(spec.scale_dtype)
     if not bool(weight.any(dim=1).all()):
         raise ModelError(
             f"{layer.name}: has a row of zeros, of which optimum-quanto makes no number; put it "

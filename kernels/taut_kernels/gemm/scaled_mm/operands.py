@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm.dispatch import ALIGNMENT, arrivals_size
 
@@ -16,7 +17,7 @@ def why_no_layout(K: int) -> str | None:
     return None
 
 
-def check_matrices(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+def check_matrices(x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     """Check activations and weights.
 
     Args:
@@ -55,7 +56,7 @@ def check_matrices(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) ->
 
 def check_vector(
     name: str,
-    tensor: torch.Tensor | None,
+    tensor: Tensor | None,
     sizes: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -91,12 +92,12 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
         raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float16, got {out_dtype}")
 
 
-def check_arrivals(arrivals: torch.Tensor | None, N: int, device: torch.device) -> None:
+def check_arrivals(arrivals: Tensor | None, N: int, device: torch.device) -> None:
     """Check a layer's arrival counters."""
     check_vector("arrivals", arrivals, (arrivals_size(N),), torch.int32, device)
 
 
-def check_no_gradient(op: str, *tensors: torch.Tensor | None) -> None:
+def check_no_gradient(op: str, *tensors: Tensor | None) -> None:
     """Refuse operands a gradient is wanted for: the ops are forward only."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise ValueError(f"{op} is forward only: call it under torch.no_grad()")
