@@ -34,11 +34,12 @@ def _key_tile(turn, sizes, cu, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr):
     Returns batch, key head, first key, start and count of queries, start and count of keys, the
     first query that sees a key, and how many blocks of queries from there (0: none, or no tile).
     """
-    head, batch, block, inside = place_of(turn, sizes)
+    length_q, length_k, heads_k, _blocks, sequences = sizes
+    place, head, batch, inside = place_of(turn, sizes)
     # The first keys are seen by the most queries.
-    first_n = block * 128
-    start_q, count_q = sequence_bounds(cu[0], sizes[0], batch)
-    start_k, count_k = sequence_bounds(cu[1], sizes[1], batch)
+    first_n = place // (heads_k * sequences) * 128
+    start_q, count_q = sequence_bounds(cu[0], length_q, batch)
+    start_k, count_k = sequence_bounds(cu[1], length_k, batch)
     first_m = first_n * 0
     if CAUSAL:
         first_m = gl.maximum(first_n - (count_k - count_q), 0) // BLOCK_M * BLOCK_M

@@ -32,7 +32,7 @@ SIZES = ["length_q", "length_k", "heads", "blocks", "sequences", "turns", "strid
 
 @gluon.jit
 def place_of(turn, sizes):
-    """Return a program's ``turn``-th place: head, batch, block, and whether there is such a place.
+    """Return a program's ``turn``-th place, its head and batch, and whether there is such a place.
 
     Programs go there and back again, so that all have as much to do; neighbours are heads of the
     same keys and values.
@@ -42,7 +42,7 @@ def place_of(turn, sizes):
     place = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
     inside = place < heads * blocks * sequences
     place = gl.minimum(place, heads * blocks * sequences - 1)
-    return place % heads, (place // heads) % sequences, place // (heads * sequences), inside
+    return place, place % heads, (place // heads) % sequences, inside
 
 
 @gluon.jit
@@ -52,10 +52,11 @@ def query_tile(turn, sizes, cu, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr):
     Returns batch, head, first query, start and count of queries, start and count of keys, and its
     blocks of keys: how many (0: none, or no tile) and how many of them every query sees whole.
     """
-    head, batch, block, inside = place_of(turn, sizes)
-    first_m = (sizes[3] - 1 - block) * 128
-    start_q, count_q = sequence_bounds(cu[0], sizes[0], batch)
-    start_k, count_k = sequence_bounds(cu[1], sizes[1], batch)
+    length_q, length_k, heads, blocks, sequences = sizes
+    place, head, batch, inside = place_of(turn, sizes)
+    first_m = (blocks - 1 - place // (heads * sequences)) * 128
+    start_q, count_q = sequence_bounds(cu[0], length_q, batch)
+    start_k, count_k = sequence_bounds(cu[1], length_k, batch)
     # The last query of a sequence stands at its last key.
     lowest = first_m + count_k - count_q
     last, whole = count_k, count_k // BLOCK_N
