@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +45,24 @@ class Member:
         return f"http://127.0.0.1:{self.port}"
 
 
-def member_of(name: str, directory: Path, logs: Path, common: WorkerSpec) -> Member:
-    """Describe a variant by the directory that its worker loads.
+def members_of(
+    baseline: Path, candidate: Path, harmed: Path, *, logs: Path, common: WorkerSpec
+) -> list[Member]:
+    """Describe the variants by the directories that their workers load.
 
     Args:
-        name: of the variant.
-        directory: checkpoint or model directory.
-        logs: folder for its output.
-        common: the other settings of its worker.
+        baseline: what serves now.
+        candidate: checkpoint that is to take over.
+        harmed: its harmed copy.
+        logs: folder for workers' output.
+        common: context, KV cache and vLLM arguments of all workers.
     """
-    spec = WorkerSpec(
-        checkpoint=directory,
-        name=MODEL,
-        port=free_port(),
-        max_model_len=common.max_model_len,
-        kv_cache_gib=common.kv_cache_gib,
-        extra=common.extra,
-    )
+    directories = {BASELINE: baseline, CANDIDATE: candidate, HARMED: harmed}
+    return [_member(name, path, logs, common) for name, path in directories.items()]
+
+
+def _member(name: str, directory: Path, logs: Path, common: WorkerSpec) -> Member:
+    spec = replace(common, checkpoint=directory, name=MODEL, port=free_port())
     log = logs / f"worker-{name}.log"
     child = ChildSpec(name, worker_command(spec), {"PYTHONSAFEPATH": "1"}, log, _GRACE_S)
     # Whoever is harmed may say another first token: the guard is to find that, not the probe.
