@@ -100,9 +100,9 @@ def rollout(
     sections = fleet.read_sections(gateway)
     asked = Load(read_prompts(load.prompts), load.concurrency, load.tokens)
     baseline, candidate, output = baseline.resolve(), candidate.resolve(), output.resolve()
-    context = fleet.context_of(candidate, max_model_len)
-    _make_new_folder(output)
     wrong = Harm(harm.harm_tensors, harm.harm_factor)
+    context = fleet.context_of(baseline, candidate, max_model_len)
+    _make_new_folder(output)
     changed = harmed_copy(candidate, output / fleet.HARMED, wrong)
     what = f"{len(changed)} tensors x {wrong.factor:g}"
     told(f"harmed copy: {what}")
