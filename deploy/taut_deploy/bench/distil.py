@@ -25,7 +25,8 @@ from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.models.store import describe_directory
 from taut_deploy.progress import Say
-from taut_deploy.validate.checkpoint_source import CheckpointSource, CheckpointTokenizer
+from taut_deploy.validate.checkpoint_source import CheckpointSource
+from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.divergence import compare
 from taut_deploy.validate.metrics import point_estimates, stack
 from taut_deploy.validate.text import tokenize_file

@@ -11,6 +11,7 @@ from taut_deploy.validate.latency.plan import LatencyPlan
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): ``compare``, ``noise`` and ``serve`` count sequences,
+``sampling`` prompts,
 ``task NAME`` and ``slice NAME`` items, ``latency`` pairs of blocks."""
 
 

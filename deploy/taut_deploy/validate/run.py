@@ -14,13 +14,15 @@ from taut_deploy.validate.checkpoint_source import (
     usable_device,
     wider_dtype,
 )
+from taut_deploy.validate.default_sampling import compare_sampling
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.job import RuleOutcome, ValidationJob, ValidationResult, Verdict
 from taut_deploy.validate.latency_part import check_latency, check_lengths, compare_latency
 from taut_deploy.validate.partial import Partial
 from taut_deploy.validate.policy import Policy, load_policy
-from taut_deploy.validate.server_source import is_url
+from taut_deploy.validate.server_connection import is_url
+from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.serving import compare_served
 from taut_deploy.validate.side_by_side import compare_sources
 from taut_deploy.validate.sides import Side, check_tokenizers, find_side
@@ -29,6 +31,7 @@ from taut_deploy.validate.tasks.plan import TaskPlan, plan_tasks
 from taut_deploy.validate.tasks.run import Models, compare_tasks
 from taut_deploy.validate.text import TokenizedText, read_text, tokenize_file
 from taut_deploy.validate.text_part import TextCompared, compare_text
+from taut_deploy.validate.weights import judge_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +116,19 @@ def _measure(
     serving, serving_rules = compare_served(
         job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.device)
     )
+    sampling_rules = compare_sampling(job, text.sequences, baseline.server, candidate.server)
     latency, latency_rules = compare_latency(
         job, plan.policy, text, baseline.server, candidate.server
     )
+    for server in (baseline.server, candidate.server):
+        if server is not None:
+            server.require_same_model()
     return report.Findings(
         comparison=asked.text.comparison,
         looks=asked.text.looks,
         noise_kind=noise_kind,
         measured=measured,
-        rules=(*rules, *serving_rules, *asked.rules, *latency_rules),
+        rules=(*rules, *serving_rules, *sampling_rules, *asked.rules, *latency_rules),
         latency=latency,
         serving=serving.as_json(),
         tasks=asked.tasks,
@@ -156,7 +163,17 @@ def _ask_both(
         tuple(token for ids in sequences for token in ids if token != text.bos_token_id),
     )
     slices, slice_rules = compare_slices(job, plan.slices, speakers, partial)
-    return _Asked(compared, tasks, slices, (*task_rules, *slice_rules))
+    weight_rules = _judge_weights(first, second)
+    return _Asked(compared, tasks, slices, (*weight_rules, *task_rules, *slice_rules))
+
+
+def _judge_weights(
+    first: CheckpointSource | ServerSource, second: CheckpointSource | ServerSource
+) -> tuple[RuleOutcome, ...]:
+    """What files alone show; a server's weights are out of reach."""
+    if isinstance(first, CheckpointSource) and isinstance(second, CheckpointSource):
+        return judge_weights(first.weights, second.rounded_weights)
+    return ()
 
 
 def _score_noise(
