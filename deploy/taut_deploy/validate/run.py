@@ -17,6 +17,7 @@ from taut_deploy.validate.checkpoint_source import (
 from taut_deploy.validate.default_sampling import compare_sampling
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
+from taut_deploy.validate.inputs import inputs_of, require_same_answers
 from taut_deploy.validate.job import RuleOutcome, ValidationJob, ValidationResult, Verdict
 from taut_deploy.validate.latency_part import check_latency, check_lengths, compare_latency
 from taut_deploy.validate.partial import Partial
@@ -41,6 +42,12 @@ class _Plan:
     policy: Policy
     tasks: TaskPlan
     slices: tuple[SlicePlan, ...]
+
+    @property
+    def digests(self) -> list[str]:
+        """Of the files that items and prompts come from."""
+        files = [task.sha256 for task, _ in self.tasks.files]
+        return [*files, *(one.prompts.sha256 for one in self.slices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,8 @@ def _compare(job: ValidationJob, plan: _Plan, partial: Partial) -> ValidationRes
     )
     check_tokenizers(job, baseline, candidate)
     check_lengths(job, [baseline.server, candidate.server])
+    inputs = inputs_of(job, plan.policy, plan.digests, text, (baseline, candidate))
+    journal = partial.begin(inputs, job.resume)
     report.discard_earlier(job.output)
     found = _measure(job, plan, text, (baseline, candidate), partial)
     content = report.build(
@@ -97,6 +106,7 @@ def _compare(job: ValidationJob, plan: _Plan, partial: Partial) -> ValidationRes
         wall_time_s=time.monotonic() - clock,
     )
     files = report.write(job.output, content)
+    journal.remove()
     return ValidationResult(
         Verdict(content["verdict"]), found.measured, tuple(found.rules), content, *files
     )
@@ -111,7 +121,7 @@ def _measure(
 ) -> report.Findings:
     baseline, candidate = sides
     asked = _ask_both(job, plan, text, sides, partial)
-    noise, noise_kind = _score_noise(job, text, baseline)
+    noise, noise_kind = _score_noise(job, text, baseline, partial)
     measured, _, rules = asked.text.judged(job, plan.policy, noise)
     serving, serving_rules = compare_served(
         job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.device)
@@ -152,6 +162,7 @@ def _ask_both(
                 f"positions of the {source.role}"
             )
     sequences = list(text.sequences)
+    require_same_answers(partial, sequences, (first, second))
     compared = compare_text(job, plan.policy, text, (first, second), partial)
     models = Models(first, second, sides[0].tokenizer, text.bos_token_id)
     tasks, task_rules = compare_tasks(job, plan.tasks, models, partial)
@@ -177,7 +188,7 @@ def _judge_weights(
 
 
 def _score_noise(
-    job: ValidationJob, text: TokenizedText, baseline: Side
+    job: ValidationJob, text: TokenizedText, baseline: Side, partial: Partial
 ) -> tuple[Comparison | None, str]:
     """Compare the baseline with itself: how small a difference can still be told from rounding.
 
@@ -195,6 +206,8 @@ def _score_noise(
         wide = wider_dtype(first.dtype)
         kind = f"baseline again in {str(wide).removeprefix('torch.')}, {len(sequences)} sequences"
         second = baseline.open(job.device, wide)
-        return compare_sources(first, second, sequences, "noise", job.progress), kind
+        return compare_sources(
+            first, second, sequences, "noise", job.progress, once=partial.once
+        ), kind
     kind = f"baseline server asked twice, {len(sequences)} sequences"
-    return compare_sources(first, first, sequences, "noise", job.progress), kind
+    return compare_sources(first, first, sequences, "noise", job.progress, once=partial.once), kind

@@ -19,7 +19,7 @@ from taut_deploy.validate.server_connection import ServerConnection, ServerToken
 
 # The request is understood and not served: by a model without that ability, or with other limits.
 # Of an entry of /v1/models: when it was asked for, and by whom.
-_OF_THE_CALL = frozenset({"created", "permission"})
+OF_THE_CALL = frozenset({"created", "permission"})
 
 
 class ServerSource:
@@ -68,7 +68,7 @@ class ServerSource:
             CouldNotValidateError: its entry of ``/v1/models`` changed.
         """
         now = self._find_model(self.model_name)
-        for name in sorted({*self.card, *now} - _OF_THE_CALL):
+        for name in sorted({*self.card, *now} - OF_THE_CALL):
             if self.card.get(name) != now.get(name):
                 raise self._connection.fail(
                     f"{name} of its model was {self.card.get(name)!r} and is {now.get(name)!r}: "
