@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\[([^\[\]]*)\]\((?!https?:|mailto:|#)([^()\s#]+)(#[^()\s]+)?\)")
 _REFERENCE = {
-    "kernels": ("Ops", "kernels", lambda text: "torch.library.define(" in text),
+    "kernels": ("Ops", "kernels", lambda text: "import register_op" in text),
     "service": ("Gateway", "service", None),
     "deploy": ("Pipeline", "deploy", None),
 }

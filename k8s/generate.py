@@ -32,6 +32,8 @@ REGISTRY = "registry.example"
 """In the manifests: a name that is kept free for examples, so that nobody owns it."""
 PASSED_ON = {"model.gateway", "variants[].gateway", "gateway.config"}
 """Values that hold the gateway's own keys: docs/gateway-settings.md has their table."""
+GATEWAYS_OWN = "x-settings"
+"""Marks a section with keys of the gateway's file among its own: which section, and what not."""
 SPELLINGS = CHART / "files" / "spellings.yaml"
 """Keys as other charts spell them: they pass the schema, so that the chart can name its own."""
 
@@ -70,8 +72,17 @@ def schema() -> dict[str, Any]:
     _let_spellings_pass(written)
     text = json.dumps(Settings.model_json_schema()["$defs"]).replace("#/$defs/", "#/definitions/")
     of_gateway: dict[str, Any] = json.loads(text)
+    for section in written["properties"].values():
+        if taken := section.pop(GATEWAYS_OWN, None):
+            _take_over(section, of_gateway[taken["of"]], taken["without"])
     written["definitions"] |= {name: of_gateway[name] for name in _reached(written, of_gateway)}
     return written
+
+
+def _take_over(section: dict[str, Any], of_gateway: dict[str, Any], without: list[str]) -> None:
+    """Let a section have the gateway's keys, too; its own come first where both have one."""
+    keys = {key: below for key, below in of_gateway["properties"].items() if key not in without}
+    section["properties"] = keys | section["properties"]
 
 
 def described() -> dict[str, Any]:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from check_server import CheckServer
+
+OF_ENGINES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}
+"""What tiny models are served with: a small cache, no warm-up, no question to a hub."""
 
 
 def pytest_configure() -> None:
@@ -14,3 +24,31 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def run_with_vllm(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Run a script (or ``-c CODE``) in a process that has vLLM imported: see with_vllm.py.
+
+    ``env`` comes on top of this environment without what asks vLLM or our kernels for something.
+    """
+    servers: list[CheckServer] = []
+
+    def run(
+        *arguments: str, env: dict[str, str] | None = None, timeout: int = 580
+    ) -> subprocess.CompletedProcess[str]:
+        if not servers:
+            script = Path(__file__).parent / "forks" / "with_vllm.py"
+            asking = ("TAUT_", "VLLM_", "TRITON_INTERPRET")
+            kept = {
+                name: value for name, value in os.environ.items() if not name.startswith(asking)
+            }
+            env_of_server = {**kept, **OF_ENGINES, "PYTHONSAFEPATH": "1"}
+            servers.append(CheckServer(script, env_of_server, tmp_path_factory.mktemp("engines")))
+        return servers[0].run(arguments, timeout, env)
+
+    yield run
+    for server in servers:
+        server.close()

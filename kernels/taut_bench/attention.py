@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from taut_bench import report
+from taut_bench import cuda_device, report
 from taut_bench.attention_cases import (
     PARTS,
     SHAPES,
@@ -311,8 +311,7 @@ def _chosen(arguments: argparse.Namespace) -> list[Shape]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where a kernel of ours was wrong."""
     arguments = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.attention needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.attention"):
         return 2
     rates = Rates(product_rate(), timing.copy_ceiling())
     sys.stdout.write(f"{rates}\n")

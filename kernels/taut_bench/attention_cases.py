@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from taut_bench.instruments.attention_work import seen_pairs
 from taut_kernels.attention.decode import op as decode
@@ -85,10 +86,10 @@ SHAPES = (
 class Prompt:
     """Operands of prefill: q [1, T, 32, 128], k and v [1, T, 8, 128], and the gradient of o."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    do: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +107,14 @@ class Cached:
         arrivals: of :func:`~taut_kernels.attention.decode.op.make_arrivals`.
     """
 
-    q: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    block_table: torch.Tensor
-    context_lens: torch.Tensor
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    arrivals: torch.Tensor
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    arrivals: Tensor
 
     @property
     def context(self) -> int:
@@ -131,7 +132,7 @@ def make_prompt(tokens: int) -> Prompt:
     """Draw a prompt on the GPU, in bf16."""
     generator = torch.Generator(DEVICE).manual_seed(tokens)
 
-    def draw(heads: int, scale: float = 1.0) -> torch.Tensor:
+    def draw(heads: int, scale: float = 1.0) -> Tensor:
         shape = (1, tokens, heads, DIM)
         drawn = torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
         return drawn * scale
@@ -139,7 +140,7 @@ def make_prompt(tokens: int) -> Prompt:
     return Prompt(draw(HEADS, _SPREAD), draw(HEADS_K), draw(HEADS_K), draw(HEADS))
 
 
-def _cache(pages: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _cache(pages: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     cache = torch.empty(pages, PAGE, HEADS_K, DIM, dtype=dtype, device=DEVICE)
     step = 4096  # pages at a time: fp32 numbers of all would not fit
     for first in range(0, pages, step):
@@ -155,7 +156,7 @@ def make_cached(shape: Shape) -> Cached:
     each = shape.tokens // PAGE
     pages = shape.batch * each
     dtype = CACHES[shape.cache]
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if dtype.itemsize == 1:
         base = 1 / 40 if dtype == torch.int8 else 1.0
         scale = torch.full((1,), 0.9 * base, device=DEVICE)
@@ -173,7 +174,7 @@ def make_cached(shape: Shape) -> Cached:
     )
 
 
-def _verdict(found: torch.Tensor, gold: torch.Tensor, plain: torch.Tensor | None) -> str | None:
+def _verdict(found: Tensor, gold: Tensor, plain: Tensor | None) -> str | None:
     """Return why a result is wrong: against the budget of ``plain``, or a rival's tolerance."""
     largest = gold.abs().max().item()
     error = (found.double() - gold).abs().max().item()
@@ -205,7 +206,7 @@ class DecodeGate:
         self._gold = paged_decode_ref(small.q.double(), *operands)
         self._plain = paged_decode_ref(small.q, *operands)
 
-    def why_wrong(self, found: torch.Tensor, ours: bool) -> str | None:
+    def why_wrong(self, found: Tensor, ours: bool) -> str | None:
         """Return why a result [B, 32, 128] is wrong, or None.
 
         Args:
@@ -227,7 +228,7 @@ def checked_prompt() -> Prompt:
     )  # fmt: skip
 
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class PromptGate:
@@ -246,7 +247,7 @@ class PromptGate:
         self._gold, self._plain = (gold, *exact), (plain, *rounded)
 
     def why_wrong(
-        self, found: torch.Tensor | None, gradients: Gradients | None, ours: bool
+        self, found: Tensor | None, gradients: Gradients | None, ours: bool
     ) -> str | None:
         """Return what is wrong with a result, or None.
 

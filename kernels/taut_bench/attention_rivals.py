@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -22,11 +23,11 @@ from taut_bench.attention_cases import DIM, PAGE, Cached, Gradients, Prompt
 from taut_bench.fused_rivals import UnavailableError
 from taut_kernels.attention.prefill import op as prefill
 
-Forward = Callable[[], torch.Tensor]
+Forward = Callable[[], Tensor]
 """Returns o, [1, T, Hq, D]."""
-Step = Callable[[], tuple[torch.Tensor, Gradients]]
+Step = Callable[[], tuple[Tensor, Gradients]]
 """Forward and backward: returns o and the gradients of q, k and v."""
-Decode = Callable[[], torch.Tensor]
+Decode = Callable[[], Tensor]
 """Returns o, [B, Hq, D]."""
 _SCALE = DIM**-0.5
 _SEGMENTS = 16
@@ -48,7 +49,7 @@ def _flash_attention() -> Any:
     return module
 
 
-def _bounds(count: int, tokens: int, device: torch.device) -> torch.Tensor:
+def _bounds(count: int, tokens: int, device: torch.device) -> Tensor:
     return torch.arange(count + 1, dtype=torch.int32, device=device) * tokens
 
 
@@ -65,8 +66,8 @@ def fa3_forward(prompt: Prompt) -> Forward:
     bounds = _bounds(1, tokens, prompt.q.device)
     q, k, v = (x[0].contiguous() for x in (prompt.q, prompt.k, prompt.v))
 
-    def call() -> torch.Tensor:
-        out: torch.Tensor = flash.flash_attn_varlen_func(
+    def call() -> Tensor:
+        out: Tensor = flash.flash_attn_varlen_func(
             q, k, v, tokens, bounds, tokens, cu_seqlens_k=bounds, softmax_scale=_SCALE,
             causal=True, fa_version=3,
         )  # fmt: skip
@@ -76,14 +77,14 @@ def fa3_forward(prompt: Prompt) -> Forward:
 
 
 def _unified(
-    q: torch.Tensor,
+    q: Tensor,
     queries: int,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    lens: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor] | None,
-) -> Callable[[], torch.Tensor]:
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+) -> Callable[[], Tensor]:
     """Bind vLLM's Triton kernel to q [B · queries, Hq, D] over a paged cache."""
     run = _module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
     heads, sequences, heads_k = q.shape[1], table.shape[0], k_cache.shape[2]
@@ -107,7 +108,7 @@ def _unified(
             options["kv_quant_mode"] = modes.FP8_PER_TENSOR
     bounds, longest = _bounds(sequences, queries, q.device), table.shape[1] * k_cache.shape[1]
 
-    def call() -> torch.Tensor:
+    def call() -> Tensor:
         run(
             q=q, k=k_cache, v=v_cache, out=out, cu_seqlens_q=bounds, max_seqlen_q=queries,
             seqused_k=lens, max_seqlen_k=longest, softmax_scale=_SCALE, causal=True,
@@ -140,7 +141,7 @@ def _sdpa(backend: str) -> Callable[[Prompt], Forward]:
     def prepare(prompt: Prompt) -> Forward:
         q, k, v = (x.transpose(1, 2) for x in (prompt.q, prompt.k, prompt.v))
 
-        def call() -> torch.Tensor:
+        def call() -> Tensor:
             with _backend(backend):
                 o = functional.scaled_dot_product_attention(
                     q, k, v, is_causal=True, scale=_SCALE, enable_gqa=True
@@ -159,7 +160,7 @@ def _step(forward: Callable[[Prompt], Forward]) -> Callable[[Prompt], Step]:
         q, k, v = (x.detach().requires_grad_() for x in (prompt.q, prompt.k, prompt.v))
         run = forward(Prompt(q, k, v, prompt.do))
 
-        def call() -> tuple[torch.Tensor, Gradients]:
+        def call() -> tuple[Tensor, Gradients]:
             o = run()
             dq, dk, dv = torch.autograd.grad(o, (q, k, v), prompt.do)
             return o, (dq, dk, dv)
@@ -206,7 +207,7 @@ def fa3_decode(cached: Cached) -> Decode:
     )  # fmt: skip
     out = torch.empty(sequences, heads, DIM, dtype=torch.bfloat16, device=q.device)
 
-    def call() -> torch.Tensor:
+    def call() -> Tensor:
         flash.flash_attn_varlen_func(
             q, cached.k_cache, cached.v_cache, 1, bounds, cached.context,
             seqused_k=cached.context_lens, softmax_scale=_SCALE, causal=True,

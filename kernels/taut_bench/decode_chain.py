@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from taut_bench import other_tiles, report
+from taut_bench import cuda_device, other_tiles, report
 from taut_bench.decoder_layer import FORMS, HIDDEN, PRODUCTS, SCHEMES, Layer, Step
 from taut_bench.shapes import token_counts
 from taut_kernels.launch import early_start
@@ -95,7 +96,7 @@ class Chain:
         """
         residual, last = self.residual.clone(), [self.x]
 
-        def call(i: int) -> torch.Tensor:
+        def call(i: int) -> Tensor:
             # The first input must outlive the graph that reads it.
             x = last[0] if i else self.x
             with (
@@ -177,8 +178,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.decode_chain needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.decode_chain"):
         return 2
     ceiling = timing.copy_ceiling()
     rows: list[Row] = []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation import silu_mul
 from taut_kernels.attention.cache_write import op as cache_write
@@ -43,8 +44,8 @@ FORMS = ("table", "late", "early", "early+prefetch", "CUTLASS")
 PAGE = 16
 _GROUP = 128
 _EPSILON = 1e-5
-Activations = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Product = Callable[[Activations, str], torch.Tensor]
+Activations = Tensor | tuple[Tensor, Tensor]
+Product = Callable[[Activations, str], Tensor]
 
 
 def _w4a16_product(N: int, K: int, generator: torch.Generator) -> Product:
@@ -58,8 +59,8 @@ def _w4a16_product(N: int, K: int, generator: torch.Generator) -> Product:
     scales = (scales * (0.2 / math.sqrt(K))).bfloat16()
     arrivals = w4a16.make_arrivals(N, words.device)
 
-    def call(x: Activations, form: str) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.taut.w4a16_gemm(x, words, scales, None, None, arrivals, _GROUP)
+    def call(x: Activations, form: str) -> Tensor:
+        y: Tensor = torch.ops.taut.w4a16_gemm(x, words, scales, None, None, arrivals, _GROUP)
         return y
 
     return call
@@ -81,12 +82,12 @@ def _8_bit_product(N: int, K: int, dtype: torch.dtype, generator: torch.Generato
     arrivals = scaled_mm_launch.make_arrivals(N, weight.device)
     op = w8a8.OP if dtype is torch.int8 else fp8.OP
 
-    def call(x: Activations, form: str) -> torch.Tensor:
+    def call(x: Activations, form: str) -> Tensor:
         values, scales = x
         if form == "CUTLASS":
             from vllm import _custom_ops
 
-            y: torch.Tensor = _custom_ops.cutlass_scaled_mm(
+            y: Tensor = _custom_ops.cutlass_scaled_mm(
                 values, weight.t(), scales, scale, torch.bfloat16
             )
             return y
@@ -120,7 +121,7 @@ class Step:
         """Pages of a sequence."""
         return -(-self.bound // PAGE)
 
-    def block_table(self) -> torch.Tensor:
+    def block_table(self) -> Tensor:
         """Return [tokens, pages] int32, pages in the order of their sequences."""
         count = self.tokens * self.pages
         return torch.arange(count, dtype=torch.int32, device="cuda").view(-1, self.pages)
@@ -171,9 +172,7 @@ class Layer:
         bits = 4 if self.dtype is None else 8
         return sum(N * K for N, K in PRODUCTS.values()) * bits // 8
 
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, forms: Mapping[str, str]
-    ) -> torch.Tensor:
+    def __call__(self, x: Tensor, residual: Tensor, forms: Mapping[str, str]) -> Tensor:
         """Compute the step.
 
         Args:
@@ -185,7 +184,7 @@ class Layer:
             [tokens, HIDDEN].
         """
 
-        def product(name: str, x: Activations) -> torch.Tensor:
+        def product(name: str, x: Activations) -> Tensor:
             return self.products[name](x, forms.get(name, "table"))
 
         attended = self._attend(product("qkv", self._normed(x, residual, 0)))
@@ -193,29 +192,29 @@ class Layer:
         hidden = product("gate_up", self._normed(y, residual, 1))
         return product("down", self._activated(hidden))
 
-    def _normed(self, x: torch.Tensor, residual: torch.Tensor, which: int) -> Activations:
+    def _normed(self, x: Tensor, residual: Tensor, which: int) -> Activations:
         arguments = (x, self.norms[which], residual, _EPSILON)
         if self.dtype is None:
-            y: torch.Tensor = torch.ops.taut.rms_norm(*arguments)
+            y: Tensor = torch.ops.taut.rms_norm(*arguments)
             return y
         values, scales = torch.ops.taut.rms_norm_quant(*arguments, self.dtype)
         return values, scales
 
-    def _quantised(self, x: torch.Tensor) -> Activations:
+    def _quantised(self, x: Tensor) -> Activations:
         if self.dtype is None:
             return x
         values, scales = torch.ops.taut.row_quant(x, self.dtype)
         return values, scales
 
-    def _activated(self, x: torch.Tensor) -> Activations:
+    def _activated(self, x: Tensor) -> Activations:
         arguments = (x, 1.0, 0.0, None, False)
         if self.dtype is None:
-            y: torch.Tensor = torch.ops.taut.silu_mul(*arguments)
+            y: Tensor = torch.ops.taut.silu_mul(*arguments)
             return y
         values, scales = torch.ops.taut.silu_mul_quant(*arguments, self.dtype)
         return values, scales
 
-    def _attend(self, qkv: torch.Tensor) -> torch.Tensor:
+    def _attend(self, qkv: Tensor) -> Tensor:
         tokens = self.step.tokens
         heads = qkv.view(tokens, -1, HEAD_DIM)
         q, k, v = heads[:, :HEADS], heads[:, HEADS:-KV_HEADS], heads[:, -KV_HEADS:]

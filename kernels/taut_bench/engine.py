@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from taut_bench import cuda_device
 from taut_bench.engine_modes import MODES, engine_options, environment
 
 TIMED_MODES = ("off", "prefer", "prefer+fused", "require+fused")
@@ -284,8 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     arguments = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.engine needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.engine"):
         return 2
     batches = arguments.batch or list(BATCHES)
     if arguments.worker:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import disk as formats
 
@@ -160,14 +161,14 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _normal(shape: tuple[int, int], deviation: float, generator: torch.Generator) -> torch.Tensor:
+def _normal(shape: tuple[int, int], deviation: float, generator: torch.Generator) -> Tensor:
     values = torch.randn(shape, generator=generator, device=generator.device)
     return (values * deviation).to(torch.bfloat16).cpu()
 
 
 def _layer(
     prefix: str, scheme: str, config: dict[str, Any], generator: torch.Generator
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     attention = config["num_attention_heads"] * config["head_dim"]
     kv = config["num_key_value_heads"] * config["head_dim"]
@@ -180,7 +181,7 @@ def _layer(
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, (N, K) in shapes.items():
         for part, tensor in _linear(N, K, scheme, generator).items():
             tensors[f"{prefix}{name}.{part}"] = tensor.cpu()
@@ -189,7 +190,7 @@ def _layer(
     return tensors
 
 
-def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str, Tensor]:
     """Draw a layer whose outputs are of order 1."""
     if scheme in _FOUR_BITS:
         write_out = {"gptq": _gptq, "awq": _awq}.get(scheme, _pack_quantized)
@@ -209,7 +210,7 @@ def _linear(N: int, K: int, scheme: str, generator: torch.Generator) -> dict[str
 
 def _four_bits(
     N: int, K: int, group_size: int, zero_points: bool, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draw int8 weights [N, K] in -8..7, scales [N, K/G], and zero points [N, K/G] if asked for."""
     device = generator.device
     scale = torch.rand(N, K // group_size, generator=generator, device=device) + 0.5
@@ -226,9 +227,7 @@ def _four_bits(
     return values + zeros.repeat_interleave(group_size, dim=1), scale, zeros
 
 
-def _pack_quantized(
-    values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def _pack_quantized(values: Tensor, scale: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
     tensors = {
         "weight_packed": formats.pack_weight(values),
         "weight_scale": scale.bfloat16(),
@@ -239,9 +238,7 @@ def _pack_quantized(
     return tensors
 
 
-def _gptq(
-    values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def _gptq(values: Tensor, scale: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
     K = values.shape[1]
     columns = torch.arange(K, dtype=torch.int32, device=values.device)
     one_less = (torch.zeros_like(scale, dtype=torch.int8) if zeros is None else zeros) - 1
@@ -253,9 +250,7 @@ def _gptq(
     }
 
 
-def _awq(
-    values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def _awq(values: Tensor, scale: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
     assert zeros is not None, "AutoAWQ's files have zero points"
     return {
         "qweight": _awq_words(values.t()),
@@ -264,7 +259,7 @@ def _awq(
     }
 
 
-def _awq_words(rows: torch.Tensor) -> torch.Tensor:
+def _awq_words(rows: Tensor) -> Tensor:
     """Pack int8 [rows, columns] along columns, eight to a word in AWQ's order."""
     eights = rows.reshape(len(rows), -1, formats.NIBBLES_PER_WORD)
     return formats.pack_weight(eights[:, :, _AWQ_ORDER].flatten(1))

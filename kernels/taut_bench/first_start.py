@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import triton
 
-from taut_bench import report, shapes
+from taut_bench import cuda_device, report, shapes
 from taut_bench.w4a16_format import GROUP_SIZE
 from taut_kernels.gemm.w4a16.lookup import ONE_OF_EACH
 from taut_kernels.gemm.w4a16.plan import Weight
@@ -155,8 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.first_start needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.first_start"):
         return 2
     if arguments.inside is not None:
         sys.stdout.write(json.dumps([asdict(row) for row in measure(arguments.inside)]) + "\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from taut_bench import fused_report, plots, shapes
+from taut_bench import cuda_device, fused_report, plots, shapes
 from taut_bench.fused_cases import FORMS, Form, Operands, bytes_moved, make_operands, why_wrong
 from taut_bench.fused_rivals import PREPARE
 from taut_kernels.tuner import timing
@@ -142,8 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where ours was wrong or did not run."""
     arguments = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.fused needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.fused"):
         return 2
     widths, tokens = asked_for(arguments)
     names = list(widths)

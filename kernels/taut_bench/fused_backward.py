@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from taut_bench import fused_report, plots
+from taut_bench import cuda_device, fused_report, plots
 from taut_bench.fused_backward_cases import (
     OPS,
     PROVIDERS,
@@ -125,11 +125,7 @@ def _subjects(
 
 
 def measure(
-    case: Case,
-    providers: Sequence[str],
-    ceiling: float,
-    replays: int,
-    notes: list[str],
+    case: Case, providers: Sequence[str], ceiling: float, replays: int, notes: list[str]
 ) -> list[fused_report.Row]:
     """Check and time both passes of each provider at one shape.
 
@@ -208,8 +204,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where ours was wrong or did not run."""
     arguments = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.fused_backward needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.fused_backward"):
         return 2
     start = time.monotonic()
     # Every shape is a recompilation of one function; past the limit Dynamo would run it eagerly.

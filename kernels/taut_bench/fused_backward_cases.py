@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_bench.fused_rivals import UnavailableError
 from taut_kernels.activation.swiglu import swiglu
@@ -71,10 +72,10 @@ class Operands:
         cache: [M, 128] cosines and sines of ``rope``, else None.
     """
 
-    leaves: tuple[torch.Tensor, ...]
-    gradients: tuple[torch.Tensor, ...]
-    positions: torch.Tensor | None = None
-    cache: torch.Tensor | None = None
+    leaves: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+    positions: Tensor | None = None
+    cache: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Operands:
         """Return a detached copy in another type, its leaves with gradients."""
@@ -97,7 +98,7 @@ def make_operands(case: Case, seed: int = 0, device: str = "cuda") -> Operands:
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
 
     M, N = case.M, case.N
@@ -121,7 +122,7 @@ def make_operands(case: Case, seed: int = 0, device: str = "cuda") -> Operands:
     return Operands(leaves, tuple(draw(M, N) for _ in range(outputs)))
 
 
-Outputs = tuple[torch.Tensor, ...]
+Outputs = tuple[Tensor, ...]
 Run = Callable[[Operands], Outputs]
 """The forward pass: outputs that autograd can go back from."""
 
@@ -147,7 +148,7 @@ def _taut(op: str) -> Run:
     return run
 
 
-def _rotated(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def _rotated(x: Tensor, cache: Tensor) -> Tensor:
     """Rotate as transformers' Llama does: halves, cosines and sines of the full width."""
     cos, sin = cache.chunk(2, dim=1)
     cos, sin = (torch.cat((half, half), dim=1)[None, :, None, :] for half in (cos, sin))
@@ -187,7 +188,7 @@ def formula(op: str) -> Run:
 def _compiled(op: str) -> Run:
     plain = formula(op)
 
-    def of_tensors(cache: torch.Tensor | None, *leaves: torch.Tensor) -> Outputs:
+    def of_tensors(cache: Tensor | None, *leaves: Tensor) -> Outputs:
         return plain(Operands(leaves, (), None, cache))
 
     compiled = torch.compile(of_tensors, dynamic=False)
@@ -238,7 +239,7 @@ PROVIDERS: Mapping[str, Callable[[str], Run]] = {
 }
 
 
-def results(run: Run, operands: Operands) -> tuple[torch.Tensor, ...]:
+def results(run: Run, operands: Operands) -> tuple[Tensor, ...]:
     """Run both passes.
 
     Args:

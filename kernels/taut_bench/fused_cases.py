@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from taut_bench.model_sizes import Model
 from taut_bench.shapes import MODELS
@@ -84,19 +85,19 @@ class Operands:
         cache: [P, 128] cosines and sines.
     """
 
-    x: torch.Tensor
-    weight: torch.Tensor | None = None
-    residual: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    cache: torch.Tensor | None = None
+    x: Tensor
+    weight: Tensor | None = None
+    residual: Tensor | None = None
+    positions: Tensor | None = None
+    cache: Tensor | None = None
 
     @property
-    def q(self) -> torch.Tensor:
+    def q(self) -> Tensor:
         """[M, Hq · 128] of ``rope``."""
         return self.x[:, : -self._kv_columns]
 
     @property
-    def k(self) -> torch.Tensor:
+    def k(self) -> Tensor:
         """[M, Hk · 128] of ``rope``."""
         return self.x[:, -self._kv_columns :]
 
@@ -119,7 +120,7 @@ def make_operands(form: Form, N: int, M: int, seed: int = 0) -> Operands:
     """
     generator = torch.Generator("cuda").manual_seed(seed)
 
-    def draw(*shape: int) -> torch.Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cuda").to(torch.bfloat16)
 
     if form.op.startswith("silu"):
@@ -148,7 +149,7 @@ def bytes_moved(form: Form, N: int, M: int) -> int:
     return M * N * (2 + written + residual) + 2 * N
 
 
-Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Result = Tensor | tuple[Tensor, Tensor]
 """An output, or 8-bit values and their scales."""
 Call = Callable[[int], Result]
 """Runs the operation on the i-th copy of its operands."""
@@ -200,7 +201,7 @@ def _taut(form: Form, operands: Operands) -> Result:
     return result
 
 
-def reference(form: Form, operands: Operands, *, gold: bool) -> torch.Tensor:
+def reference(form: Form, operands: Operands, *, gold: bool) -> Tensor:
     """Compute a form in plain torch.
 
     Args:
@@ -250,11 +251,11 @@ def why_wrong(form: Form, N: int, prepare: Prepare, M: int = 333) -> str | None:
     error = (reference(form, operands, gold=False) - gold).abs().max().item()
     budget = 2 * (error + torch.finfo(torch.bfloat16).eps * gold.abs().max().item())
     result = prepare(form, [operands])(0)
-    y = result.double() if isinstance(result, torch.Tensor) else dequantised(*result)
+    y = result.double() if isinstance(result, Tensor) else dequantised(*result)
     found = (y - gold).abs().max().item()
     return None if found <= budget else f"error {found:.3e} is above the budget {budget:.3e}"
 
 
-def dequantised(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantised(q: Tensor, scales: Tensor) -> Tensor:
     """Return 8-bit values times their scales in fp64."""
     return q.double() * scales.double().view(-1, 1)

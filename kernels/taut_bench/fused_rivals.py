@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_bench.fused_cases import (
     EPSILON,
@@ -37,7 +38,7 @@ def _module(name: str) -> Any:
         raise UnavailableError(f"{name}: {error}") from error
 
 
-def _buffers(form: Form, copies: Sequence[Operands]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _buffers(form: Form, copies: Sequence[Operands]) -> list[tuple[Tensor, Tensor]]:
     """Allocate the outputs vLLM's ops write: values and, for quantised forms, scales."""
     dtype = torch.bfloat16 if form.out == "same" else quantised_dtype(form)
     buffers = []
@@ -70,7 +71,7 @@ def vllm(form: Form, copies: Sequence[Operands]) -> Call:
 
 
 def _vllm_plain(
-    form: Form, copies: Sequence[Operands], buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    form: Form, copies: Sequence[Operands], buffers: list[tuple[Tensor, Tensor]]
 ) -> Call:
     ops = torch.ops._C
 
@@ -91,7 +92,7 @@ def _vllm_plain(
     return call
 
 
-def _vllm_activation(form: Form, y: torch.Tensor, x: torch.Tensor) -> None:
+def _vllm_activation(form: Form, y: Tensor, x: Tensor) -> None:
     alpha, _, limit, _ = form.activation
     if form.gpt_oss:
         torch.ops._C.swigluoai_and_mul(y, x, alpha, limit)
@@ -100,7 +101,7 @@ def _vllm_activation(form: Form, y: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _vllm_silu_quant(
-    form: Form, copies: Sequence[Operands], buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    form: Form, copies: Sequence[Operands], buffers: list[tuple[Tensor, Tensor]]
 ) -> Call:
     quantise = _vllm_quantisation(form)
     middles = [torch.empty(y.shape, dtype=torch.bfloat16, device="cuda") for y, _ in buffers]
@@ -126,7 +127,7 @@ def _vllm_quantisation(form: Form) -> Callable[..., None]:
 
 
 def _vllm_row_quant(
-    form: Form, copies: Sequence[Operands], buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    form: Form, copies: Sequence[Operands], buffers: list[tuple[Tensor, Tensor]]
 ) -> Call:
     quantise = _vllm_quantisation(form)
 

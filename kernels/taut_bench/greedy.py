@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from taut_bench import cuda_device
 from taut_bench.engine_modes import MODES, engine_options, environment
 from taut_bench.greedy_report import Answers, floors_of, report
 
@@ -213,8 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--text: random weights have no tokenizer")
     if arguments.layers is not None and (arguments.checkpoint or arguments.layers < 1):
         parser.error("--layers: at least 1, and of --scheme only")
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.greedy needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.greedy"):
         return 2
     if arguments.worker:
         return _work(arguments)

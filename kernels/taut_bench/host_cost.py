@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from taut_bench import (
+    cuda_device,
     fused_cases,
     fused_rivals,
     report,
@@ -247,8 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--rounds", type=int, default=_ROUNDS, help="of which the least counts (%(default)s)"
     )
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.host_cost needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.host_cost"):
         return 2
     one = torch.zeros(1, device="cuda")
     yardstick = timing.host_cost(lambda: torch.add(one, 1), _CALLS, arguments.rounds)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 
@@ -54,11 +55,9 @@ def _observe(function: Callable[..., Any], operands: Sequence[Any]) -> _Seen:
     """Call once and note what it asks for, in the order in which it does."""
     empty, launch = launcher.empty, launcher.Form.__call__
     seen = _Seen([], [], [], None)
-    made: list[torch.Tensor] = []
+    made: list[Tensor] = []
 
-    def noted_empty(
-        shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def noted_empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         seen.memory.append((tuple(shape), dtype, device))
         made.append(empty(shape, dtype=dtype, device=device))
         return made[-1]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from taut_bench import report
+from taut_bench import cuda_device, report
 from taut_bench.loss_cases import (
     KERNELS,
     OPS,
@@ -207,8 +207,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where a kernel of ours was wrong."""
     arguments = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.loss needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.loss"):
         return 2
     byte_rate, flop_rate = timing.copy_ceiling(), product_rate()
     ceilings = f"copy {byte_rate / 1e12:.2f} TB/s, bf16 product {flop_rate / 1e12:.0f} TFLOP/s"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from taut_bench.fused_rivals import UnavailableError
@@ -66,12 +67,12 @@ class Operands:
         teacher: x and weight of the teacher, or None.
     """
 
-    x: torch.Tensor
-    weight: torch.Tensor | None
-    target: torch.Tensor
-    teacher: tuple[torch.Tensor, torch.Tensor] | None
+    x: Tensor
+    weight: Tensor | None
+    target: Tensor
+    teacher: tuple[Tensor, Tensor] | None
 
-    def leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> list[Tensor]:
         """Return what gets a gradient."""
         return [self.x] if self.weight is None else [self.x, self.weight]
 
@@ -85,7 +86,7 @@ def make_operands(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Operands
     """
     generator = torch.Generator("cuda").manual_seed(0)
 
-    def draw(*size: int, scale: float = 1.0) -> torch.Tensor:
+    def draw(*size: int, scale: float = 1.0) -> Tensor:
         drawn = torch.randn(*size, generator=generator, device="cuda", dtype=torch.bfloat16)
         return (drawn * scale).to(dtype)
 
@@ -101,7 +102,7 @@ def make_operands(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Operands
     return Operands(x, weight, target, teacher)
 
 
-Loss = Callable[[Operands], torch.Tensor]
+Loss = Callable[[Operands], Tensor]
 """Computes the loss; the benchmark runs it forward and backward."""
 BETA = 0.5
 
@@ -110,25 +111,25 @@ class _Made(torch.autograd.Function):
     """Logits as an operation made them, without its time: what is not a leaf may be overwritten."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         del ctx
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         del ctx
         return grad
 
 
-def _made(o: Operands) -> torch.Tensor:
-    made: torch.Tensor = _Made.apply(o.x)  # type: ignore[no-untyped-call]
+def _made(o: Operands) -> Tensor:
+    made: Tensor = _Made.apply(o.x)  # type: ignore[no-untyped-call]
     return made
 
 
 def taut(op: str, **options: Any) -> Loss:
     """Return our op; `options` are its own."""
 
-    def loss(o: Operands) -> torch.Tensor:
+    def loss(o: Operands) -> Tensor:
         if op == "cross_entropy":
             return cross_entropy(_made(o), o.target, **({"in_place": True} | options))
         assert o.weight is not None
@@ -145,7 +146,7 @@ def taut(op: str, **options: Any) -> Loss:
 def torch_eager(op: str) -> Loss:
     """Return what one writes in plain torch, logits in fp32 from the loss on."""
 
-    def loss(o: Operands) -> torch.Tensor:
+    def loss(o: Operands) -> Tensor:
         if o.weight is None:
             return functional.cross_entropy(o.x.float(), o.target)
         logits = functional.linear(o.x, o.weight).float()
@@ -196,9 +197,9 @@ def liger(op: str) -> Loss:
         return lambda o: module(o.weight, o.x, o.target)
     module = library.LigerFusedLinearJSD(jsd_beta=0.0 if op == "linear_kl" else BETA)
 
-    def loss(o: Operands) -> torch.Tensor:
+    def loss(o: Operands) -> Tensor:
         assert o.teacher is not None
-        found: torch.Tensor = module(o.x, o.weight, *o.teacher, None)
+        found: Tensor = module(o.x, o.weight, *o.teacher, None)
         return found
 
     return loss
@@ -236,7 +237,7 @@ def kernels_of(op: str) -> list[str]:
     return [name for name in KERNELS if _ONLY.get(name, op) == op]
 
 
-def gradients(loss: Loss, operands: Operands) -> list[torch.Tensor]:
+def gradients(loss: Loss, operands: Operands) -> list[Tensor]:
     """Run forward and backward once; return the loss and the gradients."""
     for leaf in operands.leaves():
         leaf.grad = None

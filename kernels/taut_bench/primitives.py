@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from taut_bench import report
+from taut_bench import cuda_device, report
 from taut_bench.primitives_cases import PARTS, Call, Case, Subjects, cases
 from taut_kernels.tuner import timing
 from taut_kernels.tuner.refusal import REFUSED, first_line
@@ -174,8 +174,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 where a rung was wrong or failed."""
     arguments = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.primitives needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.primitives"):
         return 2
     torch.backends.cudnn.benchmark = True
     ceiling = timing.copy_ceiling()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from taut_bench import testing
@@ -27,7 +28,7 @@ from taut_kernels.primitives.conv2d_tiles import RESNET_LAYERS
 from taut_kernels.tuner import timing
 
 PARTS = ("gemm", "transpose", "conv2d", "pool", "reduction")
-Call = Callable[[int], torch.Tensor]
+Call = Callable[[int], Tensor]
 """Runs an operation on the i-th copy of its operands."""
 
 
@@ -48,17 +49,13 @@ class Subjects:
     ours: dict[str, Call]
     rivals: dict[str, Call]
     copies: int
-    gold: torch.Tensor
-    reference: torch.Tensor
+    gold: Tensor
+    reference: Tensor
     apart: frozenset[str] = frozenset()
 
-    def why_wrong(self, actual: torch.Tensor) -> str | None:
+    def why_wrong(self, actual: Tensor) -> str | None:
         """Return why a result is outside the error budget, or None."""
-        try:
-            testing.assert_within_budget(actual, self.gold, self.reference)
-        except AssertionError as error:
-            return str(error)
-        return None
+        return testing.why_outside_budget(actual, self.gold, self.reference)
 
 
 @dataclass(frozen=True)
@@ -82,13 +79,13 @@ class Case:
     make: Callable[[], Subjects]
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
     """Draw normal values on the card; equal seeds give equal values."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
 
 
-def _copies(make: Callable[[int], torch.Tensor], bytes_moved: int) -> list[torch.Tensor]:
+def _copies(make: Callable[[int], Tensor], bytes_moved: int) -> list[Tensor]:
     return [make(i) for i in range(min(16, timing.copies_needed(bytes_moved)))]
 
 
@@ -124,13 +121,11 @@ def _gemms() -> Iterator[Case]:
         yield Case("gemm", name, flops, bytes_moved, calls, lambda s=(M, N, K): _gemm(*s))  # type: ignore[misc]
 
 
-def _rivals(
-    function: Callable[..., torch.Tensor], x: list[torch.Tensor], compiled: bool
-) -> dict[str, Call]:
+def _rivals(function: Callable[..., Tensor], x: list[Tensor], compiled: bool) -> dict[str, Call]:
     """Return torch's own, and where asked for what Inductor makes of it (seconds of compiling)."""
     rivals: dict[str, Call] = {"torch": lambda i: function(x[i])}
     if compiled:
-        faster: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False)
+        faster: Callable[..., Tensor] = torch.compile(function, dynamic=False)
         rivals["torch.compile"] = lambda i: faster(x[i])
     return rivals
 
@@ -209,7 +204,7 @@ def _pool(shape: tuple[int, ...], average: bool, last: bool) -> Subjects:
     if average:
         sizes = ([2, 2], [2, 2], [0, 0])
         ours: Call = lambda i: pooling.avg_pool2d(x[i], 2)  # noqa: E731
-        theirs: Callable[..., torch.Tensor] = partial(functional.avg_pool2d, kernel_size=2)
+        theirs: Callable[..., Tensor] = partial(functional.avg_pool2d, kernel_size=2)
         gold = pooling.avg_pool2d_ref(x[0].double(), *sizes, True)
         reference = pooling.avg_pool2d_ref(x[0], *sizes, True)
     else:
@@ -237,7 +232,7 @@ def _reduction(shape: tuple[int, ...], operation: str, dim: int | None) -> Subje
     def rung(version: str) -> Call:
         return lambda i: reduction.reduce(x[i], operation, dim, version=version)
 
-    def theirs(x: torch.Tensor) -> torch.Tensor:
+    def theirs(x: Tensor) -> Tensor:
         if operation == "max":
             return x.amax() if dim is None else x.amax(dim)
         return x.sum() if dim is None else x.sum(dim)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from taut_bench import (
+    cuda_device,
     plots,
     report,
     scaled_mm_block_rivals,
@@ -82,8 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes.add_arguments(parser)
     parser.add_argument("--kernel", action="append", choices=_KERNELS)
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.scaled_mm needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.scaled_mm"):
         return 2
     ceiling = timing.copy_ceiling()
     sys.stdout.write(f"copy ceiling {ceiling / 1e12:.2f} TB/s\n")

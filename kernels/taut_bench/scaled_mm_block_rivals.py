@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from taut_bench import scaled_mm_rivals
@@ -55,7 +56,7 @@ def import_or_refuse(name: str) -> Any:
 def _refusing(call: Call) -> Call:
     """Turn what is absent into a refusal, which the bench notes."""
 
-    def guarded(M: int) -> torch.Tensor:
+    def guarded(M: int) -> Tensor:
         try:
             return call(M)
         except _ABSENT as error:
@@ -69,7 +70,7 @@ def _rounded_up(count: int) -> int:
 
 
 @lru_cache(maxsize=2)
-def _padded(x: torch.Tensor, M: int, rows: int) -> torch.Tensor:
+def _padded(x: Tensor, M: int, rows: int) -> Tensor:
     """Return the first M rows of x [≥ M, K], and zeros up to ``rows``."""
     if rows == M:
         return x[:M]
@@ -79,16 +80,16 @@ def _padded(x: torch.Tensor, M: int, rows: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=1)
-def _dense(x: torch.Tensor) -> torch.Tensor:
+def _dense(x: Tensor) -> Tensor:
     return x.to(OUT_DTYPE)
 
 
-def cutlass_product(layer: Layer, weight: torch.Tensor) -> Product:
+def cutlass_product(layer: Layer, weight: Tensor) -> Product:
     """Bind vLLM's CUTLASS; it takes scales with strides (1, M)."""
     ops = import_or_refuse("vllm._custom_ops")
 
-    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = ops.cutlass_scaled_mm(
+    def product(x: Tensor, x_scale: Tensor) -> Tensor:
+        y: Tensor = ops.cutlass_scaled_mm(
             x, weight.t(), out_dtype=OUT_DTYPE, scale_a=x_scale, scale_b=layer.weight_scale.t()
         )
         return y
@@ -96,13 +97,13 @@ def cutlass_product(layer: Layer, weight: torch.Tensor) -> Product:
     return product
 
 
-def cutlass(layer: Layer, weight: torch.Tensor) -> Call:
+def cutlass(layer: Layer, weight: Tensor) -> Call:
     """Run vLLM's choice for Hopper where DeepGEMM is not installed."""
     product = cutlass_product(layer, weight)
     return _refusing(lambda M: product(layer.x[:M], token_major(layer.x_scale, M, M)))
 
 
-def deep_gemm(layer: Layer, weight: torch.Tensor) -> Call:
+def deep_gemm(layer: Layer, weight: Tensor) -> Call:
     """Run DeepGEMM, vLLM's first choice, with scales in fp32 and early starts, as vLLM sets it.
 
     It compiles for seconds at the first call of most shapes and numbers of tokens.
@@ -113,11 +114,11 @@ def deep_gemm(layer: Layer, weight: torch.Tensor) -> Call:
     )
 
 
-def deep_gemm_product(layer: Layer, weight: torch.Tensor) -> Product:
+def deep_gemm_product(layer: Layer, weight: Tensor) -> Product:
     """Bind DeepGEMM; it takes scales with strides (1, M rounded up to 4)."""
     module = _import_deep_gemm()
 
-    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+    def product(x: Tensor, x_scale: Tensor) -> Tensor:
         y = torch.empty(len(x), weight.shape[0], dtype=OUT_DTYPE, device=weight.device)
         module.fp8_gemm_nt((x, x_scale), (weight, layer.weight_scale), y, disable_ue8m0_cast=True)
         return y
@@ -138,7 +139,7 @@ def _import_deep_gemm() -> Any:
     raise UnavailableError("; ".join(reasons))
 
 
-def cublas(layer: Layer, weight: torch.Tensor) -> Call:
+def cublas(layer: Layer, weight: Tensor) -> Call:
     """Run cuBLAS on blocks, which PyTorch offers from 2.10 on; without fast accumulation."""
     if not hasattr(functional, "scaled_mm"):
         raise UnavailableError(f"torch {torch.__version__} has no torch.nn.functional.scaled_mm")
@@ -146,9 +147,9 @@ def cublas(layer: Layer, weight: torch.Tensor) -> Call:
     weight_scale = functional.pad(layer.weight_scale, (0, _rounded_up(groups) - groups)).t()
     kinds = functional.ScalingType
 
-    def call(M: int) -> torch.Tensor:
+    def call(M: int) -> Tensor:
         rows = _rounded_up(M)
-        y: torch.Tensor = functional.scaled_mm(
+        y: Tensor = functional.scaled_mm(
             _padded(layer.x, M, rows),
             weight.t(),
             token_major(layer.x_scale, M, rows),
@@ -162,13 +163,13 @@ def cublas(layer: Layer, weight: torch.Tensor) -> Call:
     return _refusing(call)
 
 
-def vllm_triton(layer: Layer, weight: torch.Tensor) -> Call:
+def vllm_triton(layer: Layer, weight: Tensor) -> Call:
     """Run vLLM's Triton kernel, whose tables hold few shapes; the others take a default tile."""
     module = import_or_refuse(FP8_UTILS)
     block = [BLOCK_GROUP, BLOCK_GROUP]
 
-    def call(M: int) -> torch.Tensor:
-        y: torch.Tensor = module.w8a8_triton_block_scaled_mm(
+    def call(M: int) -> Tensor:
+        y: Tensor = module.w8a8_triton_block_scaled_mm(
             layer.x[:M], weight, layer.x_scale[:M], layer.weight_scale, block, OUT_DTYPE
         )
         return y
@@ -176,11 +177,11 @@ def vllm_triton(layer: Layer, weight: torch.Tensor) -> Call:
     return _refusing(call)
 
 
-def dense(layer: Layer, weight: torch.Tensor) -> Call:
+def dense(layer: Layer, weight: Tensor) -> Call:
     """Run the dense product in bf16, no scales: twice the bytes, what FP8 has to beat."""
     dense_weight = weight.to(OUT_DTYPE)
 
-    def call(M: int) -> torch.Tensor:
+    def call(M: int) -> Tensor:
         return _dense(layer.x)[:M] @ dense_weight.t()
 
     return call

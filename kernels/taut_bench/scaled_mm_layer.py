@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from taut_bench import testing
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS
@@ -28,17 +29,17 @@ _CUT_A_STEP = 2.0**-14
 """Share of the largest output that Hopper's FP8 tensor cores lose in 32 products."""
 
 
-def _rms(values: torch.Tensor) -> float:
+def _rms(values: Tensor) -> float:
     return values.double().square().mean().sqrt().item()
 
 
-def _rms_error(values: torch.Tensor, gold: torch.Tensor) -> float:
+def _rms_error(values: Tensor, gold: Tensor) -> float:
     return _rms(values.double() - gold)
 
 
 # Kept for all copies of the weights: a call that a graph records must lay nothing out.
 @lru_cache(maxsize=8)
-def token_major(x_scale: torch.Tensor, M: int, rows: int) -> torch.Tensor:
+def token_major(x_scale: Tensor, M: int, rows: int) -> Tensor:
     """Lay the first M tokens' scales out with tokens contiguous.
 
     Args:
@@ -69,18 +70,18 @@ class Layer:
     """
 
     op: str
-    x: torch.Tensor
-    weight: torch.Tensor
-    x_scale: torch.Tensor
-    weight_scale: torch.Tensor
-    gold: torch.Tensor
-    reference: torch.Tensor
+    x: Tensor
+    weight: Tensor
+    x_scale: Tensor
+    weight_scale: Tensor
+    gold: Tensor
+    reference: Tensor
 
     def weight_bytes(self) -> int:
         """Return the bytes of weights and scales one call reads."""
         return self.weight.nbytes + self.weight_scale.nbytes
 
-    def scales_of(self, M: int) -> torch.Tensor:
+    def scales_of(self, M: int) -> Tensor:
         """Return the first M tokens' scales as vLLM's quantisation of M tokens leaves them.
 
         With ``fp8_block`` no slice of all tokens': there the next 128 of K would lie as far away as
@@ -90,7 +91,7 @@ class Layer:
             return token_major(self.x_scale, M, M)
         return self.x_scale[:M]
 
-    def why_wrong(self, y: torch.Tensor) -> str | None:
+    def why_wrong(self, y: Tensor) -> str | None:
         """Return why the first rows' result is outside the error budget, None where it is not.
 
         What Hopper's FP8 tensor cores cut off a sum (`testing_scaled_mm`) is granted beyond the
@@ -137,13 +138,13 @@ def make_layer(op: str, N: int, K: int, M: int, seed: int = 0, device: str = "cu
     """
     generator = torch.Generator(device).manual_seed(seed)
 
-    def draw(rows: int) -> torch.Tensor:
+    def draw(rows: int) -> Tensor:
         values = torch.randn(rows, K, generator=generator, device=device)
         if op != w8a8.OP:
             return values.to(fp8.DTYPE)
         return (values * 32).round().clamp(-127, 127).to(torch.int8)
 
-    def scale(rows: int, middle: float) -> torch.Tensor:
+    def scale(rows: int, middle: float) -> Tensor:
         uniform = torch.rand(rows, scale_columns, generator=generator, device=device)
         return (uniform + 0.5) * middle
 
@@ -160,12 +161,12 @@ def make_layer(op: str, N: int, K: int, M: int, seed: int = 0, device: str = "cu
 
 def product_ref(
     op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Return a product's specification, without zero points and bias; operands as :class:`Layer`'s.
 
     Args:

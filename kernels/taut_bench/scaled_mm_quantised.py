@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_bench import scaled_mm_block_rivals as rivals
 from taut_bench.scaled_mm_layer import OUT_DTYPE, Layer, make_layer, product_ref
@@ -41,10 +42,10 @@ class QuantisedLayer(Layer):
         activations: [M, K] bf16.
     """
 
-    activations: torch.Tensor
+    activations: Tensor
 
 
-def _quantise(op: str, rows: torch.Tensor, *, aligned: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantise(op: str, rows: Tensor, *, aligned: bool) -> tuple[Tensor, Tensor]:
     """Quantise by vLLM's kernel; scales are [M, 1], of blocks [M, G] with tokens contiguous.
 
     Args:
@@ -78,12 +79,12 @@ def make_quantised_layer(op: str, N: int, K: int, M: int) -> QuantisedLayer:
     return QuantisedLayer(op, *operands, gold, reference, activations)
 
 
-def _taut_product(layer: Layer, weight: torch.Tensor) -> Product:
+def _taut_product(layer: Layer, weight: Tensor) -> Product:
     """Bind our op, as the plugin calls it."""
     arrivals = make_arrivals(weight.shape[0], weight.device)
 
-    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.taut.fp8_gemm(
+    def product(x: Tensor, x_scale: Tensor) -> Tensor:
+        y: Tensor = torch.ops.taut.fp8_gemm(
             x, weight, x_scale, layer.weight_scale, None, arrivals, OUT_DTYPE
         )
         return y
@@ -91,12 +92,12 @@ def _taut_product(layer: Layer, weight: torch.Tensor) -> Product:
     return product
 
 
-def _taut_by_channel(layer: Layer, weight: torch.Tensor, *, early: bool) -> Product:
+def _taut_by_channel(layer: Layer, weight: Tensor, *, early: bool) -> Product:
     """Bind the tile our table has for it alone; with an early start where its kernel has one."""
     arrivals = make_arrivals(weight.shape[0], weight.device)
     gpu, (N, K) = launcher.gpu_name(weight.device), weight.shape
 
-    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
+    def product(x: Tensor, x_scale: Tensor) -> Tensor:
         tile = tiles_scaled_mm.lookup(layer.op, gpu, N, K, x.shape[0]).tile
         if early and tile.kernel in STARTS_EARLY:
             tile = replace(tile, early=True, prefetch=PREFETCH)
@@ -106,10 +107,10 @@ def _taut_by_channel(layer: Layer, weight: torch.Tensor, *, early: bool) -> Prod
     return product
 
 
-def _behind(bind: Callable[[Layer, torch.Tensor], Product], *, aligned: bool) -> Prepare:
+def _behind(bind: Callable[[Layer, Tensor], Product], *, aligned: bool) -> Prepare:
     """Put the quantisation in front of a product; ``aligned`` as of :func:`_quantise`."""
 
-    def prepare(layer: Layer, weight: torch.Tensor) -> Call:
+    def prepare(layer: Layer, weight: Tensor) -> Call:
         assert isinstance(layer, QuantisedLayer)
         activations, product = layer.activations, bind(layer, weight)
         return lambda M: product(*_quantise(layer.op, activations[:M], aligned=aligned))

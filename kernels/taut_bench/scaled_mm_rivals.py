@@ -12,17 +12,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_bench.scaled_mm_layer import OUT_DTYPE, Layer
 from taut_kernels.gemm.scaled_mm.dispatch import make_arrivals
 from taut_kernels.tuner.refusal import REFUSED, first_line
 from taut_kernels.tuner.timing import Subject
 
-Call = Callable[[int], torch.Tensor]
+Call = Callable[[int], Tensor]
 """Run the product on the layer's first M tokens."""
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
 """Multiply quantised activations, given with their scales, by a layer's weights."""
-Prepare = Callable[[Layer, torch.Tensor], Call]
+Prepare = Callable[[Layer, Tensor], Call]
 """Bind one copy of the layer's weights [N, K]."""
 
 
@@ -30,12 +31,12 @@ class UnavailableError(RuntimeError):
     """A rival cannot run here, or not this type; the message says why."""
 
 
-def taut(layer: Layer, weight: torch.Tensor) -> Call:
+def taut(layer: Layer, weight: Tensor) -> Call:
     """Our op, as the plugin calls it; the layer's scales say which form of FP8 it is."""
     arrivals = make_arrivals(weight.shape[0], weight.device)
 
-    def fp8_call(M: int) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.taut.fp8_gemm(
+    def fp8_call(M: int) -> Tensor:
+        y: Tensor = torch.ops.taut.fp8_gemm(
             layer.x[:M],
             weight,
             layer.scales_of(M),
@@ -46,8 +47,8 @@ def taut(layer: Layer, weight: torch.Tensor) -> Call:
         )
         return y
 
-    def int8_call(M: int) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.taut.w8a8_gemm(
+    def int8_call(M: int) -> Tensor:
+        y: Tensor = torch.ops.taut.w8a8_gemm(
             layer.x[:M],
             weight,
             layer.x_scale[:M],
@@ -70,31 +71,29 @@ def _vllm(name: str) -> Any:
         raise UnavailableError(f"vLLM: {error}") from error
 
 
-def cutlass_product(layer: Layer, weight: torch.Tensor) -> Product:
+def cutlass_product(layer: Layer, weight: Tensor) -> Product:
     """Bind vLLM's first choice for either type."""
     ops = _vllm("_custom_ops")
 
-    def product(x: torch.Tensor, x_scale: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = ops.cutlass_scaled_mm(
-            x, weight.t(), x_scale, layer.weight_scale, OUT_DTYPE
-        )
+    def product(x: Tensor, x_scale: Tensor) -> Tensor:
+        y: Tensor = ops.cutlass_scaled_mm(x, weight.t(), x_scale, layer.weight_scale, OUT_DTYPE)
         return y
 
     return product
 
 
-def cutlass(layer: Layer, weight: torch.Tensor) -> Call:
+def cutlass(layer: Layer, weight: Tensor) -> Call:
     """Run vLLM's first choice for either type."""
     product = cutlass_product(layer, weight)
     return lambda M: product(layer.x[:M], layer.x_scale[:M])
 
 
-def vllm_triton(layer: Layer, weight: torch.Tensor) -> Call:
+def vllm_triton(layer: Layer, weight: Tensor) -> Call:
     """Run vLLM's Triton kernel, its second choice for int8."""
     module = _vllm("model_executor.layers.quantization.compressed_tensors.triton_scaled_mm")
 
-    def call(M: int) -> torch.Tensor:
-        y: torch.Tensor = module.triton_scaled_mm(
+    def call(M: int) -> Tensor:
+        y: Tensor = module.triton_scaled_mm(
             layer.x[:M], weight.t(), layer.x_scale[:M], layer.weight_scale, OUT_DTYPE
         )
         return y
@@ -102,13 +101,13 @@ def vllm_triton(layer: Layer, weight: torch.Tensor) -> Call:
     return call
 
 
-def scaled_mm_rows(layer: Layer, weight: torch.Tensor) -> Call:
+def scaled_mm_rows(layer: Layer, weight: Tensor) -> Call:
     """Run `torch._scaled_mm` with a scale a token and a channel."""
     if layer.op != "fp8_gemm":
         raise UnavailableError("takes FP8 only")
 
-    def call(M: int) -> torch.Tensor:
-        y: torch.Tensor = torch._scaled_mm(
+    def call(M: int) -> Tensor:
+        y: Tensor = torch._scaled_mm(
             layer.x[:M],
             weight.t(),
             layer.x_scale[:M],
@@ -121,14 +120,14 @@ def scaled_mm_rows(layer: Layer, weight: torch.Tensor) -> Call:
     return call
 
 
-def scaled_mm_tensor(layer: Layer, weight: torch.Tensor) -> Call:
+def scaled_mm_tensor(layer: Layer, weight: Tensor) -> Call:
     """Run `torch._scaled_mm` with one scale a tensor: less work than the others do."""
     if layer.op != "fp8_gemm":
         raise UnavailableError("takes FP8 only")
     one = torch.ones((), device=weight.device)
 
-    def call(M: int) -> torch.Tensor:
-        y: torch.Tensor = torch._scaled_mm(
+    def call(M: int) -> Tensor:
+        y: Tensor = torch._scaled_mm(
             layer.x[:M], weight.t(), one, one, out_dtype=OUT_DTYPE, use_fast_accum=True
         )
         return y
@@ -136,12 +135,12 @@ def scaled_mm_tensor(layer: Layer, weight: torch.Tensor) -> Call:
     return call
 
 
-def int_mm(layer: Layer, weight: torch.Tensor) -> Call:
+def int_mm(layer: Layer, weight: Tensor) -> Call:
     """Run `torch._int_mm`: int32 results, no scales."""
     if layer.op != "w8a8_gemm":
         raise UnavailableError("takes int8 only")
 
-    def call(M: int) -> torch.Tensor:
+    def call(M: int) -> Tensor:
         return torch._int_mm(layer.x[:M], weight.t())
 
     return call
@@ -183,7 +182,7 @@ def subject(name: str, calls: list[Call], M: int) -> Subject:
 def prepare_all(
     layer: Layer,
     names: list[str],
-    copies: list[torch.Tensor],
+    copies: list[Tensor],
     notes: list[str],
     table: Mapping[str, Prepare] = PREPARE,
 ) -> dict[str, list[Call]]:

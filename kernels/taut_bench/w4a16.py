@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from taut_bench import plots, report, shapes, w4a16_format, w4a16_rivals
+from taut_bench import cuda_device, plots, report, shapes, w4a16_format, w4a16_rivals
 from taut_bench.w4a16_format import DTYPES, Format
 from taut_kernels.tuner import timing
 from taut_kernels.tuner.refusal import REFUSED, first_line
@@ -89,7 +90,7 @@ def _measure_shape(
     return rows
 
 
-def _host_note(shape: str, ready: dict[str, list[Prepared]], x: torch.Tensor) -> str:
+def _host_note(shape: str, ready: dict[str, list[Prepared]], x: Tensor) -> str:
     costs = (
         f"{name} {timing.host_cost(lambda call=calls[0]: call(x)):.1f}"  # type: ignore[misc]
         for name, calls in ready.items()
@@ -134,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: taut_bench.w4a16 needs a CUDA device\n")
+    if cuda_device.missing("taut_bench.w4a16"):
         return 2
     ceiling = timing.copy_ceiling()
     sys.stdout.write(f"copy ceiling {ceiling / 1e12:.2f} TB/s\n")

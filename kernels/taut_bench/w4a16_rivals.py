@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.tuner import w4a16_stock
@@ -20,7 +21,7 @@ from taut_kernels.tuner.w4a16_stock import Operands, Prepare, Prepared, Unavaila
 def cublas(layer: Layer) -> Prepared:
     """The dense product in the activations' dtype: what W4A16 has to beat to be worth it."""
 
-    def run(x: torch.Tensor, own: Operands) -> torch.Tensor:
+    def run(x: Tensor, own: Operands) -> Tensor:
         (weight,) = own
         assert weight is not None
         return torch.nn.functional.linear(x, weight)
@@ -42,8 +43,8 @@ def vllm_triton(layer: Layer) -> Prepared:
     # The last one counts where there are no zero points.
     last = (layer.group_size, formats.SYMMETRIC_ZERO)
 
-    def run(x: torch.Tensor, own: Operands) -> torch.Tensor:
-        y: torch.Tensor = module.triton_w4a16_gemm(x, *own, *last)
+    def run(x: Tensor, own: Operands) -> Tensor:
+        y: Tensor = module.triton_w4a16_gemm(x, *own, *last)
         return y
 
     return Prepared((weight, scale, zeros), run)
@@ -62,8 +63,8 @@ def gemlite(layer: Layer) -> Prepared:
         values.to(torch.uint8), layer.weight_scale, zeros, 4, layer.group_size
     )
 
-    def run(x: torch.Tensor, own: Operands) -> torch.Tensor:
-        y: torch.Tensor = module(x)
+    def run(x: Tensor, own: Operands) -> Tensor:
+        y: Tensor = module(x)
         return y
 
     return Prepared((), run)
@@ -79,10 +80,10 @@ def fp8_cutlass(layer: Layer) -> Prepared:
     weight_scale = weight_scale.view(-1, 1)
     fp8_x, x_scale = ops.scaled_fp8_quant(layer.x, use_per_token_if_dynamic=True)
 
-    def run(x: torch.Tensor, own: Operands) -> torch.Tensor:
+    def run(x: Tensor, own: Operands) -> Tensor:
         M, (weight, weight_scale) = x.shape[0], own
         assert weight is not None
-        y: torch.Tensor = ops.cutlass_scaled_mm(
+        y: Tensor = ops.cutlass_scaled_mm(
             fp8_x[:M], weight.t(), x_scale[:M], weight_scale, layer.x.dtype
         )
         return y
@@ -94,7 +95,7 @@ OTHER_PRECISION = "FP8 CUTLASS (other weights)"
 """Beside ours for comparison; neither judged nor part of the ratio."""
 
 
-def why_wrong(name: str, layer: Layer, y: torch.Tensor) -> str | None:
+def why_wrong(name: str, layer: Layer, y: Tensor) -> str | None:
     """Hold a kernel's result to the layer's budget; return a reason, None where it is right.
 
     Args:
@@ -123,6 +124,6 @@ PREPARE: dict[str, Prepare] = {
 }
 
 
-def subject(name: str, calls: Sequence[Prepared], x: torch.Tensor) -> Subject:
+def subject(name: str, calls: Sequence[Prepared], x: Tensor) -> Subject:
     """Bind prepared copies to the activations of one M."""
     return Subject(name, lambda i: calls[i](x), len(calls))

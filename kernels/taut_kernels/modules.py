@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation.swiglu import swiglu
 from taut_kernels.norm.layer_norm import layer_norm
@@ -31,11 +32,11 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
         self.epsilon = epsilon
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` [..., N], normalised."""
         return rms_norm_train(x, self.weight, epsilon=self.epsilon)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + residual, normalised, and the sum, the next residual."""
         return add_rms_norm_train(x, residual, self.weight, epsilon=self.epsilon)
 
@@ -70,7 +71,7 @@ class LayerNorm(torch.nn.Module):
         self.bias = torch.nn.Parameter(zeros) if bias else None
         self.epsilon = epsilon
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` [..., N], normalised."""
         return layer_norm(x, self.weight, self.bias, epsilon=self.epsilon)
 
@@ -93,7 +94,7 @@ class SwiGLU(torch.nn.Module):
         super().__init__()
         self.alpha, self.beta, self.limit = alpha, beta, limit
 
-    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return the activation of ``gate`` and ``up`` [..., N]."""
         return swiglu(gate, up, alpha=self.alpha, beta=self.beta, limit=self.limit)
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from taut_bench import report
+from taut_bench import cuda_device, report
 from taut_bench.attention_cases import (
     DIM,
     PAGE,
@@ -87,7 +88,7 @@ def _settings(tokens: int) -> prefill.Settings:
     return prefill.Settings(None, None, tokens, tokens, True, 0, DIM**-0.5)
 
 
-def _forward(tile: AttentionTile | HopperTile, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(tile: AttentionTile | HopperTile, prompt: Prompt) -> tuple[Tensor, Tensor]:
     q, k, v = prompt.q, prompt.k, prompt.v
     o = launcher.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(1, q.shape[2], q.shape[1], device=q.device)
@@ -99,17 +100,14 @@ def _forward(tile: AttentionTile | HopperTile, prompt: Prompt) -> tuple[torch.Te
 
 
 def _backward(
-    key_tile: AttentionTile,
-    query_tile: AttentionTile,
-    prompt: Prompt,
-    saved: tuple[torch.Tensor, torch.Tensor],
+    key_tile: AttentionTile, query_tile: AttentionTile, prompt: Prompt, saved: tuple[Tensor, Tensor]
 ) -> Gradients:
     q, k, v, (o, lse) = prompt.q, prompt.k, prompt.v, saved
     settings = _settings(q.shape[1])
     return prefill.launch_backward(key_tile, query_tile, prompt.do, q, k, v, o, lse, settings)
 
 
-def _run(kernel: str, tile: Any, prompt: Prompt, saved: tuple[torch.Tensor, torch.Tensor]) -> Any:
+def _run(kernel: str, tile: Any, prompt: Prompt, saved: tuple[Tensor, Tensor]) -> Any:
     """Run one kernel of prefill with a tile, the others by the rule."""
     if kernel in FORWARD:
         return _forward(tile, prompt)[0]
@@ -223,11 +221,11 @@ def _decode_times(
     return times
 
 
-def _decode(tile: DecodeTile, one: Cached) -> torch.Tensor:
+def _decode(tile: DecodeTile, one: Cached) -> Tensor:
     return decode.launch(tile, one.q, one.k_cache, one.v_cache, one.settings())
 
 
-def _decode_copy(tile: DecodeTile, copies: Sequence[Cached], i: int) -> torch.Tensor:
+def _decode_copy(tile: DecodeTile, copies: Sequence[Cached], i: int) -> Tensor:
     return _decode(tile, copies[i])
 
 
@@ -319,8 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--top", type=int, default=6, help="rows printed for each kernel")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_attention needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_attention"):
         return 2
     kernels = arguments.kernel or attention_tiles.KERNELS
     jobs = _jobs(kernels)

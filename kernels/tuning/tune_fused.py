@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 
-from taut_bench import report
+from taut_bench import cuda_device, report
 from taut_bench.fused import asked_for, copies_of, parser_of
 from taut_bench.fused_cases import (
     EPSILON,
@@ -246,8 +246,7 @@ def _write(document: object, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = parser_of("python -m tuning.tune_fused", __doc__).parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_fused needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_fused"):
         return 2
     widths, tokens = asked_for(arguments)
     # gpt-oss's form takes the tiles of SiLU·mul: tuned for it where it is asked for.

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from taut_bench import cuda_device
 from taut_bench.fused_backward import LONG_WIDTHS, WIDTHS
 from taut_kernels.activation import swiglu_launch
 from taut_kernels.loss import softmax
@@ -37,7 +39,7 @@ _TOLERANCE = 2e-2
 _GRAPH_US = 2000
 _EPSILON = 1e-5
 Tile = TrainingTile | FusedTile | NormRingTile
-Tensors = tuple[torch.Tensor, ...]
+Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Kernel:
     candidates: Callable[[int], Iterator[Tile]]
 
 
-def _draw(M: int, N: int, seed: int) -> torch.Tensor:
+def _draw(M: int, N: int, seed: int) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(M, N, generator=generator, device="cuda", dtype=torch.bfloat16)
 
@@ -145,9 +147,7 @@ def _norm_operands(count: int) -> Callable[[int, int], Tensors]:
     return draw
 
 
-def _norm_backward(
-    kind: str,
-) -> Callable[[TrainingTile | NormRingTile | None, Tensors], Tensors]:
+def _norm_backward(kind: str) -> Callable[[TrainingTile | NormRingTile | None, Tensors], Tensors]:
     from taut_kernels.norm.layer_norm import layer_norm_backward_ref
     from taut_kernels.norm.rms_norm_train import rms_norm_backward_ref
 
@@ -325,8 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=7)
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_fused_backward needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_fused_backward"):
         return 2
     names = arguments.op or DEFAULT
     cases = [(name, N) for name in names for N in arguments.width or KERNELS[name].widths]

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
-from taut_bench import report
+from taut_bench import cuda_device, report
 from taut_kernels.loss import divergence as loss_divergence
 from taut_kernels.loss import row_softmax
 from taut_kernels.loss.tiles import OPS, RING, LossTile, RingTile, ring_rule, rule
@@ -80,9 +81,7 @@ def _blocks(op: str, V: int) -> Iterator[LossTile]:
     yield from found
 
 
-def _run(
-    op: str, tile: LossTile | RingTile, logits: torch.Tensor, teacher: torch.Tensor | None
-) -> None:
+def _run(op: str, tile: LossTile | RingTile, logits: Tensor, teacher: Tensor | None) -> None:
     """Run a kernel over rows, the gradient in their place."""
     M = logits.shape[0]
     scale = torch.ones(M, dtype=torch.float32, device="cuda")
@@ -110,9 +109,7 @@ def _compile(job: tuple[str, int, LossTile | RingTile]) -> str | None:
     return None
 
 
-def _why_wrong(
-    op: str, tile: LossTile | RingTile, logits: torch.Tensor, teacher: torch.Tensor
-) -> str | None:
+def _why_wrong(op: str, tile: LossTile | RingTile, logits: Tensor, teacher: Tensor) -> str | None:
     found = logits[:_CHECKED_ROWS].clone()
     wanted = found.double().softmax(1)
     if op != "divergence":
@@ -153,7 +150,7 @@ def _time(op: str, V: int, replays: int) -> list[Result]:
             continue
         work = logits.clone()
 
-        def call(_: int, tile: LossTile | RingTile = tile, work: torch.Tensor = work) -> None:
+        def call(_: int, tile: LossTile | RingTile = tile, work: Tensor = work) -> None:
             _run(op, tile, work, teacher)
 
         us = timing.measure([timing.Subject(str(tile), call, 1)], replays, 2)[0].median
@@ -185,8 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     parser.add_argument("--replays", type=int, default=7)
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_loss needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_loss"):
         return 2
     cases = [
         (op, V) for op in arguments.op or (*OPS, RING) for V in arguments.vocabulary or VOCABULARIES

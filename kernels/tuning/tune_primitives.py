@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import triton
 
-from taut_bench import report
+from taut_bench import cuda_device, report
 from taut_kernels.tuner import timing
 from taut_kernels.tuner.refusal import REFUSED, first_line
 from tuning.tune_primitives_jobs import PARTS, Job, jobs_of, kept_rows, row_of
@@ -140,8 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, action="append", help="only products of so many rows")
     parser.add_argument("--processes", type=int, default=14, help="compilers beside each other")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_primitives needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_primitives"):
         return 2
     torch.backends.cudnn.benchmark = True
     jobs = [job for part in arguments.part or PARTS for job in jobs_of(part)]

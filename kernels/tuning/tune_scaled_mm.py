@@ -28,8 +28,9 @@ from pathlib import Path
 
 import torch
 import triton
+from torch import Tensor
 
-from taut_bench import scaled_mm_rivals, shapes
+from taut_bench import cuda_device, scaled_mm_rivals, shapes
 from taut_bench.scaled_mm import PREPARE
 from taut_bench.scaled_mm_layer import (
     ALL_KINDS,
@@ -67,7 +68,7 @@ Job = tuple[str, ScaledMmTile]
 """Op and tile to compile."""
 Tiles = dict[tuple[str, str, Bucket], list[ScaledMmTile]]
 """What to try, by kind, shape and bucket."""
-Copies = list[torch.Tensor]
+Copies = list[Tensor]
 Times = dict[ScaledMmTile, list[float]]
 """Microseconds at each number of tokens of a bucket."""
 
@@ -95,12 +96,12 @@ FULL, QUICK = Effort(12, 30, 1500, 8), Effort(3, 12, 800, 4)
 def _launch(
     op: str,
     tile: ScaledMmTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    arrivals: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    arrivals: Tensor,
+) -> Tensor:
     """Run a product of any kind, without zero points and bias."""
     scales = (x_scale, weight_scale)
     if op == fp8.BLOCK_OP:
@@ -251,7 +252,7 @@ class Tuning:
             subject = _subject(layer, tile, M, copies)
             try:
                 y = subject.call(0)
-                assert isinstance(y, torch.Tensor)
+                assert isinstance(y, Tensor)
                 if reason := layer.why_wrong(y):
                     _say(f"WRONG {where} M={M} {tile}: {reason}")
                     continue
@@ -315,7 +316,7 @@ def _shipped(layer: Layer, M: int) -> ScaledMmTile:
 def _subject(layer: Layer, tile: ScaledMmTile, M: int, copies: Copies) -> timing.Subject:
     arrivals = [make_arrivals(layer.weight.shape[0], layer.x.device) for _ in copies]
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         operands = (layer.x[:M], copies[i], layer.scales_of(M), layer.weight_scale)
         return _launch(layer.op, tile, *operands, arrivals[i])
 
@@ -323,11 +324,7 @@ def _subject(layer: Layer, tile: ScaledMmTile, M: int, copies: Copies) -> timing
 
 
 def _plan(
-    kinds: Sequence[str],
-    names: Sequence[str],
-    buckets: Sequence[Bucket],
-    known: bool,
-    early: bool,
+    kinds: Sequence[str], names: Sequence[str], buckets: Sequence[Bucket], known: bool, early: bool
 ) -> Tiles:
     """Return every cell's candidates."""
     plan: Tiles = {}
@@ -425,8 +422,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--top", type=int, default=3, help="rows printed for each bucket")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_scaled_mm needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_scaled_mm"):
         return 2
     chosen = shapes.chosen(arguments, SHAPES)
     # Two names may be of one product; a table lists it once.

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from taut_bench import report, w4a16_format
+from taut_bench import cuda_device, report, w4a16_format
 from taut_bench.shapes import LLAMA3_8B_PRODUCTS, PRODUCTS, SQUARE
 from taut_bench.w4a16_format import DEFAULT, Format
 from taut_kernels.gemm.w4a16 import decode_tile as tiles_decode
@@ -104,7 +105,7 @@ class Result:
 def _subject(layer: Layer, M: int, tile: DecodeTile, weights: list[Weight]) -> timing.Subject:
     x = layer.x[:M]
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         return w4a16_launch.launch(tile, x, *weights[i], layer.group_size)
 
     return timing.Subject(str(tile), call, len(weights))
@@ -126,7 +127,7 @@ def _time_shape(
             except REFUSED as error:
                 sys.stdout.write(f"{name} M={M} {tile}: {first_line(error)}\n")
                 continue
-            assert isinstance(y, torch.Tensor)
+            assert isinstance(y, Tensor)
             if reason := layer.why_wrong(y):
                 sys.stdout.write(f"WRONG {name} M={M} {tile}: {reason}\n")
                 continue
@@ -165,8 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     w4a16_format.add_tuned_arguments(parser)
     parser.add_argument("--top", type=int, default=6, help="rows printed for each shape")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_w4a16_decode needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_w4a16_decode"):
         return 2
     shapes = {name: PRODUCTS[name] for name in arguments.shape or SHAPES}
     Ms, given = arguments.tokens or [1, 8, 16], w4a16_format.tuned(arguments)

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
-from taut_bench import report, w4a16_format
+from taut_bench import cuda_device, report, w4a16_format
 from taut_bench.shapes import PRODUCTS
 from taut_bench.w4a16_format import DEFAULT, Format
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
@@ -205,7 +206,7 @@ def _subject(layer: Layer, M: int, tile: Choice, weights: list[Weight]) -> timin
     call_of = Call(*shape, layer.group_size, x.dtype, x.device, has_zeros, has_bias=False)
     cut = w4a16_launch.tile_of(tile, call_of)
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         return w4a16_launch.launch(cut, x, *weights[i], layer.group_size)
 
     return timing.Subject(str(tile), call, len(weights))
@@ -214,12 +215,12 @@ def _subject(layer: Layer, M: int, tile: Choice, weights: list[Weight]) -> timin
 def _why_wrong(layer: Layer, subject: timing.Subject) -> str | None:
     """Hold a candidate to the error budget and to the same bits in every call."""
     first = subject.call(0)
-    assert isinstance(first, torch.Tensor)
+    assert isinstance(first, Tensor)
     if reason := layer.why_wrong(first):
         return reason
     for _ in range(REPEATS):
         again = subject.call(0)
-        assert isinstance(again, torch.Tensor)
+        assert isinstance(again, Tensor)
         if not torch.equal(first, again):
             return "bits differ from call to call"
     return None
@@ -351,8 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--replays", type=int, default=8)
     w4a16_format.add_tuned_arguments(parser)
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        sys.stderr.write("error: tuning.tune_w4a16_wgmma needs a CUDA device\n")
+    if cuda_device.missing("tuning.tune_w4a16_wgmma"):
         return 2
     shapes = arguments.shape or list(SHAPES)
     Ms = arguments.tokens or list(TOKENS)

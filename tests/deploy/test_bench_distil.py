@@ -117,6 +117,18 @@ def test_rows_on_disk_are_not_measured_again(room, rows):
     assert "date" in table
 
 
+def test_fitted_students_start_nearer_to_the_base(room, rows):
+    given = arguments(room, "--train", f"e={room / 'other.txt'}", "--only", "w4,sparse24")
+    folder = room / "fitted"
+    more = ["--tokens", "256", "--fit-steps", "40", "--work", str(folder)]
+    before = {row["student"]: row["one_shot"]["mean_kl"] for row in rows}
+    for row in json.loads(run(*given, *more).stdout):
+        assert row["one_shot"]["mean_kl"] < before[row["student"]]
+    shards = (folder / "sparse24").glob("*.safetensors")
+    weight = next(found[MATRICES] for one in shards if MATRICES in (found := load_file(one)))
+    assert bool(((weight.view(-1, 4) != 0).sum(1) == 2).all())
+
+
 def test_text_that_is_judged_is_not_trained_on(room):
     mixed = room / "mixed.txt"
     mixed.write_text((room / "other.txt").read_text() + (room / "judged.txt").read_text())

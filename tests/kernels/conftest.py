@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from check_server import CheckServer
 
 from taut_kernels.gemm.w4a16 import disk as formats
 
@@ -83,43 +83,6 @@ def run_python() -> RunPython:
     return run
 
 
-class CheckServer:
-    """A process that has imported a script and forks for its checks: see forked_checks.py."""
-
-    def __init__(self, script: Path, env: dict[str, str], folder: Path) -> None:
-        self._folder = folder
-        self._errors = (folder / "import_errors").open("w+")
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "forked_checks.py"), str(script)],
-            env=_environment(env),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-        )
-
-    def run(self, names: tuple[str, ...], timeout: int) -> subprocess.CompletedProcess[str]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        streams = {name: self._folder / name for name in ("stdout", "stderr")}
-        for path in streams.values():
-            path.write_text("")
-        request = {"names": names, "timeout": timeout} | {n: str(p) for n, p in streams.items()}
-        with contextlib.suppress(BrokenPipeError):  # it ended in its imports: said below
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        if not (answer := self._process.stdout.readline()):
-            self._errors.seek(0)
-            return subprocess.CompletedProcess(names, 1, "", self._errors.read())
-        out, errors = (path.read_text() for path in streams.values())
-        return subprocess.CompletedProcess(names, int(answer), out, errors)
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-
-
 @pytest.fixture(scope="session")
 def run_checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunPython]:
     """Run checks of a script, each call in a process of its own that has its imports behind it.
@@ -135,7 +98,8 @@ def run_checks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunPython]:
         if wanted not in kept:
             while kept:
                 kept.popitem()[1].close()
-            kept[wanted] = CheckServer(script, env or {}, tmp_path_factory.mktemp("checks"))
+            folder = tmp_path_factory.mktemp("checks")
+            kept[wanted] = CheckServer(script, _environment(env), folder)
         return kept[wanted].run(names, timeout)
 
     yield run

@@ -1,9 +1,10 @@
-"""A server that speaks the part of the Kubernetes API which endpoint discovery uses, over TLS."""
+"""A server that speaks the part of the Kubernetes API which the gateway uses, over TLS."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from certificates import Authority
 
 TOKEN = "token-1"
 SELECTOR = "kubernetes.io/service-name=vllm"
+EVENTS = "/apis/events.k8s.io/v1/namespaces/ns/events"
+DEPLOYMENTS = "/apis/apps/v1/namespaces/ns/deployments"
 
 
 def endpoint(address: str, *, ready: bool | None = True, uid: str | None = None) -> dict[str, Any]:
@@ -56,6 +59,9 @@ class FakeApi:
         self.lists = 0
         self.watches: list[int] = []
         self.refused = 0
+        self.deployments: dict[str, str] = {}
+        """Name → uid."""
+        self.events: dict[str, dict[str, Any]] = {}
         self.problems: list[Exception] = []
         self.writers: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
@@ -119,7 +125,9 @@ class FakeApi:
         self.writers.add(writer)
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            answering = asyncio.create_task(self._answer(head, writer))
+            length = re.search(r"\r\ncontent-length: (\d+)", head)
+            body = await reader.readexactly(int(length[1])) if length else b""
+            answering = asyncio.create_task(self._answer(head, body, writer))
             # The client sends nothing more: the end of this read is the client's leaving.
             leaving = asyncio.create_task(reader.read())
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,23 +142,44 @@ class FakeApi:
             self.writers.discard(writer)
             writer.close()
 
-    async def _answer(self, head: str, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, head: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         request, *headers = head.split("\r\n")
         method, target, _ = request.split(" ")
         parts = urlsplit(target)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
-        assert method == "GET"
-        assert parts.path == "/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices"
-        assert query["labelSelector"] == SELECTOR
+        folder, _, name = parts.path.rpartition("/")
+        if parts.path == EVENTS:
+            assert method == "POST"
+        elif folder != DEPLOYMENTS:
+            assert method == "GET"
+            assert parts.path == "/apis/discovery.k8s.io/v1/namespaces/ns/endpointslices"
+            assert query["labelSelector"] == SELECTOR
         if f"authorization: Bearer {self.token}" not in headers:
             self.refused += 1
             self._document(writer, 401, {"kind": "Status", "code": 401, "reason": "Unauthorized"})
         elif self.fail_with is not None:
             self._document(writer, self.fail_with, {"kind": "Status", "reason": "Boom"})
+        elif parts.path == EVENTS:
+            self._create_event(writer, json.loads(body))
+        elif folder == DEPLOYMENTS:
+            uid = self.deployments.get(name)
+            found = {"kind": "Deployment", "metadata": {"name": name, "uid": uid}}
+            self._document(writer, 404 if uid is None else 200, found)
         elif "watch" in query:
             await self._watch(writer, query)
         else:
             self._list(writer, query)
+
+    def _create_event(self, writer: asyncio.StreamWriter, event: dict[str, Any]) -> None:
+        """Take an Event as the API server does: what it checks first is in ``regarding``."""
+        assert event["metadata"]["namespace"] == event["regarding"]["namespace"] == "ns"
+        assert len(event["note"].encode()) <= 1024 and event["type"] in ("Normal", "Warning")
+        name = event["metadata"]["name"]
+        if name in self.events:
+            self._document(writer, 409, {"kind": "Status", "reason": "AlreadyExists"})
+        else:
+            self.events[name] = event
+            self._document(writer, 201, event)
 
     def _list(self, writer: asyncio.StreamWriter, query: dict[str, str]) -> None:
         self.lists += 1

@@ -245,7 +245,7 @@ def _round(
             log = folder / "system.log"
             running = Running(system.name, start.argv, cores[0], log, start.environment)
             stack.callback(running.stop)
-            ready_s = running.wait(lambda: _answers(port, start), start.start_limit_s)
+            ready_s = running.wait(lambda: answers(port, start), start.start_limit_s)
             time.sleep(SETTLE_S)
             idle = {"rss_mb": running.rss_mb(), "ready_s": ready_s}
             results.found.setdefault((system.name, IDLE), []).append(idle)
@@ -283,7 +283,8 @@ def _brief(case: Case, figures: Figures) -> str:
     return text + (f", {failed:,.0f} failed" if failed else "")
 
 
-def _answers(port: int, start: Start) -> bool:
+def answers(port: int, start: Start) -> bool:
+    """Tell whether a system serves."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{start.ready_path}", headers=dict(start.headers)
     )

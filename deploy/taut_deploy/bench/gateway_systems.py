@@ -101,8 +101,18 @@ def install(system: System, cache: Path) -> None:
     mark.write_text(wanted)
 
 
-def _taut(folder: Path, _: Path, ports: Sequence[int], port: int) -> Start:
-    file = folder / "gateway.yaml"
+def taut(
+    folder: Path, _: Path, ports: Sequence[int], port: int, more: Mapping[str, object] | None = None
+) -> Start:
+    """Write a configuration with everything on; return how the gateway is started with it.
+
+    Args:
+        folder: where it is written.
+        ports: of the workers; the last one is the baseline's.
+        port: to listen on.
+        more: further sections of the configuration.
+    """
+    file = folder / f"gateway-{port}.yaml"
     workers = [{"name": f"w{i}", "url": url} for i, url in enumerate(_urls(ports))]
     key = {
         "name": "bench",
@@ -114,6 +124,7 @@ def _taut(folder: Path, _: Path, ports: Sequence[int], port: int) -> Start:
         "name": "m",
         "max_model_len": 131_072,
         "affinity": {"by": "prefix"},
+        "baseline": "baseline",
         "variants": [
             {"name": "w8a8", "weight": 90, "workers": workers[:-1]},
             {"name": "baseline", "weight": 10, "workers": workers[-1:]},
@@ -125,6 +136,7 @@ def _taut(folder: Path, _: Path, ports: Sequence[int], port: int) -> Start:
         "models": [model],
         "admission": {"max_inflight": MAX_OPEN, "max_inflight_tokens": NEVER_STRIKES},
         "api_keys": [key],
+        **(more or {}),
     }
     file.write_text(yaml.safe_dump(settings))
     argv = [sys.executable, "-m", "taut_service", "--config", str(file)]
@@ -261,7 +273,7 @@ TAUT = System(
     "taut",
     "API key with request and token limits, two variants, prefix affinity, token admission, "
     "breaker and retry budget, metrics, worker load scraped, access log, admin port",
-    start=_taut,
+    start=taut,
 )
 RIVALS: Mapping[str, System] = {
     system.name: system

@@ -10,7 +10,8 @@ writes down what is wrong with it, for tests that a gateway never passes on a ma
 | path | answer |
 |---|---|
 | ``/v1/completions``, ``/v1/chat/completions`` | a generation, whole or streamed |
-| ``/v1/embeddings``, ``/tokenize``, ``/detokenize``, ``/v1/responses``, ``/v1/messages`` | a small document |
+| ``/v1/completions`` with ``prompt_logprobs``, ``/tokenize`` | :mod:`taut_deploy.bench.mock_readings` |
+| ``/v1/embeddings``, ``/detokenize``, ``/v1/responses``, ``/v1/messages`` | a small document |
 | ``/health``, ``/v1/models``, ``/metrics``, ``/version`` | as vLLM's, ``vllm:*`` names included |
 | ``GET /mock/state`` | counters: open, started, completed, aborted, faulted, refused, … |
 | ``GET /mock/aborts`` | ``[[mark, CLOCK_MONOTONIC seconds], …]`` of broken-off generations since the last call |
@@ -36,6 +37,7 @@ import uvloop
 
 from taut_deploy.bench.mock_answers import Step, document, error, plan, whole
 from taut_deploy.bench.mock_behaviour import Behaviour
+from taut_deploy.bench.mock_readings import read, tokenized
 from taut_deploy.bench.mock_state import MockEngine
 from taut_deploy.bench.mock_strict import what_is_wrong
 
@@ -46,7 +48,6 @@ SMALL: Mapping[bytes, bytes] = {
         b'{"object":"list","model":"m","data":[{"object":"embedding","index":0,"embedding":[0.5]}],'
         b'"usage":{"prompt_tokens":5,"total_tokens":5}}',
     ),
-    b"/tokenize": document(200, b'{"count":2,"max_model_len":2048,"tokens":[1,2]}'),
     b"/detokenize": document(200, b'{"prompt":"hi"}'),
     b"/v1/responses": document(
         200,
@@ -147,6 +148,8 @@ class Connection(asyncio.Protocol):
         if self._steps is not None:
             engine.note("a second request before the first was answered")
             self.transport.close()
+        elif chat is False and b'"prompt_logprobs"' in body:
+            self.transport.write(read(body))
         elif chat is not None:
             self._generate(chat, query, body)
         else:
@@ -158,6 +161,8 @@ class Connection(asyncio.Protocol):
             return document(engine.behaviour.health, b"")
         if path == b"/metrics":
             return engine.metrics()
+        if path == b"/tokenize":
+            return tokenized(body)
         if path == b"/mock/state":
             return engine.state()
         if path == b"/mock/open":

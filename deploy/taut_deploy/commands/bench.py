@@ -5,11 +5,13 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from taut_deploy.commands.bench_compressors import compressors
 from taut_deploy.commands.bench_distil import distil
+from taut_deploy.commands.bench_rollout import rollout
 from taut_deploy.commands.output import JsonFlag, make_folder, print_json, say
 from taut_deploy.errors import MeasureError, WorkerError
 
@@ -25,6 +27,8 @@ _KERNEL_GROUPS = (
 
 app = typer.Typer(help="Measure, with the comparison in the same run.", no_args_is_help=True)
 app.command()(distil)
+app.command()(compressors)
+app.command()(rollout)
 
 
 @app.callback()
@@ -159,12 +163,18 @@ def serve(
 @app.command()
 def gateway(
     rivals: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="vllm-router, vllm-router-round-robin, litellm, envoy with commas, or none."
+            help="vllm-router, vllm-router-round-robin, litellm, envoy with commas, or none; "
+            "default: all of them."
         ),
-    ] = "vllm-router,vllm-router-round-robin,litellm,envoy",
-    cases: Annotated[str, typer.Option(help="Cases with commas, or all.")] = "all",
+    ] = None,
+    cases: Annotated[
+        str | None, typer.Option(help="Cases with commas, or all, the default.")
+    ] = None,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Compare taut with its live guard on and off instead.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Starts of each system.")] = 5,
     seconds: Annotated[float, typer.Option(min=0.2, help="Length of each load.")] = 3.0,
     output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
@@ -175,20 +185,46 @@ def gateway(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """The gateway against its rivals: CPU per request, latency, disconnects, memory."""
+    """The gateway against its rivals: CPU per request, latency, disconnects, memory.
+
+    With --guard: the gateway with 5 % of its answers compared by the live guard, beside the same
+    gateway without, in turn and in both orders.
+    """
+    output = output.resolve()
+    if guard:
+        for name, value in (("--rivals", rivals), ("--cases", cases), ("--cache", cache)):
+            if value is not None:
+                raise MeasureError(f"{name}: --guard compares taut with itself; leave it out")
+        _bench_guard(rounds, seconds, output, as_json=as_json)
+        return
     from taut_deploy.bench.gateway import Plan, choose, measure
     from taut_deploy.bench.gateway_report import document, markdown, write
+    from taut_deploy.bench.gateway_systems import RIVALS
 
-    systems, chosen, absent = choose(rivals, cases)
-    output = output.resolve()
+    systems, chosen, absent = choose(
+        ",".join(RIVALS) if rivals is None else rivals, "all" if cases is None else cases
+    )
     make_folder(output)
     place = cache.resolve() if cache else output.parent / f"{output.name}-rivals"
     plan = Plan(systems, chosen, rounds, seconds, output, place)
     found = measure(plan, absent, (lambda _: None) if as_json else say)
-    files = write(found, output)
+    _told(write(found, output), document(found), markdown(found), as_json=as_json)
+
+
+def _bench_guard(rounds: int, seconds: float, output: Path, *, as_json: bool) -> None:
+    from taut_deploy.bench.gateway_guard import compare
+    from taut_deploy.bench.gateway_guard_report import document, markdown, write
+
+    make_folder(output)
+    found = compare(rounds, seconds, (lambda _: None) if as_json else say)
+    _told(write(found, output), document(found), markdown(found), as_json=as_json)
+
+
+def _told(files: list[Path], document: Any, table: str, *, as_json: bool) -> None:
+    """Print results that are on disk, as one document or as a table and the files' names."""
     if as_json:
-        print_json(document(found))
+        print_json(document)
         return
-    typer.echo(markdown(found))
+    typer.echo(table)
     for file in files:
         say(f"wrote {file}")

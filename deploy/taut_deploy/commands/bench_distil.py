@@ -29,8 +29,14 @@ class Budget:
 class Samples:
     """What students are calibrated and judged on."""
 
-    calibration: Annotated[str, typer.Option(help="corpus or a text file.")] = "corpus"
+    calibration: Annotated[str, typer.Option(help="corpus, articles or a text file.")] = "corpus"
     calibration_sequences: Annotated[int, typer.Option(min=1)] = 128
+    fit_steps: Annotated[
+        int,
+        typer.Option(
+            min=0, max=200, help="Steps that fit a student to each block's output; for a GPU."
+        ),
+    ] = 0
     sequences: Annotated[int, typer.Option(min=1, help="Sequences to judge on.")] = 64
     sequence_length: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 512
 
@@ -92,7 +98,7 @@ def distil(
     home = TautHome.from_environment()
     record = ModelStore(home.models).fetch(model)
     calibrated = (samples.calibration, samples.calibration_sequences, samples.sequence_length)
-    place = Place(record, *calibrated, home.root, device)
+    place = Place(record, *calibrated, home.root, device, samples.fit_steps)
     judged = (text, samples.sequences, tuple(sets), students, budget.seconds, budget.tokens)
     plan = Plan(
         place, *judged, steps.batch_size, steps.micro_batch, steps.self_sequences, work, output

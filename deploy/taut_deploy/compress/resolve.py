@@ -67,19 +67,30 @@ def resolve(
             _require_possible(stage, name, shapes[name])
             _require_zeros_kept(recipe, chosen[name], stage, name)
             chosen[name].append(index)
-        choose = BLOCK_STAGES[stage.method].choose_format
-        if choose is not None:
-            found = choose(stage, {shapes[name][1] for name in picked}, dtype)
-            _require_fits(found, {name: shapes[name] for name in picked})
-            for name in picked:
-                _require_served(name, found)
-            formats |= dict.fromkeys(picked, found)
+        formats |= _formats(stage, {name: shapes[name] for name in picked}, dtype)
     _require_one_method(formats, recipe)
     _require_fused_alike(names, formats)
     return {
         name: Treatment(name, shapes[name], frozenset(chosen[name]), formats.get(name))
         for name in names
     }
+
+
+def _formats(
+    stage: Stage, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype
+) -> dict[str, LayerFormat]:
+    """What a stage stores its layers in, by full name; nothing where it stores none."""
+    acts = BLOCK_STAGES[stage.method]
+    if acts.choose_format is None:
+        return {}
+    found = acts.choose_format(stage, {k for _, k in shapes.values()}, dtype)
+    formats = dict.fromkeys(shapes, found)
+    if acts.of_layer is not None:
+        formats = {name: acts.of_layer(stage, found, name) for name in shapes}
+    for name, layer_format in formats.items():
+        _require_fits(layer_format, name, shapes[name])
+        _require_served(name, layer_format)
+    return formats
 
 
 def _require_matches(recipe: Recipe, names: list[str]) -> None:
@@ -148,13 +159,12 @@ def _require_served(name: str, layer_format: LayerFormat) -> None:
         )
 
 
-def _require_fits(layer_format: LayerFormat, shapes: Mapping[str, tuple[int, int]]) -> None:
-    for name, (n, k) in shapes.items():
-        if (reason := layer_format.why_not(n, k)) is not None:
-            raise RecipeError(
-                f"stages: {name} [{n}, {k}] cannot be {layer_format.name}: {reason}; put it into "
-                "'ignore'"
-            )
+def _require_fits(layer_format: LayerFormat, name: str, shape: tuple[int, int]) -> None:
+    if (reason := layer_format.why_not(*shape)) is not None:
+        raise RecipeError(
+            f"stages: {name} {[*shape]} cannot be {layer_format.name}: {reason}; put it into "
+            "'ignore'"
+        )
 
 
 def _require_one_method(formats: Mapping[str, LayerFormat], recipe: Recipe) -> None:
@@ -178,7 +188,7 @@ def _require_one_method(formats: Mapping[str, LayerFormat], recipe: Recipe) -> N
 def _require_fused_alike(names: list[str], formats: Mapping[str, LayerFormat]) -> None:
     for group in fused_groups(names):
         found = {name: formats.get(name) for name in group}
-        if len(set(found.values())) > 1:
+        if len({None if one is None else one.joined_as() for one in found.values()}) > 1:
             parent = group[0].rpartition(".")[0]
             examples = {what: name for name, what in reversed(found.items())}
             shown = group if len(group) <= _SHOWN else sorted(examples.values())

@@ -14,10 +14,11 @@ import torch
 from taut_deploy.compress.equalize.awq_stage import awq
 from taut_deploy.compress.equalize.smooth_stage import smooth
 from taut_deploy.compress.formats.codebook import codebook_format
-from taut_deploy.compress.formats.low_rank import low_rank_format
+from taut_deploy.compress.formats.low_rank import low_rank_format, of_layer
 from taut_deploy.compress.formats.protocol import LayerFormat
 from taut_deploy.compress.lowrank.stage import factorize
 from taut_deploy.compress.prune.stage import prune, why_not_pruned
+from taut_deploy.compress.quantize.quanto import quanto, quanto_format
 from taut_deploy.compress.quantize.stage import quantize, quantized_format
 from taut_deploy.compress.share.stage import palettize
 from taut_deploy.compress.state import BlockState
@@ -27,6 +28,8 @@ Run = Callable[[BlockState, int, Any], None]
 WhyNot = Callable[[Any, int, int], str | None]
 # (stage, K of its layers, dtype of the model's weights) -> what those layers are stored in
 ChooseFormat = Callable[[Any, Collection[int], torch.dtype], LayerFormat]
+# (stage, what its layers are stored in, full name of one) -> what that one is stored in
+OfLayer = Callable[[Any, Any, str], LayerFormat]
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,13 @@ class BlockStage:
         run: acts on a block's state.
         choose_format: for a storing stage, the format of its layers, known before anything runs.
         why_not: what shapes the method cannot work on, known before anything runs.
+        of_layer: for a storing stage whose layers may differ, the format of one of them.
     """
 
     run: Run
     choose_format: ChooseFormat | None = None
     why_not: WhyNot | None = None
+    of_layer: OfLayer | None = None
 
 
 def _decided_before(_state: BlockState, _index: int, _stage: Any) -> None:
@@ -53,7 +58,8 @@ BLOCK_STAGES: dict[str, BlockStage] = {
     "awq": BlockStage(awq),
     "prune": BlockStage(prune, why_not=why_not_pruned),
     "quantize": BlockStage(quantize, quantized_format),
+    "quanto": BlockStage(quanto, quanto_format),
     "mixed": BlockStage(_decided_before),
-    "factorize": BlockStage(factorize, low_rank_format),
+    "factorize": BlockStage(factorize, low_rank_format, of_layer=of_layer),
     "palettize": BlockStage(palettize, codebook_format),
 }

@@ -4,10 +4,11 @@ Every answer is a pair: the kernel's name, and a reason or remark, empty where t
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from taut_deploy import host
 from taut_deploy.diagnose.layer_schemes import LayerScheme
+from taut_deploy.diagnose.other_rounding import installed_vllm, why_other_rounding
 
 # On a CPU our op is a contract of ours around the int4 product of torch itself; say so.
 _OUR_KERNEL = {
@@ -43,7 +44,7 @@ class Engine:
     capability: tuple[int, int] | None = None
 
     @property
-    def device(self) -> str:
+    def device(self) -> Literal["cpu", "cuda"]:
         """``cuda`` or ``cpu``."""
         return "cuda" if self.gpu else "cpu"
 
@@ -101,7 +102,8 @@ def choose_kernel(
     if layer.name in told.SERVED:
         return told.SERVED[layer.name] if engine.mode != "off" else _refused_without_plugin()
     if layer.obstacle is not None:
-        return THEIR_KERNEL, layer.obstacle
+        otherwise = why_other_rounding(layer, engine.device, installed_vllm(engine.device))
+        return THEIR_KERNEL, "; ".join(filter(None, (layer.obstacle, otherwise)))
     if (layer.name, engine.device) == ("W8A8", "cpu"):
         return _choose_int8_on_cpu(engine.mode)
     ours = _OUR_KERNEL.get((layer.name, engine.device))

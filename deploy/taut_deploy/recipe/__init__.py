@@ -11,6 +11,7 @@ from taut_deploy.recipe.recipe import (
     KvCache,
     Recipe,
     builtin_recipes,
+    is_allocated,
     load_recipe,
     parse_recipe,
 )
@@ -18,6 +19,7 @@ from taut_deploy.recipe.stage import Order, StageModel
 from taut_deploy.recipe.stages import (
     Awq,
     Distil,
+    Factorize,
     Mixed,
     Prune,
     Qat,
@@ -28,12 +30,14 @@ from taut_deploy.recipe.stages import (
     Stage,
     Training,
 )
+from taut_deploy.recipe.tables import Table
 from taut_deploy.recipe.target import parse_size, with_target
 
 __all__ = [
     "Awq",
     "Calibration",
     "Distil",
+    "Factorize",
     "KvCache",
     "Mixed",
     "Order",
@@ -46,8 +50,10 @@ __all__ = [
     "Smooth",
     "Stage",
     "StageModel",
+    "Table",
     "Training",
     "builtin_recipes",
+    "is_allocated",
     "is_matched",
     "load_recipe",
     "matches",

@@ -5,9 +5,10 @@ Those that run block by block are here, those of the whole model in
 under the same ``method``.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from taut_deploy.recipe.schemes import SCHEMES, SchemeName
 from taut_deploy.recipe.stage import Order, StageModel, Strict
@@ -24,6 +25,7 @@ __all__ = [
     "Prune",
     "Qat",
     "Quantize",
+    "Quanto",
     "Residual",
     "Rotate",
     "Slim",
@@ -37,6 +39,10 @@ __all__ = [
 
 ReconstructionSteps = Annotated[int, Field(ge=1, le=5000)] | None
 """Steps that fit what a stage left to the output of the original model's block; None for none."""
+
+
+Allocation = Literal["uniform", "loss"]
+"""How a stage's size is shared among its layers: equally, or by what each costs the model."""
 
 
 class Smooth(StageModel):
@@ -75,10 +81,12 @@ class Prune(StageModel):
     exactly one of them is given. Magnitude compares the weights of a layer, Wanda those of a row,
     SparseGPT those of 128 columns. ``refit`` then gives the weights that stay the values which
     reproduce the layer's output best, and ``steps`` steps those that reproduce the block's.
+    With ``allocation: loss`` ``sparsity`` is the mean, and layers that cost the model more keep
+    more (after OWL, arXiv:2310.05175).
     """
 
     order: ClassVar[Order] = Order.PRUNE
-    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps"}
+    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps", "allocation"}
 
     method: Literal["prune"] = "prune"
     algorithm: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
@@ -87,12 +95,26 @@ class Prune(StageModel):
     refit: bool = True
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.01
     steps: ReconstructionSteps = None
+    allocation: Allocation = "uniform"
+    _sparsities: Mapping[str, float] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_target(self) -> "Prune":
         if (self.sparsity is None) == (self.pattern is None):
             raise ValueError("give either 'sparsity', such as 0.5, or 'pattern', 2:4 or 4:8")
+        if self.allocation != "uniform" and self.sparsity is None:
+            raise ValueError("'allocation: loss' goes with 'sparsity': a pattern fixes every run")
         return self
+
+    def allocated(self, sparsities: Mapping[str, float]) -> "Prune":
+        """The stage with the share that each layer loses, by full name."""
+        decided = self.model_copy()
+        decided._sparsities = sparsities
+        return decided
+
+    def sparsity_of(self, name: str) -> float | None:
+        """The share that a layer loses; None where a pattern says it."""
+        return self._sparsities.get(name, self.sparsity)
 
     @property
     def needs_hessian(self) -> bool:
@@ -168,6 +190,18 @@ class Quantize(StageModel):
         return self.algorithm == "round"
 
 
+class Quanto(StageModel):
+    """Round weights as optimum-quanto does: by channel, from each one's largest; no data needed.
+
+    ``weights`` are ``int8`` or ``float8`` (e4m3); inputs stay as they are.
+    """
+
+    order: ClassVar[Order] = Order.STORE
+
+    method: Literal["quanto"] = "quanto"
+    weights: Literal["int8", "float8"] = "int8"
+
+
 class Mixed(StageModel):
     """Give every layer the candidate that serves the model best within a target.
 
@@ -223,11 +257,12 @@ class Factorize(StageModel):
 
     Exactly one of three: ``rank_budget``, the share of its parameters that a layer keeps; ``rank``,
     the same for every layer; ``residual``, which keeps 4-bit weights beside the factors. ``steps``
-    steps then fit the factors to the block's output.
+    steps then fit the factors to the block's output. With ``allocation: loss`` ``rank_budget`` is
+    the share that all layers keep together, and those that cost the model more keep more.
     """
 
     order: ClassVar[Order] = Order.STORE
-    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps"}
+    added_later: ClassVar[frozenset[str]] = StageModel.added_later | {"steps", "allocation"}
     keeps_zeros: ClassVar[bool] = False
 
     method: Literal["factorize"] = "factorize"
@@ -236,6 +271,8 @@ class Factorize(StageModel):
     residual: Residual | None = None
     dampening_frac: Annotated[float, Field(gt=0.0, le=1.0)] = 0.001
     steps: ReconstructionSteps = None
+    allocation: Allocation = "uniform"
+    _ranks: Mapping[str, int] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _one_size(self) -> "Factorize":
@@ -245,7 +282,19 @@ class Factorize(StageModel):
                 "give exactly one of 'rank_budget', 'rank' and 'residual'"
                 + (f", not {' and '.join(given)}" if given else "")
             )
+        if self.allocation != "uniform" and self.rank_budget is None:
+            raise ValueError(f"'allocation: loss' goes with 'rank_budget', not {given[0]!r}")
         return self
+
+    def allocated(self, ranks: Mapping[str, int]) -> "Factorize":
+        """The stage with the rank of each layer, by full name."""
+        decided = self.model_copy()
+        decided._ranks = ranks
+        return decided
+
+    def rank_of(self, name: str) -> int | None:
+        """The rank that a layer was given; None where nothing was decided for it."""
+        return self._ranks.get(name)
 
     @property
     def needs_hessian(self) -> bool:
@@ -292,7 +341,18 @@ class Palettize(StageModel):
 
 
 Stage = Annotated[
-    Smooth | Awq | Prune | Quantize | Mixed | Factorize | Palettize | Rotate | Slim | Distil | Qat,
+    Smooth
+    | Awq
+    | Prune
+    | Quantize
+    | Quanto
+    | Mixed
+    | Factorize
+    | Palettize
+    | Rotate
+    | Slim
+    | Distil
+    | Qat,
     Field(discriminator="method"),
 ]
 STAGE_MODELS: dict[str, type[StageModel]] = {

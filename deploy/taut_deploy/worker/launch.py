@@ -5,12 +5,15 @@ import sys
 from typing import NoReturn
 
 from taut_deploy.cache import cache_key_of, open_cache
+from taut_deploy.diagnose.default_kernels import config_of
+from taut_deploy.diagnose.other_rounding import other_roundings
 from taut_deploy.tune import measure_for_worker
 from taut_deploy.verdict_record import check_wanted, require_verdict
 from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
     check_own_format,
+    check_tables,
     installed_platform,
     verify_model,
 )
@@ -38,6 +41,9 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)
     check_own_format(spec.checkpoint, mode, spec.extra)
+    check_tables(spec.checkpoint, platform, mode)
+    for line in other_roundings(config_of(spec.checkpoint), platform):
+        _say(line)
     measure_for_worker(spec, mode, platform, spec.tune_budget_s, 0, _say)
     command = command_for(spec, manifest, platform)
     environment = {**os.environ, **command.environment}

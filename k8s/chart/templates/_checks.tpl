@@ -89,13 +89,14 @@
 {{- if and .Values.gateway.apiKeys.existingSecret (not .Values.gateway.adminKey.existingSecret) -}}
 {{- fail "gateway.adminKey.existingSecret: needed with gateway.apiKeys, or the stop hook could not drain; the Secret holds a key with the scope admin" -}}
 {{- end -}}
-{{- if and .Values.gateway.redisPassword.existingSecret (not (dig "rate_limits" "redis" "" .Values.gateway.config)) -}}
-{{- fail "gateway.redisPassword: given without gateway.config.rate_limits.redis" -}}
+{{- include "taut.checks.rollout" (dict "root" . "names" $names) -}}
+{{- if and .Values.gateway.redisPassword.existingSecret (not (or (dig "rate_limits" "redis" "" .Values.gateway.config) .Values.rollout.redis)) -}}
+{{- fail "gateway.redisPassword: given without gateway.config.rate_limits.redis or rollout.redis" -}}
 {{- end -}}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.gatewayEgress) -}}
-{{- range $what, $section := dict "rate_limits.redis" (dig "rate_limits" "redis" "" .Values.gateway.config) "tracing" (get .Values.gateway.config "tracing") -}}
+{{- range $what, $section := dict "gateway.config.rate_limits.redis" (dig "rate_limits" "redis" "" .Values.gateway.config) "gateway.config.tracing" (get .Values.gateway.config "tracing") "rollout.redis" .Values.rollout.redis "rollout.webhook" .Values.rollout.webhook -}}
 {{- if $section -}}
-{{- fail (printf "networkPolicy.gatewayEgress: gateway.config.%s needs a rule that lets the gateway reach it" $what) -}}
+{{- fail (printf "networkPolicy.gatewayEgress: %s needs a rule that lets the gateway reach it" $what) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

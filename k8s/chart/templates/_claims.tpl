@@ -3,7 +3,7 @@ apiVersion: v1
 kind: PersistentVolumeClaim
 metadata: {{- include "taut.metadata" . | nindent 2 }}
 spec:
-  accessModes: [{{ .root.Values.modelStore.accessMode }}]
+  accessModes: [{{ default .root.Values.modelStore.accessMode .accessMode }}]
   {{- with .storageClass }}
   storageClassName: {{ . }}
   {{- end }}
@@ -49,7 +49,7 @@ which an upgrade changes; one that a hook made is not touched by any.
 
 {{/* What of a claim that is there nobody can change. Context: {root, name, key, storageClass}. */}}
 {{- define "taut.claim.check" -}}
-{{- $mode := .root.Values.modelStore.accessMode -}}
+{{- $mode := default .root.Values.modelStore.accessMode .accessMode -}}
 {{- $live := lookup "v1" "PersistentVolumeClaim" (include "taut.namespace" .root) .name -}}
 {{- $modes := dig "spec" "accessModes" list $live -}}
 {{- $wanted := default list (get (dict "ReadWriteMany" (list "ReadWriteMany") "ReadOnlyMany" (list "ReadOnlyMany" "ReadWriteMany")) $mode) -}}

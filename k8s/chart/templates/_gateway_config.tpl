@@ -13,7 +13,14 @@
 {{- $_ := set $config "api_keys_file" (printf "/etc/taut/keys/%s" .Values.gateway.apiKeys.key) -}}
 {{- end -}}
 {{- if .Values.gateway.redisPassword.existingSecret -}}
-{{- $_ := set $config.rate_limits.redis "password_file" (printf "/etc/taut/redis/%s" .Values.gateway.redisPassword.key) -}}
+{{- $file := printf "/etc/taut/redis/%s" .Values.gateway.redisPassword.key -}}
+{{- with dig "rate_limits" "redis" dict $config -}}{{- $_ := set . "password_file" $file -}}{{- end -}}
+{{- end -}}
+{{- if .Values.guard.enabled -}}
+{{- $_ := set $config "guard" (omit .Values.guard "enabled" "baseline") -}}
+{{- end -}}
+{{- if .Values.rollout.enabled -}}
+{{- $_ := set $config "rollout" (include "taut.gateway.rollout" . | fromYaml) -}}
 {{- end -}}
 {{- $variants := list -}}
 {{- range .Values.variants -}}
@@ -39,9 +46,38 @@
 {{- $_ := set $model "name" .Values.model.name -}}
 {{- $_ := set $model "aliases" .Values.model.aliases -}}
 {{- $_ := set $model "max_model_len" (int .Values.model.maxModelLen) -}}
+{{- if .Values.guard.enabled -}}{{- $_ := set $model "baseline" .Values.guard.baseline -}}{{- end -}}
 {{- $_ := set $model "variants" $variants -}}
 {{- $_ := set $config "models" (list $model) -}}
 {{- toYaml $config -}}
+{{- end }}
+
+{{/* The section rollout of the gateway's file: what the values pass on, its journal, and whom its Events are about. */}}
+{{- define "taut.gateway.rollout" -}}
+{{- $rollout := omit (deepCopy .Values.rollout) "enabled" "events" "journal" -}}
+{{- if eq $rollout.store "file" -}}
+{{- $_ := set $rollout "directory" "/var/lib/taut/rollout" -}}
+{{- else if .Values.gateway.redisPassword.existingSecret -}}
+{{- $_ := set $rollout.redis "password_file" (printf "/etc/taut/redis/%s" .Values.gateway.redisPassword.key) -}}
+{{- end -}}
+{{- if .Values.rollout.events -}}
+{{- $_ := set $rollout "events" (dict "namespace" (include "taut.namespace" .) "deployment" (include "taut.gateway.name" .)) -}}
+{{- end -}}
+{{- toYaml $rollout -}}
+{{- end }}
+
+{{/* Whether gateways talk to the Kubernetes API: to find workers, or to write Events. */}}
+{{- define "taut.gateway.api" -}}
+{{- if or (eq .Values.gateway.discovery "kubernetes") (and .Values.rollout.enabled .Values.rollout.events) -}}true{{- end -}}
+{{- end }}
+
+{{/* Whether the journal of rollouts is a volume, which one gateway at a time may use. */}}
+{{- define "taut.rollout.volume" -}}
+{{- if and .Values.rollout.enabled (eq .Values.rollout.store "file") -}}true{{- end -}}
+{{- end }}
+
+{{- define "taut.rollout.claim" -}}
+{{- default (printf "%s-rollout" (include "taut.fullname" .)) .Values.rollout.journal.existingClaim -}}
 {{- end }}
 
 {{/* A hash of what a gateway reads once, at its start; the rest it takes over while it runs. */}}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_bench.instruments.errors import InstrumentError
 from taut_kernels.attention.cache_arguments import check
@@ -17,9 +18,7 @@ Sizes = Mapping[str, int]
 _HEADS = {"Hq": 32, "Hk": 8, "D": 128}
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool, window: int
-) -> torch.Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, full: bool, window: int) -> Tensor:
     """Attend with :func:`taut_kernels.attention.prefill.op.attention`; returns o.
 
     Args:
@@ -36,7 +35,7 @@ def prompts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any
     """Draw q [B, M, Hq, D], k and v [B, M, Hk, D], leaves with gradient."""
     generator = torch.Generator().manual_seed(sizes["M"])
 
-    def draw(heads: int) -> torch.Tensor:
+    def draw(heads: int) -> Tensor:
         shape = (sizes["B"], sizes["M"], heads, sizes["D"])
         return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
@@ -53,7 +52,7 @@ def paged(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, 
     generator = torch.Generator().manual_seed(sizes["M"])
     B, page, each = sizes["B"], sizes["page"], -(-sizes["M"] // sizes["page"])
 
-    def cache() -> torch.Tensor:
+    def cache() -> Tensor:
         values = torch.randn(B * each, page, sizes["Hk"], sizes["D"], generator=generator)
         if sizes["int8"]:
             return (values * 40).round().clamp(-128, 127).to(device, torch.int8)
@@ -63,7 +62,7 @@ def paged(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, 
     q = torch.randn(B, sizes["T"], sizes["Hq"], sizes["D"], generator=generator)
     table = torch.randperm(B * each, generator=generator).int().view(B, each)
     lens = torch.full((B,), sizes["M"], dtype=torch.int32)
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if sizes["fp8"] or sizes["int8"]:
         scale = torch.full((1,), 1 / 40 if sizes["int8"] else 1.0, device=device)
         scales = (scale, scale.clone())

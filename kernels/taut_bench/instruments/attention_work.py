@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from taut_bench.instruments.work import Arguments, Work, nbytes
@@ -26,7 +27,7 @@ from taut_bench.instruments.work import Arguments, Work, nbytes
 _FORWARD, _BACKWARD = 4, 5
 
 
-def _values(x: torch.Tensor) -> list[int] | None:
+def _values(x: Tensor) -> list[int] | None:
     """Return a tensor's numbers, or None where there are none to read."""
     if isinstance(x, FakeTensor) or x.device.type == "meta":
         return None
@@ -53,10 +54,10 @@ def seen_pairs(count_q: int, count_k: int, causal: bool, window: int) -> int:
 
 
 def _all_pairs(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
     max_q: int,
     max_k: int,
     causal: bool,
@@ -74,7 +75,7 @@ def _all_pairs(
     )
 
 
-def _lse_bytes(q: torch.Tensor) -> int:
+def _lse_bytes(q: Tensor) -> int:
     return q.numel() // q.shape[-1] * (8 if q.dtype is torch.float64 else 4)
 
 
@@ -101,11 +102,7 @@ def _attention_backward(call: Arguments) -> Work:
 
 
 def _looked_up(
-    lengths: list[int],
-    queries: int,
-    window: int,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
+    lengths: list[int], queries: int, window: int, k_cache: Tensor, block_table: Tensor
 ) -> tuple[int, int, int]:
     """Return bytes read of the keys, the values and the table of pages.
 

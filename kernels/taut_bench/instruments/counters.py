@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -75,7 +76,7 @@ def count(subject: Subject) -> Count:
     return counter.summary(_parts_in((result, gradients)))
 
 
-def touched_bytes(tensor: torch.Tensor) -> int:
+def touched_bytes(tensor: Tensor) -> int:
     """Bytes of the distinct elements a tensor shows: dimensions of stride 0 count once.
 
     Args:
@@ -191,7 +192,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 0
 
     def _note_lookup(
-        self, operands: _Operands, tables: dict[int, int], results: list[torch.Tensor]
+        self, operands: _Operands, tables: dict[int, int], results: list[Tensor]
     ) -> None:
         """Note operands of which only some bytes are read: their places, and how many."""
         for position, looked_up in tables.items():
@@ -203,9 +204,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rest = [tensor for i, tensor in enumerate(operands.read) if i not in tables]
         self._note_regions(operands, rest, results)
 
-    def _note_regions(
-        self, operands: _Operands, read: list[torch.Tensor], results: list[torch.Tensor]
-    ) -> None:
+    def _note_regions(self, operands: _Operands, read: list[Tensor], results: list[Tensor]) -> None:
         for tensors, regions in ((read, self._read), (operands.written, self._mutated)):
             for tensor in tensors:
                 storage = _storage(tensor)
@@ -217,7 +216,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if _storage(tensor) not in known:
                 self._made.add(_storage(tensor))
 
-    def summary(self, kept: list[torch.Tensor]) -> Count:
+    def summary(self, kept: list[Tensor]) -> Count:
         """Return the count; ``kept`` are the tensors that outlive the step."""
         by_op = [OpCount(op, self._calls[op], work) for op, work in self._work.items()]
         by_op.sort(key=lambda entry: -entry.work.moved)
@@ -239,9 +238,9 @@ class _Operands:
     """Tensors of one call: all, those it reads and those it writes in place."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.all: list[torch.Tensor] = _parts_in((args, kwargs))
-        self.written: list[torch.Tensor] = []
-        self.read: list[torch.Tensor] = []
+        self.all: list[Tensor] = _parts_in((args, kwargs))
+        self.written: list[Tensor] = []
+        self.read: list[Tensor] = []
         name = func._schema.name
         positional = list(args)
         for i, argument in enumerate(func._schema.arguments):
@@ -262,36 +261,36 @@ class _Operands:
 class _Identity:
     """Membership by identity: ``in`` on a list of tensors would compare elements."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         self._ids = {id(tensor) for tensor in tensors}
 
-    def __contains__(self, tensor: torch.Tensor) -> bool:
+    def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._ids
 
 
-def _parts_in(tree: Any) -> list[torch.Tensor]:
+def _parts_in(tree: Any) -> list[Tensor]:
     return [part for tensor in tensors_in(tree) for part in dense_parts(tensor)]
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
+def _is_strided(tensor: Tensor) -> bool:
     """Say whether shape, strides and a storage are all there is to a tensor."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     """Identify a tensor's memory; of one without a storage (oneDNN's) the tensor itself."""
     if tensor.layout is torch.strided:
         return int(tensor.untyped_storage()._cdata)
     return id(tensor)
 
 
-def _capacity(tensor: torch.Tensor) -> int:
+def _capacity(tensor: Tensor) -> int:
     if tensor.layout is torch.strided:
         return tensor.untyped_storage().nbytes()
     return touched_bytes(tensor)
 
 
-def _region(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _region(tensor: Tensor) -> tuple[Any, ...]:
     if not _is_strided(tensor):
         return ("whole",)
     return (tensor.storage_offset(), tensor.shape, tensor.stride())

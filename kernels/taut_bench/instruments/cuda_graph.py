@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,7 +81,7 @@ def _why_not_on_device(subject: Subject) -> str | None:
     return None
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     return all(
         stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -112,14 +113,14 @@ class InputLayout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> InputLayout:
+    def of(cls, tensor: Tensor) -> InputLayout:
         """Read a tensor's layout."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def check_replay(
     captured: tuple[Any, dict[str, Any]], offered: tuple[Any, dict[str, Any]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> list[tuple[Tensor, Tensor]]:
     """Hold inputs of a replay to those of the capture.
 
     Args:
@@ -139,14 +140,14 @@ def check_replay(
         raise CaptureError("replay: the arguments have another structure than at capture")
     pairs = []
     for i, (old, fresh) in enumerate(zip(known, new, strict=True)):
-        if not isinstance(old, torch.Tensor):
+        if not isinstance(old, Tensor):
             if old != fresh:
                 raise CaptureError(
                     f"replay: argument {i} is {fresh!r} but {old!r} was captured; "
                     "only tensors can change"
                 )
             continue
-        if not isinstance(fresh, torch.Tensor):
+        if not isinstance(fresh, Tensor):
             raise CaptureError(f"replay: argument {i} must be a tensor, got {type(fresh).__name__}")
         if InputLayout.of(old) != InputLayout.of(fresh):
             raise CaptureError(
@@ -246,13 +247,11 @@ def capture(subject: Subject) -> CapturedGraph:
 
 def with_own_inputs(subject: Subject) -> Subject:
     """Return the same subject with copies of its tensor inputs, of the same strides."""
-    args, kwargs = pytree.tree_map_only(
-        torch.Tensor, _static_copy, (subject.args, dict(subject.kwargs))
-    )
+    args, kwargs = pytree.tree_map_only(Tensor, _static_copy, (subject.args, dict(subject.kwargs)))
     return replace(subject, args=args, kwargs=kwargs)
 
 
-def _static_copy(tensor: torch.Tensor) -> torch.Tensor:
+def _static_copy(tensor: Tensor) -> Tensor:
     copy = torch.empty_strided(
         tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

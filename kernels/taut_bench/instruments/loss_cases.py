@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.loss.cross_entropy import cross_entropy
 from taut_kernels.loss.linear_cross_entropy import linear_cross_entropy
@@ -13,7 +14,7 @@ from taut_kernels.loss.linear_jsd import linear_jsd
 from taut_kernels.loss.linear_kl import linear_kl
 
 Sizes = Mapping[str, int]
-LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": cross_entropy,
     "linear_cross_entropy": linear_cross_entropy,
     "linear_kl": linear_kl,
@@ -24,13 +25,13 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
 
 def _leaf(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 1.0
-) -> torch.Tensor:
+) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     drawn = (torch.randn(shape, generator=generator) * scale).to(device, dtype)
     return drawn.requires_grad_()
 
 
-def _target(sizes: Sizes, device: torch.device) -> torch.Tensor:
+def _target(sizes: Sizes, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(sizes["M"])
     return torch.randint(0, sizes["V"], (sizes["M"],), generator=generator).to(device)
 

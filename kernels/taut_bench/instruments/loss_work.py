@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from taut_bench.instruments.work import Arguments, Work, nbytes
 
@@ -29,12 +30,12 @@ def _per_logit(base: int, label_smoothing: float, softcap: float) -> int:
     return base + _SMOOTHING * (label_smoothing != 0.0) + _SOFTCAP * (softcap != 0.0)
 
 
-def _loss_bytes(x: torch.Tensor, reduction: str) -> int:
+def _loss_bytes(x: Tensor, reduction: str) -> int:
     size = 8 if x.dtype is torch.float64 else 4
     return size * (x.shape[0] if reduction == "none" else 1)
 
 
-def _lse_bytes(x: torch.Tensor) -> int:
+def _lse_bytes(x: Tensor) -> int:
     return _loss_bytes(x, "none")
 
 
@@ -66,9 +67,7 @@ def _scale_(call: Arguments) -> Work:
     return Work(call.x.numel(), nbytes(call.x, call.factor), nbytes(call.x))
 
 
-def _projected(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants: list[bool]
-) -> Work:
+def _projected(x: Tensor, weight: Tensor, bias: Tensor | None, wants: list[bool]) -> Work:
     """The projection, the wanted gradients' products, and their bytes."""
     (M, H), V = x.shape, weight.shape[0]
     products = 1 + wants[0] + wants[1]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch import profiler as torch_profiler
 from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,7 +169,7 @@ def attribute(subject: Subject, trace: Trace) -> MemoryProfile:
     )
 
 
-def _weights(subject: Subject) -> Iterable[torch.Tensor]:
+def _weights(subject: Subject) -> Iterable[Tensor]:
     if isinstance(subject.call, torch.nn.Module):
         yield from subject.call.parameters()
         yield from subject.call.buffers()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from taut_bench.instruments.attention_work import (
     ATTENTION_WORK,
@@ -23,7 +24,7 @@ from taut_bench.instruments.attention_work import (
 )
 from taut_bench.instruments.loss_work import LOSS_WORK
 from taut_bench.instruments.primitive_work import PRIMITIVE_WORK
-from taut_bench.instruments.training_work import TRAINING_WORK, rope_train_table
+from taut_bench.instruments.training_work import TRAINING_WORK, rope_table
 from taut_bench.instruments.work import Arguments, Work, nbytes
 
 _DYNAMIC_QUANT_FLOPS = 3
@@ -78,7 +79,7 @@ def _fp8_gemm(call: Arguments) -> Work:
     )
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None) -> Work:
+def _norm(x: Tensor, weight: Tensor | None, residual: Tensor | None) -> Work:
     per_element = 3 + (weight is not None) + (residual is not None)
     # The residual is read and replaced by the sum.
     return Work(per_element * x.numel(), nbytes(x, weight, residual), nbytes(residual))
@@ -102,11 +103,11 @@ def _row_quant(M: int, N: int, dtype: torch.dtype) -> Work:
     return Work(_DYNAMIC_QUANT_FLOPS * M * N, 0, M * N * dtype.itemsize + 4 * M)
 
 
-def _static_quant(elements: int, scale: torch.Tensor) -> Work:
+def _static_quant(elements: int, scale: Tensor) -> Work:
     return Work(_STATIC_QUANT_FLOPS * elements, nbytes(scale), elements)
 
 
-def _activation(x: torch.Tensor, alpha: float, beta: float, limit: float | None) -> Work:
+def _activation(x: Tensor, alpha: float, beta: float, limit: float | None) -> Work:
     per_output = 3 + (alpha != 1.0) + (beta != 0.0) + 3 * (limit is not None)
     return Work(per_output * x.numel() // 2, nbytes(x))
 
@@ -174,16 +175,11 @@ OP_WORK: dict[str, Callable[[Arguments], Work]] = {
 """Name in `torch.ops.taut` → its work from a call's arguments."""
 
 
-def _rope_table(call: Arguments) -> dict[int, int]:
-    row = call.cos_sin_cache.shape[1] * call.cos_sin_cache.element_size()
-    return {2 if call.k is None else 3: call.positions.shape[0] * row}
-
-
 OP_TABLES: dict[str, Callable[[Arguments], dict[int, int]]] = {
     "cache_write": cache_write_tables,
     "paged_decode": paged_decode_tables,
-    "rope": _rope_table,
-    "rope_apart": _rope_table,
-    "rope_train": rope_train_table,
+    "rope": rope_table,
+    "rope_apart": rope_table,
+    "rope_train": rope_table,
 }
 """Ops that look rows up → which of their tensors are tables, and the bytes of each they read."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_bench.instruments.errors import InstrumentError
 from taut_kernels.primitives import (
@@ -25,7 +26,7 @@ Sizes = Mapping[str, int]
 _REGISTERING = (convolution, gemm, pooling, reduction, transposition)
 
 
-def _draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device, dtype)
 
@@ -58,7 +59,7 @@ def transpose(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[A
     return _draw((sizes["M"], sizes["N"]), dtype, device), version
 
 
-def _image(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _image(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor:
     shape = (sizes["B"], sizes["C"], sizes["side"], sizes["side"])
     return _draw(shape, dtype, device).to(memory_format=torch.channels_last)
 

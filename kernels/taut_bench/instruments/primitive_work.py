@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import torch
+from torch import Tensor
 
 from taut_bench.instruments.work import Arguments, Work, nbytes
 
@@ -29,7 +29,7 @@ def _transpose(call: Arguments) -> Work:
 
 
 def _windows(
-    x: torch.Tensor,
+    x: Tensor,
     kernel_size: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
@@ -50,7 +50,7 @@ def _conv2d(call: Arguments) -> Work:
 
 
 def _pool(
-    x: torch.Tensor,
+    x: Tensor,
     kernel_size: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],

@@ -20,6 +20,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from taut_bench.instruments.errors import InstrumentError
@@ -84,7 +85,7 @@ class Subject:
                 )
             del result  # before the second run needs its memory
 
-    def total(self, result: Any) -> torch.Tensor:
+    def total(self, result: Any) -> Tensor:
         """Sum the floating outputs: the scalar whose gradient a training step asks for.
 
         Raises:
@@ -101,12 +102,12 @@ class Subject:
             total = total + part
         return total
 
-    def leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> list[Tensor]:
         """Inputs and parameters that collect a gradient."""
         found = [*tensors_in((self.args, self.kwargs)), *self.parameters()]
         return [tensor for tensor in found if tensor.requires_grad and tensor.is_leaf]
 
-    def parameters(self) -> Iterator[torch.Tensor]:
+    def parameters(self) -> Iterator[Tensor]:
         """Parameters of the callable, where it is a module."""
         if isinstance(self.call, torch.nn.Module):
             yield from self.call.parameters()
@@ -119,12 +120,12 @@ class Subject:
         return torch.float32
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists, dicts and model outputs."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def dense_parts(tensor: Tensor) -> list[Tensor]:
     """Return what a tensor's memory is made of: a sparse one's indices and values, else itself."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
@@ -154,11 +155,7 @@ def resolve_device(wanted: str) -> torch.device:
 
 
 def from_reference(
-    reference: str,
-    inputs: str | None,
-    device: torch.device,
-    *,
-    backward: bool = False,
+    reference: str, inputs: str | None, device: torch.device, *, backward: bool = False
 ) -> Subject:
     """Build a subject from a user's callable.
 
@@ -206,7 +203,7 @@ def _make_inputs(reference: str, device: torch.device) -> tuple[tuple[Any, ...],
         made = factory(device=device) if _takes_device(factory) else factory()
     except (Exception, SystemExit) as error:  # code that is not ours may raise anything
         raise InstrumentError(f"--inputs {reference}: {_described(error)}") from error
-    if isinstance(made, torch.Tensor):
+    if isinstance(made, Tensor):
         made = (made,)
     if isinstance(made, dict):
         args, kwargs = (), made

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation.swiglu import silu, swiglu, swiglu_packed
 from taut_kernels.loss.softmax import softmax
@@ -20,17 +21,17 @@ _POSITIONS = 8192
 _GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> Any:
+def _rms_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> Any:
     if residual is None:
         return rms_norm_train(x, weight, epsilon=_EPSILON)
     return add_rms_norm_train(x, residual, weight, epsilon=_EPSILON)
 
 
-def _swiglu(gate: torch.Tensor, up: torch.Tensor, gpt_oss: bool) -> torch.Tensor:
+def _swiglu(gate: Tensor, up: Tensor, gpt_oss: bool) -> Tensor:
     return swiglu(gate, up, **_GPT_OSS) if gpt_oss else swiglu(gate, up)
 
 
-def _swiglu_packed(x: torch.Tensor, gpt_oss: bool) -> torch.Tensor:
+def _swiglu_packed(x: Tensor, gpt_oss: bool) -> Tensor:
     return swiglu_packed(x, **_GPT_OSS, interleaved=True) if gpt_oss else swiglu_packed(x)
 
 
@@ -46,7 +47,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 """Name → the public function."""
 
 
-def _leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _leaf(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
 
@@ -80,13 +81,21 @@ def packed(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     return _leaf((sizes["M"], 2 * sizes["N"]), dtype, device), bool(sizes["gpt_oss"])
 
 
-def heads_and_angles(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    """Draw positions [M], q and k [M, heads, D], leaves, and the table of angles."""
+def positions_and_angles(
+    sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Draw positions [M] and the table of angles of RoPE."""
     T, D = sizes["M"], sizes["D"]
     angles = torch.arange(_POSITIONS * (D // 2)).view(_POSITIONS, -1) * 1e-3
     cache = torch.cat((angles.cos(), angles.sin()), dim=1).to(device, dtype)
     generator = torch.Generator().manual_seed(T)
-    positions = torch.randint(0, _POSITIONS, (T,), generator=generator).to(device)
+    return torch.randint(0, _POSITIONS, (T,), generator=generator).to(device), cache
+
+
+def heads_and_angles(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """Draw positions [M], q and k [M, heads, D], leaves, and the table of angles."""
+    positions, cache = positions_and_angles(sizes, dtype, device)
+    T, D = sizes["M"], sizes["D"]
     q, k = (_leaf((T, sizes[heads], D), dtype, device) for heads in ("Hq", "Hk"))
     return positions, q, k, cache
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from taut_bench.instruments.work import Arguments, Work, nbytes
 
@@ -32,7 +33,7 @@ def _softmax_backward(call: Arguments) -> Work:
     return Work(4 * call.y.numel(), nbytes(call.dy, call.y), nbytes(call.y))
 
 
-def _statistic(x: torch.Tensor) -> int:
+def _statistic(x: Tensor) -> int:
     """Bytes of one number a row, kept for the backward pass."""
     return x.shape[0] * (8 if x.dtype is torch.float64 else 4)
 
@@ -128,7 +129,7 @@ TRAINING_WORK: dict[str, Callable[[Arguments], Work]] = {
 """Name in `torch.ops.taut` → its work from a call's arguments."""
 
 
-def rope_train_table(call: Arguments) -> dict[int, int]:
+def rope_table(call: Arguments) -> dict[int, int]:
     """Return which of RoPE's tensors is a table, and the bytes of it that are read."""
     row = call.cos_sin_cache.shape[1] * call.cos_sin_cache.element_size()
     return {2 if call.k is None else 3: call.positions.shape[0] * row}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Work:
         return Work(self.flops + other.flops, self.read + other.read, self.written + other.written)
 
 
-def nbytes(*tensors: torch.Tensor | None) -> int:
+def nbytes(*tensors: Tensor | None) -> int:
     """Bytes of the elements of these tensors; an absent one has none."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 

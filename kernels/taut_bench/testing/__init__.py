@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import layout as formats_mma
@@ -37,13 +38,13 @@ class W4A16Case:
         group_size: G, already K for one group a channel.
     """
 
-    x: torch.Tensor
-    values: torch.Tensor
-    zeros: torch.Tensor | None
-    weight_packed: torch.Tensor
-    weight_scale: torch.Tensor
-    weight_zero_point: torch.Tensor | None
-    bias: torch.Tensor | None
+    x: Tensor
+    values: Tensor
+    zeros: Tensor | None
+    weight_packed: Tensor
+    weight_scale: Tensor
+    weight_zero_point: Tensor | None
+    bias: Tensor | None
     group_size: int
 
     def operands(self) -> tuple[Any, ...]:
@@ -63,7 +64,7 @@ class W4A16Case:
             self.group_size,
         )
 
-    def gold(self) -> torch.Tensor:
+    def gold(self) -> Tensor:
         """Return the product [M, N] in fp64, straight from the unpacked weights."""
         N, K = self.values.shape
         values = self.values.double().view(N, -1, self.group_size)
@@ -73,18 +74,18 @@ class W4A16Case:
         y = self.x.double() @ weight.t()
         return y if self.bias is None else y + self.bias.double()
 
-    def reference(self) -> torch.Tensor:
+    def reference(self) -> Tensor:
         """Return the product [M, N] in the dtype of ``x``: weights exact, fp32 accumulation."""
         return self._product(lambda weight: weight)
 
-    def rounded_reference(self) -> torch.Tensor:
+    def rounded_reference(self) -> Tensor:
         """Return the product [M, N] with each dequantised weight rounded to the dtype of ``x``.
 
         What Marlin, Machete and our kernels beyond 16 tokens compute; fp32 accumulation.
         """
         return self._product(lambda weight: weight.to(self.x.dtype).float())
 
-    def _product(self, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def _product(self, rounded: Callable[[Tensor], Tensor]) -> Tensor:
         N, K = self.values.shape
         values = self.values.float().view(N, -1, self.group_size)
         if self.zeros is not None:
@@ -144,13 +145,22 @@ def make_w4a16_case(
     )
 
 
-def max_error(actual: torch.Tensor, gold: torch.Tensor) -> float:
+def max_error(actual: Tensor, gold: Tensor) -> float:
     """Return the largest absolute difference, in fp64."""
     return (actual.double() - gold).abs().max().item() if gold.numel() else 0.0
 
 
+def why_outside_budget(actual: Tensor, gold: Tensor, reference: Tensor) -> str | None:
+    """Return why :func:`assert_within_budget` would fail, or None."""
+    try:
+        assert_within_budget(actual, gold, reference)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 def assert_within_budget(
-    actual: torch.Tensor, gold: torch.Tensor, reference: torch.Tensor, cancelled: float = 0.0
+    actual: Tensor, gold: Tensor, reference: Tensor, cancelled: float = 0.0
 ) -> None:
     """Hold a result to the error budget.
 
@@ -178,7 +188,7 @@ def assert_within_budget(
     assert error <= budget, f"error {error:.3e} is above the budget {budget:.3e}"
 
 
-def _empty_nan(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _empty_nan(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     if not dtype.is_floating_point:
         return torch.full(shape, torch.iinfo(dtype).min, dtype=dtype, device=device)
     return torch.full(shape, float("nan"), device=device).to(dtype)

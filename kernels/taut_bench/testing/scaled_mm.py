@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_bench import testing
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
@@ -32,14 +33,14 @@ class ScaledMmCase:
     """
 
     op: str
-    x: torch.Tensor
-    weight: torch.Tensor
-    x_scale: torch.Tensor
-    weight_scale: torch.Tensor
-    azp_adj: torch.Tensor | None
-    azp: torch.Tensor | None
-    bias: torch.Tensor | None
-    arrivals: torch.Tensor
+    x: Tensor
+    weight: Tensor
+    x_scale: Tensor
+    weight_scale: Tensor
+    azp_adj: Tensor | None
+    azp: Tensor | None
+    bias: Tensor | None
+    arrivals: Tensor
     out_dtype: torch.dtype
 
     def operands(self) -> tuple[Any, ...]:
@@ -48,12 +49,12 @@ class ScaledMmCase:
         zeros = (self.azp_adj, self.azp) if self.op == "w8a8_gemm" else ()
         return (*tensors, *zeros, self.bias, self.arrivals, self.out_dtype)
 
-    def reference(self) -> torch.Tensor:
+    def reference(self) -> Tensor:
         """Return the specification's result."""
         reference = w8a8.w8a8_gemm_ref if self.op == "w8a8_gemm" else fp8.fp8_gemm_ref
         return reference(*self.operands())
 
-    def why_wrong(self, actual: torch.Tensor) -> str | None:
+    def why_wrong(self, actual: Tensor) -> str | None:
         """Hold a GPU kernel's result to the error budget; return a reason, None where it is right.
 
         Hopper's FP8 tensor cores cut what they add (:func:`fp8_tensor_core_sums`), which the
@@ -71,7 +72,7 @@ class ScaledMmCase:
         error = testing.max_error(actual, gold)
         return None if error <= budget else f"error {error:.3e} is above the budget {budget:.3e}"
 
-    def gold(self) -> torch.Tensor:
+    def gold(self) -> Tensor:
         """Return the product in fp64, written out without the specification."""
         M, K = self.x.shape
         x = self.x.double()
@@ -90,7 +91,7 @@ class ScaledMmCase:
         return y if self.bias is None else y + self.bias.double()
 
 
-def fp8_tensor_core_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def fp8_tensor_core_sums(x: Tensor, weight: Tensor) -> Tensor:
     """Add products as Hopper's FP8 tensor cores do, in fp64 on any device.
 
     An instruction adds 32 products to a sum and cuts each of these 33 numbers at 2**-13 of the
@@ -115,7 +116,7 @@ def fp8_tensor_core_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def cut_results(case: ScaledMmCase) -> torch.Tensor:
+def cut_results(case: ScaledMmCase) -> Tensor:
     """Return what tensor cores that cut sums make of a case of :func:`extreme_case`.
 
     Block-wise sums begin anew every 128 products. Where an instruction converts e4m3 first, or K is
@@ -133,14 +134,14 @@ def cut_results(case: ScaledMmCase) -> torch.Tensor:
     return (sums.sum(0) * case.weight_scale.flatten()[0].double()).to(case.out_dtype)
 
 
-def launch_case(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
+def launch_case(tile: ScaledMmTile, case: ScaledMmCase) -> Tensor:
     """Run one tile on a product with scales per tensor, token or channel."""
     tensors = (case.x, case.weight, case.x_scale, case.weight_scale)
     optional = (case.azp_adj, case.azp, case.bias, case.arrivals)
     return launch(tile, *tensors, *optional, case.out_dtype)
 
 
-def launch_block_case(tile: ScaledMmTile, case: ScaledMmCase) -> torch.Tensor:
+def launch_block_case(tile: ScaledMmTile, case: ScaledMmCase) -> Tensor:
     """Run one tile on a product with blocks of weights, in poisoned memory.
 
     Raises:
@@ -183,12 +184,12 @@ def make_scaled_mm_case(
     generator = torch.Generator().manual_seed(seed)
     unit = 1.0 if op == "fp8_gemm" else 1 / 64
 
-    def draw(rows: int) -> torch.Tensor:
+    def draw(rows: int) -> Tensor:
         if op == "fp8_gemm":
             return torch.randn(rows, K, generator=generator).to(fp8.DTYPE)
         return torch.randint(-128, 128, (rows, K), generator=generator).to(torch.int8)
 
-    def scale(shape: tuple[int, ...], middle: float) -> torch.Tensor:
+    def scale(shape: tuple[int, ...], middle: float) -> Tensor:
         return (torch.rand(shape, generator=generator) + 0.5) * middle
 
     blocks = -(-K // BLOCK_GROUP)

@@ -22,9 +22,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation import silu_mul_launch
 from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rowwise import row_quant
 from taut_kernels.rowwise.rows import as_rows, check_scale
 
@@ -33,8 +35,8 @@ MAX_N = 262144
 
 
 def silu_mul_ref(
-    x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
-) -> torch.Tensor:
+    x: Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
+) -> Tensor:
     """Activate in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -58,32 +60,22 @@ def silu_mul_ref(
 
 
 def silu_mul_quant_ref(
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Activate, then quantise each row: the specification of `taut::silu_mul_quant`."""
     return row_quant.quantize_rows_ref(silu_mul_ref(x, alpha, beta, limit, interleaved), dtype)
 
 
 def silu_mul_static_quant_ref(
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-    scale: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool, scale: Tensor
+) -> Tensor:
     """Activate, then quantise by ``scale``: the specification of `taut::silu_mul_static_quant`."""
     return row_quant.quantize_static_ref(silu_mul_ref(x, alpha, beta, limit, interleaved), scale)
 
 
 def _launch_silu_mul(
-    x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
-) -> torch.Tensor:
+    x: Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
+) -> Tensor:
     (M, columns), dtype, device = x.shape, x.dtype, x.device
     N, early = columns // 2, early_start.EARLY_TOKENS
     y = launcher.empty((M, N), dtype=dtype, device=device)
@@ -94,13 +86,8 @@ def _launch_silu_mul(
 
 
 def _launch_silu_mul_quant(
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     (M, columns), device = x.shape, x.device
     N, early = columns // 2, early_start.EARLY_TOKENS
     q = launcher.empty((M, N), dtype=dtype, device=device)
@@ -112,13 +99,8 @@ def _launch_silu_mul_quant(
 
 
 def _launch_silu_mul_static_quant(
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-    scale: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool, scale: Tensor
+) -> Tensor:
     (M, columns), device = x.shape, x.device
     N, early = columns // 2, early_start.EARLY_TOKENS
     q = launcher.empty((M, N), dtype=row_quant.FP8, device=device)
@@ -128,46 +110,44 @@ def _launch_silu_mul_static_quant(
     return q
 
 
-def _fake_silu_mul(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_silu_mul(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
 
-def _fake_silu_mul_quant(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_silu_mul_quant(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     q = x.new_empty((x.shape[0], x.shape[1] // 2), dtype=rest[-1])
     return q, x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-def _fake_silu_mul_static_quant(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_silu_mul_static_quant(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2), dtype=row_quant.FP8)
 
 
 _ACTIVATION = "Tensor x, float alpha, float beta, float? limit, bool interleaved"
-torch.library.define("taut::silu_mul", f"({_ACTIVATION}) -> Tensor")
-torch.library.impl("taut::silu_mul", "CPU", silu_mul_ref)
-torch.library.impl("taut::silu_mul", "CUDA", _launch_silu_mul)
-torch.library.register_fake("taut::silu_mul", _fake_silu_mul)
-
-torch.library.define(
-    "taut::silu_mul_quant", f"({_ACTIVATION}, ScalarType dtype) -> (Tensor, Tensor)"
+register_op(
+    f"taut::silu_mul({_ACTIVATION}) -> Tensor", silu_mul_ref, _launch_silu_mul, _fake_silu_mul
 )
-torch.library.impl("taut::silu_mul_quant", "CPU", silu_mul_quant_ref)
-torch.library.impl("taut::silu_mul_quant", "CUDA", _launch_silu_mul_quant)
-torch.library.register_fake("taut::silu_mul_quant", _fake_silu_mul_quant)
 
-torch.library.define("taut::silu_mul_static_quant", f"({_ACTIVATION}, Tensor scale) -> Tensor")
-torch.library.impl("taut::silu_mul_static_quant", "CPU", silu_mul_static_quant_ref)
-torch.library.impl("taut::silu_mul_static_quant", "CUDA", _launch_silu_mul_static_quant)
-torch.library.register_fake("taut::silu_mul_static_quant", _fake_silu_mul_static_quant)
+_SILU_MUL_QUANT = f"taut::silu_mul_quant({_ACTIVATION}, ScalarType dtype) -> (Tensor, Tensor)"
+register_op(_SILU_MUL_QUANT, silu_mul_quant_ref, _launch_silu_mul_quant, _fake_silu_mul_quant)
+
+_SILU_MUL_STATIC_QUANT = f"taut::silu_mul_static_quant({_ACTIVATION}, Tensor scale) -> Tensor"
+register_op(
+    _SILU_MUL_STATIC_QUANT,
+    silu_mul_static_quant_ref,
+    _launch_silu_mul_static_quant,
+    _fake_silu_mul_static_quant,
+)
 
 
 def silu_mul(
-    x: torch.Tensor,
+    x: Tensor,
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply activated gates by ups.
 
     Args:
@@ -184,20 +164,20 @@ def silu_mul(
         ValueError: a shape, dtype or layout the contract does not allow; names the argument.
     """
     rows = _check(x, limit)
-    y: torch.Tensor = torch.ops.taut.silu_mul.default(rows, alpha, beta, limit, interleaved)
+    y: Tensor = torch.ops.taut.silu_mul.default(rows, alpha, beta, limit, interleaved)
     return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def silu_mul_quant(
-    x: torch.Tensor,
+    x: Tensor,
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
     dtype: torch.dtype = row_quant.FP8,
-    scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Multiply activated gates by ups and quantise the rows.
 
     Args:
@@ -223,7 +203,7 @@ def silu_mul_quant(
         if dtype is not row_quant.FP8:
             raise ValueError(f"scale is for dtype torch.float8_e4m3fn only, got {dtype}")
         check_scale(scale, x)
-        static: torch.Tensor = torch.ops.taut.silu_mul_static_quant.default(
+        static: Tensor = torch.ops.taut.silu_mul_static_quant.default(
             rows, alpha, beta, limit, interleaved, scale
         )
         return static.view(shape), scale
@@ -231,7 +211,7 @@ def silu_mul_quant(
     return q.view(shape), scales.view(*x.shape[:-1], 1)
 
 
-def _check(x: torch.Tensor, limit: float | None) -> torch.Tensor:
+def _check(x: Tensor, limit: float | None) -> Tensor:
     rows = as_rows("x", x, DTYPES, 2 * MAX_N)
     if x.shape[-1] % 2:
         raise ValueError(f"x must have an even number of columns, got {x.shape[-1]}")

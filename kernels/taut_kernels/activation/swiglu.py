@@ -22,9 +22,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation import swiglu_launch as kernels
 from taut_kernels.activation.silu_mul import silu_mul_ref
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rowwise.training_arguments import (
     MAX_N,
     check_like,
@@ -33,119 +35,115 @@ from taut_kernels.rowwise.training_arguments import (
 )
 
 
-def _fake_silu(x: torch.Tensor) -> torch.Tensor:
+def _fake_silu(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _fake_silu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_swiglu(gate: torch.Tensor, up: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_swiglu(gate: Tensor, up: Tensor, *_: Any) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-def _fake_swiglu_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _fake_swiglu_packed(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_swiglu_packed(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
 
-def _fake_swiglu_packed_backward(dy: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_swiglu_packed_backward(dy: Tensor, x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _setup_silu(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_silu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
 
 
-def _backward_silu(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-    dx: torch.Tensor = torch.ops.taut.silu_backward(dy, *ctx.saved_tensors)
+def _backward_silu(ctx: Any, dy: Tensor) -> Tensor:
+    dx: Tensor = torch.ops.taut.silu_backward(dy, *ctx.saved_tensors)
     return dx
 
 
-def _setup_swiglu(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
     ctx.form = inputs[2:]
 
 
-def _backward_swiglu(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward_swiglu(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.taut.swiglu_backward(dy, *ctx.saved_tensors, *ctx.form)
     return (*gradients, None, None, None)
 
 
-def _setup_packed(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_packed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.form = inputs[1:]
 
 
-def _backward_packed(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward_packed(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = torch.ops.taut.swiglu_packed_backward(dy, *ctx.saved_tensors, *ctx.form)
     return (dx, None, None, None, None)
 
 
-def _no_second_silu(ctx: Any, *_: torch.Tensor) -> None:
+def _no_second_silu(ctx: Any, *_: Tensor) -> None:
     refuse_second_derivative("silu")
 
 
-def _no_second_swiglu(ctx: Any, *_: torch.Tensor) -> None:
+def _no_second_swiglu(ctx: Any, *_: Tensor) -> None:
     refuse_second_derivative("swiglu")
 
 
-def _no_second_packed(ctx: Any, *_: torch.Tensor) -> None:
+def _no_second_packed(ctx: Any, *_: Tensor) -> None:
     refuse_second_derivative("swiglu_packed")
 
 
 _FORM = "float alpha, float beta, float? limit"
-torch.library.define("taut::silu", "(Tensor x) -> Tensor")
-torch.library.impl("taut::silu", "CPU", kernels.silu_ref)
-torch.library.impl("taut::silu", "CUDA", kernels.launch_silu)
-torch.library.register_fake("taut::silu", _fake_silu)
+register_op("taut::silu(Tensor x) -> Tensor", kernels.silu_ref, kernels.launch_silu, _fake_silu)
 torch.library.register_autograd("taut::silu", _backward_silu, setup_context=_setup_silu)
 
-torch.library.define("taut::silu_backward", "(Tensor dy, Tensor x) -> Tensor")
-torch.library.impl("taut::silu_backward", "CPU", kernels.silu_backward_ref)
-torch.library.impl("taut::silu_backward", "CUDA", kernels.launch_silu_backward)
-torch.library.register_fake("taut::silu_backward", _fake_silu_backward)
+_SILU_BACKWARD = "taut::silu_backward(Tensor dy, Tensor x) -> Tensor"
+register_op(
+    _SILU_BACKWARD, kernels.silu_backward_ref, kernels.launch_silu_backward, _fake_silu_backward
+)
 torch.library.register_autograd("taut::silu_backward", _no_second_silu)
 
-torch.library.define("taut::swiglu", f"(Tensor gate, Tensor up, {_FORM}) -> Tensor")
-torch.library.impl("taut::swiglu", "CPU", kernels.swiglu_ref)
-torch.library.impl("taut::swiglu", "CUDA", kernels.launch)
-torch.library.register_fake("taut::swiglu", _fake_swiglu)
+_SWIGLU = f"taut::swiglu(Tensor gate, Tensor up, {_FORM}) -> Tensor"
+register_op(_SWIGLU, kernels.swiglu_ref, kernels.launch, _fake_swiglu)
 torch.library.register_autograd("taut::swiglu", _backward_swiglu, setup_context=_setup_swiglu)
 
-torch.library.define(
-    "taut::swiglu_backward", f"(Tensor dy, Tensor gate, Tensor up, {_FORM}) -> (Tensor, Tensor)"
+_SWIGLU_BACKWARD = (
+    f"taut::swiglu_backward(Tensor dy, Tensor gate, Tensor up, {_FORM}) -> (Tensor, Tensor)"
 )
-torch.library.impl("taut::swiglu_backward", "CPU", kernels.swiglu_backward_ref)
-torch.library.impl("taut::swiglu_backward", "CUDA", kernels.launch_swiglu_backward)
-torch.library.register_fake("taut::swiglu_backward", _fake_swiglu_backward)
+register_op(
+    _SWIGLU_BACKWARD,
+    kernels.swiglu_backward_ref,
+    kernels.launch_swiglu_backward,
+    _fake_swiglu_backward,
+)
 torch.library.register_autograd("taut::swiglu_backward", _no_second_swiglu)
 
-torch.library.define("taut::swiglu_packed", f"(Tensor x, {_FORM}, bool interleaved) -> Tensor")
-torch.library.impl("taut::swiglu_packed", "CPU", silu_mul_ref)
-torch.library.impl("taut::swiglu_packed", "CUDA", kernels.launch_packed)
-torch.library.register_fake("taut::swiglu_packed", _fake_swiglu_packed)
+_SWIGLU_PACKED = f"taut::swiglu_packed(Tensor x, {_FORM}, bool interleaved) -> Tensor"
+register_op(_SWIGLU_PACKED, silu_mul_ref, kernels.launch_packed, _fake_swiglu_packed)
 torch.library.register_autograd(
     "taut::swiglu_packed", _backward_packed, setup_context=_setup_packed
 )
 
-torch.library.define(
-    "taut::swiglu_packed_backward",
-    f"(Tensor dy, Tensor x, {_FORM}, bool interleaved) -> Tensor",
+_SWIGLU_PACKED_BACKWARD = (
+    f"taut::swiglu_packed_backward(Tensor dy, Tensor x, {_FORM}, bool interleaved) -> Tensor"
 )
-torch.library.impl("taut::swiglu_packed_backward", "CPU", kernels.swiglu_packed_backward_ref)
-torch.library.impl("taut::swiglu_packed_backward", "CUDA", kernels.launch_swiglu_packed_backward)
-torch.library.register_fake("taut::swiglu_packed_backward", _fake_swiglu_packed_backward)
+register_op(
+    _SWIGLU_PACKED_BACKWARD,
+    kernels.swiglu_packed_backward_ref,
+    kernels.launch_swiglu_packed_backward,
+    _fake_swiglu_packed_backward,
+)
 torch.library.register_autograd("taut::swiglu_packed_backward", _no_second_packed)
 
 
-def silu(x: torch.Tensor) -> torch.Tensor:
+def silu(x: Tensor) -> Tensor:
     """Apply x · σ(x), differentiable.
 
     Args:
@@ -158,18 +156,13 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: a shape, dtype or layout the contract does not allow; names the argument.
     """
-    y: torch.Tensor = torch.ops.taut.silu(rows_of("x", x))
+    y: Tensor = torch.ops.taut.silu(rows_of("x", x))
     return y.view(x.shape)
 
 
 def swiglu(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    *,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    limit: float | None = None,
-) -> torch.Tensor:
+    gate: Tensor, up: Tensor, *, alpha: float = 1.0, beta: float = 0.0, limit: float | None = None
+) -> Tensor:
     """Multiply activated gates by ups, differentiable.
 
     Args:
@@ -189,18 +182,18 @@ def swiglu(
     """
     gates, ups = rows_of("gate", gate), check_like("up", up, gate)
     _check_limit(limit)
-    y: torch.Tensor = torch.ops.taut.swiglu(gates, ups, alpha, beta, limit)
+    y: Tensor = torch.ops.taut.swiglu(gates, ups, alpha, beta, limit)
     return y.view(gate.shape)
 
 
 def swiglu_packed(
-    x: torch.Tensor,
+    x: Tensor,
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
     limit: float | None = None,
     interleaved: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply activated gates by ups that lie in one tensor, differentiable by it as a whole.
 
     Args:
@@ -220,7 +213,7 @@ def swiglu_packed(
     if x.shape[-1] % 2:
         raise ValueError(f"x must have an even number of columns, got {x.shape[-1]}")
     _check_limit(limit)
-    y: torch.Tensor = torch.ops.taut.swiglu_packed(rows, alpha, beta, limit, interleaved)
+    y: Tensor = torch.ops.taut.swiglu_packed(rows, alpha, beta, limit, interleaved)
     return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
 

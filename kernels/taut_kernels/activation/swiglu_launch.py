@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation import silu_mul, silu_mul_launch
 from taut_kernels.activation.swiglu_kernel import swiglu_backward_kernel, swiglu_kernel
@@ -19,20 +20,18 @@ Form = tuple[float, float, float | None]
 _PLAIN: Form = (1.0, 0.0, None)
 
 
-def silu_ref(x: torch.Tensor) -> torch.Tensor:
+def silu_ref(x: Tensor) -> Tensor:
     """Apply SiLU in plain torch: the specification, and the op's CPU implementation."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.sigmoid(wide)).to(x.dtype).contiguous()
 
 
-def silu_backward_ref(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def silu_backward_ref(dy: Tensor, x: Tensor) -> Tensor:
     """Compute the gradient of SiLU in plain torch: the specification of `taut::silu_backward`."""
     return swiglu_backward_ref(dy, x, torch.ones_like(x), *_PLAIN)[0]
 
 
-def swiglu_ref(
-    gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float, limit: float | None
-) -> torch.Tensor:
+def swiglu_ref(gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float | None) -> Tensor:
     """Activate in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -49,13 +48,8 @@ def swiglu_ref(
 
 
 def swiglu_backward_ref(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float | None
+) -> tuple[Tensor, Tensor]:
     """Compute the gradients in plain torch: the specification of `taut::swiglu_backward`.
 
     Args:
@@ -82,20 +76,15 @@ def swiglu_backward_ref(
     return d_gate.to(gate.dtype).contiguous(), d_up.to(up.dtype).contiguous()
 
 
-def halves(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """View gates and ups of a packed tensor [M, 2N], each [M, N]."""
     N = x.shape[1] // 2
     return (x[:, ::2], x[:, 1::2]) if interleaved else (x[:, :N], x[:, N:])
 
 
 def swiglu_packed_backward_ref(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-) -> torch.Tensor:
+    dy: Tensor, x: Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
+) -> Tensor:
     """Compute the gradient in plain torch: the specification of `taut::swiglu_packed_backward`."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     gradients = swiglu_backward_ref(dy, *halves(x, interleaved), alpha, beta, limit)
@@ -119,13 +108,13 @@ def _grid(tile: TrainingTile, block: int, M: int, N: int) -> tuple[int, int, int
 
 
 def launch(
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
+    gate: Tensor,
+    up: Tensor | None,
     alpha: float,
     beta: float,
     limit: float | None,
     tile: TrainingTile | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Run the forward kernel; what the ops do, and what tuning calls.
 
     Args:
@@ -163,11 +152,11 @@ def launch(
 
 
 def launch_backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor | None,
-    d_gate: torch.Tensor,
-    d_up: torch.Tensor | None,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    d_gate: Tensor,
+    d_up: Tensor | None,
     form: Form,
     *,
     interleaved: bool = False,
@@ -205,12 +194,12 @@ def launch_backward(
     )
 
 
-def launch_silu(x: torch.Tensor) -> torch.Tensor:
+def launch_silu(x: Tensor) -> Tensor:
     """Run `taut::silu`."""
     return launch(x, None, *_PLAIN)
 
 
-def launch_silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def launch_silu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """Run `taut::silu_backward`."""
     dx = launcher.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
     launch_backward(dy, x, None, dx, None, _PLAIN)
@@ -218,13 +207,8 @@ def launch_silu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def launch_swiglu_backward(
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, gate: Tensor, up: Tensor, alpha: float, beta: float, limit: float | None
+) -> tuple[Tensor, Tensor]:
     """Run `taut::swiglu_backward`; arguments as :func:`swiglu_backward_ref`."""
     shape = tuple(gate.shape)
     d_gate, d_up = (launcher.empty(shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
@@ -233,8 +217,8 @@ def launch_swiglu_backward(
 
 
 def launch_packed(
-    x: torch.Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
-) -> torch.Tensor:
+    x: Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
+) -> Tensor:
     """Run `taut::swiglu_packed`: serving's kernel and its measured tiles."""
     M, N = x.shape[0], x.shape[1] // 2
     y = launcher.empty((M, N), dtype=x.dtype, device=x.device)
@@ -244,13 +228,8 @@ def launch_packed(
 
 
 def launch_swiglu_packed_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-) -> torch.Tensor:
+    dy: Tensor, x: Tensor, alpha: float, beta: float, limit: float | None, interleaved: bool
+) -> Tensor:
     """Run `taut::swiglu_packed_backward`."""
     dx = launcher.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
     form = (alpha, beta, limit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 96, 128, 256)
@@ -20,11 +21,11 @@ def padded_dim(dim: int) -> int:
 
 
 def check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
     max_q: int | None,
     max_k: int | None,
 ) -> None:
@@ -69,7 +70,7 @@ def check(
             )
 
 
-def _check_tensor(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
+def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
     if x.dtype not in DTYPES or x.dtype != q.dtype:
         raise ValueError(f"{name} must be bfloat16 or float16, all alike, got {x.dtype}")
     if x.device != q.device:
@@ -79,11 +80,7 @@ def _check_tensor(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def _check_bounds(
-    q: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    max_q: int | None,
-    max_k: int | None,
+    q: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int | None, max_k: int | None
 ) -> None:
     if cu_q is None:
         if cu_k is not None or max_q is not None or max_k is not None:
@@ -101,12 +98,7 @@ def _check_bounds(
 
 
 def check_bounds_of_packed(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
+    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, max_q: int, max_k: int
 ) -> None:
     """Refuse bounds that do not fit the tokens; reads them, so for tensors on the CPU only.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.attention.arguments import DTYPES, HEAD_DIMS
 
@@ -15,11 +16,7 @@ _MAX_OFFSET = 2**31
 
 
 def check(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_lens: Tensor
 ) -> None:
     """Refuse tensors that the contract of :mod:`.decode.op` does not allow.
 
@@ -55,7 +52,7 @@ def check(
             raise ValueError(f"{name} must be on {q.device} with elements next to each other")
 
 
-def _check_queries(q: torch.Tensor) -> None:
+def _check_queries(q: Tensor) -> None:
     if q.dim() != 4:
         raise ValueError(f"q must be [B, Hq, D] or [B, T, Hq, D], got shape {tuple(q.shape)}")
     if q.dtype not in DTYPES:
@@ -70,7 +67,7 @@ def _check_queries(q: torch.Tensor) -> None:
         raise ValueError(f"q: at most {_MAX_GRID} sequences and heads, got {tuple(q.shape)}")
 
 
-def _check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
+def _check_cache(name: str, cache: Tensor, q: Tensor) -> None:
     if cache.dim() != 4:
         raise ValueError(f"{name} must be [pages, page size, Hk, D], got {tuple(cache.shape)}")
     if cache.dtype not in EIGHT_BIT and cache.dtype != q.dtype:
@@ -90,7 +87,7 @@ def _check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
         raise ValueError(f"{name} must have even strides: pairs of elements are read as one word")
 
 
-def check_scale(name: str, scale: torch.Tensor | None, k_cache: torch.Tensor) -> None:
+def check_scale(name: str, scale: Tensor | None, k_cache: Tensor) -> None:
     """Refuse a scale that is neither one number nor one a key head.
 
     Args:
@@ -113,7 +110,7 @@ def check_scale(name: str, scale: torch.Tensor | None, k_cache: torch.Tensor) ->
         raise ValueError(f"{name} must be on {k_cache.device}, got {scale.device}")
 
 
-def check_arrivals(arrivals: torch.Tensor | None, q: torch.Tensor) -> None:
+def check_arrivals(arrivals: Tensor | None, q: Tensor) -> None:
     """Refuse counters that are too few, of another type or elsewhere.
 
     Args:

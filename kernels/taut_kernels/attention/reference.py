@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 
 def _spans(
-    q: torch.Tensor, k: torch.Tensor, cu_q: torch.Tensor | None, cu_k: torch.Tensor | None
+    q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None
 ) -> Iterator[tuple[tuple[int | slice, ...], tuple[int | slice, ...]]]:
     """Yield of each sequence where its queries and its keys are."""
     if cu_q is None or cu_k is None:
@@ -23,7 +24,7 @@ def _spans(
         )
 
 
-def seen_keys(count_q: int, count_k: int, causal: bool, window: int) -> torch.Tensor:
+def seen_keys(count_q: int, count_k: int, causal: bool, window: int) -> Tensor:
     """Return which keys each query of one sequence sees: [Tq, Tk] bool."""
     places = torch.arange(count_q)[:, None] + count_k - count_q
     keys = torch.arange(count_k)[None, :]
@@ -36,8 +37,8 @@ def seen_keys(count_q: int, count_k: int, causal: bool, window: int) -> torch.Te
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, window: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, causal: bool, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return weights [Hq, Tq, Tk] and lse [Hq, Tq] of one sequence, in fp32 or fp64."""
     kind = torch.promote_types(q.dtype, torch.float32)
     keys = k.to(kind).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -50,17 +51,17 @@ def _weights(
 
 
 def attention_ref(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
     max_q: int,
     max_k: int,
     causal: bool,
     window: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attend in plain torch; fp64 inputs give fp64 without roundings, for gold results.
 
     Args:
@@ -91,20 +92,20 @@ def attention_ref(
 
 
 def attention_backward_ref(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    cu_q: torch.Tensor | None,
-    cu_k: torch.Tensor | None,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
     max_q: int,
     max_k: int,
     causal: bool,
     window: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of :func:`attention_ref`, by the formulas and not by autograd."""
     kind = torch.promote_types(q.dtype, torch.float32)
     heads, heads_k = q.shape[-2], k.shape[-2]

@@ -11,11 +11,12 @@ Source    codebooks with a scale a group: GPTVQ, arXiv:2402.15319, §3.2; the pa
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _BYTE = 8
 
 
-def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack the codes of each row into bytes.
 
     Args:
@@ -34,11 +35,11 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     each = torch.arange(bits, dtype=torch.uint8, device=codes.device)
     stream = (codes[..., None] >> each) & 1
     places = torch.arange(_BYTE, dtype=torch.uint8, device=codes.device)
-    packed: torch.Tensor = (stream.view(n, -1, _BYTE) << places).sum(-1, dtype=torch.uint8)
+    packed: Tensor = (stream.view(n, -1, _BYTE) << places).sum(-1, dtype=torch.uint8)
     return packed
 
 
-def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """Inverse of :func:`pack_codes`.
 
     Args:
@@ -51,13 +52,11 @@ def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
     places = torch.arange(_BYTE, dtype=torch.uint8, device=packed.device)
     stream = (packed[..., None] >> places) & 1
     each = torch.arange(bits, dtype=torch.uint8, device=packed.device)
-    codes: torch.Tensor = (stream.view(packed.shape[0], -1, bits) << each).sum(
-        -1, dtype=torch.uint8
-    )
+    codes: Tensor = (stream.view(packed.shape[0], -1, bits) << each).sum(-1, dtype=torch.uint8)
     return codes
 
 
-def dequantise(codes: torch.Tensor, scale: torch.Tensor, book: torch.Tensor) -> torch.Tensor:
+def dequantise(codes: Tensor, scale: Tensor, book: Tensor) -> Tensor:
     """Return the weight that codes stand for.
 
     Args:

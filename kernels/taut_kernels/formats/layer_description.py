@@ -206,10 +206,7 @@ def _base(place: str, described: Any) -> PackedBase:
 
 
 def _require_keys(
-    place: str,
-    described: Mapping[str, Any],
-    needed: set[str],
-    optional: set[str] | None = None,
+    place: str, described: Mapping[str, Any], needed: set[str], optional: set[str] | None = None
 ) -> None:
     missing = sorted(needed - described.keys())
     if missing:

@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 
 def low_rank_linear(
-    x: torch.Tensor,
-    down: torch.Tensor,
-    ups: Sequence[torch.Tensor],
-    orders: Sequence[torch.Tensor | None] | None = None,
-) -> torch.Tensor:
+    x: Tensor, down: Tensor, ups: Sequence[Tensor], orders: Sequence[Tensor | None] | None = None
+) -> Tensor:
     """Multiply by the factors of one layer, or of several that read the same input.
 
     Args:
@@ -42,7 +40,7 @@ def low_rank_linear(
     return torch.cat([_outputs(*part) for part in parts], dim=-1)
 
 
-def _outputs(inner: torch.Tensor, up: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+def _outputs(inner: Tensor, up: Tensor, order: Tensor | None) -> Tensor:
     """The outputs of one part, [..., N], from ``x @ weight_vᵀ`` [..., r]."""
     if order is None:
         return linear(inner, up)
@@ -50,11 +48,11 @@ def _outputs(inner: torch.Tensor, up: torch.Tensor, order: torch.Tensor | None) 
 
 
 def dense_rows(
-    downs: Sequence[torch.Tensor],
-    ups: Sequence[torch.Tensor],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
     rows: slice,
-    orders: Sequence[torch.Tensor | None] | None = None,
-) -> torch.Tensor:
+    orders: Sequence[Tensor | None] | None = None,
+) -> Tensor:
     """Return rows of the dense weight that the factors of one or more layers stand for.
 
     Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -31,9 +31,7 @@ class Describe:
         self._block, self._layout = block, layout
         self._checked: dict[str, Any] | None = None
 
-    def __call__(
-        self, base: torch.Tensor, shape: list[int], strides: list[int]
-    ) -> TensorDescriptor:
+    def __call__(self, base: Tensor, shape: list[int], strides: list[int]) -> TensorDescriptor:
         """Describe an operand; Triton checks the first one.
 
         Args:

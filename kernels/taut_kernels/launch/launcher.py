@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 from triton import knobs
 
 from taut_kernels.launch import assembler as launch_assembler
@@ -27,12 +28,12 @@ in front of it has ended, and waits for it inside."""
 # CUDA was started, which a tensor on a GPU answers. The other allocates on the current device as
 # `torch.empty` does, without torch's dispatcher: the code that Inductor writes calls it.
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_empty_here: Callable[..., torch.Tensor] | None = getattr(
+_empty_here: Callable[..., Tensor] | None = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", None
 )
 
 
-def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def empty(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate an uninitialised contiguous tensor; the seam the NaN poison replaces.
 
     Under ``torch.use_deterministic_algorithms`` it is not filled, as `torch.empty` would be:
@@ -119,7 +120,7 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(_numbered(device))
 
 
-def aligned(x: torch.Tensor) -> torch.Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Return ``x`` [M, K] itself where each row can be read 16 bytes at a time, else a copy."""
     row, column = x.stride()
     if column == 1 and row * x.element_size() % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0:
@@ -169,7 +170,7 @@ class Form:
     def __call__(
         self,
         grid: tuple[int, int, int],
-        pointers: tuple[torch.Tensor | None, ...],
+        pointers: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
         constants: Callable[[], tuple[Constants, Constants]],
         strides: tuple[int, ...] = (),
@@ -236,7 +237,7 @@ class Form:
     def _compile_ahead(
         self,
         grid: tuple[int, int, int],
-        pointers: tuple[torch.Tensor | None, ...],
+        pointers: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
         constants: Callable[[], tuple[Constants, Constants]],
     ) -> None:
@@ -248,7 +249,7 @@ class Form:
     def _launch_through_triton(
         self,
         grid: tuple[int, int, int],
-        pointers: tuple[torch.Tensor | None, ...],
+        pointers: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
         constants: Callable[[], tuple[Constants, Constants]],
     ) -> Any:
@@ -293,7 +294,7 @@ class Launcher:
         self,
         key: Hashable,
         grid: tuple[int, int, int],
-        pointers: tuple[torch.Tensor | None, ...],
+        pointers: tuple[Tensor | None, ...],
         numbers: tuple[float, ...],
         constants: Callable[[], tuple[Constants, Constants]],
         strides: tuple[int, ...] = (),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.loss.row_softmax import Objective
@@ -36,9 +37,7 @@ class Statistics:
         self.values = torch.zeros((4, M), dtype=dtype, device=device)
         self.values[0] = float("-inf")
 
-    def finish(
-        self, target: torch.Tensor, objective: Objective, V: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish(self, target: Tensor, objective: Objective, V: int) -> tuple[Tensor, Tensor]:
         """Return losses and lse, [M] each, once every block was taken in.
 
         Args:
@@ -56,17 +55,13 @@ class Statistics:
         return losses.where(counts, 0.0), lse.where(counts, 0.0)
 
 
-def _capped(logits: torch.Tensor, dtype: torch.dtype, softcap: float) -> torch.Tensor:
+def _capped(logits: Tensor, dtype: torch.dtype, softcap: float) -> Tensor:
     z = logits.to(dtype)
     return softcap * torch.tanh(z / softcap) if softcap else z
 
 
 def statistics_ref(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    statistics: torch.Tensor,
-    start: int,
-    objective: Objective,
+    logits: Tensor, target: Tensor, statistics: Tensor, start: int, objective: Objective
 ) -> None:
     """Take a block into the statistics, in plain torch.
 
@@ -92,11 +87,11 @@ def statistics_ref(
 
 
 def gradient_ref(
-    logits: torch.Tensor,
-    grad: torch.Tensor,
-    target: torch.Tensor,
-    scale: torch.Tensor,
-    lse: torch.Tensor,
+    logits: Tensor,
+    grad: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    lse: Tensor,
     start: int,
     V: int,
     objective: Objective,
@@ -132,11 +127,7 @@ def block_options(columns: int) -> tuple[int, int]:
 
 
 def launch_statistics(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    statistics: torch.Tensor,
-    start: int,
-    objective: Objective,
+    logits: Tensor, target: Tensor, statistics: Tensor, start: int, objective: Objective
 ) -> None:
     """Take a block into the statistics with the kernel; arguments as :func:`statistics_ref`."""
     R, columns = logits.shape
@@ -160,11 +151,11 @@ def launch_statistics(
 
 
 def launch_gradient(
-    logits: torch.Tensor,
-    grad: torch.Tensor,
-    target: torch.Tensor,
-    scale: torch.Tensor,
-    lse: torch.Tensor,
+    logits: Tensor,
+    grad: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    lse: Tensor,
     start: int,
     V: int,
     objective: Objective,

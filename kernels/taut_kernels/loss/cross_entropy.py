@@ -29,8 +29,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss import gradient_scale
 from taut_kernels.loss.projection import DTYPES
 from taut_kernels.loss.reduction import (
@@ -49,13 +51,8 @@ Options = tuple[int, float, float, float, str]
 
 
 def _forward(
-    rows: Rows,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    options: Options,
-    check: bool,
-    grad: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Rows, logits: Tensor, target: Tensor, options: Options, check: bool, grad: Tensor | None
+) -> tuple[Tensor, Tensor]:
     objective, reduction = Objective(*options[:4]), options[4]
     if check or not target.is_cuda:
         check_values(target, logits.shape[-1], objective.ignore_index)
@@ -68,8 +65,8 @@ def _forward(
 
 # The options of the ops come in the order of their schemas: those of Objective, then the reduction.
 def _cross_entropy(
-    rows: Rows, logits: torch.Tensor, target: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows: Rows, logits: Tensor, target: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     check, with_grad = options[5:]
     shape = tuple(logits.shape) if with_grad else (0,)
     grad = launcher.empty(shape, dtype=logits.dtype, device=logits.device)
@@ -77,91 +74,81 @@ def _cross_entropy(
 
 
 def _cross_entropy_(
-    rows: Rows, logits: torch.Tensor, target: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: Rows, logits: Tensor, target: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
     return _forward(rows, logits, target, options[:5], options[5], logits)
 
 
-def _backward(rows: Rows, grad_loss: torch.Tensor, *saved: Any, grad: torch.Tensor) -> None:
+def _backward(rows: Rows, grad_loss: Tensor, *saved: Any, grad: Tensor) -> None:
     logits, target, lse, *objective, reduction = saved
     scale = row_weights(target, objective[0], reduction, lse.dtype) * grad_loss.to(lse.dtype)
     rows(logits, target, Objective(*objective), scale.contiguous(), grad, lse)
 
 
-def _cross_entropy_backward(
-    rows: Rows, grad_loss: torch.Tensor, logits: torch.Tensor, *rest: Any
-) -> torch.Tensor:
+def _cross_entropy_backward(rows: Rows, grad_loss: Tensor, logits: Tensor, *rest: Any) -> Tensor:
     grad = launcher.empty(tuple(logits.shape), dtype=logits.dtype, device=logits.device)
     _backward(rows, grad_loss, logits, *rest, grad=grad)
     return grad
 
 
-def _cross_entropy_backward_(
-    rows: Rows, grad_loss: torch.Tensor, logits: torch.Tensor, *rest: Any
-) -> None:
+def _cross_entropy_backward_(rows: Rows, grad_loss: Tensor, logits: Tensor, *rest: Any) -> None:
     _backward(rows, grad_loss, logits, *rest, grad=logits)
 
 
 _OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction"
 _BACKWARD = "Tensor target, Tensor lse, " + _OPTIONS
-_LIBRARY: dict[str, tuple[str, Callable[..., Any]]] = {
-    "cross_entropy": (
-        f"(Tensor logits, Tensor target, {_OPTIONS}, bool check, bool with_grad)"
-        " -> (Tensor, Tensor, Tensor)",
-        _cross_entropy,
-    ),
-    "cross_entropy_": (
-        f"(Tensor(a!) logits, Tensor target, {_OPTIONS}, bool check) -> (Tensor, Tensor)",
-        _cross_entropy_,
-    ),
-    "cross_entropy_backward": (
-        f"(Tensor grad_loss, Tensor logits, {_BACKWARD}) -> Tensor",
-        _cross_entropy_backward,
-    ),
-    "cross_entropy_backward_": (
-        f"(Tensor grad_loss, Tensor(a!) logits, {_BACKWARD}) -> ()",
-        _cross_entropy_backward_,
-    ),
-}
-for _name, (_schema, _implementation) in _LIBRARY.items():
-    torch.library.define(f"taut::{_name}", _schema)
-    torch.library.impl(f"taut::{_name}", "CPU", partial(_implementation, cross_entropy_ref))
-    torch.library.impl(f"taut::{_name}", "CUDA", partial(_implementation, launch))
 
 
-def _fake_losses(logits: torch.Tensor, target: torch.Tensor, reduction: str) -> list[torch.Tensor]:
+def _fake_losses(logits: Tensor, target: Tensor, reduction: str) -> list[Tensor]:
     dtype = accumulator(logits.dtype)
     shape = loss_shape(target.shape[0], reduction)
     return [logits.new_empty(shape, dtype=dtype), logits.new_empty(target.shape, dtype=dtype)]
 
 
-def _fake_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, ...]:
+def _fake_cross_entropy(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
     reduction, _, with_grad = options[4:]
     grad = logits.new_empty(tuple(logits.shape) if with_grad else (0,))
     return *_fake_losses(logits, target, reduction), grad
 
 
-def _fake_cross_entropy_(
-    logits: torch.Tensor, target: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, ...]:
+def _fake_cross_entropy_(logits: Tensor, target: Tensor, *options: Any) -> tuple[Tensor, ...]:
     return tuple(_fake_losses(logits, target, options[4]))
 
 
-def _fake_cross_entropy_backward(
-    grad_loss: torch.Tensor, logits: torch.Tensor, *_: Any
-) -> torch.Tensor:
+def _fake_cross_entropy_backward(grad_loss: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(tuple(logits.shape))
 
 
-torch.library.register_fake("taut::cross_entropy", _fake_cross_entropy)
-torch.library.register_fake("taut::cross_entropy_", _fake_cross_entropy_)
-torch.library.register_fake("taut::cross_entropy_backward", _fake_cross_entropy_backward)
-torch.library.register_fake("taut::cross_entropy_backward_", lambda *_: None)
+_LIBRARY: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    (
+        f"taut::cross_entropy(Tensor logits, Tensor target, {_OPTIONS}, bool check, bool with_grad)"
+        " -> (Tensor, Tensor, Tensor)",
+        _cross_entropy,
+        _fake_cross_entropy,
+    ),
+    (
+        f"taut::cross_entropy_(Tensor(a!) logits, Tensor target, {_OPTIONS}, bool check) -> "
+        "(Tensor, Tensor)",
+        _cross_entropy_,
+        _fake_cross_entropy_,
+    ),
+    (
+        f"taut::cross_entropy_backward(Tensor grad_loss, Tensor logits, {_BACKWARD}) -> Tensor",
+        _cross_entropy_backward,
+        _fake_cross_entropy_backward,
+    ),
+    (
+        f"taut::cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, {_BACKWARD}) -> ()",
+        _cross_entropy_backward_,
+        lambda *_: None,
+    ),
+)
+for _schema, _implementation, _fake in _LIBRARY:
+    _cpu, _cuda = partial(_implementation, cross_entropy_ref), partial(_implementation, launch)
+    register_op(_schema, _cpu, _cuda, _fake)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, *options = inputs
     _, lse, grad = output
     ctx.mark_non_differentiable(lse, grad)
@@ -170,12 +157,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(*((grad,) if ctx.with_grad else (logits, target, lse)))
 
 
-def _autograd(
-    ctx: Any, grad_loss: torch.Tensor | None, *_: None
-) -> tuple[torch.Tensor | None, ...]:
+def _autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     refuse_double_backward("cross_entropy")
     saved = gradient_scale.saved_once(ctx, "cross_entropy")
-    grad: torch.Tensor | None = None
+    grad: Tensor | None = None
     if grad_loss is not None and ctx.with_grad:
         (grad,) = gradient_scale.scaled([saved[0]], grad_loss)
     elif grad_loss is not None:
@@ -191,14 +176,14 @@ class _OverLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: tuple[Any, ...], check: bool
-    ) -> torch.Tensor:
+        ctx: Any, logits: Tensor, target: Tensor, options: tuple[Any, ...], check: bool
+    ) -> Tensor:
         # Below autograd, but the version counter is shared: whoever saved these logits for a
         # backward of their own gets torch's error instead of wrong values.
         rows = logits.detach()
         ctx.options = options
         ctx.in_forward = forward_computes_gradients(logits.dtype, options[4])
-        loss: torch.Tensor
+        loss: Tensor
         if ctx.in_forward:
             loss, _ = torch.ops.taut.cross_entropy_(rows, target, *options, check)
             ctx.save_for_backward(rows)
@@ -208,7 +193,7 @@ class _OverLogits(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_double_backward("cross_entropy_")
         saved = gradient_scale.saved_once(ctx, "cross_entropy_")
         if ctx.in_forward:
@@ -219,8 +204,8 @@ class _OverLogits(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -229,7 +214,7 @@ def cross_entropy(
     reduction: str = "mean",
     in_place: bool = False,
     check_targets: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the cross entropy of logits and class indices, differentiable by the logits.
 
     Args:
@@ -267,14 +252,14 @@ def cross_entropy(
             raise ValueError(f"logits must be contiguous with in_place, got {logits.stride()}")
         if logits.is_leaf:
             raise ValueError("logits must not be a leaf with in_place: its values would be lost")
-        loss: torch.Tensor = _OverLogits.apply(rows, labels, options, check_targets)  # type: ignore[no-untyped-call]
+        loss: Tensor = _OverLogits.apply(rows, labels, options, check_targets)  # type: ignore[no-untyped-call]
     else:
         with_grad = wanted and forward_computes_gradients(logits.dtype, reduction)
         loss, _, _ = torch.ops.taut.cross_entropy(rows, labels, *options, check_targets, with_grad)
     return loss.view(target.shape) if reduction == "none" else loss
 
 
-def _check(logits: torch.Tensor, target: torch.Tensor) -> None:
+def _check(logits: Tensor, target: Tensor) -> None:
     if logits.dtype not in DTYPES or (logits.is_cuda and logits.dtype is torch.float64):
         raise ValueError(f"logits must be bfloat16, float16 or float32, got {logits.dtype}")
     if logits.dim() < 2 or logits.shape[-1] < 1:

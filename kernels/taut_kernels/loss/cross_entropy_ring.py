@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.loss import tiles as tiles_loss
@@ -36,12 +37,7 @@ _launcher = launcher.Launcher(cross_entropy_ring_kernel)
 
 
 def why_not_supported(
-    logits: torch.Tensor,
-    grad: torch.Tensor | None,
-    *,
-    smoothed: bool,
-    softcapped: bool,
-    given: bool,
+    logits: Tensor, grad: Tensor | None, *, smoothed: bool, softcapped: bool, given: bool
 ) -> str | None:
     """Say why the ring does not take a call, or None.
 
@@ -63,7 +59,7 @@ def why_not_supported(
     return _why_not_rows(logits, grad.data_ptr())
 
 
-def _why_not_rows(rows: torch.Tensor, out_address: int) -> str | None:
+def _why_not_rows(rows: Tensor, out_address: int) -> str | None:
     bits = rows.shape[-1] | rows.data_ptr() | out_address
     for stride in rows.stride()[:-1]:
         bits |= stride
@@ -74,7 +70,7 @@ def _why_not_rows(rows: torch.Tensor, out_address: int) -> str | None:
     return None
 
 
-def choose_softmax(x: torch.Tensor) -> RingTile | None:
+def choose_softmax(x: Tensor) -> RingTile | None:
     """Choose a tile for a softmax of long rows; None where the ring does not take them.
 
     Args:
@@ -87,7 +83,7 @@ def choose_softmax(x: torch.Tensor) -> RingTile | None:
     return choose(x)
 
 
-def choose(logits: torch.Tensor) -> RingTile | None:
+def choose(logits: Tensor) -> RingTile | None:
     """Choose a tile for rows the ring supports; None where they are too few or too long.
 
     Args:
@@ -157,13 +153,13 @@ def launch_options(tile: RingTile) -> dict[str, Any]:
 
 def launch(
     tile: RingTile,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    scale: torch.Tensor,
-    grad: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
+    scale: Tensor,
+    grad: Tensor,
     ignore_index: int,
     z_loss: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute losses, lse and gradients of rows.
 
     Args:
@@ -188,7 +184,7 @@ def launch(
     return losses, lse
 
 
-def launch_softmax(tile: RingTile, x: torch.Tensor) -> torch.Tensor:
+def launch_softmax(tile: RingTile, x: Tensor) -> Tensor:
     """Compute the softmax of rows: the gradient without a target.
 
     Args:
@@ -208,11 +204,7 @@ def launch_softmax(tile: RingTile, x: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_rows(
-    tile: RingTile,
-    pointers: tuple[torch.Tensor | None, ...],
-    M: int,
-    ignore_index: int,
-    z_loss: float,
+    tile: RingTile, pointers: tuple[Tensor | None, ...], M: int, ignore_index: int, z_loss: float
 ) -> None:
     logits, softmax = pointers[0], pointers[1] is None
     assert logits is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.loss import tiles as tiles_loss
@@ -34,30 +35,30 @@ class Divergence:
 
 Rows = Callable[
     [
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
         Divergence,
-        torch.Tensor | None,
-        torch.Tensor | None,
+        Tensor | None,
+        Tensor | None,
     ],
-    torch.Tensor,
+    Tensor,
 ]
 """A kernel over whole rows: :func:`divergence_ref` or :func:`launch`."""
 
 
-def _times_log_ratio(p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+def _times_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(p > 0, p * (log_p - log_q), 0.0)
 
 
 def divergence_ref(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    keep: torch.Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    keep: Tensor,
     divergence: Divergence,
-    scale: torch.Tensor | None = None,
-    grad: torch.Tensor | None = None,
-) -> torch.Tensor:
+    scale: Tensor | None = None,
+    grad: Tensor | None = None,
+) -> Tensor:
     """Compute rows in plain torch: the specification, and the ops' CPU implementation.
 
     Args:
@@ -95,14 +96,14 @@ def divergence_ref(
 
 
 def launch(
-    student: torch.Tensor,
-    teacher: torch.Tensor,
-    keep: torch.Tensor,
+    student: Tensor,
+    teacher: Tensor,
+    keep: Tensor,
     divergence: Divergence,
-    scale: torch.Tensor | None = None,
-    grad: torch.Tensor | None = None,
+    scale: Tensor | None = None,
+    grad: Tensor | None = None,
     tile: tiles_loss.LossTile | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute rows with the kernel; arguments and result as :func:`divergence_ref`.
 
     Args:

@@ -10,8 +10,10 @@ Source    ours; the check of 1 on the device spares the synchronisation a check 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss.scale_kernel import scale_kernel
 from taut_kernels.loss.tiles import launch_options
 
@@ -22,7 +24,7 @@ PER_SM = 8
 _launcher = launcher.Launcher(scale_kernel)
 
 
-def scale_ref_(x: torch.Tensor, factor: torch.Tensor) -> None:
+def scale_ref_(x: Tensor, factor: Tensor) -> None:
     """Multiply in place in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -32,7 +34,7 @@ def scale_ref_(x: torch.Tensor, factor: torch.Tensor) -> None:
     x.mul_(factor.to(x.dtype) if x.dtype is torch.float64 else factor.float())
 
 
-def launch_scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
+def launch_scale_(x: Tensor, factor: Tensor) -> None:
     """Multiply in place with the kernel.
 
     Args:
@@ -51,13 +53,11 @@ def launch_scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
         )
 
 
-torch.library.define("taut::scale_", "(Tensor(a!) x, Tensor factor) -> ()")
-torch.library.impl("taut::scale_", "CPU", scale_ref_)
-torch.library.impl("taut::scale_", "CUDA", launch_scale_)
-torch.library.register_fake("taut::scale_", lambda x, factor: None)
+_SCHEMA = "taut::scale_(Tensor(a!) x, Tensor factor) -> ()"
+register_op(_SCHEMA, scale_ref_, launch_scale_, lambda x, factor: None)
 
 
-def scaled(gradients: list[torch.Tensor | None], factor: torch.Tensor) -> list[torch.Tensor | None]:
+def scaled(gradients: list[Tensor | None], factor: Tensor) -> list[Tensor | None]:
     """Multiply saved gradients, in place where that is possible, and return them.
 
     A compiler's stand-ins are multiplied into new ones: to change in the backward graph what the
@@ -67,9 +67,9 @@ def scaled(gradients: list[torch.Tensor | None], factor: torch.Tensor) -> list[t
         gradients: contiguous, or None.
         factor: scalar, the gradient of the loss.
     """
-    found: list[torch.Tensor | None] = []
+    found: list[Tensor | None] = []
     for gradient in gradients:
-        if type(gradient) is torch.Tensor:
+        if type(gradient) is Tensor:
             torch.ops.taut.scale_(gradient, factor)
             found.append(gradient)
         else:
@@ -80,7 +80,7 @@ def scaled(gradients: list[torch.Tensor | None], factor: torch.Tensor) -> list[t
 USED_UP = "ran its backward twice: the gradients of the forward pass are used up"
 
 
-def saved_once(ctx: torch.autograd.function.FunctionCtx, op: str) -> tuple[torch.Tensor, ...]:
+def saved_once(ctx: torch.autograd.function.FunctionCtx, op: str) -> tuple[Tensor, ...]:
     """Return the saved tensors of a backward that scales them in place.
 
     Args:
@@ -91,7 +91,7 @@ def saved_once(ctx: torch.autograd.function.FunctionCtx, op: str) -> tuple[torch
         RuntimeError: a second backward over the same graph.
     """
     try:
-        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
+        saved: tuple[Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
             raise RuntimeError(f"taut::{op} {USED_UP}") from None

@@ -34,7 +34,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss import gradient_scale
 from taut_kernels.loss.block_softmax import MOST_COLUMNS
 from taut_kernels.loss.logit_cut import CHUNK_BY, TORCH, TRITON, Kernels, compute, plan
@@ -61,10 +63,10 @@ from taut_kernels.loss.target import check_labels, check_values
 class _Call(NamedTuple):
     """Operands and options of the ops, in the order of their schemas."""
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    target: torch.Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
     ignore_index: int
     label_smoothing: float
     z_loss: float
@@ -74,9 +76,7 @@ class _Call(NamedTuple):
     chunk_size: int
     accumulate_fp32: bool
 
-    def run(
-        self, kernels: Kernels, wants: list[bool], scale: torch.Tensor, lse: torch.Tensor | None
-    ) -> Any:
+    def run(self, kernels: Kernels, wants: list[bool], scale: Tensor, lse: Tensor | None) -> Any:
         """Compute losses, lse and gradients; with ``lse`` from before no losses."""
         wanted = Wants(*wants)
         sizes = len(self.x), len(self.weight), self.x.itemsize
@@ -93,7 +93,7 @@ class _Call(NamedTuple):
         )
 
 
-def _linear_cross_entropy(kernels: Kernels, *given: Any) -> tuple[torch.Tensor, ...]:
+def _linear_cross_entropy(kernels: Kernels, *given: Any) -> tuple[Tensor, ...]:
     call, check, wants = _Call(*given[:-2]), *given[-2:]
     if check or not call.target.is_cuda:
         check_values(call.target, len(call.weight), call.ignore_index)
@@ -104,8 +104,8 @@ def _linear_cross_entropy(kernels: Kernels, *given: Any) -> tuple[torch.Tensor, 
 
 
 def _linear_cross_entropy_backward(
-    kernels: Kernels, grad_loss: torch.Tensor, lse: torch.Tensor, *given: Any
-) -> tuple[torch.Tensor, ...]:
+    kernels: Kernels, grad_loss: Tensor, lse: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
     call = _Call(*given[:-1])
     scale = row_scale(call.target != call.ignore_index, call.reduction, lse.dtype)
     scale = scale * grad_loss.to(lse.dtype)
@@ -118,25 +118,11 @@ _OPERANDS = (
     "float label_smoothing, float z_loss, float softcap, str reduction, str chunk_by, "
     "int chunk_size, bool accumulate_fp32"
 )
-torch.library.define(
-    "taut::linear_cross_entropy",
-    f"({_OPERANDS}, bool check, bool[] wants) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "taut::linear_cross_entropy_backward",
-    f"(Tensor grad_loss, Tensor lse, {_OPERANDS}, bool[] wants) -> (Tensor, Tensor, Tensor)",
-)
-for _name, _implementation in (
-    ("linear_cross_entropy", _linear_cross_entropy),
-    ("linear_cross_entropy_backward", _linear_cross_entropy_backward),
-):
-    torch.library.impl(f"taut::{_name}", "CPU", partial(_implementation, TORCH))
-    torch.library.impl(f"taut::{_name}", "CUDA", partial(_implementation, TRITON))
 
 
 def fake_gradients(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wants: list[bool]
-) -> tuple[torch.Tensor, ...]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, wants: list[bool]
+) -> tuple[Tensor, ...]:
     """Return gradients as :meth:`Projection.empty_gradients` would, for shape inference."""
     V = weight.shape[0]
     return (
@@ -147,12 +133,8 @@ def fake_gradients(
 
 
 def _fake_linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
     dtype = accumulator(x.dtype)
     loss = x.new_empty(loss_shape(target.shape[0], options[4]), dtype=dtype)
     lse = x.new_empty((target.shape[0],), dtype=dtype)
@@ -160,23 +142,29 @@ def _fake_linear_cross_entropy(
 
 
 def _fake_linear_cross_entropy_backward(
-    grad_loss: torch.Tensor,
-    lse: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
+    grad_loss: Tensor, lse: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, ...]:
     return fake_gradients(x, weight, bias, options[-1])
 
 
-torch.library.register_fake("taut::linear_cross_entropy", _fake_linear_cross_entropy)
-torch.library.register_fake(
-    "taut::linear_cross_entropy_backward", _fake_linear_cross_entropy_backward
-)
+for _schema, _implementation, _fake in (
+    (
+        f"taut::linear_cross_entropy({_OPERANDS}, bool check, bool[] wants) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+        _linear_cross_entropy,
+        _fake_linear_cross_entropy,
+    ),
+    (
+        f"taut::linear_cross_entropy_backward(Tensor grad_loss, Tensor lse, {_OPERANDS}, "
+        "bool[] wants) -> (Tensor, Tensor, Tensor)",
+        _linear_cross_entropy_backward,
+        _fake_linear_cross_entropy_backward,
+    ),
+):
+    register_op(_schema, partial(_implementation, TORCH), partial(_implementation, TRITON), _fake)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, target, *options, _, wants = inputs
     _, lse, *gradients = output
     ctx.mark_non_differentiable(lse, *gradients)
@@ -186,16 +174,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(*saved)
 
 
-def _autograd(
-    ctx: Any, grad_loss: torch.Tensor | None, *_: None
-) -> tuple[torch.Tensor | None, ...]:
+def _autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     refuse_double_backward("linear_cross_entropy")
     wants = list(ctx.needs_input_grad[:3])
     rest = (None,) * 11
     if grad_loss is None or not any(wants):
         return None, None, None, *rest
     saved = gradient_scale.saved_once(ctx, "linear_cross_entropy")
-    found: list[torch.Tensor | None]
+    found: list[Tensor | None]
     if ctx.in_forward:
         chosen = zip(saved, wants, strict=True)
         found = gradient_scale.scaled([x if wanted else None for x, wanted in chosen], grad_loss)
@@ -219,11 +205,11 @@ def _check_cut(chunk_by: str, chunk_size: int | None) -> None:
 
 
 def linear_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -234,7 +220,7 @@ def linear_cross_entropy(
     accumulate_fp32: bool = False,
     use_checkpoint: bool = False,
     check_targets: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Project and compute the cross entropy, without the logits of more than a chunk.
 
     Args:
@@ -268,7 +254,7 @@ def linear_cross_entropy(
     check_projection(x, weight, bias)
     check_labels(target, x.shape[:-1], x.device)
     wants = wanted_gradients((x, weight, bias), reduction, use_checkpoint)
-    loss: torch.Tensor = torch.ops.taut.linear_cross_entropy(
+    loss: Tensor = torch.ops.taut.linear_cross_entropy(
         x.reshape(-1, x.shape[-1]), weight, bias, target.reshape(-1).to(torch.int64).contiguous(),
         ignore_index, label_smoothing, z_loss, softcap or 0.0, reduction, chunk_by,
         chunk_size or 0, accumulate_fp32, check_targets, wants,

@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss import divergence as loss_divergence
 from taut_kernels.loss import gradient_scale, row_chunks
 from taut_kernels.loss.divergence import Divergence
@@ -56,20 +58,20 @@ def _compute(
     rows: loss_divergence.Rows,
     student: Projection,
     teacher: Projection,
-    keep: torch.Tensor,
+    keep: Tensor,
     divergence: Divergence,
-    scale: torch.Tensor,
+    scale: Tensor,
     chunk_size: int,
     fp32: bool,
     wants: Wants,
-) -> tuple[torch.Tensor, Gradients]:
+) -> tuple[Tensor, Gradients]:
     x, V = student.x, student.weight.shape[0]
     chunk = chunk_size or default_chunk(V, x.itemsize + teacher.x.itemsize)
     losses = torch.empty(x.shape[0], dtype=accumulator(x.dtype), device=x.device)
     shape = (min(chunk, x.shape[0]), V)
     buffer = launcher.empty(shape, dtype=teacher.x.dtype, device=x.device)
 
-    def gradient_of(logits: torch.Tensor, place: slice) -> None:
+    def gradient_of(logits: Tensor, place: slice) -> None:
         wanted = teacher.logits(buffer[: logits.shape[0]], place)
         differentiated = (scale[place], logits) if any(wants) else (None, None)
         losses[place] = rows(logits, wanted, keep[place], divergence, *differentiated)
@@ -79,8 +81,8 @@ def _compute(
 
 
 def _run(
-    rows: loss_divergence.Rows, given: tuple[Any, ...], grad_loss: torch.Tensor | None
-) -> tuple[torch.Tensor, Any]:
+    rows: loss_divergence.Rows, given: tuple[Any, ...], grad_loss: Tensor | None
+) -> tuple[Tensor, Any]:
     """Compute losses and gradients of operands and options in the order of the ops' schemas."""
     x, keep, reduction = given[0], given[6], given[10]
     chunk_size, accumulate_fp32, wants = given[11:]
@@ -100,14 +102,14 @@ def _run(
     )
 
 
-def _linear_divergence(rows: loss_divergence.Rows, *given: Any) -> tuple[torch.Tensor, ...]:
+def _linear_divergence(rows: loss_divergence.Rows, *given: Any) -> tuple[Tensor, ...]:
     losses, gradients = _run(rows, given, None)
     return reduce(losses, given[6], given[10]), *gradients
 
 
 def _linear_divergence_backward(
-    rows: loss_divergence.Rows, grad_loss: torch.Tensor, *given: Any
-) -> tuple[torch.Tensor, ...]:
+    rows: loss_divergence.Rows, grad_loss: Tensor, *given: Any
+) -> tuple[Tensor, ...]:
     return tuple(_run(rows, given, grad_loss)[1])
 
 
@@ -116,47 +118,40 @@ _OPERANDS = (
     "Tensor? teacher_bias, Tensor keep, str form, float temperature, float beta, "
     "str reduction, int chunk_size, bool accumulate_fp32, bool[] wants"
 )
-torch.library.define(
-    "taut::linear_divergence", f"({_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-torch.library.define(
-    "taut::linear_divergence_backward",
-    f"(Tensor grad_loss, {_OPERANDS}) -> (Tensor, Tensor, Tensor)",
-)
-for _name, _implementation in (
-    ("linear_divergence", _linear_divergence),
-    ("linear_divergence_backward", _linear_divergence_backward),
-):
-    for _device, _rows in (
-        ("CPU", loss_divergence.divergence_ref),
-        ("CUDA", loss_divergence.launch),
-    ):
-        torch.library.impl(f"taut::{_name}", _device, partial(_implementation, _rows))
 
 
 def _fake_linear_divergence(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any
-) -> tuple[torch.Tensor, ...]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, ...]:
     shape = loss_shape(x.shape[0], options[7])
     loss = x.new_empty(shape, dtype=accumulator(x.dtype))
     return loss, *fake_gradients(x, weight, bias, options[-1])
 
 
 def _fake_linear_divergence_backward(
-    grad_loss: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
+    grad_loss: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, ...]:
     return fake_gradients(x, weight, bias, options[-1])
 
 
-torch.library.register_fake("taut::linear_divergence", _fake_linear_divergence)
-torch.library.register_fake("taut::linear_divergence_backward", _fake_linear_divergence_backward)
+for _schema, _implementation, _fake in (
+    (
+        f"taut::linear_divergence({_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        _linear_divergence,
+        _fake_linear_divergence,
+    ),
+    (
+        f"taut::linear_divergence_backward(Tensor grad_loss, {_OPERANDS}) -> "
+        "(Tensor, Tensor, Tensor)",
+        _linear_divergence_backward,
+        _fake_linear_divergence_backward,
+    ),
+):
+    _cpu = partial(_implementation, loss_divergence.divergence_ref)
+    register_op(_schema, _cpu, partial(_implementation, loss_divergence.launch), _fake)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *operands, wants = inputs
     gradients = output[1:]
     ctx.mark_non_differentiable(*gradients)
@@ -165,9 +160,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.save_for_backward(*(gradients if ctx.in_forward else operands[:7]))
 
 
-def _autograd(
-    ctx: Any, grad_loss: torch.Tensor | None, *_: None
-) -> tuple[torch.Tensor | None, ...]:
+def _autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     refuse_double_backward("linear_divergence")
     wants = list(ctx.needs_input_grad[:3])
     rest = (None,) * 11
@@ -178,7 +171,7 @@ def _autograd(
         arguments = (grad_loss, *gradients, *ctx.options, wants)
         gradients = torch.ops.taut.linear_divergence_backward(*arguments)
     chosen = zip(gradients, wants, strict=True)
-    found: list[torch.Tensor | None] = [x if wanted else None for x, wanted in chosen]
+    found: list[Tensor | None] = [x if wanted else None for x, wanted in chosen]
     if ctx.in_forward:
         found = gradient_scale.scaled(found, grad_loss)
     return *found, *rest
@@ -189,15 +182,15 @@ torch.library.register_autograd("taut::linear_divergence", _autograd, setup_cont
 
 def linear_divergence(
     divergence: Divergence,
-    student: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    mask: torch.Tensor | None,
+    student: tuple[Tensor, Tensor, Tensor | None],
+    teacher: tuple[Tensor, Tensor, Tensor | None],
+    mask: Tensor | None,
     *,
     reduction: str,
     chunk_size: int | None,
     accumulate_fp32: bool,
     use_checkpoint: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Check the arguments of the public functions and call the op.
 
     Args:
@@ -228,7 +221,7 @@ def linear_divergence(
     _check_pair(student, teacher, mask)
     keep = torch.ones(shape, dtype=torch.bool, device=student[0].device) if mask is None else mask
     wants = wanted_gradients(student, reduction, use_checkpoint)
-    loss: torch.Tensor = torch.ops.taut.linear_divergence(
+    loss: Tensor = torch.ops.taut.linear_divergence(
         student[0].reshape(-1, student[0].shape[-1]),
         *student[1:],
         teacher[0].reshape(-1, teacher[0].shape[-1]),
@@ -246,9 +239,9 @@ def linear_divergence(
 
 
 def _check_pair(
-    student: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    mask: torch.Tensor | None,
+    student: tuple[Tensor, Tensor, Tensor | None],
+    teacher: tuple[Tensor, Tensor, Tensor | None],
+    mask: Tensor | None,
 ) -> None:
     x, weight, _ = student
     teacher_x, teacher_weight, _ = teacher

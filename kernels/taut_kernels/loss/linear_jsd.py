@@ -10,7 +10,7 @@ Source    GKD, arXiv:2306.13649, eq. 1; T² as for KL. The code is ours.
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from taut_kernels.loss.divergence import Divergence
 from taut_kernels.loss.linear_divergence import linear_divergence
@@ -19,21 +19,21 @@ _LIMITS = {0.0: "forward_kl", 1.0: "reverse_kl"}
 
 
 def linear_jsd(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    teacher_x: torch.Tensor,
-    teacher_weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    mask: Tensor | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
     reduction: str = "mean",
     chunk_size: int | None = None,
     accumulate_fp32: bool = False,
     use_checkpoint: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Project both and compute their divergence, without the logits of more than a chunk.
 
     Args:

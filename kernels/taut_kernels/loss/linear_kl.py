@@ -21,28 +21,28 @@ Source    Hinton et al., arXiv:1503.02531, §2 (temperature, T²); reversed: Min
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from taut_kernels.loss.divergence import Divergence
 from taut_kernels.loss.linear_divergence import linear_divergence
 
 
 def linear_kl(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    teacher_x: torch.Tensor,
-    teacher_weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    teacher_x: Tensor,
+    teacher_weight: Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    mask: Tensor | None = None,
     temperature: float = 1.0,
     reverse: bool = False,
     reduction: str = "mean",
     chunk_size: int | None = None,
     accumulate_fp32: bool = False,
     use_checkpoint: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Project both and compute their divergence, without the logits of more than a chunk.
 
     Under autocast the operands are cast to its dtype, as those of a linear layer are.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from taut_kernels.loss import row_chunks, row_softmax, vocabulary_chunks
 from taut_kernels.loss.projection import Gradients, Projection, Wants
@@ -70,14 +71,14 @@ def plan(
 def compute(
     kernels: Kernels,
     projection: Projection,
-    target: torch.Tensor,
+    target: Tensor,
     objective: Objective,
     cut: Cut,
     wants: Wants,
     fp32: bool,
-    scale: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, torch.Tensor, Gradients]:
+    scale: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[Tensor | None, Tensor, Gradients]:
     """Compute losses where no ``lse`` is given, and what gradients are wanted."""
     if cut.by == "vocabulary":
         walk = vocabulary_chunks.Walk(
@@ -95,7 +96,7 @@ def compute(
     losses = torch.empty(M, dtype=dtype, device=target.device)
     found = torch.empty_like(losses)
 
-    def gradient_of(logits: torch.Tensor, rows: slice) -> None:
+    def gradient_of(logits: Tensor, rows: slice) -> None:
         grad = logits if any(wants) else None
         factors = None if grad is None or scale is None else scale[rows]
         known = None if lse is None else lse[rows]

@@ -10,6 +10,7 @@ from inspect import signature
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from taut_kernels.loss.cross_entropy import cross_entropy
 from taut_kernels.loss.linear_cross_entropy import linear_cross_entropy
@@ -18,7 +19,7 @@ from taut_kernels.loss.linear_kl import linear_kl
 
 
 class _Loss(torch.nn.Module):
-    _function: ClassVar[Callable[..., torch.Tensor]]
+    _function: ClassVar[Callable[..., Tensor]]
     _of_a_call: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, **options: Any) -> None:
@@ -48,7 +49,7 @@ class CrossEntropyLoss(_Loss):
 
     _function = staticmethod(cross_entropy)
 
-    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         """Return the loss of ``logits`` [..., V] and ``target`` [...]."""
         return cross_entropy(logits, target, **self.options)
 
@@ -67,29 +68,34 @@ class LinearCrossEntropyLoss(_Loss):
     _of_a_call = frozenset({"bias"})
 
     def forward(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """Return the loss of ``x`` [..., H], projected by ``weight`` [V, H], and ``target``."""
         return linear_cross_entropy(x, weight, target, bias=bias, **self.options)
 
 
 class _Divergence(_Loss):
+    """A divergence with fixed options.
+
+    Args:
+        options: the function's keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
+
+    Raises:
+        TypeError: an option the function does not have.
+    """
+
     _of_a_call = frozenset({"bias", "teacher_bias", "mask"})
 
     def forward(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        teacher_x: torch.Tensor,
-        teacher_weight: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        teacher_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        x: Tensor,
+        weight: Tensor,
+        teacher_x: Tensor,
+        teacher_weight: Tensor,
+        mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+    ) -> Tensor:
         """Return the divergence of the student, the first two, and the teacher."""
         operands = (x, weight, teacher_x, teacher_weight)
         given = {"bias": bias, "teacher_bias": teacher_bias, "mask": mask}
@@ -97,26 +103,12 @@ class _Divergence(_Loss):
 
 
 class LinearKLLoss(_Divergence):
-    """:func:`.linear_kl.linear_kl` with fixed options.
-
-    Args:
-        options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
-
-    Raises:
-        TypeError: an option the function does not have.
-    """
+    """:func:`.linear_kl.linear_kl` with fixed options: those of :class:`_Divergence`."""
 
     _function = staticmethod(linear_kl)
 
 
 class LinearJSDLoss(_Divergence):
-    """:func:`.linear_jsd.linear_jsd` with fixed options.
-
-    Args:
-        options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
-
-    Raises:
-        TypeError: an option the function does not have.
-    """
+    """:func:`.linear_jsd.linear_jsd` with fixed options: those of :class:`_Divergence`."""
 
     _function = staticmethod(linear_jsd)

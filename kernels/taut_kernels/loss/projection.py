@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 
@@ -13,9 +14,9 @@ from taut_kernels.launch import launcher
 class Gradients(NamedTuple):
     """Gradients of a projection's operands; one that is not wanted has no elements."""
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
 
 
 class Wants(NamedTuple):
@@ -36,11 +37,11 @@ class Projection:
         bias: [V], dtype of ``x``, or None.
     """
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
 
-    def logits(self, out: torch.Tensor, rows: slice, columns: slice = slice(None)) -> torch.Tensor:
+    def logits(self, out: Tensor, rows: slice, columns: slice = slice(None)) -> Tensor:
         """Write the logits of some rows and columns.
 
         Args:
@@ -59,7 +60,7 @@ class Projection:
     def empty_gradients(self, wants: Wants) -> Gradients:
         """Allocate what is wanted; what is not has no elements, a bias that does not exist too."""
 
-        def empty(like: torch.Tensor, wanted: bool) -> torch.Tensor:
+        def empty(like: Tensor, wanted: bool) -> Tensor:
             shape = tuple(like.shape) if wanted else (0,)
             return launcher.empty(shape, dtype=like.dtype, device=like.device)
 
@@ -69,7 +70,7 @@ class Projection:
         )
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Compute total = a · b, or total += a · b.
 
     Args:
@@ -96,7 +97,7 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bo
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def column_sums(dlogits: torch.Tensor) -> torch.Tensor:
+def column_sums(dlogits: Tensor) -> Tensor:
     """Sum [rows, columns] over the rows in at least fp32."""
     return dlogits.sum(dim=0, dtype=torch.promote_types(dlogits.dtype, torch.float32))
 
@@ -105,8 +106,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def autocast_operands(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cast a projection's operands as autocast casts those of a linear layer."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
@@ -115,9 +116,7 @@ def autocast_operands(
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def check_projection(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, prefix: str = ""
-) -> None:
+def check_projection(x: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "") -> None:
     """Hold a projection's operands to the contract.
 
     Args:

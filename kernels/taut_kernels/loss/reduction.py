@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -15,7 +16,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def row_scale(counts: torch.Tensor, reduction: str, dtype: torch.dtype) -> torch.Tensor:
+def row_scale(counts: Tensor, reduction: str, dtype: torch.dtype) -> Tensor:
     """Return ∂loss/∂(row's loss), on the device: no synchronisation.
 
     Args:
@@ -30,7 +31,7 @@ def row_scale(counts: torch.Tensor, reduction: str, dtype: torch.dtype) -> torch
     return ones / ones.sum().clamp(min=1) if reduction == "mean" else ones
 
 
-def reduce(losses: torch.Tensor, counts: torch.Tensor, reduction: str) -> torch.Tensor:
+def reduce(losses: Tensor, counts: Tensor, reduction: str) -> Tensor:
     """Reduce the rows' losses; the mean over no row is 0.
 
     Args:
@@ -62,7 +63,7 @@ def forward_computes_gradients(dtype: torch.dtype, reduction: str) -> bool:
 
 
 def wanted_gradients(
-    operands: Sequence[torch.Tensor | None], reduction: str, use_checkpoint: bool
+    operands: Sequence[Tensor | None], reduction: str, use_checkpoint: bool
 ) -> list[bool]:
     """Say which gradients the forward pass is to compute.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.loss.projection import Gradients, Projection, Wants, add_product, column_sums
@@ -52,10 +53,10 @@ class GradientSums:
         if wide:
             shape = tuple(weight.shape)
             self._weight = launcher.empty(shape, dtype=torch.float32, device=weight.device)
-        self._bias: torch.Tensor | None = None
+        self._bias: Tensor | None = None
         self._first = True
 
-    def add(self, dlogits: torch.Tensor, rows: slice) -> None:
+    def add(self, dlogits: Tensor, rows: slice) -> None:
         """Take the gradient of some rows' logits.
 
         Args:
@@ -91,7 +92,7 @@ def chunks(M: int, chunk: int) -> Iterator[slice]:
 
 def run(
     projection: Projection,
-    gradient_of: Callable[[torch.Tensor, slice], None],
+    gradient_of: Callable[[Tensor, slice], None],
     wants: Wants,
     chunk: int,
     *,
@@ -117,7 +118,7 @@ def run(
 
 def _walk(
     projection: Projection,
-    gradient_of: Callable[[torch.Tensor, slice], None],
+    gradient_of: Callable[[Tensor, slice], None],
     sums: GradientSums | None,
     chunk: int,
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.loss import cross_entropy_ring
@@ -37,26 +38,26 @@ class Objective:
 
 Rows = Callable[
     [
-        torch.Tensor,
-        torch.Tensor,
+        Tensor,
+        Tensor,
         Objective,
-        torch.Tensor | None,
-        torch.Tensor | None,
-        torch.Tensor | None,
+        Tensor | None,
+        Tensor | None,
+        Tensor | None,
     ],
-    tuple[torch.Tensor, torch.Tensor],
+    tuple[Tensor, Tensor],
 ]
 """A kernel over whole rows: :func:`cross_entropy_ref` or :func:`launch`."""
 
 
 def cross_entropy_ref(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     objective: Objective,
-    scale: torch.Tensor | None = None,
-    grad: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale: Tensor | None = None,
+    grad: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute rows in plain torch: the specification, and the ops' CPU implementation.
 
     Args:
@@ -99,14 +100,14 @@ def cross_entropy_ref(
 
 
 def launch(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     objective: Objective,
-    scale: torch.Tensor | None = None,
-    grad: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    scale: Tensor | None = None,
+    grad: Tensor | None = None,
+    lse: Tensor | None = None,
     tile: tiles_loss.LossTile | tiles_loss.RingTile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute rows with a kernel; arguments and results as :func:`cross_entropy_ref`.
 
     Long bf16 rows go through the ring (:mod:`.cross_entropy_ring`) where it takes
@@ -132,7 +133,7 @@ def launch(
 
 
 def _ring_tile(
-    logits: torch.Tensor, objective: Objective, grad: torch.Tensor | None, lse: torch.Tensor | None
+    logits: Tensor, objective: Objective, grad: Tensor | None, lse: Tensor | None
 ) -> tiles_loss.RingTile | None:
     if cross_entropy_ring.why_not_supported(
         logits,
@@ -146,14 +147,14 @@ def _ring_tile(
 
 
 def _launch_blocks(
-    logits: torch.Tensor,
-    target: torch.Tensor,
+    logits: Tensor,
+    target: Tensor,
     objective: Objective,
-    scale: torch.Tensor | None,
-    grad: torch.Tensor | None,
-    lse: torch.Tensor | None,
+    scale: Tensor | None,
+    grad: Tensor | None,
+    lse: Tensor | None,
     tile: tiles_loss.LossTile | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Compute rows with the kernel that takes any."""
     M, V = target.numel(), logits.shape[-1]
     given = lse is not None

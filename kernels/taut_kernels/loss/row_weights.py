@@ -6,6 +6,7 @@ On CUDA two launches; torch's nine take 20 µs, a tenth of what 8192 rows of 320
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.loss.reduction import row_scale
@@ -21,9 +22,7 @@ _weights = launcher.Launcher(row_weights_kernel)
 _sum = launcher.Launcher(weighted_sum_kernel)
 
 
-def row_weights(
-    target: torch.Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
-) -> torch.Tensor:
+def row_weights(target: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype) -> Tensor:
     """Return ∂loss/∂(row's loss): 1, or 1 / number of rows that count for ``mean``; 0 of others.
 
     Args:
@@ -40,7 +39,7 @@ def row_weights(
     return launch_row_weights(target, ignore_index, mean=reduction == "mean")
 
 
-def launch_row_weights(target: torch.Tensor, ignore_index: int, *, mean: bool) -> torch.Tensor:
+def launch_row_weights(target: Tensor, ignore_index: int, *, mean: bool) -> Tensor:
     """Compute :func:`row_weights` with the kernel.
 
     Args:
@@ -63,7 +62,7 @@ def launch_row_weights(target: torch.Tensor, ignore_index: int, *, mean: bool) -
     return weights
 
 
-def weighted_sum(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     """Return Σ losses · weights, a scalar on the device; no synchronisation.
 
     Args:
@@ -75,7 +74,7 @@ def weighted_sum(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return launch_weighted_sum(losses, weights)
 
 
-def launch_weighted_sum(losses: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def launch_weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     """Compute :func:`weighted_sum` with the kernel.
 
     Args:

@@ -20,8 +20,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher as launching
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.loss import cross_entropy_ring
 from taut_kernels.loss.softmax_kernel import (
     softmax_backward_kernel,
@@ -40,7 +42,7 @@ _backward_resident = launching.Launcher(softmax_backward_kernel)
 _backward_long = launching.Launcher(softmax_backward_long_kernel)
 
 
-def softmax_ref(x: torch.Tensor) -> torch.Tensor:
+def softmax_ref(x: Tensor) -> Tensor:
     """Compute the softmax in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -54,7 +56,7 @@ def softmax_ref(x: torch.Tensor) -> torch.Tensor:
     return (exponentials / exponentials.sum(dim=1, keepdim=True)).to(x.dtype)
 
 
-def softmax_backward_ref(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def softmax_backward_ref(dy: Tensor, y: Tensor) -> Tensor:
     """Compute the gradient in plain torch: the specification of `taut::softmax_backward`.
 
     Args:
@@ -74,9 +76,9 @@ def _launch_rows(
     launcher: launching.Launcher,
     tile: TrainingTile,
     last: tuple[int | bool, ...],
-    operands: tuple[torch.Tensor, ...],
-    result: torch.Tensor,
-) -> torch.Tensor:
+    operands: tuple[Tensor, ...],
+    result: Tensor,
+) -> Tensor:
     M, N = result.shape
     if M == 0:
         return result
@@ -98,12 +100,12 @@ def _launch_rows(
     return result
 
 
-def _opaque(tile: TrainingTile, x: torch.Tensor) -> bool:
+def _opaque(tile: TrainingTile, x: Tensor) -> bool:
     """Say whether a row is held in the 16 bits it came in; the interpreter has no assembly."""
     return tile.again and not x.is_cpu and x.element_size() == 2
 
 
-def launch(x: torch.Tensor, tile: TrainingTile | None = None) -> torch.Tensor:
+def launch(x: Tensor, tile: TrainingTile | None = None) -> Tensor:
     """Run the forward kernel; what the op does, and what tuning calls.
 
     Args:
@@ -124,9 +126,7 @@ def launch(x: torch.Tensor, tile: TrainingTile | None = None) -> torch.Tensor:
     return _launch_rows(_long, tile, (tile.stages, tile.keep), (x,), y)
 
 
-def launch_backward(
-    dy: torch.Tensor, y: torch.Tensor, tile: TrainingTile | None = None
-) -> torch.Tensor:
+def launch_backward(dy: Tensor, y: Tensor, tile: TrainingTile | None = None) -> Tensor:
     """Run the backward kernel; what the op does, and what tuning calls.
 
     Args:
@@ -147,43 +147,38 @@ def launch_backward(
     return _launch_rows(_backward_long, tile, (tile.stages, tile.keep), (dy, y), dx)
 
 
-def _fake_softmax(x: torch.Tensor) -> torch.Tensor:
+def _fake_softmax(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_softmax_backward(dy: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _fake_softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     return y.new_empty(y.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     del inputs
     ctx.save_for_backward(output)
 
 
-def _backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+def _backward(ctx: Any, dy: Tensor) -> Tensor:
     (y,) = ctx.saved_tensors
-    dx: torch.Tensor = torch.ops.taut.softmax_backward(dy, y)
+    dx: Tensor = torch.ops.taut.softmax_backward(dy, y)
     return dx
 
 
-def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> None:
+def _no_second_derivative(ctx: Any, *_: Tensor) -> None:
     refuse_second_derivative("softmax")
 
 
-torch.library.define("taut::softmax", "(Tensor x) -> Tensor")
-torch.library.impl("taut::softmax", "CPU", softmax_ref)
-torch.library.impl("taut::softmax", "CUDA", launch)
-torch.library.register_fake("taut::softmax", _fake_softmax)
+register_op("taut::softmax(Tensor x) -> Tensor", softmax_ref, launch, _fake_softmax)
 torch.library.register_autograd("taut::softmax", _backward, setup_context=_setup)
 
-torch.library.define("taut::softmax_backward", "(Tensor dy, Tensor y) -> Tensor")
-torch.library.impl("taut::softmax_backward", "CPU", softmax_backward_ref)
-torch.library.impl("taut::softmax_backward", "CUDA", launch_backward)
-torch.library.register_fake("taut::softmax_backward", _fake_softmax_backward)
+_SOFTMAX_BACKWARD = "taut::softmax_backward(Tensor dy, Tensor y) -> Tensor"
+register_op(_SOFTMAX_BACKWARD, softmax_backward_ref, launch_backward, _fake_softmax_backward)
 torch.library.register_autograd("taut::softmax_backward", _no_second_derivative)
 
 
-def softmax(x: torch.Tensor) -> torch.Tensor:
+def softmax(x: Tensor) -> Tensor:
     """Compute the softmax over the last dimension, differentiable.
 
     Args:
@@ -196,5 +191,5 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: a shape, dtype or layout the contract does not allow; names the argument.
     """
-    y: torch.Tensor = torch.ops.taut.softmax(rows_of("x", x))
+    y: Tensor = torch.ops.taut.softmax(rows_of("x", x))
     return y.view(x.shape)

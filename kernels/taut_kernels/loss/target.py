@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def check_labels(target: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+def check_labels(target: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Hold a target's shape, type and place to what the rows need.
 
     Raises:
@@ -19,7 +20,7 @@ def check_labels(target: torch.Tensor, shape: tuple[int, ...], device: torch.dev
         raise ValueError(f"target must be on {device}, got {target.device}")
 
 
-def check_values(target: torch.Tensor, V: int, ignore_index: int) -> None:
+def check_values(target: Tensor, V: int, ignore_index: int) -> None:
     """Look whether every target is in the vocabulary; waits for the device.
 
     Args:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.loss import block_softmax
@@ -67,7 +68,7 @@ class Walk:
         self,
         kernels: BlockKernels,
         projection: Projection,
-        target: torch.Tensor,
+        target: Tensor,
         objective: Objective,
         columns: int,
         wants: Wants,
@@ -81,7 +82,7 @@ class Walk:
         self._gradients = projection.empty_gradients(wants._replace(x=False))
         self._kept = 0
 
-    def _blocks(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    def _blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield each block's columns, scratch [M, columns], and memory of its kept logits."""
         for start in range(0, self._V, self._columns):
             stop = min(start + self._columns, self._V)
@@ -92,7 +93,7 @@ class Walk:
                 kept = flat[: self._kept * (stop - start)].view(self._kept, stop - start)
             yield slice(start, stop), scratch, kept
 
-    def losses(self, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, *, keep: bool) -> tuple[Tensor, Tensor]:
         """Walk once for the rows' losses and lse.
 
         Args:
@@ -111,9 +112,7 @@ class Walk:
                 self._kernels.statistics(logits, *arguments, self._objective)
         return known.finish(self._target, self._objective, self._V)
 
-    def _parts(
-        self, scratch: torch.Tensor, kept: torch.Tensor
-    ) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _parts(self, scratch: Tensor, kept: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows and logits: those that are kept, then those that are not."""
         split = kept.shape[0]
         if split:
@@ -121,7 +120,7 @@ class Walk:
         if split < self._M:
             yield slice(split, self._M), scratch[split:]
 
-    def gradients(self, scale: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    def gradients(self, scale: Tensor, lse: Tensor) -> Gradients:
         """Walk for the gradients.
 
         Args:
@@ -135,7 +134,7 @@ class Walk:
         del self._scratch  # before the rounded copy of the sum is made
         return Gradients(total.to(self._projection.x.dtype), *self._gradients[1:])
 
-    def _walk_gradients(self, scale: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    def _walk_gradients(self, scale: Tensor, lse: Tensor) -> Tensor:
         """Fill the gradients of weight and bias; return the sum for x."""
         x, weight = self._projection.x, self._projection.weight
         _, grad_weight, grad_bias = self._gradients

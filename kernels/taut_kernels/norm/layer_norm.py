@@ -21,7 +21,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.norm import train_launch as norm_launch
 from taut_kernels.rowwise.rows import check_epsilon
 from taut_kernels.rowwise.training_arguments import (
@@ -30,12 +32,10 @@ from taut_kernels.rowwise.training_arguments import (
     rows_of,
 )
 
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def layer_norm_ref(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
-) -> Triple:
+def layer_norm_ref(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Triple:
     """Normalise in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -60,11 +60,11 @@ def layer_norm_ref(
 
 
 def layer_norm_backward_ref(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
     with_dweight: bool,
     with_dbias: bool,
 ) -> Triple:
@@ -94,7 +94,7 @@ def layer_norm_backward_ref(
 
 
 def _launch_layer_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float
 ) -> Triple:
     y, _, mean, rstd = norm_launch.forward(x, None, weight, bias, epsilon, centred=True)
     assert mean is not None
@@ -102,11 +102,11 @@ def _launch_layer_norm(
 
 
 def _launch_layer_norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
     with_dweight: bool,
     with_dbias: bool,
 ) -> Triple:
@@ -117,7 +117,7 @@ def _launch_layer_norm_backward(
     return dx, first, second
 
 
-def _fake_layer_norm(x: torch.Tensor, *_: Any) -> Triple:
+def _fake_layer_norm(x: Tensor, *_: Any) -> Triple:
     statistics = torch.promote_types(x.dtype, torch.float32)
     rows = (x.shape[0],)
     mean, rstd = x.new_empty(rows, dtype=statistics), x.new_empty(rows, dtype=statistics)
@@ -125,11 +125,11 @@ def _fake_layer_norm(x: torch.Tensor, *_: Any) -> Triple:
 
 
 def _fake_layer_norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
     with_dweight: bool,
     with_dbias: bool,
 ) -> Triple:
@@ -146,7 +146,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Triple) -> None:
     ctx.mark_non_differentiable(mean, rstd)
 
 
-def _backward(ctx: Any, dy: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
     wants = (
         weight is not None and ctx.needs_input_grad[1],
@@ -156,37 +156,33 @@ def _backward(ctx: Any, dy: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tenso
     return dx, dw if wants[0] else None, db if wants[1] else None, None
 
 
-def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> None:
+def _no_second_derivative(ctx: Any, *_: Tensor) -> None:
     refuse_second_derivative("layer_norm")
 
 
-torch.library.define(
-    "taut::layer_norm",
-    "(Tensor x, Tensor? weight, Tensor? bias, float epsilon) -> (Tensor, Tensor, Tensor)",
+_LAYER_NORM = (
+    "taut::layer_norm(Tensor x, Tensor? weight, Tensor? bias, float epsilon) -> (Tensor, "
+    "Tensor, Tensor)"
 )
-torch.library.impl("taut::layer_norm", "CPU", layer_norm_ref)
-torch.library.impl("taut::layer_norm", "CUDA", _launch_layer_norm)
-torch.library.register_fake("taut::layer_norm", _fake_layer_norm)
+register_op(_LAYER_NORM, layer_norm_ref, _launch_layer_norm, _fake_layer_norm)
 torch.library.register_autograd("taut::layer_norm", _backward, setup_context=_setup)
 
-torch.library.define(
-    "taut::layer_norm_backward",
-    "(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool with_dweight, "
-    "bool with_dbias) -> (Tensor, Tensor, Tensor)",
+_LAYER_NORM_BACKWARD = (
+    "taut::layer_norm_backward(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+    "bool with_dweight, bool with_dbias) -> (Tensor, Tensor, Tensor)"
 )
-torch.library.impl("taut::layer_norm_backward", "CPU", layer_norm_backward_ref)
-torch.library.impl("taut::layer_norm_backward", "CUDA", _launch_layer_norm_backward)
-torch.library.register_fake("taut::layer_norm_backward", _fake_layer_norm_backward)
+register_op(
+    _LAYER_NORM_BACKWARD,
+    layer_norm_backward_ref,
+    _launch_layer_norm_backward,
+    _fake_layer_norm_backward,
+)
 torch.library.register_autograd("taut::layer_norm_backward", _no_second_derivative)
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    epsilon: float,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, epsilon: float
+) -> Tensor:
     """Normalise rows by mean and variance, differentiable.
 
     Args:
@@ -213,5 +209,5 @@ def layer_norm(
             found = None if weight is None else weight.dtype
             raise ValueError(f"bias needs a weight of its dtype {bias.dtype}, got {found}")
     y, _, _ = torch.ops.taut.layer_norm(rows, weight, bias, epsilon)
-    result: torch.Tensor = y.view(x.shape)
+    result: Tensor = y.view(x.shape)
     return result

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.norm.ring_kernel import norm_backward_ring_kernel
@@ -17,8 +18,8 @@ from taut_kernels.rowwise.tile_options import last_arguments
 from taut_kernels.rowwise.training_tiles import NormRingTile
 
 _launcher = launcher.Launcher(norm_backward_ring_kernel)
-Optional = torch.Tensor | None
-Operands = tuple[torch.Tensor, torch.Tensor, Optional, Optional, Optional, torch.Tensor]
+Optional = Tensor | None
+Operands = tuple[Tensor, Tensor, Optional, Optional, Optional, Tensor]
 """x, dy, added, weight, mean, rstd: see `_norm_launch.backward`."""
 
 
@@ -89,7 +90,7 @@ def launch(
     tile: NormRingTile,
     programs: int,
     operands: Operands,
-    gradients: tuple[torch.Tensor, Optional, Optional],
+    gradients: tuple[Tensor, Optional, Optional],
 ) -> None:
     """Compute dx, and the programs' parts of dw and db.
 

@@ -24,8 +24,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.norm import rms_norm_launch
 from taut_kernels.rowwise import row_quant
 from taut_kernels.rowwise.rows import as_rows, check_epsilon, check_scale
@@ -35,8 +37,8 @@ MAX_N = 262144
 
 
 def rms_norm_ref(
-    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, epsilon: float
+) -> Tensor:
     """Normalise in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -59,30 +61,22 @@ def rms_norm_ref(
 
 
 def rms_norm_quant_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epsilon: float,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Normalise, then quantise each row: the specification of `taut::rms_norm_quant`."""
     return row_quant.quantize_rows_ref(rms_norm_ref(x, weight, residual, epsilon), dtype)
 
 
 def rms_norm_static_quant_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epsilon: float,
-    scale: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, epsilon: float, scale: Tensor
+) -> Tensor:
     """Normalise, then quantise by ``scale``: the specification of `taut::rms_norm_static_quant`."""
     return row_quant.quantize_static_ref(rms_norm_ref(x, weight, residual, epsilon), scale)
 
 
 def _launch_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, residual: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, epsilon: float
+) -> Tensor:
     y = launcher.empty(x.shape, dtype=x.dtype, device=x.device)
     call = rms_norm_launch.call_of("same", x, weight, residual, y)
     plan = rms_norm_launch.plan("rms_norm", early_start.EARLY_TOKENS, *call)
@@ -91,12 +85,8 @@ def _launch_rms_norm(
 
 
 def _launch_rms_norm_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epsilon: float,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     q = launcher.empty(x.shape, dtype=dtype, device=x.device)
     scales = launcher.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
     call = rms_norm_launch.call_of(row_quant.OUT[dtype], x, weight, residual, q)
@@ -106,12 +96,8 @@ def _launch_rms_norm_quant(
 
 
 def _launch_rms_norm_static_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epsilon: float,
-    scale: torch.Tensor,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, epsilon: float, scale: Tensor
+) -> Tensor:
     q = launcher.empty(x.shape, dtype=row_quant.FP8, device=x.device)
     call = rms_norm_launch.call_of("static_fp8", x, weight, residual, q)
     plan = rms_norm_launch.plan("rms_norm_quant", early_start.EARLY_TOKENS, *call)
@@ -119,71 +105,67 @@ def _launch_rms_norm_static_quant(
     return q
 
 
-def _fake_rms_norm(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_rms_norm(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_rms_norm_quant(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_rms_norm_quant(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=rest[-1]), scales
 
 
-def _fake_rms_norm_static_quant(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_rms_norm_static_quant(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape, dtype=row_quant.FP8)
 
 
 _NORM = "Tensor x, Tensor? weight, Tensor(a!)? residual, float epsilon"
-torch.library.define("taut::rms_norm", f"({_NORM}) -> Tensor")
-torch.library.impl("taut::rms_norm", "CPU", rms_norm_ref)
-torch.library.impl("taut::rms_norm", "CUDA", _launch_rms_norm)
-torch.library.register_fake("taut::rms_norm", _fake_rms_norm)
+register_op(f"taut::rms_norm({_NORM}) -> Tensor", rms_norm_ref, _launch_rms_norm, _fake_rms_norm)
 
-torch.library.define("taut::rms_norm_quant", f"({_NORM}, ScalarType dtype) -> (Tensor, Tensor)")
-torch.library.impl("taut::rms_norm_quant", "CPU", rms_norm_quant_ref)
-torch.library.impl("taut::rms_norm_quant", "CUDA", _launch_rms_norm_quant)
-torch.library.register_fake("taut::rms_norm_quant", _fake_rms_norm_quant)
+_RMS_NORM_QUANT = f"taut::rms_norm_quant({_NORM}, ScalarType dtype) -> (Tensor, Tensor)"
+register_op(_RMS_NORM_QUANT, rms_norm_quant_ref, _launch_rms_norm_quant, _fake_rms_norm_quant)
 
-torch.library.define("taut::rms_norm_static_quant", f"({_NORM}, Tensor scale) -> Tensor")
-torch.library.impl("taut::rms_norm_static_quant", "CPU", rms_norm_static_quant_ref)
-torch.library.impl("taut::rms_norm_static_quant", "CUDA", _launch_rms_norm_static_quant)
-torch.library.register_fake("taut::rms_norm_static_quant", _fake_rms_norm_static_quant)
+_RMS_NORM_STATIC_QUANT = f"taut::rms_norm_static_quant({_NORM}, Tensor scale) -> Tensor"
+register_op(
+    _RMS_NORM_STATIC_QUANT,
+    rms_norm_static_quant_ref,
+    _launch_rms_norm_static_quant,
+    _fake_rms_norm_static_quant,
+)
 
 
-def _without_residual(form: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _without_residual(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Turn a form that takes a residual into the overload ``plain``, which has none.
 
     An op with one result whose only mutable operand is None breaks Inductor of torch 2.13
     ("<built-in function getitem> is not an OpOverload"): what it makes of the op expects a tuple.
     """
 
-    def plain(
-        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *scale: torch.Tensor
-    ) -> torch.Tensor:
+    def plain(x: Tensor, weight: Tensor | None, epsilon: float, *scale: Tensor) -> Tensor:
         return form(x, weight, None, epsilon, *scale)
 
     return plain
 
 
 _PLAIN = "Tensor x, Tensor? weight, float epsilon"
-torch.library.define("taut::rms_norm.plain", f"({_PLAIN}) -> Tensor")
-torch.library.impl("taut::rms_norm.plain", "CPU", _without_residual(rms_norm_ref))
-torch.library.impl("taut::rms_norm.plain", "CUDA", _without_residual(_launch_rms_norm))
-torch.library.register_fake("taut::rms_norm.plain", _without_residual(_fake_rms_norm))
+register_op(
+    f"taut::rms_norm.plain({_PLAIN}) -> Tensor",
+    _without_residual(rms_norm_ref),
+    _without_residual(_launch_rms_norm),
+    _without_residual(_fake_rms_norm),
+)
 
-_STATIC = "taut::rms_norm_static_quant.plain"
-torch.library.define(_STATIC, f"({_PLAIN}, Tensor scale) -> Tensor")
-torch.library.impl(_STATIC, "CPU", _without_residual(rms_norm_static_quant_ref))
-torch.library.impl(_STATIC, "CUDA", _without_residual(_launch_rms_norm_static_quant))
-torch.library.register_fake(_STATIC, _without_residual(_fake_rms_norm_static_quant))
+_STATIC_PLAIN = f"taut::rms_norm_static_quant.plain({_PLAIN}, Tensor scale) -> Tensor"
+register_op(
+    _STATIC_PLAIN,
+    _without_residual(rms_norm_static_quant_ref),
+    _without_residual(_launch_rms_norm_static_quant),
+    _without_residual(_fake_rms_norm_static_quant),
+)
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    *,
-    epsilon: float,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor | None = None, *, epsilon: float, residual: Tensor | None = None
+) -> Tensor:
     """Normalise rows, after adding the residual where there is one.
 
     Args:
@@ -202,21 +184,21 @@ def rms_norm(
     rows, residual_rows = _check(x, weight, residual, epsilon)
     op = torch.ops.taut.rms_norm
     if residual_rows is None:
-        y: torch.Tensor = op.plain(rows, weight, epsilon)
+        y: Tensor = op.plain(rows, weight, epsilon)
     else:
         y = op.default(rows, weight, residual_rows, epsilon)
     return y.view(x.shape)
 
 
 def rms_norm_quant(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor | None = None,
     *,
     epsilon: float,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     dtype: torch.dtype = row_quant.FP8,
-    scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Normalise rows and quantise them.
 
     Args:
@@ -242,7 +224,7 @@ def rms_norm_quant(
         check_scale(scale, x)
         op = torch.ops.taut.rms_norm_static_quant
         if residual_rows is None:
-            static: torch.Tensor = op.plain(rows, weight, epsilon, scale)
+            static: Tensor = op.plain(rows, weight, epsilon, scale)
         else:
             static = op.default(rows, weight, residual_rows, epsilon, scale)
         return static.view(x.shape), scale
@@ -251,11 +233,8 @@ def rms_norm_quant(
 
 
 def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: Tensor, weight: Tensor | None, residual: Tensor | None, epsilon: float
+) -> tuple[Tensor, Tensor | None]:
     check_epsilon(epsilon)
     rows = as_rows("x", x, DTYPES, MAX_N)
     if weight is not None:

@@ -6,26 +6,25 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher as launching
 from taut_kernels.norm.rms_norm_kernel import rms_norm_kernel, rms_norm_long_kernel
-from taut_kernels.rowwise import tiles as tiles_fused
-from taut_kernels.rowwise.tile_options import next_power_of_2, prepare, tile_of
+from taut_kernels.rowwise.tile_options import prepare_rows, tile_of
 from taut_kernels.rowwise.tiles import FusedTile
 
-_resident = launching.Launcher(rms_norm_kernel)
-_long = launching.Launcher(rms_norm_long_kernel)
+_LAUNCHERS = (launching.Launcher(rms_norm_kernel), launching.Launcher(rms_norm_long_kernel))
 
 
 def launch(
     tile: FusedTile,
     out: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
     epsilon: float,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
+    y: Tensor,
+    scale: Tensor | None,
 ) -> None:
     """Run the kernel with a given tile; what the ops do after the look-up, and what tuning calls.
 
@@ -39,7 +38,7 @@ def launch(
         y: [M, N], written.
         scale: [M, 1] written, one element read (``static_fp8``), or None (``same``).
     """
-    prepared = _prepared(tile, *call_of(out, x, weight, residual, y))
+    prepared = _prepared(tile, call_of(out, x, weight, residual, y))
     run(prepared, x, weight, residual, epsilon, y, scale)
 
 
@@ -48,38 +47,18 @@ Call = tuple[str, int, int, torch.dtype, torch.dtype, torch.dtype | None, bool, 
 ``y`` and ``weight``, whether there is a residual, and the device."""
 
 
-def call_of(
-    out: str,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    y: torch.Tensor,
-) -> Call:
+def call_of(out: str, x: Tensor, weight: Tensor | None, residual: Tensor | None, y: Tensor) -> Call:
     """Return all of a call that its plan follows from; arguments as :func:`launch`."""
     M, N = x.shape
     weight_dtype = None if weight is None else weight.dtype
     return out, M, N, x.dtype, y.dtype, weight_dtype, residual is not None, x.device
 
 
-def _prepared(
-    tile: FusedTile,
-    out: str,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    adds: bool,
-    device: torch.device,
-) -> launching.Prepared | None:
-    """Prepare a call with a given tile; None where there is nothing to do."""
-    if M == 0 or N == 0:
-        return None
-    launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
-    block = min(tile.block, max(8, next_power_of_2(N)))
-    values = (N, out, tile.rows, block, tile.pdl)
+def _prepared(tile: FusedTile, call: tuple[Any, ...]) -> launching.Prepared | None:
+    """Prepare a call, of :func:`call_of`, with a given tile; None where there is nothing to do."""
+    out, M, N, dtype, y_dtype, weight_dtype, adds, device = call
     types = (dtype, y_dtype, weight_dtype, not adds)
-    return prepare(launcher, types, values, tile, -(-M // tile.rows), device)
+    return prepare_rows(_LAUNCHERS, tile, out, (M, N), types, device)
 
 
 # Asked in every call: kept by everything the answer follows from.
@@ -87,17 +66,17 @@ def _prepared(
 def plan(op: str, early_tokens: int, *call: Any) -> launching.Prepared | None:
     """Prepare a call of an op, by the tile the tables or their rule choose."""
     _, M, N, _, _, _, adds, device = call
-    return _prepared(tile_of(f"add_{op}" if adds else op, N, M, device), *call)
+    return _prepared(tile_of(f"add_{op}" if adds else op, N, M, device), call)
 
 
 def run(
     prepared: launching.Prepared | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    residual: Tensor | None,
     epsilon: float,
-    y: torch.Tensor,
-    scale: torch.Tensor | None,
+    y: Tensor,
+    scale: Tensor | None,
 ) -> None:
     """Launch what was prepared, if anything; the other arguments as :func:`launch`."""
     if prepared is None:

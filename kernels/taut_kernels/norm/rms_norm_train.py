@@ -25,7 +25,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.norm import train_launch as norm_launch
 from taut_kernels.rowwise.rows import check_epsilon
 from taut_kernels.rowwise.training_arguments import (
@@ -35,12 +37,12 @@ from taut_kernels.rowwise.training_arguments import (
     rows_of,
 )
 
-Optional = torch.Tensor | None
+Optional = Tensor | None
 
 
 def rms_norm_train_ref(
-    x: torch.Tensor, weight: Optional, residual: Optional, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Optional, residual: Optional, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -65,13 +67,8 @@ def rms_norm_train_ref(
 
 
 def rms_norm_backward_ref(
-    dy: torch.Tensor,
-    dt: Optional,
-    t: torch.Tensor,
-    weight: Optional,
-    rstd: torch.Tensor,
-    with_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, dt: Optional, t: Tensor, weight: Optional, rstd: Tensor, with_dweight: bool
+) -> tuple[Tensor, Tensor]:
     """Compute the gradients in plain torch: the specification of `taut::rms_norm_backward`.
 
     Args:
@@ -97,20 +94,15 @@ def rms_norm_backward_ref(
 
 
 def _launch_rms_norm_train(
-    x: torch.Tensor, weight: Optional, residual: Optional, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Optional, residual: Optional, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
     y, t, _, rstd = norm_launch.forward(x, residual, weight, None, epsilon, centred=False)
     return y, x.new_empty((0,)) if t is None else t, rstd
 
 
 def _launch_rms_norm_backward(
-    dy: torch.Tensor,
-    dt: Optional,
-    t: torch.Tensor,
-    weight: Optional,
-    rstd: torch.Tensor,
-    with_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, dt: Optional, t: Tensor, weight: Optional, rstd: Tensor, with_dweight: bool
+) -> tuple[Tensor, Tensor]:
     like = t if weight is None else weight
     wants = (like.dtype if with_dweight else None, None)
     gradient, dw, _ = norm_launch.backward(dy, dt, t, weight, None, rstd, wants)
@@ -118,25 +110,20 @@ def _launch_rms_norm_backward(
 
 
 def _fake_rms_norm_train(
-    x: torch.Tensor, weight: Optional, residual: Optional, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Optional, residual: Optional, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
     rstd = x.new_empty((x.shape[0],), dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(x.shape), x.new_empty((0,) if residual is None else x.shape), rstd
 
 
 def _fake_rms_norm_backward(
-    dy: torch.Tensor,
-    dt: Optional,
-    t: torch.Tensor,
-    weight: Optional,
-    rstd: torch.Tensor,
-    with_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: Tensor, dt: Optional, t: Tensor, weight: Optional, rstd: Tensor, with_dweight: bool
+) -> tuple[Tensor, Tensor]:
     like = t if weight is None else weight
     return t.new_empty(t.shape), like.new_empty((t.shape[1] if with_dweight else 0,))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, residual, _ = inputs
     _, t, rstd = output
     ctx.set_materialize_grads(False)
@@ -159,31 +146,28 @@ def _backward(ctx: Any, dy: Optional, dt: Optional, _: Optional) -> tuple[Option
     )
 
 
-def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> None:
+def _no_second_derivative(ctx: Any, *_: Tensor) -> None:
     refuse_second_derivative("rms_norm")
 
 
-torch.library.define(
-    "taut::rms_norm_train",
-    "(Tensor x, Tensor? weight, Tensor? residual, float epsilon) -> (Tensor, Tensor, Tensor)",
+_RMS_NORM_TRAIN = (
+    "taut::rms_norm_train(Tensor x, Tensor? weight, Tensor? residual, float epsilon) -> "
+    "(Tensor, Tensor, Tensor)"
 )
-torch.library.impl("taut::rms_norm_train", "CPU", rms_norm_train_ref)
-torch.library.impl("taut::rms_norm_train", "CUDA", _launch_rms_norm_train)
-torch.library.register_fake("taut::rms_norm_train", _fake_rms_norm_train)
+register_op(_RMS_NORM_TRAIN, rms_norm_train_ref, _launch_rms_norm_train, _fake_rms_norm_train)
 torch.library.register_autograd("taut::rms_norm_train", _backward, setup_context=_setup)
 
-torch.library.define(
-    "taut::rms_norm_backward",
-    "(Tensor dy, Tensor? dt, Tensor t, Tensor? weight, Tensor rstd, bool with_dweight) "
-    "-> (Tensor, Tensor)",
+_RMS_NORM_BACKWARD = (
+    "taut::rms_norm_backward(Tensor dy, Tensor? dt, Tensor t, Tensor? weight, Tensor rstd, bool "
+    "with_dweight) -> (Tensor, Tensor)"
 )
-torch.library.impl("taut::rms_norm_backward", "CPU", rms_norm_backward_ref)
-torch.library.impl("taut::rms_norm_backward", "CUDA", _launch_rms_norm_backward)
-torch.library.register_fake("taut::rms_norm_backward", _fake_rms_norm_backward)
+register_op(
+    _RMS_NORM_BACKWARD, rms_norm_backward_ref, _launch_rms_norm_backward, _fake_rms_norm_backward
+)
 torch.library.register_autograd("taut::rms_norm_backward", _no_second_derivative)
 
 
-def rms_norm_train(x: torch.Tensor, weight: Optional = None, *, epsilon: float) -> torch.Tensor:
+def rms_norm_train(x: Tensor, weight: Optional = None, *, epsilon: float) -> Tensor:
     """Normalise rows, differentiable.
 
     Args:
@@ -204,13 +188,13 @@ def rms_norm_train(x: torch.Tensor, weight: Optional = None, *, epsilon: float) 
     if weight is not None:
         check_parameter("weight", weight, x)
     y, _, _ = torch.ops.taut.rms_norm_train(rows, weight, None, epsilon)
-    result: torch.Tensor = y.view(x.shape)
+    result: Tensor = y.view(x.shape)
     return result
 
 
 def add_rms_norm_train(
-    x: torch.Tensor, residual: torch.Tensor, weight: Optional = None, *, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Optional = None, *, epsilon: float
+) -> tuple[Tensor, Tensor]:
     """Add the residual and normalise the sum, differentiable; nothing is changed in place.
 
     Args:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher as launching
 from taut_kernels.norm import ring as norm_ring
@@ -24,11 +25,11 @@ _dx_long = launching.Launcher(norm_dx_long_kernel)
 _columns = launching.Launcher(norm_columns_kernel)
 _column_sums = launching.Launcher(column_sums_kernel)
 
-Optional = torch.Tensor | None
+Optional = Tensor | None
 
 
 def forward(
-    x: torch.Tensor,
+    x: Tensor,
     residual: Optional,
     weight: Optional,
     bias: Optional,
@@ -36,7 +37,7 @@ def forward(
     *,
     centred: bool,
     tile: FusedTile | None = None,
-) -> tuple[torch.Tensor, Optional, Optional, torch.Tensor]:
+) -> tuple[Tensor, Optional, Optional, Tensor]:
     """Run the forward kernel.
 
     Args:
@@ -88,21 +89,21 @@ def forward(
     return y, total, mean, rstd
 
 
-def _adjacent(x: torch.Tensor) -> torch.Tensor:
+def _adjacent(x: Tensor) -> Tensor:
     """Return a gradient with its columns next to each other: one expanded from a scalar has not."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 def backward(
-    dy: torch.Tensor,
+    dy: Tensor,
     added: Optional,
-    x: torch.Tensor,
+    x: Tensor,
     weight: Optional,
     mean: Optional,
-    rstd: torch.Tensor,
+    rstd: Tensor,
     wants: tuple[torch.dtype | None, torch.dtype | None],
     tile: TrainingTile | NormRingTile | None = None,
-) -> tuple[torch.Tensor, Optional, Optional]:
+) -> tuple[Tensor, Optional, Optional]:
     """Run the backward kernels.
 
     Args:
@@ -145,7 +146,7 @@ Operands = norm_ring.Operands
 Wants = tuple[torch.dtype | None, torch.dtype | None]
 
 
-def _parts(programs: int, x: torch.Tensor, wants: Wants) -> list[Optional]:
+def _parts(programs: int, x: Tensor, wants: Wants) -> list[Optional]:
     shape = (programs, x.shape[1])
     return [
         None if dtype is None else launching.empty(shape, dtype=torch.float32, device=x.device)
@@ -163,7 +164,7 @@ def _forms(operands: Sequence[Optional]) -> tuple[torch.dtype | None, ...]:
 
 
 def _backward_resident(
-    tile: TrainingTile, operands: Operands, dx: torch.Tensor, wants: Wants
+    tile: TrainingTile, operands: Operands, dx: Tensor, wants: Wants
 ) -> list[Optional]:
     (M, N), device = dx.shape, dx.device
     programs = training_tiles.programs(tile, -(-M // tile.rows), device)
@@ -184,7 +185,7 @@ def _backward_resident(
 
 
 def _backward_ring(
-    tile: NormRingTile, operands: Operands, dx: torch.Tensor, wants: Wants
+    tile: NormRingTile, operands: Operands, dx: Tensor, wants: Wants
 ) -> list[Optional]:
     programs = min(launching.multiprocessors(dx.device), dx.shape[0])
     dw, db = _parts(programs, dx, wants)
@@ -192,7 +193,7 @@ def _backward_ring(
     return [dw, db]
 
 
-def _backward_long(operands: Operands, dx: torch.Tensor, wants: Wants) -> list[Optional]:
+def _backward_long(operands: Operands, dx: Tensor, wants: Wants) -> list[Optional]:
     (M, N), device = dx.shape, dx.device
     strides = _strides(operands)
     rows = training_tiles.NORM_LONG

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from taut_kernels.launch import launcher
@@ -27,7 +28,7 @@ class Window:
     padding: Pair
     dilation: Pair
 
-    def output(self, x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int, int, int]:
+    def output(self, x: Tensor, weight: Tensor) -> tuple[int, int, int, int]:
         """Return N, K, P, Q for x [N, C, H, W] and weight [K, C, R, S]."""
         P, Q = (
             output_size(
@@ -42,12 +43,12 @@ class Window:
         return x.shape[0], weight.shape[0], P, Q
 
 
-def swapped(x: torch.Tensor) -> torch.Tensor:
+def swapped(x: Tensor) -> Tensor:
     """Return x [N, A, B] contiguous as [N, B, A], by the transpose's best rung."""
     return transposition.launch("v4", tile_of("v4", x.element_size()), x)
 
 
-def as_nhwc(x: torch.Tensor) -> torch.Tensor:
+def as_nhwc(x: Tensor) -> Tensor:
     """Return an image [N, C, H, W] as [N, H, W, C], where it lies if channels are neighbours.
 
     Plain NCHW is transposed by our kernel, any other layout copied by torch.
@@ -60,7 +61,7 @@ def as_nhwc(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
 
 
-def why_not_blocks(x: torch.Tensor, weight: torch.Tensor, window: Window) -> str | None:
+def why_not_blocks(x: Tensor, weight: Tensor, window: Window) -> str | None:
     """Say why V2 cannot run a convolution.
 
     Args:
@@ -86,7 +87,7 @@ def why_not_blocks(x: torch.Tensor, weight: torch.Tensor, window: Window) -> str
     return None
 
 
-def _described(image: torch.Tensor, stride: Pair) -> torch.Tensor:
+def _described(image: Tensor, stride: Pair) -> Tensor:
     """Return an image [N, H, W, C] a descriptor can take: strides and address of 16 bytes.
 
     Where columns are taken apart by a stride, they have to lie next to each other, too.
@@ -100,7 +101,7 @@ def _described(image: torch.Tensor, stride: Pair) -> torch.Tensor:
     return image.clone(memory_format=torch.contiguous_format)
 
 
-def _image_descriptor(image: torch.Tensor, stride: Pair, block: list[int]) -> TensorDescriptor:
+def _image_descriptor(image: Tensor, stride: Pair, block: list[int]) -> TensorDescriptor:
     """Describe an image [N, H, W, C] in blocks [images, rows, columns, channels] a tap."""
     if stride != (1, 1):
         (down, right), (N, H, W, C) = stride, image.shape
@@ -113,12 +114,7 @@ def _image_descriptor(image: torch.Tensor, stride: Pair, block: list[int]) -> Te
 
 
 def launch_blocks(
-    tile: ConvTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: Window,
-    y: torch.Tensor,
+    tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, y: Tensor
 ) -> None:
     """Run V2.
 
@@ -169,12 +165,7 @@ def launch_blocks(
 
 
 def launch_gather(
-    tile: ConvTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: Window,
-    y: torch.Tensor,
+    tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window, y: Tensor
 ) -> None:
     """Run V1; arguments as :func:`launch_blocks`, any stride.
 

@@ -22,9 +22,11 @@ Source    implicit GEMM: cuDNN, arXiv:1410.0759, §3. Shifted blocks with zeros 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives import conv2d_launch, conv2d_tiles
 from taut_kernels.primitives.conv2d_launch import Window
 from taut_kernels.primitives.conv2d_tiles import GATHER, VERSIONS, ConvTile
@@ -36,9 +38,7 @@ _MOST_PIXELS = 2**31
 Size = int | tuple[int, int]
 
 
-def conv2d_ref(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window
-) -> torch.Tensor:
+def conv2d_ref(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
     """Convolve in torch, in at least fp32: the specification, and the op's CPU implementation.
 
     Args:
@@ -64,23 +64,18 @@ def conv2d_ref(
     return y.to(x.dtype).contiguous(memory_format=_memory_format(x))
 
 
-def _memory_format(x: torch.Tensor) -> torch.memory_format:
+def _memory_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if is_channels_last(x) else torch.contiguous_format
 
 
-def _empty_output(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.Tensor:
+def _empty_output(x: Tensor, weight: Tensor, window: Window) -> Tensor:
     shape = window.output(x, weight)
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
 
 
 def launch(
-    version: str,
-    tile: ConvTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: Window,
-) -> torch.Tensor:
+    version: str, tile: ConvTile, x: Tensor, weight: Tensor, bias: Tensor | None, window: Window
+) -> Tensor:
     """Run a rung with a given tile; what the op does after the look-up, and what tuning calls.
 
     Args:
@@ -110,14 +105,14 @@ def launch(
 
 
 def _launch_conv2d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     stride: list[int],
     padding: list[int],
     dilation: list[int],
     version: str,
-) -> torch.Tensor:
+) -> Tensor:
     window = _window(stride, padding, dilation)
     tile = GATHER
     if version == "v2" and x.shape[0]:
@@ -132,27 +127,27 @@ def _window(stride: list[int], padding: list[int], dilation: list[int]) -> Windo
 
 
 def _conv2d_cpu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     stride: list[int],
     padding: list[int],
     dilation: list[int],
     version: str,
-) -> torch.Tensor:
+) -> Tensor:
     del version
     return conv2d_ref(x, weight, bias, _window(stride, padding, dilation))
 
 
 def _fake_conv2d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     stride: list[int],
     padding: list[int],
     dilation: list[int],
     version: str,
-) -> torch.Tensor:
+) -> Tensor:
     del bias, version
     return _empty_output(x, weight, _window(stride, padding, dilation))
 
@@ -161,23 +156,20 @@ _SCHEMA = (
     "(Tensor x, Tensor weight, Tensor? bias, int[2] stride, int[2] padding, int[2] dilation, "
     "str version) -> Tensor"
 )
-torch.library.define("taut::conv2d", _SCHEMA)
-torch.library.impl("taut::conv2d", "CPU", without_autocast(_conv2d_cpu))
-torch.library.impl("taut::conv2d", "CUDA", _launch_conv2d)
-torch.library.register_fake("taut::conv2d", _fake_conv2d)
+register_op(f"taut::conv2d{_SCHEMA}", without_autocast(_conv2d_cpu), _launch_conv2d, _fake_conv2d)
 
 
 def conv2d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
     stride: Size = 1,
     padding: Size = 0,
     dilation: Size = 1,
     groups: int = 1,
     *,
     version: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Convolve images with a bank of kernels.
 
     Args:
@@ -213,7 +205,7 @@ def conv2d(
         check_copy_engine(version, x.device, "v1")
     chosen = version or ("v1" if reason or not _has_copy_engine(x.device) else "v2")
     sizes = (window.stride, window.padding, window.dilation)
-    y: torch.Tensor = torch.ops.taut.conv2d(x, weight, bias, *sizes, chosen)
+    y: Tensor = torch.ops.taut.conv2d(x, weight, bias, *sizes, chosen)
     return y
 
 
@@ -221,9 +213,7 @@ def _has_copy_engine(device: torch.device) -> bool:
     return device.type != "cuda" or launcher.capability(device) >= (9, 0)
 
 
-def _check_operands(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window
-) -> None:
+def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> None:
     check_image("weight", weight, (x.dtype,))
     if weight.shape[1] != x.shape[1] or 0 in weight.shape:
         shape = tuple(weight.shape)

@@ -21,9 +21,11 @@ Source    tile order and persistence: the Triton matmul tutorials; split rule: t
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives import gemm_launch, gemm_tiles
 from taut_kernels.primitives.gemm_tiles import VERSIONS, GemmTile
 
@@ -33,8 +35,8 @@ _TMA_CAPABILITY = (9, 0)
 
 
 def matmul_ref(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none"
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, bias: Tensor | None = None, activation: str = "none"
+) -> Tensor:
     """Multiply in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -58,11 +60,11 @@ def matmul_ref(
 def launch(
     version: str,
     tile: GemmTile,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
     activation: str = "none",
-) -> torch.Tensor:
+) -> Tensor:
     """Run a rung with a given tile; what the op does after the look-up, and what tuning calls.
 
     Args:
@@ -88,7 +90,7 @@ def launch(
     return c
 
 
-def tile_of(version: str, a: torch.Tensor, b: torch.Tensor) -> GemmTile:
+def tile_of(version: str, a: Tensor, b: Tensor) -> GemmTile:
     """Return the tile a call of a rung takes.
 
     Args:
@@ -103,42 +105,37 @@ def tile_of(version: str, a: torch.Tensor, b: torch.Tensor) -> GemmTile:
 
 
 def _launch_matmul(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str, version: str
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: str, version: str
+) -> Tensor:
     if 0 in (a.shape[0], a.shape[1], b.shape[1]):
         return matmul_ref(a, b, bias, activation)  # nothing to multiply
     return launch(version, tile_of(version, a, b), a, b, bias, activation)
 
 
-def _matmul_cpu(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str, version: str
-) -> torch.Tensor:
+def _matmul_cpu(a: Tensor, b: Tensor, bias: Tensor | None, activation: str, version: str) -> Tensor:
     del version
     return matmul_ref(a, b, bias, activation)
 
 
 def _fake_matmul(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, activation: str, version: str
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: str, version: str
+) -> Tensor:
     del bias, activation, version
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
 _SCHEMA = "(Tensor a, Tensor b, Tensor? bias, str activation, str version) -> Tensor"
-torch.library.define("taut::matmul", _SCHEMA)
-torch.library.impl("taut::matmul", "CPU", without_autocast(_matmul_cpu))
-torch.library.impl("taut::matmul", "CUDA", _launch_matmul)
-torch.library.register_fake("taut::matmul", _fake_matmul)
+register_op(f"taut::matmul{_SCHEMA}", without_autocast(_matmul_cpu), _launch_matmul, _fake_matmul)
 
 
 def matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     activation: str = "none",
     version: str = "v4",
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply two matrices.
 
     Args:
@@ -164,7 +161,7 @@ def matmul(
         raise ValueError(f"bias and activation need version v4, got {version!r}")
     if version in ("v3", "v4"):
         check_copy_engine(version, a.device, "v2")
-    c: torch.Tensor = torch.ops.taut.matmul(a, b, bias, activation, version)
+    c: Tensor = torch.ops.taut.matmul(a, b, bias, activation, version)
     return c
 
 
@@ -183,7 +180,7 @@ def check_copy_engine(version: str, device: torch.device, instead: str) -> None:
         raise ValueError(f"version {version!r} needs compute capability 9.0 (TMA): use {instead!r}")
 
 
-def _check(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     if a.dtype not in DTYPES:
         raise ValueError(f"a must be bfloat16 or float16, got {a.dtype}")
     if a.dim() != 2:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import triton
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from taut_kernels.launch import launcher
@@ -35,7 +36,7 @@ def _blocks(tile: GemmTile) -> launcher.Constants:
     return {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
 
 
-def launch_direct(tile: GemmTile, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+def launch_direct(tile: GemmTile, a: Tensor, b: Tensor, c: Tensor) -> None:
     """Run V1: a [M, K] and b [K, N] of any strides into c [M, N], contiguous."""
     (M, K), N = a.shape, b.shape[1]
     numbers = (M, N, K, *a.stride(), *b.stride())
@@ -48,7 +49,7 @@ def launch_direct(tile: GemmTile, a: torch.Tensor, b: torch.Tensor, c: torch.Ten
     )
 
 
-def launch_tiled(tile: GemmTile, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+def launch_tiled(tile: GemmTile, a: Tensor, b: Tensor, c: Tensor) -> None:
     """Run V2: a [M, K] and b [K, N] of any strides into c [M, N], contiguous."""
     (M, K), N = a.shape, b.shape[1]
     numbers = (M, N, K, *a.stride(), *b.stride())
@@ -66,7 +67,7 @@ def launch_tiled(tile: GemmTile, a: torch.Tensor, b: torch.Tensor, c: torch.Tens
     _TILED((tile, a.dtype, numbers), grid, (a, b, c), numbers, constants)
 
 
-def described(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+def described(x: Tensor) -> tuple[Tensor, bool]:
     """Return ``x`` [R, C] as a tensor descriptor can take it, and whether that is its transpose.
 
     A descriptor needs elements next to each other along one side, and the other side's stride and
@@ -84,19 +85,19 @@ def described(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return padded[:, :columns].copy_(x), False
 
 
-def row_stride(matrix: torch.Tensor) -> int:
+def row_stride(matrix: Tensor) -> int:
     """Return the stride of a matrix of :func:`described`; that of a single row may be anything."""
     rows, columns = matrix.shape
     step = launcher.ALIGNMENT // matrix.element_size()
     return matrix.stride(0) if rows > 1 else -(-columns // step) * step
 
 
-def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
+def _descriptor(matrix: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), [row_stride(matrix), 1], block)
 
 
 def _operands(
-    tile: GemmTile, a: torch.Tensor, b: torch.Tensor
+    tile: GemmTile, a: Tensor, b: Tensor
 ) -> tuple[TensorDescriptor, TensorDescriptor, bool, bool]:
     a, a_transposed = described(a)
     b, b_transposed = described(b)
@@ -109,12 +110,12 @@ def _operands(
     )
 
 
-def _stores_by_tma(tile: GemmTile, c: torch.Tensor) -> bool:
+def _stores_by_tma(tile: GemmTile, c: Tensor) -> bool:
     """Say whether c's rows are multiples of 16 bytes, and the tile wants it."""
     return tile.store_tma and c.shape[1] * c.element_size() % launcher.ALIGNMENT == 0
 
 
-def _result(tile: GemmTile, c: torch.Tensor, parts: int) -> TensorDescriptor | None:
+def _result(tile: GemmTile, c: Tensor, parts: int) -> TensorDescriptor | None:
     """Describe c where it is stored by the copy engine."""
     if not _stores_by_tma(tile, c):
         return None
@@ -123,7 +124,7 @@ def _result(tile: GemmTile, c: torch.Tensor, parts: int) -> TensorDescriptor | N
     )
 
 
-def launch_tma(tile: GemmTile, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+def launch_tma(tile: GemmTile, a: Tensor, b: Tensor, c: Tensor) -> None:
     """Run V3: a [M, K] and b [K, N] of any strides into c [M, N], contiguous."""
     (M, K), N = a.shape, b.shape[1]
     a_desc, b_desc, a_transposed, b_transposed = _operands(tile, a, b)
@@ -147,12 +148,7 @@ def launch_tma(tile: GemmTile, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor
 
 
 def launch_tuned(
-    tile: GemmTile,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    c: torch.Tensor,
+    tile: GemmTile, a: Tensor, b: Tensor, bias: Tensor | None, activation: str, c: Tensor
 ) -> None:
     """Run V4.
 
@@ -202,19 +198,14 @@ def launch_tuned(
         _add_splits(out, bias, activation, c)
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     """Give a launch the device memory its descriptors are made in."""
     del alignment, stream  # torch's blocks are aligned to 512 bytes and follow the current stream
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _launch_specialized(
-    tile: GemmTile,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    c: torch.Tensor,
+    tile: GemmTile, a: Tensor, b: Tensor, bias: Tensor | None, activation: str, c: Tensor
 ) -> None:
     (M, K), N = a.shape, b.shape[1]
     a, a_transposed = described(a)
@@ -241,9 +232,7 @@ def _launch_specialized(
     )
 
 
-def _add_splits(
-    partial: torch.Tensor, bias: torch.Tensor | None, activation: str, c: torch.Tensor
-) -> None:
+def _add_splits(partial: Tensor, bias: Tensor | None, activation: str, c: Tensor) -> None:
     constants: Callable[[], tuple[launcher.Constants, launcher.Constants]] = lambda: (  # noqa: E731
         {
             "HAS_BIAS": bias is not None,

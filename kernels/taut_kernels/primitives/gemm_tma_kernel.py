@@ -21,13 +21,7 @@ from taut_kernels.primitives.tile_order_jit import place
 
 @triton.jit
 def load_step(
-    a_desc,
-    b_desc,
-    first_m,
-    first_n,
-    k,
-    A_TRANSPOSED: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
+    a_desc, b_desc, first_m, first_n, k, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr
 ):
     """Return a [BLOCK_M, BLOCK_K] and b [BLOCK_K, BLOCK_N] from whichever way they lie."""
     a = a_desc.load([k, first_m]).T if A_TRANSPOSED else a_desc.load([first_m, k])

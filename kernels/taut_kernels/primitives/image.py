@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 Pair = tuple[int, int]
 
@@ -29,7 +30,7 @@ def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
-def is_channels_last(x: torch.Tensor) -> bool:
+def is_channels_last(x: Tensor) -> bool:
     """Say whether an image's channels are next to each other in memory, as torch would.
 
     Contiguous images that are both (one channel, or one pixel) count as not.
@@ -37,7 +38,7 @@ def is_channels_last(x: torch.Tensor) -> bool:
     return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def check_image(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_image(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Hold an image to what these ops take.
 
     Args:

@@ -15,8 +15,10 @@ Limits    forward only, padding at most half the kernel; sm_80 and later
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives.image import Pair, check_image, is_channels_last, output_size, pair
 from taut_kernels.primitives.pool_kernel import pool2d_kernel
 
@@ -31,8 +33,8 @@ _LAUNCHER = launcher.Launcher(pool2d_kernel)
 
 
 def max_pool2d_ref(
-    x: torch.Tensor, kernel_size: list[int], stride: list[int], padding: list[int]
-) -> torch.Tensor:
+    x: Tensor, kernel_size: list[int], stride: list[int], padding: list[int]
+) -> Tensor:
     """Take maxima in torch: the specification, and the op's CPU implementation."""
     if not x.shape[0] * x.shape[1]:
         return _empty_output(x, kernel_size, stride, padding)
@@ -41,12 +43,12 @@ def max_pool2d_ref(
 
 
 def avg_pool2d_ref(
-    x: torch.Tensor,
+    x: Tensor,
     kernel_size: list[int],
     stride: list[int],
     padding: list[int],
     count_include_pad: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Take averages in torch, in at least fp32: the specification, and the CPU implementation."""
     if not x.shape[0] * x.shape[1]:
         return _empty_output(x, kernel_size, stride, padding)
@@ -57,12 +59,12 @@ def avg_pool2d_ref(
     return y.to(x.dtype).contiguous(memory_format=_memory_format(x))
 
 
-def _memory_format(x: torch.Tensor) -> torch.memory_format:
+def _memory_format(x: Tensor) -> torch.memory_format:
     return torch.channels_last if is_channels_last(x) else torch.contiguous_format
 
 
 def _output_shape(
-    x: torch.Tensor, kernel_size: list[int], stride: list[int], padding: list[int]
+    x: Tensor, kernel_size: list[int], stride: list[int], padding: list[int]
 ) -> tuple[int, int, int, int]:
     N, C, H, W = x.shape
     P = output_size(H, kernel_size[0], stride[0], padding[0])
@@ -71,8 +73,8 @@ def _output_shape(
 
 
 def _empty_output(
-    x: torch.Tensor, kernel_size: list[int], stride: list[int], padding: list[int]
-) -> torch.Tensor:
+    x: Tensor, kernel_size: list[int], stride: list[int], padding: list[int]
+) -> Tensor:
     N, C, P, Q = _output_shape(x, kernel_size, stride, padding)
     if is_channels_last(x):
         flat = launcher.empty((N, P, Q, C), dtype=x.dtype, device=x.device)
@@ -81,14 +83,14 @@ def _empty_output(
 
 
 def launch(
-    x: torch.Tensor,
+    x: Tensor,
     kernel_size: list[int],
     stride: list[int],
     padding: list[int],
     *,
     average: bool,
     count_include_pad: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Run the kernel.
 
     Args:
@@ -123,51 +125,48 @@ def launch(
 
 
 def _launch_max_pool2d(
-    x: torch.Tensor, kernel_size: list[int], stride: list[int], padding: list[int]
-) -> torch.Tensor:
+    x: Tensor, kernel_size: list[int], stride: list[int], padding: list[int]
+) -> Tensor:
     return launch(x, kernel_size, stride, padding, average=False)
 
 
 def _launch_avg_pool2d(
-    x: torch.Tensor,
+    x: Tensor,
     kernel_size: list[int],
     stride: list[int],
     padding: list[int],
     count_include_pad: bool,
-) -> torch.Tensor:
+) -> Tensor:
     return launch(
         x, kernel_size, stride, padding, average=True, count_include_pad=count_include_pad
     )
 
 
 def _fake_pool2d(
-    x: torch.Tensor,
+    x: Tensor,
     kernel_size: list[int],
     stride: list[int],
     padding: list[int],
     count_include_pad: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     del count_include_pad
     shape = _output_shape(x, kernel_size, stride, padding)
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_memory_format(x))
 
 
 _SIZES = "Tensor x, int[2] kernel_size, int[2] stride, int[2] padding"
-torch.library.define("taut::max_pool2d", f"({_SIZES}) -> Tensor")
-torch.library.impl("taut::max_pool2d", "CPU", max_pool2d_ref)
-torch.library.impl("taut::max_pool2d", "CUDA", _launch_max_pool2d)
-torch.library.register_fake("taut::max_pool2d", _fake_pool2d)
-torch.library.define("taut::avg_pool2d", f"({_SIZES}, bool count_include_pad) -> Tensor")
-torch.library.impl("taut::avg_pool2d", "CPU", avg_pool2d_ref)
-torch.library.impl("taut::avg_pool2d", "CUDA", _launch_avg_pool2d)
-torch.library.register_fake("taut::avg_pool2d", _fake_pool2d)
+register_op(
+    f"taut::max_pool2d({_SIZES}) -> Tensor", max_pool2d_ref, _launch_max_pool2d, _fake_pool2d
+)
+_AVG_POOL2D = f"taut::avg_pool2d({_SIZES}, bool count_include_pad) -> Tensor"
+register_op(_AVG_POOL2D, avg_pool2d_ref, _launch_avg_pool2d, _fake_pool2d)
 
 Size = int | tuple[int, int]
 
 
 def max_pool2d(
-    x: torch.Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0
-) -> torch.Tensor:
+    x: Tensor, kernel_size: Size, stride: Size | None = None, padding: Size = 0
+) -> Tensor:
     """Take the maximum of each window.
 
     Args:
@@ -183,18 +182,18 @@ def max_pool2d(
         ValueError: a shape, dtype or size the contract does not allow; names the argument.
     """
     sizes = _check(x, kernel_size, stride, padding)
-    y: torch.Tensor = torch.ops.taut.max_pool2d(x, *sizes)
+    y: Tensor = torch.ops.taut.max_pool2d(x, *sizes)
     return y
 
 
 def avg_pool2d(
-    x: torch.Tensor,
+    x: Tensor,
     kernel_size: Size,
     stride: Size | None = None,
     padding: Size = 0,
     *,
     count_include_pad: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Take the average of each window.
 
     Args:
@@ -211,12 +210,12 @@ def avg_pool2d(
         ValueError: a shape, dtype or size the contract does not allow; names the argument.
     """
     sizes = _check(x, kernel_size, stride, padding)
-    y: torch.Tensor = torch.ops.taut.avg_pool2d(x, *sizes, count_include_pad)
+    y: Tensor = torch.ops.taut.avg_pool2d(x, *sizes, count_include_pad)
     return y
 
 
 def _check(
-    x: torch.Tensor, kernel_size: Size, stride: Size | None, padding: Size
+    x: Tensor, kernel_size: Size, stride: Size | None, padding: Size
 ) -> tuple[Pair, Pair, Pair]:
     check_image("x", x, DTYPES)
     kernel = pair("kernel_size", kernel_size, 1)

@@ -22,8 +22,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives.reduce_kernel import reduce_kernel
 from taut_kernels.primitives.reduce_tiles import VERSIONS, ReduceTile, tile_of
 
@@ -33,7 +35,7 @@ _MOST_RESULTS = 2**31
 _LAUNCHER = launcher.Launcher(reduce_kernel)
 
 
-def reduce_ref(x: torch.Tensor, operation: str, dim: int | None, keepdim: bool) -> torch.Tensor:
+def reduce_ref(x: Tensor, operation: str, dim: int | None, keepdim: bool) -> Tensor:
     """Reduce in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -55,7 +57,7 @@ def reduce_ref(x: torch.Tensor, operation: str, dim: int | None, keepdim: bool) 
     return y.to(x.dtype).contiguous()
 
 
-def _as_three(x: torch.Tensor, dim: int | None) -> torch.Tensor:
+def _as_three(x: Tensor, dim: int | None) -> Tensor:
     """View ``x`` as [outer, R, inner] along its reduced dimension; a copy where strides forbid."""
     if dim is None:
         return x.reshape(1, -1, 1)
@@ -64,7 +66,7 @@ def _as_three(x: torch.Tensor, dim: int | None) -> torch.Tensor:
     return x.reshape(outer, x.shape[axis], inner)
 
 
-def result_shape(x: torch.Tensor, dim: int | None, keepdim: bool) -> tuple[int, ...]:
+def result_shape(x: Tensor, dim: int | None, keepdim: bool) -> tuple[int, ...]:
     """Return the shape of a reduction of ``x``."""
     if dim is None:
         return ()
@@ -73,9 +75,7 @@ def result_shape(x: torch.Tensor, dim: int | None, keepdim: bool) -> tuple[int, 
     return (*x.shape[:axis], *kept, *x.shape[axis + 1 :])
 
 
-def stage(
-    tile: ReduceTile, x: torch.Tensor, y: torch.Tensor, share: int, maximum: bool, factor: float
-) -> None:
+def stage(tile: ReduceTile, x: Tensor, y: Tensor, share: int, maximum: bool, factor: float) -> None:
     """Reduce x into y, or into as many parts as there are shares; what :func:`launch` does twice.
 
     Args:
@@ -112,9 +112,7 @@ def stage(
     )
 
 
-def launch(
-    tile: ReduceTile, x: torch.Tensor, operation: str, dim: int | None, keepdim: bool
-) -> torch.Tensor:
+def launch(tile: ReduceTile, x: Tensor, operation: str, dim: int | None, keepdim: bool) -> Tensor:
     """Run a rung with a given tile; what the op does after the look-up.
 
     Args:
@@ -146,42 +144,35 @@ def launch(
 
 
 def _launch_reduce(
-    x: torch.Tensor, operation: str, dim: int | None, keepdim: bool, version: str
-) -> torch.Tensor:
+    x: Tensor, operation: str, dim: int | None, keepdim: bool, version: str
+) -> Tensor:
     inner = 1 if dim is None else math.prod(x.shape[dim % x.dim() + 1 :])
     return launch(tile_of(version, inner=inner), x, operation, dim, keepdim)
 
 
-def _reduce_cpu(
-    x: torch.Tensor, operation: str, dim: int | None, keepdim: bool, version: str
-) -> torch.Tensor:
+def _reduce_cpu(x: Tensor, operation: str, dim: int | None, keepdim: bool, version: str) -> Tensor:
     del version
     y = reduce_ref(x, operation, dim, keepdim)
     return y.clone() if y.data_ptr() == x.data_ptr() else y  # an op's result is no view
 
 
-def _fake_reduce(
-    x: torch.Tensor, operation: str, dim: int | None, keepdim: bool, version: str
-) -> torch.Tensor:
+def _fake_reduce(x: Tensor, operation: str, dim: int | None, keepdim: bool, version: str) -> Tensor:
     del operation, version
     return x.new_empty(result_shape(x, dim, keepdim))
 
 
 _SCHEMA = "(Tensor x, str operation, int? dim, bool keepdim, str version) -> Tensor"
-torch.library.define("taut::reduce", _SCHEMA)
-torch.library.impl("taut::reduce", "CPU", _reduce_cpu)
-torch.library.impl("taut::reduce", "CUDA", _launch_reduce)
-torch.library.register_fake("taut::reduce", _fake_reduce)
+register_op(f"taut::reduce{_SCHEMA}", _reduce_cpu, _launch_reduce, _fake_reduce)
 
 
 def reduce(
-    x: torch.Tensor,
+    x: Tensor,
     operation: str = "sum",
     dim: int | None = None,
     *,
     keepdim: bool = False,
     version: str = "v3",
-) -> torch.Tensor:
+) -> Tensor:
     """Reduce along a dimension, or everything.
 
     Args:
@@ -208,11 +199,11 @@ def reduce(
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     _check_dim(x, operation, dim, keepdim)
-    y: torch.Tensor = torch.ops.taut.reduce(x, operation, dim, keepdim, version)
+    y: Tensor = torch.ops.taut.reduce(x, operation, dim, keepdim, version)
     return y
 
 
-def _check_dim(x: torch.Tensor, operation: str, dim: int | None, keepdim: bool) -> None:
+def _check_dim(x: Tensor, operation: str, dim: int | None, keepdim: bool) -> None:
     if dim is None and keepdim:
         raise ValueError("keepdim needs dim")
     if dim is not None and not -x.dim() <= dim < x.dim():

@@ -18,9 +18,11 @@ Source    blocks through shared memory: Harris, "An Efficient Matrix Transpose i
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from taut_kernels.launch import launcher as launching
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.primitives.gemm import check_copy_engine
 from taut_kernels.primitives.transpose_kernel import (
     coalesced_kernel,
@@ -39,7 +41,7 @@ _COALESCED = launching.Launcher(coalesced_kernel)
 _TILED = launching.Launcher(tiled_kernel)
 
 
-def transpose_ref(x: torch.Tensor) -> torch.Tensor:
+def transpose_ref(x: Tensor) -> Tensor:
     """Transpose in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -51,7 +53,7 @@ def transpose_ref(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(-2, -1).clone(memory_format=torch.contiguous_format)
 
 
-def launch(version: str, tile: TransposeTile, x: torch.Tensor) -> torch.Tensor:
+def launch(version: str, tile: TransposeTile, x: Tensor) -> Tensor:
     """Run a rung with a given tile; what the op does after the look-up, and what tuning calls.
 
     Args:
@@ -92,7 +94,7 @@ def launch(version: str, tile: TransposeTile, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _launch_tma(tile: TransposeTile, x: torch.Tensor, y: torch.Tensor) -> None:
+def _launch_tma(tile: TransposeTile, x: Tensor, y: Tensor) -> None:
     if reason := why_not_described(x):
         raise ValueError(reason)
     B, R, C = x.shape
@@ -108,7 +110,7 @@ def _launch_tma(tile: TransposeTile, x: torch.Tensor, y: torch.Tensor) -> None:
     )
 
 
-def why_not_described(x: torch.Tensor) -> str | None:
+def why_not_described(x: Tensor) -> str | None:
     """Say why ``v5``'s descriptors cannot describe x [B, R, C] or its transpose.
 
     Args:
@@ -129,27 +131,25 @@ def why_not_described(x: torch.Tensor) -> str | None:
     return None
 
 
-def _launch_transpose(x: torch.Tensor, version: str) -> torch.Tensor:
+def _launch_transpose(x: Tensor, version: str) -> Tensor:
     return launch(version, tile_of(version, x.element_size()), x)
 
 
-def _transpose_cpu(x: torch.Tensor, version: str) -> torch.Tensor:
+def _transpose_cpu(x: Tensor, version: str) -> Tensor:
     del version
     return transpose_ref(x)
 
 
-def _fake_transpose(x: torch.Tensor, version: str) -> torch.Tensor:
+def _fake_transpose(x: Tensor, version: str) -> Tensor:
     del version
     return x.new_empty((*x.shape[:-2], x.shape[-1], x.shape[-2]))
 
 
-torch.library.define("taut::transpose", "(Tensor x, str version) -> Tensor")
-torch.library.impl("taut::transpose", "CPU", _transpose_cpu)
-torch.library.impl("taut::transpose", "CUDA", _launch_transpose)
-torch.library.register_fake("taut::transpose", _fake_transpose)
+_SCHEMA = "taut::transpose(Tensor x, str version) -> Tensor"
+register_op(_SCHEMA, _transpose_cpu, _launch_transpose, _fake_transpose)
 
 
-def transpose(x: torch.Tensor, *, version: str = DEFAULT) -> torch.Tensor:
+def transpose(x: Tensor, *, version: str = DEFAULT) -> Tensor:
     """Transpose the last two dimensions into memory of their own.
 
     Args:
@@ -175,5 +175,5 @@ def transpose(x: torch.Tensor, *, version: str = DEFAULT) -> torch.Tensor:
         raise ValueError("x requires grad: the op is forward only, call it under no_grad()")
     if version == "v5":
         check_copy_engine(version, x.device, "v4")
-    y: torch.Tensor = torch.ops.taut.transpose(x, version)
+    y: Tensor = torch.ops.taut.transpose(x, version)
     return y

@@ -21,15 +21,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rope import rope_launch
 from taut_kernels.rope.rope_launch import Pair
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> None:
+def _rotate_ref(x: Tensor, cos: Tensor, sin: Tensor, neox: bool) -> None:
     half = cos.shape[-1]
     turned = x[..., : 2 * half]
     wide = turned.to(cos.dtype)
@@ -42,11 +44,7 @@ def _rotate_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: boo
 
 
 def rope_ref(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
+    positions: Tensor, q: Tensor, k: Tensor | None, cos_sin_cache: Tensor, neox: bool
 ) -> None:
     """Rotate in plain torch: the specification, and the op's CPU implementation.
 
@@ -65,11 +63,7 @@ def rope_ref(
 
 
 def rope_apart_ref(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
+    positions: Tensor, q: Tensor, k: Tensor | None, cos_sin_cache: Tensor, neox: bool
 ) -> Pair:
     """Rotate into new tensors in plain torch: specification and CPU implementation.
 
@@ -90,11 +84,7 @@ def rope_apart_ref(
 
 
 def _launch_rope(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
+    positions: Tensor, q: Tensor, k: Tensor | None, cos_sin_cache: Tensor, neox: bool
 ) -> None:
     call = rope_launch.call_of(positions, q, k, cos_sin_cache, neox, False)
     plan = rope_launch.plan(early_start.EARLY_TOKENS, *call)
@@ -102,11 +92,7 @@ def _launch_rope(
 
 
 def _launch_rope_apart(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
+    positions: Tensor, q: Tensor, k: Tensor | None, cos_sin_cache: Tensor, neox: bool
 ) -> Pair:
     if cos_sin_cache.shape[1] == 0:
         return rope_apart_ref(positions, q, k, cos_sin_cache, neox)  # nothing turns: copies
@@ -119,40 +105,34 @@ def _launch_rope_apart(
     return new_q, new_k
 
 
-def _fake_rope(positions: torch.Tensor, *_: Any) -> None:
+def _fake_rope(positions: Tensor, *_: Any) -> None:
     return None
 
 
-def _fake_rope_apart(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, *_: Any
-) -> Pair:
+def _fake_rope_apart(positions: Tensor, q: Tensor, k: Tensor | None, *_: Any) -> Pair:
     return q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)
 
 
-torch.library.define(
-    "taut::rope",
-    "(Tensor positions, Tensor(a!) q, Tensor(b!)? k, Tensor cos_sin_cache, bool neox) -> ()",
+_ROPE = (
+    "taut::rope(Tensor positions, Tensor(a!) q, Tensor(b!)? k, Tensor cos_sin_cache, bool neox) "
+    "-> ()"
 )
-torch.library.impl("taut::rope", "CPU", rope_ref)
-torch.library.impl("taut::rope", "CUDA", _launch_rope)
-torch.library.register_fake("taut::rope", _fake_rope)
+register_op(_ROPE, rope_ref, _launch_rope, _fake_rope)
 
 # Without a layout tag: Inductor hands operands over at the strides they have in the graph, slices
 # of one tensor as views. (`flexible_layout` would let it choose strides of its own.)
-torch.library.define(
-    "taut::rope_apart",
-    "(Tensor positions, Tensor q, Tensor? k, Tensor cos_sin_cache, bool neox) -> (Tensor, Tensor)",
+_ROPE_APART = (
+    "taut::rope_apart(Tensor positions, Tensor q, Tensor? k, Tensor cos_sin_cache, bool neox) "
+    "-> (Tensor, Tensor)"
 )
-torch.library.impl("taut::rope_apart", "CPU", rope_apart_ref)
-torch.library.impl("taut::rope_apart", "CUDA", _launch_rope_apart)
-torch.library.register_fake("taut::rope_apart", _fake_rope_apart)
+register_op(_ROPE_APART, rope_apart_ref, _launch_rope_apart, _fake_rope_apart)
 
 
 def rope(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    cos_sin_cache: Tensor,
     *,
     head_dim: int,
     neox: bool = True,
@@ -178,14 +158,14 @@ def rope(
 
 
 def rope_apart(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    cos_sin_cache: Tensor,
     *,
     head_dim: int,
     neox: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Rotate queries and keys into new tensors.
 
     Args:
@@ -209,9 +189,7 @@ def rope_apart(
     return found[0].view(q.shape), None if k is None else found[1].view(k.shape)
 
 
-def _check_table(
-    positions: torch.Tensor, q: torch.Tensor, cos_sin_cache: torch.Tensor, head_dim: int
-) -> None:
+def _check_table(positions: Tensor, q: Tensor, cos_sin_cache: Tensor, head_dim: int) -> None:
     if positions.dim() != 1 or positions.dtype is not torch.int64:
         shape = tuple(positions.shape)
         raise ValueError(f"positions must be [T] torch.int64, got {shape} {positions.dtype}")
@@ -235,9 +213,7 @@ def _check_table(
             raise ValueError(f"{name} must be on {q.device}, got {tensor.device}")
 
 
-def _as_heads(
-    name: str, x: torch.Tensor, positions: torch.Tensor, q: torch.Tensor, head_dim: int
-) -> torch.Tensor:
+def _as_heads(name: str, x: Tensor, positions: Tensor, q: Tensor, head_dim: int) -> Tensor:
     """View q or k as [T, H, D] without a copy."""
     if x.dim() not in (2, 3) or x.shape[0] != positions.shape[0] or x.shape[-1] % head_dim:
         expected = f"[{positions.shape[0]}, heads, {head_dim}]"

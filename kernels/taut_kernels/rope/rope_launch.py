@@ -6,22 +6,23 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
 from taut_kernels.rope.rope_kernel import rope_kernel
 from taut_kernels.rowwise.tile_options import next_power_of_2, prepare, tile_of
 from taut_kernels.rowwise.tiles import FusedTile
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 _rope = launcher.Launcher(rope_kernel)
 
 
 def launch(
     tile: FusedTile,
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    cos_sin_cache: Tensor,
     neox: bool,
     apart: Pair | None = None,
 ) -> None:
@@ -48,12 +49,7 @@ tensors."""
 
 
 def call_of(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
-    apart: bool,
+    positions: Tensor, q: Tensor, k: Tensor | None, cos_sin_cache: Tensor, neox: bool, apart: bool
 ) -> Call:
     """Return all of a call that its plan follows from; ``apart``: into new tensors."""
     kv_heads = 0 if k is None else k.shape[1]
@@ -94,10 +90,10 @@ def plan(early_tokens: int, *call: Any) -> launcher.Prepared | None:
 
 def run(
     prepared: launcher.Prepared | None,
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    cos_sin_cache: Tensor,
     apart: Pair | None,
 ) -> None:
     """Launch what was prepared, if anything; the other arguments as :func:`launch`."""

@@ -19,8 +19,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rope.op import rope_ref
 from taut_kernels.rope.train_kernel import rope_train_kernel
 from taut_kernels.rowwise import training_tiles
@@ -29,16 +31,11 @@ from taut_kernels.rowwise.training_tiles import TrainingTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _launcher = launcher.Launcher(rope_train_kernel)
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
 def rope_train_ref(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    neox: bool,
-    inverse: bool,
+    positions: Tensor, q: Tensor, k: Tensor | None, cos_sin_cache: Tensor, neox: bool, inverse: bool
 ) -> Pair:
     """Rotate in plain torch: the specification, and the op's CPU implementation.
 
@@ -72,10 +69,10 @@ def rope_train_ref(
 
 
 def launch(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
+    positions: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    cos_sin_cache: Tensor,
     neox: bool,
     inverse: bool,
     tile: TrainingTile | None = None,
@@ -129,14 +126,12 @@ def launch(
     return new_q, new_k
 
 
-def _adjacent(x: torch.Tensor) -> torch.Tensor:
+def _adjacent(x: Tensor) -> Tensor:
     """Return heads with their columns next to each other: a gradient may come otherwise."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _fake_rope_train(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor | None, *_: Any
-) -> Pair:
+def _fake_rope_train(positions: Tensor, q: Tensor, k: Tensor | None, *_: Any) -> Pair:
     return q.new_empty(q.shape), q.new_empty((0,) if k is None else k.shape)
 
 
@@ -148,7 +143,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
         ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
     positions, cos_sin_cache = ctx.saved_tensors
     given = dk if ctx.has_k else None
     turned = (positions, dq, given, cos_sin_cache, ctx.neox, not ctx.inverse)
@@ -156,25 +151,17 @@ def _backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tenso
     return None, new_q, new_k if ctx.has_k else None, None, None, None
 
 
-torch.library.define(
-    "taut::rope_train",
-    "(Tensor positions, Tensor q, Tensor? k, Tensor cos_sin_cache, bool neox, bool inverse) "
-    "-> (Tensor, Tensor)",
+_SCHEMA = (
+    "taut::rope_train(Tensor positions, Tensor q, Tensor? k, Tensor cos_sin_cache, bool neox, "
+    "bool inverse) -> (Tensor, Tensor)"
 )
-torch.library.impl("taut::rope_train", "CPU", rope_train_ref)
-torch.library.impl("taut::rope_train", "CUDA", launch)
-torch.library.register_fake("taut::rope_train", _fake_rope_train)
+register_op(_SCHEMA, rope_train_ref, launch, _fake_rope_train)
 torch.library.register_autograd("taut::rope_train", _backward, setup_context=_setup)
 
 
 def rope_train(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cos_sin_cache: torch.Tensor,
-    *,
-    neox: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    positions: Tensor, q: Tensor, k: Tensor | None, cos_sin_cache: Tensor, *, neox: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Rotate queries and keys into new tensors, differentiable.
 
     Args:
@@ -201,7 +188,7 @@ def rope_train(
     return new_q.view(q.shape), None if k is None else new_k.view(k.shape)
 
 
-def _check_table(positions: torch.Tensor, q: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+def _check_table(positions: Tensor, q: Tensor, cos_sin_cache: Tensor) -> None:
     if positions.dtype is not torch.int64 or not positions.is_contiguous():
         raise ValueError(f"positions must be contiguous torch.int64, got {positions.dtype}")
     shape = tuple(cos_sin_cache.shape)
@@ -220,7 +207,7 @@ def _check_table(positions: torch.Tensor, q: torch.Tensor, cos_sin_cache: torch.
             raise ValueError(f"{name} must be on {q.device}, got {tensor.device}")
 
 
-def _as_heads(name: str, x: torch.Tensor, positions: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _as_heads(name: str, x: Tensor, positions: Tensor, q: Tensor) -> Tensor:
     """View q or k as [T, H, D] without a copy."""
     dtypes = (*DTYPES, torch.float64) if x.device.type == "cpu" else DTYPES
     if x.dtype not in dtypes or x.dtype is not q.dtype:

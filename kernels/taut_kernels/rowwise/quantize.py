@@ -19,27 +19,26 @@ Limits    N ≤ 262144; forward only; sm_80 and later, fp8 sm_89 and later
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch import early_start
 from taut_kernels.launch import launcher as launching
+from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rowwise import row_quant as definition
-from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.quantize_kernel import row_quant_kernel, row_quant_long_kernel
 from taut_kernels.rowwise.rows import as_rows
-from taut_kernels.rowwise.tile_options import next_power_of_2, prepare, tile_of
+from taut_kernels.rowwise.tile_options import prepare_rows, tile_of
 from taut_kernels.rowwise.tiles import FusedTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_N = 262144
-_resident = launching.Launcher(row_quant_kernel)
-_long = launching.Launcher(row_quant_long_kernel)
+_LAUNCHERS = (launching.Launcher(row_quant_kernel), launching.Launcher(row_quant_long_kernel))
 
 
-def launch(
-    tile: FusedTile, out: str, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor
-) -> None:
+def launch(tile: FusedTile, out: str, x: Tensor, y: Tensor, scales: Tensor) -> None:
     """Run the kernel with a given tile; what the op does after the look-up, and what tuning calls.
 
     Args:
@@ -49,46 +48,25 @@ def launch(
         y: [M, N], written.
         scales: [M, 1], written.
     """
-    M, N = y.shape
-    _run(_prepared(tile, out, M, N, x.dtype, y.dtype, x.device), x, y, scales)
+    _run(_prepared(tile, out, *y.shape, x.dtype, y.dtype, x.device), x, y, scales)
 
 
 def _prepared(
-    tile: FusedTile,
-    out: str,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    device: torch.device,
+    tile: FusedTile, out: str, M: int, N: int, *types_and_device: Any
 ) -> launching.Prepared | None:
-    """Prepare a call with a given tile; None where there is nothing to do."""
-    if M == 0 or N == 0:
-        return None
-    launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
-    block = min(tile.block, max(8, next_power_of_2(N)))
-    values = (N, out, tile.rows, block, tile.pdl)
-    return prepare(launcher, (dtype, y_dtype), values, tile, -(-M // tile.rows), device)
+    *types, device = types_and_device
+    return prepare_rows(_LAUNCHERS, tile, out, (M, N), tuple(types), device)
 
 
 # Asked in every call: kept by everything the answer follows from.
 @lru_cache(maxsize=8192)
-def _plan(
-    early_tokens: int,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    device: torch.device,
-) -> launching.Prepared | None:
+def _plan(early_tokens: int, *call: Any) -> launching.Prepared | None:
     """Prepare a call of the op, by the tile the tables or their rule choose."""
-    tile = tile_of("row_quant", N, M, device)
-    return _prepared(tile, definition.OUT[y_dtype], M, N, dtype, y_dtype, device)
+    M, N, _, y_dtype, device = call
+    return _prepared(tile_of("row_quant", N, M, device), definition.OUT[y_dtype], *call)
 
 
-def _run(
-    prepared: launching.Prepared | None, x: torch.Tensor, y: torch.Tensor, scales: torch.Tensor
-) -> None:
+def _run(prepared: launching.Prepared | None, x: Tensor, y: Tensor, scales: Tensor) -> None:
     if prepared is None:
         return
     form, grid, constants = prepared
@@ -96,7 +74,7 @@ def _run(
     form(grid, (x, y, scales), (x.shape[0], row), constants, (row,))
 
 
-def _launch_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_row_quant(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     (M, N), device = x.shape, x.device
     q = launching.empty((M, N), dtype=dtype, device=device)
     scales = launching.empty((M, 1), dtype=torch.float32, device=device)
@@ -104,20 +82,16 @@ def _launch_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
     return q, scales
 
 
-def _fake_row_quant(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_row_quant(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=dtype), scales
 
 
-torch.library.define("taut::row_quant", "(Tensor x, ScalarType dtype) -> (Tensor, Tensor)")
-torch.library.impl("taut::row_quant", "CPU", definition.quantize_rows_ref)
-torch.library.impl("taut::row_quant", "CUDA", _launch_row_quant)
-torch.library.register_fake("taut::row_quant", _fake_row_quant)
+_SCHEMA = "taut::row_quant(Tensor x, ScalarType dtype) -> (Tensor, Tensor)"
+register_op(_SCHEMA, definition.quantize_rows_ref, _launch_row_quant, _fake_row_quant)
 
 
-def row_quant(
-    x: torch.Tensor, *, dtype: torch.dtype = definition.FP8
-) -> tuple[torch.Tensor, torch.Tensor]:
+def row_quant(x: Tensor, *, dtype: torch.dtype = definition.FP8) -> tuple[Tensor, Tensor]:
     """Quantise rows by their largest magnitudes.
 
     Args:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from taut_kernels.rowwise.packed_jit import wide
 
@@ -30,7 +31,7 @@ OUT = {FP8: "fp8", INT8: "int8"}
 """How the jit functions call a dynamic format; ``static_fp8`` and ``same`` are the other forms."""
 
 
-def quantize_rows_ref(y: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows_ref(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantise each row by its largest magnitude: the specification.
 
     Args:
@@ -49,7 +50,7 @@ def quantize_rows_ref(y: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
     return (y / scales).clamp(-448.0, 448.0).to(FP8), scales
 
 
-def quantize_static_ref(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def quantize_static_ref(y: Tensor, scale: Tensor) -> Tensor:
     """Quantise to fp8 by a given scale: the specification.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 
 def check_epsilon(epsilon: float) -> None:
@@ -17,7 +18,7 @@ def check_epsilon(epsilon: float) -> None:
         raise ValueError(f"epsilon must be at least 0 and finite, got {epsilon}")
 
 
-def as_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], most: int) -> torch.Tensor:
+def as_rows(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], most: int) -> Tensor:
     """View ``x`` as rows [M, columns] without a copy, for an op that is forward only.
 
     Args:
@@ -38,9 +39,7 @@ def as_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], most: i
     return trainable_rows(name, x, dtypes, most)
 
 
-def trainable_rows(
-    name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], most: int
-) -> torch.Tensor:
+def trainable_rows(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], most: int) -> Tensor:
     """View ``x`` as rows for an op with a gradient; arguments and errors as :func:`as_rows`."""
     if x.dtype not in dtypes:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -56,7 +55,7 @@ def trainable_rows(
     return rows
 
 
-def check_scale(scale: torch.Tensor, x: torch.Tensor) -> None:
+def check_scale(scale: Tensor, x: Tensor) -> None:
     """Hold a static scale to its contract: one fp32 element beside ``x``.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.rowwise.rows import trainable_rows
 
@@ -10,7 +11,7 @@ MAX_N = 262144
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def rows_of(name: str, x: torch.Tensor, most: int = MAX_N) -> torch.Tensor:
+def rows_of(name: str, x: Tensor, most: int = MAX_N) -> Tensor:
     """View an operand as rows [M, N].
 
     Args:
@@ -25,7 +26,7 @@ def rows_of(name: str, x: torch.Tensor, most: int = MAX_N) -> torch.Tensor:
     return trainable_rows(name, x, dtypes, most)
 
 
-def check_like(name: str, other: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def check_like(name: str, other: Tensor, x: Tensor) -> Tensor:
     """View an operand that has to be like ``x`` as rows.
 
     Raises:
@@ -38,7 +39,7 @@ def check_like(name: str, other: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return rows_of(name, other)
 
 
-def check_parameter(name: str, parameter: torch.Tensor, x: torch.Tensor) -> None:
+def check_parameter(name: str, parameter: Tensor, x: Tensor) -> None:
     """Hold a weight or bias to its contract: [N], dtype of ``x`` or fp32.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import layout as formats_mma
@@ -29,14 +30,14 @@ class Layer:
         weight_zero_point: [N/8, K/G] int32, disk layout; None where symmetric.
     """
 
-    x: torch.Tensor
-    weight_packed: torch.Tensor
-    weight_scale: torch.Tensor
+    x: Tensor
+    weight_packed: Tensor
+    weight_scale: Tensor
     group_size: int
-    checked: torch.Tensor
-    gold: torch.Tensor
+    checked: Tensor
+    gold: Tensor
     budget: float
-    weight_zero_point: torch.Tensor | None = None
+    weight_zero_point: Tensor | None = None
 
     @property
     def N(self) -> int:  # noqa: N802
@@ -53,17 +54,17 @@ class Layer:
         zeros = 0 if self.weight_zero_point is None else 4 * self.weight_zero_point.numel()
         return self.N * self.K // 2 + 2 * self.weight_scale.numel() + zeros
 
-    def stored_zeros(self) -> torch.Tensor:
+    def stored_zeros(self) -> Tensor:
         """Return the zero points as stored, [N, K/G] int8 in 0..15: 8 where symmetric."""
         if self.weight_zero_point is None:
             return torch.full_like(self.weight_scale, formats.SYMMETRIC_ZERO, dtype=torch.int8)
         return formats.unpack_zero_point(self.weight_zero_point, self.N) + formats.SYMMETRIC_ZERO
 
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         """Return the weights [N, K] in the dtype of ``x``, each rounded once."""
         return self._dense(torch.float32).to(self.x.dtype)
 
-    def _dense(self, dtype: torch.dtype) -> torch.Tensor:
+    def _dense(self, dtype: torch.dtype) -> Tensor:
         values = formats.unpack_weight(self.weight_packed, self.K).to(dtype)
         groups = values.view(self.N, -1, self.group_size)
         if self.weight_zero_point is not None:
@@ -89,7 +90,7 @@ class Layer:
             for _ in range(copies)
         ]
 
-    def why_wrong(self, y: torch.Tensor) -> str | None:
+    def why_wrong(self, y: Tensor) -> str | None:
         """Hold the first rows' result to the budget; return a reason, None where it is right."""
         rows = self.checked[self.checked < y.shape[0]]
         error = (y[rows].double() - self.gold[: len(rows)]).abs().max().item()
@@ -98,7 +99,7 @@ class Layer:
         return f"error {error:.3e} is above the budget {self.budget:.3e}"
 
 
-def rows_to_check(rows: int, device: str) -> torch.Tensor:
+def rows_to_check(rows: int, device: str) -> Tensor:
     """Return the rows worth a product in fp64: the first ones, then some of all others.
 
     Every row of thousands would take fp64 a minute at 57344 × 8192.
@@ -192,7 +193,7 @@ def blank_layer(
     return Layer(x, packed, scale, group_size, rows_to_check(1, device), x, 0.0, zeros)
 
 
-def _random_words(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+def _random_words(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """Draw int32 words of eight random nibbles each."""
     size, device = (rows, columns), generator.device
     words = torch.randint(-(2**31), 2**31, size, generator=generator, device=device)

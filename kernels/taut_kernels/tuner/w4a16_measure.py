@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import dispatch, lookup, weight_format
 from taut_kernels.gemm.w4a16.decode_tile import DecodeTile
@@ -194,7 +195,7 @@ def _subject(layer: Layer, M: int, one: Tried, weights: Sequence[Weight]) -> tim
     call_of = Call(*shape, layer.group_size, x.dtype, x.device, has_zeros, has_bias=False)
     cut = dispatch.tile_of(one, call_of) if isinstance(one, str) else one
 
-    def call(i: int) -> torch.Tensor:
+    def call(i: int) -> Tensor:
         return dispatch.launch(cut, x, *weights[i], layer.group_size)
 
     return timing.Subject(_name(one), call, len(weights))
@@ -211,7 +212,7 @@ def _is_right(layer: Layer, subject: timing.Subject, M: int, notes: list[str]) -
     except REFUSED as error:
         notes.append(f"{subject.name} at {M}: not run: {first_line(error)}")
         return False
-    assert isinstance(y, torch.Tensor)
+    assert isinstance(y, Tensor)
     if reason := layer.why_wrong(y):
         notes.append(f"{subject.name} at {M}: WRONG, not timed: {reason}")
         return False

@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import layout as formats_mma
 from taut_kernels.gemm.w4a16 import op as w4a16
 from taut_kernels.tuner.w4a16_layer import Layer
 
-Operands = tuple[torch.Tensor | None, ...]
+Operands = tuple[Tensor | None, ...]
 HUMMING_LOCKS = 2048
 """int32 zeros through which its programs meet; as its own layer makes them."""
 
@@ -45,9 +46,9 @@ class Prepared:
     """
 
     operands: Operands
-    run: Callable[[torch.Tensor, Operands], torch.Tensor]
+    run: Callable[[Tensor, Operands], Tensor]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Multiply activations [M, K]; returns [M, N]."""
         return self.run(x, self.operands)
 
@@ -75,8 +76,8 @@ def taut(layer: Layer) -> Prepared:
     op = torch.ops.taut.w4a16_gemm.default
     *given, group_size = operands(layer)
 
-    def run(x: torch.Tensor, own: Operands) -> torch.Tensor:
-        y: torch.Tensor = op(x, *own, group_size)
+    def run(x: Tensor, own: Operands) -> Tensor:
+        y: Tensor = op(x, *own, group_size)
         return y
 
     return Prepared(tuple(given), run)
@@ -110,13 +111,13 @@ def _vllm_group(layer: Layer, taken: Sequence[int]) -> int:
     return group
 
 
-def _marlin_zeros(layer: Layer, marlin_utils: Any) -> torch.Tensor:
+def _marlin_zeros(layer: Layer, marlin_utils: Any) -> Tensor:
     """Return zero points [K/G, N/8] int32 in Marlin's order, empty where the layer has none."""
     if layer.weight_zero_point is None:
-        empty: torch.Tensor = marlin_utils.marlin_make_empty_g_idx(layer.x.device)
+        empty: Tensor = marlin_utils.marlin_make_empty_g_idx(layer.x.device)
         return empty
     stored = layer.stored_zeros().t().to(torch.int32).contiguous()
-    zeros: torch.Tensor = marlin_utils.marlin_zero_points(
+    zeros: Tensor = marlin_utils.marlin_zero_points(
         stored, size_k=layer.K // layer.group_size, size_n=layer.N, num_bits=4
     )
     return zeros
@@ -139,8 +140,8 @@ def marlin(layer: Layer) -> Prepared:
     kind = _weight_type(layer, scalar_type.scalar_types)
     workspace = marlin_utils.marlin_make_workspace_new(device)
 
-    def run(x: torch.Tensor, own: Operands) -> torch.Tensor:
-        y: torch.Tensor = marlin_utils.apply_gptq_marlin_linear(
+    def run(x: Tensor, own: Operands) -> Tensor:
+        y: Tensor = marlin_utils.apply_gptq_marlin_linear(
             input=x,
             weight=own[0],
             weight_scale=own[1],
@@ -173,8 +174,8 @@ def machete(layer: Layer) -> Prepared:
         # Times the scale and rounded, as vLLM does it.
         zeros = (-1.0 * scale * layer.stored_zeros().t().to(dtype)).contiguous()
 
-    def run(x: torch.Tensor, own: Operands) -> torch.Tensor:
-        y: torch.Tensor = ops.machete_mm(
+    def run(x: Tensor, own: Operands) -> Tensor:
+        y: Tensor = ops.machete_mm(
             a=x,
             b_q=own[0],
             b_type=kind,
@@ -197,9 +198,9 @@ def humming(layer: Layer) -> Prepared:
     made = _humming_layer(layer)
     config, given = made.humming_config, _humming_config_of(made)
 
-    def run(x: torch.Tensor, own: Operands) -> torch.Tensor:
+    def run(x: Tensor, own: Operands) -> Tensor:
         weight, scale, zeros, locks = own
-        y: torch.Tensor = forward.humming_forward(
+        y: Tensor = forward.humming_forward(
             config,
             inputs=x,
             weight=weight,
@@ -283,7 +284,7 @@ def _humming_config_of(made: Any) -> Callable[[int], str]:
     return given
 
 
-def _data(parameter: Any) -> torch.Tensor | None:
+def _data(parameter: Any) -> Tensor | None:
     return None if parameter is None else parameter.data
 
 

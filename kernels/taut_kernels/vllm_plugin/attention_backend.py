@@ -18,6 +18,7 @@ import time
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
@@ -116,7 +117,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         facts, gpu = _facts_of(self), decode_attention.card()
         self.why_not_ours = decode_attention.why_not_layer(facts, gpu, requested_mode())
         self.why_not_written: str | None = None
-        self._arrivals: torch.Tensor | None = None
+        self._arrivals: Tensor | None = None
         self._dtype: torch.dtype | None = None
         self._eight_bit = decode_attention.ELEMENT_BYTES.get(facts.kv_cache_dtype) == 1
         # What vLLM would let the layer do, and here is done for what falls through.
@@ -166,10 +167,10 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
     ) -> None:
         """Write new keys and values into the cache; vLLM asks no layer that shares another's.
 
@@ -191,13 +192,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         caches = compat.keys_and_values(kv_cache, self.head_size)
         cache_write.write(key, value, *caches, slot_mapping, *scales)
 
-    def _writes(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> bool:
+    def _writes(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> bool:
         """Say whether new keys and values are as a layer of ours was prepared for."""
         ours = self._arrivals is not None  # prepared, and of ours
         return (
@@ -211,11 +206,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
         )
 
     def _say_not_written(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
+        self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         # Of layers that are not ours the record says it already.
         if self._arrivals is not None and self.why_not_written is None:
@@ -227,15 +218,15 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
     def forward(
         self,
         layer: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
         attn_metadata: Any,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """Attend to the cache, which holds the new keys and values already.
 
         Args:
@@ -267,7 +258,7 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
             self.supports_quant_query_input or self._quantises_queries,
         )
         try:
-            result: torch.Tensor = super().forward(layer, query, *operands)
+            result: Tensor = super().forward(layer, query, *operands)
         finally:
             self.supports_quant_query_input = left_alone
         return result
@@ -275,11 +266,11 @@ class TautAttentionImpl(FlashAttentionImpl):  # type: ignore[misc]
     def _decode(
         self,
         layer: torch.nn.Module,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: Tensor,
+        kv_cache: Tensor,
         attn_metadata: Any,
-        output: torch.Tensor,
-    ) -> torch.Tensor:
+        output: Tensor,
+    ) -> Tensor:
         tokens = attn_metadata.num_actual_tokens
         q, o = query, output
         if output.shape[0] != tokens:  # slices cost the host more than they look

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.kernels import linear as kernel_selection
 from vllm.model_executor.kernels.linear import (
     CutlassFp8BlockScaledMMKernel,
@@ -125,23 +126,23 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
             weight.device,
         )
 
-    def _weights(self, layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weights(self, layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
         params = self._get_layer_params(layer)
         scale = params.weight_scale_inv
         return params.weight, params.weight_scale if scale is None else scale
 
     def apply_weights(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
-    ) -> torch.Tensor:
+        self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None, **_: Any
+    ) -> Tensor:
         """Quantise the activations and compute the layer; x is [..., K], the result [..., N]."""
         if self.fall_through is not None:
-            whole: torch.Tensor = self.fallback.apply_weights(layer, x, bias)
+            whole: Tensor = self.fallback.apply_weights(layer, x, bias)
             return whole
         weight, weight_scale = self._weights(layer)
         rows, x_scale = self.quant_fp8(
             x.view(-1, x.shape[-1]), None, None, use_triton=self.fallback.use_triton
         )
-        y: torch.Tensor = torch.ops.taut.fp8_block_by_tokens.default(
+        y: Tensor = torch.ops.taut.fp8_block_by_tokens.default(
             rows,
             weight,
             x_scale,
@@ -155,11 +156,9 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
             y = y + bias
         return y.view(*x.shape[:-1], weight.shape[0])
 
-    def apply_block_scaled_mm(
-        self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
-    ) -> torch.Tensor:
+    def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
         """Multiply as vLLM's kernel does; what its base class asks for, and nobody calls here."""
-        y: torch.Tensor = self.fallback.apply_block_scaled_mm(A, B, As, Bs)
+        y: Tensor = self.fallback.apply_block_scaled_mm(A, B, As, Bs)
         return y
 
     def taut_record(self) -> tuple[str, str | None]:
@@ -172,7 +171,7 @@ class TautFp8BlockScaledMMLinearKernel(Fp8BlockScaledMMLinearKernel):  # type: i
         return ours, None
 
 
-def _dequantised(weight: torch.Tensor, scale: torch.Tensor, rows: slice) -> torch.Tensor:
+def _dequantised(weight: Tensor, scale: Tensor, rows: slice) -> Tensor:
     """Return output features ``rows`` of weights [N, K], fp32; scales are of 128 × 128 blocks."""
     N, K = weight.shape
     features = torch.arange(N, device=weight.device)[rows] // BLOCK_GROUP
@@ -180,7 +179,7 @@ def _dequantised(weight: torch.Tensor, scale: torch.Tensor, rows: slice) -> torc
     return weight[rows].float() * scale[features][:, columns]
 
 
-def _why_not_laid_out(weight: torch.Tensor, weight_scale: torch.Tensor) -> str | None:
+def _why_not_laid_out(weight: Tensor, weight_scale: Tensor) -> str | None:
     """Say why our kernels do not read a layer's weights as vLLM left them, None where they do."""
     if weight.dim() != 2:
         return f"weights must be one matrix, got {tuple(weight.shape)}"

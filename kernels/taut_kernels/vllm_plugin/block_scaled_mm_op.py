@@ -9,31 +9,33 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
 from taut_kernels.gemm.scaled_mm.dispatch import launch_block
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 OP = "fp8_block_by_tokens"
 DEEP_GEMM, DEEP_GEMM_UE8M0, CUTLASS = RESTS = ("DeepGEMM", "DeepGEMM ue8m0", "CUTLASS")
 """vLLM's kernels that ours was measured against; the second with scales that are powers of two."""
 
 
-def _reference(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _reference(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     x_scale, weight_scale, arrivals, out_dtype, *_ = rest
     return fp8.fp8_gemm_ref(x, weight, x_scale, weight_scale, None, arrivals, out_dtype)
 
 
 def _vllm(
     rest: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     y = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype, device=x.device)
     if rest == CUTLASS:
         torch.ops._C.cutlass_scaled_mm(y, x, weight.t(), x_scale, weight_scale.t(), None)
@@ -42,7 +44,7 @@ def _vllm(
     return y
 
 
-def _dispatch(x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tensor:
+def _dispatch(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
     (M, K), N = x.shape, weight.shape[0]
     x_scale, weight_scale, arrivals, out_dtype, always, rest = given
     bucket = tiles_scaled_mm.lookup(fp8.BLOCK_OP, launcher.gpu_name(x.device), N, K, M)
@@ -53,18 +55,15 @@ def _dispatch(x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tenso
     return _vllm(rest, x, weight, x_scale, weight_scale, out_dtype)
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, *given: Any) -> torch.Tensor:
+def _fake(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=given[-3])
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor arrivals,"
-    " ScalarType out_dtype, bool always, str rest) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor arrivals, "
+    "ScalarType out_dtype, bool always, str rest) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", without_autocast(_reference))
-torch.library.impl(f"taut::{OP}", "CUDA", _dispatch)
-torch.library.register_fake(f"taut::{OP}", _fake)
+register_op(_SCHEMA, without_autocast(_reference), _dispatch, _fake)
 
 
 def warm_up_tokens(gpu: str | None, N: int, K: int, always: bool) -> tuple[int, ...]:

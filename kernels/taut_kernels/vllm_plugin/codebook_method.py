@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 
 from taut_kernels.formats import codebook
@@ -98,9 +99,7 @@ class TautCodebookLinearMethod(LinearMethodBase):  # type: ignore[misc]
             exact.device,
         )
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the layer; x is [..., K], the result [..., N]."""
-        y: torch.Tensor = self._dense.apply(layer, x, bias)
+        y: Tensor = self._dense.apply(layer, x, bias)
         return y

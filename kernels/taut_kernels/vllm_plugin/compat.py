@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _PLATFORMS = ("CUDA", "CPU")
 
@@ -30,7 +31,7 @@ class IncompatibleVllmError(RuntimeError):
 
 def kernel_weight_params(
     kernel: Any, layer: torch.nn.Module
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (weight, scale, zero point or None) of a layer, from either tuple shape.
 
     Args:
@@ -234,7 +235,7 @@ def register_attention_backend(registry: ModuleType, name: str, path: str) -> bo
     return True
 
 
-def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def keys_and_values(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return FlashAttention's cache as keys and values, [pages, page size, Hk, D].
 
     Args:
@@ -255,7 +256,7 @@ def keys_and_values(kv_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor
     return both[..., :head_dim], both[..., head_dim:]
 
 
-def quantised_queries(query: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def quantised_queries(query: Tensor, scale: Tensor) -> Tensor:
     """Quantise queries to fp8 as vLLM's attention layer does before FlashAttention 3.
 
     Args:
@@ -264,5 +265,5 @@ def quantised_queries(query: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """
     from vllm import _custom_ops
 
-    quantised: torch.Tensor = _custom_ops.scaled_fp8_quant(query.flatten(1), scale)[0]
+    quantised: Tensor = _custom_ops.scaled_fp8_quant(query.flatten(1), scale)[0]
     return quantised.view(query.shape)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
 from vllm import _custom_ops
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.utils import replace_parameter
@@ -21,7 +22,7 @@ from taut_kernels.vllm_plugin import known_answer
 _TOKENS = (1, 16, 64)
 
 
-def _multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _multiply(x: Tensor, w: Tensor) -> Tensor:
     """Multiply codes as vLLM's kernel does; scales are 1."""
     # The handler keeps pointers to both.
     transposed, scale = w.t(), torch.ones(w.shape[0], 1)
@@ -56,8 +57,8 @@ class TautCPUInt8ScaledMMLinearKernel(CPUInt8ScaledMMLinearKernel):  # type: ign
     """
 
     way: str
-    weight: torch.Tensor | None
-    weight_scale: torch.Tensor
+    weight: Tensor | None
+    weight_scale: Tensor
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -85,8 +86,8 @@ class TautCPUInt8ScaledMMLinearKernel(CPUInt8ScaledMMLinearKernel):  # type: ign
         self._check(layer, codes)
 
     def _apply_weights_onednn(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """Quantise the activations and compute the layer; x is [..., K], the result [..., N]."""
         rows = x.reshape(-1, x.shape[-1])
         _, _, input_scale, input_zero, azp_adj = self._get_layer_params(layer)
@@ -94,7 +95,7 @@ class TautCPUInt8ScaledMMLinearKernel(CPUInt8ScaledMMLinearKernel):  # type: ign
             rows, input_scale, input_zero, self.config.input_symmetric
         )
         if self.weight is not None:
-            y: torch.Tensor = torch.ops.taut.int8_gemm_cpu.default(
+            y: Tensor = torch.ops.taut.int8_gemm_cpu.default(
                 x_q, self.weight, x_scale, self.weight_scale, azp, bias, x.dtype
             )
         else:
@@ -103,7 +104,7 @@ class TautCPUInt8ScaledMMLinearKernel(CPUInt8ScaledMMLinearKernel):  # type: ign
             _custom_ops.onednn_scaled_mm(self.dnnl_handler, twice, y, x_scale, azp, azp_adj, bias)
         return y.reshape(*x.shape[:-1], y.shape[1])
 
-    def _check(self, layer: torch.nn.Module, codes: torch.Tensor) -> None:
+    def _check(self, layer: torch.nn.Module, codes: Tensor) -> None:
         N, K = codes.shape
         input_scale = self._get_layer_params(layer)[2]
         known_answer.check(

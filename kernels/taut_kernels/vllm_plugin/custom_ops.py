@@ -14,6 +14,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import CompilationMode, get_cached_compilation_config
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import rotary_embedding
@@ -54,7 +55,7 @@ def _turned_off(cls: type) -> bool:
     return f"-{cls.__name__.removeprefix('Taut')}" in get_cached_compilation_config().custom_ops
 
 
-def _fits(x: torch.Tensor) -> bool:
+def _fits(x: Tensor) -> bool:
     return x.dtype in silu_mul.DTYPES and x.is_contiguous()
 
 
@@ -66,14 +67,14 @@ class _Activated:
         """Say whether the forward is ours: unless ``-<vLLM's class>``."""
         return not _turned_off(cls)
 
-    def forward_cuda(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_cuda(self, x: Tensor) -> Tensor:
         """Activate [..., 2N] to [..., N]."""
         if not _fits(x):
             _say_not_ours(type(self).__name__, _OTHER_ACTIVATIONS)
-            fallback: torch.Tensor = super().forward_cuda(x)  # type: ignore[misc]
+            fallback: Tensor = super().forward_cuda(x)  # type: ignore[misc]
             return fallback
         rows = x.view(-1, x.shape[-1])
-        y: torch.Tensor = torch.ops.taut.silu_mul.default(rows, *self._form())
+        y: Tensor = torch.ops.taut.silu_mul.default(rows, *self._form())
         return y.view(*x.shape[:-1], x.shape[-1] // 2)
 
     def _form(self) -> tuple[float, float, float | None, bool]:
@@ -92,7 +93,7 @@ class TautSwigluOAIAndMul(_Activated, SwigluOAIAndMul):  # type: ignore[misc]
         return self.alpha, 1.0, self.limit, True
 
 
-Rotated = tuple[torch.Tensor, torch.Tensor | None]
+Rotated = tuple[Tensor, Tensor | None]
 
 
 class _TautRotary:
@@ -121,9 +122,7 @@ class _TautRotary:
         """Say whether the forward is ours: unless turned off by name (``-RotaryEmbedding``)."""
         return not _turned_off(cls)
 
-    def forward_cuda(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-    ) -> Rotated:
+    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Rotated:
         """Rotate query [T, Hq · D] and key: in place, or into new tensors where vLLM compiles.
 
         What ours does not take (positions of several dimensions, heads not side by side) runs as
@@ -143,9 +142,7 @@ class _TautRotary:
         torch.ops.taut.rope.default(positions, heads[0], heads[1], cache, base.is_neox_style)
         return query, key
 
-    def _why_not_taken(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None
-    ) -> str | None:
+    def _why_not_taken(self, positions: Tensor, query: Tensor, key: Tensor | None) -> str | None:
         if query.dtype not in rope.DTYPES:
             return "queries in another type than ours takes"
         if key is not None and key.dtype is not query.dtype:
@@ -160,16 +157,14 @@ class _TautRotary:
             return _OTHER_TABLE
         return "angles on another device" if self.apart and table.device != query.device else None
 
-    def _rotate_apart(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None
-    ) -> Rotated:
+    def _rotate_apart(self, positions: Tensor, query: Tensor, key: Tensor | None) -> Rotated:
         base: Any = self
         table, neox = base.cos_sin_cache, base.is_neox_style
         k = None if key is None else self._as_heads(key)
         found = torch.ops.taut.rope_apart.default(positions, self._as_heads(query), k, table, neox)
         return found[0].view(query.shape), None if key is None else found[1].view(key.shape)
 
-    def _as_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def _as_heads(self, x: Tensor) -> Tensor:
         base: Any = self
         return x.view(x.shape[0], x.shape[1] // base.head_size, base.head_size)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import HEAD_DIMS, padded_dim
@@ -168,10 +169,10 @@ def is_plain_decode(metadata: Any, window: tuple[int, int]) -> bool:
     )
 
 
-_arrivals: dict[torch.device, torch.Tensor] = {}
+_arrivals: dict[torch.device, Tensor] = {}
 
 
-def shared_arrivals(count: int, device: torch.device) -> torch.Tensor:
+def shared_arrivals(count: int, device: torch.device) -> Tensor:
     """Return at least so many counters, zeros, the same ones for all layers of a device.
 
     Layers of a model, and a draft model beside it, follow each other on one stream, and each leaves
@@ -212,11 +213,7 @@ def install() -> None:
 
 
 def why_not_written(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slots: torch.Tensor,
-    dtype: torch.dtype | None,
+    key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor, dtype: torch.dtype | None
 ) -> str:
     """Say what a layer of ours finds in new keys and values that it was not prepared for.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from taut_kernels.activation import silu_mul
@@ -85,7 +85,7 @@ def _is_rows(node: Any, dtypes: tuple[torch.dtype, ...]) -> bool:
     if not isinstance(node, fx.Node):
         return False
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() != 2 or value.dtype not in dtypes:
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype not in dtypes:
         return False
     return bool(value.stride(1) == 1)
 

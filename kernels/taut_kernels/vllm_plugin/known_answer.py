@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _logger = logging.getLogger(__name__)
 
@@ -121,11 +122,11 @@ def settle(
     _answers[kind] = Answer(kind.kernel, kind.form, calls, error, ms)
 
 
-Block = Callable[[int, torch.device], torch.Tensor]
+Block = Callable[[int, torch.device], Tensor]
 """Rows and device → fp32 activations [rows, K] that the format holds exactly."""
 
 
-Scale = float | torch.Tensor | None
+Scale = float | Tensor | None
 """Of all activations where it is static, one element; None where each row or group gets its own."""
 
 
@@ -133,7 +134,7 @@ def _step(scale: Scale) -> float:
     return _STEP if scale is None else float(scale)
 
 
-def _codes(rows: int, K: int, levels: int) -> torch.Tensor:
+def _codes(rows: int, K: int, levels: int) -> Tensor:
     generator = torch.Generator().manual_seed(K)
     return torch.randint(-levels, levels + 1, (rows, K), generator=generator).float()
 
@@ -156,7 +157,7 @@ def int8_block(K: int, *, symmetric: bool, scale: Scale) -> Block:
         scale: of all activations where it is static; None where each row gets its own.
     """
 
-    def make(rows: int, device: torch.device) -> torch.Tensor:
+    def make(rows: int, device: torch.device) -> Tensor:
         codes = _codes(rows, K, 127)
         codes[:, 0] = 127
         if not symmetric:
@@ -175,7 +176,7 @@ def fp8_block(K: int, *, group: int, scale: Scale) -> Block:
         scale: of all activations where it is static; None where each group gets its own.
     """
 
-    def make(rows: int, device: torch.device) -> torch.Tensor:
+    def make(rows: int, device: torch.device) -> Tensor:
         codes = _codes(rows, K, 16)
         if scale is None:
             codes[:, ::group] = 448
@@ -189,8 +190,8 @@ def check(
     scheme: str,
     features: tuple[int, int],
     tokens: Sequence[int],
-    multiply: Callable[[torch.Tensor], torch.Tensor],
-    weight: Callable[[slice], torch.Tensor],
+    multiply: Callable[[Tensor], Tensor],
+    weight: Callable[[slice], Tensor],
     block: Block,
     dtype: torch.dtype,
     device: torch.device,
@@ -236,7 +237,7 @@ def check(
     settle(kind, worst, calls=len(tokens), ms=clock.ms, device=device, M=at)
 
 
-def _spread(M: int, device: torch.device) -> torch.Tensor:
+def _spread(M: int, device: torch.device) -> Tensor:
     """Return rows spread over M, the first and the last among them.
 
     In whole numbers: while vLLM loads a model torch's own type is the model's, which may round.
@@ -245,7 +246,7 @@ def _spread(M: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, device=device) * (M - 1) // max(count - 1, 1)
 
 
-def _error(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> float:
+def _error(x: Tensor, w: Tensor, y: Tensor) -> float:
     """Return the largest error of y over what is allowed."""
     exact = _product(x, w)
     norm = _product(x.square(), w.square()).sqrt()
@@ -254,7 +255,7 @@ def _error(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> float:
     return float(ratio.nan_to_num(nan=float("inf")).max())
 
 
-def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def _product(x: Tensor, w: Tensor) -> Tensor:
     """Multiply in full fp32, whatever this process allows of TF32."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False

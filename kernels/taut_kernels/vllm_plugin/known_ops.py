@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation import silu_mul
 from taut_kernels.attention.cache_write.op import cache_write_ref
@@ -36,7 +37,7 @@ _OTHER_CODES = 0.02
 _GIVEN_SCALE = 0.011
 """Of all elements where it is static, no power of two: the largest of seeded results saturate."""
 
-_Results = tuple[torch.Tensor, ...]
+_Results = tuple[Tensor, ...]
 _Case = tuple[str, str, Callable[[], _Results], Callable[[], _Results]]
 """Op, its shape in words, the op, its specification."""
 
@@ -89,7 +90,7 @@ def _compare(
     known_answer.settle(kind, error, calls=1, ms=clock.ms, device=device)
 
 
-def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
+def _error(got: Tensor, expected: Tensor) -> float:
     """Return the largest error over what is allowed; above 1 is wrong."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return float("inf")
@@ -106,11 +107,11 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return _largest((result - exact).abs() / allowed)
 
 
-def _largest(ratio: torch.Tensor) -> float:
+def _largest(ratio: Tensor) -> float:
     return float(ratio.nan_to_num(nan=float("inf")).max())
 
 
-def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, dtype)
 
@@ -127,7 +128,7 @@ class _Outs(NamedTuple):
     static: bool
 
 
-def _given_scale(device: torch.device) -> torch.Tensor:
+def _given_scale(device: torch.device) -> Tensor:
     return torch.full((1,), _GIVEN_SCALE, dtype=torch.float32, device=device)
 
 
@@ -254,11 +255,7 @@ def _rotation(M: int, rotation: Rotation, device: torch.device) -> _Case:
 
 
 def _rotated(
-    rotation: Rotation,
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor | None,
-    cache: torch.Tensor,
+    rotation: Rotation, positions: Tensor, q: Tensor, k: Tensor | None, cache: Tensor
 ) -> _Results:
     if rotation.apart:
         apart: _Results = torch.ops.taut.rope_apart.default(positions, q, k, cache, rotation.neox)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.kernels.linear import MPLinearKernel
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.model_executor.parameter import permute_param_layout_
@@ -31,7 +32,7 @@ WARM_UP_TOKENS = ONE_OF_EACH
 CPU_TOKENS = (1, 16, 64)
 
 
-def _replace(layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+def _replace(layer: torch.nn.Module, name: str, tensor: Tensor) -> None:
     # A plain Parameter: Dynamo does not trace vLLM's parameter classes.
     replace_parameter(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
 
@@ -85,8 +86,8 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
         self._check(layer, *stored)
 
     def apply_weights(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """Compute the layer; x is [..., K], the result [..., N]."""
         K, N = self.config.partition_weight_shape
         weight, scale, zero = compat.kernel_weight_params(self, layer)
@@ -95,9 +96,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
         # call.
         if x.device.type == "cpu":
             group = K // scale.shape[0]
-            y: torch.Tensor = torch.ops.taut.w4a16_gemm_cpu.default(
-                rows, weight, scale, bias, group
-            )
+            y: Tensor = torch.ops.taut.w4a16_gemm_cpu.default(rows, weight, scale, bias, group)
         else:
             group = K if self.config.group_size == -1 else self.config.group_size
             arrivals = getattr(layer, ARRIVALS)
@@ -122,11 +121,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
         warmed_up(run, alike=(K, N, config.group_size, config.zero_points, config.act_type))
 
     def _check(
-        self,
-        layer: torch.nn.Module,
-        packed: torch.Tensor,
-        scale: torch.Tensor,
-        zero: torch.Tensor | None,
+        self, layer: torch.nn.Module, packed: Tensor, scale: Tensor, zero: Tensor | None
     ) -> None:
         """Multiply a known block, and compare with the weights as they lie on disk."""
         K, N = self.config.partition_weight_shape
@@ -145,7 +140,7 @@ class TautW4A16LinearKernel(MPLinearKernel):  # type: ignore[misc]
         )
 
 
-def _data(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def _data(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.data
 
 

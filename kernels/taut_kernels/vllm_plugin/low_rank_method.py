@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     register_weight_loader_v2_supported_method,
@@ -123,22 +124,20 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
             slack=_slack(ups) if self._interpolative else 1.0,
         )
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute the layer; x is [..., K], the result [..., N]."""
         y = self._corrections(layer, x)
         if self._codes is not None:
             y = y + self._codes.apply_weights(layer, x, None)
         return y if bias is None else y + bias
 
-    def _corrections(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def _corrections(self, layer: torch.nn.Module, x: Tensor) -> Tensor:
         each = range(len(self._parts))
         ups = [getattr(layer, _up(index)) for index in each]
         orders = [getattr(layer, _order(index), None) for index in each]
         return low_rank_linear(x, getattr(layer, _DOWN), ups, orders)
 
-    def _orders_of(self, layer: torch.nn.Module) -> list[torch.Tensor | None]:
+    def _orders_of(self, layer: torch.nn.Module) -> list[Tensor | None]:
         """The order of each part's outputs; taken off the layer."""
         if not self._interpolative:
             return [None] * len(self._parts)
@@ -147,7 +146,7 @@ class TautLowRankLinearMethod(LinearMethodBase):  # type: ignore[misc]
         return [*orders]
 
 
-def _slack(ups: list[torch.Tensor]) -> float:
+def _slack(ups: list[Tensor]) -> float:
     """How much larger errors are where outputs are sums of others that are rounded already."""
     return max(1.0, *(float(up.float().norm(dim=1).max()) for up in ups))
 
@@ -160,5 +159,5 @@ def _order(index: int) -> str:
     return f"{ORDER}_{index}"
 
 
-def _plain(tensor: torch.Tensor) -> torch.nn.Parameter:
+def _plain(tensor: Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor.contiguous(), requires_grad=False)

@@ -22,6 +22,7 @@ from taut_kernels.vllm_plugin import (
     scaled_mm,
     selection,
     taut_format,
+    token_tables,
 )
 from taut_kernels.vllm_plugin.amx import allow_amx
 from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal, remark
@@ -34,13 +35,11 @@ _logger = logging.getLogger(__name__)
 
 
 def _make_our_log_lines_visible() -> None:
-    # vLLM configures only its own logger; ours would vanish in the worker.
-    ours, theirs = logging.getLogger("taut_kernels"), logging.getLogger("vllm")
-    if ours.handlers or not theirs.handlers:
-        return
-    ours.handlers = list(theirs.handlers)
-    ours.setLevel(theirs.level)
-    ours.propagate = False
+    # vLLM configures only its own logger, where the engine runs in the process of its caller after
+    # plugins are loaded: its logger becomes our parent, whatever handlers and level it gets.
+    ours = logging.getLogger("taut_kernels")
+    if not ours.handlers:
+        ours.parent = logging.getLogger("vllm")
 
 
 def _why_no_eight_bits(kernel: Any) -> str | None:
@@ -90,6 +89,7 @@ def install(mode: str) -> None:
     of_blocks = block_scaled_mm.TautFp8BlockScaledMMLinearKernel
     compat.insert_scaled_mm_first(of_blocks, kernel_selection, "FP8_BLOCK")
     taut_format.install()
+    token_tables.install()
     if current_platform.is_cpu():
         _replace_wrong_int8()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm import _custom_ops, envs
 from vllm.model_executor.kernels.linear import (
     CutlassFP8ScaledMMLinearKernel,
@@ -60,7 +61,7 @@ class _Choice:
         partly: at which numbers of tokens it does, or None.
     """
 
-    def __init__(self, layer: torch.nn.Module, weight_t: torch.Tensor) -> None:
+    def __init__(self, layer: torch.nn.Module, weight_t: Tensor) -> None:
         """Decide on a layer whose weights are [K, N]; put its arrival counters on it."""
         (K, N), dtype, mode = weight_t.shape, weight_t.dtype, requested_mode()
         gpu = current_platform.get_device_name()
@@ -83,7 +84,7 @@ class _Choice:
 
 
 def _compile_every_bucket(
-    kernel: Any, layer: torch.nn.Module, weight_t: torch.Tensor, dtype: torch.dtype
+    kernel: Any, layer: torch.nn.Module, weight_t: Tensor, dtype: torch.dtype
 ) -> None:
     """Run each bucket once, so that no request waits for the compiler."""
     (K, N), device = weight_t.shape, weight_t.device
@@ -103,8 +104,8 @@ def _compile_every_bucket(
 def _check(
     kernel: Any,
     layer: torch.nn.Module,
-    weight_t: torch.Tensor,
-    weight_scale: torch.Tensor,
+    weight_t: Tensor,
+    weight_scale: Tensor,
     block: known_answer.Block,
     dtype: torch.dtype,
 ) -> None:
@@ -161,11 +162,11 @@ class TautInt8ScaledMMLinearKernel(_OnHopper, CutlassInt8ScaledMMLinearKernel): 
             _check(self, layer, weight_t, weight_scale, block, dtype)
 
     def apply_weights(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
         """Quantise the activations and compute the layer; x is [..., K], the result [..., N]."""
         if self.choice.fall_through is not None:
-            y: torch.Tensor = super().apply_weights(layer, x, bias)
+            y: Tensor = super().apply_weights(layer, x, bias)
             return y
         weight_t, weight_scale, input_scale, input_zero, azp_adj = self._get_layer_params(layer)
         rows = x.reshape(-1, x.shape[-1])
@@ -224,12 +225,10 @@ class TautFP8ScaledMMLinearKernel(_OnHopper, CutlassFP8ScaledMMLinearKernel):  #
             block = known_answer.fp8_block(K, group=K, scale=input_scale)
             _check(self, layer, weight_t, weight_scale, block, dtype)
 
-    def apply_weights(
-        self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply_weights(self, layer: torch.nn.Module, x: Any, bias: Tensor | None = None) -> Tensor:
         """Quantise the activations unless they come quantised, and compute the layer."""
         if self.choice.fall_through is not None:
-            y: torch.Tensor = super().apply_weights(layer, x, bias)
+            y: Tensor = super().apply_weights(layer, x, bias)
             return y
         weight_t, weight_scale, x_scale, upper_bound = self._get_layer_params(layer)
         quantised = as_quantized_activation(x, self.input_quant_key())

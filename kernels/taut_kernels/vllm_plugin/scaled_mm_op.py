@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import op_fp8 as fp8
@@ -18,6 +19,7 @@ from taut_kernels.gemm.scaled_mm import op_int8 as w8a8
 from taut_kernels.gemm.scaled_mm.dispatch import launch
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 OP = "scaled_mm_by_tokens"
 
@@ -42,7 +44,7 @@ def table_op(dtype: torch.dtype) -> str:
     return w8a8.OP if dtype is torch.int8 else fp8.OP
 
 
-def _reference(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _reference(x: Tensor, weight_t: Tensor, *rest: Any) -> Tensor:
     x_scale, weight_scale, azp_adj, azp, *others = rest[:-1]
     scales = (x_scale, weight_scale)
     if x.dtype is torch.int8:
@@ -50,7 +52,7 @@ def _reference(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Ten
     return fp8.fp8_gemm_ref(x, weight_t.t(), *scales, *others)
 
 
-def _cutlass(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _cutlass(x: Tensor, weight_t: Tensor, *rest: Any) -> Tensor:
     x_scale, weight_scale, azp_adj, azp, bias, out_dtype = rest
     y = torch.empty((x.shape[0], weight_t.shape[1]), dtype=out_dtype, device=x.device)
     if azp_adj is None:
@@ -62,7 +64,7 @@ def _cutlass(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tenso
     return y
 
 
-def _dispatch(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _dispatch(x: Tensor, weight_t: Tensor, *rest: Any) -> Tensor:
     (M, K), N = x.shape, weight_t.shape[1]
     gpu = launcher.gpu_name(x.device)
     bucket = tiles_scaled_mm.lookup(table_op(x.dtype), gpu, N, K, M, in_layer=SURROUNDINGS.in_layer)
@@ -72,18 +74,16 @@ def _dispatch(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tens
     return _cutlass(x, weight_t, *vectors, out_dtype)
 
 
-def _fake(x: torch.Tensor, weight_t: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _fake(x: Tensor, weight_t: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight_t.shape[1]), dtype=rest[-2])
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor weight_t, Tensor x_scale, Tensor weight_scale, Tensor? azp_adj,"
-    " Tensor? azp, Tensor? bias, Tensor arrivals, ScalarType out_dtype, bool always) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor weight_t, Tensor x_scale, Tensor weight_scale, Tensor? "
+    "azp_adj, Tensor? azp, Tensor? bias, Tensor arrivals, ScalarType out_dtype, bool always) -> "
+    "Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", without_autocast(_reference))
-torch.library.impl(f"taut::{OP}", "CUDA", _dispatch)
-torch.library.register_fake(f"taut::{OP}", _fake)
+register_op(_SCHEMA, without_autocast(_reference), _dispatch, _fake)
 
 
 def warm_up_tokens(dtype: torch.dtype, gpu: str | None, N: int, K: int) -> tuple[int, ...]:

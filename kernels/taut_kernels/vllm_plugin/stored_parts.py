@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from taut_kernels.formats import layer_description as told
 
@@ -64,7 +65,7 @@ class PartedTensor:
         flat.weight_loader = self._load  # type: ignore[attr-defined]  # as vLLM's own carry theirs
         layer.register_parameter(name, flat)
 
-    def of_parts(self, layer: torch.nn.Module) -> list[torch.Tensor]:
+    def of_parts(self, layer: torch.nn.Module) -> list[Tensor]:
         """Return the tensor of each part, views of one storage.
 
         Args:
@@ -78,13 +79,11 @@ class PartedTensor:
                 raise ValueError(f"{part}.{self._name}: is missing from the checkpoint")
         return self._views(getattr(layer, self._name).data)
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def _views(self, flat: Tensor) -> list[Tensor]:
         places = zip(self._starts, self._shapes, strict=True)
         return [flat[start : start + math.prod(shape)].view(shape) for start, shape in places]
 
-    def _load(
-        self, parameter: torch.nn.Parameter, loaded: torch.Tensor, shard_id: Any = None
-    ) -> None:
+    def _load(self, parameter: torch.nn.Parameter, loaded: Tensor, shard_id: Any = None) -> None:
         index = 0 if shard_id is None else _BY_LETTER.get(shard_id, shard_id)
         if not isinstance(index, int) or index >= len(self._parts):
             raise ValueError(f"{self._parts[0]}.{self._name}: part {shard_id!r} is not described")

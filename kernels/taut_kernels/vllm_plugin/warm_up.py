@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation import silu_mul_launch
 from taut_kernels.launch import launcher
@@ -111,7 +112,7 @@ def widths_of(model: torch.nn.Module) -> Widths:
             columns = merged.output_size_per_partition // 2
             dtype = _params_dtype(merged) or torch.get_default_dtype()
             activations[_has(module, "SwigluOAIAndMul")].add((columns, dtype))
-        static_scale |= isinstance(getattr(module, "input_scale", None), torch.Tensor)
+        static_scale |= isinstance(getattr(module, "input_scale", None), Tensor)
         rotations |= set(_rotations(module))
         inputs |= set(_inputs(module))
     return Widths(
@@ -144,7 +145,7 @@ def _norm(
 ) -> tuple[int, torch.dtype, torch.dtype | None] | None:
     """Return columns, activations' dtype and weight's dtype of the IR op a norm calls, or None."""
     weight, names = getattr(module, "weight", None), _class_names(module)
-    if not isinstance(weight, torch.Tensor):
+    if not isinstance(weight, Tensor):
         return None
     columns = weight.shape[-1]
     # A norm may keep its weight in fp32 beside activations that are not.
@@ -198,9 +199,9 @@ def _heads(module: torch.nn.Module) -> Iterator[tuple[int, int]]:
 
 def _inputs(layer: torch.nn.Module) -> Iterator[tuple[int, torch.dtype, torch.dtype]]:
     weight, dtype = getattr(layer, "weight", None), _params_dtype(layer)
-    if not isinstance(weight, torch.Tensor) or weight.dtype not in row_quant.OUT or dtype is None:
+    if not isinstance(weight, Tensor) or weight.dtype not in row_quant.OUT or dtype is None:
         return
-    if isinstance(getattr(layer, "input_scale", None), torch.Tensor):
+    if isinstance(getattr(layer, "input_scale", None), Tensor):
         return
     # A replicated layer has no partition.
     columns = getattr(layer, "input_size_per_partition", getattr(layer, "input_size", None))
@@ -265,7 +266,7 @@ def _results(
     out: str,
     stored: torch.dtype | None,
     device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     y = torch.empty(rows, N, dtype=stored or dtype, device=device)
     if stored is None:
         return y, None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import padded_dim
@@ -112,7 +113,7 @@ def _run_all(form: DecodeForm, sequences: int, device: torch.device) -> int:
     return len(launches) + _write_nowhere(form, both, scale)
 
 
-def _write_nowhere(form: DecodeForm, both: torch.Tensor, scale: torch.Tensor | None) -> int:
+def _write_nowhere(form: DecodeForm, both: Tensor, scale: Tensor | None) -> int:
     """Run the cache write of few tokens and of many; return how many forms."""
     dim, device = form.head_dim, both.device
     caches = (both[..., :dim], both[..., dim:])

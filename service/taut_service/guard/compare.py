@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 from taut_service.config.settings import GuardSettings
 from taut_service.guard.answers import answer_of, read_answer
 from taut_service.guard.behaviour import Answer, faults, kind_of
-from taut_service.guard.divergence import FULL, NotFiniteError, diverge
+from taut_service.guard.divergence import FULL, NotFiniteError
 from taut_service.guard.evidence import DISAGREEMENT, KL
 from taut_service.guard.prompts import prompt_of, shown_of
 from taut_service.guard.reader import BusyError, Reader, ReadError
+from taut_service.guard.reading import SMALL_BYTES, diverge_in_turns
 from taut_service.guard.tap import Heard
 
 _Result = TypeVar("_Result")
@@ -74,7 +75,8 @@ async def compare(
     Returns:
         The comparison; failures of workers are results, not errors.
     """
-    request, answer = await asyncio.to_thread(_parse, heard)
+    small = len(heard.body) + sum(map(len, heard.answer)) <= SMALL_BYTES
+    request, answer = _parse(heard) if small else await asyncio.to_thread(_parse, heard)
     prompt = None if request is None else prompt_of(request)
     if request is None or answer is None or prompt is None:
         return Comparison("unsupported")
@@ -119,7 +121,7 @@ def _parse(heard: Heard) -> tuple[dict[str, Any] | None, Answer | None]:
         request = json.loads(heard.body)
     except (ValueError, RecursionError):
         return None, None
-    return (request if isinstance(request, dict) else None), read_answer(heard.answer)
+    return (request if isinstance(request, dict) else None), read_answer(b"".join(heard.answer))
 
 
 async def _tokens(
@@ -156,8 +158,8 @@ async def _read(
         found.values = {KL: FULL, DISAGREEMENT: FULL}
         return
     again, again_s = await _of_baseline(baseline.distributions(tokens, len(before)))
-    reading = diverge(first, theirs, settings.kl_clip_nats)
-    floor = diverge(first, again, settings.kl_clip_nats)
+    reading = await diverge_in_turns(first, theirs, settings.kl_clip_nats)
+    floor = await diverge_in_turns(first, again, settings.kl_clip_nats)
     slow = seconds > settings.max_slowdown * (first_s + again_s) / 2
     found.tokens, found.first = reading.tokens, reading.first
     found.values = {
@@ -171,7 +173,7 @@ async def _read(
 
 async def _answer_again(reader: Reader, path: str, request: dict[str, Any]) -> Answer:
     fields = {name: value for name, value in request.items() if name not in _NOT_REPEATED}
-    document, _ = await reader.ask(path, fields, 1)
+    document = await reader.ask(path, fields)
     answer = answer_of([document])
     if answer is None:
         raise ReadError(f"{path} answered without a choice")

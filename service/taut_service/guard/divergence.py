@@ -66,18 +66,26 @@ def read_distributions(answer: Any, prompt: int, total: int) -> list[Distributio
         entries = None
     if not isinstance(entries, list) or len(entries) != total:
         raise UnreadableError("the answer has no 'prompt_logprobs' with an entry for each token")
-    return [_distribution(entry) for entry in entries[prompt:]]
+    return [to_distribution(entry) for entry in entries[prompt:]]
 
 
-def _distribution(entry: Any) -> Distribution:
+def to_distribution(entry: Any) -> Distribution:
+    """Return the distribution of one entry of ``prompt_logprobs``.
+
+    Raises:
+        UnreadableError: it is not what vLLM sends.
+        NotFiniteError: a log-probability is not a number.
+    """
     try:
         found = {int(token): float(told["logprob"]) for token, told in entry.items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise UnreadableError("an entry of 'prompt_logprobs' is not as vLLM writes it") from error
     if not found:
         raise UnreadableError("an entry of 'prompt_logprobs' is empty")
-    # vLLM writes -inf, which JSON lacks, as a very negative number.
-    if not all(math.isfinite(log) and log <= ROUNDING for log in found.values()):
+    # vLLM writes -inf, which JSON lacks, as a very negative number. One that is not finite makes
+    # the sum so, too.
+    logs = found.values()
+    if not math.isfinite(sum(logs)) or max(logs) > ROUNDING:
         raise NotFiniteError("a log-probability is NaN, infinite or above 0")
     return found
 
@@ -94,12 +102,27 @@ def diverge(
     """
     total, differing, first = 0.0, 0, None
     for place, (p, q) in enumerate(zip(reference, other, strict=True)):
+        if p == q:
+            continue
         total += min(kl_bound, coarse_kl(p, q))
         if _top(p) != _top(q):
             differing += 1
             first = place if first is None else first
     places = len(reference)
     return Divergence(total / places / kl_bound, differing / places, first, places)
+
+
+def joined(parts: Sequence[Divergence]) -> Divergence:
+    """Return the reading of a text whose parts were read one after the other; at least one."""
+    places = kl = differing = 0.0
+    first = None
+    for part in parts:
+        if first is None and part.first is not None:
+            first = int(places) + part.first
+        places += part.tokens
+        kl += part.kl * part.tokens
+        differing += part.disagreement * part.tokens
+    return Divergence(kl / places, differing / places, first, int(places))
 
 
 def coarse_kl(p: Distribution, q: Distribution) -> float:
@@ -120,4 +143,4 @@ def coarse_kl(p: Distribution, q: Distribution) -> float:
 def _top(distribution: Distribution) -> int:
     highest = max(distribution.values())
     # Equal ones: the smaller id, at both.
-    return min(token for token, log in distribution.items() if log == highest)
+    return min([token for token, log in distribution.items() if log == highest])

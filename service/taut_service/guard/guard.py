@@ -12,9 +12,8 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
-
-from starlette.types import Send
 
 from taut_service.admit.admission import Admission
 from taut_service.config.settings import GuardSettings, VariantSettings
@@ -99,24 +98,19 @@ class Guard:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def tapped(self, call: Call, model: Model, body: bytes, send: Send) -> Send:
-        """Return ``send``, or for those requests that are drawn one that listens.
+    def draw(self, call: Call, model: Model, body: bytes) -> None:
+        """Have the answer kept, if the request is one of those that are compared.
 
         Args:
-            call: its ``tap`` is set.
+            call: its ``tap`` is set then.
             model: that is asked.
             body: of the request.
-            send: the ASGI callable.
         """
         if model.settings.baseline is None or call.route.name not in _ROUTES:
-            return send
+            return
         drawn = hashlib.blake2b(call.request_id, digest_size=8, key=self._salt).digest()
-        if int.from_bytes(drawn, "big") >= self._drawn_below:
-            return send
-        call.tap = tap = Tap(body, send, lambda heard: self._offer(model.name, heard))
-        # The shorter way past ``send`` would be past the tap, too.
-        call.exchange = None
-        return tap.send
+        if int.from_bytes(drawn, "big") < self._drawn_below:
+            call.tap = Tap(body, partial(self._offer, model.name))
 
     def _offer(self, name: str, heard: Heard | None) -> None:
         if heard is None:

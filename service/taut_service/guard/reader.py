@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from taut_service.config.settings import GuardSettings
-from taut_service.guard.divergence import Distribution, UnreadableError, read_distributions
+from taut_service.guard.divergence import Distribution, UnreadableError
+from taut_service.guard.reading import distributions_of, parse
 from taut_service.route.variants import Variant
 from taut_service.worker.upstream_errors import UpstreamError
 from taut_service.worker.worker import Worker
@@ -51,7 +51,7 @@ class Reader:
             BusyError: nobody can be asked.
             ReadError: the worker failed.
         """
-        answer, _ = await self.ask("/tokenize", fields, 1)
+        answer = await self.ask("/tokenize", fields)
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise ReadError("/tokenize answered without 'tokens'")
@@ -80,25 +80,39 @@ class Reader:
             "temperature": 0,
             "prompt_logprobs": self._settings.top_k,
         }
-        answer, seconds = await self.ask("/v1/completions", fields, len(tokens))
+        path = "/v1/completions"
+        data, seconds = await self._fetch(path, fields, len(tokens))
         try:
-            return read_distributions(answer, prompt, len(tokens)), seconds
+            return await distributions_of(data, prompt, len(tokens)), seconds
+        except (ValueError, RecursionError) as error:
+            raise _no_json(path) from error
         except UnreadableError as error:
             if type(error) is UnreadableError:
                 raise ReadError(str(error)) from error
             raise
 
-    async def ask(self, path: str, fields: Mapping[str, Any], tokens: int) -> tuple[Any, float]:
-        """Send one request, wait for the whole answer.
+    async def ask(self, path: str, fields: Mapping[str, Any], tokens: int = 1) -> Any:
+        """Send one request, return the parsed answer.
 
         Args:
             path: of the worker.
             fields: of the body; the model's name is put in.
-            tokens: size of the request.
+            tokens: size of the request, for the worker's load.
 
-        Returns:
-            The parsed answer and the seconds from request to last byte.
+        Raises:
+            BusyError: nobody can be asked.
+            ReadError: the worker failed.
         """
+        data, _ = await self._fetch(path, fields, tokens)
+        try:
+            return await parse(data)
+        except (ValueError, RecursionError) as error:
+            raise _no_json(path) from error
+
+    async def _fetch(
+        self, path: str, fields: Mapping[str, Any], tokens: int
+    ) -> tuple[bytes, float]:
+        """Return an answer's body and the seconds from request to last byte."""
         variant = self._variant
         worker = variant.choose(self._asked) or variant.choose()
         if worker is None:
@@ -125,8 +139,8 @@ class Reader:
             raise BusyError
         if status != 200:
             raise ReadError(f"{path} answered with status {status}")
-        try:
-            # In a thread: an answer with log-probabilities is hundreds of kilobytes.
-            return await asyncio.to_thread(json.loads, data), seconds
-        except (ValueError, RecursionError) as error:
-            raise ReadError(f"{path} answered with what is no JSON") from error
+        return data, seconds
+
+
+def _no_json(path: str) -> ReadError:
+    return ReadError(f"{path} answered with what is no JSON")

@@ -1,11 +1,13 @@
-"""Listens to an answer on its way to the client, for those few that are compared afterwards."""
+"""Keeps the answers of those few requests that are compared afterwards, as they pass.
+
+The relay tells a tap what it has written to the client. The tap keeps references to these bytes,
+which are there anyway: a request that is drawn takes the very way of all others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
-
-from starlette.types import Message, Send
 
 if TYPE_CHECKING:
     from taut_service.call import Call
@@ -22,51 +24,46 @@ class Heard(NamedTuple):
         variant: that answered.
         path: the route's.
         body: of the request.
-        answer: as the client got it.
+        answer: as the client got it, in pieces.
     """
 
     model: str
     variant: str
     path: str
     body: bytes
-    answer: bytes
+    answer: Sequence[bytes]
 
 
 class Tap:
-    """Passes messages on and keeps a copy of the body.
+    """Listens to one answer.
 
     Args:
         body: of the request.
-        send: the ASGI callable.
-        done: gets what was heard, once; None in place of it if the answer became too large.
+        done: gets what was heard, once; None in place of it if request or answer is too large.
     """
 
-    __slots__ = ("_body", "_done", "_pieces", "_send", "_size")
+    __slots__ = ("_body", "_done", "_pieces", "_size")
 
-    def __init__(self, body: bytes, send: Send, done: Callable[[Heard | None], None]) -> None:
+    def __init__(self, body: bytes, done: Callable[[Heard | None], None]) -> None:
         self._body = body
-        self._send = send
         self._done = done
         self._pieces: list[bytes] = []
         self._size = 0
 
-    async def send(self, message: Message) -> None:
-        """Pass a message on."""
-        data = message.get("body")
-        if data:
-            self._size += len(data)
-            if self._size <= MAX_BYTES:
-                self._pieces.append(data)
-            else:
-                self._pieces.clear()
-        await self._send(message)
+    def hear(self, data: bytes) -> None:
+        """Keep the next bytes of the answer."""
+        self._size += len(data)
+        if self._size <= MAX_BYTES:
+            self._pieces.append(data)
+        else:
+            self._pieces.clear()
 
     def finish(self, call: Call) -> None:
         """Hand over what was heard, if the client got a whole answer."""
         if call.answer.status != 200:
             return
-        if self._size > MAX_BYTES:
+        if self._size > MAX_BYTES or len(self._body) > MAX_BYTES:
             self._done(None)
             return
-        heard = b"".join(self._pieces)
-        self._done(Heard(call.model, call.routed.variant, call.route.path, self._body, heard))
+        variant, path = call.routed.variant, call.route.path
+        self._done(Heard(call.model, variant, path, self._body, self._pieces))

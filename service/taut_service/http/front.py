@@ -212,7 +212,7 @@ class Front:
         # The request may be a copy with another model by the time it waits.
         del body, facts
         if self.guard is not None:
-            send = self.guard.tapped(call, model, request.body, send)
+            self.guard.draw(call, model, request.body)
         may_pin = caller is None or caller.may_pin
         await self._gateway.answer(call, model, request, send, claim, may_pin=may_pin)
 

@@ -88,6 +88,8 @@ async def _relay_document(call: Call, connection: Connection, headers: Headers, 
     elif call.rewrite is not None:
         body = call.rewrite.document(body)
     call.answer.usage = read_usage(body)
+    if call.tap is not None:
+        call.tap.hear(body)
     headers = [item for item in headers if item[0] != b"content-length"]
     headers.append((b"content-length", b"%d" % len(body)))
     if call.exchange is not None and call.exchange.respond(connection.status, headers, body):
@@ -114,6 +116,8 @@ async def _pass_on(
         while data:
             # The usage object is in the last kilobytes, after the choices.
             tail = (tail + data)[-4096:]
+            if call.tap is not None:
+                call.tap.hear(data)
             await send({"type": "http.response.body", "body": data, "more_body": True})
             data = await connection.read()
     except UpstreamError as error:

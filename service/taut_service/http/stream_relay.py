@@ -27,7 +27,7 @@ class _Events:
         connection: to the worker.
     """
 
-    __slots__ = ("_call", "_connection", "_first", "_last", "_preamble", "reframer")
+    __slots__ = ("_call", "_connection", "_first", "_last", "_preamble", "_tap", "reframer")
 
     def __init__(self, call: Call, connection: Connection) -> None:
         counts = call.admitted.reservation is not None
@@ -35,6 +35,7 @@ class _Events:
         self._call = call
         self._connection = connection
         self._preamble = call.route.preamble
+        self._tap = call.tap
         self._first = self._last = 0.0
 
     def of(self, data: bytes) -> bytes:
@@ -42,17 +43,26 @@ class _Events:
         reframer = self.reframer
         before = reframer.events
         events = reframer.feed(data)
-        new = reframer.events - before
-        if events and new and reframer.events > self._preamble:
+        after = reframer.events
+        if after > before and after > self._preamble and events:
             self._connection.await_next_event()
             now = time.perf_counter()
             if self._last:
-                self._call.metrics.next_tokens(now - self._last, new)
+                self._call.metrics.next_tokens(now - self._last, after - before)
             else:
                 self._first = now
                 self._call.metrics.first_token(now - self._call.started)
             self._last = now
+        if events and self._tap is not None:
+            self._tap.hear(events)
         return events
+
+    def rest(self) -> bytes | None:
+        """Return what is left at the end, as :meth:`.SseReframer.flush` does."""
+        rest = self.reframer.flush()
+        if rest and self._tap is not None:
+            self._tap.hear(rest)
+        return rest
 
     def pass_on(self, data: bytes) -> bool:
         """Write the events that are whole with these bytes; return whether more may come."""
@@ -97,7 +107,7 @@ async def relay_stream(call: Call, connection: Connection, headers: Headers, sen
             await send({"type": "http.response.body", "body": events, "more_body": True})
             if exchange is not None and exchange.takes_events:
                 await connection.flow_into(stream.pass_on)
-        rest = stream.reframer.flush()
+        rest = stream.rest()
         if rest is None:
             raise ConnectionLostError("the stream ended within an event")
     except UpstreamError as error:

@@ -1,7 +1,8 @@
 """Watches every rollout, decides once in a while, and does what an operator asks.
 
-A change is a line in the journal first; weights, webhook and log follow from it. All gateways that
-share a journal watch; whoever appends first has decided, the others read it and follow.
+A change is a line in the journal first; weights, webhook, Events and log follow from it. All
+gateways that share a journal watch; whoever appends first has decided, the others read it and
+follow.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from taut_service.rollout.audit import GATEWAY, Entry, write_line
 from taut_service.rollout.decide import Decision, Facts, decide
 from taut_service.rollout.gathering import Gathering
 from taut_service.rollout.journal import Journal, JournalLostError
+from taut_service.rollout.kubernetes_events import kubernetes_events
+from taut_service.rollout.outbox import Outbox
 from taut_service.rollout.pace import ERROR
 from taut_service.rollout.shares import apply_shares, why_not_there
 from taut_service.rollout.state import Rollout
 from taut_service.rollout.step_clock import StepClock
-from taut_service.rollout.webhook import Webhook
+from taut_service.rollout.webhook import webhook
 
 if TYPE_CHECKING:
     from taut_service.config.reload import Reloader
@@ -62,7 +65,8 @@ class Rollouts:
         self.guard = guard
         self._evidence = Gathering(journal, guard, metrics)
         self._reloader = reloader
-        self._webhook = Webhook(settings.webhook)
+        self._webhook = None if settings.webhook is None else webhook(settings.webhook)
+        self._events = None if settings.events is None else kubernetes_events(settings.events)
         self._states: dict[str, tuple[int, Rollout]] = {}
         self._read = 0
         self._clocks: defaultdict[str, StepClock] = defaultdict(clock)
@@ -78,7 +82,16 @@ class Rollouts:
     @property
     def webhook_failures(self) -> int:
         """Changes that the webhook did not take."""
-        return self._webhook.failures
+        return 0 if self._webhook is None else self._webhook.failures
+
+    @property
+    def event_failures(self) -> int:
+        """Changes of which Kubernetes has no Event."""
+        return 0 if self._events is None else self._events.failures
+
+    @property
+    def _outboxes(self) -> list[Outbox[Entry]]:
+        return [outbox for outbox in (self._webhook, self._events) if outbox is not None]
 
     def state(self, model: str) -> Rollout | None:
         """Return where a model's rollout stands, None if it never had one."""
@@ -93,7 +106,8 @@ class Rollouts:
             await self._gather_all()
         except JournalLostError as error:
             self._lose(error)
-        self._webhook.start()
+        for outbox in self._outboxes:
+            outbox.start()
         self._task = asyncio.get_running_loop().create_task(self._watch())
         self._task.add_done_callback(self._ended)
 
@@ -107,7 +121,7 @@ class Rollouts:
                 await self.journal.close()
             except JournalLostError as error:
                 logger.error("rollout: evidence was not saved: %s", error)
-            await self._webhook.close()
+            await asyncio.gather(*(outbox.close() for outbox in self._outboxes))
 
     def moved(self, state: Rollout, **changes: Any) -> Rollout:
         """Return a state at the beginning of a step: evidence counts anew towards its share."""
@@ -149,7 +163,8 @@ class Rollouts:
                     entry = write_line(last, event, actor, state, facts or {})
                     if await self.journal.append(entry):
                         self._take_over()
-                        self._webhook.tell(entry.line)
+                        for outbox in self._outboxes:
+                            outbox.put(entry)
                         logger.info("rollout: %s %s by %s: %s", model, event, actor, state.why)
                         return state
             except JournalLostError as error:

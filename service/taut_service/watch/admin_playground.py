@@ -88,7 +88,7 @@ async def _ask(
         fields |= {"prompt": body.prompt, "logprobs": 1}
     reader = Reader(model.variants[name], settings)
     try:
-        answer, _ = await reader.ask(path, fields, body.max_tokens)
+        answer = await reader.ask(path, fields, body.max_tokens)
         return PlaygroundAnswer(variant=name, tokens=_tokens(answer), error="")
     except BusyError:
         error = "no worker can be asked now"

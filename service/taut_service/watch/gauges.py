@@ -60,6 +60,7 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rollout_rollbacks": ("Rollbacks in the audit log", _MODEL),
     "rollout_webhook_failures": ("Changes that the webhook did not take", ()),
+    "rollout_event_failures": ("Changes of which Kubernetes has no Event", ()),
     "limit_store_losses": ("Times the shared store of rate limits was lost", ()),
     "worker_breaker_opened": ("Times the circuit breaker of a worker opened", _WORKER),
     "discovery_failures": ("Look-ups that failed; the last known workers stay", _VARIANT),

@@ -15,6 +15,7 @@ def read_rollouts(rollouts: Rollouts) -> Source:
     def source() -> Iterator[Reading]:
         yield Reading("rollout_journal_up", (), rollouts.up)
         yield Reading("rollout_webhook_failures", (), rollouts.webhook_failures)
+        yield Reading("rollout_event_failures", (), rollouts.event_failures)
         for model in {model for model, _ in rollouts.guard.pairs()}:
             state = rollouts.state(model)
             yield Reading("rollout_rollbacks", (model,), rollouts.rollbacks[model])

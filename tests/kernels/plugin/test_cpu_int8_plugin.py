@@ -17,7 +17,6 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).with_name("serve_tiny_llama.py")
-SERVING = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}
 WITHOUT_VNNI = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
 """AVX-512 as it was before VNNI; oneDNN uses less where the CPU has less."""
 CPU_FLAGS = Path("/proc/cpuinfo")
@@ -52,8 +51,8 @@ def w8a8(make_tiny_llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Path
     return directory
 
 
-def _served(run_python: Any, model: Path, **environment: str) -> Any:
-    return run_python(str(SCRIPT), str(model), env=SERVING | WITHOUT_VNNI | environment)
+def _served(run_with_vllm: Any, model: Path, **environment: str) -> Any:
+    return run_with_vllm(str(SCRIPT), str(model), env=WITHOUT_VNNI | environment)
 
 
 def _answers(process: Any) -> list[dict[str, Any]]:
@@ -101,11 +100,11 @@ def _quantise_input(_: torch.nn.Module, operands: tuple[torch.Tensor]) -> tuple[
 
 
 def test_a_worker_answers_rightly_where_stock_vllm_does_not(
-    w8a8: Path, run_python: Any, tmp_path: Path
+    w8a8: Path, run_with_vllm: Any, tmp_path: Path
 ) -> None:
     report = tmp_path / "record.json"
-    ours = _served(run_python, w8a8, TAUT_KERNELS="prefer", TAUT_KERNELS_REPORT=str(report))
-    stock = _served(run_python, w8a8, TAUT_KERNELS="off")
+    ours = _served(run_with_vllm, w8a8, TAUT_KERNELS="prefer", TAUT_KERNELS_REPORT=str(report))
+    stock = _served(run_with_vllm, w8a8, TAUT_KERNELS="off")
     right, wrong = _error(_answers(ours), w8a8), _error(_answers(stock), w8a8)
     # bf16 between layers costs some hundredths, saturation some tenths.
     assert right < 0.15 < wrong, (right, wrong)
@@ -120,8 +119,8 @@ def test_a_worker_answers_rightly_where_stock_vllm_does_not(
     assert "taut known answers: " in log
 
 
-def test_a_worker_refuses_to_multiply_wrongly(w8a8: Path, run_python: Any) -> None:
-    process = _served(run_python, w8a8, VLLM_DISABLED_KERNELS="TautCPUInt8ScaledMMLinearKernel")
+def test_a_worker_refuses_to_multiply_wrongly(w8a8: Path, run_with_vllm: Any) -> None:
+    process = _served(run_with_vllm, w8a8, VLLM_DISABLED_KERNELS="TautCPUInt8ScaledMMLinearKernel")
     assert process.returncode != 0
     assert "int8 product is wrong on this CPU" in process.stdout + process.stderr
     assert "VLLM_DISABLED_KERNELS" in process.stdout + process.stderr
@@ -132,8 +131,8 @@ def test_a_worker_refuses_to_multiply_wrongly(w8a8: Path, run_python: Any) -> No
     not (CPU_FLAGS.is_file() and "avx512_vnni" in CPU_FLAGS.read_text()),
     reason="this CPU has no AVX512-VNNI, with which vLLM's own product is right",
 )
-def test_where_the_product_is_right_vllm_keeps_it(w8a8: Path, run_python: Any) -> None:
-    process = run_python(str(SCRIPT), str(w8a8), env=SERVING | {"TAUT_KERNELS": "prefer"})
+def test_where_the_product_is_right_vllm_keeps_it(w8a8: Path, run_with_vllm: Any) -> None:
+    process = run_with_vllm(str(SCRIPT), str(w8a8), env={"TAUT_KERNELS": "prefer"})
     assert _error(_answers(process), w8a8) < 0.15
     log = process.stdout + process.stderr
     assert "TautCPUInt8ScaledMMLinearKernel" not in log

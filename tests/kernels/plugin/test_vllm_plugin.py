@@ -1,4 +1,4 @@
-"""The plugin inside a real vLLM (CPU), on a tiny random Llama: three starts, one a claim."""
+"""The plugin inside a real vLLM (CPU), on a tiny random Llama: three engines, one a claim."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).with_name("serve_tiny_llama.py")
-SERVING = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1", "HF_HUB_OFFLINE": "1"}
 TIE = 0.15
 """Logprob difference below which two tokens of this model count as equally likely."""
 
@@ -42,22 +41,22 @@ def covered(make_tiny_llama: Callable[[int], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def required(
-    covered: Path, run_python: Any, tmp_path_factory: pytest.TempPathFactory
+    covered: Path, run_with_vllm: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, Path]]:
     """One start with TAUT_KERNELS=require on a model our kernels cover: (process, report)."""
     report = tmp_path_factory.mktemp("report") / "kernels.json"
     asked = {"TAUT_KERNELS": "require", "TAUT_KERNELS_REPORT": str(report)}
-    yield run_python(str(SCRIPT), str(covered), env=SERVING | asked), report
+    yield run_with_vllm(str(SCRIPT), str(covered), env=asked), report
 
 
 @pytest.fixture(scope="module")
-def stock(covered: Path, run_python: Any) -> Any:
+def stock(covered: Path, run_with_vllm: Any) -> Any:
     """One start of the same model on vLLM's own kernels, where it has one for this CPU."""
     import torch
 
     if "AVX512" not in (capability := torch.backends.cpu.get_cpu_capability()):
         pytest.skip(f"a CPU of {capability}: stock vLLM has no W4A16 product (cpu_gemm_wna16)")
-    return run_python(str(SCRIPT), str(covered), env=SERVING | {"TAUT_KERNELS": "off"})
+    return run_with_vllm(str(SCRIPT), str(covered), env={"TAUT_KERNELS": "off"})
 
 
 def test_every_layer_runs_on_our_kernel_where_required(required: tuple[Any, Path]) -> None:
@@ -134,11 +133,9 @@ def test_greedy_tokens_equal_vllms_own_kernel(
 
 
 def test_require_refuses_a_layer_our_kernel_does_not_cover(
-    make_tiny_llama: Callable[[int], Path], run_python: Any
+    make_tiny_llama: Callable[[int], Path], run_with_vllm: Any
 ) -> None:
-    process = run_python(
-        str(SCRIPT), str(make_tiny_llama(16)), env=SERVING | {"TAUT_KERNELS": "require"}
-    )
+    process = run_with_vllm(str(SCRIPT), str(make_tiny_llama(16)), env={"TAUT_KERNELS": "require"})
     assert process.returncode != 0
     log = process.stdout + process.stderr
     assert "TAUT_KERNELS=require: model.layers.0.mlp.down_proj: group size must be" in log

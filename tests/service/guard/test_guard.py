@@ -16,9 +16,13 @@ from mock_engine import Faults
 from mock_reader import Reading, ReadingEngine
 from pydantic import ValidationError
 
+from taut_service.call import ROUTES, Call
 from taut_service.config.settings import Settings
 from taut_service.guard.evidence import MUST_HOLD
 from taut_service.guard.guard import Guard
+from taut_service.guard.tap import MAX_BYTES, Heard, Tap
+from taut_service.http.client_exchange import ClientExchange
+from taut_service.watch.metrics import Metrics
 
 ALARM = math.log(1 / 0.05)
 EVERYTHING = {"sample": 1.0, "max_queued": 500, "timeout_s": 5.0}
@@ -297,3 +301,45 @@ def test_a_wrong_section_is_refused(
     }
     with pytest.raises(ValidationError, match=text):
         Settings.model_validate(document)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_drawn_request_goes_the_way_of_all_others(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past ``send``, in one write: what is compared costs its client nothing."""
+    straight: list[bytes] = []
+    for name in ("respond", "write_events"):
+        past = getattr(ClientExchange, name)
+
+        def noted(exchange: ClientExchange, *given: Any, past: Any = past) -> bool:
+            straight.append(given[-1])
+            return bool(past(exchange, *given))
+
+        monkeypatch.setattr(ClientExchange, name, noted)
+    heard: list[Any] = []
+    paced = Faults(tokens=12, interval_s=0.01)
+    async with (
+        ReadingEngine(faults=paced) as base,
+        ReadingEngine(faults=paced) as small,
+        guarded(settings_of(small, base)) as (harness, guard),
+    ):
+        monkeypatch.setattr(guard, "_offer", lambda _, given: heard.append(given))
+        body = {"model": "m", "prompt": "x", "max_tokens": 12, "stream": stream}
+        answer = await harness.post(body)
+        assert b"".join(heard[0].answer) == answer.body
+        # The first event goes with the head.
+        kept = [piece for piece in heard[0].answer if any(piece is x for x in straight)]
+        assert len(kept) == (len(heard[0].answer) - 1 if stream else 1) > 0
+
+
+def test_what_is_too_large_is_not_kept() -> None:
+    ended: list[Heard | None] = []
+    for request, answer in ((1, MAX_BYTES + 1), (MAX_BYTES + 1, 1), (1, 1)):
+        call = Call(ROUTES[0], b"id", Metrics().route("m", "completions"))
+        call.answer.status = 200
+        tap = Tap(b"x" * request, ended.append)
+        tap.hear(b"y" * answer)
+        tap.finish(call)
+    assert ended[:2] == [None, None]
+    assert ended[2] is not None and list(ended[2].answer) == [b"y"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -12,37 +11,10 @@ from admin_harness import Admin, administered
 from gateway_harness import eventually
 from mock_reader import Reading, ReadingEngine
 from redis_process import redis_server
+from rollout_calls import as_json, at_half, do, report, send, stands
 from rollout_settings import ADMIN, KEYS, PLAIN, settings_of
 
 from taut_service.config.settings import Settings
-
-
-async def do(admin: Admin, command: str, **body: Any) -> tuple[int, Any]:
-    headers = {"authorization": f"Bearer {ADMIN}"}
-    answer = await admin.ask(
-        "POST", f"/admin/rollout/{command}", _json({"model": "m", **body}), headers
-    )
-    return answer.status, answer.json
-
-
-def _json(body: Any) -> bytes:
-    return json.dumps(body).encode()
-
-
-async def report(admin: Admin) -> Any:
-    answer = await admin.ask("GET", "/admin/rollout", b"", {"authorization": f"Bearer {ADMIN}"})
-    assert answer.status == 200, answer.body
-    return answer.json["rollouts"][0]
-
-
-async def stands(admin: Admin, phase: str) -> bool:
-    return bool((await report(admin))["phase"] == phase)
-
-
-async def send(admin: Admin, count: int) -> None:
-    for number in range(count):
-        body = {"model": "m", "prompt": f"question {number}?", "max_tokens": 12}
-        assert (await admin.harness.post(body)).status == 200
 
 
 async def test_commands_their_order_and_what_they_refuse(tmp_path: Path) -> None:
@@ -79,7 +51,7 @@ async def test_commands_their_order_and_what_they_refuse(tmp_path: Path) -> None
             assert "a hunch" in refused["error"]["message"]
             assert (await do(admin, "start", candidate="small", force=True))[0] == 200
             answer = await admin.ask(
-                "PUT", "/admin/models/m/weights", _json({"weights": {"small": 0.25}})
+                "PUT", "/admin/models/m/weights", as_json({"weights": {"small": 0.25}})
             )
             assert answer.status == 200
             found = await report(admin)
@@ -89,17 +61,13 @@ async def test_commands_their_order_and_what_they_refuse(tmp_path: Path) -> None
             assert history["lines"] == 7
 
 
-async def at_half(admin: Admin) -> bool:
-    return bool((await report(admin))["percent"] == 50)
-
-
 async def test_only_an_admin_key_moves_traffic(tmp_path: Path) -> None:
     async with ReadingEngine() as base, ReadingEngine() as small:
         settings = settings_of(base, small, {"directory": str(tmp_path)}, api_keys=KEYS)
         async with administered(settings) as admin:
             for key, status in (("", 401), (PLAIN, 403), (ADMIN, 200)):
                 headers = {"authorization": f"Bearer {key}"} if key else {}
-                body = _json({"model": "m", "candidate": "small"})
+                body = as_json({"model": "m", "candidate": "small"})
                 answer = await admin.ask("POST", "/admin/rollout/start", body, headers)
                 assert answer.status == status
             headers = {"authorization": f"Bearer {ADMIN}"}

@@ -4,7 +4,7 @@ Factors that stand alone are in the interpolative form, which holds a higher ran
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +64,22 @@ class LowRankFormat(TautFormat):
             return self.rank
         rank = interpolative_rank(n, k, (self.rank_budget or 0.0) * n * k)
         return rank if rank < _MULTIPLE_OF else rank // _MULTIPLE_OF * _MULTIPLE_OF
+
+    def of_rank(self, rank: int) -> "LowRankFormat":
+        """The same with one rank for every layer."""
+        return replace(self, rank=rank, rank_budget=None)
+
+    def ranks(self, n: int, k: int) -> range:
+        """Inner widths that suit tensor cores and make a layer [N, K] smaller."""
+        dense = n * k * self.dtype.itemsize
+        top = min(n, k) // _MULTIPLE_OF * _MULTIPLE_OF
+        while top > 0 and self.of_rank(top).stored_bytes(n, k) >= dense:
+            top -= _MULTIPLE_OF
+        return range(_MULTIPLE_OF, top + 1, _MULTIPLE_OF)
+
+    def joined_as(self) -> "LowRankFormat":
+        """Parts of a joined layer keep a rank each."""
+        return replace(self, rank=None, rank_budget=None)
 
     def stored_bytes(self, n: int, k: int) -> int:
         """Bytes of a layer [N, K] on disk."""
@@ -138,6 +154,18 @@ class StoredFactors:
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
         """The input as it is."""
         return x
+
+
+def of_layer(stage: Factorize, found: LowRankFormat, name: str) -> LowRankFormat:
+    """The format of one layer, whose rank may have been decided by itself.
+
+    Args:
+        stage: of the recipe.
+        found: of :func:`low_rank_format`.
+        name: full name of the layer.
+    """
+    rank = stage.rank_of(name)
+    return found if rank is None else found.of_rank(rank)
 
 
 def low_rank_format(

@@ -63,6 +63,10 @@ class LayerFormat(ABC):
     def stored_bytes(self, n: int, k: int) -> int:
         """Bytes of a layer [N, K] on disk."""
 
+    def joined_as(self) -> object:
+        """What must be equal of layers that vLLM joins into one."""
+        return self
+
     def why_not(self, n: int, k: int) -> str | None:
         """Why a layer [N, K] cannot have this format; None if it can."""
         if self.group_size is not None and k % self.group_size:

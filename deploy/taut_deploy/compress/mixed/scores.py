@@ -1,16 +1,17 @@
 """What each candidate would cost the model, by forward passes alone.
 
+A candidate is anything a layer's weight may become: rounded to a format, of fewer ranks, sparser.
 Of every block two things are measured. First how far its output moves when one unit of it (a layer,
-or layers that vLLM joins) is rounded to the coarsest candidate. Second the divergence of the
-model's predictions when all of the block is rounded so and every later block is as it was. The
-second is shared among the block's units in proportion to the first; another candidate's loss is in
+or layers decided together) becomes its reference candidate. Second the divergence of the model's
+predictions when all of the block becomes so and every later block is as it was. The second is
+shared among the block's units in proportion to the first; another candidate's loss is in
 proportion to the squared error of the unit's own output. Losses of units are taken to add up.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -29,8 +30,42 @@ _JUDGED_EVERY = 4
 
 
 @dataclass(frozen=True)
+class Tried:
+    """One layer in its candidates.
+
+    Args:
+        errors: squared error of the layer's output, by candidate.
+        weight: [N, K], what its weight becomes in the unit's reference candidate.
+    """
+
+    errors: dict[int, float]
+    weight: torch.Tensor
+
+
+class Scored(Protocol):
+    """Layers that get the same candidate."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Full names, all of one block."""
+
+    @property
+    def reference(self) -> int:
+        """The candidate whose effect on the model is measured."""
+
+    def try_layer(self, name: str, weight: torch.Tensor, inputs: InputGroup) -> Tried:
+        """Try every candidate.
+
+        Args:
+            name: full name of one of the layers.
+            weight: its weight [N, K] fp32.
+            inputs: what it reads.
+        """
+
+
+@dataclass(frozen=True)
 class Unit:
-    """Layers that get the same candidate.
+    """Layers that are rounded to the same format.
 
     Args:
         layers: full names, all of one block.
@@ -39,6 +74,28 @@ class Unit:
 
     layers: tuple[str, ...]
     formats: dict[int, WeightFormat]
+
+    @property
+    def reference(self) -> int:
+        """The coarsest."""
+        return next(iter(self.formats))
+
+    def try_layer(self, name: str, weight: torch.Tensor, inputs: InputGroup) -> Tried:
+        """Round to nearest in every format; the error is that of the sampled inputs."""
+        del name
+        errors: dict[int, float] = {}
+        coarsest: torch.Tensor | None = None
+        for candidate, layer_format in self.formats.items():
+            with single_thread():
+                codes = rtn.quantize_weight(weight, cast("Any", layer_format.spec))
+                stored = layer_format.store(codes, inputs.absmax)
+                wrong = stored.round_input(inputs.sample) @ stored.dequantize().T
+                wrong -= inputs.sample @ weight.T
+                errors[candidate] = float(wrong.square().sum())
+            coarsest = stored.dequantize() if coarsest is None else coarsest
+        if coarsest is None:
+            raise AssertionError("a unit has at least one candidate")
+        return Tried(errors, coarsest)
 
 
 @dataclass(frozen=True)
@@ -60,15 +117,27 @@ class Scoring:
         stream: the model, its blocks on disk.
         tokens: [B, T] of the calibration.
         units: in the model's order.
+        observed: sequences that layers' inputs are observed on; the first four are run.
+        with_hessian: also observe ``x xᵀ`` of the inputs.
     """
 
-    def __init__(self, stream: StreamedModel, tokens: torch.Tensor, units: Sequence[Unit]) -> None:
+    def __init__(
+        self,
+        stream: StreamedModel,
+        tokens: torch.Tensor,
+        units: Sequence[Scored],
+        *,
+        observed: int = SEQUENCES,
+        with_hessian: bool = False,
+    ) -> None:
         self._stream = stream
-        tokens = tokens[:SEQUENCES, :SEQUENCE_LENGTH]
-        self._clean = stream.embed(tokens)
+        tokens = tokens[:observed, :SEQUENCE_LENGTH]
+        parts = [stream.embed(part) for part in torch.split(tokens, SEQUENCES)]
+        self._observed = torch.cat(parts)
         self._arguments = stream.enter(tokens[:1])[1]
         self._units = units
-        # The model's hidden states with one block rounded, by that block's position.
+        self._with_hessian = with_hessian
+        # The model's hidden states with one block changed, by that block's position.
         self._disturbed: dict[int, torch.Tensor] = {}
         # Share of each unit in its block's disturbance, and errors of its candidates' outputs.
         self._moved: dict[int, float] = {}
@@ -100,44 +169,48 @@ class Scoring:
         ]
         entering = self._clean
         groups = observe_block(
-            block.module, entering, self._arguments[block.index], SEQUENCES, with_hessian=False
+            block.module,
+            self._observed,
+            self._arguments[block.index],
+            SEQUENCES,
+            self._with_hessian,
         )
         by_layer = {f"{block.name}.{name}": group for group in groups for name in group.layers}
-        self._clean = self._call(block, entering)
+        self._observed = self._call(block, self._observed)
         self._disturbed = {
             index: self._call(block, hidden) for index, hidden in self._disturbed.items()
         }
-        coarse: dict[nn.Linear, torch.Tensor] = {}
+        disturbing: dict[nn.Linear, torch.Tensor] = {}
         for number in inside:
-            rounded = self._measure(number, block, by_layer)
-            with _exchanged(rounded):
+            changed = self._measure(number, block, by_layer)
+            with _exchanged(changed):
                 self._moved[number] = _distance(self._call(block, entering), self._clean)
-            coarse |= rounded
-        if coarse:
-            with _exchanged(coarse):
+            disturbing |= changed
+        if disturbing:
+            with _exchanged(disturbing):
                 self._disturbed[block.index] = self._call(block, entering)
 
     def _measure(
         self, number: int, block: DecoderBlock, inputs: dict[str, InputGroup]
     ) -> dict[nn.Linear, torch.Tensor]:
-        """Errors of a unit's candidates; returns its layers' weights in the coarsest one."""
+        """Errors of a unit's candidates; returns its layers' weights in the reference."""
         unit = self._units[number]
-        errors = dict.fromkeys(unit.formats, 0.0)
-        rounded: dict[nn.Linear, torch.Tensor] = {}
+        errors: dict[int, float] = {}
+        changed: dict[nn.Linear, torch.Tensor] = {}
         for name in unit.layers:
             inner = name.removeprefix(f"{block.name}.")
             layer = cast("nn.Linear", block.module.get_submodule(inner))
-            weight, group = layer.weight.data.float(), inputs[name]
-            for candidate, layer_format in unit.formats.items():
-                with single_thread():
-                    codes = rtn.quantize_weight(weight, cast("Any", layer_format.spec))
-                    stored = layer_format.store(codes, group.absmax)
-                    wrong = stored.round_input(group.sample) @ stored.dequantize().T
-                    wrong -= group.sample @ weight.T
-                    errors[candidate] += float(wrong.square().sum())
-                rounded.setdefault(layer, stored.dequantize())
+            tried = unit.try_layer(name, layer.weight.data.float(), inputs[name])
+            for candidate, error in tried.errors.items():
+                errors[candidate] = errors.get(candidate, 0.0) + error
+            changed[layer] = tried.weight
         self._errors[number] = errors
-        return rounded
+        return changed
+
+    @property
+    def _clean(self) -> torch.Tensor:
+        """The model's own hidden states of the sequences that are run."""
+        return self._observed[:SEQUENCES]
 
     def _call(self, block: DecoderBlock, hidden: torch.Tensor) -> torch.Tensor:
         # One sequence at a time, so that threads share them.
@@ -161,9 +234,9 @@ class Scoring:
         ]
         share = self._moved[number] / max(sum(beside), torch.finfo(torch.float32).tiny)
         errors = self._errors[number]
-        coarsest = max(errors[next(iter(unit.formats))], torch.finfo(torch.float32).tiny)
+        measured = max(errors[unit.reference], torch.finfo(torch.float32).tiny)
         losses = {
-            str(candidate): divergence[owner.index] * share * error / coarsest
+            str(candidate): divergence[owner.index] * share * error / measured
             for candidate, error in errors.items()
         }
         return Score(unit.layers, losses)

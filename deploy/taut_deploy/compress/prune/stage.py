@@ -14,7 +14,7 @@ from taut_deploy.recipe.stages import Prune
 def why_not_pruned(stage: Prune, n: int, k: int) -> str | None:
     """Why a layer [N, K] cannot have the stage's pattern; None if it can."""
     del n
-    return why_not_fit(_pattern(stage), k)
+    return why_not_fit(_pattern(stage, ""), k)
 
 
 def prune(state: BlockState, index: int, stage: Prune) -> None:
@@ -47,7 +47,7 @@ def _prune_weight(
     layer: LayerState, weight: torch.Tensor, stage: Prune
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The new weight and its mask, both [N, K]."""
-    pattern = _pattern(stage)
+    pattern = _pattern(stage, layer.name)
     if stage.algorithm == "sparsegpt":
         return sparsegpt.prune_weight(
             weight, layer.hessian(), pattern, dampening_frac=stage.dampening_frac
@@ -60,5 +60,6 @@ def _prune_weight(
     return weight * mask, mask
 
 
-def _pattern(stage: Prune) -> Pattern:
-    return parse_pattern(stage.pattern or stage.sparsity or "")
+def _pattern(stage: Prune, name: str) -> Pattern:
+    """Of a layer of this full name."""
+    return parse_pattern(stage.pattern or stage.sparsity_of(name) or "")

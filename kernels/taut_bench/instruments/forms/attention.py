@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from taut_kernels.attention import tiles
 from taut_kernels.attention.arguments import HEAD_DIMS, padded_dim
@@ -41,16 +42,16 @@ _WRITTEN = ((8, 128, 16), (1, 128, 32), (4, 64, 16), (32, 96, 64), (3, 80, 48), 
 no powers of two, wide heads."""
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class _Prefill(NamedTuple):
     """Operands of both passes."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    lse: torch.Tensor
+    q: Tensor
+    k: Tensor
+    lse: Tensor
     settings: Settings
 
     def forward(self, tile: AttentionTile) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch.recorder import HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.loss import (
@@ -41,11 +42,11 @@ _M = 3
 """Rows of a call: no number that Triton knows more of."""
 
 
-def _empty(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+def _empty(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _targets(rows: int = _M) -> torch.Tensor:
+def _targets(rows: int = _M) -> Tensor:
     return _empty(rows, dtype=torch.int64)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from taut_kernels.launch.recorder import HOPPER, KernelCall, KernelVariant, each_once
 from taut_kernels.primitives import (
@@ -42,13 +43,13 @@ _RULE_SHAPES = ((4096, 4096, 4096), (256, 4096, 4096), (64, 4096, 4096), (1, 409
 _IMAGES = 32
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _product(
     M: int = 4096, N: int = 4096, K: int = 4096, *, b_transposed: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return a [M, K], b [K, N] and c [M, N]."""
     return _empty(M, K), _empty(N, K).t() if b_transposed else _empty(K, N), _empty(M, N)
 
@@ -114,7 +115,7 @@ def _transposes() -> Iterator[KernelCall]:
 
 def _convolution(
     N: int, layer: Layer, stride: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, conv2d_launch.Window, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, conv2d_launch.Window, Tensor]:
     """Return an image, weights, bias, window and result, channels beside each other."""
     C, K, R, S, P, Q = layer
     window = conv2d_launch.Window((stride, stride), (1, 1), (1, 1))

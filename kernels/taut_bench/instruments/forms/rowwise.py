@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation import silu_mul_launch
 from taut_kernels.activation.silu_mul_kernel import (
@@ -46,7 +47,7 @@ _OUTPUT = {
 }
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return a tensor without memory; its rows begin at multiples of 16 elements."""
     if len(shape) == 1:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -78,7 +79,7 @@ def _targets(out: str, tile: FusedTile) -> tuple[str, ...]:
     return HOPPER if out.endswith("fp8") or tile.pdl else BOTH
 
 
-def _scale(out: str) -> torch.Tensor | None:
+def _scale(out: str) -> Tensor | None:
     return None if out == "same" else empty(_M, dtype=torch.float32)
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm import dispatch, lookup, rule
 from taut_kernels.gemm.scaled_mm import tile as tiles
@@ -44,7 +45,7 @@ _MASKED = ("ring", PAIRS)
 """Kernels with a form of their own for a K that their steps do not divide."""
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

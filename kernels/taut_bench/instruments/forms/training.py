@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from taut_kernels.activation import swiglu_launch
 from taut_kernels.activation.swiglu_kernel import swiglu_backward_kernel, swiglu_kernel
@@ -47,7 +48,7 @@ _M = 3
 """Rows of a call: no number that Triton knows more of."""
 
 
-def _empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+def _empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

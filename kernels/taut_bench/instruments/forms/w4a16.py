@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import decode_tile, dense, dispatch, lookup, portable, rule
 from taut_kernels.gemm.w4a16.decode_kernel import w4a16_decode_kernel
@@ -69,7 +70,7 @@ def _of(weights: WeightFormat) -> Format:
 def operands(N: int, K: int, form: Format) -> Weight:
     """Return a layer's operands without memory."""
 
-    def empty(*shape: int, dtype: torch.dtype = form.dtype) -> torch.Tensor:
+    def empty(*shape: int, dtype: torch.dtype = form.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     quads = -(-K // (form.group_size or K) // 4)

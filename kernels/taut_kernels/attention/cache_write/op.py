@@ -23,10 +23,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.attention.cache_arguments import check_scale
 from taut_kernels.attention.cache_write.kernel import cache_write_kernel
 from taut_kernels.launch import early_start, launcher
+from taut_kernels.launch.op_registration import register_op
 
 DTYPES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
@@ -37,7 +39,7 @@ _NAN = 0x7F
 _MAX_OFFSET = 2**31
 
 
-def _stored_ref(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+def _stored_ref(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """Return keys or values [.., Hk, D] as a cache of that type holds them."""
     if dtype != FP8:
         return x.to(dtype)
@@ -49,13 +51,13 @@ def _stored_ref(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None)
 
 
 def cache_write_ref(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
     """Write in plain torch: the specification, and the op's CPU implementation.
 
@@ -85,7 +87,7 @@ def _blocks(heads: int, dim: int) -> tuple[int, int]:
 
 
 def launch_constants(
-    k_cache: torch.Tensor, *, early: bool, converts: bool
+    k_cache: Tensor, *, early: bool, converts: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the kernel's constants and the compiler's options.
 
@@ -153,13 +155,13 @@ def _plan(
 
 
 def launch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
     """Run the kernel: the op on CUDA, and what the plugin calls.
 
@@ -199,7 +201,7 @@ def launch(
     )
 
 
-def write(k: torch.Tensor, *others: Any) -> None:
+def write(k: Tensor, *others: Any) -> None:
     """Run the op without its checks and torch's dispatcher, for a caller that sees to both.
 
     Args:
@@ -214,25 +216,22 @@ def _fake_cache_write(*_: Any) -> None:
     return None
 
 
-torch.library.define(
-    "taut::cache_write",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor? k_scale,"
-    " Tensor? v_scale) -> ()",
+_SCHEMA = (
+    "taut::cache_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor "
+    "slots, Tensor? k_scale, Tensor? v_scale) -> ()"
 )
-torch.library.impl("taut::cache_write", "CPU", cache_write_ref)
-torch.library.impl("taut::cache_write", "CUDA", launch)
-torch.library.register_fake("taut::cache_write", _fake_cache_write)
+register_op(_SCHEMA, cache_write_ref, launch, _fake_cache_write)
 
 
 def cache_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slots: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
     *,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write the keys and values of new tokens into a paged cache.
 
@@ -265,7 +264,7 @@ def cache_write(
     torch.ops.taut.cache_write(k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
 
-def _check_tokens(name: str, x: torch.Tensor, k: torch.Tensor) -> None:
+def _check_tokens(name: str, x: Tensor, k: Tensor) -> None:
     if x.dim() != 3:
         raise ValueError(f"{name} must be [T, Hk, D], got shape {tuple(x.shape)}")
     if x.dtype not in DTYPES:
@@ -283,7 +282,7 @@ def _check_tokens(name: str, x: torch.Tensor, k: torch.Tensor) -> None:
         raise ValueError(f"cache_write is forward only: call it under torch.no_grad() ({name})")
 
 
-def _check_cache(name: str, cache: torch.Tensor, k: torch.Tensor) -> None:
+def _check_cache(name: str, cache: Tensor, k: Tensor) -> None:
     if cache.dim() != 4 or not cache.shape[1]:
         raise ValueError(f"{name} must be [pages, page size, Hk, D], got {tuple(cache.shape)}")
     if cache.dtype not in (k.dtype, FP8):
@@ -300,7 +299,7 @@ def _check_cache(name: str, cache: torch.Tensor, k: torch.Tensor) -> None:
         raise ValueError(f"{name}: a page spans {span} elements, at most 2**31")
 
 
-def _check_slots(slots: torch.Tensor, k: torch.Tensor) -> None:
+def _check_slots(slots: Tensor, k: Tensor) -> None:
     if slots.dim() != 1 or slots.dtype != torch.int64:
         raise ValueError(f"slots must be [S] int64, got {tuple(slots.shape)} {slots.dtype}")
     if slots.shape[0] > k.shape[0]:
@@ -309,7 +308,7 @@ def _check_slots(slots: torch.Tensor, k: torch.Tensor) -> None:
         raise ValueError(f"slots must be contiguous and on {k.device}")
 
 
-def _check_scale(name: str, scale: torch.Tensor | None, k_cache: torch.Tensor) -> None:
+def _check_scale(name: str, scale: Tensor | None, k_cache: Tensor) -> None:
     if scale is None:
         return
     if k_cache.dtype != FP8:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import padded_dim
@@ -36,7 +37,7 @@ def row_blocks(rows: int) -> tuple[int, int]:
     return blocks, -(-rows // blocks)
 
 
-def has_conversion(cache: torch.Tensor) -> bool:
+def has_conversion(cache: Tensor) -> bool:
     """Say whether this device turns the cache's elements into fp16 by inline assembly."""
     if cache.is_cpu or cache.element_size() != 1:
         return False
@@ -45,7 +46,7 @@ def has_conversion(cache: torch.Tensor) -> bool:
 
 def launch_constants(
     tile: DecodeTile,
-    cache: torch.Tensor,
+    cache: Tensor,
     queries: int,
     heads: int,
     window: bool,

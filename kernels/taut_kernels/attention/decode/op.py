@@ -40,6 +40,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import padded_dim
@@ -50,6 +51,7 @@ from taut_kernels.attention.decode.reference import paged_decode_ref
 from taut_kernels.attention.tile import DecodeTile
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 _paged_decode = launcher.Launcher(paged_decode_kernel)
 _LOG2_E = 1.4426950408889634
@@ -63,9 +65,7 @@ EARLY_KEYS = 4096
 that is alone: with more its own programs would take their places unevenly."""
 
 
-def make_arrivals(
-    sequences: int, heads: int, device: torch.device, queries: int = 1
-) -> torch.Tensor:
+def make_arrivals(sequences: int, heads: int, device: torch.device, queries: int = 1) -> Tensor:
     """Allocate what programs count themselves in: int32 zeros, kept as long as the batch lives.
 
     Args:
@@ -91,17 +91,17 @@ class Settings(NamedTuple):
         scale: factor of the scores.
     """
 
-    block_table: torch.Tensor
-    context_lens: torch.Tensor
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    arrivals: torch.Tensor | None
+    block_table: Tensor
+    context_lens: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    arrivals: Tensor | None
     max_context: int
     window: int
     scale: float
 
 
-def _words(cache: torch.Tensor, name: str) -> torch.Tensor:
+def _words(cache: Tensor, name: str) -> Tensor:
     """Return 8-bit elements in pairs, as one int16 each; 16-bit ones as they are."""
     if cache.element_size() != 1:
         return cache
@@ -125,7 +125,7 @@ def early_starts(sequences: int, keys: int, device: torch.device) -> tuple[bool,
     return sequences >= STARTS_NEXT_FROM, early
 
 
-def load(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> tuple[int, int, int]:
+def load(q: Tensor, k_cache: Tensor, settings: Settings) -> tuple[int, int, int]:
     """Return programs without splits, the most keys of one, and the device's multiprocessors.
 
     Args:
@@ -141,7 +141,7 @@ def load(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> tuple[in
     return sequences * k_cache.shape[2] * blocks, seen, launcher.multiprocessors(q.device)
 
 
-def tile_of(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> DecodeTile:
+def tile_of(q: Tensor, k_cache: Tensor, settings: Settings) -> DecodeTile:
     """Return the tile a call takes.
 
     Args:
@@ -155,8 +155,8 @@ def tile_of(q: torch.Tensor, k_cache: torch.Tensor, settings: Settings) -> Decod
 
 
 def _workspace(
-    q: torch.Tensor, parts: int, rows: int, arrivals: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, parts: int, rows: int, arrivals: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return partial results, their statistics, and counters that are 0."""
     partial = launcher.empty((parts, rows, q.shape[3]), dtype=torch.float32, device=q.device)
     stats = launcher.empty((parts, 2, rows), dtype=torch.float32, device=q.device)
@@ -165,7 +165,7 @@ def _workspace(
     return partial, stats, arrivals
 
 
-def _flags(keys: torch.Tensor, values: torch.Tensor, settings: Settings) -> dict[str, bool]:
+def _flags(keys: Tensor, values: Tensor, settings: Settings) -> dict[str, bool]:
     """Return the kernel's constants that layout and scales of the caches determine."""
     return {
         "SAME_STRIDES": keys.stride() == values.stride(),
@@ -176,14 +176,14 @@ def _flags(keys: torch.Tensor, values: torch.Tensor, settings: Settings) -> dict
 
 def launch(
     tile: DecodeTile,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     settings: Settings,
     splits: int | None = None,
-    out: torch.Tensor | None = None,
+    out: Tensor | None = None,
     shares: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Run the kernel with a given tile; what the op does, and what tuning and the plugin call.
 
     Args:
@@ -237,11 +237,7 @@ def launch(
 
 
 def decode_into(
-    out: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    settings: Settings,
+    out: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor, settings: Settings
 ) -> None:
     """Run the op without its checks and into memory of the caller's, who sees to what it allows.
 
@@ -265,42 +261,37 @@ def decode_into(
     launch(tile, q, k_cache, v_cache, settings, splits, out, shares)
 
 
-def _launch_paged_decode(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments: Any
-) -> torch.Tensor:
+def _launch_paged_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, *arguments: Any) -> Tensor:
     settings = Settings(*arguments)
     return launch(tile_of(q, k_cache, settings), q, k_cache, v_cache, settings)
 
 
-def _fake_paged_decode(q: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_paged_decode(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-torch.library.define(
-    "taut::paged_decode",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor context_lens,"
-    " Tensor? k_scale, Tensor? v_scale, Tensor? arrivals, SymInt max_context, int window,"
-    " float scale) -> Tensor",
+_SCHEMA = (
+    "taut::paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor "
+    "context_lens, Tensor? k_scale, Tensor? v_scale, Tensor? arrivals, SymInt max_context, int "
+    "window, float scale) -> Tensor"
 )
-torch.library.impl("taut::paged_decode", "CPU", without_autocast(paged_decode_ref))
-torch.library.impl("taut::paged_decode", "CUDA", _launch_paged_decode)
-torch.library.register_fake("taut::paged_decode", _fake_paged_decode)
+register_op(_SCHEMA, without_autocast(paged_decode_ref), _launch_paged_decode, _fake_paged_decode)
 
 
 def paged_decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
     *,
     max_context: int | None = None,
     window: int | None = None,
     scale: float | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    arrivals: torch.Tensor | None = None,
-) -> torch.Tensor:
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    arrivals: Tensor | None = None,
+) -> Tensor:
     """Attend to a paged cache that already holds the new tokens' keys and values.
 
     Args:
@@ -342,7 +333,7 @@ def paged_decode(
     if not (0 < scale < math.inf):
         raise ValueError(f"scale must be positive and finite, got {scale}")
     longest = most if max_context is None else max_context
-    o: torch.Tensor = torch.ops.taut.paged_decode(
+    o: Tensor = torch.ops.taut.paged_decode(
         batch, k_cache, v_cache, block_table, context_lens, k_scale, v_scale, arrivals, longest,
         window or 0, scale,
     )  # fmt: skip

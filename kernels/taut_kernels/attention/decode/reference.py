@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.attention.reference import seen_keys
 
 
-def gathered(cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Tensor:
+def gathered(cache: Tensor, pages: Tensor, count: int) -> Tensor:
     """Return the first ``count`` rows of a sequence's pages, [count, Hk, D], as they are stored."""
     # Indexing knows no 8-bit floats; bytes it knows.
     plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache
@@ -15,20 +16,15 @@ def gathered(cache: torch.Tensor, pages: torch.Tensor, count: int) -> torch.Tens
     return rows.view(cache.dtype) if cache.element_size() == 1 else rows
 
 
-def _by_head(scale: torch.Tensor | None, heads: int, like: torch.Tensor) -> torch.Tensor:
+def _by_head(scale: Tensor | None, heads: int, like: Tensor) -> Tensor:
     if scale is None:
         return like.new_ones(heads)
     return scale.to(like.dtype).reshape(-1).expand(heads)
 
 
 def _attended(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: torch.Tensor,
-    k_scales: torch.Tensor,
-    operand: torch.dtype,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, k_scales: Tensor, operand: torch.dtype
+) -> Tensor:
     """Attend in one sequence.
 
     Args:
@@ -54,18 +50,18 @@ def _attended(
 
 
 def paged_decode_ref(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    arrivals: Tensor | None,
     max_context: int,
     window: int,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend in plain torch; fp64 queries give fp64 without roundings, for gold results.
 
     Args:

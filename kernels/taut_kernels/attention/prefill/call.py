@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 
 class Settings(NamedTuple):
@@ -20,8 +20,8 @@ class Settings(NamedTuple):
         scale: factor of the scores, positive.
     """
 
-    cu_q: torch.Tensor | None
-    cu_k: torch.Tensor | None
+    cu_q: Tensor | None
+    cu_k: Tensor | None
     max_q: int
     max_k: int
     causal: bool
@@ -29,23 +29,23 @@ class Settings(NamedTuple):
     scale: float
 
 
-def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
+def strides_of(x: Tensor) -> tuple[int, int, int]:
     """Return the strides of sequence, token and head; sequences of a packed tensor have none."""
     if x.dim() == 3:
         return 0, x.stride(0), x.stride(1)
     return x.stride(0), x.stride(1), x.stride(2)
 
 
-def lse_strides(lse: torch.Tensor) -> tuple[int, int]:
+def lse_strides(lse: Tensor) -> tuple[int, int]:
     """Return the strides of sequence and head of lse, likewise."""
     return (0, lse.stride(0)) if lse.dim() == 2 else (lse.stride(0), lse.stride(1))
 
 
-def count_sequences(q: torch.Tensor, cu_q: torch.Tensor | None) -> int:
+def count_sequences(q: Tensor, cu_q: Tensor | None) -> int:
     """Return how many sequences a batch has, or bounds of packed ones."""
     return q.shape[0] if cu_q is None else cu_q.shape[0] - 1
 
 
-def length_of(x: torch.Tensor) -> int:
+def length_of(x: Tensor) -> int:
     """Return tokens of each sequence of a batch; not used where sequences are packed."""
     return x.shape[1] if x.dim() == 4 else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -34,7 +34,7 @@ _LOG2_E = 1.4426950408889634
 _forward = launcher.Launcher(attention_hopper_kernel)
 
 
-def tma_reads(x: torch.Tensor) -> bool:
+def tma_reads(x: Tensor) -> bool:
     """Say whether TMA can read a tensor: aligned to 16 bytes, and no axis expanded.
 
     Args:
@@ -49,7 +49,7 @@ def tma_reads(x: torch.Tensor) -> bool:
     )
 
 
-def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: Settings) -> bool:
+def serves(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> bool:
     """Say whether this kernel computes a call: long ones on sm_90 without a window that TMA reads.
 
     Args:
@@ -72,7 +72,7 @@ def _blocks(rows: int, block_d: int) -> Describe:
     return Describe([1, rows, 1, block_d], DESCRIPTOR_LAYOUT)
 
 
-def descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
+def descriptor(x: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     """Describe [B, T, H, D], or [T, H, D] as one sequence, in blocks of a head's tokens.
 
     Args:
@@ -89,13 +89,7 @@ def descriptor(x: torch.Tensor, rows: int, block_d: int) -> TensorDescriptor:
 
 
 def launch(
-    tile: HopperTile,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    settings: Settings,
+    tile: HopperTile, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, settings: Settings
 ) -> None:
     """Run the kernel on a call that it :func:`serves`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from taut_kernels.attention.arguments import padded_dim
 from taut_kernels.attention.prefill import hopper as prefill_hopper
@@ -32,9 +32,7 @@ _key_gradients = launching.Launcher(key_gradients_hopper_kernel)
 _query_gradients = launching.Launcher(query_gradients_hopper_kernel)
 
 
-def serves(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: Settings
-) -> bool:
+def serves(do: Tensor, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> bool:
     """Say whether these kernels compute a call: what the forward one takes, heads of 96 or 128.
 
     Args:
@@ -53,14 +51,8 @@ def serves(
 
 
 def launch(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    delta: torch.Tensor,
-    settings: Settings,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run both kernels on a call that they :func:`serves`.
 
     Args:
@@ -86,8 +78,8 @@ def launch(
 
 def _run(
     launcher: launching.Launcher,
-    operands: tuple[torch.Tensor, ...],
-    written: tuple[torch.Tensor, ...],
+    operands: tuple[Tensor, ...],
+    written: tuple[Tensor, ...],
     rows: tuple[int, int],
     longest: int,
     settings: Settings,

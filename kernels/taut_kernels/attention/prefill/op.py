@@ -29,6 +29,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.attention import tiles as attention_tiles
 from taut_kernels.attention.arguments import check, check_bounds_of_packed, padded_dim
@@ -46,6 +47,7 @@ from taut_kernels.attention.reference import attention_backward_ref, attention_r
 from taut_kernels.attention.tile import AttentionTile
 from taut_kernels.launch import launcher as launching
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 _forward = launching.Launcher(attention_kernel)
 _row_delta = launching.Launcher(row_delta_kernel)
@@ -54,20 +56,14 @@ _query_gradients = launching.Launcher(query_gradients_kernel)
 _LOG2_E = 1.4426950408889634
 
 
-def _lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
     if q.dim() == 3:
         return q.shape[1], q.shape[0]
     return q.shape[0], q.shape[2], q.shape[1]
 
 
 def launch_forward(
-    tile: AttentionTile,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    settings: Settings,
+    tile: AttentionTile, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, settings: Settings
 ) -> None:
     """Run the forward kernel with a given tile; what the op does, and what tuning calls.
 
@@ -105,9 +101,7 @@ def launch_forward(
     )
 
 
-def row_delta(
-    do: torch.Tensor, q: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, settings: Settings
-) -> torch.Tensor:
+def row_delta(do: Tensor, q: Tensor, o: Tensor, lse: Tensor, settings: Settings) -> Tensor:
     """Return Σ o · do of every row, fp32, as ``lse``; see :func:`launch_backward`.
 
     Args:
@@ -137,14 +131,14 @@ def row_delta(
 def launch_backward(
     key_tile: AttentionTile,
     query_tile: AttentionTile,
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
     settings: Settings,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward kernels with given tiles and return dq, dk, dv; see :func:`launch_forward`.
 
     Args:
@@ -172,7 +166,7 @@ def launch_backward(
         launcher: launching.Launcher,
         tile: AttentionTile,
         grid: tuple[int, int, int],
-        written: tuple[torch.Tensor, ...],
+        written: tuple[Tensor, ...],
     ) -> None:
         cut = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
         constants = {**shape, "CAUSAL": causal, "WINDOW": window > 0, **cut}
@@ -195,9 +189,7 @@ def launch_backward(
     return dq, dk, dv
 
 
-def _launch_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     settings = Settings(*arguments)
     o = launching.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = launching.empty(_lse_shape(q), dtype=torch.float32, device=q.device)
@@ -214,14 +206,8 @@ def _launch_attention(
 
 
 def _launch_attention_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    *arguments: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     settings = Settings(*arguments)
     # A gradient expanded from a scalar has no elements next to each other.
     do = do if do.stride(-1) == 1 else do.contiguous()
@@ -233,38 +219,36 @@ def _launch_attention_backward(
     return launch_backward(*tiles, do, q, k, v, o, lse, settings)
 
 
-def _attention_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attention_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     check_bounds_of_packed(q, k, *arguments[:4])
     return attention_ref(q, k, v, *arguments)
 
 
-def _fake_attention(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_attention(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
 def _fake_attention_backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_q, cu_k, *settings = inputs
     ctx.save_for_backward(q, k, v, *output, cu_q, cu_k)
     ctx.settings = settings
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, do: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
     q, k, v, o, lse, cu_q, cu_k = ctx.saved_tensors
     saved = (q, k, v, o, lse, cu_q, cu_k)
     gradients = torch.ops.taut.attention_backward(do, *saved, *ctx.settings)
     return (*gradients, *[None] * 7)
 
 
-def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
+def _no_second_derivative(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
     raise RuntimeError("taut::attention_backward has no derivative: attention can be derived once")
 
 
@@ -272,38 +256,36 @@ def _no_second_derivative(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
 _SETTINGS = (
     "Tensor? cu_q, Tensor? cu_k, SymInt max_q, SymInt max_k, bool causal, int window, float scale"
 )
-torch.library.define(
-    "taut::attention", f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)"
-)
-torch.library.impl("taut::attention", "CPU", without_autocast(_attention_cpu))
-torch.library.impl("taut::attention", "CUDA", _launch_attention)
-torch.library.register_fake("taut::attention", _fake_attention)
+_ATTENTION = f"taut::attention(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)"
+register_op(_ATTENTION, without_autocast(_attention_cpu), _launch_attention, _fake_attention)
 torch.library.register_autograd("taut::attention", _backward, setup_context=_setup)
 
-torch.library.define(
-    "taut::attention_backward",
-    "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+_ATTENTION_BACKWARD = (
+    "taut::attention_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)"
 )
-torch.library.impl("taut::attention_backward", "CPU", without_autocast(attention_backward_ref))
-torch.library.impl("taut::attention_backward", "CUDA", _launch_attention_backward)
-torch.library.register_fake("taut::attention_backward", _fake_attention_backward)
+register_op(
+    _ATTENTION_BACKWARD,
+    without_autocast(attention_backward_ref),
+    _launch_attention_backward,
+    _fake_attention_backward,
+)
 torch.library.register_autograd("taut::attention_backward", _no_second_derivative)
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Attend.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm.blocks_hopper_kernel import fp8_block_hopper_kernel
 from taut_kernels.gemm.scaled_mm.blocks_tall_kernel import fp8_block_tall_kernel
@@ -65,9 +65,7 @@ def programs(tile: ScaledMmTile, tiles: int, multiprocessors: int) -> int:
     return min(tiles * tile.split_k, each * multiprocessors)
 
 
-def launch_blocks(
-    tile: ScaledMmTile, operands: BlockOperands, meeting: Meeting, y: torch.Tensor
-) -> None:
+def launch_blocks(tile: ScaledMmTile, operands: BlockOperands, meeting: Meeting, y: Tensor) -> None:
     """Run the kernel of a tile whose ``kernel`` is blocks; it writes ``y`` [M, N], contiguous.
 
     It reads ``x_scale`` fastest where tokens are contiguous. Parts meet by 64 tokens of a tile.

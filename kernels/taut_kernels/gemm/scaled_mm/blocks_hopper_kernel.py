@@ -88,7 +88,7 @@ def _share(item, tiles_m, tiles_n, steps, GROUP_M: gl.constexpr, SPLIT_K: gl.con
 @gluon.jit
 def _multiply(
     ring, out, pointers, sizes,
-    GROUP: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr,
+    GROUP: gl.constexpr, GROUP_M: gl.constexpr, SPLIT_K: gl.constexpr
 ):  # fmt: skip
     """Run a group that multiplies: its part of the tokens of every share of the program."""
     y, y_desc = out

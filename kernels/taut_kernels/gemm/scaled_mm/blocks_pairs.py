@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm.blocks_pairs_kernel import fp8_block_pairs_kernel
 from taut_kernels.gemm.scaled_mm.call import BlockOperands, Meeting, block_arguments, form_key
@@ -20,7 +20,7 @@ def launcher() -> launching.Launcher:
 
 
 def launch_block_pairs(
-    tile: ScaledMmTile, operands: BlockOperands, meeting: Meeting, y: torch.Tensor
+    tile: ScaledMmTile, operands: BlockOperands, meeting: Meeting, y: Tensor
 ) -> None:
     """Run the kernel of a tile whose ``kernel`` is pairs; it writes ``y`` [M, N], contiguous."""
     x, weight, *_, bias = operands

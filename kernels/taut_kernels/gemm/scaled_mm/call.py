@@ -4,36 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm.tile import ScaledMmTile
 
 Operands = tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
 ]
 """Of a product with scales per tensor, token or channel, M ≥ 1: x [M, K] int8 or e4m3, weight
 [N, K] as x, N % 8 == 0, rows of both 16-byte aligned; x_scale [M] or one element and weight_scale
 [N] or one, fp32; azp_adj [N] and azp [M] int32, bias [N], or None."""
 
 
-BlockOperands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+BlockOperands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Of a product with scales per 128×128 block of weights, M ≥ 1: x [M, K] and weight [N, K] e4m3,
 N % 8 == 0, rows of both 16-byte aligned; x_scale [M, ceil(K/128)] fp32, any strides; weight_scale
 [ceil(N/128), ceil(K/128)] fp32, stride 1 along K; bias [N] or None."""
-Meeting = tuple[torch.Tensor | None, torch.Tensor | None]
+Meeting = tuple[Tensor | None, Tensor | None]
 """Room for the parts of sums, as many as ``split_k`` a tile, and a zero for every place where they
 meet; twice None where K is not split."""
 
 
-def form_key(
-    tile: ScaledMmTile, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, *absent: bool
-) -> Hashable:
+def form_key(tile: ScaledMmTile, x: Tensor, weight: Tensor, y: Tensor, *absent: bool) -> Hashable:
     """Tell apart what Triton compiles apart; rows of ``x`` and ``weight`` are aligned by now.
 
     Args:
@@ -48,8 +46,8 @@ def form_key(
 
 
 def block_arguments(
-    operands: BlockOperands, meeting: Meeting, y: torch.Tensor
-) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
+    operands: BlockOperands, meeting: Meeting, y: Tensor
+) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
     """Return tensors and integers of a kernel of blocks of weights fed by `cp.async`, in its order.
 
     Args:

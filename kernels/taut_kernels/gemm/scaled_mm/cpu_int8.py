@@ -18,9 +18,12 @@ Source    oneDNN developer guide, "Int8 Inference: nuances of int8 computations"
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch import Tensor
+
+from taut_kernels.gemm.scaled_mm.operands import fake_product
+from taut_kernels.launch.op_registration import register_op
 
 OP = "int8_gemm_cpu"
 MOST_EXACT = 64
@@ -29,7 +32,7 @@ _KNOWN_SHAPE = (4, 32, 64)
 _TOLERANCE = 1e-3
 
 
-def split_codes(weight: torch.Tensor) -> torch.Tensor:
+def split_codes(weight: Tensor) -> Tensor:
     """Split int8 codes in two halves of at most :data:`MOST_EXACT` each, one behind the other.
 
     Args:
@@ -42,7 +45,7 @@ def split_codes(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat((low, weight - low), dim=1)
 
 
-def int8_product_error(multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+def int8_product_error(multiply: Callable[[Tensor, Tensor], Tensor]) -> float:
     """Multiply a known pair that saturates 16-bit sums, and compare with integers.
 
     Args:
@@ -67,28 +70,22 @@ def is_exact(error: float) -> bool:
 
 
 def int8_gemm_cpu_ref(
-    x_q: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x_q: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    azp: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the product; also the op's implementation. Arguments as in the contract above."""
     codes = x_q.float() if azp is None else x_q.float() - azp.float()
     y = torch.nn.functional.linear(codes, weight).mul_(x_scale).mul_(weight_scale)
     return (y if bias is None else y.add_(bias)).to(out_dtype)
 
 
-def _fake(x_q: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return x_q.new_empty((x_q.shape[0], weight.shape[0]), dtype=rest[-1])
-
-
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x_q, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp, Tensor? bias,"
-    " ScalarType out_dtype) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x_q, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp, "
+    "Tensor? bias, ScalarType out_dtype) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", int8_gemm_cpu_ref)
-torch.library.register_fake(f"taut::{OP}", _fake)
+register_op(_SCHEMA, int8_gemm_cpu_ref, None, fake_product)

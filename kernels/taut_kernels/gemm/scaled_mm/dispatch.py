@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm.blocks_hopper import launch_blocks
 from taut_kernels.gemm.scaled_mm.blocks_pairs import launch_block_pairs
@@ -24,7 +25,7 @@ _RING = launcher.Launcher(scaled_mm_kernel)
 _BLOCK = launcher.Launcher(fp8_block_kernel)
 
 
-def make_arrivals(N: int, device: torch.device) -> torch.Tensor:
+def make_arrivals(N: int, device: torch.device) -> Tensor:
     """Allocate a layer's ``arrivals``, int32 zeros, kept as long as the layer.
 
     Returns:
@@ -38,7 +39,7 @@ def arrivals_size(N: int) -> int:
     return 2 * -(-N // _LEAST_BLOCK_N)
 
 
-def _prepared(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _prepared(x: Tensor, weight: Tensor) -> Tensor:
     """Return ``x`` with rows the kernels can read; refuse weights they cannot."""
     if weight.data_ptr() % ALIGNMENT:
         raise ValueError(f"weight must start at an address aligned to {ALIGNMENT} bytes")
@@ -64,7 +65,7 @@ def _constants(tile: ScaledMmTile, K: int) -> launcher.Constants:
 
 
 def _meeting(
-    tile: ScaledMmTile, places: int, each: int, x: torch.Tensor, arrivals: torch.Tensor | None
+    tile: ScaledMmTile, places: int, each: int, x: Tensor, arrivals: Tensor | None
 ) -> Meeting:
     """Return where the parts of sums meet, ``each`` of them in a place."""
     if tile.split_k == 1:
@@ -109,10 +110,7 @@ def _prepared_ring(
 
 
 def _launch_ring(
-    tile: ScaledMmTile,
-    operands: Operands,
-    arrivals: torch.Tensor | None,
-    y: torch.Tensor,
+    tile: ScaledMmTile, operands: Operands, arrivals: Tensor | None, y: Tensor
 ) -> None:
     x, weight, x_scale, weight_scale, azp_adj, azp, bias = operands
     (M, K), N = x.shape, weight.shape[0]
@@ -132,16 +130,16 @@ def _launch_ring(
 
 def launch(
     tile: ScaledMmTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    azp_adj: Tensor | None,
+    azp: Tensor | None,
+    bias: Tensor | None,
+    arrivals: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Run a product with scales per tensor, token or channel; what tuning calls, too.
 
     Args:
@@ -183,14 +181,14 @@ def launch(
 
 def launch_block(
     tile: ScaledMmTile,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    arrivals: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Run a product with one scale a 128×128 block of weights and 128 activations of a token.
 
     Args:

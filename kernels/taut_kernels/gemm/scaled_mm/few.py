@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm.call import Meeting, Operands
 from taut_kernels.gemm.scaled_mm.few_kernel import scaled_mm_few_kernel
@@ -41,7 +41,7 @@ def launch_options(tile: ScaledMmTile) -> launcher.Constants:
     return {"num_warps": tile.num_warps, "maxnreg": 128 if tile.block_n == 64 else 168}
 
 
-def launch_few(tile: ScaledMmTile, operands: Operands, meeting: Meeting, y: torch.Tensor) -> None:
+def launch_few(tile: ScaledMmTile, operands: Operands, meeting: Meeting, y: Tensor) -> None:
     """Run the kernel of a tile whose ``kernel`` is few; it writes ``y`` [M, N], contiguous."""
     x, weight, x_scale, weight_scale, azp_adj, azp, bias = operands
     (M, K), N = x.shape, weight.shape[0]

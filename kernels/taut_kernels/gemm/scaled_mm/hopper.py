@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -74,7 +74,7 @@ def results(tile: ScaledMmTile) -> Describe:
     return Describe([rows_of_block(tile), width], layout)
 
 
-def operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
+def operand(matrix: Tensor, rows: int) -> TensorDescriptor:
     """Describe a matrix in blocks of some rows; TMA reads none whose rows overlap (expanded).
 
     Args:
@@ -89,11 +89,7 @@ def operand(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
     return _blocks(rows)(matrix, [count, width], [step, 1])
 
 
-def launch_hopper(
-    tile: ScaledMmTile,
-    operands: Operands,
-    y: torch.Tensor,
-) -> None:
+def launch_hopper(tile: ScaledMmTile, operands: Operands, y: Tensor) -> None:
     """Run the tile's kernel.
 
     Args:

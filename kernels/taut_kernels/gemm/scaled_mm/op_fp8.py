@@ -26,13 +26,16 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import operands
 from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block, make_arrivals
+from taut_kernels.gemm.scaled_mm.operands import fake_product
 from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 __all__ = ["fp8_gemm", "fp8_gemm_ref", "make_arrivals", "why_not_supported"]
 
@@ -41,7 +44,7 @@ BLOCK_OP = "fp8_block"
 DTYPE = torch.float8_e4m3fn
 
 
-def is_block_wise(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
+def is_block_wise(weight: Tensor, weight_scale: Tensor) -> bool:
     """Say whether scales belong to 128×128 blocks of [N, K] weights, judged by their shape."""
     N, K = weight.shape
     if weight_scale.numel() in (1, N):
@@ -50,14 +53,14 @@ def is_block_wise(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
 
 
 def fp8_gemm_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    arrivals: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the product in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -99,8 +102,8 @@ def _why_not_on(device: torch.device) -> str | None:
 
 
 def _launch_fp8_gemm(
-    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, *rest: Any
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, *rest: Any
+) -> Tensor:
     if reason := _why_not_on(x.device):
         raise ValueError(reason)
     (M, K), N = x.shape, weight.shape[0]
@@ -112,18 +115,11 @@ def _launch_fp8_gemm(
     return launch(tile, x, weight, x_scale, w_scale, None, None, *rest)
 
 
-def _fake_fp8_gemm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
-
-
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias,"
-    " Tensor? arrivals, ScalarType out_dtype) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias, "
+    "Tensor? arrivals, ScalarType out_dtype) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", without_autocast(fp8_gemm_ref))
-torch.library.impl(f"taut::{OP}", "CUDA", _launch_fp8_gemm)
-torch.library.register_fake(f"taut::{OP}", _fake_fp8_gemm)
+register_op(_SCHEMA, without_autocast(fp8_gemm_ref), _launch_fp8_gemm, fake_product)
 
 
 def why_not_supported(K: int) -> str | None:
@@ -132,15 +128,15 @@ def why_not_supported(K: int) -> str | None:
 
 
 def fp8_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    arrivals: torch.Tensor | None = None,
+    bias: Tensor | None = None,
+    arrivals: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply e4m3 activations by e4m3 weights.
 
     Args:
@@ -170,15 +166,13 @@ def fp8_gemm(
     operands.check_arrivals(arrivals, N, x.device)
     operands.check_no_gradient(OP, x_scale, weight_scale, bias)
     arrivals = make_arrivals(N, x.device) if arrivals is None else arrivals
-    y: torch.Tensor = torch.ops.taut.fp8_gemm.default(
+    y: Tensor = torch.ops.taut.fp8_gemm.default(
         rows, weight, x_scale, weight_scale, bias, arrivals, out_dtype
     )
     return y.view(*x.shape[:-1], N)
 
 
-def _check_scales(
-    x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, M: int
-) -> None:
+def _check_scales(x_scale: Tensor, weight: Tensor, weight_scale: Tensor, M: int) -> None:
     N, K = weight.shape
     device = weight.device
     if not is_block_wise(weight, weight_scale):

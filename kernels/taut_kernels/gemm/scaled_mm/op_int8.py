@@ -24,11 +24,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import operands
 from taut_kernels.gemm.scaled_mm.dispatch import launch, make_arrivals
+from taut_kernels.gemm.scaled_mm.operands import fake_product
 from taut_kernels.launch import launcher
+from taut_kernels.launch.op_registration import register_op
 
 __all__ = ["make_arrivals", "w8a8_gemm", "w8a8_gemm_ref", "why_not_supported"]
 
@@ -38,16 +41,16 @@ MAX_K = 65535
 
 
 def w8a8_gemm_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    azp_adj: torch.Tensor | None,
-    azp: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
+    azp_adj: Tensor | None,
+    azp: Tensor | None,
+    bias: Tensor | None,
+    arrivals: Tensor | None,
     out_dtype: torch.dtype,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the product in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -77,24 +80,17 @@ def w8a8_gemm_ref(
     return y.to(out_dtype)
 
 
-def _launch_w8a8_gemm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _launch_w8a8_gemm(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     (M, K), N = x.shape, weight.shape[0]
     tile = tiles_scaled_mm.lookup(OP, launcher.gpu_name(x.device), N, K, M).tile
     return launch(tile, x, weight, *rest)
 
 
-def _fake_w8a8_gemm(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
-
-
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp_adj, Tensor? azp,"
-    " Tensor? bias, Tensor? arrivals, ScalarType out_dtype) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp_adj, "
+    "Tensor? azp, Tensor? bias, Tensor? arrivals, ScalarType out_dtype) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", w8a8_gemm_ref)
-torch.library.impl(f"taut::{OP}", "CUDA", _launch_w8a8_gemm)
-torch.library.register_fake(f"taut::{OP}", _fake_w8a8_gemm)
+register_op(_SCHEMA, w8a8_gemm_ref, _launch_w8a8_gemm, fake_product)
 
 
 def why_not_supported(K: int) -> str | None:
@@ -105,17 +101,17 @@ def why_not_supported(K: int) -> str | None:
 
 
 def w8a8_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    weight_scale: Tensor,
     *,
-    azp_adj: torch.Tensor | None = None,
-    azp: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    arrivals: torch.Tensor | None = None,
+    azp_adj: Tensor | None = None,
+    azp: Tensor | None = None,
+    bias: Tensor | None = None,
+    arrivals: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply int8 activations by int8 weights.
 
     Args:
@@ -156,7 +152,7 @@ def w8a8_gemm(
     operands.check_arrivals(arrivals, N, x.device)
     operands.check_no_gradient(OP, x_scale, weight_scale, bias)
     arrivals = make_arrivals(N, x.device) if arrivals is None else arrivals
-    y: torch.Tensor = torch.ops.taut.w8a8_gemm.default(
+    y: Tensor = torch.ops.taut.w8a8_gemm.default(
         rows, weight, x_scale, weight_scale, azp_adj, azp, bias, arrivals, out_dtype
     )
     return y.view(*x.shape[:-1], N)

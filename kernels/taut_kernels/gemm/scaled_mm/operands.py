@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm.dispatch import ALIGNMENT, arrivals_size
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fake_product(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """Return an 8-bit product's result for shape inference; its dtype is the last operand."""
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
 
 
 def why_no_layout(K: int) -> str | None:
@@ -16,7 +24,7 @@ def why_no_layout(K: int) -> str | None:
     return None
 
 
-def check_matrices(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+def check_matrices(x: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[int, int]:
     """Check activations and weights.
 
     Args:
@@ -55,7 +63,7 @@ def check_matrices(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) ->
 
 def check_vector(
     name: str,
-    tensor: torch.Tensor | None,
+    tensor: Tensor | None,
     sizes: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -91,12 +99,12 @@ def check_out_dtype(out_dtype: torch.dtype) -> None:
         raise ValueError(f"out_dtype must be torch.bfloat16 or torch.float16, got {out_dtype}")
 
 
-def check_arrivals(arrivals: torch.Tensor | None, N: int, device: torch.device) -> None:
+def check_arrivals(arrivals: Tensor | None, N: int, device: torch.device) -> None:
     """Check a layer's arrival counters."""
     check_vector("arrivals", arrivals, (arrivals_size(N),), torch.int32, device)
 
 
-def check_no_gradient(op: str, *tensors: torch.Tensor | None) -> None:
+def check_no_gradient(op: str, *tensors: Tensor | None) -> None:
     """Refuse operands a gradient is wanted for: the ops are forward only."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise ValueError(f"{op} is forward only: call it under torch.no_grad()")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from taut_kernels.gemm.scaled_mm.call import Meeting, Operands, form_key
 from taut_kernels.gemm.scaled_mm.pairs_kernel import scaled_mm_pairs_kernel
@@ -39,7 +39,7 @@ def launch_options(tile: ScaledMmTile) -> launcher.Constants:
     return {"num_warps": tile.num_warps} | launcher.PDL_OPTIONS[tile.early]
 
 
-def launch_pairs(tile: ScaledMmTile, operands: Operands, meeting: Meeting, y: torch.Tensor) -> None:
+def launch_pairs(tile: ScaledMmTile, operands: Operands, meeting: Meeting, y: Tensor) -> None:
     """Run the kernel of a tile whose ``kernel`` is pairs; it writes ``y`` [M, N], contiguous."""
     x, weight, x_scale, weight_scale, azp_adj, azp, bias = operands
     (M, K), N = x.shape, weight.shape[0]

@@ -43,7 +43,7 @@ def _cells(partial_ptr, place, columns, COLS: gl.constexpr, SPLIT_K: gl.constexp
 @gluon.jit
 def add_parts(
     acc, partial_ptr, arrivals_ptr, place, split, columns,
-    SPLIT_K: gl.constexpr, SUMS: gl.constexpr,
+    SPLIT_K: gl.constexpr, SUMS: gl.constexpr
 ):  # fmt: skip
     """Leave a part of some sums in memory; return (all parts' sum, True) in the last to arrive.
 

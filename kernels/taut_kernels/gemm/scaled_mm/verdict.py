@@ -75,14 +75,7 @@ def products(gpu: str | None) -> Set[Product]:
 
 
 def wins(
-    gpu: str,
-    op: str,
-    N: int,
-    K: int,
-    first: int,
-    last: int | None,
-    *,
-    in_layer: bool = False,
+    gpu: str, op: str, N: int, K: int, first: int, last: int | None, *, in_layer: bool = False
 ) -> bool:
     """Say whether ours was at least as fast for a range of tokens.
 

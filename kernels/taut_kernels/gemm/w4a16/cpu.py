@@ -23,38 +23,34 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import disk as formats
+from taut_kernels.launch.op_registration import register_op
 
 OP = "w4a16_gemm_cpu"
 
 
 def _aten_w4a16_gemm(
-    x: torch.Tensor,
-    qweight_cpu: torch.Tensor,
-    scales_and_zeros: torch.Tensor,
-    bias: torch.Tensor | None,
-    group_size: int,
-) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+    x: Tensor, qweight_cpu: Tensor, scales_and_zeros: Tensor, bias: Tensor | None, group_size: int
+) -> Tensor:
+    y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
         x.contiguous(), qweight_cpu, group_size, scales_and_zeros
     )
     return y if bias is None else y.add_(bias)
 
 
 def _fake_w4a16_gemm_cpu(
-    x: torch.Tensor, qweight_cpu: torch.Tensor, scales_and_zeros: torch.Tensor, *_: Any
-) -> torch.Tensor:
+    x: Tensor, qweight_cpu: Tensor, scales_and_zeros: Tensor, *_: Any
+) -> Tensor:
     return x.new_empty((x.shape[0], scales_and_zeros.shape[1]))
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor qweight_cpu, Tensor scales_and_zeros, Tensor? bias, int group_size)"
-    " -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor qweight_cpu, Tensor scales_and_zeros, Tensor? bias, int "
+    "group_size) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", _aten_w4a16_gemm)
-torch.library.register_fake(f"taut::{OP}", _fake_w4a16_gemm_cpu)
+register_op(_SCHEMA, _aten_w4a16_gemm, None, _fake_w4a16_gemm_cpu)
 
 
 def why_not_supported(N: int, K: int, group_size: int, dtype: torch.dtype) -> str | None:
@@ -70,12 +66,8 @@ def why_not_supported(N: int, K: int, group_size: int, dtype: torch.dtype) -> st
 
 
 def w4a16_gemm_cpu(
-    x: torch.Tensor,
-    qweight_cpu: torch.Tensor,
-    scales_and_zeros: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, qweight_cpu: Tensor, scales_and_zeros: Tensor, *, bias: Tensor | None = None
+) -> Tensor:
     """Multiply activations by 4-bit weights on CPU.
 
     Args:
@@ -115,7 +107,7 @@ def w4a16_gemm_cpu(
             raise ValueError(f"{name} must be on cpu, got {tensor.device}")
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
-    y: torch.Tensor = torch.ops.taut.w4a16_gemm_cpu(
+    y: Tensor = torch.ops.taut.w4a16_gemm_cpu(
         x.reshape(-1, K), qweight_cpu, scales_and_zeros, bias, group_size
     )
     return y.view(*x.shape[:-1], N)

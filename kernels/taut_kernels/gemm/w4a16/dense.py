@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16.dense_kernel import w4a16_dequantize_kernel
 from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, Weight
@@ -26,7 +27,7 @@ CHUNKS_PER_PROGRAM = 8
 _DEQUANTIZE = launcher.Launcher(w4a16_dequantize_kernel)
 
 
-def dequantize(weight: Weight, group_size: int, first_tile: int, tiles: int) -> torch.Tensor:
+def dequantize(weight: Weight, group_size: int, first_tile: int, tiles: int) -> Tensor:
     """Return rows of the dense weight.
 
     Args:
@@ -73,7 +74,7 @@ class Plan:
 
     call: Call
 
-    def run(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def run(self, x: Tensor, weight: Weight) -> Tensor:
         """As of :class:`.plan.Runs`."""
         M, N, K, group_size, dtype, device, _, _ = self.call
         tiles, bias = N // 16, weight.bias
@@ -94,9 +95,7 @@ def _slice_tiles(tiles: int, tile_bytes: int) -> int:
     return min(most, -(-even // _SLICE_STEP) * _SLICE_STEP)
 
 
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
-) -> None:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor) -> None:
     """Multiply in the types given (`torch.nn.functional.linear` would take autocast's) into ``y``.
 
     A slice of columns is written where it belongs: cuBLAS takes rows that lie further apart.

@@ -24,6 +24,7 @@ Source: compressed-tensors 0.17, ``compressors/pack_quantized`` (Apache-2.0), re
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 NIBBLES_PER_WORD = 8
 SYMMETRIC_ZERO = 8
@@ -31,11 +32,11 @@ CPU_GROUP_SIZES = (256, 128, 64, 32)
 """Groups ATen's int4 CPU kernel takes, largest first."""
 
 
-def _shifts(device: torch.device) -> torch.Tensor:
+def _shifts(device: torch.device) -> Tensor:
     return torch.arange(0, 32, 4, dtype=torch.int32, device=device)
 
 
-def _pack_columns(nibbles: torch.Tensor) -> torch.Tensor:
+def _pack_columns(nibbles: Tensor) -> Tensor:
     rows, columns = nibbles.shape
     pad = -columns % NIBBLES_PER_WORD
     padded = torch.nn.functional.pad(nibbles.to(torch.int32), (0, pad))
@@ -45,12 +46,12 @@ def _pack_columns(nibbles: torch.Tensor) -> torch.Tensor:
     return words.sum(dim=-1, dtype=torch.int32)
 
 
-def _unpack_columns(words: torch.Tensor, columns: int) -> torch.Tensor:
+def _unpack_columns(words: Tensor, columns: int) -> Tensor:
     nibbles = (words.unsqueeze(-1) >> _shifts(words.device)) & 0xF
     return nibbles.flatten(1)[:, :columns].to(torch.uint8)
 
 
-def _check_int4(values: torch.Tensor, name: str) -> None:
+def _check_int4(values: Tensor, name: str) -> None:
     if values.dim() != 2 or values.dtype is not torch.int8:
         shape = tuple(values.shape)
         raise ValueError(f"{name} must be a 2-D int8 tensor, got {values.dtype} {shape}")
@@ -58,7 +59,7 @@ def _check_int4(values: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name} must lie in -8..7")
 
 
-def _check_words(words: torch.Tensor, columns: int, name: str) -> None:
+def _check_words(words: Tensor, columns: int, name: str) -> None:
     expected = -(-columns // NIBBLES_PER_WORD)
     if words.dim() != 2 or words.dtype is not torch.int32 or words.shape[1] != expected:
         raise ValueError(
@@ -67,7 +68,7 @@ def _check_words(words: torch.Tensor, columns: int, name: str) -> None:
         )
 
 
-def pack_weight(values: torch.Tensor) -> torch.Tensor:
+def pack_weight(values: Tensor) -> Tensor:
     """Pack signed 4-bit weights for disk.
 
     Args:
@@ -83,7 +84,7 @@ def pack_weight(values: torch.Tensor) -> torch.Tensor:
     return _pack_columns(values + SYMMETRIC_ZERO)
 
 
-def unpack_weight(weight_packed: torch.Tensor, K: int) -> torch.Tensor:
+def unpack_weight(weight_packed: Tensor, K: int) -> Tensor:
     """Invert :func:`pack_weight`.
 
     Args:
@@ -100,7 +101,7 @@ def unpack_weight(weight_packed: torch.Tensor, K: int) -> torch.Tensor:
     return _unpack_columns(weight_packed, K).to(torch.int8) - SYMMETRIC_ZERO
 
 
-def pack_zero_point(values: torch.Tensor) -> torch.Tensor:
+def pack_zero_point(values: Tensor) -> Tensor:
     """Pack signed zero points for disk.
 
     Args:
@@ -116,7 +117,7 @@ def pack_zero_point(values: torch.Tensor) -> torch.Tensor:
     return _pack_columns((values + SYMMETRIC_ZERO).t()).t().contiguous()
 
 
-def unpack_zero_point(weight_zero_point: torch.Tensor, N: int) -> torch.Tensor:
+def unpack_zero_point(weight_zero_point: Tensor, N: int) -> Tensor:
     """Invert :func:`pack_zero_point`.
 
     Args:
@@ -134,12 +135,12 @@ def unpack_zero_point(weight_zero_point: torch.Tensor, N: int) -> torch.Tensor:
 
 
 def dequantise(
-    weight_packed: torch.Tensor,
-    weight_scale: torch.Tensor,
-    weight_zero_point: torch.Tensor | None,
+    weight_packed: Tensor,
+    weight_scale: Tensor,
+    weight_zero_point: Tensor | None,
     K: int,
     rows: slice,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute some output features' weights as they are meant, from the disk layout.
 
     Args:
@@ -176,11 +177,8 @@ def cpu_group_size(K: int, group_size: int) -> int | None:
 
 
 def repack_for_cpu(
-    weight_packed: torch.Tensor,
-    weight_scale: torch.Tensor,
-    weight_zero_point: torch.Tensor | None,
-    K: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    weight_packed: Tensor, weight_scale: Tensor, weight_zero_point: Tensor | None, K: int
+) -> tuple[Tensor, Tensor]:
     """Convert a disk layer to the CPU kernel layout of this machine.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import decode as w4a16_decode
 from taut_kernels.gemm.w4a16 import decode_ring as w4a16_decode_ring
@@ -67,7 +67,7 @@ def plan(tile: Tile | Literal["dense"], call: Call) -> Runs:
             return w4a16_dense.Plan(call)
 
 
-def launch(tile: Tile | Literal["dense"], x: torch.Tensor, *given: Any) -> torch.Tensor:
+def launch(tile: Tile | Literal["dense"], x: Tensor, *given: Any) -> Tensor:
     """Multiply once; the op keeps its plans.
 
     Args:

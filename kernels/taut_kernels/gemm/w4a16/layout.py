@@ -24,6 +24,7 @@ Bytes a weight at G = 128: 0.5 + 2/128, with zero points + 0.5/128 more.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import disk as formats
 
@@ -49,7 +50,7 @@ def why_no_layout(N: int, K: int) -> str | None:
     return None
 
 
-def repack_weight(weight_packed: torch.Tensor, K: int) -> torch.Tensor:
+def repack_weight(weight_packed: Tensor, K: int) -> Tensor:
     """Convert disk weights to the GPU layout.
 
     Args:
@@ -76,7 +77,7 @@ def repack_weight(weight_packed: torch.Tensor, K: int) -> torch.Tensor:
     return words.view(N // 16, K // 64, 32, 4)
 
 
-def unpack_weight(qweight: torch.Tensor) -> torch.Tensor:
+def unpack_weight(qweight: Tensor) -> Tensor:
     """Invert :func:`repack_weight`.
 
     Args:
@@ -93,7 +94,7 @@ def unpack_weight(qweight: torch.Tensor) -> torch.Tensor:
     return axes.permute(0, 8, 2, 1, 7, 3, 4, 5, 6).reshape(tiles * 16, chunks * 64)
 
 
-def _pair_rows(values: torch.Tensor) -> torch.Tensor:
+def _pair_rows(values: Tensor) -> Tensor:
     """Bring [N, groups] to [N/16, quads, 8, 4, 2], zeros beyond the last group."""
     N, groups = values.shape
     quads = -(-groups // GROUPS_PER_QUAD)
@@ -102,14 +103,14 @@ def _pair_rows(values: torch.Tensor) -> torch.Tensor:
     return axes.permute(0, 3, 2, 4, 1).contiguous()
 
 
-def unpair_rows(pairs: torch.Tensor, groups: int) -> torch.Tensor:
+def unpair_rows(pairs: Tensor, groups: int) -> Tensor:
     """Bring ``scales`` [N/16, quads, 8, 4, 2], or zero points so ordered, back to [N, groups]."""
     tiles, quads = pairs.shape[:2]
     axes = pairs.permute(0, 4, 2, 1, 3).reshape(tiles * 16, quads * GROUPS_PER_QUAD)
     return axes[:, :groups]
 
 
-def repack_scale(weight_scale: torch.Tensor) -> torch.Tensor:
+def repack_scale(weight_scale: Tensor) -> Tensor:
     """Convert disk scales [N, K/G], fp16 or bf16, to ``scales``.
 
     Raises:
@@ -119,7 +120,7 @@ def repack_scale(weight_scale: torch.Tensor) -> torch.Tensor:
     return _pair_rows(weight_scale)
 
 
-def repack_zero_point(weight_zero_point: torch.Tensor, N: int) -> torch.Tensor:
+def repack_zero_point(weight_zero_point: Tensor, N: int) -> Tensor:
     """Convert disk zero points to ``zeros``.
 
     Args:
@@ -138,19 +139,19 @@ def repack_zero_point(weight_zero_point: torch.Tensor, N: int) -> torch.Tensor:
     return (pairs << _zero_shifts(pairs.device)).sum((3, 4), dtype=torch.int32)
 
 
-def stored_zero_points(zeros: torch.Tensor, groups: int) -> torch.Tensor:
+def stored_zero_points(zeros: Tensor, groups: int) -> Tensor:
     """Return the stored zero points [N, groups] uint8, 0..15, behind ``zeros``."""
     pairs = (zeros[..., None, None] >> _zero_shifts(zeros.device)) & 0xF
     return unpair_rows(pairs, groups).to(torch.uint8)
 
 
-def _zero_shifts(device: torch.device) -> torch.Tensor:
+def _zero_shifts(device: torch.device) -> Tensor:
     """Return the bit at which a word of ``zeros`` holds group i of row r: [4, 2] int32."""
     groups = torch.arange(0, 16, 4, dtype=torch.int32, device=device)
     return groups[:, None] + torch.tensor([0, 16], dtype=torch.int32, device=device)
 
 
-def _check_scale(weight_scale: torch.Tensor) -> None:
+def _check_scale(weight_scale: Tensor) -> None:
     if weight_scale.dim() != 2 or weight_scale.dtype not in SCALE_DTYPES:
         shape = tuple(weight_scale.shape)
         raise ValueError(

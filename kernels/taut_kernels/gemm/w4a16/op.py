@@ -33,6 +33,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import disk as formats
 from taut_kernels.gemm.w4a16 import dispatch as w4a16_launch
@@ -41,6 +42,7 @@ from taut_kernels.gemm.w4a16 import lookup as tiles_wgmma
 from taut_kernels.gemm.w4a16.plan import Call, Runs, Weight
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
+from taut_kernels.launch.op_registration import register_op
 
 OP = "w4a16_gemm"
 GROUP_SIZES = (32, 64, 128)
@@ -48,14 +50,14 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 def w4a16_gemm_ref(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    arrivals: Tensor,
     group_size: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the product in plain torch: the specification, and the op's CPU implementation.
 
     Args:
@@ -106,7 +108,7 @@ def _plan(
     return w4a16_launch.plan(w4a16_launch.tile_of(choice, call), call)
 
 
-def _launch_w4a16_gemm(x: torch.Tensor, *given: Any) -> torch.Tensor:
+def _launch_w4a16_gemm(x: Tensor, *given: Any) -> Tensor:
     weight, group_size = Weight(*given[:-1]), given[-1]
     M, K = x.shape
     N = 16 * weight.qweight.shape[0]
@@ -118,18 +120,15 @@ def _launch_w4a16_gemm(x: torch.Tensor, *given: Any) -> torch.Tensor:
     return plan.run(x, weight)
 
 
-def _fake_w4a16_gemm(x: torch.Tensor, qweight: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_w4a16_gemm(x: Tensor, qweight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], 16 * qweight.shape[0]))
 
 
-torch.library.define(
-    f"taut::{OP}",
-    "(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias, Tensor arrivals,"
-    " int group_size) -> Tensor",
+_SCHEMA = (
+    f"taut::{OP}(Tensor x, Tensor qweight, Tensor scales, Tensor? zeros, Tensor? bias, Tensor "
+    "arrivals, int group_size) -> Tensor"
 )
-torch.library.impl(f"taut::{OP}", "CPU", without_autocast(w4a16_gemm_ref))
-torch.library.impl(f"taut::{OP}", "CUDA", _launch_w4a16_gemm)
-torch.library.register_fake(f"taut::{OP}", _fake_w4a16_gemm)
+register_op(_SCHEMA, without_autocast(w4a16_gemm_ref), _launch_w4a16_gemm, _fake_w4a16_gemm)
 
 
 def why_not_supported(N: int, K: int, group_size: int, dtype: torch.dtype) -> str | None:
@@ -165,21 +164,21 @@ def why_no_scheme(K: int, group_size: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def make_arrivals(N: int, device: torch.device) -> torch.Tensor:
+def make_arrivals(N: int, device: torch.device) -> Tensor:
     """Allocate a layer's ``arrivals``: [N/16] int32 zeros, kept as long as the layer."""
     return torch.zeros(N // formats_mma.ROW_TILE, dtype=torch.int32, device=device)
 
 
 def w4a16_gemm(
-    x: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
+    x: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
     *,
     group_size: int,
-    arrivals: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    arrivals: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Multiply activations by 4-bit weights.
 
     Args:
@@ -210,29 +209,29 @@ def w4a16_gemm(
         raise ValueError(f"x and qweight: {reason}")
     group = K if group_size == -1 else group_size
     _check_operands(x, N, K, group, qweight, scales, zeros, bias, arrivals)
-    y: torch.Tensor = torch.ops.taut.w4a16_gemm.default(
+    y: Tensor = torch.ops.taut.w4a16_gemm.default(
         x.reshape(-1, K), qweight, scales, zeros, bias, arrivals, group
     )
     return y.view(*x.shape[:-1], N)
 
 
 def _check_operands(
-    x: torch.Tensor,
+    x: Tensor,
     N: int,
     K: int,
     group_size: int,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    arrivals: torch.Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    arrivals: Tensor,
 ) -> None:
     if torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, scales, bias)
     ):
         raise ValueError("w4a16_gemm is forward only: call it under torch.no_grad()")
     quads = -(-K // group_size // formats_mma.GROUPS_PER_QUAD)
-    operands: list[tuple[str, torch.Tensor | None, tuple[int, ...], torch.dtype]] = [
+    operands: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
         ("qweight", qweight, (N // 16, K // 64, 32, 4), torch.int32),
         ("scales", scales, (N // 16, quads, 8, 4, 2), x.dtype),
         ("zeros", zeros, (N // 16, quads, 8), torch.int32),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import tma as w4a16_wgmma_tma
 from taut_kernels.gemm.w4a16.pair_tile import WavesTile
@@ -38,7 +38,7 @@ class _HeadAndTail:
     rows: int
     call: Call
 
-    def run(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def run(self, x: Tensor, weight: Weight) -> Tensor:
         """As of :class:`.plan.Runs`."""
         M, N, rows = self.call.M, self.call.N, self.rows
         y = launcher.empty((M, N), dtype=self.call.dtype, device=self.call.device)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16 import weight_format
 from taut_kernels.gemm.w4a16.decode_ring_tile import RingTile
@@ -25,11 +26,11 @@ ELEMENT = {torch.bfloat16: "bf16", torch.float16: "f16"}
 class Weight(NamedTuple):
     """A layer's operands, as in the contract of :mod:`.op`."""
 
-    qweight: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-    bias: torch.Tensor | None
-    arrivals: torch.Tensor
+    qweight: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bias: Tensor | None
+    arrivals: Tensor
 
     def rows(self, first: int, end: int) -> Weight:
         """Return the operands of some output features, multiples of 16, with all arrivals."""
@@ -90,7 +91,7 @@ class Call(NamedTuple):
 class Runs(Protocol):
     """A prepared call."""
 
-    def run(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def run(self, x: Tensor, weight: Weight) -> Tensor:
         """Multiply.
 
         Args:
@@ -105,7 +106,7 @@ class Runs(Protocol):
 class Fills(Protocol):
     """A prepared product of some or all output features."""
 
-    def __call__(self, x: torch.Tensor, weight: Weight, y: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, x: Tensor, weight: Weight, y: Tensor) -> Tensor | None:
         """Fill ``y``, which may be some columns of a larger result.
 
         Args:
@@ -138,7 +139,7 @@ class Product:
     sums: int
     meet: bool
 
-    def __call__(self, x: torch.Tensor, weight: Weight, y: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, x: Tensor, weight: Weight, y: Tensor) -> Tensor | None:
         """As of :class:`Fills`."""
         qweight, scales, zeros, bias, arrivals = weight
         stride, partial = x.stride()[0], None
@@ -166,9 +167,9 @@ class OneProduct:
 
     product: Fills
     call: Call
-    before: Callable[[torch.Tensor], torch.Tensor] | None = None
+    before: Callable[[Tensor], Tensor] | None = None
 
-    def run(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def run(self, x: Tensor, weight: Weight) -> Tensor:
         """As of :class:`Runs`."""
         M, N, _, _, dtype, device, _, _ = self.call
         y = launcher.empty((M, N), dtype=dtype, device=device)

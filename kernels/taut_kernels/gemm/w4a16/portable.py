@@ -12,7 +12,7 @@ Source    Weights as the 64-row register operand of `wgmma`, tokens as its colum
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from taut_kernels.gemm.w4a16.lookup import WgmmaTile
 from taut_kernels.gemm.w4a16.plan import ELEMENT, Call, OneProduct, Product, require_meeting_places
@@ -52,7 +52,7 @@ def launch_constants(
     }
 
 
-def reorder(x: torch.Tensor) -> torch.Tensor:
+def reorder(x: Tensor) -> Tensor:
     """Return ``x`` [M, K] with its columns in fragment order, contiguous."""
     M, K = x.shape
     out = launcher.empty((M, K), dtype=x.dtype, device=x.device)

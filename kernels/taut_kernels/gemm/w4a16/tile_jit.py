@@ -19,14 +19,7 @@ from taut_kernels.hopper.layouts import axis
 
 
 @gluon.jit
-def token_addresses(
-    x_ptr,
-    M,
-    stride_xm,
-    first_chunk,
-    BLOCK_M: gl.constexpr,
-    LX: gl.constexpr,
-):
+def token_addresses(x_ptr, M, stride_xm, first_chunk, BLOCK_M: gl.constexpr, LX: gl.constexpr):
     """Return pointers to the first chunk's activations: words of two columns, fragment order."""
     token = gl.program_id(2) * BLOCK_M + axis(0, BLOCK_M, LX, 2)
     # Tokens beyond M read the first ones again: no mask, never stored. Not all the last one:

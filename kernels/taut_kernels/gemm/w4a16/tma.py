@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from taut_kernels.gemm.w4a16.plan import Call, Weight, require_meeting_places
@@ -64,7 +65,7 @@ class FedProduct:
     grid: tuple[int, int, int]
     sums: int
 
-    def __call__(self, x: torch.Tensor, weight: Weight, y: torch.Tensor) -> torch.Tensor | None:
+    def __call__(self, x: Tensor, weight: Weight, y: Tensor) -> Tensor | None:
         """As of :class:`.plan.Fills`."""
         qweight, scales, zeros, bias, arrivals = weight
         (M, K), N, partial = x.shape, self.call.N, None

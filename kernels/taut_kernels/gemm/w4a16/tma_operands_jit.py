@@ -63,11 +63,7 @@ def _split_words(words, TILES: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def load_words(
-    slot,
-    ROW_TILES: gl.constexpr,
-    WARPS: gl.constexpr,
-    CHUNKS: gl.constexpr,
-    L: gl.constexpr,
+    slot, ROW_TILES: gl.constexpr, WARPS: gl.constexpr, CHUNKS: gl.constexpr, L: gl.constexpr
 ):
     """Return the words of every chunk of every row tile of a step, [1, 1, WARPS, 32, 4] each."""
     TILES: gl.constexpr = CHUNKS * ROW_TILES

@@ -8,7 +8,12 @@ puts them together and ``load`` reads the file.
 """
 
 from taut_service.config.settings.admission import AdmissionLimit, BrownOut
-from taut_service.config.settings.discovery import Discovery, DnsDiscovery, KubernetesDiscovery
+from taut_service.config.settings.discovery import (
+    Discovery,
+    DnsDiscovery,
+    KubernetesApi,
+    KubernetesDiscovery,
+)
 from taut_service.config.settings.guard import Examples, GuardSettings
 from taut_service.config.settings.keys import ApiKey, PriorityName
 from taut_service.config.settings.limits import Limits, RateLimits, RedisServer, RedisStore
@@ -22,7 +27,7 @@ from taut_service.config.settings.models import (
     VariantSettings,
     WorkerSettings,
 )
-from taut_service.config.settings.rollout import RolloutRedis, RolloutSettings
+from taut_service.config.settings.rollout import KubernetesEvents, RolloutRedis, RolloutSettings
 from taut_service.config.settings.root import Settings
 from taut_service.config.settings.routing import (
     Affinity,
@@ -54,7 +59,9 @@ __all__ = [
     "Golden",
     "GuardSettings",
     "Hedge",
+    "KubernetesApi",
     "KubernetesDiscovery",
+    "KubernetesEvents",
     "Limits",
     "Listen",
     "MetricsSettings",

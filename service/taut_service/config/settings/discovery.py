@@ -23,16 +23,10 @@ class DnsDiscovery(Section):
     every_s: Seconds = 5.0
 
 
-class KubernetesDiscovery(Section):
-    """Every ready endpoint of a Service is a worker. ``port`` is a number or a port's name.
-
-    ``service_account`` is the folder with ``token`` and ``ca.crt``; it needs a role that may list
-    and watch ``endpointslices`` of the namespace.
-    """
+class KubernetesApi(Section):
+    """How the Kubernetes API is reached, and in which namespace it is asked."""
 
     namespace: DnsLabel
-    service: DnsLabel
-    port: Port | Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?$")]
     api_server: str = "https://kubernetes.default.svc"
     service_account: Annotated[Path, Field(strict=False)] = SERVICE_ACCOUNT
 
@@ -43,6 +37,17 @@ class KubernetesDiscovery(Section):
         if parts.scheme != "https" or not parts.hostname or parts.path.strip("/") or parts.query:
             raise ValueError(f"{url!r} is not of the form https://host:port")
         return url
+
+
+class KubernetesDiscovery(KubernetesApi):
+    """Every ready endpoint of a Service is a worker. ``port`` is a number or a port's name.
+
+    ``service_account`` is the folder with ``token`` and ``ca.crt``; it needs a role that may list
+    and watch ``endpointslices`` of the namespace.
+    """
+
+    service: DnsLabel
+    port: Port | Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?$")]
 
 
 class Discovery(Section):

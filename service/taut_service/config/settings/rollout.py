@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from taut_service.config.settings.discovery import DnsLabel, KubernetesApi
 from taut_service.config.settings.fields import Count, Fraction, Seconds, Section
 from taut_service.config.settings.limits import RedisServer
 
@@ -20,6 +21,16 @@ class RolloutRedis(RedisServer):
 
     key_prefix: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")] = "taut:rollout:"
     timeout_s: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 2.0
+
+
+class KubernetesEvents(KubernetesApi):
+    """A Kubernetes Event for every change of a rollout, about the gateway's own ``deployment``.
+
+    The service account needs a role that may get that Deployment and create ``events`` of
+    ``events.k8s.io`` in the namespace.
+    """
+
+    deployment: DnsLabel
 
 
 class RolloutSettings(Section):
@@ -44,6 +55,7 @@ class RolloutSettings(Section):
     cooldown_s: Seconds = 3600.0
     every_s: Seconds = 1.0
     webhook: str | None = None
+    events: KubernetesEvents | None = None
     store: Literal["file", "redis"] = "file"
     directory: Annotated[Path | None, Field(strict=False)] = None
     redis: RolloutRedis | None = None

@@ -1,4 +1,4 @@
-"""GET requests to a Kubernetes API server, as the pod's own service account.
+"""Requests to a Kubernetes API server, as the pod's own service account.
 
 The token is read again for every request, since the kubelet replaces it before it expires; so is
 the certificate authority for every connection.
@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from taut_service.config.settings import KubernetesDiscovery, Timeouts
+from taut_service.config.settings import KubernetesApi, Timeouts
 from taut_service.worker.connection import Connection
 from taut_service.worker.upstream_errors import ConnectError, ConnectionLostError
 
@@ -48,7 +48,7 @@ class ApiServer:
         settings: where the server is and where the service account's files are.
     """
 
-    def __init__(self, settings: KubernetesDiscovery) -> None:
+    def __init__(self, settings: KubernetesApi) -> None:
         parts = urlsplit(settings.api_server)
         self._host = parts.hostname or ""
         self._port = parts.port or 443
@@ -68,13 +68,25 @@ class ApiServer:
             OSError: a file of the service account cannot be read.
             ValueError: the answer is not JSON, or too long.
         """
-        pieces = bytearray()
         async with self._answer(path, ANSWER_S) as connection:
-            while data := await connection.read():
-                pieces += data
-                if len(pieces) > MAX_DOCUMENT_BYTES:
-                    raise ValueError("the answer is too long")
-        return json.loads(bytes(pieces))
+            return await _document(connection)
+
+    async def create(self, path: str, document: Any) -> Any:
+        """Make an object; return it as the server keeps it.
+
+        Args:
+            path: of the collection.
+            document: the object.
+
+        Raises:
+            ApiStatusError: the status is not 201.
+            UpstreamError: the connection failed or broke.
+            OSError: a file of the service account cannot be read.
+            ValueError: the answer is not JSON, or too long.
+        """
+        body = json.dumps(document, allow_nan=False).encode()
+        async with self._answer(path, ANSWER_S, body) as connection:
+            return await _document(connection)
 
     async def lines(self, path: str) -> AsyncIterator[list[bytes]]:
         """Yield the whole lines of an answer that goes on, a list for each read.
@@ -98,16 +110,23 @@ class ApiServer:
                     yield lines
 
     @asynccontextmanager
-    async def _answer(self, path: str, silence_s: float) -> AsyncIterator[Connection]:
+    async def _answer(
+        self, path: str, silence_s: float, body: bytes | None = None
+    ) -> AsyncIterator[Connection]:
+        """Send a GET, or a POST with a body, whose answer is to be 200 or 201."""
         context, token = await asyncio.to_thread(self._credentials)
         connection = await self._connect(context, silence_s)
+        method, expected = ("GET", 200) if body is None else ("POST", 201)
         head = (
-            f"GET {path} HTTP/1.1\r\nhost: {self._authority}\r\nauthorization: Bearer {token}\r\n"
-            "accept: application/json\r\nuser-agent: taut-gateway\r\nconnection: close\r\n\r\n"
+            f"{method} {path} HTTP/1.1\r\nhost: {self._authority}\r\n"
+            f"authorization: Bearer {token}\r\n"
+            "accept: application/json\r\nuser-agent: taut-gateway\r\nconnection: close\r\n"
         )
+        if body is not None:
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         try:
-            await connection.exchange(head.encode(), b"")
-            if connection.status != 200:
+            await connection.exchange(f"{head}\r\n".encode(), body or b"")
+            if connection.status != expected:
                 raise ApiStatusError(connection.status, await _reason(connection))
             yield connection
         except ConnectionLostError as error:
@@ -140,6 +159,15 @@ class ApiServer:
         except OSError as error:  # ssl.SSLError is one
             raise ConnectError(f"cannot reach {self._authority}: {error}") from error
         return connection
+
+
+async def _document(connection: Connection) -> Any:
+    pieces = bytearray()
+    while data := await connection.read():
+        pieces += data
+        if len(pieces) > MAX_DOCUMENT_BYTES:
+            raise ValueError("the answer is too long")
+    return json.loads(bytes(pieces))
 
 
 async def _reason(connection: Connection) -> str:

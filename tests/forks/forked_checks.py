@@ -1,9 +1,9 @@
 """Runs checks of a script, each in a process of its own that begins behind the script's imports.
 
-Usage: ``python forked_checks.py SCRIPT``, as ``conftest.run_checks`` does. Importing torch, Triton
-or vLLM takes some seconds, so that a start a check took longer than most checks. Here the script
-is imported once; a check is a fork of that process, and what it changes or breaks ends with it. A
-line of stdin is a request in JSON, a line of stdout the exit status it ended with.
+Usage: ``python forked_checks.py SCRIPT``, as ``check_server.CheckServer`` does. Importing torch,
+Triton or vLLM takes some seconds, so that a start a check took longer than most checks. Here the
+script is imported once; a check is a fork of that process, and what it changes or breaks ends with
+it. A line of stdin is a request in JSON, a line of stdout the exit status it ended with.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ def _be_the_check(module: ModuleType, request: dict[str, Any]) -> None:
         signal.alarm(request["timeout"])  # nobody takes it: it ends this process
         for stream, path in ((1, request["stdout"]), (2, request["stderr"])):
             os.dup2(os.open(path, os.O_WRONLY), stream)
+        os.environ.update(request["env"])
         module.main(request["names"])
         code = 0
     except BaseException:

@@ -1,0 +1,132 @@
+"""``taut bench rollout``."""
+
+import asyncio
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taut_deploy.commands.option_groups import with_groups
+from taut_deploy.commands.output import JsonFlag, make_folder, print_json, say
+from taut_deploy.commands.worker_options import KvCacheGib
+from taut_deploy.errors import OutputError
+from taut_deploy.worker import WorkerSpec
+
+HARM_TENSORS = "*.layers.0.*weight_scale"
+
+
+@dataclass(frozen=True)
+class HarmOptions:
+    """What is wrong with the copy that has to be found."""
+
+    harm_tensors: Annotated[
+        str, typer.Option(help="Tensors of the harmed copy that differ, as a shell pattern.")
+    ] = HARM_TENSORS
+    harm_factor: Annotated[float, typer.Option(help="What they are multiplied by.")] = 1.1
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What clients ask."""
+
+    prompts: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="A prompt on each line; default: ours.")
+    ] = None
+    concurrency: Annotated[int, typer.Option(min=1, help="Clients.")] = 4
+    tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 64
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """How long it may take."""
+
+    limit_s: Annotated[
+        float, typer.Option(min=1, help="Longest rollout of each candidate, seconds.")
+    ] = 600.0
+    start_s: Annotated[float, typer.Option(min=1, help="Longest start of a worker, seconds.")] = (
+        900.0
+    )
+
+
+@with_groups
+def rollout(
+    *,
+    baseline: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="What serves now: a directory.")
+    ],
+    candidate: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="Checkpoint that is to take over.")
+    ],
+    vllm_args: Annotated[
+        list[str] | None, typer.Argument(help="After '--': arguments passed on to vLLM.")
+    ] = None,
+    gateway: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="YAML with the gateway's sections guard and rollout to rehearse."
+        ),
+    ] = None,
+    harm: HarmOptions,
+    load: LoadOptions,
+    limits: LimitOptions,
+    max_model_len: Annotated[int | None, typer.Option(min=16, help="Context in tokens.")] = None,
+    kv_cache_gib: KvCacheGib = 1,
+    output: Annotated[Path, typer.Option(file_okay=False, help="Folder of the results.")] = Path(
+        "bench-rollout"
+    ),
+    as_json: JsonFlag = False,
+) -> None:
+    """Rehearse a rollout: does the guard let this candidate climb, and send a harmed one back?
+
+    Starts three workers (baseline, candidate, and a copy of the candidate with a known harm) and a
+    gateway, asks them as clients would, and starts both rollouts one after the other. Exit 1 if the
+    harmed copy is not rolled back, the candidate does not reach all traffic, or a client's request
+    fails. Leaves a report, the audit log and, with Chromium, pictures of the operator's page.
+    """
+    from taut_deploy.bench import rollout_fleet as fleet
+    from taut_deploy.bench.rollout import Plan, rehearse
+    from taut_deploy.bench.rollout_harm import Harm, harmed_copy
+    from taut_deploy.bench.rollout_report import document, markdown, write
+    from taut_deploy.bench.rollout_traffic import Load, read_prompts
+    from taut_deploy.bench.serve_report import describe_host
+
+    told = (lambda _: None) if as_json else say
+    sections = fleet.read_sections(gateway)
+    asked = Load(read_prompts(load.prompts), load.concurrency, load.tokens)
+    context = fleet.context_of(candidate, max_model_len)
+    output = output.resolve()
+    if output.exists() and any(output.iterdir()):
+        raise OutputError(f"--output {output}: not empty; the audit log of a rehearsal is new")
+    make_folder(output)
+    wrong = Harm(harm.harm_tensors, harm.harm_factor)
+    changed = harmed_copy(candidate.resolve(), output / fleet.HARMED, wrong)
+    told(f"harmed copy: {len(changed)} tensors x {wrong.factor:g}")
+    common = WorkerSpec(
+        candidate, max_model_len=context, kv_cache_gib=kv_cache_gib, extra=tuple(vllm_args or ())
+    )
+    directories = {
+        fleet.BASELINE: baseline.resolve(),
+        fleet.CANDIDATE: candidate.resolve(),
+        fleet.HARMED: output / fleet.HARMED,
+    }
+    members = [fleet.member_of(name, path, output, common) for name, path in directories.items()]
+    plan = Plan(context, sections, asked, limits.limit_s, limits.start_s, output)
+    found = asyncio.run(rehearse(plan, members, told))
+    facts = {
+        "command": f"taut {shlex.join(sys.argv[1:])}",
+        "harm": f"{len(changed)} tensors x {wrong.factor:g}",
+        **describe_host(),
+    }
+    files = write(found, facts, output)
+    if as_json:
+        print_json(document(found, facts))
+    else:
+        typer.echo(markdown(found, facts))
+        for file in files:
+            say(f"wrote {os.path.relpath(file)}")
+    if not found.as_expected:
+        raise typer.Exit(1)

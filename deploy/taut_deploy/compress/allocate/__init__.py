@@ -1,0 +1,1 @@
+"""One size for a whole stage, shared among its layers by what each loses: ranks, sparsities."""

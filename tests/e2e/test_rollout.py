@@ -1,0 +1,82 @@
+"""``taut bench rollout`` on real vLLM workers: a tiny random model, its W8A8, and a harmed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from tiny_families import write_family
+from tiny_models import job_for, w8a8_data, write_calibration_text
+from validate_setup import WORDS
+
+from taut_deploy.compress import driver
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1800)]
+SHARPER = 3.0
+"""Random models hardly prefer a token to another; a harm could not show."""
+SECTIONS = {
+    "guard": {"max_kl_excess_nats": 0.1, "max_disagreement_excess": 0.2, "max_slowdown": 20},
+    "rollout": {
+        "steps": [0, 50, 100],
+        "min_step_s": 2.0,
+        "min_answers": 20,
+        "min_tokens": 200,
+        "max_first_token_ratio": 20,
+        "max_inter_token_ratio": 20,
+    },
+}
+
+
+def sharpened(model: Path) -> Path:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] *= SHARPER
+    save_file(tensors, file, metadata={"format": "pt"})
+    return model
+
+
+def write_prompts(file: Path) -> Path:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(len(WORDS), (64, 8), generator=generator).tolist()
+    file.write_text("\n".join(" ".join(WORDS[i] for i in row) for row in rows) + "\n")
+    return file
+
+
+def test_w8a8_climbs_to_all_traffic_and_a_harmed_one_is_rolled_back(tmp_path: Path):
+    model = sharpened(write_family(tmp_path / "model", "llama"))
+    data = w8a8_data(write_calibration_text(tmp_path / "text.txt"))
+    driver.compress(job_for(model, data, tmp_path / "w8a8"))
+    (tmp_path / "sections.yaml").write_text(yaml.safe_dump(SECTIONS))
+    output = tmp_path / "out"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "taut_deploy", "bench", "rollout"),
+            *(str(model), str(tmp_path / "w8a8")),
+            *("--prompts", str(write_prompts(tmp_path / "prompts.txt"))),
+            *("--gateway", str(tmp_path / "sections.yaml"), "--harm-factor", "2"),
+            *("--tokens", "32", "--limit-s", "300", "--output", str(output)),
+            *("--", "--enforce-eager", "--max-num-seqs=16"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    told = json.loads((output / "report.json").read_text())
+    good, bad = told["rollouts"]["candidate"], told["rollouts"]["harmed"]
+    assert (good["phase"], good["highest_percent"]) == ("complete", 100)
+    assert bad["phase"] == "rolled_back" and bad["course"][-1]["why"].startswith("harm: ")
+    assert told["traffic"]["failures"] == {} and told["traffic"]["streams"] > 0
+    assert told["traffic"]["answered"]["candidate"] > 0
+    verify = [sys.executable, "-m", "taut_service", "verify-audit", output / "rollout/audit.jsonl"]
+    checked = subprocess.run(verify, capture_output=True, text=True, check=False, timeout=60)
+    assert checked.returncode == 0 and told["audit"]["head"] in checked.stdout, checked.stderr
