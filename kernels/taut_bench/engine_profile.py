@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 COLUMNS = ("mode", "batch", "kernel", "calls", "us", "step_us", "replay_us")
 _SHOWN = 12
@@ -28,8 +28,7 @@ _NAME = 80
 """Characters of a kernel's name; templates of CUTLASS have thousands."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One event of the trace: its name, start and length in µs, and the launch it came by."""
 
     name: str

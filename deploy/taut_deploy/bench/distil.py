@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from taut_deploy.bench.distil_report import Row, read_rows, write_row
 from taut_deploy.bench.distil_students import STUDENTS, Place, Student
@@ -19,16 +18,13 @@ from taut_deploy.bench.distil_texts import (
     sample_self,
     source_ids,
 )
+from taut_deploy.bench.judge import Judge
 from taut_deploy.compress.train.distil import DistilJob, distil
 from taut_deploy.compress.train.settings import TrainSettings
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import sha256_json
 from taut_deploy.models.store import describe_directory
 from taut_deploy.progress import Say
-from taut_deploy.validate.checkpoint_source import CheckpointSource, CheckpointTokenizer
-from taut_deploy.validate.divergence import compare
-from taut_deploy.validate.metrics import point_estimates, stack
-from taut_deploy.validate.text import tokenize_file
 
 # Steps of which the speed is taken; the first ones compile kernels.
 _TIMED_STEPS, _WARM_STEPS = 8, 3
@@ -102,7 +98,10 @@ def measure(plan: Plan, say: Say) -> list[Row]:
         RecipeError: a text is unreadable, too short, or holds what is judged.
         CouldNotValidateError: the judged text or a model cannot be read.
     """
-    judge = Judge(plan)
+    place = plan.place
+    judge = Judge(
+        Path(place.base.path), plan.text, plan.judged, place.sequence_length, place.device
+    )
     texts = _apart(plan, judge.tokens)
     done = {(row.student, row.text) for row in read_rows(plan.output, plan.hash)}
     for name in plan.students:
@@ -122,40 +121,6 @@ def measure(plan: Plan, say: Say) -> list[Row]:
             write_row(plan.output, row)
             say(json.dumps(asdict(row), allow_nan=False))
     return read_rows(plan.output, plan.hash)
-
-
-class Judge:
-    """Compares models with the base on the judged text, as ``taut validate`` does.
-
-    Args:
-        plan: of the measurement.
-
-    Raises:
-        CouldNotValidateError: the text or the base model cannot be read.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        directory, place = Path(plan.place.base.path), plan.place
-        text = tokenize_file(
-            plan.text, CheckpointTokenizer(directory), plan.judged, place.sequence_length
-        )
-        self._sequences, self._device = text.sequences, place.device
-        self._base = CheckpointSource(directory, "baseline", place.device)
-
-    @property
-    def tokens(self) -> Any:
-        """The judged tokens one after another, [n] int64."""
-        return np.asarray(self._sequences, dtype=np.int64).reshape(-1)
-
-    def __call__(self, directory: Path) -> dict[str, float]:
-        """Perplexity ratio and mean KL of a model to the base."""
-        model = CheckpointSource(directory, "candidate", self._device)
-        found = [
-            compare(self._base.score(ids), model.score(ids), torch.tensor(ids[1:]))
-            for ids in self._sequences
-        ]
-        points = point_estimates(stack(found))
-        return {key: round(points[key], 6) for key in ("perplexity_ratio", "mean_kl")}
 
 
 def _apart(plan: Plan, judged: Any) -> dict[str, Any]:

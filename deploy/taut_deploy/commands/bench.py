@@ -5,10 +5,11 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from taut_deploy.commands.bench_compressors import compressors
 from taut_deploy.commands.bench_distil import distil
 from taut_deploy.commands.bench_rollout import rollout
 from taut_deploy.commands.output import JsonFlag, make_folder, print_json, say
@@ -26,6 +27,7 @@ _KERNEL_GROUPS = (
 
 app = typer.Typer(help="Measure, with the comparison in the same run.", no_args_is_help=True)
 app.command()(distil)
+app.command()(compressors)
 app.command()(rollout)
 
 
@@ -206,13 +208,7 @@ def gateway(
     place = cache.resolve() if cache else output.parent / f"{output.name}-rivals"
     plan = Plan(systems, chosen, rounds, seconds, output, place)
     found = measure(plan, absent, (lambda _: None) if as_json else say)
-    files = write(found, output)
-    if as_json:
-        print_json(document(found))
-        return
-    typer.echo(markdown(found))
-    for file in files:
-        say(f"wrote {file}")
+    _told(write(found, output), document(found), markdown(found), as_json=as_json)
 
 
 def _bench_guard(rounds: int, seconds: float, output: Path, *, as_json: bool) -> None:
@@ -221,10 +217,14 @@ def _bench_guard(rounds: int, seconds: float, output: Path, *, as_json: bool) ->
 
     make_folder(output)
     found = compare(rounds, seconds, (lambda _: None) if as_json else say)
-    files = write(found, output)
+    _told(write(found, output), document(found), markdown(found), as_json=as_json)
+
+
+def _told(files: list[Path], document: Any, table: str, *, as_json: bool) -> None:
+    """Print results that are on disk, as one document or as a table and the files' names."""
     if as_json:
-        print_json(document(found))
+        print_json(document)
         return
-    typer.echo(markdown(found))
+    typer.echo(table)
     for file in files:
         say(f"wrote {file}")

@@ -25,6 +25,7 @@ __all__ = [
     "Prune",
     "Qat",
     "Quantize",
+    "Quanto",
     "Residual",
     "Rotate",
     "Slim",
@@ -189,6 +190,18 @@ class Quantize(StageModel):
         return self.algorithm == "round"
 
 
+class Quanto(StageModel):
+    """Round weights as optimum-quanto does: by channel, from each one's largest; no data needed.
+
+    ``weights`` are ``int8`` or ``float8`` (e4m3); inputs stay as they are.
+    """
+
+    order: ClassVar[Order] = Order.STORE
+
+    method: Literal["quanto"] = "quanto"
+    weights: Literal["int8", "float8"] = "int8"
+
+
 class Mixed(StageModel):
     """Give every layer the candidate that serves the model best within a target.
 
@@ -328,7 +341,18 @@ class Palettize(StageModel):
 
 
 Stage = Annotated[
-    Smooth | Awq | Prune | Quantize | Mixed | Factorize | Palettize | Rotate | Slim | Distil | Qat,
+    Smooth
+    | Awq
+    | Prune
+    | Quantize
+    | Quanto
+    | Mixed
+    | Factorize
+    | Palettize
+    | Rotate
+    | Slim
+    | Distil
+    | Qat,
     Field(discriminator="method"),
 ]
 STAGE_MODELS: dict[str, type[StageModel]] = {

@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from taut_kernels.rowwise.chunk_jit import load_chunk, store_chunk, store_quantized
+from taut_kernels.rowwise.chunk_jit import (
+    load_chunk,
+    row_starts,
+    rows_of_program,
+    start_early,
+    store_chunk,
+    store_quantized,
+)
 from taut_kernels.rowwise.packed_jit import exp_or_zero, larger_magnitude, product, wide
 from taut_kernels.rowwise.row_quant import quantize, row_scale
 
@@ -101,9 +107,7 @@ def silu_mul_kernel(
     PDL: tl.constexpr,
 ):
     """Pointwise: one program for a block of columns."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_early(PDL)
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     offs_m = pid // BLOCKS * ROWS + tl.arange(0, ROWS)
@@ -111,8 +115,7 @@ def silu_mul_kernel(
     start = pid % BLOCKS * BLOCK
     offs = tl.arange(0, BLOCK)
     EVEN: tl.constexpr = N % BLOCK == 0
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
-    y_rows = y_ptr + offs_m.to(tl.int64)[:, None] * N
+    x_rows, y_rows = row_starts(x_ptr, offs_m, stride_xm), row_starts(y_ptr, offs_m, N)
     if EVEN:
         x_start = 2 * start if INTERLEAVED else start
         gate, up = load_gate_up(x_rows + x_start, offs, mask_m, 0, BLOCK, N, INTERLEAVED)
@@ -147,15 +150,11 @@ def silu_mul_quant_kernel(
     PDL: tl.constexpr,
 ):
     """Arguments as :func:`silu_mul_kernel`; whole rows a program, held in registers."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_early(PDL)
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
+    offs_m, mask_m = rows_of_program(M, ROWS)
     offs = tl.arange(0, BLOCK)
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
-    y_rows = y_ptr + offs_m.to(tl.int64)[:, None] * N
+    x_rows, y_rows = row_starts(x_ptr, offs_m, stride_xm), row_starts(y_ptr, offs_m, N)
     gates = ()
     ups = ()
     for chunk in tl.static_range(CHUNKS):
@@ -190,13 +189,9 @@ def silu_mul_quant_long_kernel(
     PDL: tl.constexpr,
 ):
     """Arguments as :func:`silu_mul_quant_kernel`; a row is read a second time from L2."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
-    y_rows = y_ptr + offs_m.to(tl.int64)[:, None] * N
+    start_early(PDL)
+    offs_m, mask_m = rows_of_program(M, ROWS)
+    x_rows, y_rows = row_starts(x_ptr, offs_m, stride_xm), row_starts(y_ptr, offs_m, N)
     largest = tl.zeros((ROWS, BLOCK), dtype=x_ptr.dtype.element_ty)
     for start in range(0, N, BLOCK):
         gate, up = load_masked(x_rows, start, mask_m, N, BLOCK, INTERLEAVED)

@@ -41,21 +41,15 @@ def rope_train_kernel(
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     heads = block * HEADS + tl.arange(0, HEADS)
     mask_h = heads < HQ
-    source = q_ptr
-    target = new_q_ptr
-    stride_t = stride_qt
-    stride_h = stride_qh
-    stride_new = token * HQ * D
+    source, target = q_ptr, new_q_ptr
+    stride_t, stride_h, stride_new = stride_qt, stride_qh, token * HQ * D
     # Two ifs: the outer one falls at compile time, and without k there is no k_ptr to name.
     if HK > 0:
         if block >= Q_BLOCKS:
             heads = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
             mask_h = heads < HK
-            source = k_ptr
-            target = new_k_ptr
-            stride_t = stride_kt
-            stride_h = stride_kh
-            stride_new = token * HK * D
+            source, target = k_ptr, new_k_ptr
+            stride_t, stride_h, stride_new = stride_kt, stride_kh, token * HK * D
     rows = source + token * stride_t + heads.to(tl.int64)[:, None] * stride_h
     new_rows = target + stride_new + heads[:, None] * D
     # The position first, the angles last: they wait for it.

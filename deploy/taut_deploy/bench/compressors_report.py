@@ -1,0 +1,94 @@
+"""Rows of ``taut bench compressors``: one JSON line each, and a Markdown table of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from taut_deploy.documents import parse_json
+from taut_deploy.errors import OutputError
+from taut_deploy.files import disk_errors_named, write_text_atomically
+
+_LINES, _TABLE = "compressors.jsonl", "compressors.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method in one format.
+
+    Args:
+        method: whose and which.
+        format: of the weights.
+        plan: hash of what the rows of one table share.
+        judged: perplexity ratio and mean KL to the base.
+        seconds: of compression, loading and writing included.
+        version: of what compressed.
+    """
+
+    method: str
+    format: str
+    plan: str
+    judged: dict[str, float]
+    seconds: float
+    version: str
+
+
+def write_row(output: Path, row: Row) -> None:
+    """Append a row to ``compressors.jsonl``.
+
+    Raises:
+        OutputError: the disk is full or refuses.
+    """
+    with disk_errors_named(output / _LINES), (output / _LINES).open("a", encoding="utf-8") as sink:
+        sink.write(json.dumps(asdict(row), sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_rows(output: Path, plan: str) -> list[Row]:
+    """The rows of this plan that are in ``compressors.jsonl``, the first of each method and format.
+
+    Raises:
+        OutputError: a line is none of ours.
+    """
+    file = output / _LINES
+    if not file.is_file():
+        return []
+    found: dict[tuple[str, str], Row] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            row = Row(**parse_json(line, f"{file}:{number}", OutputError))
+        except TypeError as error:
+            raise OutputError(
+                f"{file}:{number}: no row of 'taut bench compressors'; move it"
+            ) from error
+        if row.plan == plan:
+            found.setdefault((row.format, row.method), row)
+    return list(found.values())
+
+
+def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
+    """The table for people, under what it was measured with; the best KL of a format in bold."""
+    lines = [
+        f"Measured with {', '.join(f'{name} {value}' for name, value in facts.items())}.",
+        "",
+        "| format | method | perplexity ratio | mean KL, nats | seconds | version |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        kl = row.judged["mean_kl"]
+        best = min(one.judged["mean_kl"] for one in rows if one.format == row.format)
+        shown = f"**{kl:.4f}**" if kl == best else f"{kl:.4f}"
+        lines.append(
+            f"| {row.format} | {row.method} | {row.judged['perplexity_ratio']:.4f} | {shown} "
+            f"| {row.seconds:.0f} | {row.version} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def write_table(output: Path, rows: Sequence[Row], facts: Mapping[str, str]) -> Path:
+    """Write ``compressors.md``; returns it.
+
+    Raises:
+        OutputError: the disk is full or refuses.
+    """
+    write_text_atomically(output / _TABLE, markdown(rows, facts))
+    return output / _TABLE
