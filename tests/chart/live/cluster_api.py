@@ -128,7 +128,9 @@ class ClusterApi:
 
 def _accepted(answer: httpx.Response) -> None:
     if answer.is_error:
-        raise RefusedError(answer.json().get("message", answer.text))
+        # Of what it does not serve it says so in plain text.
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        raise RefusedError(answer.json()["message"] if is_json else answer.text)
 
 
 def eventually(what: Callable[[], Any], seconds: float = 60.0) -> Any:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster_api import ClusterApi, eventually
+from cluster_api import ClusterApi, RefusedError, eventually
 
 Document = dict[str, Any]
 KEDA, PROMETHEUS = "cloudcoil.models.keda.v1alpha1", "cloudcoil.models.prometheus_operator.v1"
@@ -54,7 +54,7 @@ def install(api: ClusterApi) -> None:
 def _is_served(api: ClusterApi, api_version: str, kind: str) -> bool:
     try:
         api.path(api_version, kind, None)
-    except Exception:
+    except (RefusedError, KeyError):
         return False
     return True
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ def release(plane: Plane, folder: Path) -> Iterator[Release]:
     metadata = {"name": namespace, "labels": RESTRICTED}
     api = plane.api
     api.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}, None)
-    account = lambda: any(api.list("v1", "ServiceAccount", namespace))  # noqa: E731
-    assert eventually(account), "the controller manager makes no service account"
+    accounts = partial(api.list, "v1", "ServiceAccount", namespace)
+    assert eventually(accounts), "the controller manager makes no service account"
     for name in SECRETS:
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
         api.apply(secret, namespace)
@@ -110,5 +111,4 @@ def release(plane: Plane, folder: Path) -> Iterator[Release]:
         yield Release(plane, namespace, folder)
     finally:
         api.delete(api.path("v1", "Namespace", None, namespace))
-        gone = lambda: not api.list("v1", "Pod", namespace)  # noqa: E731
-        assert eventually(gone), "pods of a deleted namespace stay"
+        assert eventually(lambda: not api.list("v1", "Pod", namespace)), "its pods stay"

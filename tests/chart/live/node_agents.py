@@ -9,6 +9,7 @@ control plane sees of it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -26,27 +27,24 @@ NOT_READY = "node.kubernetes.io/not-ready"
 class NodeAgents(threading.Thread):
     """Acts for all nodes until it is stopped.
 
-    ``prepared`` holds what finished Jobs left: claim → checkpoints. ``moments`` holds, for each
-    namespace and component, the least number of ready pods since :meth:`forget`.
+    ``prepared`` holds what finished Jobs left: claim → checkpoints. ``least_ready`` holds, for
+    each namespace and component, the least number of ready pods since :meth:`forget`.
     """
 
     def __init__(self, api: ClusterApi) -> None:
         super().__init__(daemon=True)
         self.prepared: dict[tuple[str, str], set[str]] = {}
         self.least_ready: dict[tuple[str, str], int] = {}
-        self.failure: BaseException | None = None
         self._api = api
         self._stopping = threading.Event()
 
     def run(self) -> None:
         """Look at everything again and again."""
         while not self._stopping.is_set():
-            try:
+            # What somebody else changed or deleted meanwhile is looked at again.
+            with contextlib.suppress(RefusedError):
                 self._provision()
                 self._act_on_pods()
-            except RefusedError as error:
-                # Somebody else changed or deleted it meanwhile; it is looked at again.
-                self.failure = error
             self._stopping.wait(0.1)
 
     def stop(self) -> None:
@@ -60,7 +58,8 @@ class NodeAgents(threading.Thread):
 
     def _act_on_pods(self) -> None:
         pods = [pod for pod in self._api.list("v1", "Pod") if pod["spec"].get("nodeName")]
-        held = _held(pods)
+        single = self._of_one_node()
+        held = _held(pods, single)
         ready: dict[tuple[str, str], int] = {}
         for pod in pods:
             metadata = pod["metadata"]
@@ -71,13 +70,22 @@ class NodeAgents(threading.Thread):
             )
             if "deletionTimestamp" in metadata:
                 self._api.delete(self._where(pod), gracePeriodSeconds=0)
-            elif pod["status"]["phase"] in ("Pending", "Running") and _may_mount(pod, held):
-                self._come_up(pod)
+            elif _goes_on(pod, held) and self._come_up(pod):
+                held |= dict.fromkeys(single & set(_claims(pod)), pod["spec"]["nodeName"])
         for key in ready.keys() | self.least_ready.keys():
             count = ready.get(key, 0)
             self.least_ready[key] = min(self.least_ready.get(key, count), count)
 
-    def _come_up(self, pod: Document) -> None:
+    def _of_one_node(self) -> set[tuple[str, str]]:
+        """Claims whose volumes one node holds at a time."""
+        return {
+            (claim["metadata"]["namespace"], claim["metadata"]["name"])
+            for claim in self._api.list("v1", "PersistentVolumeClaim")
+            if "ReadWriteOnce" in claim["spec"]["accessModes"]
+        }
+
+    def _come_up(self, pod: Document) -> bool:
+        """Go on with a pod; returns whether it holds its volumes afterwards."""
         metadata, spec = pod["metadata"], pod["spec"]
         owners = {each["kind"] for each in metadata.get("ownerReferences", [])}
         known = Pod(metadata["name"], pod, is_job="Job" in owners)
@@ -91,6 +99,7 @@ class NodeAgents(threading.Thread):
             self._report(pod, "Running", ready=True)
         elif pod["status"]["phase"] == "Pending" and spec.get("containers"):
             self._report(pod, "Running", ready=False)
+        return not known.is_job
 
     def _report(self, pod: Document, phase: str, *, ready: bool) -> None:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -220,16 +229,19 @@ def _claims(pod: Document) -> list[tuple[str, str]]:
     return [(pod["metadata"]["namespace"], claim) for claim in known.claims()]
 
 
-def _held(pods: list[Document]) -> dict[tuple[str, str], str]:
-    """Claim → node of the pod that mounts it."""
+def _held(pods: list[Document], single: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Claim → node of the pod that mounts it, of claims that one node holds at a time."""
     return {
         claim: pod["spec"]["nodeName"]
         for pod in pods
         if pod["status"]["phase"] == "Running"
         for claim in _claims(pod)
+        if claim in single
     }
 
 
-def _may_mount(pod: Document, held: dict[tuple[str, str], str]) -> bool:
+def _goes_on(pod: Document, held: dict[tuple[str, str], str]) -> bool:
+    """Whether it has not ended, and no other node holds a volume of its."""
     node = pod["spec"]["nodeName"]
-    return all(held.get(claim, node) == node for claim in _claims(pod))
+    lives = pod["status"]["phase"] in ("Pending", "Running")
+    return lives and all(held.get(claim, node) == node for claim in _claims(pod))
