@@ -19,6 +19,7 @@ import torch
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.allocate.decide import allocation_of
 from taut_deploy.compress.block import CompressedBlock, compress_block, run_block
+from taut_deploy.compress.by_weights import Parts, compress_by_weights, require_by_weights
 from taut_deploy.compress.calibrate.calibration import CalibrationSet
 from taut_deploy.compress.calibrate.kept import kept_calibration
 from taut_deploy.compress.formats.config import describe, quantization_config
@@ -101,6 +102,8 @@ class _Run:
     """State of one run of the pipeline."""
 
     def __init__(self, job: CompressionJob, progress: Progress, *, reserve: bool = False) -> None:
+        if job.workers:
+            require_by_weights(job.recipe, {})
         self._job = job
         self._progress = progress
         self._directory = Path(job.model.path)
@@ -124,6 +127,8 @@ class _Run:
         """Work out what every layer gets, before anything is computed or written for it."""
         self._recipe = recipe
         self._treatments = treatments_of(self._stream, recipe, self._dtype)
+        if self._job.workers:
+            require_by_weights(recipe, self._treatments)
         self._plan = make_plan(self._stream, recipe, self._treatments, self._directory, self._dtype)
         if reserve:
             require_free_space(self._job.output.parent, self._plan.disk_bytes)
@@ -147,7 +152,7 @@ class _Run:
         return replace(
             self._plan,
             layers=layers,
-            peak_memory_bytes=measured.peak_memory_bytes,
+            peak_memory_bytes=measured.peak_memory_bytes * (1 + self._job.workers),
             device_memory_bytes=measured.device_memory_bytes,
             seconds=measured.seconds,
         )
@@ -162,9 +167,13 @@ class _Run:
         started = time.monotonic()
         calibration = self._calibration()
         total = len(self._stream.blocks)
-        reports: list[dict[str, Any]] = []
         arguments = self._enter(calibration)
-        for block in self._stream.blocks:
+        reports: list[dict[str, Any]] = []
+        if self._job.workers:
+            parts = Parts(self._job, self._recipe, self._workspace)
+            told = self._told("compressed")
+            reports = compress_by_weights(parts, self._stream, self._treatments, arguments, told)
+        for block in () if self._job.workers else self._stream.blocks:
             done = self._workspace.committed(f"block-{block.index}")
             if done is None:
                 self._told("compressing")(block)
