@@ -28,7 +28,7 @@ RUN apt-get update -qq \
     && rm -rf /var/lib/apt/lists/* /usr/local/bin/pip* /usr/local/lib/python3*/site-packages/pip* \
     && groupadd --gid 10001 taut \
     && useradd --uid 10001 --gid 10001 --home-dir /nonexistent --no-create-home --shell /usr/sbin/nologin taut \
-    && install -d -o 10001 -g 10001 /etc/taut
+    && install -d -o 10001 -g 10001 /etc/taut /var/lib/taut/rollout
 COPY --from=taut /installed/opt/taut /opt/taut
 ENV PATH=/opt/taut/bin:$PATH \
     PYTHONSAFEPATH=1 \

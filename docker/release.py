@@ -45,6 +45,7 @@ class Release:
         folder: for digests, bills of materials and the chart.
         version: of the project.
         torch_index: index of CPU builds of torch; see docker/build.py.
+        signing_key: cosign's key; without one it signs with an identity, and in a public log.
     """
 
     registry: str
@@ -53,6 +54,12 @@ class Release:
     folder: Path
     version: str
     torch_index: str | None = None
+    signing_key: str | None = None
+
+    def cosign(self, verb: str) -> list[str]:
+        """A command of cosign's, to which what it is about is added."""
+        own = ["--key", self.signing_key, "--tlog-upload=false"] if self.signing_key else []
+        return ["cosign", verb, "--yes", *own]
 
     def repository(self, image: str) -> str:
         """Name of an image in the registry, without a tag."""
@@ -82,7 +89,7 @@ def steps(release: Release, digest_of: DigestOf) -> Iterator[Step]:
     yield [*package, "--version", release.version, "--app-version", release.version]
     archive = release.folder / f"taut-{release.version}.tgz"
     yield ["helm", "push", str(archive), f"oci://{release.registry}/charts"]
-    yield ["cosign", "sign", "--yes", f"{release.registry}/charts/taut@{digest_of('chart')}"]
+    yield [*release.cosign("sign"), f"{release.registry}/charts/taut@{digest_of('chart')}"]
 
 
 def _image_steps(release: Release, image: str, digest_of: DigestOf) -> Iterator[Step]:
@@ -98,8 +105,8 @@ def _image_steps(release: Release, image: str, digest_of: DigestOf) -> Iterator[
     reference = f"{release.repository(image)}@{digest_of(image)}"
     sbom = release.folder / f"taut-{image}.spdx.json"
     yield ["syft", "scan", "--quiet", f"registry:{reference}", "--output", f"spdx-json={sbom}"]
-    yield ["cosign", "sign", "--yes", reference]
-    attest = ["cosign", "attest", "--yes", "--type", "spdxjson", "--predicate", str(sbom)]
+    yield [*release.cosign("sign"), reference]
+    attest = [*release.cosign("attest"), "--type", "spdxjson", "--predicate", str(sbom)]
     yield [*attest, reference]
 
 
@@ -223,6 +230,10 @@ def _parser() -> argparse.ArgumentParser:
         "--folder", type=Path, default=ROOT / "dist" / "release", help="default dist/release"
     )
     parser.add_argument("--torch-index", help="index of CPU builds of torch")
+    parser.add_argument(
+        "--signing-key",
+        help="cosign's key, a file or a KMS address: nothing is written to a public log then",
+    )
     parser.add_argument("--push", action="store_true", help="do it, not only say it")
     return parser
 
@@ -238,7 +249,13 @@ def main() -> int:
         if given.engine == "buildah" and platforms != ("linux/amd64",):
             raise ReleaseError("--engine buildah: builds for linux/amd64 only; use docker")
         release = Release(
-            registry, given.engine, platforms, given.folder, project_version(), given.torch_index
+            registry,
+            given.engine,
+            platforms,
+            given.folder,
+            project_version(),
+            given.torch_index,
+            given.signing_key,
         )
         if not given.push:
             show(release)

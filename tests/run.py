@@ -1,10 +1,12 @@
 """Run the whole suite: what ``make test`` does without ARGS.
 
-Where images are built and vLLM starts, mostly one core works: tests that disturb nobody and wait
-for nobody, the kernels' above all, have the last core meanwhile, a folder at a time, and both cores
-once the others are done. Tests that measure times, or serve under load, have the machine to
-themselves afterwards. ``PYTEST_ADDOPTS`` reaches all. The last lines say what was skipped for want
-of a program or a device, and count all; the exit status is 1 if a test failed.
+Two tracks take job after job, the longest first, each on its half of the cores, so that neither
+waits for the other and a job with threads takes none from its neighbour. A job is a run of pytest:
+the tests that build images, those that start real workers, then a folder at a time. A third track
+has the tests that mostly wait, for helm or for a gateway. Tests that measure times, or serve under
+load, have the whole machine to themselves afterwards. ``PYTEST_ADDOPTS`` reaches all. The last
+lines say what was skipped for want of a program or a device, and count all; the exit status is 1 if
+a test failed.
 """
 
 from __future__ import annotations
@@ -21,15 +23,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parent
-BEHIND = ("kernels", "chart", "deploy")
-"""Folders; of them what neither of the others has."""
-FIRST = (
-    "chart/test_pods_gateway.py",
-    "chart/test_pods_model.py",
-    "deploy/test_cache_warm.py",
-    "e2e",
-    "images",
+LONG = (
+    ("images", "chart/test_pods_gateway.py", "chart/test_pods_model.py"),
+    ("e2e", "deploy/test_cache_warm.py"),
+    ("deploy/compress",),
+    ("kernels/plugin",),
 )
+"""The first jobs, in this order. Each makes something once for all its tests: images and their
+checkpoint, a served model, a process that has vLLM imported."""
+FOLDERS = ("kernels", "deploy")
+"""Each folder in them is a job, but for what is named elsewhere."""
+WAITING = ("chart", "service")
+"""The jobs of the third track, but for what is named elsewhere or reads a clock."""
 ALONE = (
     "deploy/test_bench_gateway.py",
     "deploy/test_bench_serve.py",
@@ -38,10 +43,9 @@ ALONE = (
     "deploy/test_validate_latency.py",
     "deploy/test_validate_latency_job.py",
 )
-"""Of the folders behind, what measures times or has to answer within some."""
-NICE = 10
-"""Of what runs behind: a tenth of its core where the others want that, too. With less, tests would
-take longer than they may."""
+"""Of these folders, what measures times or has to answer within some."""
+_CLOCK = re.compile(r"\b(?:monotonic|perf_counter|sleep)\(")
+"""What a file of the gateway's tests has that must not be disturbed."""
 SLOWEST = ("--durations=12", "--durations-min=4")
 """What each run says of its time."""
 _SUMMARY = re.compile(r"^=+ (.*) in [0-9.]+s.* =+$")
@@ -72,23 +76,48 @@ class Result(NamedTuple):
     wanted: Counter[str]
 
 
-def behind() -> list[list[str]]:
-    """Return the files of each run behind the first, the largest folder first."""
-    elsewhere = [TESTS / name for name in (*FIRST, *ALONE)]
+def jobs() -> list[list[str]]:
+    """Return the files and folders of each run on the two tracks, the longest first."""
+    long = [[str(TESTS / name) for name in names] for names in LONG]
     folders: dict[Path, list[str]] = {}
-    for file in sorted(file for name in BEHIND for file in (TESTS / name).rglob("test_*.py")):
-        if not any(file.is_relative_to(place) for place in elsewhere):
-            folders.setdefault(file.parent, []).append(str(file))
-    return sorted(folders.values(), key=len, reverse=True)
+    for file in _left_of(FOLDERS):
+        folders.setdefault(file.parent, []).append(str(file))
+    return long + sorted(folders.values(), key=len, reverse=True)
 
 
-def others() -> list[str]:
-    """Return what is in neither of these runs, this folder's own tests included."""
-    taken = {Path(name).parts[0] for name in (*BEHIND, *FIRST)}
+def waiting() -> list[list[str]]:
+    """Return the files of each run on the third track."""
+    found = [[str(file) for file in _left_of((name,)) if not _by_itself(file)] for name in WAITING]
+    return [files for files in found if files]
+
+
+def alone() -> list[str]:
+    """Return what is in no job, this folder's own tests included."""
+    taken = {Path(name).parts[0] for names in LONG for name in names} | {*FOLDERS, *WAITING}
     left = [file for file in sorted(TESTS.iterdir()) if file.name not in taken]
     folders = [file for file in left if file.is_dir() and any(file.glob("test_*.py"))]
     files = [file for file in left if file.match("test_*.py")]
-    return [str(file) for file in (*(TESTS / name for name in ALONE), *folders, *files)]
+    clocks = [file for file in _left_of(WAITING) if _by_itself(file)]
+    return [str(file) for file in (*(TESTS / name for name in ALONE), *clocks, *folders, *files)]
+
+
+def _left_of(folders: Iterable[str]) -> list[Path]:
+    """Return the files in folders that are named neither in LONG nor in ALONE."""
+    named = [TESTS / name for names in (*LONG, ALONE) for name in names]
+    files = sorted(file for name in folders for file in (TESTS / name).rglob("test_*.py"))
+    return [file for file in files if not any(file.is_relative_to(place) for place in named)]
+
+
+def _by_itself(file: Path) -> bool:
+    """Return whether a file on the third track's folders reads a clock; helm's waits may."""
+    return file.is_relative_to(TESTS / "service") and bool(_CLOCK.search(file.read_text()))
+
+
+def halves() -> list[str]:
+    """Return the cores of each track as taskset takes them; of a single core, that one twice."""
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    middle = (len(cores) + 1) // 2
+    return [",".join(half or cores) for half in (cores[:middle], cores[middle:])]
 
 
 def counts_of(output: str) -> Counter[str]:
@@ -110,18 +139,17 @@ def wanted_of(output: str) -> Counter[str]:
     return found
 
 
-def run(arguments: Sequence[str], say: Callable[[str], object], pinned: bool = False) -> Result:
+def run(arguments: Sequence[str], say: Callable[[str], object], cores: str | None = None) -> Result:
     """Run pytest, passing on each line of what it prints.
 
     Args:
         arguments: of pytest.
         say: takes the lines.
-        pinned: on the last core, behind whatever else wants that.
+        cores: the only ones that it may use, as taskset takes them; None for all.
     """
     command = [sys.executable, "-m", "pytest", "-ra", *SLOWEST, *arguments]
-    if pinned:
-        last = str(max(os.sched_getaffinity(0)))
-        command = ["taskset", "--cpu-list", last, "nice", "-n", str(NICE), *command]
+    if cores is not None:
+        command = ["taskset", "--cpu-list", cores, *command]
     lines = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -138,19 +166,22 @@ def run(arguments: Sequence[str], say: Callable[[str], object], pinned: bool = F
     return Result(process.returncode, counts_of(output), wanted_of(output))
 
 
-def _drain(
-    folders: deque[list[str]], results: list[Result], printing: threading.Lock, pinned: bool
+def _track(
+    left: deque[list[str]], results: list[Result], printing: threading.Lock, cores: str | None
 ) -> None:
-    """Run folder after folder until none is left; what each prints comes in one piece."""
-    while folders:
+    """Run job after job until none is left; what each prints comes in one piece at its end."""
+    while left:
         try:
-            files = folders.popleft()
+            files = left.popleft()
         except IndexError:  # the other took the last
             return
         lines: list[str] = []
-        results.append(run(files, lines.append, pinned))
+        started = time.monotonic()
+        results.append(run(files, lines.append, cores))
+        took = time.monotonic() - started
         with printing:
-            sys.stdout.write("".join(lines))
+            where = f"{took:.0f}s on cores {cores or 'of all'}"
+            sys.stdout.write("".join((*lines, f"===== {where} =====\n")))
             sys.stdout.flush()
 
 
@@ -165,19 +196,20 @@ def _totals(results: Iterable[Result]) -> tuple[Counter[str], Counter[str]]:
 def main() -> int:
     """Run everything; return the exit status."""
     started = time.monotonic()
-    folders, results, printing = deque(behind()), list[Result](), threading.Lock()
-    second = threading.Thread(target=_drain, args=(folders, results, printing, True), daemon=True)
-    second.start()
-
-    def say(line: str) -> None:
-        with printing:
-            sys.stdout.write(line)
-            sys.stdout.flush()
-
-    results.append(run([str(TESTS / name) for name in FIRST], say))
-    _drain(folders, results, printing, pinned=False)
-    second.join()
-    results.append(run(others(), say))
+    results, printing = list[Result](), threading.Lock()
+    left = deque(jobs())
+    mine, others = halves()
+    tracks = ((left, others), (deque(waiting()), None))
+    threads = [
+        threading.Thread(target=_track, args=(queue, results, printing, cores), daemon=True)
+        for queue, cores in tracks
+    ]
+    for thread in threads:
+        thread.start()
+    _track(left, results, printing, mine)
+    for thread in threads:
+        thread.join()
+    results.append(run(alone(), sys.stdout.write))
     counts, wanted = _totals(results)
     if wanted:
         names = ", ".join(f"{many} {name}" for name, many in wanted.most_common())

@@ -36,11 +36,33 @@ def runner() -> ModuleType:
 
 def test_no_test_is_left_out(runner: ModuleType) -> None:
     here = Path(__file__).parent
-    behind = [Path(file) for folder in runner.behind() for file in folder]
-    rest = [*(here / name for name in runner.FIRST), *map(Path, runner.others())]
-    assert all(place.exists() for place in (*behind, *rest))
+    places = [
+        Path(place)
+        for places in (*runner.jobs(), *runner.waiting(), runner.alone())
+        for place in places
+    ]
+    assert all(place.exists() for place in places)
     for file in here.rglob("test_*.py"):
-        assert behind.count(file) + sum(file.is_relative_to(place) for place in rest) == 1, file
+        assert sum(file.is_relative_to(place) for place in places) == 1, file
+
+
+def test_what_reads_a_clock_has_no_neighbour(runner: ModuleType) -> None:
+    service = Path(__file__).parent / "service"
+    soak, bad_input = (str(service / f"test_{name}.py") for name in ("soak", "bad_input"))
+    waiting = [file for files in runner.waiting() for file in files]
+    assert soak in runner.alone() and soak not in waiting
+    assert bad_input in waiting and bad_input not in runner.alone()
+
+
+@pytest.mark.parametrize(
+    ("cores", "halves"),
+    [({0, 1}, ["0", "1"]), ({0, 2, 4, 6, 7}, ["0,2,4", "6,7"]), ({3}, ["3", "3"])],
+)
+def test_each_track_has_its_half_of_the_cores(
+    cores: set[int], halves: list[str], runner: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: cores)
+    assert runner.halves() == halves
 
 
 def test_skips_are_counted_by_what_they_want(runner: ModuleType) -> None:
@@ -70,12 +92,17 @@ def test_all_runs_are_counted_and_any_can_fail(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    names = (*runner.BEHIND, "e2e", "images", "service")
-    folders = [f"{name}/test_of_{name}.py" for name in names]
-    files = [name for name in (*runner.FIRST, *runner.ALONE) if name.endswith(".py")]
+    long = [name for names in runner.LONG for name in names]
+    names = [
+        name
+        for name in (*runner.FOLDERS, *runner.WAITING, *long, "house")
+        if not name.endswith(".py")
+    ]
+    folders = [f"{name}/test_of_{Path(name).name}.py" for name in names]
+    files = [name for name in (*long, *runner.ALONE) if name.endswith(".py")]
     for name in ("test_own.py", *folders, *files):
         file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(exist_ok=True, parents=True)
         file.write_text(TESTS.format(good=name != bad))
     monkeypatch.setattr(runner, "TESTS", tmp_path)
     monkeypatch.setenv("PYTEST_ADDOPTS", "-c /dev/null -p no:cacheprovider")
@@ -85,7 +112,7 @@ def test_all_runs_are_counted_and_any_can_fail(
     *_, wants, last = capsys.readouterr().out.splitlines()
     failed = "1 failed, " if bad else ""
     many = 1 + len(folders) + len(files)
-    assert many == 16
+    assert many == 19
     counted = f"{failed}{3 * many - bool(bad)} passed, {many} skipped"
     assert last.startswith(f"===== all runs: {counted} in ")
     assert wants == f"===== skipped tests want: {many} frobnicator ====="

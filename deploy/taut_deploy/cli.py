@@ -38,27 +38,15 @@ app = typer.Typer(
     help="Compress Hugging Face causal LMs, prove what it cost, and serve them.",
     pretty_exceptions_enable=False,
 )
-app.add_typer(model.app, name="model")
-app.add_typer(bench.app, name="bench")
-app.add_typer(cache.app, name="cache")
-app.add_typer(promote.app, name="promote")
-app.command()(compress.compress)
-app.command()(distil.distil)
-app.command()(slim.slim)
-app.command()(shrink.shrink)
-app.command()(plan.plan)
-app.command()(worker.worker)
-app.command()(serve.serve)
-app.command()(tune.tune)
-app.command("ps")(running.list_running)
-app.command()(running.logs)
-app.command()(running.stop)
-app.command()(validate.validate)
-app.command()(doctor.doctor)
-app.command()(roofline.roofline)
-app.command()(profile.profile)
-app.command()(memory.memory)
-app.command()(explain.explain)
+for group in (model, bench, cache, promote):
+    app.add_typer(group.app, name=group.__name__.rpartition(".")[2])
+for command in (
+    *(compress.compress, distil.distil, slim.slim, shrink.shrink, plan.plan),
+    *(worker.worker, serve.serve, tune.tune, running.ps, running.logs, running.stop),
+    *(validate.validate, doctor.doctor),
+    *(roofline.roofline, profile.profile, memory.memory, explain.explain),
+):
+    app.command()(command)
 
 
 def _print_versions(asked: bool) -> None:

@@ -51,17 +51,8 @@ def digest_of_hashes(hashes: dict[str, str]) -> str:
     return "sha256:" + sha256_json(hashes)
 
 
-def fsync_directory(path: Path) -> None:
-    """Make a rename inside ``path`` durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fsync_file(path: Path) -> None:
-    """Flush one finished file to the disk."""
+def fsync_path(path: Path) -> None:
+    """Flush a finished file, or make the renames inside a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -92,12 +83,12 @@ def write_bytes_atomically(path: Path, content: bytes, mode: int | None = None) 
             temporary.write_bytes(content)
             if mode is not None:
                 temporary.chmod(mode)
-            fsync_file(temporary)
+            fsync_path(temporary)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        fsync_directory(path.parent)
+        fsync_path(path.parent)
 
 
 def write_json_atomically(path: Path, value: Any, mode: int | None = None) -> None:

@@ -1,7 +1,8 @@
-"""Loading checkpoints of ``quant_method: "taut"`` in transformers: ``import taut_deploy.hf``.
+"""Loading taut's checkpoints in transformers: ``import taut_deploy.hf``.
 
-Importing registers the method through transformers' own registration; ``from_pretrained`` then
-loads such a directory as any other. Low-rank factors stay two products, as they are served;
+Importing registers ``quant_method: "taut"`` through transformers' own registration, and embeddings
+of compressed-tensors (:mod:`taut_deploy.hf_tables`); ``from_pretrained`` then loads such a
+directory as any other. Low-rank factors stay two products, as they are served;
 codebooks and the 4-bit weights under a low-rank correction become dense weights of the model's
 dtype, so no memory is saved here.
 """
@@ -21,10 +22,13 @@ from taut_deploy.compress.formats.activations import Activations
 from taut_deploy.compress.formats.integer import PackedIntegerFormat
 from taut_deploy.compress.quantize.grid import GridSpec
 from taut_deploy.compress.source.names import renamed
+from taut_deploy.hf_tables import install
 from taut_kernels.for_deploy import codebook, low_rank_linear
 from taut_kernels.for_deploy import layer_description as told
 
 _DENSE = "weight"
+
+install()
 
 
 @register_quantization_config(told.METHOD)

@@ -5,7 +5,9 @@ under fixed names (``$TAUT_HOME/serving/compressed`` and ``…/baseline``), a te
 the gateway's file. What an earlier run finished is found and used. Runs in the toolbox image.
 
 ``TAUT_MODEL`` and ``TAUT_RECIPE`` say what to serve; ``TAUT_MAX_MODEL_LEN`` shortens its context;
-``TAUT_API_KEYS_PATH`` is where the gateway will find a file of API keys.
+``TAUT_API_KEYS_PATH`` is where the gateway will find a file of API keys. With ``TAUT_ROLLOUT`` the
+gateway's file has both workers as variants of one model, the baseline serving, and the sections
+``guard`` and ``rollout``.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ from taut_deploy.strict_yaml import parse_mapping
 GATEWAY_FILE = Path("/etc/taut/gateway.yaml")
 GATEWAY_SETTINGS = Path("/etc/taut-compose/gateway.yaml")
 """The user's sections of the gateway's file, mounted by compose."""
+ROLLOUT_SETTINGS = Path("/etc/taut-compose/rollout.yaml")
+"""The user's sections ``guard`` and ``rollout``, likewise."""
+JOURNAL = "/var/lib/taut/rollout"
+"""Where the gateway's container has the volume of the audit log."""
 OURS = ("models", "listen")
 WORKER_PORT = 8000
 HOSTS = ("worker", "worker-baseline")
@@ -104,6 +110,47 @@ def gateway_file(settings: ServeSettings, models: list[ServedModel]) -> dict[str
     return content
 
 
+def rollout_file(content: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """The same with one model, whose baseline serves until a rollout moves its traffic.
+
+    Args:
+        content: the file of two models, the compressed one first.
+        sections: ``guard`` and ``rollout``.
+    """
+    compressed, baseline = content["models"]
+    candidate, serving = compressed["variants"][0], baseline["variants"][0]
+    for model, variant, weight in ((compressed, candidate, 0), (baseline, serving, 1)):
+        variant["weight"] = weight
+        # The two differ in what they say first and in how they were made.
+        variant |= {key: model.pop(key) for key in ("golden", "provenance") if key in model}
+    model = {**compressed, "baseline": serving["name"], "variants": [serving, candidate]}
+    rollout = {**sections.get("rollout", {}), "directory": JOURNAL}
+    return {**content, "models": [model], "guard": sections.get("guard", {}), "rollout": rollout}
+
+
+def rollout_sections() -> dict[str, Any]:
+    """The user's guard and rollout.
+
+    Raises:
+        RecipeError: the file is no mapping, or has other sections.
+    """
+    variable = "TAUT_ROLLOUT_CONFIG"
+    try:
+        text = ROLLOUT_SETTINGS.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{variable}: cannot be read as text") from error
+    sections = parse_mapping(text, variable, RecipeError)
+    for name, section in sections.items():
+        if name not in ("guard", "rollout"):
+            raise RecipeError(f"{variable}: {name}: expected the sections guard and rollout only")
+        if not isinstance(section, dict):
+            raise RecipeError(f"{variable}: {name}: expected a mapping")
+    for key in ("store", "directory", "redis"):
+        if key in sections.get("rollout", {}):
+            raise RecipeError(f"{variable}: rollout.{key}: compose keeps the journal in a volume")
+    return sections
+
+
 def link(name: str, target: Path, folder: Path) -> None:
     """Point ``folder/name`` at ``target``, relative, in one step."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -164,6 +211,8 @@ def prepare() -> None:
         link(name, served.directory, home.root / "serving")
     fetch_text(home.root / "texts" / "validation.txt")
     content = gateway_file(settings, models)
+    if os.environ.get("TAUT_ROLLOUT"):
+        content = rollout_file(content, rollout_sections())
     write_text_atomically(GATEWAY_FILE, yaml.safe_dump(content, sort_keys=False))
     say("done: " + " and ".join(served.name for served in models))
 

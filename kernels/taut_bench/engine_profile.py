@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 COLUMNS = ("mode", "batch", "kernel", "calls", "us", "step_us", "replay_us")
 _SHOWN = 12
@@ -28,19 +28,13 @@ _NAME = 80
 """Characters of a kernel's name; templates of CUTLASS have thousands."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """One event of the trace: its name, start and length in µs, and the launch it came by."""
 
     name: str
     start: float
     us: float
     launch: int
-
-    @property
-    def end(self) -> float:
-        """When it had ended, µs."""
-        return self.start + self.us
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +128,7 @@ def parse(trace: Path, mode: str, batch: int) -> Profile | None:
         mode,
         batch,
         statistics.median(b - a for a, b in itertools.pairwise(starts)),
-        statistics.median(max(k.end for k in r) - r[0].start for r in replays),
+        statistics.median(max(k.start + k.us for k in r) - r[0].start for r in replays),
         {name: (len(us) / count, sum(us) / count) for name, us in kernels.items()},
     )
 

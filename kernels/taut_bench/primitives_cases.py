@@ -55,11 +55,7 @@ class Subjects:
 
     def why_wrong(self, actual: Tensor) -> str | None:
         """Return why a result is outside the error budget, or None."""
-        try:
-            testing.assert_within_budget(actual, self.gold, self.reference)
-        except AssertionError as error:
-            return str(error)
-        return None
+        return testing.why_outside_budget(actual, self.gold, self.reference)
 
 
 @dataclass(frozen=True)

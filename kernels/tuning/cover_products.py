@@ -22,17 +22,9 @@ import torch
 
 from taut_bench import cuda_device, model_sizes, report
 from taut_kernels.gemm.w4a16.weight_format import WeightFormat
-from taut_kernels.tuner import w4a16_stock
+from taut_kernels.tuner import w4a16_compile, w4a16_stock
 from taut_kernels.tuner.refusal import REFUSED, first_line
 from taut_kernels.tuner.w4a16_candidates import Product, Tried, candidates
-from taut_kernels.tuner.w4a16_compile import (
-    HUMMING,
-    Compilers,
-    Job,
-    compilers,
-    humming_compilers,
-    jobs_of,
-)
 from taut_kernels.tuner.w4a16_layer import Layer, make_layer
 from taut_kernels.tuner.w4a16_measure import OURS, TOKENS, Figures, graph_clock, measure
 
@@ -119,8 +111,12 @@ class _Plan:
             product: {M: candidates(product, M, tiles, device) for M in tokens}
             for product in products
         }
-        self.jobs: dict[Product, list[Job]] = {
-            product: [job for M, own in tried.items() for job in jobs_of(product, M, own, device)]
+        self.jobs: dict[Product, list[w4a16_compile.Job]] = {
+            product: [
+                job
+                for M, own in tried.items()
+                for job in w4a16_compile.jobs_of(product, M, own, device)
+            ]
             for product, tried in self.tried.items()
         }
 
@@ -138,7 +134,9 @@ def _layer(product: Product, rows: int) -> Layer:
 
 
 def _cover(
-    listed: Sequence[tuple[Product, int]], arguments: argparse.Namespace, asked: Compilers
+    listed: Sequence[tuple[Product, int]],
+    arguments: argparse.Namespace,
+    asked: w4a16_compile.Compilers,
 ) -> int:
     """Measure until the time is over; return how many products were."""
     deadline = time.monotonic() + 60 * arguments.minutes
@@ -146,8 +144,8 @@ def _cover(
     plan = _Plan(products, arguments.tokens, arguments.tiles)
     stock = {name: w4a16_stock.STOCK[name] for name in arguments.kernel}
     measured = 0
-    asked_for = products if HUMMING in stock else []
-    with humming_compilers(asked_for, arguments.tokens, print) as compiled:
+    asked_for = products if w4a16_compile.HUMMING in stock else []
+    with w4a16_compile.humming_compilers(asked_for, arguments.tokens, print) as compiled:
         for product in products:
             asked.ask(plan.jobs[product])
         for product, models in listed:
@@ -213,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     listed = wanted(arguments.format, arguments.kernel, seen)[: arguments.products]
     _append(arguments.output, {"environment": report.environment()})
-    with compilers() as asked:
+    with w4a16_compile.compilers() as asked:
         measured = _cover(listed, arguments, asked)
     sys.stdout.write(f"measured {measured} of {len(listed)} {OURS} products\n")
     return 0

@@ -18,17 +18,8 @@ _IN_FLIGHT_BYTES = 20_000
 """Weights on their way to a multiprocessor, at least."""
 _SHAPES = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
 """Tiles of 64 rows a warp group, warp groups."""
-_NEEDED = {
-    (1, 16): 80,
-    (2, 16): 112,
-    (1, 32): 96,
-    (2, 32): 128,
-    (1, 64): 128,
-    (2, 64): 168,
-    (1, 128): 168,
-    (2, 128): 255,
-}
-"""About how many registers a thread ptxas wants, by tiles of 64 rows and tokens."""
+_NEEDED = {16: (80, 112), 32: (96, 128), 64: (128, 168), 128: (168, 255)}
+"""About how many registers a thread ptxas wants, by tokens, for one and two tiles of 64 rows."""
 _SPLITS = (1, 2, 3, 4, 5, 6, 7, 8)
 _FORMS = ((1, 1), (2, 2), (4, 3))
 """Parts of a chunk, and how many run."""
@@ -49,7 +40,7 @@ def wgmma_ring_candidates(
         if steps < 4 or steps * per_step * split > 1.1 * chunks:
             continue
         threads = 128 * groups
-        if resident * threads * _NEEDED[tiles, M] > _REGISTERS:
+        if resident * threads * _NEEDED[M][tiles - 1] > _REGISTERS:
             continue
         cap = min(255, _REGISTERS // (resident * threads) // 8 * 8)
         tile = WgmmaRingTile(M, tiles, groups, per_step, split, 3)

@@ -267,7 +267,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         raw = self.rfile.read(int(self.headers.get("content-length") or 0))
         if raw.startswith(protobuf_secret.MAGIC):
             return protobuf_secret.decode(raw) if self.command != "DELETE" else {}
-        loaded: Document = yaml.safe_load(raw) if raw else {}
+        loaded: Document = yaml.load(raw, yaml.CSafeLoader) if raw else {}
         return loaded
 
     def _answer(self, body: Document, status: int = 200) -> None:

@@ -56,8 +56,8 @@ def _template(
 
 
 def documents(text: str) -> list[Document]:
-    """Split rendered text."""
-    return [document for document in yaml.safe_load_all(text) if document]
+    """Split rendered text; libyaml reads it in a tenth of the time."""
+    return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
 
 
 def render(values: Document | None = None, *files: Path) -> list[Document]:

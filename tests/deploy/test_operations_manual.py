@@ -20,8 +20,8 @@ from taut_deploy import cli
 
 ROOT = Path(__file__).parents[2]
 MANUAL = ROOT / "docs" / "operations.md"
-DRAWING = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
-TEXT = DRAWING.sub("", MANUAL.read_text(encoding="utf-8"))
+NO_COMMANDS = re.compile(r"^ *```(mermaid|yaml)\n.*?^ *```$", re.MULTILINE | re.DOTALL)
+TEXT = NO_COMMANDS.sub("", MANUAL.read_text(encoding="utf-8"))
 PROGRAMS = ("taut", "taut-gateway", "taut-healthcheck")
 FENCED = re.compile(r"^ *```\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")

@@ -206,7 +206,7 @@ def test_of_a_file_that_is_written_meanwhile_nothing_is_kept(tmp_path, monkeypat
 def test_two_starters_at_once_leave_one_whole_record(checkpoint, monkeypatch):  # noqa: F811
     (checkpoint / RECORD).unlink()
     both = threading.Barrier(2, timeout=20)
-    real = files.fsync_file
+    real = files.fsync_path
 
     def meet(path):
         # Both have written beside the record's place, and neither has renamed.
@@ -214,7 +214,7 @@ def test_two_starters_at_once_leave_one_whole_record(checkpoint, monkeypatch):  
             both.wait()
         real(path)
 
-    monkeypatch.setattr(files, "fsync_file", meet)
+    monkeypatch.setattr(files, "fsync_path", meet)
     failures: list[BaseException] = []
 
     def start() -> None:
@@ -241,7 +241,7 @@ from taut_deploy.checkpoint import verify
 def hang(path):
     print("written", flush=True)
     time.sleep(60)
-files.fsync_file = hang
+files.fsync_path = hang
 verify(Path(sys.argv[1]))
 """
 

@@ -22,6 +22,7 @@ from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
     check_own_format,
+    check_tables,
     verify_model,
 )
 from taut_deploy.worker.command import build_command
@@ -172,6 +173,31 @@ def test_int8_is_not_served_by_a_product_that_saturates(
         return
     with pytest.raises(WorkerError, match="--kernels off: it saturates; leave it out"):
         check_int8(model, platform, mode)
+
+
+@pytest.mark.parametrize(
+    ("tied", "platform", "mode", "target", "message"),
+    [
+        (True, "cuda", "off", "Embedding", "tied to its head"),
+        (False, "cpu", "off", "Embedding", "which vLLM looks up on a GPU alone"),
+        (False, "cuda", "off", "Embedding", None),
+        (True, "cuda", "prefer", "Embedding", None),
+        (True, "cpu", "off", "Linear", None),
+    ],
+)
+def test_quantised_embeddings_are_served_by_who_can(
+    tied, platform, mode, target, message, tmp_path
+):
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    group = {"targets": [target], "weights": weights}
+    entry = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    config = {"tie_word_embeddings": tied, "quantization_config": entry}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if message is None:
+        check_tables(tmp_path, platform, mode)
+        return
+    with pytest.raises(WorkerError, match=f"^--kernels off: .* embeddings, {message}; leave it"):
+        check_tables(tmp_path, platform, mode)
 
 
 def _own_format(tmp_path, **layer):

@@ -1,8 +1,7 @@
 """One checkpoint's greedy text and its log-probabilities of a given text, as JSON in a file.
 
-Usage: ``python greedy.py vllm|transformers|transformers-fp32 DIRECTORY ANSWER``. A process of its
-own, because vLLM reads its environment (``VLLM_PLUGINS``, ``TAUT_KERNELS``) once and frees its
-memory only by ending; it logs to stdout, too.
+Usage: ``python greedy.py vllm|transformers|transformers-fp32 DIRECTORY ANSWER``, in a process of
+its own: vLLM reads ``VLLM_PLUGINS`` and ``TAUT_KERNELS`` once and frees its memory only by ending.
 """
 
 import json
@@ -21,11 +20,6 @@ NEW_TOKENS = 24
 SEQUENCES, LENGTH = 4, 240
 """Of the given text, the licence's first tokens."""
 _TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
-
-
-_kept: list[object] = []
-"""Engines that end with the process: the end of one may abort it (SIGABRT), and then the answer has
-to be written already."""
 
 
 class Answer(TypedDict):
@@ -48,7 +42,6 @@ def with_vllm(directory: str) -> Answer:
     from vllm import LLM, SamplingParams
 
     engine = LLM(directory, enforce_eager=True, max_model_len=256, max_num_seqs=4)
-    _kept.append(engine)
     parameters = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     outputs = engine.generate(list(PROMPTS), parameters, use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from taut_deploy.compress import driver
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
+SCRIPT = Path(__file__).with_name("tiny_answer.py")
 # Differing most from what else the suite serves: transposed layers, experts, ALiBi.
 USUAL = "gpt2,mixtral,falcon with alibi"
 ASKED = os.environ.get("TAUT_FAMILIES", USUAL)
@@ -44,7 +42,7 @@ def asked() -> list[str]:
 
 
 @pytest.mark.parametrize("family", asked())
-def test_vllm_says_what_the_multiplied_out_weights_say(family, tmp_path):
+def test_vllm_says_what_the_multiplied_out_weights_say(family, run_with_vllm, tmp_path):
     if family in UNLIKE:
         pytest.skip(f"vLLM and transformers part over the dense {family} already")
     model = write_family(tmp_path / "model", family)
@@ -57,7 +55,10 @@ def test_vllm_says_what_the_multiplied_out_weights_say(family, tmp_path):
     if family not in STACKED:
         judged = plain_copy(judged, tmp_path / "plain", 4, turned=family in TURNED)
     judge = load_whole(judged)
-    answer = answer_of_vllm(tmp_path / "out", tmp_path / "answer.json")
+    file = tmp_path / "answer.json"
+    done = run_with_vllm(str(SCRIPT), str(tmp_path / "out"), str(file))
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = json.loads(file.read_text())
     apart = []
     parts = zip(PROMPTS, answer["tokens"], answer["logprobs"], strict=True)
     for prompt, tokens, logprobs in parts:
@@ -73,24 +74,3 @@ def test_vllm_says_what_the_multiplied_out_weights_say(family, tmp_path):
     found = float(torch.stack(apart).mean())
     print(f"{family}: log-probabilities are {found:.4f} apart")
     assert found <= NEAR
-
-
-def answer_of_vllm(checkpoint: Path, file: Path) -> dict[str, list[list[int]]]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("tiny_answer.py")), checkpoint, file],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env={
-            **os.environ,
-            "PYTHONSAFEPATH": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-    )
-    # vLLM's end may abort; the answer is written before it.
-    assert done.returncode in (0, -signal.SIGABRT), done.stderr[-3000:]
-    assert file.exists(), done.stderr[-3000:]
-    found: dict[str, list[list[int]]] = json.loads(file.read_text())
-    return found

@@ -9,10 +9,8 @@ a given text are compared instead.
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,16 +34,30 @@ A_A_FLOORS = 1.5
 _SCRIPT = Path(__file__).with_name("greedy.py")
 
 
-def answer(engine: str, directory: Path, **environment: str) -> tuple[Answer, str]:
+@pytest.fixture(scope="module")
+def answer(run_with_vllm, tmp_path_factory):
     """Greedy text and log-probabilities, and everything the process logged."""
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "answer.json"
-        done = run_script([engine, str(directory), str(file)], environment)
-        # vLLM's end aborts now and then ("terminate called without an active exception": seen once,
-        # at the end of a run of usual length, 2026-11-24); the answer is written before it.
-        assert done.returncode in (0, -signal.SIGABRT), done.stderr[-3000:]
-        assert file.exists(), done.stderr[-3000:]
+
+    def answer(engine: str, directory: Path, **environment: str) -> tuple[Answer, str]:
+        file = tmp_path_factory.mktemp("answer") / "answer.json"
+        run = run_with_vllm if engine == "vllm" else run_alone
+        done = run(str(_SCRIPT), engine, str(directory), str(file), env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(file.read_text()), done.stdout + done.stderr
+
+    return answer
+
+
+def run_alone(*arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process that has imported nothing of vLLM's."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", **env},
+    )
 
 
 def scatter(first: Answer, second: Answer) -> float:
@@ -54,25 +66,6 @@ def scatter(first: Answer, second: Answer) -> float:
     apart = [abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True)]
     assert len(apart) == SEQUENCES * (LENGTH - 1)
     return sum(apart) / len(apart)
-
-
-def run_script(
-    arguments: list[str], environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(_SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={
-            **os.environ,
-            "PYTHONSAFEPATH": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "HF_HUB_OFFLINE": "1",
-            **environment,
-        },
-    )
 
 
 class Judge:
@@ -116,12 +109,12 @@ def w4a16(environment: dict[str, str], home: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def our_w4a16(w4a16: Path) -> tuple[Answer, str]:
+def our_w4a16(answer, w4a16: Path) -> tuple[Answer, str]:
     return answer("vllm", w4a16, TAUT_KERNELS="require")
 
 
 @pytest.fixture(scope="module")
-def rounded_w4a16(w4a16: Path) -> Answer:
+def rounded_w4a16(answer, w4a16: Path) -> Answer:
     return answer("transformers", w4a16)[0]
 
 
@@ -132,7 +125,7 @@ def test_w4a16_runs_on_our_kernel_and_equals_transformers(w4a16, our_w4a16, roun
 
 
 @needs_avx512("vLLM's other kernels are less exact there")
-def test_w4a16_is_as_near_to_fp32_as_transformers(w4a16, our_w4a16, rounded_w4a16):
+def test_w4a16_is_as_near_to_fp32_as_transformers(answer, w4a16, our_w4a16, rounded_w4a16):
     """Within the A/A floor: what transformers' own bf16 is from its fp32."""
     exact, _ = answer("transformers-fp32", w4a16)
     floor, found = scatter(exact, rounded_w4a16), scatter(exact, our_w4a16[0])
@@ -146,18 +139,18 @@ def test_w4a16_is_as_near_to_fp32_as_transformers(w4a16, our_w4a16, rounded_w4a1
     reason="a CPU with AMX: stock vLLM's W4A16 is 0.26 from fp32's log-probabilities there, ours "
     "and its own without AMX 0.04 (2026-11-24)",
 )
-def test_w4a16_equals_stock(w4a16, our_w4a16):
+def test_w4a16_equals_stock(answer, w4a16, our_w4a16):
     stock, log = answer("vllm", w4a16, VLLM_PLUGINS="")
     assert "TautW4A16LinearKernel" not in log
     Judge(w4a16).require_same(our_w4a16[0]["tokens"], stock["tokens"])
 
 
 @pytest.fixture(scope="module")
-def stock_w8a8(served: Served) -> tuple[Answer, str]:
+def stock_w8a8(answer, served: Served) -> tuple[Answer, str]:
     return answer("vllm", served.checkpoint, VLLM_PLUGINS="")
 
 
-def test_w8a8_loads_in_stock_vllm(served, stock_w8a8):
+def test_w8a8_loads_in_stock_vllm(answer, served, stock_w8a8):
     ours, _ = answer("vllm", served.checkpoint, TAUT_KERNELS="prefer")
     stock, log = stock_w8a8
     assert "taut kernels" not in log
@@ -165,7 +158,7 @@ def test_w8a8_loads_in_stock_vllm(served, stock_w8a8):
 
 
 @needs_avx512("stock vLLM's int8 text parts from the fp32 judge there (by 0.65 on 2026-11-23)")
-def test_w8a8_equals_transformers(served, stock_w8a8):
+def test_w8a8_equals_transformers(answer, served, stock_w8a8):
     """Within the A/A floor: what transformers' own bf16 is from its fp32.
 
     Texts say little here: activations a bf16 step apart are quantised to other integers, and

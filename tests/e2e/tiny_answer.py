@@ -13,17 +13,12 @@ import torch
 PROMPTS = torch.randint(2, 60, (4, 24), generator=torch.Generator().manual_seed(4)).tolist()
 NEW_TOKENS = 8
 
-_kept: list[object] = []
-"""Engines that end with the process: the end of one may abort it, and then the answer has to be
-written already."""
-
 
 def answer(directory: str) -> dict[str, list[list[float]]]:
     """Greedy tokens, and log-probabilities of each prompt's tokens but the first."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(directory, enforce_eager=True, max_model_len=64, max_num_seqs=4, dtype="bfloat16")
-    _kept.append(engine)
     parameters = SamplingParams(
         temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, prompt_logprobs=0
     )

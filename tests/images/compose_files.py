@@ -21,7 +21,7 @@ needs_compose = pytest.mark.skipif(
     COMPOSE is None,
     reason="NO docker-compose HERE: the compose files are NOT read; make container-tools",
 )
-OURS = ("prepare", "worker", "worker-baseline", "gateway", "validate")
+OURS = ("prepare", "prepare-rollout", "worker", "worker-baseline", "gateway", "validate", "promote")
 PROFILES = {
     (): {"prepare", "gateway", "worker", "worker-baseline"},
     ("cpu",): {"prepare", "gateway", "worker", "worker-baseline"},
@@ -30,10 +30,19 @@ PROFILES = {
         *("prepare", "gateway", "worker", "worker-baseline"),
         *("prometheus", "grafana"),
     },
+    ("rollout",): {"prepare", "prepare-rollout", "gateway", "worker", "worker-baseline"},
+    ("rollout-gpu",): {
+        *("prepare", "prepare-rollout", "gateway"),
+        *("worker-gpu", "worker-baseline-gpu"),
+    },
     ("cpu", "validate"): {"prepare", "gateway", "worker", "worker-baseline", "validate"},
     ("gpu", "validate"): {"prepare", "gateway", "worker-gpu", "worker-baseline-gpu", "validate"},
 }
 """Profiles asked for on the command line, and the services that then run."""
+
+
+EVERY = ("cpu", "gpu", "rollout", "obs", "validate", "promote")
+"""Profiles that have every service between them."""
 
 
 def run_compose(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -68,5 +77,5 @@ def with_profiles(*profiles: str, **variables: str) -> dict[str, Any]:
 @functools.cache
 def everything() -> dict[str, dict[str, Any]]:
     """Every service of every profile."""
-    services: dict[str, dict[str, Any]] = with_profiles("cpu", "gpu", "obs", "validate")["services"]
+    services: dict[str, dict[str, Any]] = with_profiles(*EVERY)["services"]
     return services

@@ -14,6 +14,7 @@ import yaml
 from compose_files import (
     BIN,
     DOCKER,
+    EVERY,
     PROFILES,
     ROOT,
     configuration,
@@ -30,7 +31,8 @@ FILES = [
     *sorted((DOCKER / "compose").glob("*-*.yaml")),
 ]
 WORKERS = ("worker", "worker-baseline", "worker-gpu", "worker-baseline-gpu")
-SERVICES = (*WORKERS, "prepare", "gateway", "validate", "prometheus", "grafana")
+TOOLBOX = ("prepare", "prepare-rollout", "validate", "promote")
+SERVICES = (*WORKERS, *TOOLBOX, "gateway", "prometheus", "grafana")
 LONG_LIVED = (*WORKERS, "gateway", "prometheus", "grafana")
 
 
@@ -122,12 +124,14 @@ def test_ports_are_published_on_loopback_only_and_workers_not_at_all():
 
 
 def test_workers_are_on_a_network_without_a_way_out_that_few_share():
-    whole = with_profiles("cpu", "gpu", "obs", "validate")
+    whole = with_profiles(*EVERY)
     assert whole["networks"]["workers"]["internal"] is True
     for name in WORKERS:
         assert set(whole["services"][name]["networks"]) == {"workers"}
     on_it = {
-        name for name, service in whole["services"].items() if "workers" in service["networks"]
+        name
+        for name, service in whole["services"].items()
+        if "workers" in service.get("networks", ())
     }
     assert on_it - set(WORKERS) == {"gateway", "validate", "prometheus"}
 
@@ -194,7 +198,7 @@ IMAGES = {
     "TAUT_GATEWAY_IMAGE": ("gateway",),
     "TAUT_WORKER_IMAGE": ("worker", "worker-baseline"),
     "TAUT_CUDA_WORKER_IMAGE": ("worker-gpu", "worker-baseline-gpu"),
-    "TAUT_TOOLBOX_IMAGE": ("prepare", "validate"),
+    "TAUT_TOOLBOX_IMAGE": TOOLBOX,
     "TAUT_PROMETHEUS_IMAGE": ("prometheus",),
     "TAUT_GRAFANA_IMAGE": ("grafana",),
 }
@@ -202,13 +206,13 @@ IMAGES = {
 
 def test_every_image_can_be_replaced():
     given = {variable: f"mine/{variable.lower()}:1" for variable in IMAGES}
-    services = with_profiles("cpu", "gpu", "obs", "validate", **given)["services"]
+    services = with_profiles(*EVERY, **given)["services"]
     wanted = {name: given[variable] for variable, names in IMAGES.items() for name in names}
     assert {name: service["image"] for name, service in services.items()} == wanted
 
 
 def test_our_images_are_built_from_the_dockerfiles_that_are_there():
-    for name in (*WORKERS, "prepare", "gateway", "validate"):
+    for name in (*WORKERS, *TOOLBOX, "gateway"):
         build = everything()[name]["build"]
         assert build["context"] == str(ROOT)
         assert (ROOT / build["dockerfile"]).is_file()
@@ -217,7 +221,7 @@ def test_our_images_are_built_from_the_dockerfiles_that_are_there():
 def test_tags_are_the_projects_version():
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None
-    for name in (*WORKERS, "prepare", "gateway", "validate"):
+    for name in (*WORKERS, *TOOLBOX, "gateway"):
         assert everything()[name]["image"].rsplit(":", 1)[1] == version[1]
 
 
@@ -232,6 +236,7 @@ SIZES = {
     "TAUT_CUDA_WORKER_SHM": ("16g", "worker-gpu", "shm_size", str(16 << 30)),
     "TAUT_PREPARE_MEMORY": ("16g", "prepare", "mem_limit", str(16 << 30)),
     "TAUT_VALIDATE_MEMORY": ("5g", "validate", "mem_limit", str(5 << 30)),
+    "TAUT_PROMOTE_MEMORY": ("1g", "promote", "mem_limit", str(1 << 30)),
     "TAUT_PROMETHEUS_MEMORY": ("2g", "prometheus", "mem_limit", str(2 << 30)),
     "TAUT_GRAFANA_MEMORY": ("1g", "grafana", "mem_limit", str(1 << 30)),
 }
@@ -240,7 +245,7 @@ SIZES = {
 @pytest.mark.parametrize("variable", SIZES)
 def test_size_can_be_replaced(variable):
     value, name, key, expected = SIZES[variable]
-    services = with_profiles("cpu", "gpu", "obs", "validate", **{variable: value})["services"]
+    services = with_profiles(*EVERY, **{variable: value})["services"]
     assert services[name][key] == expected
 
 
@@ -310,7 +315,7 @@ def test_override_without_its_file_says_which_variable_is_missing(name):
 
 
 def test_nothing_that_looks_like_a_secret_is_in_the_files():
-    text = json.dumps(with_profiles("cpu", "gpu", "obs", "validate"))
+    text = json.dumps(with_profiles(*EVERY))
     assert not re.search(r"password|passwd|token\W+\w{8}|sk-\w", text, re.IGNORECASE)
 
 
@@ -327,3 +332,34 @@ def test_settings_of_the_package_index_are_taken_over_only_where_they_are_set():
     assert all(
         "PIP_INDEX_URL" not in found for name, found in environments.items() if name != "prepare"
     )
+
+
+def test_the_gateway_of_a_rollout_waits_for_its_file_and_has_the_journal():
+    services = with_profiles("rollout")["services"]
+    job = services["prepare-rollout"]
+    # After the other job: both write the gateway's file, and the last one is in force.
+    assert set(job["depends_on"]) == {"prepare"}
+    assert job["environment"] == {**services["prepare"]["environment"], "TAUT_ROLLOUT": "yes"}
+    waits = services["gateway"]["depends_on"]["prepare-rollout"]
+    assert waits == {"condition": "service_completed_successfully", "required": False}
+    assert "TAUT_ROLLOUT" not in services["prepare"]["environment"]
+    mounts = {m["target"]: m for m in services["gateway"]["volumes"]}
+    journal = mounts["/var/lib/taut/rollout"]
+    assert journal["type"] == "volume" and not journal.get("read_only")
+    assert "/var/lib/taut/rollout" in (DOCKER / "gateway.Dockerfile").read_text()
+
+
+def test_promote_reaches_the_admin_port_that_nobody_else_does():
+    promote = everything()["promote"]
+    assert promote["network_mode"] == "service:gateway"
+    assert promote["entrypoint"][-2:] == ["taut", "promote"] and promote["command"] == ["status"]
+    assert "ports" not in promote
+
+
+def test_sections_of_a_rollout_can_be_replaced():
+    given = with_profiles("rollout", TAUT_ROLLOUT_CONFIG="/mine/rollout.yaml")["services"]
+    for name in ("prepare", "prepare-rollout"):
+        (mount,) = [
+            m for m in given[name]["volumes"] if m["target"] == "/etc/taut-compose/rollout.yaml"
+        ]
+        assert mount["source"] == "/mine/rollout.yaml" and mount["read_only"] is True

@@ -42,6 +42,7 @@ def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "etc").mkdir()
     monkeypatch.setattr(module, "GATEWAY_FILE", tmp_path / "etc" / "gateway.yaml")
     monkeypatch.setattr(module, "GATEWAY_SETTINGS", COMPOSE / "gateway.yaml")
+    monkeypatch.setattr(module, "ROLLOUT_SETTINGS", COMPOSE / "rollout.yaml")
     monkeypatch.setattr(module, "TEXT_SHA256", hashlib.sha256(TEXT).hexdigest())
     monkeypatch.setenv("TAUT_HOME", str(tmp_path / "home"))
     return module
@@ -107,9 +108,48 @@ def test_job_leaves_all_that_gateway_and_workers_need(
     hosts = [entry["variants"][0]["discover"]["dns"]["host"] for entry in (compressed, baseline)]
     assert hosts == ["worker", "worker-baseline"]
     assert baseline["variants"][0]["served_name"] == prepare.BASELINE_NAME
+    monkeypatch.setenv("TAUT_ROLLOUT", "yes")
+    prepare.prepare()
+    check_rollout(yaml.safe_load(prepare.GATEWAY_FILE.read_text()), compressed, prepare)
     said = capsys.readouterr().out
-    assert said.count("compressing into") == said.count("reusing") == 1
+    assert (said.count("compressing into"), said.count("reusing")) == (1, 2)
     assert said.count("fetching the validation text") == 1
+
+
+def check_rollout(written, compressed, prepare):
+    """One model, the baseline serving, both golden prompts where they belong."""
+    settings = Settings.model_validate(written)
+    (model,) = settings.models
+    assert (model.name, model.baseline) == (compressed["name"], "baseline")
+    assert [(v.name, v.weight) for v in model.variants] == [("baseline", 1), ("w8a8", 0)]
+    baseline, candidate = model.every_variant()
+    assert [v.discover.dns.host for v in (baseline, candidate)] == ["worker-baseline", "worker"]
+    assert baseline.served_name == prepare.BASELINE_NAME and baseline.golden is None
+    assert candidate.served_name == model.name
+    assert candidate.golden.expected_text == compressed["golden"]["expected_text"]
+    assert candidate.provenance["method"] == "W8A8" and baseline.provenance["method"] == "none"
+    assert settings.guard is not None and settings.rollout is not None
+    services = yaml.safe_load((COMPOSE.parent / "compose.yaml").read_text())["services"]
+    assert f"rollout:{settings.rollout.directory}" in services["gateway"]["volumes"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("models: []", "models: expected the sections guard and rollout only"),
+        ("guard: 1", "guard: expected a mapping"),
+        ("rollout: {store: redis}", "rollout.store: compose keeps the journal in a volume"),
+        ("- a", "expected a mapping"),
+    ],
+)
+def test_wrong_rollout_sections_are_named_in_one_line(
+    prepare, tmp_path, monkeypatch, content, message
+):
+    (tmp_path / "mine.yaml").write_text(content)
+    monkeypatch.setattr(prepare, "ROLLOUT_SETTINGS", tmp_path / "mine.yaml")
+    with pytest.raises(RecipeError, match=f"TAUT_ROLLOUT_CONFIG: {message}") as refused:
+        prepare.rollout_sections()
+    assert "\n" not in str(refused.value)
 
 
 def test_baseline_is_asked_for_by_the_name_its_worker_gives_it(prepare):

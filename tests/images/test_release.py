@@ -70,6 +70,14 @@ def test_platforms_are_those_asked_for_and_of_the_cuda_image_its_base_s(tmp_path
     assert [line[line.index("--platform") + 1] for line in said] == [both] * 3 + ["linux/amd64"]
 
 
+def test_a_key_signs_all_and_no_log_is_told(tmp_path: Path):
+    done = release("--signing-key", "cosign.key", path=str(tmp_path))
+    said = [line.split() for line in done.stdout.splitlines() if line.startswith("cosign")]
+    assert len(said) == 2 * len(IMAGES) + 1
+    options = ["--yes", "--key", "cosign.key", "--tlog-upload=false"]
+    assert all(line[2:6] == options for line in said)
+
+
 @pytest.mark.parametrize(
     ("registry", "arguments", "said"),
     [

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
+import ssl
 from pathlib import Path
 
 import pytest
+from certificates import Authority
 from gateway_harness import COMPLETION, Client, Harness, eventually, gateway, settings_for
 from live_processes import house
 from mock_engine import Faults, MockEngine
 from raw_client import HOST
+
+from taut_service.config.settings import TlsFiles
+from taut_service.http.tls import ServerTls
 
 SLOW = Faults(latency_s=0.3, interval_s=0.05, tokens=4)
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -172,3 +178,63 @@ async def test_gateway_process_answers(tmp_path: Path) -> None:
             client.sendall(request({"model": "m", "prompt": "x", "max_tokens": 4}))
         await home.quiet(5)
         assert home.gateway.total("taut_disconnects_total") == 1
+
+
+async def closed_over_tls(port: int, trust: ssl.SSLContext, engine: MockEngine, how: str) -> bytes:
+    """Ask, end the sending side once a worker has the request, return what is answered then.
+
+    Args:
+        how: ``close_notify`` ends the TLS session's side, ``fin`` the TCP connection's.
+    """
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    session = trust.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    reader, writer = await asyncio.open_connection(HOST, port)
+    try:
+        while True:
+            try:
+                session.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                writer.write(outgoing.read())
+                incoming.write(await reader.read(65536))
+        session.write(request(COMPLETION))
+        writer.write(outgoing.read())
+        await eventually(lambda: engine.running == 1)
+        if how == "close_notify":
+            with contextlib.suppress(ssl.SSLWantReadError):
+                session.unwrap()
+            writer.write(outgoing.read())
+        else:
+            writer.write_eof()
+        async with asyncio.timeout(5):
+            incoming.write(await reader.read(-1))
+        incoming.write_eof()
+        try:
+            return session.read()
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return b""
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("how", ["close_notify", "fin"])
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_over_tls_either_end_is_the_end_of_both(
+    tmp_path: Path, how: str, version: ssl.TLSVersion
+) -> None:
+    """The event loop's TLS knows no closed half: such a client has left, and holds nobody."""
+    authority = Authority()
+    authority.write(tmp_path)
+    certificate, key = authority.issue(tmp_path)
+    tls = ServerTls(TlsFiles(certificate=certificate, key=key))
+    trust = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    trust.minimum_version = trust.maximum_version = version
+    slow = Faults(latency_s=30.0)
+    async with (
+        MockEngine(slow) as engine,
+        gateway(settings_for(engine.url), tls=tls) as harness,
+    ):
+        assert await closed_over_tls(harness.port, trust, engine, how) == b""
+        await eventually(lambda: engine.aborted == 1, 2)
+        told = harness.app.metrics.exposition().decode()
+        assert 'taut_disconnects_total{model="m",route="completions"} 1.0' in told

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from taut_service.watch import tally
@@ -34,6 +37,31 @@ def test_counts_and_observations_arrive_when_they_are_brought_in() -> None:
             for le in ("1.0", "2.0", "+Inf")
         ]
         assert buckets == [1, 3, 4]
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0, 1.0000001, 2.0, 3.5, 1e9]), max_size=50))
+def test_observations_fall_where_the_library_puts_them(amounts: list[float]) -> None:
+    registry = CollectorRegistry()
+    ours, theirs = (
+        Histogram(name, name, ["a"], registry=registry, buckets=(0, 1, 2)).labels("x")
+        for name in ("ours", "theirs")
+    )
+    observed = Tallies().histogram(ours)
+    for amount in amounts:
+        observed.observe(amount)
+        theirs.observe(amount)
+    observed.bring_in()
+    for name in ("count", "sum"):
+        told = [
+            registry.get_sample_value(f"{who}_{name}", {"a": "x"}) for who in ("ours", "theirs")
+        ]
+        assert told[0] == pytest.approx(told[1])
+    for le in ("0.0", "1.0", "2.0", "+Inf"):
+        labels = {"a": "x", "le": le}
+        ours_le, theirs_le = (
+            registry.get_sample_value(f"{who}_bucket", labels) for who in ("ours", "theirs")
+        )
+        assert ours_le == theirs_le
 
 
 def test_observations_are_kept_within_a_bound() -> None:

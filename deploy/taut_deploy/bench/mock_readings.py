@@ -1,8 +1,8 @@
 """What the mock engine reads for the gateway's guard: tokens, and log-probabilities of a prompt.
 
 Answers have the size and the shape of vLLM's: for each token of the prompt the ``prompt_logprobs``
-most probable ones and its own. They depend on the places only, so that every reader of the engine
-reads the same, and are put together from prepared pieces.
+most probable ones and its own. They are put together from prepared pieces. As a worker's do from
+batch to batch, they differ a little from one reading to the next, too little for a guard to mind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import random
 import struct
 from functools import lru_cache
+from itertools import cycle
 from typing import Any
 
 from taut_deploy.bench.mock_answers import CREATED, document, error
@@ -21,6 +22,9 @@ _VOCABULARY = 128_000
 _PLACES = 512
 """Different distributions; longer texts repeat them."""
 _MAX_TOP_K = 20
+_NOISE = 1e-4
+"""Nats, between two readings."""
+_NUMBERS = cycle(range(3))
 
 
 def tokenized(body: bytes) -> bytes:
@@ -56,12 +60,12 @@ def read(body: bytes) -> bytes:
         return error(400, "prompt_logprobs want a prompt of token ids")
     if not 0 <= top_k <= _MAX_TOP_K:
         return error(400, f"prompt_logprobs: 0 to {_MAX_TOP_K}")
-    return _reading(count, top_k)
+    return _reading(count, top_k, next(_NUMBERS))
 
 
 @lru_cache(maxsize=16)
-def _reading(count: int, top_k: int) -> bytes:
-    entries = (_entry(place % _PLACES, top_k) for place in range(1, count))
+def _reading(count: int, top_k: int, number: int) -> bytes:
+    entries = (_entry(place % _PLACES, top_k, number) for place in range(1, count))
     told = b",".join((b"null", *entries))
     usage = {"prompt_tokens": count, "completion_tokens": 1, "total_tokens": count + 1}
     head = {"id": "mock-1", "object": "text_completion", "created": CREATED, "model": "m"}
@@ -73,8 +77,8 @@ def _reading(count: int, top_k: int) -> bytes:
     )
 
 
-@lru_cache(maxsize=2 * _PLACES)
-def _entry(place: int, top_k: int) -> bytes:
+@lru_cache(maxsize=6 * _PLACES)
+def _entry(place: int, top_k: int, number: int) -> bytes:
     chance = random.Random(place)  # noqa: S311 - numbers to be measured with
     weights = sorted((chance.expovariate(0.4) for _ in range(top_k + 1)), reverse=True)
     total = math.log(sum(map(math.exp, weights)) * 1.25)  # a fifth is left to all others
@@ -82,7 +86,7 @@ def _entry(place: int, top_k: int) -> bytes:
     for rank, weight in enumerate(weights, 1):
         # The text's own token is the last one. As a worker has it: a float of four bytes.
         token = _token(place) if rank > top_k else chance.randrange(_VOCABULARY)
-        (log,) = struct.unpack("f", struct.pack("f", weight - total))
+        (log,) = struct.unpack("f", struct.pack("f", weight - total - number * _NOISE))
         told[str(token)] = {"logprob": log, "rank": rank, "decoded_token": " tok"}
     return _compact(told)
 

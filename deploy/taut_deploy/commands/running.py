@@ -17,7 +17,7 @@ _Port = Annotated[
 _FOLLOW_S = 0.2
 
 
-def list_running(as_json: JsonFlag = False) -> None:
+def ps(as_json: JsonFlag = False) -> None:
     """List every 'taut serve' of this TAUT_HOME that runs, and whether it is ready."""
     from taut_deploy.serve.running import running
     from taut_deploy.serve.supervise import is_ready

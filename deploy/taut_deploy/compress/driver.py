@@ -1,9 +1,8 @@
 """The compression pipeline: stream the blocks, compress each, write it, remember where we are.
 
-Peak memory is one block, its statistics, the calibration's hidden states and the outer tensors
-(embeddings). After every block its shard and the hidden states entering the next one are on disk,
-so a killed run continues where it was and ends in the same bytes: every step is a deterministic
-function of the fingerprint.
+Peak memory is one block, its statistics, hidden states of the calibration, embeddings and head.
+After every block its shard and the hidden states entering the next one are on disk, so a killed
+run goes on where it was and ends in the same bytes: each is a function of the fingerprint.
 """
 
 import math
@@ -22,7 +21,7 @@ from taut_deploy.compress.block import CompressedBlock, compress_block, run_bloc
 from taut_deploy.compress.by_weights import Parts, compress_by_weights, require_by_weights
 from taut_deploy.compress.calibrate.calibration import CalibrationSet
 from taut_deploy.compress.calibrate.kept import kept_calibration
-from taut_deploy.compress.formats.config import describe, quantization_config
+from taut_deploy.compress.formats.config import describe
 from taut_deploy.compress.golden import (
     choose_golden,
     ordinary_tokens,
@@ -38,8 +37,9 @@ from taut_deploy.compress.job import (
     stored_dtype,
 )
 from taut_deploy.compress.kept_files import kept_files
-from taut_deploy.compress.kv_cache import BlockCache, cache_arguments
+from taut_deploy.compress.kv_cache import BlockCache
 from taut_deploy.compress.mixed.decide import mixing_of
+from taut_deploy.compress.outer import outer_tensors, quantization_entry
 from taut_deploy.compress.plan import CompressionPlan, formats_of, make_plan, treatments_of
 from taut_deploy.compress.report.write import write_log, write_report
 from taut_deploy.compress.served import kernels_of
@@ -48,6 +48,7 @@ from taut_deploy.compress.source.calls import BlockArguments
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
 from taut_deploy.compress.stored_block import tensors_of
+from taut_deploy.compress.tables import RoundedTable, round_tables, tables_of
 from taut_deploy.compress.threads import single_thread
 from taut_deploy.compress.trial import try_block
 from taut_deploy.compress.workspace import Workspace, sole_writer
@@ -102,8 +103,6 @@ class _Run:
     """State of one run of the pipeline."""
 
     def __init__(self, job: CompressionJob, progress: Progress, *, reserve: bool = False) -> None:
-        if job.workers:
-            require_by_weights(job.recipe, {})
         self._job = job
         self._progress = progress
         self._directory = Path(job.model.path)
@@ -121,6 +120,7 @@ class _Run:
                 self._workspace, lambda: self._calibration().tokens, self._told("scoring")
             )
             self._settle(recipe, reserve)
+        self._rounded: list[RoundedTable] = []
         self._seconds: dict[str, float] = {}
 
     def _settle(self, recipe: Recipe, reserve: bool) -> None:
@@ -128,7 +128,9 @@ class _Run:
         self._recipe = recipe
         self._treatments = treatments_of(self._stream, recipe, self._dtype)
         if self._job.workers:
-            require_by_weights(recipe, self._treatments)
+            require_by_weights(self._job.recipe, self._treatments)
+        formats = formats_of(self._treatments).values()
+        self._tables = tables_of(self._stream.model, recipe, self._dtype, formats)
         self._plan = make_plan(self._stream, recipe, self._treatments, self._directory, self._dtype)
         if reserve:
             require_free_space(self._job.output.parent, self._plan.disk_bytes)
@@ -206,15 +208,21 @@ class _Run:
         prompts = tokenize_prompts(self._directory, trust_remote_code=trusted)
         require_embedded([calibration.tokens, *prompts], _vocabulary(self._stream), self._directory)
         streams = [calibration.tokens[:1], *prompts]
+        entering: dict[str, torch.Tensor] = {}
+        fresh = self._workspace.committed("block-0") is None
+        if fresh and self._recipe.needs_target:
+            entering["exact"] = self._embed(calibration)
+        self._rounded = round_tables(self._stream.model, self._tables)
         entered = [self._stream.enter(tokens) for tokens in streams]
-        if self._workspace.committed("block-0") is None:
-            batches = torch.split(calibration.tokens, self._batch_size)
-            hidden = torch.cat([self._stream.embed(batch).cpu() for batch in batches])
-            probes = {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
-            # A copy: a file of tensors may not hold one memory twice.
-            exact = {"exact": hidden.clone()} if self._recipe.needs_target else {}
-            self._workspace.save_tensors("hidden-0", {"calibration": hidden, **exact, **probes})
+        if fresh:
+            entering["calibration"] = self._embed(calibration)
+            entering |= {f"probe-{i}": entered[i + 1][0] for i in range(len(entered) - 1)}
+            self._workspace.save_tensors("hidden-0", entering)
         return [arguments for _, arguments in entered]
+
+    def _embed(self, calibration: CalibrationSet) -> torch.Tensor:
+        batches = torch.split(calibration.tokens, self._batch_size)
+        return torch.cat([self._stream.embed(batch).cpu() for batch in batches])
 
     @property
     def _batch_size(self) -> int:
@@ -293,22 +301,14 @@ class _Run:
     def _write_outer(self) -> None:
         """Embeddings and head, the index, config.json and the files that are copied as they are."""
         target = self._workspace.directory
-        outer = {name: self._stream.read(name) for name in self._stream.outer_names}
+        outer = outer_tensors(self._stream, self._rounded)
         count = len(self._stream.blocks)
         self._workspace.save_shard(shard_name(count, count), outer)
         write_json_atomically(target / "model.safetensors.index.json", shard_index(target))
         copy_files(self._kept, self._directory, target)
-        formats = formats_of(self._treatments)
-        ignore = list(dict.fromkeys(["lm_head", *self._stream.dense_layers(formats)]))
         config = read_config(self._directory)
         config.pop("quantization_config", None)  # of a source that was read as numbers
-        entry = quantization_config(
-            formats,
-            {name: one.shape for name, one in self._treatments.items()},
-            ignore,
-            cache_arguments(self._recipe.kv_cache),
-            self._stream.stored_layer,
-        )
+        entry = quantization_entry(self._stream, self._recipe, self._treatments, self._tables)
         if entry is not None:
             config["quantization_config"] = entry
         write_json_atomically(target / "config.json", config)
@@ -320,11 +320,12 @@ class _Run:
         sizes = {name: math.prod(one.shape) for name, one in self._treatments.items()}
         scheme, bits = describe(formats_of(self._treatments), sizes, 8 * self._dtype.itemsize)
         trusted = self._job.trust_remote_code
+        tables = {"tables": [one.as_json() for one in self._rounded]} if self._rounded else {}
         return Manifest(
             name=model.name,
             scheme=scheme,
             bits=bits,
-            recipe=self._job.recipe.as_json() | self._decided,
+            recipe=self._job.recipe.as_json() | self._decided | tables,
             recipe_hash=self._job.recipe.hash,
             base_model={"name": model.name, "digest": model.digest, "source": model.source},
             calibration={

@@ -24,7 +24,7 @@ from taut_deploy.documents import read_json
 from taut_deploy.errors import OutputError
 from taut_deploy.files import (
     disk_errors_named,
-    fsync_directory,
+    fsync_path,
     require_free_space,
     write_json_atomically,
 )
@@ -139,7 +139,7 @@ class _Run:
                 last.rename(final)
             sealed = seal(final, manifest)
             final.rename(self._job.output)
-            fsync_directory(self._job.output.parent)
+            fsync_path(self._job.output.parent)
         remove_child(self._folder.parent, self._folder.name, (_FINGERPRINT,))
         return sealed
 

@@ -13,6 +13,7 @@ from taut_deploy.compress.formats.protocol import LayerFormat
 from taut_deploy.compress.resolve import Treatment, resolve
 from taut_deploy.compress.source.linears import linear_layers
 from taut_deploy.compress.source.stream import StreamedModel
+from taut_deploy.compress.tables import TablePlan, tables_of
 from taut_deploy.recipe import Recipe, is_matched
 
 
@@ -63,6 +64,7 @@ class CompressionPlan:
         seconds: that the blocks will take, by a trial; None before one.
         stacked_experts: experts that stay dense because files and servers hold them as one tensor.
         whole_model: what each whole-model stage does, in words.
+        tables: embeddings and head where they are not dense.
     """
 
     recipe: str
@@ -79,6 +81,7 @@ class CompressionPlan:
     seconds: float | None = None
     stacked_experts: tuple[str, ...] = ()
     whole_model: tuple[str, ...] = ()
+    tables: tuple[TablePlan, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """The plan as plain data."""
@@ -128,13 +131,18 @@ def make_plan(
         treatments: of :func:`treatments_of`.
         directory: of the model.
         dtype: of the model's weights.
+
+    Raises:
+        RecipeError: embeddings or head cannot be stored as the recipe says.
     """
     formats = formats_of(treatments)
+    tables = tables_of(model.model, recipe, dtype, formats.values())
     element = dtype.itemsize
     layers = tuple(layer_plan(one, recipe, element) for one in treatments.values())
     sizes = {layer.name: math.prod(layer.shape) for layer in layers}
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     after = before + sum(layer.bytes - sizes[layer.name] * element for layer in layers)
+    after += sum(table.bytes - table.bytes_before for table in tables)
     # Computed in fp32 where a CPU lacks 16-bit products.
     hidden = _hidden_bytes(model, recipe, model.dtype.itemsize)
     groups = {one.group_size for one in formats.values()}
@@ -146,6 +154,7 @@ def make_plan(
         block_names=tuple(block.name for block in model.blocks),
         layers=layers,
         stacked_experts=tuple(model.stacked_experts),
+        tables=tuple(table.planned() for table in tables),
         bytes_before=before,
         bytes_after=after,
         disk_bytes=after + 3 * hidden,

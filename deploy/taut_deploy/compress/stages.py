@@ -18,6 +18,7 @@ from taut_deploy.compress.formats.low_rank import low_rank_format, of_layer
 from taut_deploy.compress.formats.protocol import LayerFormat
 from taut_deploy.compress.lowrank.stage import factorize
 from taut_deploy.compress.prune.stage import prune, why_not_pruned
+from taut_deploy.compress.quantize.quanto import quanto, quanto_format
 from taut_deploy.compress.quantize.stage import quantize, quantized_format
 from taut_deploy.compress.share.stage import palettize
 from taut_deploy.compress.state import BlockState
@@ -57,6 +58,7 @@ BLOCK_STAGES: dict[str, BlockStage] = {
     "awq": BlockStage(awq),
     "prune": BlockStage(prune, why_not=why_not_pruned),
     "quantize": BlockStage(quantize, quantized_format),
+    "quanto": BlockStage(quanto, quanto_format),
     "mixed": BlockStage(_decided_before),
     "factorize": BlockStage(factorize, low_rank_format, of_layer=of_layer),
     "palettize": BlockStage(palettize, codebook_format),

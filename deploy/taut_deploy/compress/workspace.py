@@ -20,8 +20,7 @@ from taut_deploy.documents import read_json
 from taut_deploy.errors import OutputError
 from taut_deploy.files import (
     disk_errors_named,
-    fsync_directory,
-    fsync_file,
+    fsync_path,
     write_bytes_atomically,
     write_json_atomically,
 )
@@ -109,9 +108,9 @@ class Workspace:
                     if path.is_file():  # a temporary that a killed run left
                         path.unlink()
                 else:
-                    fsync_file(path)
+                    fsync_path(path)
             self.directory.rename(self._output)
-            fsync_directory(self._output.parent)
+            fsync_path(self._output.parent)
         remove_leftovers(self._output)
 
 

@@ -1,6 +1,5 @@
 """Versions, devices, whether the plugin is live: what ``taut doctor`` finds out of a machine."""
 
-import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from taut_deploy import host
 from taut_deploy.diagnose.layers import explain
 from taut_deploy.home import TautHome
+from taut_deploy.versions import installed
 
 _PACKAGES = (
     "taut",
@@ -54,13 +54,7 @@ def diagnose(checkpoint: Path | None) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return dict.fromkeys(_PACKAGES, "not installed") | installed(_PACKAGES)
 
 
 def _devices() -> dict[str, str]:

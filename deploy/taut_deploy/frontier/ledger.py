@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from taut_deploy.documents import parse_json
 from taut_deploy.errors import OutputError
-from taut_deploy.files import disk_errors_named, fsync_directory, place_not_finite
+from taut_deploy.files import disk_errors_named, fsync_path, place_not_finite
 from taut_deploy.models.store import ModelRecord
 from taut_deploy.strict_yaml import validate_mapping
 
@@ -154,6 +154,6 @@ class Ledger:
             sink.write(text.encode())
             sink.flush()
             os.fsync(sink.fileno())
-        fsync_directory(self._file.parent)
+        fsync_path(self._file.parent)
         self._size += len(text.encode())
         self._tries.append(entry)

@@ -22,7 +22,7 @@ from taut_deploy.errors import ModelError, OutputError
 from taut_deploy.files import (
     digest_of_hashes,
     disk_errors_named,
-    fsync_directory,
+    fsync_path,
     sha256_file,
     write_json_atomically,
 )
@@ -227,7 +227,7 @@ class ModelStore:
                 hashes.save()
                 (partial / _PARTIAL_MARKER).unlink()
                 self._replace(target, partial)
-                fsync_directory(self._root)
+                fsync_path(self._root)
         finally:
             if partial.exists():
                 remove_child(self._root, partial.name, _MARKERS)

@@ -30,6 +30,7 @@ from taut_deploy.recipe.stages import (
     Stage,
     Training,
 )
+from taut_deploy.recipe.tables import Table
 from taut_deploy.recipe.target import parse_size, with_target
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Smooth",
     "Stage",
     "StageModel",
+    "Table",
     "Training",
     "builtin_recipes",
     "is_allocated",

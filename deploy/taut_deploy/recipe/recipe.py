@@ -25,6 +25,7 @@ from taut_deploy.recipe.stages import (
     Strict,
     Training,
 )
+from taut_deploy.recipe.tables import Table
 from taut_deploy.strict_yaml import (
     parse_mapping,
     read_shipped_or_file,
@@ -98,6 +99,8 @@ class Recipe(Strict):
     stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
     ignore: tuple[Pattern, ...] = ("lm_head",)
     kv_cache: KvCache | None = None
+    embeddings: Table | None = None
+    head: Table | None = None
     _stages_before: int = PrivateAttr(default=0)
 
     @model_validator(mode="after")
@@ -121,11 +124,20 @@ class Recipe(Strict):
             raise ValueError("'stages': 'qat' trains through rounding; put 'quantize' before it")
         if self.kv_cache is not None and not orders - {Order.BEFORE, Order.AFTER}:
             raise ValueError("'kv_cache': is calibrated block by block; add 'quantize' or 'prune'")
+        self._require_tables_alone()
         self._require_like_shapes()
         self._require_scored_once()
         self._require_like_basis()
         self._require_trainable()
         return self
+
+    def _require_tables_alone(self) -> None:
+        whole = self.of_orders(Order.BEFORE, Order.AFTER)
+        for key in self.tables if whole else ():
+            raise ValueError(
+                f"'{key}': {whole[0].method!r} works on the whole model with dense embeddings; "
+                f"leave out {key!r} or {whole[0].method!r}"
+            )
 
     @model_validator(mode="after")
     def _enough_to_judge(self) -> "Recipe":
@@ -179,6 +191,12 @@ class Recipe(Strict):
                     f"base model's: {stage.method!r} must start from 'codes', with 'hidden' 0"
                 )
 
+    @property
+    def tables(self) -> dict[str, Table]:
+        """How embeddings and head are stored, those that are not dense, by key."""
+        both = {"embeddings": self.embeddings, "head": self.head}
+        return {key: table for key, table in both.items() if table is not None}
+
     def of_orders(self, *orders: Order) -> list[Stage]:
         """Its stages that stand there."""
         return [stage for stage in self.stages if stage.order in orders]
@@ -214,8 +232,9 @@ class Recipe(Strict):
     def hash(self) -> str:
         """``sha256:`` over everything that changes the result (name and description do not)."""
         plain = self.model_dump(mode="json", exclude={"name", "description", "stages"})
-        if self.kv_cache is None:  # younger than the first recipes, whose hashes stay
-            del plain["kv_cache"]
+        for key in ("kv_cache", "embeddings", "head"):
+            if plain[key] is None:  # younger than the first recipes, whose hashes stay
+                del plain[key]
         return "sha256:" + sha256_json(
             {**plain, "stages": [stage.hashed() for stage in self.stages]}
         )
@@ -263,7 +282,8 @@ def _suggestion(error: ValidationError) -> str | None:
         return None
     *place, key = (str(part) for part in first["loc"])
     models: dict[str, type[BaseModel]] = {"": Recipe, "calibration": Calibration, **STAGE_MODELS}
-    models |= {"kv_cache": KvCache, "residual": Residual, "candidates": Quantize}
+    models |= {"kv_cache": KvCache, "embeddings": Table, "head": Table}
+    models |= {"residual": Residual, "candidates": Quantize}
     named = [part for part in place if not part.isdigit()]
     known = models[named[-1] if named else ""].model_fields
     close = difflib.get_close_matches(key, known, n=1)

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from taut_deploy.recipe.quanto import Quanto
 from taut_deploy.recipe.schemes import SCHEMES, SchemeName
 from taut_deploy.recipe.stage import Order, StageModel, Strict
 from taut_deploy.recipe.whole_model import Distil, Qat, Rotate, Slim, Training
@@ -25,6 +26,7 @@ __all__ = [
     "Prune",
     "Qat",
     "Quantize",
+    "Quanto",
     "Residual",
     "Rotate",
     "Slim",
@@ -327,9 +329,9 @@ class Palettize(StageModel):
         return self.steps is not None
 
 
+_Stored = Quantize | Quanto | Mixed | Factorize | Palettize
 Stage = Annotated[
-    Smooth | Awq | Prune | Quantize | Mixed | Factorize | Palettize | Rotate | Slim | Distil | Qat,
-    Field(discriminator="method"),
+    Smooth | Awq | Prune | _Stored | Rotate | Slim | Distil | Qat, Field(discriminator="method")
 ]
 STAGE_MODELS: dict[str, type[StageModel]] = {
     model.model_fields["method"].default: model for model in get_args(get_args(Stage)[0])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from taut_deploy.validate.bootstrap import (
     ALPHA,
@@ -30,25 +31,24 @@ _KL_METRICS = ("mean_kl", *QUANTILES)
 
 def stack(comparisons: Sequence[Comparison]) -> Comparison:
     """Join the comparisons of equally long sequences into arrays [sequences, positions]."""
-    return Comparison(
-        baseline_nll=np.stack([c.baseline_nll for c in comparisons]),
-        candidate_nll=np.stack([c.candidate_nll for c in comparisons]),
-        kl=np.stack([c.kl for c in comparisons]),
-        baseline_top1=np.stack([c.baseline_top1 for c in comparisons]),
-        candidate_top1=np.stack([c.candidate_top1 for c in comparisons]),
-        kl_is_lower_bound=any(c.kl_is_lower_bound for c in comparisons),
-    )
+    return _joined(comparisons, np.stack)
 
 
 def joined(parts: Sequence[Comparison]) -> Comparison:
     """Join stacks of comparisons over further sequences, arrays [sequences, positions]."""
+    return _joined(parts, np.concatenate)
+
+
+def _joined(
+    comparisons: Sequence[Comparison], join: Callable[[list[NDArray[Any]]], NDArray[Any]]
+) -> Comparison:
     return Comparison(
-        baseline_nll=np.concatenate([c.baseline_nll for c in parts]),
-        candidate_nll=np.concatenate([c.candidate_nll for c in parts]),
-        kl=np.concatenate([c.kl for c in parts]),
-        baseline_top1=np.concatenate([c.baseline_top1 for c in parts]),
-        candidate_top1=np.concatenate([c.candidate_top1 for c in parts]),
-        kl_is_lower_bound=any(c.kl_is_lower_bound for c in parts),
+        baseline_nll=join([one.baseline_nll for one in comparisons]),
+        candidate_nll=join([one.candidate_nll for one in comparisons]),
+        kl=join([one.kl for one in comparisons]),
+        baseline_top1=join([one.baseline_top1 for one in comparisons]),
+        candidate_top1=join([one.candidate_top1 for one in comparisons]),
+        kl_is_lower_bound=any(one.kl_is_lower_bound for one in comparisons),
     )
 
 

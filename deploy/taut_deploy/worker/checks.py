@@ -123,6 +123,30 @@ def check_own_format(checkpoint: Path, mode: str, extra: Sequence[str]) -> None:
                 )
 
 
+def check_tables(checkpoint: Path, platform: Platform, mode: str) -> None:
+    """Refuse quantised embeddings that vLLM does not serve by itself.
+
+    Args:
+        checkpoint: model directory.
+        platform: installed platform.
+        mode: value of ``TAUT_KERNELS``; with another than ``off`` our plugin serves them.
+
+    Raises:
+        WorkerError: on a CPU, or where the head is tied to them.
+    """
+    config = config_of(checkpoint)
+    groups = read_quantization(config).groups
+    if mode != "off" or not any("Embedding" in targets for targets, _ in groups):
+        return
+    tied = bool(config.get("tie_word_embeddings", False))
+    if tied or platform == "cpu":
+        why = "tied to its head" if tied else "which vLLM looks up on a GPU alone"
+        raise WorkerError(
+            f"--kernels off: {checkpoint} has quantised embeddings, {why}; leave it out, and "
+            "taut's plugin serves them"
+        )
+
+
 def check_int8(checkpoint: Path, platform: Platform, mode: str) -> None:
     """Refuse W8A8 without our kernels on a CPU where vLLM's int8 product is wrong.
 

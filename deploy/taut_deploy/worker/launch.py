@@ -13,6 +13,7 @@ from taut_deploy.worker.checks import (
     check_int8,
     check_kernels,
     check_own_format,
+    check_tables,
     installed_platform,
     verify_model,
 )
@@ -40,6 +41,7 @@ def exec_worker(spec: WorkerSpec) -> NoReturn:
     check_kernels(mode, os.environ)
     check_int8(spec.checkpoint, platform, mode)
     check_own_format(spec.checkpoint, mode, spec.extra)
+    check_tables(spec.checkpoint, platform, mode)
     for line in other_roundings(config_of(spec.checkpoint), platform):
         _say(line)
     measure_for_worker(spec, mode, platform, spec.tune_budget_s, 0, _say)

@@ -153,10 +153,7 @@ def _given_scale(sizes: Sizes, device: torch.device) -> tuple[Any, ...]:
 
 def _rope(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     T, D = sizes["M"], sizes["D"]
-    angles = torch.arange(_POSITIONS * (D // 2)).view(_POSITIONS, -1) * 1e-3
-    cache = torch.cat((angles.cos(), angles.sin()), dim=1).to(device, dtype)
-    generator = torch.Generator().manual_seed(T)
-    positions = torch.randint(0, _POSITIONS, (T,), generator=generator).to(device)
+    positions, cache = training_cases.positions_and_angles(sizes, dtype, device)
     q = _draw((T, sizes["Hq"], D), dtype, device)
     k = _draw((T, sizes["Hk"], D), dtype, device)
     return positions, q, k, cache, True

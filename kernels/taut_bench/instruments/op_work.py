@@ -24,7 +24,7 @@ from taut_bench.instruments.attention_work import (
 )
 from taut_bench.instruments.loss_work import LOSS_WORK
 from taut_bench.instruments.primitive_work import PRIMITIVE_WORK
-from taut_bench.instruments.training_work import TRAINING_WORK, rope_train_table
+from taut_bench.instruments.training_work import TRAINING_WORK, rope_table
 from taut_bench.instruments.work import Arguments, Work, nbytes
 
 _DYNAMIC_QUANT_FLOPS = 3
@@ -175,16 +175,11 @@ OP_WORK: dict[str, Callable[[Arguments], Work]] = {
 """Name in `torch.ops.taut` → its work from a call's arguments."""
 
 
-def _rope_table(call: Arguments) -> dict[int, int]:
-    row = call.cos_sin_cache.shape[1] * call.cos_sin_cache.element_size()
-    return {2 if call.k is None else 3: call.positions.shape[0] * row}
-
-
 OP_TABLES: dict[str, Callable[[Arguments], dict[int, int]]] = {
     "cache_write": cache_write_tables,
     "paged_decode": paged_decode_tables,
-    "rope": _rope_table,
-    "rope_apart": _rope_table,
-    "rope_train": rope_train_table,
+    "rope": rope_table,
+    "rope_apart": rope_table,
+    "rope_train": rope_table,
 }
 """Ops that look rows up → which of their tensors are tables, and the bytes of each they read."""

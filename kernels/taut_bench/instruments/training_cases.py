@@ -81,13 +81,21 @@ def packed(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     return _leaf((sizes["M"], 2 * sizes["N"]), dtype, device), bool(sizes["gpt_oss"])
 
 
-def heads_and_angles(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
-    """Draw positions [M], q and k [M, heads, D], leaves, and the table of angles."""
+def positions_and_angles(
+    sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Draw positions [M] and the table of angles of RoPE."""
     T, D = sizes["M"], sizes["D"]
     angles = torch.arange(_POSITIONS * (D // 2)).view(_POSITIONS, -1) * 1e-3
     cache = torch.cat((angles.cos(), angles.sin()), dim=1).to(device, dtype)
     generator = torch.Generator().manual_seed(T)
-    positions = torch.randint(0, _POSITIONS, (T,), generator=generator).to(device)
+    return torch.randint(0, _POSITIONS, (T,), generator=generator).to(device), cache
+
+
+def heads_and_angles(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """Draw positions [M], q and k [M, heads, D], leaves, and the table of angles."""
+    positions, cache = positions_and_angles(sizes, dtype, device)
+    T, D = sizes["M"], sizes["D"]
     q, k = (_leaf((T, sizes[heads], D), dtype, device) for heads in ("Hq", "Hk"))
     return positions, q, k, cache
 

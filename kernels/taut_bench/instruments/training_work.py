@@ -129,7 +129,7 @@ TRAINING_WORK: dict[str, Callable[[Arguments], Work]] = {
 """Name in `torch.ops.taut` → its work from a call's arguments."""
 
 
-def rope_train_table(call: Arguments) -> dict[int, int]:
+def rope_table(call: Arguments) -> dict[int, int]:
     """Return which of RoPE's tensors is a table, and the bytes of it that are read."""
     row = call.cos_sin_cache.shape[1] * call.cos_sin_cache.element_size()
     return {2 if call.k is None else 3: call.positions.shape[0] * row}

@@ -150,6 +150,15 @@ def max_error(actual: Tensor, gold: Tensor) -> float:
     return (actual.double() - gold).abs().max().item() if gold.numel() else 0.0
 
 
+def why_outside_budget(actual: Tensor, gold: Tensor, reference: Tensor) -> str | None:
+    """Return why :func:`assert_within_budget` would fail, or None."""
+    try:
+        assert_within_budget(actual, gold, reference)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 def assert_within_budget(
     actual: Tensor, gold: Tensor, reference: Tensor, cancelled: float = 0.0
 ) -> None:

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from taut_kernels.rowwise.chunk_jit import load_chunk, store_chunk, store_quantized
+from taut_kernels.rowwise.chunk_jit import (
+    load_chunk,
+    row_starts,
+    rows_of_program,
+    start_early,
+    store_chunk,
+    store_quantized,
+)
 from taut_kernels.rowwise.packed_jit import exp_or_zero, larger_magnitude, product, wide
 from taut_kernels.rowwise.row_quant import quantize, row_scale
 
 
 @triton.jit
 def load_gate_up(
-    x_rows,
-    offs,
-    mask_m,
-    START: tl.constexpr,
-    BLOCK: tl.constexpr,
-    N: tl.constexpr,
+    x_rows, offs, mask_m, START: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):
+):  # fmt: skip
     """Load gates and ups of columns START.. of the output, each [ROWS, BLOCK]."""
     if INTERLEAVED:
         pair_offs = tl.arange(0, 2 * BLOCK)
@@ -101,9 +102,7 @@ def silu_mul_kernel(
     PDL: tl.constexpr,
 ):
     """Pointwise: one program for a block of columns."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_early(PDL)
     BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     pid = tl.program_id(0)
     offs_m = pid // BLOCKS * ROWS + tl.arange(0, ROWS)
@@ -111,8 +110,7 @@ def silu_mul_kernel(
     start = pid % BLOCKS * BLOCK
     offs = tl.arange(0, BLOCK)
     EVEN: tl.constexpr = N % BLOCK == 0
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
-    y_rows = y_ptr + offs_m.to(tl.int64)[:, None] * N
+    x_rows, y_rows = row_starts(x_ptr, offs_m, stride_xm), row_starts(y_ptr, offs_m, N)
     if EVEN:
         x_start = 2 * start if INTERLEAVED else start
         gate, up = load_gate_up(x_rows + x_start, offs, mask_m, 0, BLOCK, N, INTERLEAVED)
@@ -147,15 +145,11 @@ def silu_mul_quant_kernel(
     PDL: tl.constexpr,
 ):
     """Arguments as :func:`silu_mul_kernel`; whole rows a program, held in registers."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_early(PDL)
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
+    offs_m, mask_m = rows_of_program(M, ROWS)
     offs = tl.arange(0, BLOCK)
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
-    y_rows = y_ptr + offs_m.to(tl.int64)[:, None] * N
+    x_rows, y_rows = row_starts(x_ptr, offs_m, stride_xm), row_starts(y_ptr, offs_m, N)
     gates = ()
     ups = ()
     for chunk in tl.static_range(CHUNKS):
@@ -173,30 +167,14 @@ def silu_mul_quant_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def silu_mul_quant_long_kernel(
-    x_ptr,
-    y_ptr,
-    scale_ptr,
-    M,
-    stride_xm,
-    alpha,
-    beta,
-    limit,
-    N: tl.constexpr,
-    OUT: tl.constexpr,
-    FORM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, y_ptr, scale_ptr, M, stride_xm, alpha, beta, limit, N: tl.constexpr, OUT: tl.constexpr,
+    FORM: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Arguments as :func:`silu_mul_quant_kernel`; a row is read a second time from L2."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
-    y_rows = y_ptr + offs_m.to(tl.int64)[:, None] * N
+    start_early(PDL)
+    offs_m, mask_m = rows_of_program(M, ROWS)
+    x_rows, y_rows = row_starts(x_ptr, offs_m, stride_xm), row_starts(y_ptr, offs_m, N)
     largest = tl.zeros((ROWS, BLOCK), dtype=x_ptr.dtype.element_ty)
     for start in range(0, N, BLOCK):
         gate, up = load_masked(x_rows, start, mask_m, N, BLOCK, INTERLEAVED)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from taut_kernels.activation.silu_mul_kernel import (
-    silu_mul_kernel,
-    silu_mul_quant_kernel,
-    silu_mul_quant_long_kernel,
-)
+from taut_kernels.activation import silu_mul_kernel as kernels
 from taut_kernels.launch import launcher as launching
 from taut_kernels.rowwise import tiles as tiles_fused
-from taut_kernels.rowwise.tile_options import next_power_of_2, prepare, tile_of
+from taut_kernels.rowwise.tile_options import block_of, prepare, tile_of
 from taut_kernels.rowwise.tiles import FusedTile
 
-_pointwise = launching.Launcher(silu_mul_kernel)
-_resident = launching.Launcher(silu_mul_quant_kernel)
-_long = launching.Launcher(silu_mul_quant_long_kernel)
+_pointwise = launching.Launcher(kernels.silu_mul_kernel)
+_resident = launching.Launcher(kernels.silu_mul_quant_kernel)
+_long = launching.Launcher(kernels.silu_mul_quant_long_kernel)
 
 
 def launch(
@@ -73,7 +70,7 @@ def _prepared(
     """Prepare a call with a given tile; None where there is nothing to do."""
     if M == 0 or N == 0:
         return None
-    block = min(tile.block, max(8, next_power_of_2(N)))
+    block = block_of(tile, N)
     programs = -(-M // tile.rows)
     if out in ("same", "static_fp8"):
         launcher = _pointwise
@@ -86,23 +83,11 @@ def _prepared(
 
 # Asked in every call: kept by everything the answer follows from.
 @lru_cache(maxsize=8192)
-def plan(
-    op: str,
-    early_tokens: int,
-    out: str,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    device: torch.device,
-    alpha: float,
-    beta: float,
-    limit: float | None,
-    interleaved: bool,
-) -> launching.Prepared | None:
+def plan(op: str, early_tokens: int, *call: Any) -> launching.Prepared | None:
     """Prepare a call of an op, by the tile the tables or their rule choose."""
+    out, M, N, *types, device, alpha, beta, limit, interleaved = call
     tile, activation = tile_of(op, N, M, device), _form(alpha, beta, limit)
-    return _prepared(tile, out, M, N, dtype, y_dtype, device, activation, interleaved)
+    return _prepared(tile, out, M, N, types[0], types[1], device, activation, interleaved)
 
 
 def run(

@@ -75,6 +75,15 @@ class LinearCrossEntropyLoss(_Loss):
 
 
 class _Divergence(_Loss):
+    """A divergence with fixed options.
+
+    Args:
+        options: the function's keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
+
+    Raises:
+        TypeError: an option the function does not have.
+    """
+
     _of_a_call = frozenset({"bias", "teacher_bias", "mask"})
 
     def forward(
@@ -94,26 +103,12 @@ class _Divergence(_Loss):
 
 
 class LinearKLLoss(_Divergence):
-    """:func:`.linear_kl.linear_kl` with fixed options.
-
-    Args:
-        options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
-
-    Raises:
-        TypeError: an option the function does not have.
-    """
+    """:func:`.linear_kl.linear_kl` with fixed options: those of :class:`_Divergence`."""
 
     _function = staticmethod(linear_kl)
 
 
 class LinearJSDLoss(_Divergence):
-    """:func:`.linear_jsd.linear_jsd` with fixed options.
-
-    Args:
-        options: its keyword arguments but ``bias``, ``teacher_bias`` and ``mask``.
-
-    Raises:
-        TypeError: an option the function does not have.
-    """
+    """:func:`.linear_jsd.linear_jsd` with fixed options: those of :class:`_Divergence`."""
 
     _function = staticmethod(linear_jsd)

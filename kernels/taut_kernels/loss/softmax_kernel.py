@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from taut_kernels.rowwise.chunk_jit import load_chunk, store_chunk
+from taut_kernels.rowwise.chunk_jit import load_chunk, row_starts, rows_of_program, store_chunk
 from taut_kernels.rowwise.opaque_jit import opaque
 
 
@@ -48,11 +48,9 @@ def softmax_kernel(
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
+    offs_m, mask_m = rows_of_program(M, ROWS)
     offs = tl.arange(0, BLOCK)
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
-    y_rows = y_ptr + offs_m.to(tl.int64)[:, None] * N
+    x_rows, y_rows = row_starts(x_ptr, offs_m, stride_xm), row_starts(y_ptr, offs_m, N)
     xs = ()
     for chunk in tl.static_range(CHUNKS):
         xs = xs + (_load_or_lowest(x_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
@@ -156,8 +154,7 @@ def softmax_backward_kernel(
 ):
     """Whole rows a program, held in registers."""
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
+    offs_m, mask_m = rows_of_program(M, ROWS)
     rows = offs_m.to(tl.int64)[:, None]
     offs = tl.arange(0, BLOCK)
     dys = ()

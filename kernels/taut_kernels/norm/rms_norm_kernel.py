@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from taut_kernels.rowwise.chunk_jit import load_chunk, load_sum, store_chunk
+from taut_kernels.rowwise.chunk_jit import (
+    load_rows,
+    load_sum,
+    rows_of_program,
+    start_early,
+    store_chunk,
+)
 from taut_kernels.rowwise.packed_jit import larger_magnitude, product, wide
 from taut_kernels.rowwise.row_quant import quantize, row_scale
 
@@ -84,25 +90,17 @@ def rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr = weight_ptr is not None
     HAS_RESIDUAL: tl.constexpr = residual_ptr is not None
     x_type: tl.constexpr = x_ptr.dtype.element_ty
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
+    offs_m, mask_m = rows_of_program(M, ROWS)
     rows = offs_m.to(tl.int64)[:, None]
     offs = tl.arange(0, BLOCK)
-    x_rows = x_ptr + rows * stride_xm
-    y_rows = y_ptr + rows * N
+    x_rows, y_rows = x_ptr + rows * stride_xm, y_ptr + rows * N
 
     # Every load is issued before the first sum waits for one.
-    xs = ()
-    residuals = ()
     weights = ()
-    for chunk in tl.static_range(CHUNKS):
-        xs = xs + (load_chunk(x_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
+    xs = load_rows(x_rows, offs, mask_m, CHUNKS, BLOCK, N)
     if HAS_RESIDUAL:
         residual_rows = residual_ptr + rows * stride_rm
-        for chunk in tl.static_range(CHUNKS):
-            residuals = residuals + (
-                load_chunk(residual_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),
-            )
+        residuals = load_rows(residual_rows, offs, mask_m, CHUNKS, BLOCK, N)
     if HAS_WEIGHT:
         for chunk in tl.static_range(CHUNKS):
             weights = weights + (load_weight(weight_ptr, offs, chunk * BLOCK, BLOCK, N),)
@@ -169,9 +167,7 @@ def rms_norm_long_kernel(
     PDL: tl.constexpr,
 ):
     """Arguments as :func:`rms_norm_kernel`; a row is read again from L2 for every pass."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_early(PDL)
     tl.static_assert(ROWS == 1)
     x_type: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from taut_kernels.launch import launcher as launching
 from taut_kernels.norm.rms_norm_kernel import rms_norm_kernel, rms_norm_long_kernel
-from taut_kernels.rowwise import tiles as tiles_fused
-from taut_kernels.rowwise.tile_options import next_power_of_2, prepare, tile_of
+from taut_kernels.rowwise.tile_options import prepare_rows, tile_of
 from taut_kernels.rowwise.tiles import FusedTile
 
-_resident = launching.Launcher(rms_norm_kernel)
-_long = launching.Launcher(rms_norm_long_kernel)
+_LAUNCHERS = (launching.Launcher(rms_norm_kernel), launching.Launcher(rms_norm_long_kernel))
 
 
 def launch(
@@ -40,7 +38,7 @@ def launch(
         y: [M, N], written.
         scale: [M, 1] written, one element read (``static_fp8``), or None (``same``).
     """
-    prepared = _prepared(tile, *call_of(out, x, weight, residual, y))
+    prepared = _prepared(tile, call_of(out, x, weight, residual, y))
     run(prepared, x, weight, residual, epsilon, y, scale)
 
 
@@ -56,25 +54,11 @@ def call_of(out: str, x: Tensor, weight: Tensor | None, residual: Tensor | None,
     return out, M, N, x.dtype, y.dtype, weight_dtype, residual is not None, x.device
 
 
-def _prepared(
-    tile: FusedTile,
-    out: str,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    adds: bool,
-    device: torch.device,
-) -> launching.Prepared | None:
-    """Prepare a call with a given tile; None where there is nothing to do."""
-    if M == 0 or N == 0:
-        return None
-    launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
-    block = min(tile.block, max(8, next_power_of_2(N)))
-    values = (N, out, tile.rows, block, tile.pdl)
+def _prepared(tile: FusedTile, call: tuple[Any, ...]) -> launching.Prepared | None:
+    """Prepare a call, of :func:`call_of`, with a given tile; None where there is nothing to do."""
+    out, M, N, dtype, y_dtype, weight_dtype, adds, device = call
     types = (dtype, y_dtype, weight_dtype, not adds)
-    return prepare(launcher, types, values, tile, -(-M // tile.rows), device)
+    return prepare_rows(_LAUNCHERS, tile, out, (M, N), types, device)
 
 
 # Asked in every call: kept by everything the answer follows from.
@@ -82,7 +66,7 @@ def _prepared(
 def plan(op: str, early_tokens: int, *call: Any) -> launching.Prepared | None:
     """Prepare a call of an op, by the tile the tables or their rule choose."""
     _, M, N, _, _, _, adds, device = call
-    return _prepared(tile_of(f"add_{op}" if adds else op, N, M, device), *call)
+    return _prepared(tile_of(f"add_{op}" if adds else op, N, M, device), call)
 
 
 def run(

@@ -10,7 +10,12 @@ import triton
 import triton.language as tl
 
 from taut_kernels.norm.rms_norm_kernel import load_weight, scaled
-from taut_kernels.rowwise.chunk_jit import load_chunk, load_sum, store_chunk
+from taut_kernels.rowwise.chunk_jit import (
+    load_rows,
+    load_sum,
+    rows_of_program,
+    store_chunk,
+)
 
 
 @triton.jit
@@ -49,24 +54,17 @@ def norm_kernel(
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
     HAS_RESIDUAL: tl.constexpr = residual_ptr is not None
     x_type: tl.constexpr = x_ptr.dtype.element_ty
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
+    offs_m, mask_m = rows_of_program(M, ROWS)
     rows = offs_m.to(tl.int64)[:, None]
     offs = tl.arange(0, BLOCK)
-    x_rows = x_ptr + rows * stride_xm
-    y_rows = y_ptr + rows * N
+    x_rows, y_rows = x_ptr + rows * stride_xm, y_ptr + rows * N
     # Every load is issued before the first sum waits for one.
-    xs = ()
-    residuals = ()
     weights = ()
-    for chunk in tl.static_range(CHUNKS):
-        xs = xs + (load_chunk(x_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
+    xs = load_rows(x_rows, offs, mask_m, CHUNKS, BLOCK, N)
     if HAS_RESIDUAL:
         residual_rows = residual_ptr + rows * stride_rm
         sum_rows = sum_ptr + rows * N
-        for chunk in tl.static_range(CHUNKS):
-            residual = load_chunk(residual_rows, offs, mask_m, chunk * BLOCK, BLOCK, N)
-            residuals = residuals + (residual,)
+        residuals = load_rows(residual_rows, offs, mask_m, CHUNKS, BLOCK, N)
     # LayerNorm's parameters come later: with both of them a long row does not fit into registers.
     if weight_ptr is not None and not CENTRED:
         for chunk in tl.static_range(CHUNKS):

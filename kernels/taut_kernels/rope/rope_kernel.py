@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from taut_kernels.rowwise.chunk_jit import start_early
 
 
 @triton.jit
@@ -80,11 +81,9 @@ def rope_kernel(
     PDL: tl.constexpr,
 ):
     """One program turns HEADS heads, all of q or all of k, of TOKENS tokens."""
-    if PDL:
-        # Nothing is touched before the wait: in place q and k are what the kernel in front wrote,
-        # and new memory may be what it still reads.
-        gdc_launch_dependents()
-        gdc_wait()
+    # Nothing is touched before the wait: in place q and k are what the kernel in front wrote, and
+    # new memory may be what it still reads.
+    start_early(PDL)
     Q_BLOCKS: tl.constexpr = (HQ + HEADS - 1) // HEADS
     BLOCKS: tl.constexpr = Q_BLOCKS + (HK + HEADS - 1) // HEADS
     pid = tl.program_id(0)
@@ -92,21 +91,15 @@ def rope_kernel(
     first = (pid // BLOCKS).to(tl.int64) * TOKENS
     heads = block * HEADS + tl.arange(0, HEADS)
     mask_h = heads < HQ
-    base = q_ptr
-    target = q_ptr if D == 0 else new_q_ptr
-    stride_t = stride_qt
-    stride_h = stride_qh
-    stride_nt = stride_nqt
+    base, target = q_ptr, q_ptr if D == 0 else new_q_ptr
+    stride_t, stride_h, stride_nt = stride_qt, stride_qh, stride_nqt
     # Two ifs: the outer one falls at compile time, and without k there is no k_ptr to name.
     if HK > 0:
         if block >= Q_BLOCKS:
             heads = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
             mask_h = heads < HK
-            base = k_ptr
-            target = k_ptr if D == 0 else new_k_ptr
-            stride_t = stride_kt
-            stride_h = stride_kh
-            stride_nt = stride_nkt
+            base, target = k_ptr, k_ptr if D == 0 else new_k_ptr
+            stride_t, stride_h, stride_nt = stride_kt, stride_kh, stride_nkt
     head_rows = base + heads.to(tl.int64)[:, None] * stride_h
     # As one value: in place both are the same addresses, computed once.
     new_rows = head_rows if D == 0 else target + heads.to(tl.int64)[:, None] * D

@@ -13,10 +13,7 @@ from taut_kernels.rope.rope_kernel import load_angles, load_pairs, store_pairs
 
 @triton.jit(do_not_specialize=["T"])
 def rope_train_kernel(
-    q_ptr,  # [T, HQ, D], a head's columns next to each other
-    k_ptr,  # [T, HK, D] or None
-    cache_ptr,  # [P, 2 * HALF], contiguous
-    positions_ptr,  # [T] int64
+    q_ptr, k_ptr, cache_ptr, positions_ptr,
     new_q_ptr,  # [T, HQ, D], contiguous
     new_k_ptr,  # [T, HK, D], contiguous, or None
     T,
@@ -33,29 +30,26 @@ def rope_train_kernel(
     NEOX: tl.constexpr,
     INVERSE: tl.constexpr,
     HEADS: tl.constexpr,
-):
-    """One program turns HEADS heads, all of q or all of k, of one token."""
+):  # fmt: skip
+    """Operands as of :func:`.rope_kernel`.
+
+    One program turns HEADS heads, all of q or all of k, of one token.
+    """
     Q_BLOCKS: tl.constexpr = (HQ + HEADS - 1) // HEADS
     BLOCKS: tl.constexpr = Q_BLOCKS + (HK + HEADS - 1) // HEADS
     block = tl.program_id(0) % BLOCKS
     token = (tl.program_id(0) // BLOCKS).to(tl.int64)
     heads = block * HEADS + tl.arange(0, HEADS)
     mask_h = heads < HQ
-    source = q_ptr
-    target = new_q_ptr
-    stride_t = stride_qt
-    stride_h = stride_qh
-    stride_new = token * HQ * D
+    source, target = q_ptr, new_q_ptr
+    stride_t, stride_h, stride_new = stride_qt, stride_qh, token * HQ * D
     # Two ifs: the outer one falls at compile time, and without k there is no k_ptr to name.
     if HK > 0:
         if block >= Q_BLOCKS:
             heads = (block - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
             mask_h = heads < HK
-            source = k_ptr
-            target = new_k_ptr
-            stride_t = stride_kt
-            stride_h = stride_kh
-            stride_new = token * HK * D
+            source, target = k_ptr, new_k_ptr
+            stride_t, stride_h, stride_new = stride_kt, stride_kh, token * HK * D
     rows = source + token * stride_t + heads.to(tl.int64)[:, None] * stride_h
     new_rows = target + stride_new + heads[:, None] * D
     # The position first, the angles last: they wait for it.

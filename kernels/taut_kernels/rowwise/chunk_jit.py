@@ -4,8 +4,30 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from taut_kernels.rowwise.row_quant import quantize, row_scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def start_early(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel start, then wait for the one in front, where both start early."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rows_of_program(M, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the places of a program's rows [ROWS], and which of them there are."""
+    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    return offs_m, offs_m < M
+
+
+@triton.jit
+def row_starts(ptr, offs_m, stride):  # type: ignore[no-untyped-def]
+    """Return pointers to the starts of rows, [ROWS, 1]."""
+    return ptr + offs_m.to(tl.int64)[:, None] * stride
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -20,6 +42,17 @@ def load_chunk(row_ptrs, offs, mask_m, START: tl.constexpr, BLOCK: tl.constexpr,
         # A single row always exists: no mask, so that the load is not predicated.
         chunk = tl.load(ptrs)
     return chunk
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_rows(  # type: ignore[no-untyped-def]
+    row_ptrs, offs, mask_m, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr
+):
+    """Load whole rows in CHUNKS steps of [ROWS, BLOCK]; returns a tuple of them."""
+    chunks = ()
+    for chunk in tl.static_range(CHUNKS):
+        chunks = chunks + (load_chunk(row_ptrs, offs, mask_m, chunk * BLOCK, BLOCK, N),)  # type: ignore[assignment]  # noqa: RUF005
+    return chunks
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -19,6 +19,7 @@ Limits    N ≤ 262144; forward only; sm_80 and later, fp8 sm_89 and later
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,16 +28,14 @@ from taut_kernels.launch import early_start
 from taut_kernels.launch import launcher as launching
 from taut_kernels.launch.op_registration import register_op
 from taut_kernels.rowwise import row_quant as definition
-from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.quantize_kernel import row_quant_kernel, row_quant_long_kernel
 from taut_kernels.rowwise.rows import as_rows
-from taut_kernels.rowwise.tile_options import next_power_of_2, prepare, tile_of
+from taut_kernels.rowwise.tile_options import prepare_rows, tile_of
 from taut_kernels.rowwise.tiles import FusedTile
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_N = 262144
-_resident = launching.Launcher(row_quant_kernel)
-_long = launching.Launcher(row_quant_long_kernel)
+_LAUNCHERS = (launching.Launcher(row_quant_kernel), launching.Launcher(row_quant_long_kernel))
 
 
 def launch(tile: FusedTile, out: str, x: Tensor, y: Tensor, scales: Tensor) -> None:
@@ -49,41 +48,22 @@ def launch(tile: FusedTile, out: str, x: Tensor, y: Tensor, scales: Tensor) -> N
         y: [M, N], written.
         scales: [M, 1], written.
     """
-    M, N = y.shape
-    _run(_prepared(tile, out, M, N, x.dtype, y.dtype, x.device), x, y, scales)
+    _run(_prepared(tile, out, *y.shape, x.dtype, y.dtype, x.device), x, y, scales)
 
 
 def _prepared(
-    tile: FusedTile,
-    out: str,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    device: torch.device,
+    tile: FusedTile, out: str, M: int, N: int, *types_and_device: Any
 ) -> launching.Prepared | None:
-    """Prepare a call with a given tile; None where there is nothing to do."""
-    if M == 0 or N == 0:
-        return None
-    launcher = _resident if N <= tiles_fused.RESIDENT_LIMIT else _long
-    block = min(tile.block, max(8, next_power_of_2(N)))
-    values = (N, out, tile.rows, block, tile.pdl)
-    return prepare(launcher, (dtype, y_dtype), values, tile, -(-M // tile.rows), device)
+    *types, device = types_and_device
+    return prepare_rows(_LAUNCHERS, tile, out, (M, N), tuple(types), device)
 
 
 # Asked in every call: kept by everything the answer follows from.
 @lru_cache(maxsize=8192)
-def _plan(
-    early_tokens: int,
-    M: int,
-    N: int,
-    dtype: torch.dtype,
-    y_dtype: torch.dtype,
-    device: torch.device,
-) -> launching.Prepared | None:
+def _plan(early_tokens: int, *call: Any) -> launching.Prepared | None:
     """Prepare a call of the op, by the tile the tables or their rule choose."""
-    tile = tile_of("row_quant", N, M, device)
-    return _prepared(tile, definition.OUT[y_dtype], M, N, dtype, y_dtype, device)
+    M, N, _, y_dtype, device = call
+    return _prepared(tile_of("row_quant", N, M, device), definition.OUT[y_dtype], *call)
 
 
 def _run(prepared: launching.Prepared | None, x: Tensor, y: Tensor, scales: Tensor) -> None:

@@ -1,15 +1,20 @@
 """Jit functions of :mod:`.op`."""
 
-# ruff: noqa: RUF005 (Triton's front end adds tuples and does not unpack them)
+
 # mypy: disable-error-code="assignment,no-untyped-def,untyped-decorator,var-annotated"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from taut_kernels.rowwise.chunk_jit import load_chunk, store_quantized
+from taut_kernels.rowwise.chunk_jit import (
+    load_rows,
+    row_starts,
+    rows_of_program,
+    start_early,
+    store_quantized,
+)
 from taut_kernels.rowwise.packed_jit import larger_magnitude
 from taut_kernels.rowwise.row_quant import quantize, row_scale
 
@@ -28,18 +33,12 @@ def row_quant_kernel(
     PDL: tl.constexpr,
 ):
     """Whole rows a program, held in registers as they are stored."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_early(PDL)
     CHUNKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    offs_m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask_m = offs_m < M
+    offs_m, mask_m = rows_of_program(M, ROWS)
     offs = tl.arange(0, BLOCK)
-    x_rows = x_ptr + offs_m.to(tl.int64)[:, None] * stride_xm
-    y_rows = y_ptr + offs_m.to(tl.int64)[:, None] * N
-    xs = ()
-    for chunk in tl.static_range(CHUNKS):
-        xs = xs + (load_chunk(x_rows, offs, mask_m, chunk * BLOCK, BLOCK, N),)
+    x_rows, y_rows = row_starts(x_ptr, offs_m, stride_xm), row_starts(y_ptr, offs_m, N)
+    xs = load_rows(x_rows, offs, mask_m, CHUNKS, BLOCK, N)
     largest = tl.zeros((ROWS, BLOCK), dtype=x_ptr.dtype.element_ty)
     for chunk in tl.static_range(CHUNKS):
         largest = larger_magnitude(largest, xs[chunk])
@@ -60,9 +59,7 @@ def row_quant_long_kernel(
     PDL: tl.constexpr,
 ):
     """Arguments as :func:`row_quant_kernel`; a row is read a second time from L2."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    start_early(PDL)
     tl.static_assert(ROWS == 1)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)

@@ -70,6 +70,37 @@ def prepare(
     )
 
 
+def block_of(tile: FusedTile, N: int) -> int:
+    """Return the columns a step of a row of N columns takes; no more than a short row has."""
+    return min(tile.block, max(8, next_power_of_2(N)))
+
+
+def prepare_rows(
+    launchers: tuple[launching.Launcher, launching.Launcher],
+    tile: FusedTile,
+    out: str,
+    sizes: tuple[int, int],
+    types: tuple[Any, ...],
+    device: torch.device,
+) -> launching.Prepared | None:
+    """Prepare a kernel over whole rows with a given tile; None where there is nothing to do.
+
+    Args:
+        launchers: of the kernel that holds a row in registers, and of that for longer rows.
+        tile: how to cut the work.
+        out: ``same``, ``fp8``, ``int8`` or ``static_fp8``.
+        sizes: M and N.
+        types: as of :func:`prepare`.
+        device: likewise.
+    """
+    M, N = sizes
+    if M == 0 or N == 0:
+        return None
+    launcher = launchers[N > tiles_fused.RESIDENT_LIMIT]
+    values = (N, out, tile.rows, block_of(tile, N), tile.pdl)
+    return prepare(launcher, types, values, tile, -(-M // tile.rows), device)
+
+
 def last_arguments(kernel: Any, values: tuple[Any, ...]) -> dict[str, Any]:
     """Name a kernel's constants, its last arguments.
 

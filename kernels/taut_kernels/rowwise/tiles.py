@@ -32,6 +32,21 @@ _FEW_ROWS = 264
 """Rows with a program each that run at once, two a multiprocessor of the largest Hopper."""
 
 
+def check_cut(rows: int, block: int, num_warps: int, registers: int) -> None:
+    """Check what all row-wise tiles have.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+    for field, value in (("rows", rows), ("block", block)):
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"{field} must be a power of two, got {value}")
+    if num_warps not in (1, 2, 4, 8, 16, 32):
+        raise ValueError(f"num_warps must be 1, 2, 4, 8, 16 or 32, got {num_warps}")
+    if registers and not 32 <= registers <= 255:
+        raise ValueError(f"registers must be 0 or lie in 32..255, got {registers}")
+
+
 @dataclass(frozen=True, slots=True)
 class FusedTile:
     """One way to cut the work of a row-wise kernel.
@@ -60,14 +75,7 @@ class FusedTile:
         return f"{self.rows}x{self.block}/{self.num_warps}w{cap}{'/pdl' if self.pdl else ''}"
 
     def __post_init__(self) -> None:
-        for field in ("rows", "block"):
-            value = getattr(self, field)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{field} must be a power of two, got {value}")
-        if self.num_warps not in (1, 2, 4, 8, 16, 32):
-            raise ValueError(f"num_warps must be 1, 2, 4, 8, 16 or 32, got {self.num_warps}")
-        if self.registers and not 32 <= self.registers <= 255:
-            raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
+        check_cut(self.rows, self.block, self.num_warps, self.registers)
 
 
 def _entry(row: Row) -> tuple[tuple[str, int], FusedTile]:

@@ -15,7 +15,7 @@ import torch
 from taut_kernels.launch import launcher
 from taut_kernels.rowwise import tiles as tiles_fused
 from taut_kernels.rowwise.tile_options import next_power_of_2
-from taut_kernels.rowwise.tiles import FusedTile
+from taut_kernels.rowwise.tiles import FusedTile, check_cut
 
 RESIDENT_LIMIT = 32768
 """Columns of the longest row that forward kernels, and RMSNorm's backward, take in one walk."""
@@ -60,18 +60,11 @@ class TrainingTile:
         return f"{self.rows}x{self.block}/{self.num_warps}w{marks}{flags}"
 
     def __post_init__(self) -> None:
-        for field in ("rows", "block"):
-            value = getattr(self, field)
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"{field} must be a power of two, got {value}")
-        if self.num_warps not in (1, 2, 4, 8, 16, 32):
-            raise ValueError(f"num_warps must be 1, 2, 4, 8, 16 or 32, got {self.num_warps}")
+        check_cut(self.rows, self.block, self.num_warps, self.registers)
         if not 1 <= self.stages <= 8:
             raise ValueError(f"stages must lie in 1..8, got {self.stages}")
         if not 0 <= self.per_sm <= 32:
             raise ValueError(f"per_sm must lie in 0..32, got {self.per_sm}")
-        if self.registers and not 32 <= self.registers <= 255:
-            raise ValueError(f"registers must be 0 or lie in 32..255, got {self.registers}")
 
     def options(self) -> dict[str, Any]:
         """Return what the launchers pass to the compiler; products and sums may be fused."""
@@ -92,8 +85,11 @@ def programs(tile: TrainingTile, pieces: int, device: torch.device) -> int:
     return max(1, min(tile.per_sm * launcher.multiprocessors(device), pieces))
 
 
-def _short_rows(width: int, M: int, elements: int) -> TrainingTile:
-    """Several short rows a program, once there are enough of them to fill the card."""
+def _up_to_4096(N: int, M: int, elements: int) -> TrainingTile:
+    """Several short rows a program, once there are enough of them to fill the card; else one."""
+    width = max(8, next_power_of_2(N))
+    if width > 1024:
+        return TrainingTile(1, 1024, 4)
     rows = max(1, min(elements // width, 16, 1 << max(0, (M // 264).bit_length() - 1)))
     return TrainingTile(rows, width, 4 if rows * width >= 1024 else 1)
 
@@ -120,11 +116,8 @@ def softmax(N: int, M: int, element_size: int) -> TrainingTile:
         M: rows.
         element_size: bytes.
     """
-    width = max(8, next_power_of_2(N))
-    if width <= 1024:
-        return _short_rows(width, M, 2048)
     if N <= 4096:
-        return TrainingTile(1, 1024, 4)
+        return _up_to_4096(N, M, 2048)
     halves = element_size == 2
     if halves and 8192 < N <= 16384:
         return TrainingTile(1, 4096, 8)
@@ -144,16 +137,10 @@ def softmax_backward(N: int, M: int, element_size: int) -> TrainingTile:
     8192 bf16 rows of 16384 columns, in the same sweep: 185.6 µs (tile before 194.2). 16 warps
     are as fast, but two programs a multiprocessor under Triton 3.6 alone: 3.9 takes 82 registers.
 
-    Args:
-        N: columns.
-        M: rows.
-        element_size: bytes.
+    Arguments as of :func:`softmax`.
     """
-    width = max(8, next_power_of_2(N))
-    if width <= 1024:
-        return _short_rows(width, M, 1024)
     if N <= 4096:
-        return TrainingTile(1, 1024, 4)
+        return _up_to_4096(N, M, 1024)
     if N <= 8192:
         return TrainingTile(1, 2048, 8)
     if N <= 16384 and element_size == 2:

@@ -22,6 +22,7 @@ from taut_kernels.vllm_plugin import (
     scaled_mm,
     selection,
     taut_format,
+    token_tables,
 )
 from taut_kernels.vllm_plugin.amx import allow_amx
 from taut_kernels.vllm_plugin.linear import TautW4A16LinearKernel, refusal, remark
@@ -88,6 +89,7 @@ def install(mode: str) -> None:
     of_blocks = block_scaled_mm.TautFp8BlockScaledMMLinearKernel
     compat.insert_scaled_mm_first(of_blocks, kernel_selection, "FP8_BLOCK")
     taut_format.install()
+    token_tables.install()
     if current_platform.is_cpu():
         _replace_wrong_int8()
 

@@ -110,7 +110,9 @@ class SseReframer:
         if self._rest:
             data = self._rest + data
             self._rest = b""
-        end = len(data) if data[-2:] == b"\n\n" else _end_of_events(data)
+        if data.endswith(b"\n\n"):
+            return self._account(data)
+        end = _end_of_events(data)
         if end < len(data):
             data, self._rest = data[:end], data[end:]
             if len(self._rest) > MAX_EVENT_BYTES:
@@ -162,7 +164,7 @@ def _count_data(events: bytes) -> int:
     """Count the events that carry data; a comment or a retry hint does not."""
     if b"\r" in events:
         return sum(_DATA_LINE.search(event) is not None for event in BLANK_LINE.split(events))
-    if events[:5] == b"data:" and events[-2:] == b"\n\n":
+    if events.startswith(b"data:") and events.endswith(b"\n\n"):
         # As most do, each may begin with its data.
         count = events.count(b"\n\n")
         if count == 1 or events.count(b"\n\ndata:") == count - 1:

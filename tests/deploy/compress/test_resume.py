@@ -31,13 +31,16 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory):
-    """``model/``, ``w8a8.yaml``, ``w4a16.yaml`` and ``learned.yaml``."""
+    """``model/``, ``w8a8.yaml``, ``w4a16.yaml``, ``learned.yaml`` and ``tables.yaml``."""
     path = tmp_path_factory.mktemp("room")
     write_llama(path / "model", layers=3)
     text = write_calibration_text(path / "text.txt")
     write_recipe(path / "w8a8.yaml", w8a8_data(text))
     write_recipe(path / "w4a16.yaml", recipe_data(text, symmetric=False))
     write_recipe(path / "learned.yaml", recipe_data(text, algorithm="round", steps=8))
+    tables = {"embeddings": {"bits": 8}, "head": {"bits": 4, "group_size": 32}}
+    learned = recipe_data(text, algorithm="round", steps=2)
+    write_recipe(path / "tables.yaml", learned | tables)
     return path
 
 
@@ -94,6 +97,17 @@ def test_killed_while_the_original_models_own_stream_is_carried_along(room, tmp_
     assert_all_equal(found["outputs"])
     taken = json.loads((Path(found["outputs"][0]) / "taut.json").read_text())
     assert {layer["method"] for layer in taken["layers"]} == {"gptq+round"}
+
+
+def test_killed_while_embeddings_and_head_are_rounded(room, tmp_path):
+    found = kill(room, "tables.yaml", tmp_path, "steps", "4")
+    assert {hit.split(": ")[1] for hit in found["hits"]} >= {"1 blocks done", "sealed"}
+    assert_all_equal(found["outputs"])
+    taken = json.loads((Path(found["outputs"][0]) / "taut.json").read_text())
+    assert [(table["name"], table["bits"]) for table in taken["recipe"]["tables"]] == [
+        ("embeddings", 8),
+        ("head", 4),
+    ]
 
 
 def test_killed_through_the_command_line(room, tmp_path):

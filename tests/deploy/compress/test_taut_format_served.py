@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,12 +22,6 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "kernels" / "plugin" / "serve_tiny_llama.py"
-SERVING = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONSAFEPATH": "1",
-}
 PROMPTS = [[2, 3, 5, 7, 11, 13], list(range(20, 60)), [41]]
 STAGES = {
     "LOWRANK": {"method": "factorize", "rank_budget": 0.7},
@@ -68,15 +59,12 @@ def compressed(room):
     return make
 
 
-def serve(directory, **environment):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), str(directory), json.dumps(PROMPTS)],
-        env={**os.environ, **SERVING, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+@pytest.fixture
+def serve(run_with_vllm):
+    def serve(directory, **environment):
+        return run_with_vllm(str(SCRIPT), str(directory), json.dumps(PROMPTS), env=environment)
+
+    return serve
 
 
 def answers_of(done):
@@ -102,7 +90,7 @@ def scatter(model, answers):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("scheme", STAGES)
-def test_vllm_answers_as_transformers_does(scheme, room, compressed, tmp_path):
+def test_vllm_answers_as_transformers_does(scheme, room, compressed, serve, tmp_path):
     directory = compressed(scheme)
     report = tmp_path / "record.json"
     done = serve(directory, TAUT_KERNELS="prefer", TAUT_KERNELS_REPORT=str(report))
@@ -124,7 +112,7 @@ def test_vllm_answers_as_transformers_does(scheme, room, compressed, tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_layers_that_are_joined_on_disk_are_one_part(room, tmp_path, monkeypatch):
+def test_layers_that_are_joined_on_disk_are_one_part(room, serve, tmp_path, monkeypatch):
     wide = {"hidden_size": 128, "intermediate_size": 256}
     monkeypatch.setitem(FAMILIES, "wide", ("phi3", {**FAMILIES["phi3"][1], **wide}))
     model = write_family(tmp_path / "model", "wide")
@@ -138,7 +126,7 @@ def test_layers_that_are_joined_on_disk_are_one_part(room, tmp_path, monkeypatch
 
 
 @pytest.mark.timeout(900)
-def test_vllm_refuses_a_checkpoint_without_a_described_tensor(compressed, tmp_path):
+def test_vllm_refuses_a_checkpoint_without_a_described_tensor(compressed, serve, tmp_path):
     from safetensors.torch import load_file, save_file
 
     source = compressed("LOWRANK")

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,31 +40,21 @@ SERVED_BY = {
 }
 
 
-def read(*arguments: str):
-    script = Path(__file__).with_name("read_in_vllm.py")
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(script.parent),
-            "VLLM_PLUGINS": "",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_CI_ENV": "1",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("READ ")]
-    # vLLM's end aborts now and then; the answer is written before it.
-    assert done.returncode in (0, -signal.SIGABRT) and lines, (done.stdout + done.stderr)[-4000:]
-    return json.loads(lines[-1].removeprefix("READ "))
+@pytest.fixture
+def read(run_with_vllm):
+    def read(*arguments):
+        script = Path(__file__).with_name("read_in_vllm.py")
+        asked = {"VLLM_PLUGINS": "", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        env = {**asked, "PYTHONPATH": str(script.parent)}
+        done = run_with_vllm(str(script), *arguments, env=env)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("READ "))
+        return json.loads(line.removeprefix("READ "))
+
+    return read
 
 
-def test_every_scheme_is_served_by_the_class_that_is_meant():
+def test_every_scheme_is_served_by_the_class_that_is_meant(read):
     assert SERVED_BY.keys() == SCHEMES.keys()
     configs = {}
     for name, rules in SCHEMES.items():
@@ -78,7 +64,7 @@ def test_every_scheme_is_served_by_the_class_that_is_meant():
     assert read("schemes", json.dumps(configs)) == SERVED_BY
 
 
-def test_every_layers_cache_is_fp8_and_has_its_scales(tmp_path):
+def test_every_layers_cache_is_fp8_and_has_its_scales(read, tmp_path):
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("vLLM's FP8 cache needs AVX-512 on a CPU")
     # Heads of 32, the least vLLM's attention has on a CPU.

@@ -230,7 +230,7 @@ print("RESULT ok")
 
 @needs_vllm
 @pytest.mark.vllm
-def test_kernel_prepares_and_runs_layers_as_vllm_hands_them(run_python: Any) -> None:
-    process = run_python("-c", KERNEL)
+def test_kernel_prepares_and_runs_layers_as_vllm_hands_them(run_with_vllm: Any) -> None:
+    process = run_with_vllm("-c", KERNEL)
     assert process.returncode == 0, process.stderr[-2000:]
     assert "RESULT ok" in process.stdout

@@ -74,10 +74,10 @@ def test_summary_is_one_line() -> None:
 
 
 @pytest.fixture(scope="module")
-def answer(run_python: Any) -> dict[str, Any]:
+def answer(run_with_vllm: Any) -> dict[str, Any]:
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    process = run_python(str(SCRIPT))
+    process = run_with_vllm(str(SCRIPT))
     assert process.returncode == 0, process.stderr[-3000:]
     line = next(line for line in process.stdout.splitlines() if line.startswith("ANSWER "))
     found: dict[str, Any] = json.loads(line.removeprefix("ANSWER "))

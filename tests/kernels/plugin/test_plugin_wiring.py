@@ -349,8 +349,8 @@ print("RESULT " + json.dumps([names, hooked]))
 """
 
 
-def _registered(run_python: Any, env: dict[str, str], again: str = "") -> tuple[Any, bool]:
-    process = run_python("-c", REGISTER.format(again=again), env=env)
+def _registered(run_with_vllm: Any, env: dict[str, str], again: str = "") -> tuple[Any, bool]:
+    process = run_with_vllm("-c", REGISTER.format(again=again), env=env)
     assert process.returncode == 0, process.stderr[-2000:]
     (line,) = (text for text in process.stdout.splitlines() if text.startswith("RESULT "))
     names, hooked = json.loads(line.removeprefix("RESULT "))
@@ -359,8 +359,8 @@ def _registered(run_python: Any, env: dict[str, str], again: str = "") -> tuple[
 
 @needs_vllm
 @pytest.mark.vllm
-def test_vllm_loads_the_entry_point_and_register_is_idempotent(run_python: Any) -> None:
-    names, hooked = _registered(run_python, {}, again="register(); register()")
+def test_vllm_loads_the_entry_point_and_register_is_idempotent(run_with_vllm: Any) -> None:
+    names, hooked = _registered(run_with_vllm, {}, again="register(); register()")
     for platform in ("CUDA", "CPU"):
         assert names[platform][0] == "TautW4A16LinearKernel"
         assert names[platform].count("TautW4A16LinearKernel") == 1
@@ -371,8 +371,10 @@ def test_vllm_loads_the_entry_point_and_register_is_idempotent(run_python: Any) 
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.parametrize("env", [{"VLLM_PLUGINS": "nope"}, {"TAUT_KERNELS": "off"}])
-def test_nothing_is_registered_where_excluded_or_off(env: dict[str, str], run_python: Any) -> None:
-    names, hooked = _registered(run_python, env)
+def test_nothing_is_registered_where_excluded_or_off(
+    env: dict[str, str], run_with_vllm: Any
+) -> None:
+    names, hooked = _registered(run_with_vllm, env)
     assert "TautW4A16LinearKernel" not in str(names)
     assert not hooked
 
@@ -413,8 +415,8 @@ print("RESULT ok")
 
 @needs_vllm
 @pytest.mark.vllm
-def test_linear_kernel_refuses_what_it_must(run_python: Any) -> None:
-    assert_ok(run_python("-c", KERNEL))
+def test_linear_kernel_refuses_what_it_must(run_with_vllm: Any) -> None:
+    assert_ok(run_with_vllm("-c", KERNEL))
 
 
 ON_A_CARD = """
@@ -478,8 +480,8 @@ print("RESULT ok")
 
 @needs_vllm
 @pytest.mark.vllm
-def test_a_layer_is_laid_out_for_a_card(run_python: Any) -> None:
-    assert_ok(run_python("-c", ON_A_CARD, "cpu", env={"TAUT_KERNELS": "require"}))
+def test_a_layer_is_laid_out_for_a_card(run_with_vllm: Any) -> None:
+    assert_ok(run_with_vllm("-c", ON_A_CARD, "cpu", env={"TAUT_KERNELS": "require"}))
 
 
 @needs_vllm
@@ -600,10 +602,10 @@ print("RESULT ok")
 @pytest.mark.vllm
 @pytest.mark.parametrize("form", ["gptq", "awq"])
 def test_a_layer_of_another_format_as_vllm_loads_it_is_ours_and_right(
-    form: str, run_python: Any
+    form: str, run_with_vllm: Any
 ) -> None:
     arguments = ("-c", FROM_DISK, form, "cpu", "bfloat16", "float16")
-    process = run_python(*arguments, env={"TAUT_KERNELS": "require"})
+    process = run_with_vllm(*arguments, env={"TAUT_KERNELS": "require"})
     assert_ok(process)
 
 

@@ -1,6 +1,6 @@
 """``quantization_config`` of a checkpoint, and the words its manifest has for it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationStatus
@@ -18,6 +18,7 @@ def quantization_config(
     ignore: list[str],
     kv_cache: QuantizationArgs | None = None,
     stored_name: Callable[[str], str] = str,
+    tables: Sequence[tuple[WeightFormat, list[str]]] = (),
 ) -> dict[str, Any] | None:
     """The ``quantization_config`` entry of config.json; None where nothing is quantised.
 
@@ -28,6 +29,7 @@ def quantization_config(
         kv_cache: how keys and values are kept; None for the model's own type.
         stored_name: from a layer's full name to what its tensors are stored under, where readers
             of taut's own method look them up.
+        tables: formats and targets of embeddings and head, where they are not dense.
     """
     ours = {name: one for name, one in formats.items() if isinstance(one, TautFormat)}
     if ours:
@@ -37,25 +39,30 @@ def quantization_config(
             {stored_name(name): one.describe(*shapes[name]) for name, one in ours.items()}
         )
     theirs = {name: one for name, one in formats.items() if isinstance(one, WeightFormat)}
-    if not theirs and kv_cache is None:
+    if not theirs and kv_cache is None and not tables:
         return None
-    return _compressed_tensors(theirs, ignore, kv_cache)
+    return _compressed_tensors(theirs, ignore, kv_cache, tables)
 
 
 def _compressed_tensors(
-    formats: Mapping[str, WeightFormat], ignore: list[str], kv_cache: QuantizationArgs | None
+    formats: Mapping[str, WeightFormat],
+    ignore: list[str],
+    kv_cache: QuantizationArgs | None,
+    tables: Sequence[tuple[WeightFormat, list[str]]],
 ) -> dict[str, Any]:
     """The library's own entry.
 
     One format is one group over all linear layers; several are groups that name their layers.
+    Readers ask for names before classes, so that a head of another format has its own.
     """
     members: dict[WeightFormat, list[str]] = {}
     for name, layer_format in formats.items():
         members.setdefault(layer_format, []).append(name)
     single = len(members) == 1
+    targets = [(one, ["Linear"] if single else names) for one, names in members.items()]
     groups = {
-        f"group_{index}": layer_format.scheme(["Linear"] if single else names)
-        for index, (layer_format, names) in enumerate(members.items())
+        f"group_{index}": layer_format.scheme(names)
+        for index, (layer_format, names) in enumerate([*targets, *tables])
     }
     layouts = {str(group.format) for group in groups.values()}
     config = QuantizationConfig(

@@ -132,11 +132,20 @@ def dividing_group_size(
     """
     if not isinstance(asked, int):
         return None
-    for group in _GROUP_SIZES:
-        if group <= asked and all(k % group == 0 for k in input_sizes):
-            return group
+    if (group := largest_dividing(asked, input_sizes)) is not None:
+        return group
     sizes = ", ".join(str(k) for k in sorted(set(input_sizes)))
     raise RecipeError(
         f"stages.{method}.group_size: none of 128, 64, 32 up to {asked} divides "
         f"every layer input ({sizes}); put the odd layers into 'ignore'"
     )
+
+
+def largest_dividing(asked: int, input_sizes: Collection[int]) -> int | None:
+    """The largest allowed group size up to ``asked`` that divides every K; None if none does."""
+    fitting = (
+        group
+        for group in _GROUP_SIZES
+        if group <= asked and all(k % group == 0 for k in input_sizes)
+    )
+    return next(fitting, None)

@@ -12,6 +12,7 @@ from taut_deploy.compress.mixed.scores import Scoring, Unit
 from taut_deploy.compress.plan import shapes_of
 from taut_deploy.compress.source.decoder import DecoderBlock
 from taut_deploy.compress.source.stream import StreamedModel
+from taut_deploy.compress.tables import tables_of
 from taut_deploy.compress.workspace import Workspace
 from taut_deploy.recipe import Mixed, Recipe
 
@@ -86,4 +87,8 @@ def mixing_of(
     units = units_of(stage, recipe, shapes, dtype)
     dense = sum(shapes[name][0] * shapes[name][1] for unit in units for name in unit.layers)
     whole = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    return Mixing(recipe, stage, stream, shapes, units, whole - dense * dtype.itemsize)
+    saved = sum(
+        table.bytes_before - table.bytes for table in tables_of(stream.model, recipe, dtype)
+    )
+    other = whole - dense * dtype.itemsize - saved
+    return Mixing(recipe, stage, stream, shapes, units, other)

@@ -63,6 +63,11 @@ def layer_schemes(model: nn.Module, entry: dict[str, Any]) -> Iterator[tuple[str
         raise ModelError(f"config.json: quantization_config: {reason}") from error
     for scheme in config.config_groups.values():
         for name, module in match_named_modules(model, scheme.targets, config.ignore):
+            if isinstance(module, nn.Embedding):
+                raise ModelError(
+                    f"{name}: embeddings of {scheme.weights.num_bits} bits cannot be trained; "
+                    "distil a checkpoint whose embeddings are dense"
+                )
             if scheme.weights is not None:
                 yield (
                     name,

@@ -18,11 +18,11 @@ Source    oneDNN developer guide, "Int8 Inference: nuances of int8 computations"
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from taut_kernels.gemm.scaled_mm.operands import fake_product
 from taut_kernels.launch.op_registration import register_op
 
 OP = "int8_gemm_cpu"
@@ -84,12 +84,8 @@ def int8_gemm_cpu_ref(
     return (y if bias is None else y.add_(bias)).to(out_dtype)
 
 
-def _fake(x_q: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return x_q.new_empty((x_q.shape[0], weight.shape[0]), dtype=rest[-1])
-
-
 _SCHEMA = (
     f"taut::{OP}(Tensor x_q, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp, "
     "Tensor? bias, ScalarType out_dtype) -> Tensor"
 )
-register_op(_SCHEMA, int8_gemm_cpu_ref, None, _fake)
+register_op(_SCHEMA, int8_gemm_cpu_ref, None, fake_product)

@@ -31,6 +31,7 @@ from torch import Tensor
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import operands
 from taut_kernels.gemm.scaled_mm.dispatch import launch, launch_block, make_arrivals
+from taut_kernels.gemm.scaled_mm.operands import fake_product
 from taut_kernels.gemm.scaled_mm.tile import BLOCK_GROUP
 from taut_kernels.launch import launcher
 from taut_kernels.launch.autocast import without_autocast
@@ -114,15 +115,11 @@ def _launch_fp8_gemm(
     return launch(tile, x, weight, x_scale, w_scale, None, None, *rest)
 
 
-def _fake_fp8_gemm(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
-
-
 _SCHEMA = (
     f"taut::{OP}(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias, "
     "Tensor? arrivals, ScalarType out_dtype) -> Tensor"
 )
-register_op(_SCHEMA, without_autocast(fp8_gemm_ref), _launch_fp8_gemm, _fake_fp8_gemm)
+register_op(_SCHEMA, without_autocast(fp8_gemm_ref), _launch_fp8_gemm, fake_product)
 
 
 def why_not_supported(K: int) -> str | None:

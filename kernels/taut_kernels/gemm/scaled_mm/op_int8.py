@@ -29,6 +29,7 @@ from torch import Tensor
 from taut_kernels.gemm.scaled_mm import lookup as tiles_scaled_mm
 from taut_kernels.gemm.scaled_mm import operands
 from taut_kernels.gemm.scaled_mm.dispatch import launch, make_arrivals
+from taut_kernels.gemm.scaled_mm.operands import fake_product
 from taut_kernels.launch import launcher
 from taut_kernels.launch.op_registration import register_op
 
@@ -85,15 +86,11 @@ def _launch_w8a8_gemm(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     return launch(tile, x, weight, *rest)
 
 
-def _fake_w8a8_gemm(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]), dtype=rest[-1])
-
-
 _SCHEMA = (
     f"taut::{OP}(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? azp_adj, "
     "Tensor? azp, Tensor? bias, Tensor? arrivals, ScalarType out_dtype) -> Tensor"
 )
-register_op(_SCHEMA, w8a8_gemm_ref, _launch_w8a8_gemm, _fake_w8a8_gemm)
+register_op(_SCHEMA, w8a8_gemm_ref, _launch_w8a8_gemm, fake_product)
 
 
 def why_not_supported(K: int) -> str | None:

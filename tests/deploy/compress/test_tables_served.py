@@ -1,0 +1,97 @@
+"""Quantised embeddings and heads in a real vLLM on the CPU: the answers transformers gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import job_for, recipe_data, write_calibration_text, write_llama
+from transformers import AutoModelForCausalLM
+
+import taut_deploy.hf  # noqa: F401  reads quantised embeddings
+from taut_deploy.compress import driver
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+SCRIPT = Path(__file__).resolve().parents[2] / "kernels" / "plugin" / "serve_tiny_llama.py"
+SERVING = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONSAFEPATH": "1",
+}
+PROMPTS = [[2, 3, 5, 7, 11, 13], list(range(20, 60)), [41]]
+TABLES = {8: {"bits": 8}, 4: {"bits": 4, "group_size": 32}}
+NEAR_TIE = 0.25  # two steps of a bf16 logit between 16 and 32, which none here is above
+# Of an untied 4-bit head vLLM's own method asks for the kernel; the others are ours.
+HEADS = {8: "TautTokenTableMethod", 4: "TautW4A16LinearKernel"}
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory):
+    """``tied/`` and ``untied/`` in bf16, heads of 32 as vLLM's CPU attention wants; a text."""
+    path = tmp_path_factory.mktemp("room")
+    for name in ("tied", "untied"):
+        size = {"hidden": 128, "intermediate": 256, "dtype": torch.bfloat16}
+        write_llama(path / name, tie=name == "tied", **size)
+    write_calibration_text(path / "text.txt")
+    return path
+
+
+def serve(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), str(directory), json.dumps(PROMPTS)],
+        env={**os.environ, **SERVING, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def require_greedy(model, answer: dict[str, list]) -> None:
+    """Fail unless every token is the model's first choice, or all but tied with it."""
+    ids = answer["prompt"] + answer["tokens"]
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0].float()
+    for at, token in enumerate(answer["tokens"], len(answer["prompt"]) - 1):
+        assert logits[at].max() - logits[at, token] <= NEAR_TIE
+    told = logits.log_softmax(-1)
+    apart = [
+        abs(float(told[at, token]) - logprob)
+        for at, (token, logprob) in enumerate(
+            zip(answer["tokens"], answer["logprobs"], strict=True), len(answer["prompt"]) - 1
+        )
+    ]
+    assert sum(apart) / len(apart) < 0.1, apart
+
+
+@pytest.mark.parametrize(("kind", "bits"), [*itertools.product(("tied", "untied"), (8, 4))])
+def test_vllm_answers_as_transformers_does(kind, bits, room, tmp_path):
+    tables = {"embeddings": TABLES[bits], "head": TABLES[bits]}
+    request = job_for(room / kind, {**recipe_data(room / "text.txt"), **tables}, tmp_path / "out")
+    driver.compress(request)
+    report = tmp_path / "record.json"
+    done = serve(request.output, TAUT_KERNELS="prefer", TAUT_KERNELS_REPORT=str(report))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    assert lines, (done.stdout + done.stderr)[-4000:]
+    model = AutoModelForCausalLM.from_pretrained(request.output, dtype=torch.bfloat16).eval()
+    for answer in json.loads(lines[0].removeprefix("ANSWERS ")):
+        require_greedy(model, answer)
+    record = json.loads(report.read_text())
+    kernels = {layer["layer"]: layer["kernel"] for layer in record["layers"]}
+    head = "model.embed_tokens" if kind == "tied" else "lm_head"
+    assert kernels[head] == HEADS[bits]
+    if bits == 8:
+        assert "dequantised at load, no memory saved" in done.stdout + done.stderr
