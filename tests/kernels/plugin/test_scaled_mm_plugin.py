@@ -340,7 +340,7 @@ def int8_layer(static, symmetric):
     return layer
 
 def compare(kernel, layer, what):
-    parent = type(kernel).__mro__[1]
+    parent = next(c for c in type(kernel).__mro__ if c.__module__.startswith("vllm."))
     for M in (1, 16, 33, 300):
         x = torch.randn(M, K, generator=generator, device="cuda").bfloat16()
         for bias in (None, layer.bias):
