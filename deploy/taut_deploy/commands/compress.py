@@ -22,7 +22,7 @@ from taut_deploy.files import checked_output
 from taut_deploy.home import TautHome
 from taut_deploy.models import ModelStore
 from taut_deploy.progress import progress_reporter
-from taut_deploy.recipe import load_recipe, with_target
+from taut_deploy.recipe import Recipe, load_recipe, with_target
 
 if TYPE_CHECKING:
     from taut_deploy.checkpoint import Manifest
@@ -58,6 +58,12 @@ def compress(
         str, typer.Option(help="Whose kernels --plan names: here, cpu, h100 or h200.")
     ] = "here",
     device: DeviceOption = "cpu",
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Processes that share the blocks of a recipe that needs no calibration."
+        ),
+    ] = 0,
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Take a model that is quantised already.")
     ] = False,
@@ -75,6 +81,8 @@ def compress(
     chosen = with_target(
         load_recipe(recipe), target.target_bits, target.target_bytes, target.max_kl
     )
+    if workers:
+        _require_shared(chosen, device)
     home = TautHome.from_environment()
     if output is None and not plan:
         raise OutputError("--output: give the checkpoint directory to make")
@@ -82,7 +90,7 @@ def compress(
     record = ModelStore(home.models).fetch(model)
     announce_code(Path(record.path), trust_remote_code)
     job = CompressionJob(
-        record, chosen, place, home.root, device, resume, trust_remote_code, requantize
+        record, chosen, place, home.root, device, resume, trust_remote_code, requantize, workers
     )
     if plan:
         _print_plan(make_plan(job, served_by), as_json)
@@ -90,6 +98,17 @@ def compress(
     with progress_reporter(quiet=as_json) as report:
         manifest = pipeline.compress(job, report)
     _print_summary(job.output, record.bytes, manifest, as_json)
+
+
+def _require_shared(recipe: Recipe, device: str) -> None:
+    """Refuse ``--workers`` where processes cannot share the blocks."""
+    from taut_deploy.compress.by_weights import require_by_weights
+
+    if device != "cpu":
+        raise OutputError("--workers: processes share the CPU; leave --device out")
+    if (blocks := recipe.of_blocks()) is None:
+        raise RecipeError(f"--workers: recipe {recipe.name!r} does nothing block by block")
+    require_by_weights(blocks, {})
 
 
 def _print_summary(output: Path, base_bytes: int, manifest: "Manifest", as_json: bool) -> None:

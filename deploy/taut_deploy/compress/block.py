@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from taut_deploy.compress.calibrate.observe import InputGroup, observe_block
+from taut_deploy.compress.calibrate.observe import InputGroup, observe_block, unobserved
 from taut_deploy.compress.formats.protocol import DenseLayer, StoredLayer
 from taut_deploy.compress.resolve import Treatment
 from taut_deploy.compress.source.calls import call_block
@@ -32,7 +32,8 @@ class LayerReport:
         symmetric: whether there are no zero points.
         density: share of weights kept.
         rank: rank of a factorised layer, None elsewhere.
-        relative_error: squared output error over squared output on sampled calibration rows.
+        relative_error: squared output error over squared output on sampled calibration rows; of
+            the weight itself where none were seen.
         samples: calibration tokens seen.
         routed: of an expert that was shown every token because few are routed to it, how many are;
             None elsewhere.
@@ -69,7 +70,7 @@ class CompressedBlock:
 def compress_block(
     block: nn.Module,
     prefix: str,
-    hidden: torch.Tensor,
+    hidden: torch.Tensor | None,
     arguments: dict[str, Any],
     *,
     recipe: Recipe,
@@ -83,7 +84,8 @@ def compress_block(
     Args:
         block: the module, loaded.
         prefix: its name in the state dict.
-        hidden: [B, T, H] its input, already from compressed predecessors.
+        hidden: [B, T, H] its input, already from compressed predecessors; None where no stage asks
+            for any.
         arguments: its recorded keyword arguments.
         recipe: what to do.
         treatments: of every linear layer, by full name.
@@ -98,11 +100,15 @@ def compress_block(
         ModelError: a weight or an input is not finite; names the layer.
     """
     # Weights may be fp32 between stages; the block is not called in that state.
-    groups = observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian)
+    groups = (
+        unobserved(block)
+        if hidden is None
+        else observe_block(block, hidden, arguments, batch_size, recipe.needs_hessian)
+    )
     _require_seen(prefix, groups, treatments)
     state = _state_of(block, prefix, groups, treatments)
     layers = state.layers
-    if target is not None:
+    if hidden is not None and target is not None:
         state.example = _example(hidden, target, arguments)
     for index, stage in enumerate(recipe.stages):
         if stage.order > Order.TRANSFORM:
@@ -114,7 +120,8 @@ def compress_block(
             layer.stored = DenseLayer(layer.module.weight.data.to(dtype))
     changed = {name: layer for name, layer in layers.items() if layer.stored is not None}
     reports = [_report(layer, dtype) for layer in changed.values()]
-    block.to(hidden.dtype)
+    if hidden is not None:
+        block.to(hidden.dtype)
     stored = {name: layer.stored for name, layer in changed.items() if layer.stored is not None}
     return CompressedBlock(stored, reports)
 
@@ -181,8 +188,14 @@ def _report(layer: LayerState, dtype: torch.dtype) -> LayerReport:
 
 
 def _relative_error(reference: torch.Tensor, stored: StoredLayer, layer: LayerState) -> float:
-    """Squared error of the layer's output over its square, on the sampled input rows."""
+    """Squared error of the layer's output over its square, on the sampled input rows.
+
+    Of the weight itself where no input was seen: as if inputs were all alike.
+    """
     sample = layer.group.sample
+    if not len(sample):
+        wrong = (stored.dequantize() - reference.float()).square().sum()
+        return float(wrong / reference.float().square().sum().clamp(min=1e-20))
     with single_thread(2 * len(sample) * reference.numel()):
         exact = sample @ reference.float().T
         got = sample @ stored.dequantize().T

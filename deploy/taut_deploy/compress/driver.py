@@ -1,9 +1,8 @@
 """The compression pipeline: stream the blocks, compress each, write it, remember where we are.
 
-Peak memory is one block, its statistics, the calibration's hidden states and the outer tensors
-(embeddings). After every block its shard and the hidden states entering the next one are on disk,
-so a killed run continues where it was and ends in the same bytes: every step is a deterministic
-function of the fingerprint.
+Peak memory is one block, its statistics, hidden states of the calibration, embeddings and head.
+After every block its shard and the hidden states entering the next one are on disk, so a killed
+run goes on where it was and ends in the same bytes: each is a function of the fingerprint.
 """
 
 import math
@@ -19,6 +18,7 @@ import torch
 from taut_deploy.checkpoint import Golden, Manifest, seal
 from taut_deploy.compress.allocate.decide import allocation_of
 from taut_deploy.compress.block import CompressedBlock, compress_block, run_block
+from taut_deploy.compress.by_weights import Parts, compress_by_weights, require_by_weights
 from taut_deploy.compress.calibrate.calibration import CalibrationSet
 from taut_deploy.compress.calibrate.kept import kept_calibration
 from taut_deploy.compress.formats.config import describe
@@ -127,6 +127,8 @@ class _Run:
         """Work out what every layer gets, before anything is computed or written for it."""
         self._recipe = recipe
         self._treatments = treatments_of(self._stream, recipe, self._dtype)
+        if self._job.workers:
+            require_by_weights(self._job.recipe, self._treatments)
         formats = formats_of(self._treatments).values()
         self._tables = tables_of(self._stream.model, recipe, self._dtype, formats)
         self._plan = make_plan(self._stream, recipe, self._treatments, self._directory, self._dtype)
@@ -152,7 +154,7 @@ class _Run:
         return replace(
             self._plan,
             layers=layers,
-            peak_memory_bytes=measured.peak_memory_bytes,
+            peak_memory_bytes=measured.peak_memory_bytes * (1 + self._job.workers),
             device_memory_bytes=measured.device_memory_bytes,
             seconds=measured.seconds,
         )
@@ -167,9 +169,13 @@ class _Run:
         started = time.monotonic()
         calibration = self._calibration()
         total = len(self._stream.blocks)
-        reports: list[dict[str, Any]] = []
         arguments = self._enter(calibration)
-        for block in self._stream.blocks:
+        reports: list[dict[str, Any]] = []
+        if self._job.workers:
+            parts = Parts(self._job, self._recipe, self._workspace)
+            told = self._told("compressed")
+            reports = compress_by_weights(parts, self._stream, self._treatments, arguments, told)
+        for block in () if self._job.workers else self._stream.blocks:
             done = self._workspace.committed(f"block-{block.index}")
             if done is None:
                 self._told("compressing")(block)

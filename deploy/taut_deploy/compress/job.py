@@ -35,6 +35,8 @@ class CompressionJob:
         resume: continue what an interrupted run left.
         trust_remote_code: let the model's own Python code run.
         requantize: take a model whose weights were rounded already.
+        workers: processes that share the blocks of a recipe that asks for weights alone; 0 to
+            calibrate.
     """
 
     model: ModelRecord
@@ -45,6 +47,7 @@ class CompressionJob:
     resume: bool = True
     trust_remote_code: bool = False
     requantize: bool = False
+    workers: int = 0
 
 
 def finished_checkpoint(job: CompressionJob) -> Manifest | None:
@@ -115,6 +118,19 @@ def open_stream(job: CompressionJob) -> StreamedModel:
     return stream
 
 
+def open_checked_stream(job: CompressionJob) -> StreamedModel:
+    """The same for a process of a run that opened the model before: nothing is checked again."""
+    directory = Path(job.model.path)
+    dtype = compute_dtype(stored_dtype(directory), job.device)
+    return StreamedModel(
+        directory,
+        dtype,
+        torch.device(job.device),
+        trust_remote_code=job.trust_remote_code,
+        checked=True,
+    )
+
+
 def stored_dtype(directory: Path) -> torch.dtype:
     """The dtype ``config.json`` names; bfloat16 where it names none."""
     config = read_config(directory)
@@ -149,6 +165,7 @@ def fingerprint(job: CompressionJob) -> dict[str, Any]:
         "device": job.device,
         "threads": torch.get_num_threads(),
         "dtype": str(compute_dtype(stored_dtype(directory), job.device)),
+        **({"by_weights": True} if job.workers else {}),
     }
 
 

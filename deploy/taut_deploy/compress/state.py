@@ -90,19 +90,27 @@ class LayerState:
         self.round_inputs(stored.round_input)
 
     def round_inputs(self, rounded: Callable[[torch.Tensor], torch.Tensor]) -> RemovableHandle:
-        """Let the layer see its inputs rounded from here on; gradients pass straight through.
+        """As :func:`round_inputs` of its module."""
+        return round_inputs(self.module, rounded)
 
-        Args:
-            rounded: an input [..., K] as the engine rounds it.
-        """
 
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = args[0]
-            if torch.is_grad_enabled():
-                return (x + (rounded(x.detach()) - x.detach()), *args[1:])
-            return (rounded(x), *args[1:])
+def round_inputs(
+    module: nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> RemovableHandle:
+    """Let a layer see its inputs rounded from here on; gradients pass straight through.
 
-        return self.module.register_forward_pre_hook(hook)
+    Args:
+        module: the layer.
+        rounded: an input [..., K] as the engine rounds it.
+    """
+
+    def hook(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0]
+        if torch.is_grad_enabled():
+            return (x + (rounded(x.detach()) - x.detach()), *args[1:])
+        return (rounded(x), *args[1:])
+
+    return module.register_forward_pre_hook(hook)
 
 
 @dataclass(frozen=True)

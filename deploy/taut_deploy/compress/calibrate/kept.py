@@ -1,8 +1,10 @@
 """The calibration set of a run: made once, then read from its workspace."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from taut_deploy.compress.calibrate.calibration import CalibrationSet, make_calibration_set
+from taut_deploy.compress.golden import tokenize_prompts
 from taut_deploy.compress.job import CompressionJob
 from taut_deploy.compress.workspace import Workspace
 
@@ -10,7 +12,7 @@ from taut_deploy.compress.workspace import Workspace
 def kept_calibration(
     job: CompressionJob, workspace: Workspace, before_making: Callable[[], None]
 ) -> CalibrationSet:
-    """The set the job's recipe asks for.
+    """The set the job's recipe asks for; one prompt where weights alone are asked.
 
     Args:
         job: to make it for.
@@ -21,6 +23,9 @@ def kept_calibration(
         RecipeError: the text is too short or missing.
         ModelError: the corpus cannot be downloaded.
     """
+    if job.workers:
+        prompts = tokenize_prompts(Path(job.model.path), trust_remote_code=job.trust_remote_code)
+        return CalibrationSet(prompts[0], "none: weights alone")
     saved = workspace.tensors("calibration")
     description = workspace.committed("calibration")
     if saved is not None and description is not None:

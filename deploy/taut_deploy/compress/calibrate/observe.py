@@ -78,6 +78,15 @@ class InputGroup:
         self._rows.clear()
 
 
+def unobserved(block: nn.Module) -> list[InputGroup]:
+    """Every linear layer as a group of its own of which nothing is known."""
+    return [
+        InputGroup([name], None, None, torch.zeros(k), torch.empty(0, k))
+        for name, layer in linear_layers(block)
+        for k in (layer.in_features,)
+    ]
+
+
 @torch.inference_mode()
 def observe_block(
     block: nn.Module,
