@@ -89,7 +89,7 @@ def _pieces(data: bytes, prompt: int, total: int) -> list[bytes]:
 def _read(piece: bytes) -> list[Distribution] | None:
     """Return the distributions of a piece, None where it is not as vLLM writes it."""
     try:
-        found = [
+        found: list[Distribution] = [
             {int(token): float(told["logprob"]) for token, told in entry.items()}
             for entry in from_json(piece)
         ]
