@@ -18,6 +18,15 @@ _REQUIRED = "--require-verdict"
 _PASS = "PASS"  # noqa: S105 - a verdict, not a password
 
 
+def unsigned(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """What a verdict says, without its signature.
+
+    Args:
+        verdict: of a manifest.
+    """
+    return {name: value for name, value in verdict.items() if name != ENVELOPE}
+
+
 def check_wanted(wanted: str | None, trust: Path | None) -> None:
     """Refuse a requirement that is none.
 

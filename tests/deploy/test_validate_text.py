@@ -9,7 +9,7 @@ import pytest
 from validate_setup import VOCABULARY, write_text, write_tokenizer
 
 from taut_deploy.validate import CouldNotValidateError
-from taut_deploy.validate.checkpoint_source import CheckpointTokenizer
+from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.text import bos_token_id, tokenize_file
 
 

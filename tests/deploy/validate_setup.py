@@ -146,11 +146,15 @@ class FakeServer:
         self.requests: list[tuple[str, dict[str, Any], str | None]] = []
         self.pins: set[str | None] = set()
         self.itl_s = 0.0
+        self.default_temperature = 1.0
+        self.root = str(model_path)
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON answer to one request."""
         if path == "/v1/models":
-            return {"data": [{"id": "tiny", "object": "model", "max_model_len": 128}]}
+            return {"data": [{"id": "tiny", "root": self.root, "max_model_len": 128, "created": 1}]}
+        if path == "/tokenize" and "messages" in body:
+            return self.conversation(body)
         if path == "/tokenize":
             ids = self.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"])
             return {
@@ -179,15 +183,33 @@ class FakeServer:
             yield b"data: " + json.dumps(event).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
+    def conversation(self, body: dict[str, Any]) -> Any:
+        """The tokens of a conversation, or the refusal of a model without a template."""
+        if self.tokenizer.chat_template is None:
+            return 400
+        ids = self.tokenizer.apply_chat_template(
+            body["messages"], tools=body.get("tools"), add_generation_prompt=True, return_dict=False
+        )
+        return {"tokens": ids, "count": len(ids), "max_model_len": 128}
+
     def written(self, body: dict[str, Any]) -> dict[str, Any]:
-        """A greedy continuation, one full forward pass a token."""
-        ids = list(body["prompt"])
+        """A continuation, one full forward pass a token; by the server's temperature by default."""
+        ids, told = list(body["prompt"]), []
+        temperature = body.get("temperature", self.default_temperature)
+        generator = torch.Generator().manual_seed(body.get("seed", 0))
         for _ in range(body["max_tokens"]):
             with torch.inference_mode():
-                ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+                logits = self.model(torch.tensor([ids])).logits[0, -1].float()
+            if temperature:
+                shares = (logits / temperature).softmax(-1)
+                ids.append(int(torch.multinomial(shares, 1, generator=generator)))
+            else:
+                ids.append(int(logits.argmax()))
+            told.append(float(logits.log_softmax(-1)[ids[-1]]))
         text = self.tokenizer.decode(ids[len(body["prompt"]) :], skip_special_tokens=True)
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
-        return {"choices": [{"text": text, "finish_reason": "length"}], "usage": usage}
+        choice = {"text": text, "finish_reason": "length", "logprobs": {"token_logprobs": told}}
+        return {"choices": [choice], "usage": usage}
 
     def prompt_logprobs(self, body: dict[str, Any]) -> list[Any]:
         """Null, then one dictionary per token: the K most likely and the true one, keyed by id as

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from taut_deploy.validate.checkpoint_source import CheckpointSource, CheckpointTokenizer
+from taut_deploy.validate.checkpoint_source import CheckpointSource
+from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.divergence import compare
 from taut_deploy.validate.metrics import point_estimates, stack
 from taut_deploy.validate.text import tokenize_file

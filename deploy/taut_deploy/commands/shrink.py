@@ -17,7 +17,7 @@ from taut_deploy.commands.output import (
     print_json,
     say,
 )
-from taut_deploy.commands.validate_options import Sampling
+from taut_deploy.commands.validate_options import NO_TEXT, Sampling
 from taut_deploy.diagnose.kernel_choice import CARDS
 from taut_deploy.errors import RecipeError
 from taut_deploy.files import checked_output
@@ -42,10 +42,26 @@ class Question:
 
     model: Annotated[str, typer.Argument(help="Model name, hub id, directory or .gguf file.")]
     policy: Annotated[str, typer.Option(help="Built-in policy or YAML file.")]
-    text: Annotated[Path, typer.Option(help="UTF-8 text to judge on; not the calibration text.")]
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to judge on; not the calibration text.")
+    ] = None
     output: Annotated[
         Path | None, typer.Option(help="Directory of ledger, checkpoints and results.")
     ] = None
+    sign: Annotated[
+        Path | None, typer.Option(help="Private key in PEM: sign the verdict of what passes.")
+    ] = None
+
+    @property
+    def judged(self) -> Path:
+        """The text.
+
+        Raises:
+            BadParameter: none was given.
+        """
+        if self.text is None:
+            raise typer.BadParameter(NO_TEXT)
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -122,18 +138,23 @@ def shrink(
     Recipes are compressed and validated from the smallest on. Every try is kept in a ledger: the
     same command again goes on, and another policy judges the figures that are there.
     """
+    from taut_deploy.attestation import read_signer
     from taut_deploy.bench.serve_report import describe_host
     from taut_deploy.frontier import report as results
     from taut_deploy.frontier.candidates import chosen_recipes
     from taut_deploy.frontier.walk import search as find
+    from taut_deploy.validate.record import sign_recorded
 
     require_device(access.device)
+    signer = None if question.sign is None else read_signer(question.sign, "--sign")
     recipes, left_out = chosen_recipes(tuple(search.recipe or ()))
     request = _request(question, size, search, sampling, serving, access, recipes)
     with progress_reporter(quiet=as_json) as progress:
         found = find(request, left_out, progress, (lambda _: None) if as_json else say)
     facts = {"command": f"taut {' '.join(sys.argv[1:])}", **describe_host()}
     content = results.write(request, found, facts)
+    if signer is not None and found.checkpoint is not None:
+        sign_recorded(found.checkpoint, signer)
     if as_json:
         print_json(content)
     else:
@@ -162,7 +183,7 @@ def _request(
         raise RecipeError(f"--budget-minutes: {budget} is no number of minutes")
     limit, bits = read_limit(size.memory, size.target_bytes), _read_bits(search.target_bits)
     policy = load_policy(question.policy)
-    read_text(question.text)
+    read_text(question.judged)
     output = None if question.output is None else checked_output(question.output)
     home = TautHome.from_environment()
     model = ModelStore(home.models).fetch(question.model)
@@ -177,7 +198,7 @@ def _request(
         validation=ValidationJob(
             baseline=model.path,
             candidate="",
-            text=question.text,
+            text=question.judged,
             policy=question.policy,
             output=output,
             **sampling.for_job(),

@@ -77,6 +77,7 @@ def validate(
             accept_lower_bound=accept_lower_bound,
             served=served and not sampling.quick,
             trust_remote_code=trust_remote_code,
+            resume=question.resume,
             progress=lambda stage, done, total: report(done, total, stage),
         )
         if question.explain:

@@ -12,6 +12,10 @@ _PLAN = LatencyPlan()
 # Under three minutes for a model of 135M parameters on two cores.
 _QUICK = {"sequences": 16, "sequence_length": 256, "noise_sequences": 2}
 QUICK_ITEMS = 200
+NO_TEXT = (
+    "give --text FILE: UTF-8 text that no recipe was calibrated on, best of the kind that the model"
+    " is for; the texts that taut has of its own calibrate, so none of them may judge"
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,14 @@ class Question:
         bool, typer.Option("--explain", help="Say what the policy would need, and run nothing.")
     ] = False
 
+    resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on with a run that broke off; by default if its inputs are the same.",
+        ),
+    ] = None
+
     def require_all(self) -> None:
         """Refuse a run without its models, its text or its place.
 
@@ -45,6 +57,8 @@ class Question:
             BadParameter: naming the option.
         """
         for name in ("baseline", "candidate", "output", "text"):
+            if name == "text" and self.text is None:
+                raise typer.BadParameter(NO_TEXT)
             if getattr(self, name) is None:
                 raise typer.BadParameter(f"give --{name}; only --explain goes without it")
 

@@ -8,6 +8,7 @@ from taut_deploy.documents import read_json_object
 from taut_deploy.errors import CheckpointError
 from taut_deploy.frontier.ledger import Try
 from taut_deploy.removal import is_own_child, remove_child
+from taut_deploy.verdict_record import unsigned
 
 _LOG = "compression_log.json"
 
@@ -52,7 +53,7 @@ class Checkpoints:
 
     def record(self, place: str, entry: Try) -> None:
         """Write a try's verdict into the manifest of its checkpoint, unless it is there."""
-        if self.verdict(place) != entry.recorded:
+        if unsigned(self.verdict(place)) != unsigned(entry.recorded):
             record_validation(self._folder / place, entry.recorded)
 
     def remove(self, place: str) -> None:

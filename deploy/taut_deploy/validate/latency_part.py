@@ -20,7 +20,8 @@ from taut_deploy.validate.latency.section import (
     unmeasured_section,
 )
 from taut_deploy.validate.policy import LatencyBounds, Policy
-from taut_deploy.validate.server_source import ServerSource, is_url
+from taut_deploy.validate.server_connection import is_url
+from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.text import TokenizedText
 
 

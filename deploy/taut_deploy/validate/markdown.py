@@ -16,6 +16,9 @@ LABELS = {
     "top1_agreement": "top-1 agreement",
     "rms_delta_p": "RMS Δp of the true token",
     "served_kl": "mean KL of what is served from the files (nats)",
+    "default_sampling": "log-probability of what is written by default (nats/token)",
+    "group_edge_error": "columns at the edges of groups with another group's scale",
+    "weight_gain": "size of a layer's weights, away from the baseline's",
 }
 """Metrics of accuracy in words."""
 

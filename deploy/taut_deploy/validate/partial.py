@@ -6,18 +6,21 @@ one. A run that measured nothing leaves nothing; one that ends writes a report a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from taut_deploy.files import write_json_atomically
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import one_line
+from taut_deploy.validate.journal import Journal
 
 if TYPE_CHECKING:
     from taut_deploy.validate.tasks.answers import TaskAnswers
 
 PARTIAL_NAME = "partial.json"
 SCHEMA = "taut-validation-partial"
+_T = TypeVar("_T")
 
 
 class Partial:
@@ -32,6 +35,37 @@ class Partial:
         self._sequences: list[Comparison] = []
         self._tasks: list[TaskAnswers] = []
         self._slices: dict[str, int] = {}
+        self._journal: Journal | None = None
+
+    def begin(self, inputs: Mapping[str, str], resume: bool | None) -> Journal:
+        """Go on with the answers of an earlier run of the same inputs, if there are any.
+
+        Args:
+            inputs: digests of what answers depend on, by name.
+            resume: as :class:`Journal` takes it.
+
+        Raises:
+            CouldNotValidateError: nothing to go on with, and that was asked for.
+        """
+        self._journal = Journal(self._output, inputs, resume)
+        return self._journal
+
+    def once(self, stage: str, at: int, ask: Callable[[], _T]) -> _T:
+        """An answer that an earlier run had, or that ``ask`` gives; it is kept.
+
+        Args:
+            stage: what is being done.
+            at: place of the answer in it.
+            ask: gives it.
+        """
+        return ask() if self._journal is None else self._journal.once(stage, at, ask)
+
+    def known_sequence(self, at: int) -> Comparison | None:
+        """What an earlier run compared of the text at a place; None where it came not so far."""
+        known: Comparison | None = None
+        if self._journal is not None:
+            known = self._journal.known("compare", at)
+        return known
 
     def sequence(self, comparison: Comparison) -> None:
         """Keep one sequence of the text."""

@@ -4,11 +4,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taut_deploy.attestation import read_signer, signed
-from taut_deploy.checkpoint import MANIFEST, is_checkpoint, read_manifest, record_validation
+from taut_deploy.checkpoint import (
+    MANIFEST,
+    Manifest,
+    is_checkpoint,
+    read_manifest,
+    record_validation,
+)
 from taut_deploy.files import sha256_file, sha256_json
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.job import ValidationJob, ValidationResult
-from taut_deploy.verdict_record import ENVELOPE, PREDICATE_TYPE
+from taut_deploy.verdict_record import ENVELOPE, PREDICATE_TYPE, unsigned
 
 if TYPE_CHECKING:
     from securesystemslib.signer import CryptoSigner
@@ -47,10 +53,31 @@ def record(job: ValidationJob, result: ValidationResult, signer: "CryptoSigner |
             f"--candidate {directory}: its manifest changed during the validation; run it again"
         )
     verdict = _verdict(job, result) | {"digest": manifest.digest}
-    if signer is not None:
-        envelope = signed(manifest.name, manifest.digest, PREDICATE_TYPE, verdict, signer)
-        verdict = verdict | {ENVELOPE: envelope}
-    record_validation(directory, verdict)
+    record_validation(directory, verdict if signer is None else _signed(manifest, verdict, signer))
+
+
+def sign_recorded(directory: Path, signer: "CryptoSigner") -> None:
+    """Sign the verdict that a checkpoint's manifest has.
+
+    Args:
+        directory: the checkpoint.
+        signer: of the private key.
+
+    Raises:
+        CouldNotValidateError: its manifest has no verdict on these files.
+    """
+    manifest = read_manifest(directory)
+    verdict = unsigned(manifest.validation or {})
+    if verdict.get("digest") != manifest.digest:
+        raise CouldNotValidateError(
+            f"--sign: {directory / MANIFEST} has no verdict on these files; validate them first"
+        )
+    record_validation(directory, _signed(manifest, verdict, signer))
+
+
+def _signed(manifest: Manifest, verdict: dict[str, Any], signer: "CryptoSigner") -> dict[str, Any]:
+    envelope = signed(manifest.name, manifest.digest, PREDICATE_TYPE, verdict, signer)
+    return verdict | {ENVELOPE: envelope}
 
 
 def _verdict(job: ValidationJob, result: ValidationResult) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
 from taut_deploy.validate.gate import combine
 from taut_deploy.validate.job import PARTS, Metric, RuleOutcome, ValidationJob
+from taut_deploy.validate.journal import JOURNAL_NAME, is_journal
 from taut_deploy.validate.junit import render_junit
 from taut_deploy.validate.markdown import render
 from taut_deploy.validate.page.render import render_page
@@ -53,7 +54,12 @@ def check_output(output: Path) -> None:
     if not output.is_dir():
         raise CouldNotValidateError(f"--output {output}: exists and is not a directory")
     ours = ((JSON_NAME, SCHEMA), (partial.PARTIAL_NAME, partial.SCHEMA))
-    if any(output.iterdir()) and not any(_is_ours(output / name, what) for name, what in ours):
+    ours_begun = is_journal(output / JOURNAL_NAME)
+    if (
+        any(output.iterdir())
+        and not ours_begun
+        and not any(_is_ours(output / name, what) for name, what in ours)
+    ):
         raise CouldNotValidateError(
             f"--output {output}: not empty and holds no earlier validation report; choose another "
             "directory"

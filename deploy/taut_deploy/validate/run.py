@@ -14,13 +14,16 @@ from taut_deploy.validate.checkpoint_source import (
     usable_device,
     wider_dtype,
 )
+from taut_deploy.validate.default_sampling import compare_sampling
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.errors import CouldNotValidateError
+from taut_deploy.validate.inputs import inputs_of, require_same_answers
 from taut_deploy.validate.job import RuleOutcome, ValidationJob, ValidationResult, Verdict
 from taut_deploy.validate.latency_part import check_latency, check_lengths, compare_latency
 from taut_deploy.validate.partial import Partial
 from taut_deploy.validate.policy import Policy, load_policy
-from taut_deploy.validate.server_source import is_url
+from taut_deploy.validate.server_connection import is_url
+from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.serving import compare_served
 from taut_deploy.validate.side_by_side import compare_sources
 from taut_deploy.validate.sides import Side, check_tokenizers, find_side
@@ -29,6 +32,7 @@ from taut_deploy.validate.tasks.plan import TaskPlan, plan_tasks
 from taut_deploy.validate.tasks.run import Models, compare_tasks
 from taut_deploy.validate.text import TokenizedText, read_text, tokenize_file
 from taut_deploy.validate.text_part import TextCompared, compare_text
+from taut_deploy.validate.weights import judge_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,12 @@ class _Plan:
     policy: Policy
     tasks: TaskPlan
     slices: tuple[SlicePlan, ...]
+
+    @property
+    def digests(self) -> list[str]:
+        """Of the files that items and prompts come from."""
+        files = [task.sha256 for task, _ in self.tasks.files]
+        return [*files, *(one.prompts.sha256 for one in self.slices)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,8 @@ def _compare(job: ValidationJob, plan: _Plan, partial: Partial) -> ValidationRes
     )
     check_tokenizers(job, baseline, candidate)
     check_lengths(job, [baseline.server, candidate.server])
+    inputs = inputs_of(job, plan.policy, plan.digests, text, (baseline, candidate))
+    journal = partial.begin(inputs, job.resume)
     report.discard_earlier(job.output)
     found = _measure(job, plan, text, (baseline, candidate), partial)
     content = report.build(
@@ -94,6 +106,7 @@ def _compare(job: ValidationJob, plan: _Plan, partial: Partial) -> ValidationRes
         wall_time_s=time.monotonic() - clock,
     )
     files = report.write(job.output, content)
+    journal.remove()
     return ValidationResult(
         Verdict(content["verdict"]), found.measured, tuple(found.rules), content, *files
     )
@@ -108,20 +121,24 @@ def _measure(
 ) -> report.Findings:
     baseline, candidate = sides
     asked = _ask_both(job, plan, text, sides, partial)
-    noise, noise_kind = _score_noise(job, text, baseline)
+    noise, noise_kind = _score_noise(job, text, baseline, partial)
     measured, _, rules = asked.text.judged(job, plan.policy, noise)
     serving, serving_rules = compare_served(
         job, text.sequences, measured["mean_kl"], lambda: candidate.open(job.device)
     )
+    sampling_rules = compare_sampling(job, text.sequences, baseline.server, candidate.server)
     latency, latency_rules = compare_latency(
         job, plan.policy, text, baseline.server, candidate.server
     )
+    for server in (baseline.server, candidate.server):
+        if server is not None:
+            server.require_same_model()
     return report.Findings(
         comparison=asked.text.comparison,
         looks=asked.text.looks,
         noise_kind=noise_kind,
         measured=measured,
-        rules=(*rules, *serving_rules, *asked.rules, *latency_rules),
+        rules=(*rules, *serving_rules, *sampling_rules, *asked.rules, *latency_rules),
         latency=latency,
         serving=serving.as_json(),
         tasks=asked.tasks,
@@ -145,6 +162,7 @@ def _ask_both(
                 f"positions of the {source.role}"
             )
     sequences = list(text.sequences)
+    require_same_answers(partial, sequences, (first, second))
     compared = compare_text(job, plan.policy, text, (first, second), partial)
     models = Models(first, second, sides[0].tokenizer, text.bos_token_id)
     tasks, task_rules = compare_tasks(job, plan.tasks, models, partial)
@@ -156,11 +174,21 @@ def _ask_both(
         tuple(token for ids in sequences for token in ids if token != text.bos_token_id),
     )
     slices, slice_rules = compare_slices(job, plan.slices, speakers, partial)
-    return _Asked(compared, tasks, slices, (*task_rules, *slice_rules))
+    weight_rules = _judge_weights(first, second)
+    return _Asked(compared, tasks, slices, (*weight_rules, *task_rules, *slice_rules))
+
+
+def _judge_weights(
+    first: CheckpointSource | ServerSource, second: CheckpointSource | ServerSource
+) -> tuple[RuleOutcome, ...]:
+    """What files alone show; a server's weights are out of reach."""
+    if isinstance(first, CheckpointSource) and isinstance(second, CheckpointSource):
+        return judge_weights(first.weights, second.rounded_weights)
+    return ()
 
 
 def _score_noise(
-    job: ValidationJob, text: TokenizedText, baseline: Side
+    job: ValidationJob, text: TokenizedText, baseline: Side, partial: Partial
 ) -> tuple[Comparison | None, str]:
     """Compare the baseline with itself: how small a difference can still be told from rounding.
 
@@ -178,6 +206,8 @@ def _score_noise(
         wide = wider_dtype(first.dtype)
         kind = f"baseline again in {str(wide).removeprefix('torch.')}, {len(sequences)} sequences"
         second = baseline.open(job.device, wide)
-        return compare_sources(first, second, sequences, "noise", job.progress), kind
+        return compare_sources(
+            first, second, sequences, "noise", job.progress, once=partial.once
+        ), kind
     kind = f"baseline server asked twice, {len(sequences)} sequences"
-    return compare_sources(first, first, sequences, "noise", job.progress), kind
+    return compare_sources(first, first, sequences, "noise", job.progress, once=partial.once), kind

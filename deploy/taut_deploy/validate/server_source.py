@@ -10,113 +10,16 @@ K is limited by ``--max-logprobs`` (20 by default).
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
-import requests
+import numpy as np
 
-from taut_deploy.validate.divergence import TopKDistribution
-from taut_deploy.validate.errors import CouldNotValidateError, NotOfferedError, one_line
+from taut_deploy.validate.divergence import Floats, TopKDistribution
 from taut_deploy.validate.generation import Answer, FinishReason, Generation, Message, within
+from taut_deploy.validate.server_connection import ServerConnection, ServerTokenizer
 
 # The request is understood and not served: by a model without that ability, or with other limits.
-_REFUSED = frozenset({400, 404, 422})
-
-
-def is_url(reference: str) -> bool:
-    """Whether a baseline or candidate names a server rather than a directory."""
-    return "://" in reference
-
-
-class ServerConnection:
-    """JSON over HTTP to one server; every failure is one line that names the role and the URL.
-
-    Args:
-        url: base URL, with or without ``/v1``.
-        role: ``baseline`` or ``candidate``.
-        headers: sent with every request.
-        timeout_s: seconds to wait for one answer.
-
-    Raises:
-        CouldNotValidateError: not an http(s) URL.
-    """
-
-    def __init__(self, url: str, role: str, headers: Mapping[str, str], timeout_s: float) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise CouldNotValidateError(f"--{role} {url}: expected http://host:port")
-        self.root = url.rstrip("/").removesuffix("/v1")
-        self.role = role
-        self._timeout_s = timeout_s
-        self._session = requests.Session()
-        self.headers = dict(headers)
-        self._session.headers.update(self.headers)
-
-    def fail(self, what: str) -> CouldNotValidateError:
-        """The error for this server."""
-        return CouldNotValidateError(f"{self.role} {self.root}: {what}")
-
-    def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """GET, or POST ``body``, and return the JSON object.
-
-        Raises:
-            CouldNotValidateError: unreachable, an HTTP error, or not a JSON object.
-        """
-        method = "GET" if body is None else "POST"
-        try:
-            answer = self._session.request(
-                method, self.root + path, json=body, timeout=self._timeout_s
-            )
-        except requests.RequestException as error:
-            kind = type(error).__name__
-            raise self.fail(f"{path} gave no answer ({kind}); is the server up?") from error
-        if not answer.ok:
-            if answer.status_code in _REFUSED:
-                message = f"{self.role} {self.root}: {path} answered {answer.status_code}: "
-                raise NotOfferedError(message + _server_message(answer))
-            raise self.fail(f"{path} answered {answer.status_code}: {_server_message(answer)}")
-        try:
-            value = answer.json()
-        except ValueError as error:
-            raise self.fail(f"{path} did not answer with JSON") from error
-        if not isinstance(value, dict):
-            raise self.fail(f"{path} did not answer with a JSON object")
-        return value
-
-
-def _server_message(answer: requests.Response) -> str:
-    try:
-        body = answer.json()
-    except ValueError:
-        return answer.reason
-    error = body.get("error", body) if isinstance(body, dict) else body
-    message = error.get("message", error) if isinstance(error, dict) else error
-    return one_line(ValueError(str(message)))
-
-
-class ServerTokenizer:
-    """The tokenizer behind ``/tokenize`` and ``/detokenize``."""
-
-    def __init__(self, connection: ServerConnection, model: str) -> None:
-        self._connection, self._model = connection, model
-
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of ``text``.
-
-        Raises:
-            CouldNotValidateError: the server has no ``/tokenize`` or answers nonsense.
-        """
-        body = {"model": self._model, "prompt": text, "add_special_tokens": special}
-        tokens = self._connection.call("/tokenize", body).get("tokens")
-        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
-            raise self._connection.fail(
-                "/tokenize answered without a list of token ids in 'tokens'"
-            )
-        return tokens
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of ``ids``."""
-        body = {"model": self._model, "tokens": ids}
-        return str(self._connection.call("/detokenize", body).get("prompt", ""))
+# Of an entry of /v1/models: when it was asked for, and by whom.
+OF_THE_CALL = frozenset({"created", "permission"})
 
 
 class ServerSource:
@@ -157,6 +60,55 @@ class ServerSource:
         """Longest prompt the server takes, one generated token left over, if it says so."""
         value = self.card.get("max_model_len")
         return value - 1 if isinstance(value, int) else None
+
+    def require_same_model(self) -> None:
+        """Refuse a server that by now serves another model than when it was opened.
+
+        Raises:
+            CouldNotValidateError: its entry of ``/v1/models`` changed.
+        """
+        now = self._find_model(self.model_name)
+        for name in sorted({*self.card, *now} - OF_THE_CALL):
+            if self.card.get(name) != now.get(name):
+                raise self._connection.fail(
+                    f"{name} of its model was {self.card.get(name)!r} and is {now.get(name)!r}: "
+                    "it was restarted with another model in the meantime; run it again"
+                )
+
+    def sampled(self, ids: Sequence[int], max_tokens: int, seed: int) -> Floats:
+        """Log-probabilities of what the server writes by its own defaults.
+
+        Args:
+            ids: token ids of the prompt.
+            max_tokens: at most as many are written.
+            seed: of the draw.
+
+        Returns:
+            [tokens written] of the model's distribution, not of the one that was drawn from.
+
+        Raises:
+            CouldNotValidateError: a refused request, or an answer without log-probabilities.
+        """
+        body = {
+            "model": self.model_name,
+            "prompt": list(ids),
+            "max_tokens": max_tokens,
+            "seed": seed,
+            "logprobs": 1,
+        }
+        answer = self._connection.call("/v1/completions", body)
+        told = self._first_choice(answer, "/v1/completions").get("logprobs")
+        values = told.get("token_logprobs") if isinstance(told, dict) else None
+        try:
+            found = np.array(values, dtype=np.float64)
+        except (TypeError, ValueError):
+            found = np.array(np.nan)
+        if found.ndim != 1 or not found.size or not np.isfinite(found).all():
+            raise self._connection.fail(
+                "/v1/completions answered without finite 'token_logprobs'; it must be vLLM or pass "
+                "vLLM's fields on"
+            )
+        return found
 
     def score(self, ids: Sequence[int]) -> TopKDistribution:
         """Ask for one sequence.

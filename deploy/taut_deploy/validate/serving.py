@@ -31,7 +31,8 @@ from taut_deploy.serve.process import ChildSpec
 from taut_deploy.validate import metrics
 from taut_deploy.validate.divergence import Comparison
 from taut_deploy.validate.job import Metric, RuleOutcome, ValidationJob, Verdict
-from taut_deploy.validate.server_source import ServerConnection, ServerSource, is_url
+from taut_deploy.validate.server_connection import ServerConnection, is_url
+from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.side_by_side import Source, compare_sources
 from taut_deploy.worker import LOOPBACK, WorkerSpec, installed_platform, worker_command
 

@@ -1,6 +1,7 @@
 """Two sources asked for the same sequences, one after the other, and compared."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +25,13 @@ class Source(Protocol):
         """Distributions for ``len(ids) - 1`` positions."""
 
 
+class Once(Protocol):
+    """Hands out a comparison that is known, or the one that ``ask`` gives."""
+
+    def __call__(self, stage: str, at: int, ask: Callable[[], Comparison]) -> Comparison:
+        """The comparison at a place of a stage."""
+
+
 def compare_sources(
     first: Source,
     second: Source,
@@ -31,6 +39,8 @@ def compare_sources(
     stage: str,
     progress: Progress | None,
     keep: Callable[[Comparison], None] | None = None,
+    once: Once | None = None,
+    begin: int = 0,
 ) -> Comparison:
     """Score sequences with both sources and compare position by position.
 
@@ -41,6 +51,8 @@ def compare_sources(
         stage: told to ``progress``.
         progress: called after each sequence.
         keep: called with the comparison of each sequence.
+        once: hands out what an earlier run compared, by stage and place.
+        begin: place of the first sequence.
 
     Returns:
         Arrays [sequences, positions].
@@ -50,14 +62,29 @@ def compare_sources(
     """
     comparisons = []
     for done, ids in enumerate(sequences, start=1):
-        left, right = first.score(ids), second.score(ids)
-        check_vocabulary(left, right)
-        comparisons.append(compare(left, right, torch.tensor(ids[1:])))
+        ask = partial(compare_sequence, first, second, ids)
+        comparisons.append(ask() if once is None else once(stage, begin + done - 1, ask))
         if keep is not None:
             keep(comparisons[-1])
         if progress is not None:
             progress(stage, done, len(sequences))
     return metrics.stack(comparisons)
+
+
+def compare_sequence(first: Source, second: Source, ids: tuple[int, ...]) -> Comparison:
+    """Score one sequence with both sources and compare position by position.
+
+    Args:
+        first: takes the baseline's place.
+        second: takes the candidate's.
+        ids: token ids.
+
+    Raises:
+        CouldNotValidateError: a source cannot answer, or their vocabularies differ.
+    """
+    left, right = first.score(ids), second.score(ids)
+    check_vocabulary(left, right)
+    return compare(left, right, torch.tensor(ids[1:]))
 
 
 def check_vocabulary(left: Distribution, right: Distribution) -> None:

@@ -9,13 +9,19 @@ import torch
 
 from taut_deploy.validate import identity
 from taut_deploy.validate.behaviour import require_same_behaviour
-from taut_deploy.validate.checkpoint_source import CheckpointSource, CheckpointTokenizer
-from taut_deploy.validate.errors import CouldNotValidateError
+from taut_deploy.validate.checkpoint_source import CheckpointSource
+from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.headers import described as described_headers
 from taut_deploy.validate.headers import request_headers
 from taut_deploy.validate.job import ValidationJob
-from taut_deploy.validate.server_source import ServerConnection, ServerSource, is_url
-from taut_deploy.validate.text import Tokenizer, read_text
+from taut_deploy.validate.same_reading import (
+    AnyTokenizer,
+    require_same_conversations,
+    require_same_texts,
+)
+from taut_deploy.validate.server_connection import ServerConnection, is_url
+from taut_deploy.validate.server_source import ServerSource
+from taut_deploy.validate.text import read_text
 
 _PROBE_CHARACTERS = 4000
 
@@ -34,7 +40,7 @@ class Side:
     """
 
     role: str
-    tokenizer: Tokenizer
+    tokenizer: AnyTokenizer
     identity: Mapping[str, Any]
     server: ServerSource | None
     directory: Path | None
@@ -91,20 +97,14 @@ def check_tokenizers(job: ValidationJob, baseline: Side, candidate: Side) -> Non
     Raises:
         CouldNotValidateError: naming the first difference.
     """
+    head = read_text(job.text)[0][:_PROBE_CHARACTERS]
     ours, theirs = baseline.tokenizer, candidate.tokenizer
-    if isinstance(ours, CheckpointTokenizer) and isinstance(theirs, CheckpointTokenizer):
-        same = ours.vocabulary == theirs.vocabulary
-    else:
-        probe = read_text(job.text)[0][:_PROBE_CHARACTERS]
-        same = ours.encode(probe, special=False) == theirs.encode(probe, special=False)
-    if not same:
-        raise CouldNotValidateError(
-            f"--candidate {job.candidate}: its tokenizer differs from that of {job.baseline}; only "
-            "models over the same vocabulary can be compared"
-        )
+    require_same_texts(job.candidate, ours, theirs, head, job.baseline)
     if baseline.directory is not None and candidate.directory is not None:
         require_same_behaviour(
             baseline.directory,
             candidate.directory,
             trust_remote_code=job.trust_remote_code,
         )
+    else:
+        require_same_conversations(job.candidate, ours, theirs, job.baseline)

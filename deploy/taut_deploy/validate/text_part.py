@@ -90,7 +90,9 @@ def compare_text(
     done = 0
     for at, (size, z) in enumerate(zip(sizes, boundaries(sizes), strict=True), start=1):
         rows = list(text.sequences[done:size])
-        part = compare_sources(*models, rows, "compare", job.progress, partial.sequence)
+        part = compare_sources(
+            *models, rows, "compare", job.progress, partial.sequence, partial.once, done
+        )
         parts.append(part)
         done = size
         found = TextCompared(metrics.joined(parts), sizes[:at], float(2 * stats.norm.sf(z)))

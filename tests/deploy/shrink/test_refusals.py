@@ -29,7 +29,11 @@ MISTAKES = {
         "did you mean 'w4a16'?",
     ),
     "no policy": ((*BASE, *TEXT), "Missing option '--policy'"),
-    "no text": ((*BASE, *POLICY), "Missing option '--text'"),
+    "no text": ((*BASE, *POLICY), "give --text FILE: UTF-8 text that no recipe was calibrated"),
+    "key that is none": (
+        (*BASE, *TEXT, *POLICY, *W4, "--sign", "text.txt"),
+        "--sign text.txt: not a private key in PEM",
+    ),
     "text that is not there": (
         (*BASE, *POLICY, *W4, "--text", "nowhere.txt", "--output", "text"),
         "--text nowhere.txt",

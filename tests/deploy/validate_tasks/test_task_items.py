@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 from validate_setup import VOCABULARY, FakeServer, write_model
 
 from taut_deploy.validate import CouldNotValidateError
-from taut_deploy.validate.checkpoint_source import CheckpointSource, CheckpointTokenizer
+from taut_deploy.validate.checkpoint_source import CheckpointSource
+from taut_deploy.validate.checkpoint_tokenizer import CheckpointTokenizer
 from taut_deploy.validate.generation import Generation
-from taut_deploy.validate.server_source import ServerConnection, ServerSource
+from taut_deploy.validate.server_connection import ServerConnection
+from taut_deploy.validate.server_source import ServerSource
 from taut_deploy.validate.tasks.answers import answer_item
 from taut_deploy.validate.tasks.items import Item, read_task
 from taut_deploy.validate.tasks.likelihood import choice_logprobs, encode_choices

@@ -1,6 +1,7 @@
 """The slices of a validation: which, measured, judged, described."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,7 @@ def _each(
     def each(items: Sequence[Any], ask: Callable[[Any], Any]) -> list[Any]:
         found = []
         for done, item in enumerate(items, start=1):
-            found.append(ask(item))
+            found.append(partial.once(f"slice {name}", done, functools.partial(ask, item)))
             partial.prompts(name, done)
             if job.progress is not None:
                 job.progress(f"slice {name}", done, len(items))

@@ -6,7 +6,7 @@ tasks (``mmlu``) is one task whose parts are what is resampled.
 """
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,8 @@ def run_harness(
     """
     found = {}
     for name, bounds in tasks:
-        baseline = _samples(job, name, bounds, models.baseline, models)
-        candidate = _samples(job, name, bounds, models.candidate, models)
+        baseline = _samples(job, name, bounds, models.baseline, models, partial)
+        candidate = _samples(job, name, bounds, models.candidate, models, partial)
         answers = partial.task(TaskAnswers(name))
         _pair(answers, baseline, candidate, bounds)
         metrics, rules = judge_task(answers, bounds, _Z, resamples=job.bootstrap, seed=job.seed)
@@ -79,12 +79,20 @@ def run_harness(
 
 
 def _samples(
-    job: ValidationJob, name: str, bounds: TaskBounds, source: Writer, models: "Models"
+    job: ValidationJob,
+    name: str,
+    bounds: TaskBounds,
+    source: Writer,
+    models: "Models",
+    partial: Partial,
 ) -> _Samples:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     from taut_deploy.validate.tasks.harness_model import HarnessModel
+
+    def once(at: int, ask: Callable[[], Any]) -> Any:
+        return partial.once(f"harness {name} {source.role}", at, ask)
 
     def on_request(done: int, total: int) -> None:
         if job.progress is not None:
@@ -93,7 +101,7 @@ def _samples(
     path = None if job.harness_path is None else str(job.harness_path)
     try:
         results = simple_evaluate(
-            HarnessModel(source, models.tokenizer, models.bos, on_request),
+            HarnessModel(source, models.tokenizer, models.bos, on_request, once),
             tasks=[name],
             task_manager=TaskManager(include_path=path),
             limit=min(bounds.max_items, job.max_items or bounds.max_items),

@@ -88,11 +88,14 @@ def _run_file(
     most = min(bounds.max_items, job.max_items or bounds.max_items, len(task.items))
     answers = partial.task(TaskAnswers(task.name))
 
-    def ask(item: Item) -> tuple[ItemScore, ItemScore]:
+    def both(item: Item) -> tuple[ItemScore, ItemScore]:
         return (
             answer_item(models.baseline, models.tokenizer, models.bos, item),
             answer_item(models.candidate, models.tokenizer, models.bos, item),
         )
+
+    def ask(item: Item) -> tuple[ItemScore, ItemScore]:
+        return partial.once(f"task {task.name}", len(answers.items), lambda: both(item))
 
     def on_item(done: int, total: int) -> None:
         if job.progress is not None:
